@@ -1,0 +1,41 @@
+"""dshard: declare how tensors lie on a mesh of devices, and run ordinary PyTorch code on them."""
+
+from dshard.comm import DeviceMesh, init_device_mesh
+from dshard.errors import DShardError, LayoutError, MeshError, MixedError, NotationError, RankError, ShapeError
+from dshard.factories import distribute_module, empty, full, manual_seed, ones, rand, randn, zeros
+from dshard.layout import Layout
+from dshard.mesh import Mesh
+from dshard.ops import register_rule
+from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.tensor import DTensor, distribute_tensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DShardError",
+    "DTensor",
+    "DeviceMesh",
+    "Layout",
+    "LayoutError",
+    "Mesh",
+    "MeshError",
+    "MixedError",
+    "NotationError",
+    "Partial",
+    "Placement",
+    "RankError",
+    "Replicate",
+    "ShapeError",
+    "Shard",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "full",
+    "init_device_mesh",
+    "manual_seed",
+    "ones",
+    "rand",
+    "randn",
+    "register_rule",
+    "zeros",
+]

@@ -1,0 +1,68 @@
+"""Where autograd crosses between distributed and local tensors, and between layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.dispatch import move
+from dshard.layout import Layout
+from dshard.ops.spec import Spec
+from dshard.placements import Partial, Replicate
+
+
+class ToLocal(torch.autograd.Function):
+    """Distributed -> local; backward: the local gradient, laid out as said, -> distributed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, grad_layout: Layout) -> Tensor:
+        ctx.cls, ctx.spec = type(x), x._spec.with_layout(grad_layout)
+        local: Tensor = x._local
+        return local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
+        return FromLocal.apply(grad, ctx.cls, ctx.spec, ctx.spec.layout.cotangent()), None
+
+
+class FromLocal(torch.autograd.Function):
+    """Local -> distributed; backward: the distributed gradient -> local, laid out as said."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, cls: Any, spec: Spec, grad_layout: Layout) -> Any:
+        ctx.grad_layout = grad_layout
+        return cls._wrap(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None, None]:
+        laid = redistribute(grad, ctx.grad_layout)
+        return ToLocal.apply(laid, ctx.grad_layout.cotangent()), None, None, None
+
+
+class Redistribute(torch.autograd.Function):
+    """One layout -> another; backward: the gradient goes back. Its pending sums stay pending where the operand is whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, layout: Layout) -> Any:
+        ctx.back = x._spec.layout.cotangent()
+        return type(x)._wrap(move(x._local, x._spec, layout), x._spec.with_layout(layout))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
+        return redistribute(grad, left_pending(grad._spec.layout, ctx.back)), None
+
+
+def redistribute(x: Any, layout: Layout) -> Any:
+    """`x` in another layout; `x` itself where it lies so already. Differentiable."""
+    return x if x._spec.layout == layout else Redistribute.apply(x, layout)
+
+
+def left_pending(layout: Layout, target: Layout) -> Layout:
+    """`target`, but pending wherever `layout` has a pending sum and `target` is whole: later uses may add up first."""
+    placements = tuple(
+        mine if isinstance(mine, Partial) and mine.reduce_op in ("sum", "avg") and theirs == Replicate() else theirs
+        for mine, theirs in zip(layout.placements, target.placements, strict=True)
+    )
+    return Layout(target.mesh, placements, target.order)

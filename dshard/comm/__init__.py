@@ -1,0 +1,43 @@
+"""The one door to torch.distributed: plans run here, and every collective is told to whoever listens."""
+
+from dshard.comm.agree import checked_shape, global_shape, same_replicas
+from dshard.comm.events import Event, listen
+from dshard.comm.run import run, runner
+from dshard.comm.runtime import (
+    DeviceMesh,
+    LocalTensor,
+    Runtime,
+    bind,
+    device_mesh_of,
+    init_device_mesh,
+    runtime_of,
+    simulated_ranks,
+)
+from dshard.comm.simulate import each, plain, stack, unstack
+from dshard.comm.spread import cut, device_of, local_of, spread
+
+__all__ = [
+    "DeviceMesh",
+    "Event",
+    "LocalTensor",
+    "Runtime",
+    "bind",
+    "checked_shape",
+    "cut",
+    "device_mesh_of",
+    "device_of",
+    "each",
+    "global_shape",
+    "init_device_mesh",
+    "listen",
+    "local_of",
+    "plain",
+    "run",
+    "runner",
+    "runtime_of",
+    "same_replicas",
+    "simulated_ranks",
+    "spread",
+    "stack",
+    "unstack",
+]

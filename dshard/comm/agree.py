@@ -1,0 +1,127 @@
+"""What the ranks must agree on before a local tensor can be part of a global one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dshard.comm import transport
+from dshard.comm.runtime import LocalTensor, Runtime, runtime_of
+from dshard.comm.simulate import each, plain, unstack
+from dshard.errors import ShapeError
+from dshard.layout import Layout, Shape
+from dshard.mesh import Coordinate, Mesh
+from dshard.placements import Replicate, Shard
+
+MAX_DIMS = 16
+
+
+def global_shape(local: Tensor, layout: Layout) -> Shape:
+    """The shape of the tensor whose parts under `layout` are the ranks' local tensors: they tell each other.
+
+    Raises:
+        ShapeError: the local shapes are not the parts of one tensor.
+    """
+    mesh = layout.mesh
+    if type(local) is LocalTensor:
+        with plain():
+            tensors = unstack(local)
+            return _joined({mesh.coordinate(rank): _shape(tensors[rank]) for rank in mesh.ranks}, layout)
+    runtime = runtime_of(mesh)
+    if runtime is None or runtime.coordinate is None:
+        return _even(_shape(local), layout)
+    sharded = [i for i, p in enumerate(layout.placements) if isinstance(p, Shard) and mesh.shape[i] > 1]
+    if not sharded or runtime.group(mesh.names).backend == "fake":
+        return _even(_shape(local), layout)
+    return _joined(_gather_shapes(local, layout, runtime), layout)
+
+
+def checked_shape(local: Tensor, layout: Layout, shape: Shape) -> Shape:
+    """`shape`, if the local tensor of this rank is its part under `layout`.
+
+    Raises:
+        ShapeError: it is not.
+    """
+    layout.check(shape)
+    mesh = layout.mesh
+    if type(local) is LocalTensor:
+        found = {mesh.coordinate(rank): _shape(unstack(local)[rank]) for rank in mesh.ranks}
+    else:
+        runtime = runtime_of(mesh)
+        coordinate = (0,) * mesh.ndim if runtime is None else runtime.coordinate
+        found = {} if coordinate is None else {coordinate: _shape(local)}
+    _check(found, layout, shape)
+    return shape
+
+
+def same_replicas(local: Tensor, layout: Layout) -> Tensor:
+    """The local tensor of the first rank on each axis where the tensor is replicated, on all ranks of that axis."""
+    for i, placement in enumerate(layout.placements):
+        if placement == Replicate() and layout.mesh.shape[i] > 1:
+            local = _from_first(local, layout.mesh, i)
+    return local
+
+
+def _from_first(local: Tensor, mesh: Mesh, axis: int) -> Tensor:
+    name = mesh.names[axis]
+    if type(local) is LocalTensor:
+        tensors = unstack(local)
+        first = {rank: mesh.group([name], mesh.coordinate(rank))[0] for rank in mesh.ranks}
+        return each(lambda rank, x: tensors[first[rank]].clone(), local)
+    runtime = runtime_of(mesh)
+    if runtime is None or runtime.coordinate is None:
+        return local
+    flat = local.detach().contiguous().reshape(-1)
+    return transport.broadcast(flat, 0, runtime.group((name,))).view(local.shape)
+
+
+def _gather_shapes(local: Tensor, layout: Layout, runtime: Runtime) -> dict[Coordinate, Shape]:
+    if local.ndim > MAX_DIMS:
+        raise ShapeError(f"from_local takes tensors of at most {MAX_DIMS} dims unless shape= is given, got {local.ndim}")
+    mesh = layout.mesh
+    sizes = [local.ndim, *local.shape, *([0] * (MAX_DIMS - local.ndim))]
+    mine = torch.tensor(sizes, dtype=torch.int64, device=local.device)
+    table = transport.all_gather(mine, [MAX_DIMS + 1] * mesh.size, runtime.group(mesh.names)).view(mesh.size, -1).tolist()
+    return {at: tuple(row[1 : 1 + row[0]]) for at, row in zip(mesh.coordinates(), table, strict=True)}
+
+
+def _joined(shapes: dict[Coordinate, Shape], layout: Layout) -> Shape:
+    """The shape whose parts have these shapes."""
+    origin = (0,) * layout.mesh.ndim
+    first = shapes[origin]
+    if any(len(shape) != len(first) for shape in shapes.values()):
+        raise ShapeError(f"the local tensors {_listed(shapes)} have different numbers of dims: each rank must give a part of one tensor")
+    sizes = []
+    for dim in range(len(first)):
+        peers = layout.mesh.peers(layout.names_of(dim), origin)
+        sizes.append(sum(shapes[peer][dim] for peer in peers))
+    _check(shapes, layout, tuple(sizes))
+    return tuple(sizes)
+
+
+def _check(shapes: dict[Coordinate, Shape], layout: Layout, shape: Shape) -> None:
+    right = {at: layout.local_shape(shape, at) for at in shapes}
+    wrong = {at: found for at, found in shapes.items() if found != right[at]}
+    if wrong:
+        expected = _listed({at: right[at] for at in wrong})
+        raise ShapeError(
+            f"local tensors {_listed(wrong)} cannot be the parts of a tensor of shape {shape} laid out [{layout}], whose parts "
+            f"are {expected}: split it as torch.chunk does, or use distribute_tensor"
+        )
+
+
+def _listed(shapes: dict[Coordinate, Shape]) -> str:
+    shown = [f"{shape} at {at}" for at, shape in list(shapes.items())[:4]]
+    return ", ".join(shown) + (", ..." if len(shapes) > 4 else "")
+
+
+def _even(local: Shape, layout: Layout) -> Shape:
+    sizes = list(local)
+    for i, placement in enumerate(layout.placements):
+        if isinstance(placement, Shard):
+            sizes[placement.dim] *= layout.mesh.shape[i]
+    return tuple(sizes)
+
+
+def _shape(x: Tensor) -> Shape:
+    return tuple(x.shape)

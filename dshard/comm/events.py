@@ -1,0 +1,42 @@
+"""Each collective is told to whoever listens: nothing is sent in secret."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One collective that ran.
+
+    `axis` names the mesh axes of its groups, `ranks` is the size of one group, `nbytes` what this rank received from its
+    peers (the busiest rank's share where all ranks are simulated in one process).
+    """
+
+    collective: str
+    axis: str
+    ranks: int
+    nbytes: int
+
+
+Listener = Callable[[Event], None]
+LISTENERS: list[Listener] = []
+
+
+@contextmanager
+def listen(listener: Listener) -> Iterator[None]:
+    """Call `listener` with the event of each collective that runs within the block.
+
+    >>> events = []
+    >>> with listen(events.append):
+    ...     pass
+    >>> events
+    []
+    """
+    LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        LISTENERS.remove(listener)

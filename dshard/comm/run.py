@@ -1,0 +1,124 @@
+"""Plans run: on the process groups of a mesh, or on all its ranks simulated in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dshard.comm import transport
+from dshard.comm.events import LISTENERS, Event
+from dshard.comm.runtime import Group, LocalTensor, runtime_of
+from dshard.comm.simulate import each, exchange, plain, stack, unstack
+from dshard.comm.transfer import Local, Transfer, compile_step
+from dshard.errors import MeshError
+from dshard.mesh import Coordinate
+from dshard.redistribute import Plan
+
+Stage = Local | Transfer
+
+
+def run(plan: Plan, x: Tensor) -> Tensor:
+    """The local tensor of this rank under `plan.dst`, from its local tensor under `plan.src`.
+
+    The result shares no memory with `x` unless the plan has no steps.
+
+    Raises:
+        MeshError: the mesh has no processes.
+    """
+    if not plan.steps:
+        return x
+    with torch.no_grad():
+        if type(x) is LocalTensor:
+            return _simulate(plan, x)
+        if x.is_meta:
+            return x.new_empty(plan.dst.local_shape(plan.shape, (0,) * plan.dst.mesh.ndim))
+        return runner(plan)(x)
+
+
+def runner(plan: Plan) -> Callable[[Tensor], Tensor]:
+    """`run` for one plan on this rank, everything looked up in advance.
+
+    Raises:
+        MeshError: the mesh has no processes.
+    """
+    runtime = runtime_of(plan.src.mesh)
+    if runtime is None or runtime.coordinate is None:
+        why = "has no processes" if runtime is None else f"does not contain this rank, {runtime.rank}"
+        raise MeshError(f"the mesh ({plan.src.mesh}) {why}: nothing can be sent; use init_device_mesh under torchrun")
+    stages = stages_of(plan, runtime.coordinate)
+    if not stages:
+        return torch.clone
+    calls = [_transfer(stage, runtime.group(stage.axes)) if isinstance(stage, Transfer) else stage for stage in stages]
+    if len(calls) == 1:
+        return calls[0]
+
+    def run_all(x: Tensor) -> Tensor:
+        for call in calls:
+            x = call(x)
+        return x
+
+    return run_all
+
+
+@lru_cache(maxsize=65536)
+def stages_of(plan: Plan, coordinate: Coordinate) -> tuple[Stage, ...]:
+    """What the rank at `coordinate` does, in order; axes of one rank fall out."""
+    steps = zip(plan.steps, plan.layouts(), strict=True)
+    found = (compile_step(step, layout, plan.shape, coordinate) for step, layout in steps)
+    return tuple(stage for stage in found if stage is not None)
+
+
+def _transfer(transfer: Transfer, group: Group) -> Local:
+    pack, unpack, send, recv, op = transfer.pack, transfer.unpack, transfer.send, transfer.recv, transfer.op
+    match transfer.collective:
+        case "all_gather":
+            send_all: Local = lambda flat: transport.all_gather(flat, recv, group)
+        case "all_to_all":
+            send_all = lambda flat: transport.all_to_all(flat, send, recv, group)
+        case "reduce_scatter":
+            assert op is not None
+            send_all = lambda flat: transport.reduce_scatter(flat, send, op, group)
+        case "all_reduce":
+            assert op is not None
+            send_all = lambda flat: transport.all_reduce(flat, op, group)
+
+    def call(x: Tensor) -> Tensor:
+        if LISTENERS:
+            tell(transfer, x.itemsize)
+        return unpack(send_all(pack(x)))
+
+    return call
+
+
+def tell(transfer: Transfer, itemsize: int) -> None:
+    """Tell the listeners of one transfer."""
+    event = Event(transfer.collective, ",".join(transfer.axes), len(transfer.ranks), transfer.received * itemsize)
+    for listener in tuple(LISTENERS):
+        listener(event)
+
+
+def _simulate(plan: Plan, x: Tensor) -> Tensor:
+    mesh = plan.src.mesh
+    stages = {rank: stages_of(plan, mesh.coordinate(rank)) for rank in mesh.ranks}
+    tensors = unstack(x)
+    with plain():
+        tensors = {rank: tensors[rank] for rank in mesh.ranks}
+        for now in zip(*stages.values(), strict=True):
+            here = dict(zip(stages, now, strict=True))
+            transfers = {rank: stage for rank, stage in here.items() if isinstance(stage, Transfer)}
+            if transfers:
+                busiest = max(transfers.values(), key=lambda transfer: transfer.received)
+                tell(busiest, next(iter(tensors.values())).itemsize)
+                moved = exchange(transfers, {rank: transfers[rank].pack(t) for rank, t in tensors.items()})
+                tensors = {rank: transfers[rank].unpack(moved[rank]) for rank in tensors}
+            else:
+                tensors = {rank: stage(tensors[rank]) for rank, stage in here.items() if not isinstance(stage, Transfer)}
+        if not next(iter(stages.values())):
+            tensors = {rank: t.clone() for rank, t in tensors.items()}
+        return stack(tensors)
+
+
+__all__ = ["each", "run", "runner", "stages_of", "tell"]

@@ -1,0 +1,156 @@
+"""Which process groups belong to a mesh, and where on it this process sits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
+
+from dshard.errors import MeshError
+from dshard.mesh import Coordinate, Mesh
+
+__all__ = ["DeviceMesh", "Group", "LocalTensor", "Runtime", "bind", "device_mesh_of", "init_device_mesh", "runtime_of", "simulated_ranks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that a collective joins, and the process group that joins them."""
+
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    index: int
+    process_group: dist.ProcessGroup
+
+    @property
+    def name(self) -> str:
+        """What torch's functional collectives call the process group."""
+        return self.process_group.group_name
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend: gloo, nccl, fake, ..."""
+        return dist.get_backend(self.process_group)
+
+
+@dataclass(slots=True)
+class Runtime:
+    """A mesh with processes behind it."""
+
+    mesh: Mesh
+    device_mesh: DeviceMesh
+    rank: int
+    coordinate: Coordinate | None
+    groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
+
+    def group(self, axes: tuple[str, ...]) -> Group:
+        """The group of this rank along `axes`; made on first use, by all its ranks together."""
+        found = self.groups.get(axes)
+        if found is None:
+            found = self.groups[axes] = self._make(axes)
+        return found
+
+    def _make(self, axes: tuple[str, ...]) -> Group:
+        assert self.coordinate is not None
+        ranks = self.mesh.group(axes, self.coordinate)
+        if len(axes) == 1 and self.mesh.ndim > 1:
+            process_group = self.device_mesh.get_group(self.mesh.axis(axes[0]))
+        elif self.mesh.ndim == 1:
+            process_group = self.device_mesh.get_group(0)
+        else:
+            process_group = dist.new_group(list(ranks), use_local_synchronization=True)
+        return Group(axes, ranks, ranks.index(self.rank), process_group)
+
+
+_RUNTIMES: dict[Mesh, Runtime] = {}
+
+
+def bind(device_mesh: DeviceMesh) -> Mesh:
+    """The pure mesh of a torch DeviceMesh, whose process groups it remembers.
+
+    Raises:
+        MeshError: there is no process group, or the mesh has ranks beyond the world.
+    """
+    found = _MESHES.get(id(device_mesh))
+    if found is not None and found[0] is device_mesh and found[1].device_mesh is device_mesh:
+        return found[1].mesh
+    if not dist.is_initialized():
+        raise MeshError(
+            "a DeviceMesh needs a process group: call torch.distributed.init_process_group first, "
+            "or plan without processes on a dshard.Mesh"
+        )
+    mesh = _pure(device_mesh)
+    world = dist.get_world_size()
+    if max(mesh.ranks) >= world:
+        raise MeshError(
+            f"the mesh ({mesh}) has rank {max(mesh.ranks)}, but the world has {world} ranks: start more processes or shrink the mesh"
+        )
+    rank = _own_rank()
+    runtime = Runtime(mesh, device_mesh, rank, mesh.coordinate(rank) if rank in mesh else None)
+    _RUNTIMES[mesh] = runtime
+    _MESHES[id(device_mesh)] = (device_mesh, runtime)
+    return mesh
+
+
+_MESHES: dict[int, tuple[DeviceMesh, Runtime]] = {}
+
+
+def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """torch's `init_device_mesh`: a mesh of all ranks of the world, with a process group for each axis.
+
+    Raises:
+        MeshError: there are no processes, or the mesh has not as many ranks as the world.
+    """
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        raise MeshError(
+            f"a mesh of {mesh_shape} needs processes: start the program with torchrun --nproc-per-node {prod(mesh_shape)}, "
+            "or call torch.distributed.init_process_group; to plan without processes use dshard.Mesh"
+        )
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if prod(mesh_shape) > world:
+        raise MeshError(f"a mesh of {mesh_shape} has {prod(mesh_shape)} ranks, but the world has {world}: start more processes or shrink the mesh")
+    return _init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+def _own_rank() -> int:
+    mode = local_tensor_mode()
+    if mode is None:
+        return dist.get_rank()
+    with mode.disable():
+        return dist.get_rank()
+
+
+def _pure(device_mesh: DeviceMesh) -> Mesh:
+    ranks: Any = device_mesh.mesh
+    mode = local_tensor_mode()
+    if mode is not None:
+        with mode.disable():
+            return _pure_of(device_mesh, ranks)
+    return _pure_of(device_mesh, ranks)
+
+
+def _pure_of(device_mesh: DeviceMesh, ranks: Any) -> Mesh:
+    names = tuple(device_mesh.mesh_dim_names or ())
+    return Mesh(tuple(ranks.shape), names, tuple(ranks.flatten().tolist()), device_mesh.device_type)
+
+
+def runtime_of(mesh: Mesh) -> Runtime | None:
+    """The processes behind `mesh`, or None for a mesh that only plans."""
+    return _RUNTIMES.get(mesh)
+
+
+def device_mesh_of(mesh: Mesh) -> DeviceMesh | Mesh:
+    """torch's mesh behind `mesh`, or `mesh` itself where there is none."""
+    runtime = _RUNTIMES.get(mesh)
+    return mesh if runtime is None else runtime.device_mesh
+
+
+def simulated_ranks() -> frozenset[int] | None:
+    """The ranks that torch's LocalTensorMode simulates in this process, or None."""
+    mode = local_tensor_mode()
+    return None if mode is None else mode.ranks

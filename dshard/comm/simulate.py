@@ -1,0 +1,68 @@
+"""The collectives of all ranks of a mesh in one process, on torch's LocalTensor: one tensor for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
+
+from dshard.comm.transfer import Transfer
+from dshard.comm.transport import reduce
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Compute on plain tensors within the block, outside torch's LocalTensorMode."""
+    mode = local_tensor_mode()
+    if mode is None:
+        yield
+    else:
+        with mode.disable():
+            yield
+
+
+def unstack(x: Tensor) -> dict[int, Tensor]:
+    """The tensor of each rank."""
+    assert isinstance(x, LocalTensor)
+    found: dict[int, Tensor] = x._local_tensors
+    return found
+
+
+def stack(tensors: Mapping[int, Tensor]) -> Tensor:
+    """The tensors of the ranks as one."""
+    out: Tensor = LocalTensor(dict(tensors))
+    return out
+
+
+def each(function: Callable[[int, Tensor], Tensor], x: Tensor) -> Tensor:
+    """The tensors that `function` makes of each rank's."""
+    with plain(), torch.no_grad():
+        return stack({rank: function(rank, t) for rank, t in unstack(x).items()})
+
+
+def exchange(transfers: Mapping[int, Transfer], buffers: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """What each rank's buffer becomes when all ranks run their transfers."""
+    out: dict[int, Tensor] = {}
+    for rank, transfer in transfers.items():
+        peers = [buffers[peer] for peer in transfer.ranks]
+        match transfer.collective:
+            case "all_gather":
+                out[rank] = torch.cat(peers)
+            case "all_to_all":
+                out[rank] = torch.cat([_piece(transfers, buffers, peer, transfer.index) for peer in transfer.ranks])
+            case "reduce_scatter":
+                terms = [_piece(transfers, buffers, peer, transfer.index) for peer in transfer.ranks]
+                assert transfer.op is not None
+                out[rank] = reduce(torch.stack(terms), transfer.op)
+            case "all_reduce":
+                assert transfer.op is not None
+                out[rank] = reduce(torch.stack(peers), transfer.op)
+    return out
+
+
+def _piece(transfers: Mapping[int, Transfer], buffers: Mapping[int, Tensor], peer: int, index: int) -> Tensor:
+    """What `peer` sends to the rank number `index` of its group."""
+    return buffers[peer].split(list(transfers[peer].send))[index]

@@ -1,0 +1,146 @@
+"""Flat buffers between the ranks of one group, by the fastest primitive that its backend has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dshard.comm.runtime import Group
+from dshard.errors import ShapeError
+from dshard.placements import ReduceOp
+
+_c10d = torch.ops._c10d_functional
+_HALF = {torch.float16, torch.bfloat16}
+# dtypes that every backend moves; the others travel as bytes
+_MOVES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.int8}
+_SUMS = {torch.float64, torch.float32, torch.int64, torch.int32}
+
+
+def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    """Flat chunk -> the flat chunks of all ranks, rank `i` giving `sizes[i]` elements; nothing is padded."""
+    if x.dtype not in _MOVES:
+        return all_gather(x.view(torch.uint8), [size * x.itemsize for size in sizes], group).view(x.dtype)
+    if len(set(sizes)) == 1:
+        return _wait(_c10d.all_gather_into_tensor(x, len(sizes), group.name))
+    out = x.new_empty(sum(sizes))
+    parts = out.split(list(sizes))
+    parts[group.index].copy_(x)
+    works = [
+        dist.broadcast(part, rank, group.process_group, async_op=True)
+        for part, rank in zip(parts, group.ranks, strict=True)
+        if part.numel()
+    ]
+    for work in works:
+        work.wait()
+    return out
+
+
+def all_to_all(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> Tensor:
+    """Flat pieces for each rank -> flat pieces from each rank; the sizes may all differ, and be zero."""
+    if x.dtype not in _MOVES:
+        scale = x.itemsize
+        moved = all_to_all(x.view(torch.uint8), [s * scale for s in send], [r * scale for r in recv], group)
+        return moved.view(x.dtype)
+    return _wait(_c10d.all_to_all_single(x, list(recv), list(send), group.name))
+
+
+def reduce_scatter(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -> Tensor:
+    """Flat pieces for each rank -> the reduction of this rank's piece over all ranks.
+
+    Where the backend has no reduce_scatter of its own, or the pieces differ in size, the pieces are exchanged and
+    reduced here: the same bytes, and half precision is summed in single.
+    """
+    if group.backend == "nccl" and len(set(send)) == 1 and _reduces(x, op, group):
+        return _wait(_c10d.reduce_scatter_tensor(x, op, len(send), group.name))
+    n, own = len(send), send[group.index]
+    pieces = all_to_all(x, send, [own] * n, group)
+    return reduce(pieces.view(n, own), op)
+
+
+def all_reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
+    """Flat terms -> the flat reduction of the terms of all ranks, the same to the bit on each."""
+    if _reduces(x, op, group):
+        return _wait(_c10d.all_reduce(x, op, group.name))
+    n, size = len(group.ranks), x.numel()
+    step = -(-size // n)
+    sizes = [min((i + 1) * step, size) - min(i * step, size) for i in range(n)]
+    return all_gather(reduce_scatter(x, sizes, op, group), sizes, group)
+
+
+def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
+    """Flat tensor -> the flat tensor of the group's rank number `source`, on all ranks."""
+    if x.dtype not in _MOVES:
+        return broadcast(x.view(torch.uint8), source, group).view(x.dtype)
+    return _wait(_c10d.broadcast(x, source, group.name))
+
+
+def scatter(x: Tensor | None, sizes: Sequence[int], source: int, like: Tensor, group: Group) -> Tensor:
+    """Flat pieces on the group's rank number `source` -> piece `i` on rank number `i`. `like` gives dtype and device."""
+    out = like.new_empty(sizes[group.index])
+    if group.index == source:
+        assert x is not None
+        parts = x.split(list(sizes))
+        out.copy_(parts[source])
+        works = [
+            dist.isend(_movable(part), rank, group.process_group)
+            for i, (part, rank) in enumerate(zip(parts, group.ranks, strict=True))
+            if i != source and part.numel()
+        ]
+    else:
+        works = [dist.irecv(_movable(out), group.ranks[source], group.process_group)] if out.numel() else []
+    for work in works:
+        if work is not None:
+            work.wait()
+    return out
+
+
+def permute(x: Tensor, target: int, source: int, size: int, group: Group) -> Tensor:
+    """Flat tensor to the group's rank number `target` -> `size` elements from its rank number `source`."""
+    n = len(group.ranks)
+    send = [x.numel() if i == target else 0 for i in range(n)]
+    recv = [size if i == source else 0 for i in range(n)]
+    return all_to_all(x, send, recv, group)
+
+
+def reduce(terms: Tensor, op: ReduceOp) -> Tensor:
+    """Terms along dim 0 -> their reduction, in the terms' own dtype; half precision is reduced in single.
+
+    Raises:
+        ShapeError: the max or min of complex numbers, or the mean of integers.
+    """
+    dtype = terms.dtype
+    wide = terms.to(torch.float32) if dtype in _HALF else terms
+    match op:
+        case "sum":
+            return wide.sum(0).ne(0) if dtype == torch.bool else wide.sum(0, dtype=wide.dtype).to(dtype)
+        case "product":
+            return wide.prod(0).ne(0) if dtype == torch.bool else wide.prod(0, dtype=wide.dtype).to(dtype)
+        case "avg":
+            total = wide.sum(0, dtype=wide.dtype)
+            exact = dtype.is_floating_point or dtype.is_complex
+            mean = total / len(terms) if exact else torch.div(total, len(terms), rounding_mode="floor")
+            return mean.to(dtype)
+        case "max" | "min":
+            if dtype.is_complex:
+                raise ShapeError(f"a pending {op} of {dtype}: complex numbers have no order; use sum, avg or product")
+            return (wide.amax(0) if op == "max" else wide.amin(0)).to(dtype)
+
+
+def _wait(x: Tensor) -> Tensor:
+    out: Tensor = _c10d.wait_tensor(x)
+    return out
+
+
+def _reduces(x: Tensor, op: ReduceOp, group: Group) -> bool:
+    """Whether the backend itself reduces as torch does on one device: in this dtype, and keeping NaNs."""
+    if op in ("max", "min") or (op == "avg" and not x.is_floating_point()):
+        return False
+    return x.dtype in _SUMS or (group.backend == "nccl" and x.dtype in _HALF)
+
+
+def _movable(x: Tensor) -> Tensor:
+    return x if x.dtype in _MOVES else x.view(torch.uint8)
+

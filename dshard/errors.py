@@ -1,0 +1,42 @@
+"""Every error that dshard raises on purpose.
+
+    DShardError
+    ├── LayoutError     a placement, mesh or layout that cannot be      (also a ValueError)
+    ├── ShapeError      sizes or dtypes that do not fit together        (also a ValueError)
+    ├── MeshError       operands on different meshes, or no such ranks  (also a ValueError)
+    ├── MixedError      a plain torch.Tensor among distributed tensors  (also a TypeError)
+    ├── NotationError   text that is no placement, layout or rule       (also a ValueError)
+    └── RankError       a rank of the pool failed                       (also a RuntimeError)
+
+Each message says what was asked, the rule, and the way out, and is raised before anything is sent.
+"""
+
+from __future__ import annotations
+
+
+class DShardError(Exception):
+    """The base of all errors raised on purpose by dshard."""
+
+
+class LayoutError(DShardError, ValueError):
+    """A placement or layout that the tensor or the mesh cannot have."""
+
+
+class ShapeError(DShardError, ValueError):
+    """Sizes, dtypes or local shapes that do not fit together."""
+
+
+class MeshError(DShardError, ValueError):
+    """Operands on different meshes, a mesh larger than the world, or no process group."""
+
+
+class MixedError(DShardError, TypeError):
+    """A plain `torch.Tensor` used together with distributed tensors."""
+
+
+class NotationError(DShardError, ValueError):
+    """Text that does not parse as a placement, a layout or a rule."""
+
+
+class RankError(DShardError, RuntimeError):
+    """A rank of the pool raised, exited or did not answer."""

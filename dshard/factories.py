@@ -1,0 +1,151 @@
+"""New distributed tensors, and modules laid out whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dshard import comm
+from dshard.comm import DeviceMesh
+from dshard.errors import LayoutError
+from dshard.layout import Layout, layout_of, replicated
+from dshard.mesh import Coordinate, Mesh
+from dshard.ops.spec import contiguous_stride, spec_of
+from dshard.placements import Placement, Replicate
+from dshard.tensor import DTensor, as_mesh, distribute_tensor
+
+_GENERATOR = torch.Generator()
+_GENERATOR.manual_seed(0)
+
+
+def manual_seed(seed: int) -> None:
+    """Begin the sequence of random values that `rand` and `randn` give, the same on every mesh and layout."""
+    _GENERATOR.manual_seed(seed)
+
+
+def zeros(*size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any) -> DTensor:
+    """A DTensor of zeros; `dtype` and `requires_grad` as in `torch.zeros`."""
+    return _new(torch.zeros, size, device_mesh, placements, **options)
+
+
+def ones(*size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any) -> DTensor:
+    """A DTensor of ones; `dtype` and `requires_grad` as in `torch.ones`."""
+    return _new(torch.ones, size, device_mesh, placements, **options)
+
+
+def empty(*size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any) -> DTensor:
+    """A DTensor of whatever memory holds; `dtype` and `requires_grad` as in `torch.empty`."""
+    return _new(torch.empty, size, device_mesh, placements, **options)
+
+
+def full(
+    size: Sequence[int],
+    fill_value: float,
+    *,
+    device_mesh: DeviceMesh | Mesh,
+    placements: Sequence[Placement] | None = None,
+    **options: Any,
+) -> DTensor:
+    """A DTensor of which every element is `fill_value`; `dtype` and `requires_grad` as in `torch.full`."""
+    return _new(lambda shape, **kw: torch.full(shape, fill_value, **kw), (size,), device_mesh, placements, **options)
+
+
+def rand(*size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any) -> DTensor:
+    """A DTensor uniform on [0, 1): the same values on every mesh and layout under `manual_seed`."""
+    return _random(torch.rand, size, device_mesh, placements, **options)
+
+
+def randn(*size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any) -> DTensor:
+    """A standard normal DTensor: the same values on every mesh and layout under `manual_seed`."""
+    return _random(torch.randn, size, device_mesh, placements, **options)
+
+
+def _new(
+    make: Callable[..., Tensor],
+    size: tuple[Any, ...],
+    device_mesh: DeviceMesh | Mesh,
+    placements: Sequence[Placement] | None,
+    *,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> DTensor:
+    """Each rank makes its own part."""
+    shape, layout = _laid_out(size, device_mesh, placements)
+    local = comm.local_of(layout, lambda coordinate, device: make(layout.local_shape(shape, coordinate), dtype=dtype, device=device))
+    return _finished(local, layout, shape, requires_grad)
+
+
+def _random(
+    make: Callable[..., Tensor],
+    size: tuple[Any, ...],
+    device_mesh: DeviceMesh | Mesh,
+    placements: Sequence[Placement] | None,
+    *,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> DTensor:
+    """Each rank draws the whole tensor from the same sequence and keeps its part."""
+    shape, layout = _laid_out(size, device_mesh, placements)
+    with comm.plain():
+        whole = make(shape, dtype=dtype, generator=_GENERATOR)
+
+    def part(coordinate: Coordinate, device: torch.device) -> Tensor:
+        return comm.cut(whole, layout.region(shape, coordinate)).to(device)
+
+    return _finished(comm.local_of(layout, part), layout, shape, requires_grad)
+
+
+def _laid_out(
+    size: tuple[Any, ...], device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None
+) -> tuple[tuple[int, ...], Layout]:
+    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    mesh = as_mesh(device_mesh)
+    layout = replicated(mesh) if placements is None else layout_of(mesh, placements, len(shape))
+    if layout.partial_axes():
+        raise LayoutError(f"a factory cannot make a pending reduction, [{layout}]: use Shard or Replicate, then redistribute")
+    return shape, layout
+
+
+def _finished(local: Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool) -> DTensor:
+    out = DTensor._wrap(local, spec_of(layout, shape, contiguous_stride(shape), local.dtype, local.device))
+    return out.requires_grad_() if requires_grad else out
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | Mesh,
+    partition_fn: Callable[[str, nn.Module, Any], None] | None = None,
+    input_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
+    output_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
+) -> nn.Module:
+    """Lay out a module's parameters and buffers in place, and return it.
+
+    `partition_fn(name, submodule, device_mesh)` lays out what it chooses, by assigning `nn.Parameter`s made with
+    `distribute_tensor`; whatever it leaves plain is replicated. `input_fn(module, inputs, device_mesh)` and
+    `output_fn(module, outputs, device_mesh)` become hooks of the module.
+
+    Raises:
+        MeshError: no process group, or a mesh larger than the world.
+    """
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, device_mesh)
+        _replicate_rest(submodule, device_mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, device_mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, device_mesh))
+    return module
+
+
+def _replicate_rest(module: nn.Module, device_mesh: DeviceMesh | Mesh) -> None:
+    whole = [Replicate()] * as_mesh(device_mesh).ndim
+    for name, parameter in module.named_parameters(recurse=False):
+        if not isinstance(parameter, DTensor):
+            module.register_parameter(name, distribute_tensor(parameter, device_mesh, whole))  # type: ignore[arg-type]
+    for name, buffer in module.named_buffers(recurse=False):
+        if not isinstance(buffer, DTensor):
+            module._buffers[name] = distribute_tensor(buffer, device_mesh, whole)

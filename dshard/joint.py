@@ -1,0 +1,189 @@
+"""Composite operators caught whole: laid out once, run on local tensors under torch's own autograd.
+
+The local backward pass gives each operand's gradient in the layout that the strategy says: split like the operand, or a
+pending sum where the work was split and the operand was not. Second derivatives work, for the crossings between
+distributed and local tensors are themselves differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard.autograd import FromLocal, ToLocal, redistribute
+from dshard.comm import LocalTensor
+from dshard.dispatch import common_mesh, run_on_ranks, spec_like, topology_of
+from dshard.ops.attention import attention_rule
+from dshard.ops.matmul import linear_bias_rule, linear_rule, matmul_rule
+from dshard.ops.rule import Rule
+from dshard.ops.spec import Spec, spec_of
+from dshard.ops.strategy import Operand, Strategy, choose
+
+Local = Callable[..., Tensor]
+MAX_CHOICES = 16384
+_CHOICES: dict[tuple[Any, ...], tuple[Strategy, Spec]] = {}
+
+
+def run_joint(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Any:
+    """`local` on the local parts of `tensors`, as the cheapest strategy of `rule` lays them out.
+
+    `key` tells calls apart whose rule or local operator differ though the specs are alike.
+    """
+    strategy, out = decide(cls, rule, local, tensors, key)
+    return run_strategy(cls, strategy, out, local, tensors)
+
+
+def decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> tuple[Strategy, Spec]:
+    """The cheapest strategy and the spec of the result; looked up where it was decided before."""
+    specs = [t._spec if isinstance(t, cls) else None for t in tensors]
+    full_key = (*key, *specs)
+    found = _CHOICES.get(full_key) if None not in specs else None
+    if found is None:
+        found = _decide(cls, rule, local, tensors, key)
+        if len(_CHOICES) >= MAX_CHOICES:
+            _CHOICES.pop(next(iter(_CHOICES)))
+        _CHOICES[full_key] = found
+    return found
+
+
+def _decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> tuple[Strategy, Spec]:
+    mesh = common_mesh(cls, key[0], list(tensors))
+    specs = [spec_like(cls, t, mesh) for t in tensors]
+    with torch.no_grad():
+        out = local(*(spec.meta() for spec in specs))
+    operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs]
+    strategy = choose(rule(), operands, [(tuple(out.shape), out.itemsize)], topology_of(mesh))
+    return strategy, spec_of(strategy.outputs[0], tuple(out.shape), out.stride(), out.dtype, specs[0].device)
+
+
+def run_strategy(cls: Any, strategy: Strategy, out: Spec, local: Local, tensors: Sequence[Any]) -> Any:
+    """`local` on the local parts of `tensors` under `strategy`, its result a distributed tensor of spec `out`."""
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    with torch._C.DisableTorchFunctionSubclass():
+        laid = [redistribute(t, layout) for t, layout in zip(tensors, strategy.inputs, strict=True)]
+        if not recorded:
+            result = run_on_ranks(out.layout.mesh, lambda coordinate: local, tuple(t._local for t in laid), {})
+            return cls._wrap(result, out)
+        if any(type(t._local) is LocalTensor for t in laid):
+            return Simulated.apply(cls, strategy, out, local, *laid)  # type: ignore[no-untyped-call]
+        parts = [
+            ToLocal.apply(t, layout) if t.requires_grad else t._local  # type: ignore[no-untyped-call]
+            for t, layout in zip(laid, strategy.gradients, strict=True)
+        ]
+        return FromLocal.apply(local(*parts), cls, out, out.layout.cotangent())  # type: ignore[no-untyped-call]
+
+
+class Simulated(torch.autograd.Function):
+    """The same for all ranks simulated in one process: each rank's backward pass is run from its saved operands."""
+
+    @staticmethod
+    def forward(ctx: Any, cls: Any, strategy: Strategy, out: Spec, local: Local, *tensors: Any) -> Any:
+        ctx.cls, ctx.strategy, ctx.out, ctx.local = cls, strategy, out, local
+        ctx.save_for_backward(*tensors)
+        return cls._wrap(run_on_ranks(out.layout.mesh, lambda coordinate: local, tuple(t._local for t in tensors), {}), out)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:
+        tensors = ctx.saved_tensors
+        laid = redistribute(grad, ctx.out.layout.cotangent())
+        pull = _pull_back(ctx.local, ctx.needs_input_grad[4:])
+        grads = run_on_ranks(ctx.out.layout.mesh, lambda coordinate: pull, (laid._local, *(t._local for t in tensors)), {})
+        rest = iter(grads)
+        wrapped = [
+            ctx.cls._wrap(next(rest), t._spec.with_layout(layout)) if needed else None
+            for t, layout, needed in zip(tensors, ctx.strategy.gradients, ctx.needs_input_grad[4:], strict=True)
+        ]
+        return (None, None, None, None, *wrapped)
+
+
+def _pull_back(local: Local, needed: Sequence[bool]) -> Callable[..., list[Tensor]]:
+    def pull(grad: Tensor, *parts: Tensor) -> list[Tensor]:
+        with torch.enable_grad():
+            inputs = [part.detach().requires_grad_(is_needed) for part, is_needed in zip(parts, needed, strict=True)]
+            out = local(*inputs)
+        return list(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad))
+
+    return pull
+
+
+# -- the operators
+
+
+def matmul(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.matmul`, `@`."""
+    a, b = (*args, *kwargs.values())
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dim() == 0 or b.dim() == 0:
+        return _plain(func, args, kwargs)
+    return run_joint(cls, lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), torch.matmul, (a, b), ("matmul",))
+
+
+def rmatmul(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Tensor.__rmatmul__`."""
+    return matmul(cls, torch.matmul, (args[1], args[0]), {})
+
+
+def linear(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.nn.functional.linear`. A bias is added within the local product, or once after a split contraction."""
+    x, weight, bias = _bound(("input", "weight", "bias"), args, kwargs)
+    key = ("linear",)
+
+    def rule() -> Rule:
+        return linear_rule(tuple(x.shape), tuple(weight.shape))
+
+    if bias is None:
+        return run_joint(cls, rule, F.linear, (x, weight), key)
+
+    def biased() -> Rule:
+        return linear_bias_rule(tuple(x.shape), tuple(weight.shape), tuple(bias.shape))
+
+    split, out = decide(cls, rule, F.linear, (x, weight), key)
+    if split.outputs[0].partial_axes():
+        fused, fused_out = decide(cls, biased, F.linear, (x, weight, bias), key)
+        if split.seconds < fused.seconds:
+            return run_strategy(cls, split, out, F.linear, (x, weight)) + bias
+        return run_strategy(cls, fused, fused_out, F.linear, (x, weight, bias))
+    return run_joint(cls, biased, F.linear, (x, weight, bias), key)
+
+
+def attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.nn.functional.scaled_dot_product_attention`: local for each head and each batch entry."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    query, k, v, mask, dropout, causal, scale, gqa = _bound(names, args, kwargs)
+    dropout, causal, gqa = dropout or 0.0, bool(causal), bool(gqa)
+    tensors = (query, k, v) if mask is None else (query, k, v, mask)
+
+    def local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+
+    def rule() -> Rule:
+        return attention_rule([tuple(t.shape) for t in tensors], causal, gqa)
+
+    return run_joint(cls, rule, local, tensors, ("attention", dropout, causal, scale, gqa))
+
+
+def _bound(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    given = dict(zip(names, args, strict=False)) | kwargs
+    unknown = set(given) - set(names)
+    if unknown or len(args) > len(names):
+        raise TypeError(f"unexpected arguments {sorted(unknown) or args[len(names) :]}; the parameters are {', '.join(names)}")
+    return [given.get(name) for name in names]
+
+
+def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+JOINT: dict[Any, Callable[..., Any]] = {
+    torch.matmul: matmul,
+    Tensor.matmul: matmul,
+    Tensor.__matmul__: matmul,
+    Tensor.__rmatmul__: rmatmul,
+    F.linear: linear,
+    F.scaled_dot_product_attention: attention,
+}

@@ -1,0 +1,224 @@
+"""A mesh, a placement for each of its axes, and the order of the axes that split one tensor dim."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from dshard.errors import LayoutError, NotationError
+from dshard.mesh import Coordinate, Mesh
+from dshard.placements import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    chunk,
+    cotangent,
+    format_placements,
+    parse_placements,
+)
+
+Region = tuple[range, ...]
+Shape = tuple[int, ...]
+DimOrder = tuple[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """How a tensor of any shape lies on a mesh.
+
+    Where several axes shard one tensor dim, the first of them splits it, the next splits each chunk, and so on: left to
+    right as in torch, unless `order` says otherwise with pairs (tensor dim, axis indices from major to minor). Orders
+    that are the default are dropped, so equal layouts are equal values.
+
+    >>> layout = Layout(Mesh((2, 2), ("dp", "tp")), (Shard(0), Shard(0)))
+    >>> str(layout), layout.local_shape((5, 3), (0, 1))
+    ('dp:S(0) tp:S(0)', (1, 3))
+    >>> layout.region((5, 3), (0, 1))
+    (range(2, 3), range(0, 3))
+
+    Raises:
+        LayoutError: not one placement for each mesh axis, or an order that is no permutation.
+    """
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    order: tuple[DimOrder, ...] = ()
+    _axes: dict[int, tuple[int, ...]] | None = None
+    _hash: int = 0
+
+    def __post_init__(self) -> None:
+        placements = tuple(self.placements)
+        _check_placements(self.mesh, placements)
+        axes: dict[int, tuple[int, ...]] = {}
+        for i, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                axes[placement.dim] = (*axes.get(placement.dim, ()), i)
+        order = _canonical_order(axes, self.order)
+        axes.update(order)
+        for name, value in (("placements", placements), ("order", order), ("_axes", axes)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_hash", hash((self.mesh, placements, order)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Layout) or self._hash != other._hash:
+            return False
+        return (self.mesh, self.placements, self.order) == (other.mesh, other.placements, other.order)
+
+    def axes_of(self, dim: int) -> tuple[int, ...]:
+        """The indices of the mesh axes that shard tensor dim `dim`, from major to minor."""
+        assert self._axes is not None
+        return self._axes.get(dim, ())
+
+    def sharded_dims(self) -> tuple[int, ...]:
+        """The tensor dims that some mesh axis shards, in increasing order."""
+        assert self._axes is not None
+        return tuple(sorted(self._axes))
+
+    def partial_axes(self) -> tuple[int, ...]:
+        """The indices of the mesh axes on which a reduction is pending."""
+        return tuple(i for i, placement in enumerate(self.placements) if isinstance(placement, Partial))
+
+    def dim_range(self, dim: int, size: int, coordinate: Coordinate) -> range:
+        """The indices of tensor dim `dim`, of global size `size`, that the rank at `coordinate` holds."""
+        held = range(size)
+        for axis in self.axes_of(dim):
+            part = chunk(len(held), self.mesh.shape[axis], coordinate[axis])
+            held = held[part.start : part.stop]
+        return held
+
+    def region(self, shape: Sequence[int], coordinate: Coordinate) -> Region:
+        """The part of a tensor of global shape `shape` that the rank at `coordinate` holds."""
+        return tuple(self.dim_range(dim, size, coordinate) for dim, size in enumerate(shape))
+
+    def local_shape(self, shape: Sequence[int], coordinate: Coordinate) -> Shape:
+        """The shape of that part."""
+        return tuple(len(self.dim_range(dim, size, coordinate)) for dim, size in enumerate(shape))
+
+    def local_numel(self, shape: Sequence[int]) -> int:
+        """The number of elements of the largest part: that of the rank at coordinate 0, 0, ..."""
+        return prod(self.local_shape(shape, (0,) * self.mesh.ndim))
+
+    def names_of(self, dim: int) -> tuple[str, ...]:
+        """The names of the mesh axes that shard tensor dim `dim`, from major to minor."""
+        return tuple(self.mesh.names[axis] for axis in self.axes_of(dim))
+
+    def replace(self, axis: int, placement: Placement) -> Layout:
+        """This layout with another placement on the mesh axis of index `axis`, which comes last in its tensor dim."""
+        placements = (*self.placements[:axis], placement, *self.placements[axis + 1 :])
+        assert self._axes is not None
+        axes = {dim: tuple(a for a in order if a != axis) for dim, order in self._axes.items()}
+        if isinstance(placement, Shard):
+            axes[placement.dim] = (*axes.get(placement.dim, ()), axis)
+        return Layout(self.mesh, placements, tuple((dim, order) for dim, order in axes.items() if order))
+
+    def cotangent(self) -> Layout:
+        """The layout of the gradient of a tensor laid out like this."""
+        return Layout(self.mesh, tuple(map(cotangent, self.placements)), self.order)
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Refuse a tensor that has fewer dims than this layout shards.
+
+        Raises:
+            LayoutError: a Shard of a dim that the tensor does not have.
+        """
+        for placement in self.placements:
+            if isinstance(placement, Shard) and not 0 <= placement.dim < len(shape):
+                raise LayoutError(_no_dim(placement.dim, shape))
+
+    def __str__(self) -> str:
+        text = format_placements(self.placements, self.mesh.names)
+        orders = " ".join(f"{dim}:{','.join(self.mesh.names[a] for a in axes)}" for dim, axes in self.order)
+        return f"{text}; {orders}" if orders else text
+
+
+def layout_of(mesh: Mesh, placements: Iterable[Placement], ndim: int) -> Layout:
+    """The layout of a tensor of `ndim` dims with these placements; negative dims count from the end.
+
+    Raises:
+        LayoutError: not one placement for each mesh axis, or a Shard of a dim that the tensor does not have.
+    """
+    placements = tuple(placements)
+    _check_placements(mesh, placements)
+    resolved = tuple(_resolve(placement, ndim) for placement in placements)
+    return Layout(mesh, resolved)
+
+
+def parse_layout(text: str, mesh: Mesh) -> Layout:
+    """The layout on `mesh` that `text` writes; `parse_layout(str(layout), layout.mesh) == layout`.
+
+    >>> mesh = Mesh((2, 2), ("dp", "tp"))
+    >>> parse_layout("dp:S(0) tp:S(0); 0:tp,dp", mesh).axes_of(0)
+    (1, 0)
+
+    Raises:
+        NotationError: the text is no layout of this mesh.
+    """
+    placements, _, orders = text.partition(";")
+    pairs: list[DimOrder] = []
+    for word in orders.split():
+        dim, colon, names = word.partition(":")
+        if not colon or not dim.isdigit():
+            raise NotationError(f"{word!r} is no order of mesh axes: write 'dim:major,minor', as in '0:tp,dp'")
+        pairs.append((int(dim), tuple(mesh.axis(name) for name in names.split(","))))
+    return Layout(mesh, parse_placements(placements, mesh.names), tuple(pairs))
+
+
+def replicated(mesh: Mesh) -> Layout:
+    """The layout in which each rank holds the whole tensor."""
+    return Layout(mesh, (Replicate(),) * mesh.ndim)
+
+
+def _check_placements(mesh: Mesh, placements: tuple[Placement, ...]) -> None:
+    if len(placements) != mesh.ndim:
+        raise LayoutError(
+            f"{len(placements)} placements [{format_of(placements)}] for the mesh ({mesh}): give {mesh.ndim}, one for each mesh axis"
+        )
+    for placement in placements:
+        if not isinstance(placement, Shard | Replicate | Partial):
+            raise LayoutError(f"{placement!r} is no placement: use Shard(dim), Replicate() or Partial(op)")
+    ops = {placement.reduce_op for placement in placements if isinstance(placement, Partial)}
+    if len(ops) > 1 and ops != {"sum", "avg"}:
+        raise LayoutError(
+            f"[{format_of(placements)}] leaves different reductions pending, and their order would matter: "
+            "use one op, or sum and avg, which commute"
+        )
+
+
+def format_of(placements: Iterable[object]) -> str:
+    """Placements as text, whatever they are: for messages about what a user passed."""
+    return " ".join(map(str, placements))
+
+
+def _resolve(placement: Placement, ndim: int) -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    dim = placement.dim + ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < ndim:
+        raise LayoutError(f"{placement} is out of range: the tensor has {ndim} dims; use {_legal_dims(ndim)}")
+    return Shard(dim)
+
+
+def _no_dim(dim: int, shape: Sequence[int]) -> str:
+    return f"S({dim}) is out of range for shape {tuple(shape)}: the tensor has {len(shape)} dims; use {_legal_dims(len(shape))}"
+
+
+def _legal_dims(ndim: int) -> str:
+    return f"S({-ndim}) to S({ndim - 1}) or R" if ndim else "R"
+
+
+def _canonical_order(axes: Mapping[int, tuple[int, ...]], order: tuple[DimOrder, ...]) -> tuple[DimOrder, ...]:
+    kept = []
+    for dim, given in sorted(order):
+        default = axes.get(dim, ())
+        if sorted(given) != list(default):
+            raise LayoutError(f"the order {given} of tensor dim {dim} must name the mesh axes that shard it, {default}, once each")
+        if tuple(given) != default:
+            kept.append((dim, tuple(given)))
+    return tuple(kept)

@@ -1,0 +1,5 @@
+"""Operators: rules in one notation, a table for each family, and the choice of a strategy."""
+
+from dshard.ops.registry import register_rule
+
+__all__ = ["register_rule"]

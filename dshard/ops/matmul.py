@@ -1,0 +1,52 @@
+"""Products: every one is a rule over its loops; which mesh axis takes which loop is the strategy."""
+
+from __future__ import annotations
+
+from dshard.layout import Shape
+from dshard.ops.call import Call, Op
+from dshard.ops.rule import Rule, linear, parse_rule
+
+
+def notation(text: str) -> Op:
+    """A product, linear in its first two operands."""
+    return Op(lambda call: parse_rule(text, call.shapes, pending=linear(0, 1)), values=False)
+
+
+def matmul_rule(a: Shape, b: Shape) -> Rule:
+    """`torch.matmul` of operands of any number of dims: leading dims are broadcast.
+
+    >>> print(matmul_rule((8, 2, 3), (3, 4)))
+    _0 m k, k n -> _0 m n
+    """
+    left = "k" if len(a) == 1 else "... m k"
+    right = "k" if len(b) == 1 else "k n" if len(b) == 2 else "... k n"
+    out = " ".join([*(["..."] if max(len(a), len(b)) > 2 else []), *(["m"] if len(a) > 1 else []), *(["n"] if len(b) > 1 else [])])
+    if len(a) == 2:
+        left = "m k"
+    return parse_rule(f"{left}, {right} -> {out}", [a, b], pending=linear(0, 1))
+
+
+def linear_rule(x: Shape, weight: Shape) -> Rule:
+    """`torch.nn.functional.linear` without bias: the weight is stored [out, in].
+
+    >>> print(linear_rule((8, 2, 3), (4, 3)))
+    _0 _1 k, n k -> _0 _1 n
+    """
+    return parse_rule("... k, n k -> ... n" if len(weight) == 2 else "... k, k -> ...", [x, weight], pending=linear(0, 1))
+
+
+def linear_bias_rule(x: Shape, weight: Shape, bias: Shape) -> Rule:
+    """The same with a bias, which must be added once: the contraction is not split."""
+    text = "... [k], n [k], n -> ... n" if len(weight) == 2 else "... [k], [k], -> ..."
+    return parse_rule(text, [x, weight, bias])
+
+
+RULES: dict[str, Op] = {
+    "aten::mm": notation("m k, k n -> m n"),
+    "aten::bmm": notation("b m k, b k n -> b m n"),
+    "aten::mv": notation("m k, k -> m"),
+    "aten::dot": notation("k, k ->"),
+    "aten::vdot": notation("k, k ->"),
+    "aten::outer": notation("m, n -> m n"),
+    "aten::ger": notation("m, n -> m n"),
+}

@@ -1,0 +1,140 @@
+"""Operators of neural networks that have kernels of their own: softmax, norms, embedding, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from dshard.mesh import Coordinate
+from dshard.ops.call import Call, LocalOp, Op, names
+from dshard.ops.rule import Rule, linear
+from dshard.ops.strategy import Strategy
+
+
+def along(call: Call) -> Rule:
+    """An operator along one dim, which stays whole: all operands and the output have one shape."""
+    term = names(len(call.shapes[0]))
+    whole = frozenset({str(call.dim())}) if call.shapes[0] else frozenset()
+    return Rule((term,) * len(call.specs), (term,) * len(call.outs), whole)
+
+
+def layer_norm(call: Call) -> Rule:
+    """x, weight and bias -> normalised x, mean, 1/std: the normalised dims stay whole."""
+    ndim, normal = len(call.shapes[0]), len(call.argument("normalized_shape"))
+    term = names(ndim)
+    parameter, statistics = term[ndim - normal :], (*term[: ndim - normal], *((),) * normal)
+    whole = frozenset(name for dim in parameter for name in dim)
+    return Rule((term, *(parameter,) * (len(call.specs) - 1)), (term, statistics, statistics), whole)
+
+
+def layer_norm_backward(call: Call) -> Rule:
+    """Output gradient, x, mean, 1/std, weight, bias -> gradients: those of the parameters are sums over the batch."""
+    ndim, normal = len(call.shapes[1]), len(call.argument("normalized_shape"))
+    term = names(ndim)
+    parameter, statistics = term[ndim - normal :], (*term[: ndim - normal], *((),) * normal)
+    whole = frozenset(name for dim in parameter for name in dim)
+    inputs = (term, term, statistics, statistics, *(parameter,) * (len(call.specs) - 4))
+    wanted = zip((term, parameter, parameter), call.argument("output_mask"), strict=True)
+    return Rule(inputs, tuple(out for out, is_wanted in wanted if is_wanted), whole, pending=linear(0))
+
+
+def embedding(call: Call) -> Rule:
+    """Table and indices -> rows. A table split over its rows looks up what it has and leaves the sum pending."""
+    indices = names(len(call.shapes[1]), "i")
+    return Rule(((("v",), ("h",)), indices), ((*indices, ("h",)),), pending=linear(0))
+
+
+def embedding_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """Rows that another rank has count as zero."""
+    rows = strategy.inputs[0].dim_range(0, call.shapes[0][0], coordinate)
+    if len(rows) == call.shapes[0][0]:
+        return call.func
+
+    def lookup(weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        here = (indices >= rows.start) & (indices < rows.stop)
+        if not rows:
+            return weight.new_zeros((*indices.shape, weight.shape[1]))
+        found: Tensor = torch.ops.aten.embedding(weight, torch.where(here, indices - rows.start, 0))
+        return found.masked_fill_(~here.unsqueeze(-1), 0)
+
+    return lookup
+
+
+def embedding_backward(call: Call) -> Rule:
+    """Gradient of the rows and their indices -> gradient of the table: a sum over the indices."""
+    indices = names(len(call.shapes[1]), "i")
+    return Rule(((*indices, ("h",)), indices), ((("v",), ("h",)),), frozenset({"v"}), pending=linear(0))
+
+
+def nll_loss(call: Call) -> Rule:
+    """Log-probabilities, target (and class weights) -> loss and total weight: classes stay whole."""
+    ndim = len(call.shapes[0])
+    if ndim == 1:
+        return Rule(((("c",),), (), *((("c",),),) * (len(call.specs) - 2)), ((), ()), frozenset({"c"}))
+    batch, rest = ("n",), names(ndim - 2, "d")
+    inputs = ((batch, ("c",), *rest), (batch, *rest), *((("c",),),) * (len(call.specs) - 2))
+    loss = (batch, *rest) if call.argument("reduction") == 0 else ()
+    return Rule(inputs, (loss, ()), frozenset({"c"}))
+
+
+def nll_loss_backward(call: Call) -> Rule:
+    """Loss gradient, log-probabilities, target (class weights), total weight -> gradient of the log-probabilities."""
+    ndim = len(call.shapes[1])
+    batch, rest = ("n",), names(ndim - 2, "d")
+    if ndim == 1:
+        return Rule(((), (("c",),), (), *((("c",),),) * (len(call.specs) - 4), ()), ((("c",),),), frozenset({"c"}), pending=linear(0))
+    loss = (batch, *rest) if call.argument("reduction") == 0 else ()
+    full = (batch, ("c",), *rest)
+    inputs = (loss, full, (batch, *rest), *((("c",),),) * (len(call.specs) - 4), ())
+    return Rule(inputs, (full,), frozenset({"c"}), pending=linear(0))
+
+
+def mean_nll_loss(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The mean is a sum and a total weight, each summed over the ranks: a mean of means would weigh uneven shards wrong."""
+    x, target, weight, _, ignored = args
+    total, count = func(x, target, weight, SUM, ignored)
+    return total / count, count
+
+
+def mean_nll_loss_backward(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The gradient of that."""
+    grad, x, target, weight, _, ignored, count = args
+    return func(grad / count, x, target, weight, SUM, ignored, count)
+
+
+def dropout_backward(call: Call) -> Rule:
+    """Gradient and mask -> gradient."""
+    term = names(len(call.shapes[0]))
+    return Rule((term, term), (term,), pending=linear(0))
+
+
+NONE, MEAN, SUM = 0, 1, 2
+"""How torch numbers the reductions of a loss."""
+
+MEANS: dict[OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.nll_loss_forward.default: mean_nll_loss,
+    torch.ops.aten.nll_loss2d_forward.default: mean_nll_loss,
+    torch.ops.aten.nll_loss_backward.default: mean_nll_loss_backward,
+    torch.ops.aten.nll_loss2d_backward.default: mean_nll_loss_backward,
+}
+"""What replaces a loss when its reduction is the mean."""
+
+RULES: dict[str, Op] = {
+    "aten::_softmax": Op(along),
+    "aten::_log_softmax": Op(along),
+    "aten::_softmax_backward_data": Op(along),
+    "aten::_log_softmax_backward_data": Op(along),
+    "aten::native_layer_norm": Op(layer_norm),
+    "aten::native_layer_norm_backward": Op(layer_norm_backward),
+    "aten::embedding": Op(embedding, embedding_kernel),
+    "aten::embedding_dense_backward": Op(embedding_backward),
+    "aten::nll_loss_forward": Op(nll_loss),
+    "aten::nll_loss2d_forward": Op(nll_loss),
+    "aten::nll_loss_backward": Op(nll_loss_backward),
+    "aten::nll_loss2d_backward": Op(nll_loss_backward),
+    "aten::native_dropout_backward": Op(dropout_backward),
+}

@@ -1,0 +1,82 @@
+"""Operators that treat each element by itself: all that torch tags pointwise, copies, casts and creation-like ones."""
+
+from __future__ import annotations
+
+import torch
+
+from dshard.ops.call import Call, Op, aligned
+from dshard.ops.rule import ANY, LINEAR, Pending, Rule, linear
+
+
+def pointwise(call: Call) -> Rule:
+    """Operands broadcast to one shape; linear ones let pending sums pass."""
+    out = call.out_shapes[0]
+    term = tuple((str(i),) for i in range(len(out)))
+    inputs = tuple(aligned(shape, out) for shape in call.shapes)
+    return Rule(inputs, tuple(term for _ in call.outs), pending=passing(call))
+
+
+def passing(call: Call) -> tuple[Pending, ...]:
+    """Which pending operands pass through this call."""
+    name = call.func._schema.name.removeprefix("aten::").removesuffix("_")
+    n = len(call.specs)
+    if call.argument("rounding_mode") is not None:
+        return ()
+    if name.endswith("_backward"):
+        return linear(0)
+    if name in COPIES:
+        return (Pending(frozenset(range(n)), ANY),) if _exact(call) else ()
+    return PASSING.get((name, n), ())
+
+
+def _exact(call: Call) -> bool:
+    """Whether a copy keeps the dtype, or widens it: else the reduction must come first."""
+    src, dst = call.specs[-1].dtype, call.outs[0].dtype
+    return src == dst or (src.is_floating_point and dst.is_floating_point and dst.itemsize > src.itemsize)
+
+
+def creation_like(call: Call) -> Rule:
+    """A new tensor as the first is laid out; of another shape, a whole one."""
+    src, dst = call.shapes[0], call.out_shapes[0]
+    term = tuple((str(i),) for i in range(len(src)))
+    if src == dst:
+        return Rule((term,), (term,))
+    return Rule((term,), (tuple((f"new{i}",) for i in range(len(dst))),), frozenset(str(i) for i in range(len(src))))
+
+
+def is_pointwise(func: torch._ops.OpOverload) -> bool:
+    """Whether torch tags the operator pointwise."""
+    return torch.Tag.pointwise in func.tags
+
+
+_BOTH = (Pending(frozenset({0, 1}), LINEAR),)
+
+PASSING: dict[tuple[str, int], tuple[Pending, ...]] = {
+    ("add", 2): _BOTH,
+    ("sub", 2): _BOTH,
+    ("rsub", 2): _BOTH,
+    ("mul", 1): linear(0),
+    ("mul", 2): linear(0, 1),
+    ("div", 1): linear(0),
+    ("div", 2): linear(0),
+    ("neg", 1): linear(0),
+    ("real", 1): linear(0),
+    ("imag", 1): linear(0),
+    ("maximum", 2): (Pending(frozenset({0, 1}), ("max",)),),
+    ("minimum", 2): (Pending(frozenset({0, 1}), ("min",)),),
+    ("where", 3): (Pending(frozenset({1, 2}), LINEAR),),
+    ("lerp", 2): _BOTH,
+}
+
+COPIES = ("copy", "_to_copy", "clone", "detach", "alias", "lift_fresh", "positive")
+
+_POINTWISE = Op(pointwise, values=False)
+
+RULES: dict[str, Op] = {
+    **{f"aten::{name}": _POINTWISE for name in COPIES},
+    "aten::fill": _POINTWISE,
+    "aten::zero": _POINTWISE,
+    "aten::masked_fill": _POINTWISE,
+    "aten::nan_to_num": _POINTWISE,
+    **{f"aten::{name}": Op(creation_like) for name in ("zeros_like", "ones_like", "empty_like", "full_like")},
+}

@@ -1,0 +1,85 @@
+"""Which rule an operator has: the families' tables, torch's tags, and what users register."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from torch._ops import OpOverload
+
+from dshard.errors import NotationError
+from dshard.ops import matmul, nn, pointwise, reductions, views
+from dshard.ops.call import Call, Op
+from dshard.ops.custom import CUSTOM
+from dshard.ops.rule import Pending, Rule, parse_rule
+from dshard.placements import ReduceOp
+
+TABLES: tuple[dict[str, Op], ...] = (pointwise.RULES, reductions.RULES, views.RULES, matmul.RULES, nn.RULES)
+_USER: dict[str, Op] = {}
+
+
+def register_rule(
+    op: str,
+    rule: str,
+    *,
+    reduce: ReduceOp | Sequence[ReduceOp] = "sum",
+    linear: Sequence[int] = (),
+) -> None:
+    """Teach dshard an operator in one line of the rule notation (see `dshard.ops.rule`).
+
+    `op` is the operator's qualified name, such as "mylib::fused"; all its overloads get the rule. `reduce` is the
+    reduction of split factors that an output lacks, `linear` the operands through each of which a pending sum passes.
+
+    >>> register_rule("mylib::fused", "t h, h f, f h -> t h", linear=(0,))
+
+    Raises:
+        NotationError: the name or the rule cannot be read.
+    """
+    if "::" not in op:
+        raise NotationError(f"{op!r} is no operator name: write namespace::name, such as 'mylib::fused'")
+    left = rule.partition("->")[0]
+    _check_text(rule, len(left.split(",")) if left.strip() else 0)
+    pending = tuple(Pending(frozenset({operand})) for operand in linear)
+
+    def of(call: Call) -> Rule:
+        return parse_rule(rule, call.shapes, reduce=reduce, pending=pending)
+
+    _USER[op] = Op(of)
+    find.cache_clear()
+
+
+def _check_text(rule: str, operands: int) -> None:
+    """Read the rule once with operands that fit, so that a mistake shows at registration."""
+    left = rule.partition("->")[0]
+    terms = [part.replace("(", " ( ").split() for part in left.split(",")][:operands]
+    depth = [_ndim(term) for term in terms]
+    parse_rule(rule, [(2,) * n for n in depth])
+
+
+def _ndim(tokens: list[str]) -> int:
+    text = " ".join(tokens)
+    while "(" in text and ")" in text:
+        start, end = text.index("("), text.index(")")
+        text = f"{text[:start]} merged {text[end + 1 :]}"
+    return len([token for token in text.split() if token != "..."])
+
+
+@lru_cache(maxsize=None)
+def find(func: OpOverload) -> Op | None:
+    """What the tables say of `func`, an in-place operator having the rule of its functional form."""
+    name = func._schema.name
+    for table in (_USER, *TABLES):
+        found = table.get(name) or (table.get(name[:-1]) if name.endswith("_") and not name.endswith("__") else None)
+        if found is not None:
+            return found
+    return Op(pointwise.pointwise, values=False) if pointwise.is_pointwise(func) else None
+
+
+def replacement(func: OpOverload, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """What runs instead of `func` on these arguments, as operators on distributed tensors; None where its rule serves."""
+    found = CUSTOM.get(func)
+    if found is None and func in nn.MEANS:
+        position = [argument.name for argument in func._schema.arguments].index("reduction")
+        return nn.MEANS[func] if args[position] == nn.MEAN else None
+    return found

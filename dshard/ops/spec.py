@@ -1,0 +1,68 @@
+"""What a distributed tensor is, apart from its data: one interned value for each, so caches compare by identity."""
+
+from __future__ import annotations
+
+from weakref import WeakValueDictionary
+
+import torch
+
+from dshard.layout import Layout, Shape
+
+
+class Spec:
+    """Layout, global shape and strides, dtype and device type of a distributed tensor.
+
+    Made by `spec_of`: equal specs are the same object.
+    """
+
+    __slots__ = ("__weakref__", "device", "dtype", "layout", "shape", "stride")
+
+    layout: Layout
+    shape: Shape
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __init__(self, layout: Layout, shape: Shape, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.layout, self.shape, self.stride, self.dtype, self.device = layout, shape, stride, dtype, device
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.dtype.itemsize
+
+    def with_layout(self, layout: Layout) -> Spec:
+        """The same tensor laid out by `layout`."""
+        return spec_of(layout, self.shape, self.stride, self.dtype, self.device)
+
+    def meta(self) -> torch.Tensor:
+        """A tensor without data of the same global shape, strides and dtype."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+    def __repr__(self) -> str:
+        return f"Spec([{self.layout}], {self.shape}, {self.dtype})"
+
+
+_SPECS: WeakValueDictionary[tuple[object, ...], Spec] = WeakValueDictionary()
+
+
+def spec_of(layout: Layout, shape: Shape, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Spec:
+    """The spec with these values, the same object each time."""
+    key = (layout, shape, stride, dtype, device)
+    found = _SPECS.get(key)
+    if found is None:
+        found = _SPECS[key] = Spec(layout, shape, stride, dtype, device)
+    return found
+
+
+def contiguous_stride(shape: Shape) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of `shape`, as torch counts them.
+
+    >>> contiguous_stride((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,246 @@
+"""Rules become strategies: one row for each mesh axis, expanded to whole layouts, priced, the cheapest taken.
+
+On one mesh axis an operator either splits one factor, passes pending operands through, or stays whole. Only rows that
+some operand's present placement suggests are tried, so operators do not invent shardings that nobody declared; an axis
+on which all operands are whole stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations, product
+from math import prod
+from typing import TypeAlias
+
+from dshard.errors import LayoutError
+from dshard.cost import work_seconds
+from dshard.layout import DimOrder, Layout, Shape
+from dshard.mesh import Mesh
+from dshard.ops.rule import Dim, Pending, Rule, Term, factor_sizes
+from dshard.placements import Partial, Placement, Replicate, Shard, chunk
+from dshard.redistribute import plan
+from dshard.topology import Topology
+
+Row: TypeAlias = str | Pending | None
+"""What one mesh axis does: split a factor, pass pending operands through, or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor as the choice sees it."""
+
+    layout: Layout
+    shape: Shape
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """The layouts in which an operator runs locally, what each mesh axis does, and the seconds this takes.
+
+    `gradients` are the layouts in which the operands' gradients arise from the local backward pass of an operator that
+    is linear in what it reduces.
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    rows: tuple[Row, ...]
+    gradients: tuple[Layout, ...]
+    seconds: float
+    moves: int
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
+
+
+def choose(
+    rule: Rule,
+    operands: Sequence[Operand],
+    outputs: Sequence[tuple[Shape, int]],
+    topology: Topology,
+    keep: Layout | None = None,
+) -> Strategy:
+    """The cheapest strategy of `rule` for these operands; `outputs` are pairs of global shape and itemsize.
+
+    With `keep`, the cheapest that leaves the first operand and output in this layout, if there is one.
+    """
+    found = list(strategies(rule, operands, outputs, topology))
+    if keep is not None:
+        found = [s for s in found if s.inputs[0] == keep == s.outputs[0]] or found
+    return min(found, key=lambda s: (s.seconds, s.moves))
+
+
+def strategies(
+    rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]], topology: Topology
+) -> Iterator[Strategy]:
+    """All strategies of `rule` worth trying, priced."""
+    mesh = operands[0].layout.mesh
+    shapes = [operand.shape for operand in operands] + [shape for shape, _ in outputs]
+    sizes = factor_sizes((*rule.inputs, *rule.outputs), shapes, rule)
+    rows = [rows_of_axis(rule, operands, axis) for axis in range(mesh.ndim)]
+    for assignment in product(*rows):
+        for order in _orders(rule, operands, assignment):
+            found = _expand(rule, mesh, assignment, order, sizes)
+            if found is not None:
+                yield _priced(rule, found, operands, outputs, sizes, topology)
+
+
+def rows_of_axis(rule: Rule, operands: Sequence[Operand], axis: int) -> list[Row]:
+    """The rows to try on one mesh axis: those that an operand's placement there suggests, and none."""
+    found: dict[Row, None] = {None: None}
+    for i, operand in enumerate(operands):
+        match operand.layout.placements[axis]:
+            case Shard(dim):
+                found |= dict.fromkeys(factor for factor in rule.inputs[i][dim] if factor not in rule.whole)
+            case Partial(op):
+                found |= dict.fromkeys(Pending(p.operands, (op,)) for p in rule.pending if i in p.operands and op in p.ops)
+            case Replicate():
+                pass
+    return list(found)
+
+
+Order: TypeAlias = dict[str, tuple[int, ...]]
+
+
+def _orders(rule: Rule, operands: Sequence[Operand], assignment: tuple[Row, ...]) -> Iterator[Order]:
+    """The orders of the mesh axes that split one factor: left to right, and any that an operand has already."""
+    split: Order = {}
+    for axis, row in enumerate(assignment):
+        if isinstance(row, str):
+            split[row] = (*split.get(row, ()), axis)
+    choices: list[list[tuple[int, ...]]] = []
+    for factor, axes in split.items():
+        found = {axes: None}
+        if len(axes) > 1:
+            for term, operand in zip(rule.inputs, operands, strict=True):
+                for dim, factors in enumerate(term):
+                    if factor in factors:
+                        held = tuple(axis for axis in operand.layout.axes_of(dim) if axis in axes)
+                        found |= {order: None for order in permutations(axes) if held and order[: len(held)] == held}
+        choices.append(list(found))
+    for picked in product(*choices):
+        yield dict(zip(split, picked, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Expanded:
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    gradients: tuple[Layout, ...]
+    rows: tuple[Row, ...]
+    order: Order
+
+
+def _expand(rule: Rule, mesh: Mesh, assignment: tuple[Row, ...], order: Order, sizes: dict[str, int]) -> _Expanded | None:
+    for term in (*rule.inputs, *rule.outputs):
+        if any(not merges(dim, order, sizes, mesh) for dim in term if len(dim) > 1):
+            return None
+    inputs = tuple(_layout(mesh, term, order, _input_rest(i, assignment)) for i, term in enumerate(rule.inputs))
+    try:
+        outputs = tuple(_layout(mesh, term, order, _output_rest(rule, i, assignment)) for i, term in enumerate(rule.outputs))
+    except LayoutError:  # different reductions would be pending together
+        return None
+    gradients = tuple(_layout(mesh, term, order, _gradient_rest(i, assignment)) for i, term in enumerate(rule.inputs))
+    return _Expanded(inputs, outputs, gradients, assignment, order)
+
+
+def _input_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
+    return [_passed(row) if isinstance(row, Pending) and i in row.operands else Replicate() for row in assignment]
+
+
+def _output_rest(rule: Rule, i: int, assignment: tuple[Row, ...]) -> list[Placement]:
+    rest: list[Placement] = []
+    for row in assignment:
+        if isinstance(row, Pending):
+            rest.append(_passed(row))
+        else:
+            rest.append(Replicate() if row is None else Partial(rule.reduce_of(i)))
+    return rest
+
+
+def _gradient_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
+    """Where work is split but the operand is whole, each rank has a term of its gradient."""
+    whole = [row is None or (isinstance(row, Pending) and i in row.operands) for row in assignment]
+    return [Replicate() if held else Partial("sum") for held in whole]
+
+
+def _passed(row: Pending) -> Placement:
+    return Partial(row.ops[0])
+
+
+def _layout(mesh: Mesh, term: Term, order: Order, rest: list[Placement]) -> Layout:
+    """The layout of a tensor of this term; `rest` are the placements on the axes that split none of its factors."""
+    placements = list(rest)
+    orders: list[DimOrder] = []
+    for dim, factors in enumerate(term):
+        axes = tuple(axis for factor in factors for axis in order.get(factor, ()))
+        for axis in axes:
+            placements[axis] = Shard(dim)
+        if len(axes) > 1:
+            orders.append((dim, axes))
+    return Layout(mesh, tuple(placements), tuple(orders))
+
+
+def merges(dim: Dim, order: Order, sizes: dict[str, int], mesh: Mesh) -> bool:
+    """Whether factors split like this lie, merged into one dim, just where that dim's own chunks lie on every rank."""
+    axes = [axis for factor in dim for axis in order.get(factor, ())]
+    if not axes:
+        return True
+    total = prod(sizes[factor] for factor in dim)
+    for coordinate in product(*(range(mesh.shape[axis]) for axis in axes)):
+        at = dict(zip(axes, coordinate, strict=True))
+        whole = _nested(total, axes, mesh, at)
+        parts = [_nested(sizes[factor], order.get(factor, ()), mesh, at) for factor in dim]
+        if _flatten(parts, [sizes[factor] for factor in dim]) != (whole if whole else range(0)):
+            return False
+    return True
+
+
+def _nested(size: int, axes: Sequence[int], mesh: Mesh, at: dict[int, int]) -> range:
+    held = range(size)
+    for axis in axes:
+        part = chunk(len(held), mesh.shape[axis], at[axis])
+        held = held[part.start : part.stop]
+    return held
+
+
+def _flatten(parts: list[range], sizes: list[int]) -> range | None:
+    """The product of ranges of consecutive factors as one range of the merged dim, or None if it has gaps."""
+    if not all(parts):
+        return range(0)
+    start, length, gap = 0, 1, False
+    for part, size in zip(parts, sizes, strict=True):
+        start = start * size + part.start
+        if length > 1 and len(part) < size:
+            gap = True
+        length *= len(part)
+    return None if gap else range(start, start + length)
+
+
+def _priced(
+    rule: Rule,
+    found: _Expanded,
+    operands: Sequence[Operand],
+    outputs: Sequence[tuple[Shape, int]],
+    sizes: dict[str, int],
+    topology: Topology,
+) -> Strategy:
+    seconds, moves, nbytes = 0.0, 0, 0
+    for operand, layout in zip(operands, found.inputs, strict=True):
+        move = plan(operand.layout, layout, operand.shape, operand.itemsize, topology)
+        seconds, moves = seconds + move.seconds, moves + len(move.steps)
+        nbytes += layout.local_numel(operand.shape) * operand.itemsize
+    for (shape, itemsize), layout in zip(outputs, found.outputs, strict=True):
+        if layout.partial_axes():
+            seconds += plan(layout, completed(layout), shape, itemsize, topology).seconds
+        nbytes += layout.local_numel(shape) * itemsize
+    local = (-(-size // prod(found.inputs[0].mesh.shape[a] for a in found.order.get(factor, ()))) for factor, size in sizes.items())
+    seconds += work_seconds(2.0 * prod(local), nbytes, topology)
+    return Strategy(found.inputs, found.outputs, found.rows, found.gradients, seconds, moves)
+
+
+def completed(layout: Layout) -> Layout:
+    """The layout with every pending reduction done and whole on its axes."""
+    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
+    return Layout(layout.mesh, placements, layout.order)

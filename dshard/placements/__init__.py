@@ -1,0 +1,19 @@
+"""Placements: how a tensor lies on each axis of a mesh."""
+
+from dshard.placements.chunk import chunk
+from dshard.placements.notation import format_placements, parse_placement, parse_placements
+from dshard.placements.types import REDUCE_OPS, Partial, Placement, ReduceOp, Replicate, Shard, cotangent
+
+__all__ = [
+    "REDUCE_OPS",
+    "Partial",
+    "Placement",
+    "ReduceOp",
+    "Replicate",
+    "Shard",
+    "chunk",
+    "cotangent",
+    "format_placements",
+    "parse_placement",
+    "parse_placements",
+]

@@ -1,0 +1,17 @@
+"""The only splitting arithmetic in the library."""
+
+from __future__ import annotations
+
+
+def chunk(size: int, n: int, i: int) -> range:
+    """The indices of chunk `i` when `size` elements are split into `n` chunks, as `torch.chunk` splits.
+
+    The first chunks are the largest; the last may be short or empty.
+
+    >>> [len(chunk(10, 4, i)) for i in range(4)]
+    [3, 3, 3, 1]
+    >>> [len(chunk(2, 4, i)) for i in range(4)]
+    [1, 1, 0, 0]
+    """
+    step = -(-size // n)
+    return range(min(i * step, size), min((i + 1) * step, size))

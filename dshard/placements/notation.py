@@ -1,0 +1,63 @@
+"""One notation for placements, in reprs, errors, tests and on the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from dshard.errors import NotationError
+from dshard.placements.types import REDUCE_OPS, Partial, Placement, Replicate, Shard
+
+_SHARD = re.compile(r"S\((-?\d+)\)")
+_PARTIAL = re.compile(r"P(?:\((\w+)\))?")
+
+
+def parse_placement(text: str) -> Placement:
+    """The placement that `text` writes: `R`, `S(0)`, `P(sum)` or `P`.
+
+    >>> parse_placement("S(1)"), parse_placement("P(max)")
+    (Shard(dim=1), Partial(reduce_op='max'))
+
+    Raises:
+        NotationError: the text is none of these.
+    """
+    text = text.strip()
+    if text == "R":
+        return Replicate()
+    if found := _SHARD.fullmatch(text):
+        return Shard(int(found[1]))
+    found = _PARTIAL.fullmatch(text)
+    if found and (found[1] or "sum") in REDUCE_OPS:
+        return Partial(found[1] or "sum")  # type: ignore[arg-type]  # membership was just checked
+    raise NotationError(f"{text!r} is no placement: write R, S(dim) or P(op) with op one of {', '.join(REDUCE_OPS)}")
+
+
+def format_placements(placements: Sequence[Placement], names: Sequence[str] | None = None) -> str:
+    """`placements` in the notation, each after the name of its mesh axis where names are given.
+
+    >>> format_placements([Shard(0), Replicate()], ["dp", "tp"])
+    'dp:S(0) tp:R'
+    >>> format_placements([Shard(0), Replicate()])
+    'S(0) R'
+    """
+    if names is None:
+        return " ".join(map(str, placements))
+    return " ".join(f"{name}:{placement}" for name, placement in zip(names, placements, strict=True))
+
+
+def parse_placements(text: str, names: Sequence[str] | None = None) -> tuple[Placement, ...]:
+    """The placements that `text` writes, one for each mesh axis, in the axes' order.
+
+    >>> parse_placements("dp:S(0) tp:R", ["dp", "tp"])
+    (Shard(dim=0), Replicate())
+
+    Raises:
+        NotationError: a word that is no placement, or axis names that are not `names`.
+    """
+    words = text.split()
+    if names is None:
+        return tuple(map(parse_placement, words))
+    pairs = [word.partition(":") for word in words]
+    if [name for name, _, _ in pairs] != list(names):
+        raise NotationError(f"{text!r} must name the mesh axes {', '.join(names)}, in this order, as in 'axis:S(0)'")
+    return tuple(parse_placement(placement) for _, _, placement in pairs)

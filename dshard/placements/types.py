@@ -1,0 +1,84 @@
+"""How a tensor lies on one mesh axis: a closed union of frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from typing_extensions import assert_never
+
+from dshard.errors import LayoutError
+
+ReduceOp: TypeAlias = Literal["sum", "avg", "product", "max", "min"]
+REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Each rank holds one chunk of tensor dimension `dim`.
+
+    >>> str(Shard(0))
+    'S(0)'
+    """
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
+            raise LayoutError(f"Shard({self.dim!r}): the tensor dim must be an int, such as Shard(0)")
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Each rank holds the whole tensor.
+
+    >>> str(Replicate())
+    'R'
+    """
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Each rank holds one term; the tensor is their reduction, still pending.
+
+    >>> str(Partial())
+    'P(sum)'
+
+    Raises:
+        LayoutError: `reduce_op` is not one of sum, avg, product, max, min.
+    """
+
+    reduce_op: ReduceOp = "sum"
+
+    def __post_init__(self) -> None:
+        if self.reduce_op not in REDUCE_OPS:
+            raise LayoutError(f"Partial({self.reduce_op!r}): the reduction must be one of {', '.join(REDUCE_OPS)}")
+
+    def __str__(self) -> str:
+        return f"P({self.reduce_op})"
+
+
+Placement: TypeAlias = Shard | Replicate | Partial
+
+
+def cotangent(placement: Placement) -> Placement:
+    """Where the gradient of a tensor placed this way belongs.
+
+    Every term of a pending reduction is given the whole gradient, so a Partial becomes a Replicate.
+
+    >>> cotangent(Shard(1)), cotangent(Partial())
+    (Shard(dim=1), Replicate())
+    """
+    match placement:
+        case Shard() | Replicate():
+            return placement
+        case Partial():
+            return Replicate()
+        case _:
+            assert_never(placement)

@@ -1,0 +1,64 @@
+"""Seconds of a step: which collective it is, how many bytes it moves, what it copies on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from typing_extensions import assert_never
+
+from dshard.cost import all_gather_seconds, all_reduce_seconds, all_to_all_seconds, reduce_scatter_seconds, work_seconds
+from dshard.layout import Layout
+from dshard.redistribute.step import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Pend,
+    ReduceScatter,
+    Slice,
+    Step,
+    axes_of,
+    received,
+)
+from dshard.topology import Topology
+
+
+def step_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int, topology: Topology) -> float:
+    """Seconds of `step` from `layout` for its busiest rank: latency, bytes over the link, and local copies."""
+    axes = axes_of(step)
+    n = prod(layout.mesh.shape[layout.mesh.axis(axis)] for axis in axes)
+    link = topology.link(axes)
+    nbytes = received(step, layout, shape, (0,) * layout.mesh.ndim) * itemsize
+    copies = work_seconds(0, 2 * copied(step, layout, shape) * itemsize, topology)
+    match step:
+        case Slice() | Pend():
+            return copies
+        case AllGather():
+            return copies + all_gather_seconds(nbytes, n, link)
+        case ReduceScatter():
+            return copies + reduce_scatter_seconds(nbytes, n, link)
+        case AllToAll():
+            return copies + all_to_all_seconds(nbytes, n, link)
+        case AllReduce():
+            return copies + all_reduce_seconds(nbytes, n, link)
+        case _:
+            assert_never(step)
+
+
+def copied(step: Step, layout: Layout, shape: Sequence[int]) -> int:
+    """Elements that the busiest rank copies in its own memory, where pieces are not contiguous."""
+    own = layout.local_numel(shape)
+    n = prod(layout.mesh.shape[layout.mesh.axis(axis)] for axis in axes_of(step))
+    match step:
+        case AllReduce():
+            return 0
+        case Slice() | Pend():
+            return own // n
+        case AllGather(_, dim):
+            return 0 if dim == 0 else own * n
+        case ReduceScatter(_, _, dim):
+            return 0 if dim == 0 else own
+        case AllToAll(_, src, dst):
+            return own * ((src != 0) + (dst != 0))
+        case _:
+            assert_never(step)

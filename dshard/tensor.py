@@ -1,0 +1,261 @@
+"""DTensor: a torch tensor that lies on a mesh, with the semantics of the whole tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard import comm
+from dshard.autograd import FromLocal, ToLocal, redistribute
+from dshard.comm import DeviceMesh
+from dshard.dispatch import dispatch
+from dshard.errors import LayoutError, MeshError, ShapeError
+from dshard.joint import JOINT
+from dshard.layout import Layout, layout_of, replicated
+from dshard.mesh import Mesh
+from dshard.ops.spec import Spec, contiguous_stride, spec_of
+from dshard.placements import Partial, Placement
+
+
+class DTensor(torch.Tensor):
+    """A tensor of which each rank of a mesh holds a part, declared by a placement for each mesh axis.
+
+    It behaves like the whole tensor: `shape`, operators, gradients and comparisons mean what they mean on one device.
+    Made by `distribute_tensor`, `DTensor.from_local` or a factory such as `dshard.zeros`.
+    """
+
+    _local: Tensor
+    _spec: Spec
+
+    @staticmethod
+    def __new__(cls, local: Tensor, spec: Spec) -> DTensor:
+        return cls._wrap(local, spec)
+
+    @classmethod
+    def _wrap(cls, local: Tensor, spec: Spec) -> DTensor:
+        out: DTensor = torch.Tensor._make_wrapper_subclass(
+            cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=spec.device
+        )
+        out._local = local
+        out._spec = spec
+        return out
+
+    # -- what it is
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]  # torch's own layout is `torch.strided` for every DTensor
+        """Mesh, placements and order of the mesh axes."""
+        return self._spec.layout
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement for each mesh axis."""
+        return self._spec.layout.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh | Mesh:
+        """torch's mesh behind the tensor, or the pure mesh where there are no processes."""
+        return comm.device_mesh_of(self._spec.layout.mesh)
+
+    # -- to and from local tensors
+
+    @staticmethod
+    def from_local(
+        local_tensor: Tensor,
+        device_mesh: DeviceMesh | Mesh,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """The DTensor of which each rank gives its local part; without placements each gives the whole.
+
+        Without `shape` the ranks tell each other their local shapes, so that uneven parts are understood; give the
+        global shape to save that exchange. `run_check` also makes replicated parts equal, to the first rank's.
+
+        Raises:
+            LayoutError: placements that do not fit the tensor or the mesh.
+            ShapeError: local shapes that are not the parts of one global tensor.
+            MeshError: there is no process group.
+        """
+        return _from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The part that this rank holds; `grad_placements` say how the gradient that comes back lies.
+
+        By default it lies like the tensor, and whole where that is pending.
+        """
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return self._local.detach()
+        layout = self.layout.cotangent() if grad_placements is None else layout_of(self.layout.mesh, grad_placements, self.ndim)
+        local: Tensor = ToLocal.apply(self, layout)  # type: ignore[no-untyped-call]
+        return local
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole tensor, on every rank."""
+        return redistribute(self, replicated(self.layout.mesh)).to_local(grad_placements=grad_placements)  # type: ignore[no-any-return]
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | Mesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> DTensor:
+        """The same tensor laid out otherwise, by the cheapest sequence of collectives. Differentiable.
+
+        `async_op` is accepted for torch's sake; the result is ready on return.
+
+        Raises:
+            LayoutError: placements that do not fit the tensor or the mesh.
+            MeshError: another mesh.
+        """
+        del async_op
+        mesh = self.layout.mesh if device_mesh is None else as_mesh(device_mesh)
+        if mesh != self.layout.mesh:
+            raise MeshError(f"cannot redistribute from the mesh ({self.layout.mesh}) to the mesh ({mesh}): stay on one mesh")
+        if placements is None:
+            raise LayoutError(f"redistribute needs the placements to go to: {mesh.ndim} of them, one for each axis of ({mesh})")
+        return redistribute(self, layout_of(mesh, placements, self.ndim))  # type: ignore[no-any-return]
+
+    # -- what torch asks of a tensor subclass
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        joint = JOINT.get(func)
+        if joint is not None:
+            return joint(cls, func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(DTensor, func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        grad = f", grad_fn={type(self.grad_fn).__name__}" if self.grad_fn is not None else ""
+        leaf = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
+        return f"DTensor({tuple(self.shape)}, {self.dtype}, [{self.layout}] on ({self.layout.mesh}), local={self._local}{grad}{leaf})"
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """Record operators on this tensor; its gradient will lie in its own placements."""
+        with torch._C.DisableTorchFunctionSubclass():
+            super().requires_grad_(requires_grad)
+        if requires_grad and self.is_leaf:
+            keep_gradient_layout(self)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if not self.is_leaf:
+            raise ShapeError("only leaf DTensors can be deep-copied, as in torch: detach it first")
+        found = memo.get(id(self))
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+        with torch.no_grad():
+            copy = self._wrap(self._local.clone(), self._spec)
+        return _restore(copy, self.requires_grad, isinstance(self, torch.nn.Parameter), memo, self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        spec = self._spec
+        parts = (self._local, spec.layout, spec.shape, spec.stride, spec.dtype, spec.device)
+        return _unpickle, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
+
+
+def keep_gradient_layout(x: DTensor) -> None:
+    """Bring each gradient of the leaf `x` into the layout of `x` before it is accumulated."""
+    if getattr(x, "_keeps_gradient_layout", False):
+        return
+    layout = x._spec.layout.cotangent()
+    with torch._C.DisableTorchFunctionSubclass():
+        x.register_hook(lambda grad: redistribute(grad, layout))  # type: ignore[no-untyped-call]
+    x._keeps_gradient_layout = True  # type: ignore[attr-defined]
+
+
+def _restore(x: DTensor, requires_grad: bool, is_parameter: bool, memo: dict[int, Any] | None, source: Any) -> DTensor:
+    x = torch.nn.Parameter(x, requires_grad) if is_parameter else x.requires_grad_(requires_grad)  # type: ignore[assignment]
+    if memo is not None:
+        memo[id(source)] = x
+    return x
+
+
+def _unpickle(local: Tensor, layout: Layout, shape: Any, stride: Any, dtype: Any, device: Any, requires_grad: bool, is_parameter: bool) -> DTensor:
+    x = DTensor._wrap(local, spec_of(layout, shape, stride, dtype, device))
+    return _restore(x, requires_grad, is_parameter, None, None)
+
+
+def as_mesh(mesh: DeviceMesh | Mesh) -> Mesh:
+    """The pure mesh of `mesh`.
+
+    Raises:
+        MeshError: it is no mesh, or has no process group.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"{mesh!r} is no mesh: give a DeviceMesh from init_device_mesh, or a dshard.Mesh to plan without processes")
+    return comm.bind(mesh)
+
+
+def _from_local(
+    local: Tensor,
+    device_mesh: DeviceMesh | Mesh,
+    placements: Sequence[Placement] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: Sequence[Placement] | None,
+) -> DTensor:
+    mesh = as_mesh(device_mesh)
+    if isinstance(local, DTensor):
+        raise ShapeError("from_local takes this rank's plain local tensor, not a DTensor: use redistribute to change placements")
+    layout = replicated(mesh) if placements is None else layout_of(mesh, placements, local.ndim)
+    known = comm.global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, tuple(shape))
+    strides = contiguous_stride(known) if stride is None else tuple(stride)
+    spec = spec_of(layout, known, strides, local.dtype, local.device)
+    if run_check:
+        local = comm.same_replicas(local, layout)
+    if not (torch.is_grad_enabled() and local.requires_grad):
+        return DTensor._wrap(local.detach(), spec)
+    back = layout.cotangent() if grad_placements is None else layout_of(mesh, grad_placements, local.ndim)
+    out: DTensor = FromLocal.apply(local, DTensor, spec, back)  # type: ignore[no-untyped-call]
+    return out
+
+
+def distribute_tensor(
+    tensor: Tensor,
+    device_mesh: DeviceMesh | Mesh,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """The whole tensor, which every rank passes, laid out on the mesh; a leaf, with the `requires_grad` of `tensor`.
+
+    The mesh's rank number `src_data_rank` sends each rank its part. With None each rank cuts its part out of its own
+    copy and nothing is sent.
+
+    Raises:
+        LayoutError: a Partial, a dim out of range, or not one placement for each mesh axis.
+        MeshError: no process group, or a mesh larger than the world.
+    """
+    mesh = as_mesh(device_mesh)
+    layout = replicated(mesh) if placements is None else layout_of(mesh, placements, tensor.ndim)
+    if isinstance(tensor, DTensor):
+        if tensor.layout == layout:
+            return tensor
+        raise LayoutError(f"distribute_tensor was given a DTensor laid out [{tensor.layout}]: use redistribute to lay it out [{layout}]")
+    if any(isinstance(placement, Partial) for placement in layout.placements):
+        raise LayoutError(
+            f"distribute_tensor cannot make a pending reduction, [{layout}]: use Shard or Replicate, "
+            "or DTensor.from_local if each rank has a term"
+        )
+    local = comm.spread(tensor.detach(), layout, src_data_rank)
+    spec = spec_of(layout, tuple(tensor.shape), contiguous_stride(tuple(tensor.shape)), tensor.dtype, local.device)
+    out = DTensor._wrap(local, spec)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(out, tensor.requires_grad)  # type: ignore[return-value]
+    return out.requires_grad_(tensor.requires_grad) if tensor.requires_grad else out

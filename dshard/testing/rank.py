@@ -1,0 +1,121 @@
+"""The ranks' side of a `RankPool`, and what travels between the two sides.
+
+Plain pickle, so that tensors arrive as copies and leave no shared memory or file descriptor behind.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+
+class Kind(IntEnum):
+    """How a rank failed, the likelier cause first: the others often fail because of it."""
+
+    EXITED = 0
+    RAISED = 1
+    WAITING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the function returned."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a rank did instead, in words, and where: a traceback or a stack, or "" if unknown."""
+
+    kind: Kind
+    what: str
+    where: str
+
+
+Outcome: TypeAlias = Answer | Failure
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_cuda:
+            return value.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def dumps(value: object) -> bytes:
+    """Pickle, with CUDA tensors moved to the CPU."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def answer(request: bytes) -> bytes:
+    """Make the pickled call `(fn, args)`; its pickled outcome, whatever happens."""
+    try:
+        fn, args = pickle.loads(request)
+        return dumps(Answer(fn(*args)))
+    except BaseException as error:
+        what = "".join(traceback.format_exception_only(error)).strip()
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        where = "".join(traceback.format_exception(type(error), error, trace))
+        return dumps(Failure(Kind.RAISED, f"raised {what}", where))
+
+
+def serve(join: Callable[[], None], pipe: Connection, stack: str) -> None:
+    """The life of a rank: join the world, then answer calls until the parent is gone.
+
+    The signal SIGUSR1, or a crash, writes the Python stack to the file `stack`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the parent ends us
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    with open(stack, "w") as file:
+        faulthandler.enable(file, all_threads=False)
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(signal.SIGUSR1, file, all_threads=False)
+        try:
+            pipe.send_bytes(answer(dumps((join, ()))))
+            while True:
+                pipe.send_bytes(answer(pipe.recv_bytes()))
+        except (EOFError, OSError):
+            os._exit(1)
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def join(rank: int, n_ranks: int, backend: str, port: int) -> None:
+    """Initialise torch.distributed over the loopback, meeting the others at the store on `port`."""
+    torch.set_num_threads(1)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    for _, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=n_ranks)
+
+
+def collectives_begun() -> dict[str, int]:
+    """How many collectives this rank has begun on each of its process groups, by the group's name."""
+    groups = dist.distributed_c10d._world.pg_names.items()
+    return {name: group._get_sequence_number_for_group() for group, name in groups}

@@ -1,0 +1,94 @@
+"""What the import contract in pyproject.toml cannot say: which part of torch is imported, and where in a file."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "dshard"
+FILES = [pytest.param(path, id=path.relative_to(PACKAGE).as_posix()) for path in sorted(PACKAGE.rglob("*.py"))]
+
+MAY_IMPORT_DISTRIBUTED = ("comm", "testing", "demo")
+MAY_IMPORT_RICH = ("report",)
+
+# Functions that may import, as "dshard/file.py: function". Each needs a reason beside it.
+MAY_IMPORT_LATE: frozenset[str] = frozenset()
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Every dotted name that the code imports, and torch.distributed where it is reached as an attribute."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from (name.name for name in names)
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                yield from (f"{module}.{name.name}" for name in names)
+            case ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
+                yield "torch.distributed"
+
+
+def late_importers(tree: ast.AST) -> set[str]:
+    """The names of the functions with an import in their body."""
+    return {
+        function.name
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        and any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(function))
+    }
+
+
+def imports(tree: ast.AST, package: str) -> bool:
+    """Whether the code imports a package or anything in it."""
+    return any(name == package or name.startswith(package + ".") for name in imported(tree))
+
+
+def layer(path: Path) -> str:
+    """The layer a file of the package belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_one_door_to_torch_distributed(path: Path) -> None:
+    assert layer(path) in MAY_IMPORT_DISTRIBUTED or not imports(ast.parse(path.read_text()), "torch.distributed")
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_only_the_report_imports_rich(path: Path) -> None:
+    assert layer(path) in MAY_IMPORT_RICH or not imports(ast.parse(path.read_text()), "rich")
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_imports_stand_at_the_top(path: Path) -> None:
+    found = {
+        f"dshard/{path.relative_to(PACKAGE).as_posix()}: {name}" for name in late_importers(ast.parse(path.read_text()))
+    }
+
+    assert found <= MAY_IMPORT_LATE
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch.distributed",
+        "import torch.distributed.tensor as dt",
+        "from torch import distributed as dist",
+        "from torch.distributed import all_reduce",
+        "from torch.distributed.device_mesh import DeviceMesh",
+        "import torch\ntorch.distributed.barrier()",
+        "if TYPE_CHECKING:\n    from torch.distributed import ProcessGroup",
+    ],
+)
+def test_every_way_to_torch_distributed_is_seen(code: str) -> None:
+    assert imports(ast.parse(code), "torch.distributed")
+
+
+@pytest.mark.parametrize("code", ["import torch", "from torch import nn", "from dshard.comm import DeviceMesh"])
+def test_other_imports_are_not_mistaken_for_it(code: str) -> None:
+    assert not imports(ast.parse(code), "torch.distributed")
+
+
+def test_a_late_import_is_seen() -> None:
+    assert late_importers(ast.parse("def f():\n    if x:\n        import rich")) == {"f"}
