@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.dispatch import move
 from dshard.layout import Layout
+from dshard.ops.moving import move
 from dshard.ops.spec import Spec
 from dshard.placements import Partial, Replicate
 
@@ -24,7 +24,7 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
-        return FromLocal.apply(grad, ctx.cls, ctx.spec, ctx.spec.layout.cotangent()), None
+        return FromLocal.apply(grad, ctx.cls, ctx.spec, ctx.spec.layout.cotangent()), None  # type: ignore[no-untyped-call]
 
 
 class FromLocal(torch.autograd.Function):
@@ -38,11 +38,11 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None, None]:
         laid = redistribute(grad, ctx.grad_layout)
-        return ToLocal.apply(laid, ctx.grad_layout.cotangent()), None, None, None
+        return ToLocal.apply(laid, ctx.grad_layout.cotangent()), None, None, None  # type: ignore[no-untyped-call]
 
 
 class Redistribute(torch.autograd.Function):
-    """One layout -> another; backward: the gradient goes back. Its pending sums stay pending where the operand is whole."""
+    """One layout -> another; backward: the gradient goes back, still pending where the operand is whole."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout) -> Any:
@@ -56,7 +56,7 @@ class Redistribute(torch.autograd.Function):
 
 def redistribute(x: Any, layout: Layout) -> Any:
     """`x` in another layout; `x` itself where it lies so already. Differentiable."""
-    return x if x._spec.layout == layout else Redistribute.apply(x, layout)
+    return x if x._spec.layout == layout else Redistribute.apply(x, layout)  # type: ignore[no-untyped-call]
 
 
 def left_pending(layout: Layout, target: Layout) -> Layout:

@@ -26,17 +26,23 @@ def manual_seed(seed: int) -> None:
     _GENERATOR.manual_seed(seed)
 
 
-def zeros(*size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any) -> DTensor:
+def zeros(
+    *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
+) -> DTensor:
     """A DTensor of zeros; `dtype` and `requires_grad` as in `torch.zeros`."""
     return _new(torch.zeros, size, device_mesh, placements, **options)
 
 
-def ones(*size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any) -> DTensor:
+def ones(
+    *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
+) -> DTensor:
     """A DTensor of ones; `dtype` and `requires_grad` as in `torch.ones`."""
     return _new(torch.ones, size, device_mesh, placements, **options)
 
 
-def empty(*size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any) -> DTensor:
+def empty(
+    *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
+) -> DTensor:
     """A DTensor of whatever memory holds; `dtype` and `requires_grad` as in `torch.empty`."""
     return _new(torch.empty, size, device_mesh, placements, **options)
 
@@ -53,12 +59,16 @@ def full(
     return _new(lambda shape, **kw: torch.full(shape, fill_value, **kw), (size,), device_mesh, placements, **options)
 
 
-def rand(*size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any) -> DTensor:
+def rand(
+    *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
+) -> DTensor:
     """A DTensor uniform on [0, 1): the same values on every mesh and layout under `manual_seed`."""
     return _random(torch.rand, size, device_mesh, placements, **options)
 
 
-def randn(*size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any) -> DTensor:
+def randn(
+    *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
+) -> DTensor:
     """A standard normal DTensor: the same values on every mesh and layout under `manual_seed`."""
     return _random(torch.randn, size, device_mesh, placements, **options)
 
@@ -74,7 +84,9 @@ def _new(
 ) -> DTensor:
     """Each rank makes its own part."""
     shape, layout = _laid_out(size, device_mesh, placements)
-    local = comm.local_of(layout, lambda coordinate, device: make(layout.local_shape(shape, coordinate), dtype=dtype, device=device))
+    local = comm.local_of(
+        layout, lambda coordinate, device: make(layout.local_shape(shape, coordinate), dtype=dtype, device=device)
+    )
     return _finished(local, layout, shape, requires_grad)
 
 
@@ -105,7 +117,9 @@ def _laid_out(
     mesh = as_mesh(device_mesh)
     layout = replicated(mesh) if placements is None else layout_of(mesh, placements, len(shape))
     if layout.partial_axes():
-        raise LayoutError(f"a factory cannot make a pending reduction, [{layout}]: use Shard or Replicate, then redistribute")
+        raise LayoutError(
+            f"a factory cannot make a pending reduction, [{layout}]: use Shard or Replicate, then redistribute"
+        )
     return shape, layout
 
 

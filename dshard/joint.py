@@ -16,9 +16,10 @@ from torch import Tensor
 
 from dshard.autograd import FromLocal, ToLocal, redistribute
 from dshard.comm import LocalTensor
-from dshard.dispatch import common_mesh, run_on_ranks, spec_like, topology_of
+from dshard.dispatch import common_mesh, spec_like
 from dshard.ops.attention import attention_rule
 from dshard.ops.matmul import linear_bias_rule, linear_rule, matmul_rule
+from dshard.ops.moving import run_on_ranks, topology_of
 from dshard.ops.rule import Rule
 from dshard.ops.spec import Spec, spec_of
 from dshard.ops.strategy import Operand, Strategy, choose
@@ -37,7 +38,9 @@ def run_joint(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequenc
     return run_strategy(cls, strategy, out, local, tensors)
 
 
-def decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> tuple[Strategy, Spec]:
+def decide(
+    cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]
+) -> tuple[Strategy, Spec]:
     """The cheapest strategy and the spec of the result; looked up where it was decided before."""
     specs = [t._spec if isinstance(t, cls) else None for t in tensors]
     full_key = (*key, *specs)
@@ -50,7 +53,9 @@ def decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[A
     return found
 
 
-def _decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> tuple[Strategy, Spec]:
+def _decide(
+    cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]
+) -> tuple[Strategy, Spec]:
     mesh = common_mesh(cls, key[0], list(tensors))
     specs = [spec_like(cls, t, mesh) for t in tensors]
     with torch.no_grad():
@@ -84,7 +89,9 @@ class Simulated(torch.autograd.Function):
     def forward(ctx: Any, cls: Any, strategy: Strategy, out: Spec, local: Local, *tensors: Any) -> Any:
         ctx.cls, ctx.strategy, ctx.out, ctx.local = cls, strategy, out, local
         ctx.save_for_backward(*tensors)
-        return cls._wrap(run_on_ranks(out.layout.mesh, lambda coordinate: local, tuple(t._local for t in tensors), {}), out)
+        return cls._wrap(
+            run_on_ranks(out.layout.mesh, lambda coordinate: local, tuple(t._local for t in tensors), {}), out
+        )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -92,7 +99,9 @@ class Simulated(torch.autograd.Function):
         tensors = ctx.saved_tensors
         laid = redistribute(grad, ctx.out.layout.cotangent())
         pull = _pull_back(ctx.local, ctx.needs_input_grad[4:])
-        grads = run_on_ranks(ctx.out.layout.mesh, lambda coordinate: pull, (laid._local, *(t._local for t in tensors)), {})
+        grads = run_on_ranks(
+            ctx.out.layout.mesh, lambda coordinate: pull, (laid._local, *(t._local for t in tensors)), {}
+        )
         rest = iter(grads)
         wrapped = [
             ctx.cls._wrap(next(rest), t._spec.with_layout(layout)) if needed else None
@@ -170,7 +179,9 @@ def _bound(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     given = dict(zip(names, args, strict=False)) | kwargs
     unknown = set(given) - set(names)
     if unknown or len(args) > len(names):
-        raise TypeError(f"unexpected arguments {sorted(unknown) or args[len(names) :]}; the parameters are {', '.join(names)}")
+        raise TypeError(
+            f"unexpected arguments {sorted(unknown) or args[len(names) :]}; the parameters are {', '.join(names)}"
+        )
     return [given.get(name) for name in names]
 
 

@@ -178,7 +178,8 @@ def replicated(mesh: Mesh) -> Layout:
 def _check_placements(mesh: Mesh, placements: tuple[Placement, ...]) -> None:
     if len(placements) != mesh.ndim:
         raise LayoutError(
-            f"{len(placements)} placements [{format_of(placements)}] for the mesh ({mesh}): give {mesh.ndim}, one for each mesh axis"
+            f"{len(placements)} placements [{format_of(placements)}] for the mesh ({mesh}): "
+            f"give {mesh.ndim}, one for each mesh axis"
         )
     for placement in placements:
         if not isinstance(placement, Shard | Replicate | Partial):
@@ -206,7 +207,8 @@ def _resolve(placement: Placement, ndim: int) -> Placement:
 
 
 def _no_dim(dim: int, shape: Sequence[int]) -> str:
-    return f"S({dim}) is out of range for shape {tuple(shape)}: the tensor has {len(shape)} dims; use {_legal_dims(len(shape))}"
+    legal = _legal_dims(len(shape))
+    return f"S({dim}) is out of range for shape {tuple(shape)}: the tensor has {len(shape)} dims; use {legal}"
 
 
 def _legal_dims(ndim: int) -> str:
@@ -218,7 +220,9 @@ def _canonical_order(axes: Mapping[int, tuple[int, ...]], order: tuple[DimOrder,
     for dim, given in sorted(order):
         default = axes.get(dim, ())
         if sorted(given) != list(default):
-            raise LayoutError(f"the order {given} of tensor dim {dim} must name the mesh axes that shard it, {default}, once each")
+            raise LayoutError(
+                f"the order {given} of tensor dim {dim} must name the mesh axes that shard it, {default}, once each"
+            )
         if tuple(given) != default:
             kept.append((dim, tuple(given)))
     return tuple(kept)

@@ -119,13 +119,17 @@ class Mesh:
 
 def _check(mesh: Mesh) -> None:
     if not mesh.shape or any(not isinstance(size, int) or size < 1 for size in mesh.shape):
-        raise MeshError(f"a mesh of shape {mesh.shape}: give each axis at least one rank, as in Mesh((2, 4), ('dp', 'tp'))")
+        raise MeshError(
+            f"a mesh of shape {mesh.shape}: give each axis at least one rank, as in Mesh((2, 4), ('dp', 'tp'))"
+        )
     if len(mesh.names) != len(mesh.shape) or len(set(mesh.names)) != len(mesh.names):
         raise MeshError(f"{len(mesh.shape)} mesh axes cannot be called {mesh.names}: give each axis its own name")
     if any(not name or set(name) & set(" :;,()") for name in mesh.names):
         raise MeshError(f"mesh axis names {mesh.names}: a name is one word without any of ' :;,()'")
     if len(mesh.ranks) != prod(mesh.shape) or len(set(mesh.ranks)) != len(mesh.ranks):
-        raise MeshError(f"a mesh of shape {mesh.shape} needs {prod(mesh.shape)} different ranks, got {_some(mesh.ranks)}")
+        raise MeshError(
+            f"a mesh of shape {mesh.shape} needs {prod(mesh.shape)} different ranks, got {_some(mesh.ranks)}"
+        )
 
 
 def _some(ranks: tuple[int, ...]) -> str:

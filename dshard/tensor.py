@@ -92,7 +92,11 @@ class DTensor(torch.Tensor):
         """
         if not (torch.is_grad_enabled() and self.requires_grad):
             return self._local.detach()
-        layout = self.layout.cotangent() if grad_placements is None else layout_of(self.layout.mesh, grad_placements, self.ndim)
+        layout = (
+            self.layout.cotangent()
+            if grad_placements is None
+            else layout_of(self.layout.mesh, grad_placements, self.ndim)
+        )
         local: Tensor = ToLocal.apply(self, layout)  # type: ignore[no-untyped-call]
         return local
 
@@ -118,9 +122,13 @@ class DTensor(torch.Tensor):
         del async_op
         mesh = self.layout.mesh if device_mesh is None else as_mesh(device_mesh)
         if mesh != self.layout.mesh:
-            raise MeshError(f"cannot redistribute from the mesh ({self.layout.mesh}) to the mesh ({mesh}): stay on one mesh")
+            raise MeshError(
+                f"cannot redistribute from the mesh ({self.layout.mesh}) to the mesh ({mesh}): stay on one mesh"
+            )
         if placements is None:
-            raise LayoutError(f"redistribute needs the placements to go to: {mesh.ndim} of them, one for each axis of ({mesh})")
+            raise LayoutError(
+                f"redistribute needs the placements to go to: {mesh.ndim} of them, one for each axis of ({mesh})"
+            )
         return redistribute(self, layout_of(mesh, placements, self.ndim))  # type: ignore[no-any-return]
 
     # -- what torch asks of a tensor subclass
@@ -134,13 +142,14 @@ class DTensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return dispatch(DTensor, func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = f", grad_fn={type(self.grad_fn).__name__}" if self.grad_fn is not None else ""
         leaf = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
-        return f"DTensor({tuple(self.shape)}, {self.dtype}, [{self.layout}] on ({self.layout.mesh}), local={self._local}{grad}{leaf})"
+        where = f"[{self.layout}] on ({self.layout.mesh})"
+        return f"DTensor({tuple(self.shape)}, {self.dtype}, {where}, local={self._local}{grad}{leaf})"
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """Record operators on this tensor; its gradient will lie in its own placements."""
@@ -183,7 +192,16 @@ def _restore(x: DTensor, requires_grad: bool, is_parameter: bool, memo: dict[int
     return x
 
 
-def _unpickle(local: Tensor, layout: Layout, shape: Any, stride: Any, dtype: Any, device: Any, requires_grad: bool, is_parameter: bool) -> DTensor:
+def _unpickle(
+    local: Tensor,
+    layout: Layout,
+    shape: Any,
+    stride: Any,
+    dtype: Any,
+    device: Any,
+    requires_grad: bool,
+    is_parameter: bool,
+) -> DTensor:
     x = DTensor._wrap(local, spec_of(layout, shape, stride, dtype, device))
     return _restore(x, requires_grad, is_parameter, None, None)
 
@@ -197,7 +215,9 @@ def as_mesh(mesh: DeviceMesh | Mesh) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"{mesh!r} is no mesh: give a DeviceMesh from init_device_mesh, or a dshard.Mesh to plan without processes")
+        raise MeshError(
+            f"{mesh!r} is no mesh: give a DeviceMesh from init_device_mesh, or a dshard.Mesh to plan without processes"
+        )
     return comm.bind(mesh)
 
 
@@ -212,7 +232,9 @@ def _from_local(
 ) -> DTensor:
     mesh = as_mesh(device_mesh)
     if isinstance(local, DTensor):
-        raise ShapeError("from_local takes this rank's plain local tensor, not a DTensor: use redistribute to change placements")
+        raise ShapeError(
+            "from_local takes this rank's plain local tensor, not a DTensor: use redistribute to change placements"
+        )
     layout = replicated(mesh) if placements is None else layout_of(mesh, placements, local.ndim)
     known = comm.global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, tuple(shape))
     strides = contiguous_stride(known) if stride is None else tuple(stride)
@@ -247,7 +269,10 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         if tensor.layout == layout:
             return tensor
-        raise LayoutError(f"distribute_tensor was given a DTensor laid out [{tensor.layout}]: use redistribute to lay it out [{layout}]")
+        raise LayoutError(
+            f"distribute_tensor was given a DTensor laid out [{tensor.layout}]: "
+            f"use redistribute to lay it out [{layout}]"
+        )
     if any(isinstance(placement, Partial) for placement in layout.placements):
         raise LayoutError(
             f"distribute_tensor cannot make a pending reduction, [{layout}]: use Shard or Replicate, "

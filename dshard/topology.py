@@ -16,7 +16,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if not (self.latency >= 0 and self.bandwidth > 0):
-            raise ShapeError(f"{self}: a link needs a latency of at least 0 seconds and a bandwidth above 0 bytes per second")
+            raise ShapeError(
+                f"{self}: a link needs a latency of at least 0 seconds and a bandwidth above 0 bytes per second"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ def test_all_raise_and_the_ranks_survive(pool: RankPool) -> None:
 def test_one_raises_in_step_and_the_ranks_survive(pool: RankPool) -> None:
     processes = pool.run(process_id)
 
-    with pytest.raises(RankError, match="^rank 2 raised ValueError: only me\n\n--- rank 2 ---\nTraceback"):
+    with pytest.raises(RankError, match=r"^rank 2 raised ValueError: only me\n\n--- rank 2 ---\nTraceback"):
         pool.run(fail_after_a_collective, 2)
 
     assert pool.run(process_id) == processes
@@ -162,7 +162,7 @@ def test_a_chain_of_exceptions_keeps_its_text(pool: RankPool) -> None:
 
 
 def test_a_result_that_does_not_pickle_names_its_rank(pool: RankPool) -> None:
-    with pytest.raises(RankError, match="rank 0 raised AttributeError: Can't pickle|rank 0 raised .*PicklingError"):
+    with pytest.raises(RankError, match=r"^rank 0 raised .*(AttributeError|PicklingError)"):
         pool.run(unpicklable_result)
 
 
@@ -189,7 +189,7 @@ def test_ranks_out_of_step_are_replaced(pool: RankPool) -> None:
 def test_a_rank_that_exits_is_reported_with_its_code(pool: RankPool) -> None:
     start = time.monotonic()
 
-    with pytest.raises(RankError, match="^rank 2 exited with code 7"):
+    with pytest.raises(RankError, match=r"^rank 2 exited with code 7"):
         pool.run(exit_before_a_collective, 2, 7)
 
     assert time.monotonic() - start < 15

@@ -77,11 +77,15 @@ def _from_first(local: Tensor, mesh: Mesh, axis: int) -> Tensor:
 
 def _gather_shapes(local: Tensor, layout: Layout, runtime: Runtime) -> dict[Coordinate, Shape]:
     if local.ndim > MAX_DIMS:
-        raise ShapeError(f"from_local takes tensors of at most {MAX_DIMS} dims unless shape= is given, got {local.ndim}")
+        raise ShapeError(
+            f"from_local takes tensors of at most {MAX_DIMS} dims unless shape= is given, got {local.ndim}"
+        )
     mesh = layout.mesh
     sizes = [local.ndim, *local.shape, *([0] * (MAX_DIMS - local.ndim))]
     mine = torch.tensor(sizes, dtype=torch.int64, device=local.device)
-    table = transport.all_gather(mine, [MAX_DIMS + 1] * mesh.size, runtime.group(mesh.names)).view(mesh.size, -1).tolist()
+    table = (
+        transport.all_gather(mine, [MAX_DIMS + 1] * mesh.size, runtime.group(mesh.names)).view(mesh.size, -1).tolist()
+    )
     return {at: tuple(row[1 : 1 + row[0]]) for at, row in zip(mesh.coordinates(), table, strict=True)}
 
 
@@ -90,7 +94,10 @@ def _joined(shapes: dict[Coordinate, Shape], layout: Layout) -> Shape:
     origin = (0,) * layout.mesh.ndim
     first = shapes[origin]
     if any(len(shape) != len(first) for shape in shapes.values()):
-        raise ShapeError(f"the local tensors {_listed(shapes)} have different numbers of dims: each rank must give a part of one tensor")
+        raise ShapeError(
+            f"the local tensors {_listed(shapes)} have different numbers of dims: "
+            "each rank must give a part of one tensor"
+        )
     sizes = []
     for dim in range(len(first)):
         peers = layout.mesh.peers(layout.names_of(dim), origin)
@@ -105,8 +112,8 @@ def _check(shapes: dict[Coordinate, Shape], layout: Layout, shape: Shape) -> Non
     if wrong:
         expected = _listed({at: right[at] for at in wrong})
         raise ShapeError(
-            f"local tensors {_listed(wrong)} cannot be the parts of a tensor of shape {shape} laid out [{layout}], whose parts "
-            f"are {expected}: split it as torch.chunk does, or use distribute_tensor"
+            f"local tensors {_listed(wrong)} cannot be the parts of a tensor of shape {shape} laid out [{layout}], "
+            f"whose parts are {expected}: split it as torch.chunk does, or use distribute_tensor"
         )
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 class Event:
     """One collective that ran.
 
-    `axis` names the mesh axes of its groups, `ranks` is the size of one group, `nbytes` what this rank received from its
-    peers (the busiest rank's share where all ranks are simulated in one process).
+    `axis` names the mesh axes of its groups, `ranks` is the size of one group, `nbytes` what this rank received from
+    its peers (the busiest rank's share where all ranks are simulated in one process).
     """
 
     collective: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from dshard.comm import transport
 from dshard.comm.events import LISTENERS, Event
 from dshard.comm.runtime import Group, LocalTensor, runtime_of
-from dshard.comm.simulate import each, exchange, plain, stack, unstack
+from dshard.comm.simulate import exchange, plain, stack, unstack
 from dshard.comm.transfer import Local, Transfer, compile_step
 from dshard.errors import MeshError
 from dshard.mesh import Coordinate
@@ -72,18 +72,7 @@ def stages_of(plan: Plan, coordinate: Coordinate) -> tuple[Stage, ...]:
 
 
 def _transfer(transfer: Transfer, group: Group) -> Local:
-    pack, unpack, send, recv, op = transfer.pack, transfer.unpack, transfer.send, transfer.recv, transfer.op
-    match transfer.collective:
-        case "all_gather":
-            send_all: Local = lambda flat: transport.all_gather(flat, recv, group)
-        case "all_to_all":
-            send_all = lambda flat: transport.all_to_all(flat, send, recv, group)
-        case "reduce_scatter":
-            assert op is not None
-            send_all = lambda flat: transport.reduce_scatter(flat, send, op, group)
-        case "all_reduce":
-            assert op is not None
-            send_all = lambda flat: transport.all_reduce(flat, op, group)
+    pack, unpack, send_all = transfer.pack, transfer.unpack, _collective(transfer, group)
 
     def call(x: Tensor) -> Tensor:
         if LISTENERS:
@@ -91,6 +80,20 @@ def _transfer(transfer: Transfer, group: Group) -> Local:
         return unpack(send_all(pack(x)))
 
     return call
+
+
+def _collective(transfer: Transfer, group: Group) -> Local:
+    match transfer.collective:
+        case "all_gather":
+            return partial(transport.all_gather, sizes=transfer.recv, group=group)
+        case "all_to_all":
+            return partial(transport.all_to_all, send=transfer.send, recv=transfer.recv, group=group)
+        case "reduce_scatter":
+            assert transfer.op is not None
+            return partial(transport.reduce_scatter, send=transfer.send, op=transfer.op, group=group)
+        case "all_reduce":
+            assert transfer.op is not None
+            return partial(transport.all_reduce, op=transfer.op, group=group)
 
 
 def tell(transfer: Transfer, itemsize: int) -> None:
@@ -115,10 +118,9 @@ def _simulate(plan: Plan, x: Tensor) -> Tensor:
                 moved = exchange(transfers, {rank: transfers[rank].pack(t) for rank, t in tensors.items()})
                 tensors = {rank: transfers[rank].unpack(moved[rank]) for rank in tensors}
             else:
-                tensors = {rank: stage(tensors[rank]) for rank, stage in here.items() if not isinstance(stage, Transfer)}
+                tensors = {
+                    rank: stage(tensors[rank]) for rank, stage in here.items() if not isinstance(stage, Transfer)
+                }
         if not next(iter(stages.values())):
             tensors = {rank: t.clone() for rank, t in tensors.items()}
         return stack(tensors)
-
-
-__all__ = ["each", "run", "runner", "stages_of", "tell"]

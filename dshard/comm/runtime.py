@@ -15,7 +15,17 @@ from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 from dshard.errors import MeshError
 from dshard.mesh import Coordinate, Mesh
 
-__all__ = ["DeviceMesh", "Group", "LocalTensor", "Runtime", "bind", "device_mesh_of", "init_device_mesh", "runtime_of", "simulated_ranks"]
+__all__ = [
+    "DeviceMesh",
+    "Group",
+    "LocalTensor",
+    "Runtime",
+    "bind",
+    "device_mesh_of",
+    "init_device_mesh",
+    "runtime_of",
+    "simulated_ranks",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +98,8 @@ def bind(device_mesh: DeviceMesh) -> Mesh:
     world = dist.get_world_size()
     if max(mesh.ranks) >= world:
         raise MeshError(
-            f"the mesh ({mesh}) has rank {max(mesh.ranks)}, but the world has {world} ranks: start more processes or shrink the mesh"
+            f"the mesh ({mesh}) has rank {max(mesh.ranks)}, but the world has {world} ranks: "
+            "start more processes or shrink the mesh"
         )
     rank = _own_rank()
     runtime = Runtime(mesh, device_mesh, rank, mesh.coordinate(rank) if rank in mesh else None)
@@ -100,7 +111,9 @@ def bind(device_mesh: DeviceMesh) -> Mesh:
 _MESHES: dict[int, tuple[DeviceMesh, Runtime]] = {}
 
 
-def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
+def init_device_mesh(
+    device_type: str, mesh_shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...] | None = None
+) -> DeviceMesh:
     """torch's `init_device_mesh`: a mesh of all ranks of the world, with a process group for each axis.
 
     Raises:
@@ -108,12 +121,15 @@ def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], *, mesh_dim_
     """
     if not dist.is_initialized() and "RANK" not in os.environ:
         raise MeshError(
-            f"a mesh of {mesh_shape} needs processes: start the program with torchrun --nproc-per-node {prod(mesh_shape)}, "
+            f"a mesh of {mesh_shape} needs processes: start it with torchrun --nproc-per-node {prod(mesh_shape)}, "
             "or call torch.distributed.init_process_group; to plan without processes use dshard.Mesh"
         )
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if prod(mesh_shape) > world:
-        raise MeshError(f"a mesh of {mesh_shape} has {prod(mesh_shape)} ranks, but the world has {world}: start more processes or shrink the mesh")
+        raise MeshError(
+            f"a mesh of {mesh_shape} has {prod(mesh_shape)} ranks, but the world has {world}: "
+            "start more processes or shrink the mesh"
+        )
     return _init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names)
 
 

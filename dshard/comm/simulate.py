@@ -33,8 +33,7 @@ def unstack(x: Tensor) -> dict[int, Tensor]:
 
 def stack(tensors: Mapping[int, Tensor]) -> Tensor:
     """The tensors of the ranks as one."""
-    out: Tensor = LocalTensor(dict(tensors))
-    return out
+    return LocalTensor(dict(tensors))
 
 
 def each(function: Callable[[int, Tensor], Tensor], x: Tensor) -> Tensor:

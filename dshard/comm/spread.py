@@ -35,7 +35,10 @@ def spread(x: Tensor, layout: Layout, source: int | None) -> Tensor:
     """
     mesh = layout.mesh
     if source is not None and not 0 <= source < mesh.size:
-        raise MeshError(f"src_data_rank {source}: the mesh ({mesh}) has ranks number 0 to {mesh.size - 1}; or give None to send nothing")
+        raise MeshError(
+            f"src_data_rank {source}: the mesh ({mesh}) has ranks number 0 to {mesh.size - 1}; "
+            "or give None to send nothing"
+        )
     with torch.no_grad():
         if type(x) is LocalTensor or simulated_ranks() is not None:
             return _simulate(x, layout, source)
@@ -70,7 +73,9 @@ def _simulate(x: Tensor, layout: Layout, source: int | None) -> Tensor:
     with plain():
         tensors = unstack(x) if type(x) is LocalTensor else dict.fromkeys(mesh.ranks, x)
         whole = tensors if source is None else dict.fromkeys(mesh.ranks, tensors[mesh.ranks[source]])
-        return stack({rank: cut(whole[rank], layout.region(_shape(whole[rank]), mesh.coordinate(rank))) for rank in mesh.ranks})
+        return stack(
+            {rank: cut(whole[rank], layout.region(_shape(whole[rank]), mesh.coordinate(rank))) for rank in mesh.ranks}
+        )
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

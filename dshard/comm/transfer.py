@@ -117,7 +117,9 @@ def _unpack(moved: Messages) -> Local:
         shape = (*pieces[0][:dim], sum(piece[dim] for piece in pieces), *pieces[0][dim + 1 :])
         return lambda flat: flat.view(shape)
     sizes = [prod(piece) for piece in pieces]
-    return lambda flat: torch.cat([part.view(piece) for part, piece in zip(flat.split(sizes), pieces, strict=True)], dim)
+    return lambda flat: torch.cat(
+        [part.view(piece) for part, piece in zip(flat.split(sizes), pieces, strict=True)], dim
+    )
 
 
 def _leads(pieces: Sequence[Shape], dim: int) -> bool:

@@ -15,7 +15,16 @@ from dshard.placements import ReduceOp
 _c10d = torch.ops._c10d_functional
 _HALF = {torch.float16, torch.bfloat16}
 # dtypes that every backend moves; the others travel as bytes
-_MOVES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.int8}
+_MOVES = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.int8,
+}
 _SUMS = {torch.float64, torch.float32, torch.int64, torch.int32}
 
 
@@ -78,7 +87,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
 
 
 def scatter(x: Tensor | None, sizes: Sequence[int], source: int, like: Tensor, group: Group) -> Tensor:
-    """Flat pieces on the group's rank number `source` -> piece `i` on rank number `i`. `like` gives dtype and device."""
+    """Flat pieces on the group's rank number `source` -> piece `i` on rank number `i`; dtype and device as in `like`."""
     out = like.new_empty(sizes[group.index])
     if group.index == source:
         assert x is not None
@@ -143,4 +152,3 @@ def _reduces(x: Tensor, op: ReduceOp, group: Group) -> bool:
 
 def _movable(x: Tensor) -> Tensor:
     return x if x.dtype in _MOVES else x.view(torch.uint8)
-

@@ -145,5 +145,6 @@ def _cause(messages: list[object]) -> str:
 def _screenful(error: BaseException) -> str:
     """The error, and beneath it the end of its traceback."""
     summary = "".join(traceback.format_exception_only(error)).strip()
-    lines = "".join(traceback.format_tb(error.__traceback__)).splitlines()
+    trace = "".join(traceback.format_tb(error.__traceback__)).splitlines()
+    lines = [line for line in trace if line.strip(" ^~")]
     return "\n".join([*summary.splitlines()[:SCREEN], "", *lines[-SCREEN:]])

@@ -23,8 +23,8 @@ class UnknownStrategy(DShardError, ValueError):
 class Strategy:
     """A mesh, where the batch lives on it, and where each parameter does.
 
-    `mesh` gives the size of each named axis; `parameters` the placements by a pattern of the parameter's name. The first
-    pattern that matches counts; a parameter that matches none is replicated. No mesh at all: one device, plain tensors.
+    `mesh` gives the size of each named axis; `parameters` the placements by a pattern of the parameter's name. The
+    first pattern that matches counts; a parameter that matches none is replicated. No mesh: one device, plain tensors.
     """
 
     name: str

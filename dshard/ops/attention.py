@@ -20,6 +20,8 @@ def attention_rule(shapes: Sequence[Shape], causal: bool, gqa: bool) -> Rule:
     s = "[s]" if causal else "s"
     query, key, value, out = f"... {s} [d]", "... [t] [d]", "... [t] [e]", f"... {s} [e]"
     if gqa and shapes[0][-3] != shapes[1][-3]:
-        query, key, value, out = (f"... [{head}] {rest[4:]}" for head, rest in zip("gkkg", (query, key, value, out), strict=True))
+        query, key, value, out = (
+            f"... [{head}] {rest[4:]}" for head, rest in zip("gkkg", (query, key, value, out), strict=True)
+        )
     mask = [f"{'...' if len(shape) > 2 else ''} {s} [t]" for shape in shapes[3:]]
     return parse_rule(f"{', '.join([query, key, value, *mask])} -> {out}", shapes)

@@ -24,7 +24,7 @@ Kernel: TypeAlias = Callable[["Call", Strategy, Coordinate], LocalOp]
 class Call:
     """An operator with its arguments, in which a `Spec` stands for each distributed tensor.
 
-    `specs` are those of the tensor operands in order, `outs` tensors without data: the outputs single-device torch gives.
+    `specs` are those of the tensor operands in order, `outs` what single-device torch gives, without data.
     """
 
     func: OpOverload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dshard.layout import Shape
-from dshard.ops.call import Call, Op
+from dshard.ops.call import Op
 from dshard.ops.rule import Rule, linear, parse_rule
 
 
@@ -20,7 +20,9 @@ def matmul_rule(a: Shape, b: Shape) -> Rule:
     """
     left = "k" if len(a) == 1 else "... m k"
     right = "k" if len(b) == 1 else "k n" if len(b) == 2 else "... k n"
-    out = " ".join([*(["..."] if max(len(a), len(b)) > 2 else []), *(["m"] if len(a) > 1 else []), *(["n"] if len(b) > 1 else [])])
+    out = " ".join(
+        [*(["..."] if max(len(a), len(b)) > 2 else []), *(["m"] if len(a) > 1 else []), *(["n"] if len(b) > 1 else [])]
+    )
     if len(a) == 2:
         left = "m k"
     return parse_rule(f"{left}, {right} -> {out}", [a, b], pending=linear(0, 1))
@@ -32,7 +34,9 @@ def linear_rule(x: Shape, weight: Shape) -> Rule:
     >>> print(linear_rule((8, 2, 3), (4, 3)))
     _0 _1 k, n k -> _0 _1 n
     """
-    return parse_rule("... k, n k -> ... n" if len(weight) == 2 else "... k, k -> ...", [x, weight], pending=linear(0, 1))
+    return parse_rule(
+        "... k, n k -> ... n" if len(weight) == 2 else "... k, k -> ...", [x, weight], pending=linear(0, 1)
+    )
 
 
 def linear_bias_rule(x: Shape, weight: Shape, bias: Shape) -> Rule:

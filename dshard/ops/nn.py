@@ -86,7 +86,12 @@ def nll_loss_backward(call: Call) -> Rule:
     ndim = len(call.shapes[1])
     batch, rest = ("n",), names(ndim - 2, "d")
     if ndim == 1:
-        return Rule(((), (("c",),), (), *((("c",),),) * (len(call.specs) - 4), ()), ((("c",),),), frozenset({"c"}), pending=linear(0))
+        return Rule(
+            ((), (("c",),), (), *((("c",),),) * (len(call.specs) - 4), ()),
+            ((("c",),),),
+            frozenset({"c"}),
+            pending=linear(0),
+        )
     loss = (batch, *rest) if call.argument("reduction") == 0 else ()
     full = (batch, ("c",), *rest)
     inputs = (loss, full, (batch, *rest), *((("c",),),) * (len(call.specs) - 4), ())
@@ -94,7 +99,7 @@ def nll_loss_backward(call: Call) -> Rule:
 
 
 def mean_nll_loss(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The mean is a sum and a total weight, each summed over the ranks: a mean of means would weigh uneven shards wrong."""
+    """A sum over a total weight, each summed over the ranks: a mean of means would weigh uneven shards wrong."""
     x, target, weight, _, ignored = args
     total, count = func(x, target, weight, SUM, ignored)
     return total / count, count

@@ -1,5 +1,209 @@
+"""Reductions, and operators that look at all of one dim: a reduced dim that is split leaves the result pending."""
+
 from __future__ import annotations
 
-from dshard.ops.call import Op
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
 
-RULES: dict[str, Op] = {}
+import torch
+from torch import Tensor
+
+from dshard.mesh import Coordinate
+from dshard.ops.call import Call, LocalOp, Op, names, out_local_shape
+from dshard.ops.pointwise import pointwise
+from dshard.ops.rule import LINEAR, Pending, Rule, Term
+from dshard.ops.strategy import Strategy
+from dshard.placements import ReduceOp
+
+HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+# -- reductions
+
+
+def reduced(call: Call) -> tuple[int, ...]:
+    """The dims that the call reduces; those of a scalar are none."""
+    return tuple(dim for dim in call.dims() if dim < len(call.shapes[0]))
+
+
+def remaining(call: Call) -> Term:
+    """The term of what is left: reduced dims go, or stay as dims of size one."""
+    dims, term = reduced(call), names(len(call.shapes[0]))
+    if call.argument("keepdim"):
+        return tuple(() if i in dims else dim for i, dim in enumerate(term))
+    return tuple(dim for i, dim in enumerate(term) if i not in dims)
+
+
+def reduction(call: Call, *reduce: ReduceOp, passes: tuple[ReduceOp, ...] = ()) -> Rule:
+    """Operands reduced dim by dim: a split one leaves the outputs pending; what is pending with `passes` stays so."""
+    pending = (Pending(frozenset({0}), passes),) if passes else ()
+    out = remaining(call)
+    return Rule((names(len(call.shapes[0])),), (out,) * len(call.outs), reduce=reduce, pending=pending)
+
+
+def total(call: Call) -> Rule:
+    """Sums: linear, where the dtype loses nothing before the terms are added."""
+    return reduction(call, "sum", passes=_linear(call))
+
+
+def counted(call: Call) -> Rule:
+    """Sums of something that is not linear."""
+    return reduction(call, "sum")
+
+
+def product(call: Call) -> Rule:
+    """Products, through which pending products pass."""
+    return reduction(call, "product", passes=("product",) if _keeps_numbers(call) else ())
+
+
+def _linear(call: Call) -> tuple[ReduceOp, ...]:
+    src, out = call.specs[0].dtype, call.outs[0].dtype
+    if not (src.is_floating_point or src.is_complex):
+        return ("sum",) if _keeps_numbers(call) else ()
+    return LINEAR if src == out or (out.is_floating_point and out.itemsize > src.itemsize) else ()
+
+
+def _keeps_numbers(call: Call) -> bool:
+    return call.specs[0].dtype == call.outs[0].dtype != torch.bool
+
+
+def extreme(op: ReduceOp) -> Callable[[Call], Rule]:
+    """max or min, through which pending ones pass. Of two tensors: element by element. With positions: along one dim."""
+
+    def rule(call: Call) -> Rule:
+        if call.argument("other") is not None:
+            return pointwise(call)
+        return reduction(call, op, passes=(op,)) if len(call.outs) == 1 else along(call)
+
+    return rule
+
+
+def truth(op: ReduceOp) -> Callable[[Call], Rule]:
+    """any or all: the max or min of truth values."""
+
+    def rule(call: Call) -> Rule:
+        return reduction(call, op, passes=(op,) if call.specs[0].dtype == torch.bool else ())
+
+    return rule
+
+
+def both_extremes(call: Call) -> Rule:
+    """aminmax."""
+    if call.argument("dim") is None and call.argument("keepdim"):  # torch keeps every dim
+        return Rule((names(len(call.shapes[0])),), (((),) * len(call.shapes[0]),) * 2, reduce=("min", "max"))
+    return reduction(call, "min", "max")
+
+
+def mean_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """The sum of what is here over the count of what is everywhere; half precision is summed in single."""
+    dims, shape, out = reduced(call), call.shapes[0], call.outs[0].dtype
+    if not set(dims) & set(strategy.inputs[0].sharded_dims()):
+        return call.func
+    count, keepdim = prod(shape[dim] for dim in dims), bool(call.argument("keepdim"))
+    wide = torch.float32 if out in HALF else out
+
+    def mean(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return (x.sum(dims, keepdim, dtype=wide) / count).to(out)
+
+    return mean
+
+
+def filled(*ops: ReduceOp) -> Callable[[Call, Strategy, Coordinate], LocalOp]:
+    """max and min, of which a rank that holds nothing gives the value that changes nothing."""
+
+    def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+        local = strategy.inputs[0].local_shape(call.shapes[0], coordinate)
+        if len(call.outs) != len(ops) or all(local[dim] for dim in reduced(call)):
+            return call.func
+        shapes = [out_local_shape(call, strategy, coordinate, i) for i in range(len(ops))]
+        if len(ops) == 1:
+            return lambda x, *args, **kwargs: x.new_full(shapes[0], identity(ops[0], x.dtype))
+        return lambda x, *args, **kwargs: tuple(
+            x.new_full(shape, identity(op, x.dtype)) for op, shape in zip(ops, shapes, strict=True)
+        )
+
+    return kernel
+
+
+def identity(op: ReduceOp, dtype: torch.dtype) -> float | int | bool:
+    """The value that changes no max or min.
+
+    >>> identity("max", torch.int8), identity("min", torch.bool)
+    (-128, True)
+    """
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return float("-inf") if op == "max" else float("inf")
+    limits = torch.iinfo(dtype)
+    return limits.min if op == "max" else limits.max
+
+
+# -- along one dim
+
+
+def along(call: Call, passes: tuple[ReduceOp, ...] = ()) -> Rule:
+    """An operator that must see all of one dim, or, where it names none, of every dim; other dims split freely."""
+    ndim = len(call.shapes[0])
+    term = names(ndim)
+    if call.argument("dim") is None:
+        outputs = tuple(names(len(shape), "out") for shape in call.out_shapes)
+        return Rule((term,), outputs, frozenset(name for dim in (*term, *sum(outputs, ())) for name in dim))
+    at = {call.dim()} if ndim else set()
+    short = tuple(dim for i, dim in enumerate(term) if i not in at)
+    resized = tuple(("out",) if i in at else dim for i, dim in enumerate(term))
+    outputs = tuple(_like(shape, call.shapes[0], term, short, resized) for shape in call.out_shapes)
+    pending = (Pending(frozenset({0}), passes),) if passes else ()
+    return Rule((term,), outputs, frozenset({*map(str, at), "out"}), pending=pending)
+
+
+def _like(shape: tuple[int, ...], src: tuple[int, ...], term: Term, short: Term, resized: Term) -> Term:
+    if len(shape) < len(src):
+        return short
+    return term if shape == src else resized
+
+
+def cumulative_sum(call: Call) -> Rule:
+    """cumsum: linear."""
+    return along(call, _linear(call))
+
+
+_ALONG = Op(along)
+
+RULES: dict[str, Op] = {
+    "aten::sum": Op(total),
+    "aten::mean": Op(total, mean_kernel),
+    "aten::nansum": Op(counted),
+    "aten::count_nonzero": Op(counted),
+    "aten::prod": Op(product),
+    "aten::amax": Op(extreme("max"), filled("max")),
+    "aten::amin": Op(extreme("min"), filled("min")),
+    "aten::max": Op(extreme("max"), filled("max")),
+    "aten::min": Op(extreme("min"), filled("min")),
+    "aten::aminmax": Op(both_extremes, filled("min", "max")),
+    "aten::any": Op(truth("max")),
+    "aten::all": Op(truth("min")),
+    "aten::_is_any_true": Op(truth("max")),
+    "aten::_is_all_true": Op(truth("min")),
+    "aten::cumsum": Op(cumulative_sum),
+    **{
+        f"aten::{name}": _ALONG
+        for name in (
+            "argmax",
+            "argmin",
+            "argsort",
+            "cummax",
+            "cummin",
+            "cumprod",
+            "kthvalue",
+            "logcumsumexp",
+            "median",
+            "mode",
+            "nanmedian",
+            "sort",
+            "topk",
+        )
+    },
+}

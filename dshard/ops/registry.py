@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from torch._ops import OpOverload
@@ -65,7 +65,7 @@ def _ndim(tokens: list[str]) -> int:
     return len([token for token in text.split() if token != "..."])
 
 
-@lru_cache(maxsize=None)
+@cache
 def find(func: OpOverload) -> Op | None:
     """What the tables say of `func`, an in-place operator having the rule of its functional form."""
     name = func._schema.name
@@ -77,7 +77,7 @@ def find(func: OpOverload) -> Op | None:
 
 
 def replacement(func: OpOverload, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """What runs instead of `func` on these arguments, as operators on distributed tensors; None where its rule serves."""
+    """What runs instead of `func` on these arguments, on distributed tensors; None where its rule serves."""
     found = CUSTOM.get(func)
     if found is None and func in nn.MEANS:
         position = [argument.name for argument in func._schema.arguments].index("reduction")

@@ -97,7 +97,9 @@ def parse_rule(
     outputs = [_parse_term(part, whole, text) for part in right.split(",")]
     if len(inputs) != len(shapes):
         raise NotationError(f"the rule {text!r} has {len(inputs)} operands, but {len(shapes)} were given")
-    leading = max((len(shape) - len(term) + 1 for term, shape in zip(inputs, shapes, strict=True) if ("...",) in term), default=0)
+    leading = max(
+        (len(shape) - len(term) + 1 for term, shape in zip(inputs, shapes, strict=True) if ("...",) in term), default=0
+    )
     spread_in = [_expand(term, leading, len(shape), text) for term, shape in zip(inputs, shapes, strict=True)]
     spread_out = [_expand(term, leading, None, text) for term in outputs]
     ops = (reduce,) if isinstance(reduce, str) else tuple(reduce)
@@ -146,7 +148,12 @@ def _broadcast(terms: Sequence[Term], shapes: Sequence[Shape], rule: str) -> lis
     sizes = factor_sizes(terms, shapes, rule)
     found = []
     for term, shape in zip(terms, shapes, strict=True):
-        found.append(tuple(() if n == 1 and len(dim) == 1 and sizes.get(dim[0], 1) != 1 else dim for dim, n in zip(term, shape, strict=True)))
+        found.append(
+            tuple(
+                () if n == 1 and len(dim) == 1 and sizes.get(dim[0], 1) != 1 else dim
+                for dim, n in zip(term, shape, strict=True)
+            )
+        )
     return found
 
 
@@ -163,7 +170,9 @@ def factor_sizes(terms: Sequence[Term], shapes: Sequence[Shape], rule: object) -
                 continue
             known = sizes.setdefault(dim[0], n)
             if known != n and 1 not in (known, n):
-                raise ShapeError(f"the factor {dim[0]!r} of the rule '{rule}' is {known} in one operand and {n} in another")
+                raise ShapeError(
+                    f"the factor {dim[0]!r} of the rule '{rule}' is {known} in one operand and {n} in another"
+                )
             if known == 1:
                 sizes[dim[0]] = n
     return sizes

@@ -23,7 +23,9 @@ class Spec:
     dtype: torch.dtype
     device: torch.device
 
-    def __init__(self, layout: Layout, shape: Shape, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layout: Layout, shape: Shape, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.layout, self.shape, self.stride, self.dtype, self.device = layout, shape, stride, dtype, device
 
     @property

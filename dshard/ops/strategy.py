@@ -13,8 +13,8 @@ from itertools import permutations, product
 from math import prod
 from typing import TypeAlias
 
-from dshard.errors import LayoutError
 from dshard.cost import work_seconds
+from dshard.errors import LayoutError
 from dshard.layout import DimOrder, Layout, Shape
 from dshard.mesh import Mesh
 from dshard.ops.rule import Dim, Pending, Rule, Term, factor_sizes
@@ -94,7 +94,9 @@ def rows_of_axis(rule: Rule, operands: Sequence[Operand], axis: int) -> list[Row
             case Shard(dim):
                 found |= dict.fromkeys(factor for factor in rule.inputs[i][dim] if factor not in rule.whole)
             case Partial(op):
-                found |= dict.fromkeys(Pending(p.operands, (op,)) for p in rule.pending if i in p.operands and op in p.ops)
+                found |= dict.fromkeys(
+                    Pending(p.operands, (op,)) for p in rule.pending if i in p.operands and op in p.ops
+                )
             case Replicate():
                 pass
     return list(found)
@@ -132,13 +134,17 @@ class _Expanded:
     order: Order
 
 
-def _expand(rule: Rule, mesh: Mesh, assignment: tuple[Row, ...], order: Order, sizes: dict[str, int]) -> _Expanded | None:
+def _expand(
+    rule: Rule, mesh: Mesh, assignment: tuple[Row, ...], order: Order, sizes: dict[str, int]
+) -> _Expanded | None:
     for term in (*rule.inputs, *rule.outputs):
         if any(not merges(dim, order, sizes, mesh) for dim in term if len(dim) > 1):
             return None
     inputs = tuple(_layout(mesh, term, order, _input_rest(i, assignment)) for i, term in enumerate(rule.inputs))
     try:
-        outputs = tuple(_layout(mesh, term, order, _output_rest(rule, i, assignment)) for i, term in enumerate(rule.outputs))
+        outputs = tuple(
+            _layout(mesh, term, order, _output_rest(rule, i, assignment)) for i, term in enumerate(rule.outputs)
+        )
     except LayoutError:  # different reductions would be pending together
         return None
     gradients = tuple(_layout(mesh, term, order, _gradient_rest(i, assignment)) for i, term in enumerate(rule.inputs))
@@ -192,7 +198,7 @@ def merges(dim: Dim, order: Order, sizes: dict[str, int], mesh: Mesh) -> bool:
         at = dict(zip(axes, coordinate, strict=True))
         whole = _nested(total, axes, mesh, at)
         parts = [_nested(sizes[factor], order.get(factor, ()), mesh, at) for factor in dim]
-        if _flatten(parts, [sizes[factor] for factor in dim]) != (whole if whole else range(0)):
+        if _flatten(parts, [sizes[factor] for factor in dim]) != (whole or range(0)):
             return False
     return True
 
@@ -235,7 +241,10 @@ def _priced(
         if layout.partial_axes():
             seconds += plan(layout, completed(layout), shape, itemsize, topology).seconds
         nbytes += layout.local_numel(shape) * itemsize
-    local = (-(-size // prod(found.inputs[0].mesh.shape[a] for a in found.order.get(factor, ()))) for factor, size in sizes.items())
+    local = (
+        -(-size // prod(found.inputs[0].mesh.shape[a] for a in found.order.get(factor, ())))
+        for factor, size in sizes.items()
+    )
     seconds += work_seconds(2.0 * prod(local), nbytes, topology)
     return Strategy(found.inputs, found.outputs, found.rows, found.gradients, seconds, moves)
 

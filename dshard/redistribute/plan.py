@@ -12,7 +12,7 @@ from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial, ReduceOp
 from dshard.redistribute.price import step_seconds
-from dshard.redistribute.step import Step, after, received, steps_from
+from dshard.redistribute.step import Step, after, describe, received, steps_from
 from dshard.topology import Topology
 
 MAX_STATES = 4000
@@ -21,7 +21,7 @@ MAX_STATES = 4000
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a tensor of global `shape` gets from layout `src` to layout `dst`: the same value is priced, printed and run."""
+    """How a tensor of global `shape` gets from layout `src` to `dst`: the same value is priced, printed and run."""
 
     src: Layout
     dst: Layout
@@ -38,11 +38,17 @@ class Plan:
 
     def received(self, coordinate: tuple[int, ...]) -> int:
         """The elements that the rank at `coordinate` receives."""
-        return sum(received(step, layout, self.shape, coordinate) for step, layout in zip(self.steps, self.layouts(), strict=True))
+        return sum(
+            received(step, layout, self.shape, coordinate)
+            for step, layout in zip(self.steps, self.layouts(), strict=True)
+        )
 
     def __str__(self) -> str:
+        rows = [describe(step, layout) for step, layout in zip(self.steps, self.layouts(), strict=True)]
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
         lines = [f"{self.src}  ->  {self.dst}   ({self.seconds * 1e6:.1f} us)"]
-        lines += [f"  {i}. {step}" for i, step in enumerate(self.steps, 1)]
+        for i, (name, axes, change) in enumerate(rows, 1):
+            lines.append(f"  {i}. {name:{widths[0]}}  {axes:{widths[1]}}   {change}")
         return "\n".join(lines)
 
 
@@ -68,7 +74,9 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
     return Plan(src, dst, shape, steps, seconds)
 
 
-def _search(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology) -> tuple[tuple[Step, ...], float]:
+def _search(
+    src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology
+) -> tuple[tuple[Step, ...], float]:
     dims = useful_dims(src, dst, shape)
     pending = _pending(dst)
     floor = topology.launch

@@ -86,6 +86,23 @@ def axes_of(step: Step) -> tuple[str, ...]:
     return step.axes if isinstance(step, AllReduce) else (step.axis,)
 
 
+_COLLECTIVES: dict[type[Step], str] = {
+    AllGather: "all_gather",
+    ReduceScatter: "reduce_scatter",
+    AllReduce: "all_reduce",
+    AllToAll: "all_to_all",
+    Slice: "slice",
+    Pend: "pend",
+}
+
+
+def describe(step: Step, layout: Layout) -> tuple[str, str, str]:
+    """A step from `layout` in words: what is done, the mesh axes, and how the placement on them changes."""
+    axis = layout.mesh.axis(axes_of(step)[0])
+    change = f"{layout.placements[axis]} -> {after(step, layout).placements[axis]}"
+    return _COLLECTIVES[type(step)], ",".join(axes_of(step)), change
+
+
 def after(step: Step, layout: Layout) -> Layout:
     """The layout that `step` leads to."""
     match step:

@@ -13,6 +13,7 @@ ranks. Process groups cost about 10 ms and some file descriptors each, so cache 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -29,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dshard.errors import RankError
 from dshard.testing.rank import Answer, Failure, Kind, Outcome, collectives_begun, dumps, join, serve
@@ -38,7 +39,8 @@ __all__ = ["RankPool", "rank_pool"]
 
 _T = TypeVar("_T")
 _START_LIMIT = 120.0  # seconds: n processes import torch, maybe on two cores
-_GRACE = 2.0  # seconds that the other ranks still get, at least, once one has failed
+_GRACE = {Kind.EXITED: 0.5, Kind.RAISED: 2.0}  # seconds that the others still get, at least, once a rank has failed
+_PROBE_LIMIT = 2.0  # seconds for idle ranks to say how far they are
 _MAX_SHARED = 2  # shared pools alive: a rank that has imported torch holds about 200 MB
 
 
@@ -90,7 +92,7 @@ class RankPool:
         return f"RankPool({self.n_ranks}, backend={self.backend!r}, timeout={self.timeout})"
 
     def _start(self) -> None:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         directory = tempfile.TemporaryDirectory(prefix="dshard-ranks-")
         workers: list[_Worker] = []
         self._end = weakref.finalize(self, _end, workers, directory, store)
@@ -112,7 +114,7 @@ class RankPool:
         """Whether the ranks are all alive and have begun equally many collectives, so that the next will match."""
         if any(failure.kind is not Kind.RAISED for failure in failures.values()):
             return False
-        outcomes = self._exchange(_request(collectives_begun, ()), _GRACE)
+        outcomes = self._exchange(_request(collectives_begun, ()), _PROBE_LIMIT)
         counts = [outcome.value for outcome in outcomes if isinstance(outcome, Answer)]
         begun = {pair for count in counts for pair in count.items()}
         return len(counts) == self.n_ranks and len(begun) == len({group for group, _ in begun})
@@ -137,10 +139,8 @@ class _Worker:
     stack: Path
 
     def send(self, request: bytes) -> None:
-        try:
+        with contextlib.suppress(OSError):  # dead: receive() reports it
             self.pipe.send_bytes(request)
-        except OSError:
-            pass  # dead: receive() reports it
 
     def receive(self) -> Outcome:
         try:
@@ -175,10 +175,10 @@ def _collect(workers: Sequence[_Worker], limit: float) -> list[Outcome]:
     while ranks and (ready := wait(list(ranks), max(0.0, deadline - time.monotonic()))):
         for pipe in [pipe for pipe in ranks if pipe in ready]:
             rank = ranks.pop(pipe)
-            outcomes[rank] = workers[rank].receive()
-            if isinstance(outcomes[rank], Failure):
+            outcomes[rank] = outcome = workers[rank].receive()
+            if isinstance(outcome, Failure):
                 now = time.monotonic()
-                deadline = min(deadline, now + max(_GRACE, now - start))
+                deadline = min(deadline, now + max(_GRACE[outcome.kind], now - start))
     what = f"had not answered after {time.monotonic() - start:.1f} s"
     stacks = _stacks([workers[rank] for rank in ranks.values()])
     outcomes |= {rank: Failure(Kind.WAITING, what, stack) for rank, stack in zip(ranks.values(), stacks, strict=True)}
@@ -198,7 +198,7 @@ def _stacks(workers: Sequence[_Worker]) -> list[str]:
     return [worker.where() for worker in workers]
 
 
-def _end(workers: Iterable[_Worker], directory: tempfile.TemporaryDirectory[str], store: dist.TCPStore) -> None:
+def _end(workers: Iterable[_Worker], directory: tempfile.TemporaryDirectory[str], store: TCPStore) -> None:
     for worker in workers:
         worker.process.kill()
     for worker in workers:

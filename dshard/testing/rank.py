@@ -10,6 +10,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import socket
 import threading
@@ -22,6 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 class Kind(IntEnum):
@@ -83,7 +85,7 @@ def serve(join: Callable[[], None], pipe: Connection, stack: str) -> None:
     The signal SIGUSR1, or a crash, writes the Python stack to the file `stack`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the parent ends us
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(os.path.dirname(stack),), daemon=True).start()
     with open(stack, "w") as file:
         faulthandler.enable(file, all_threads=False)
         if hasattr(faulthandler, "register"):
@@ -93,13 +95,14 @@ def serve(join: Callable[[], None], pipe: Connection, stack: str) -> None:
             while True:
                 pipe.send_bytes(answer(pipe.recv_bytes()))
         except (EOFError, OSError):
-            os._exit(1)
+            _exit_with_parent(os.path.dirname(stack))
 
 
-def _exit_with_parent() -> None:
+def _exit_with_parent(directory: str) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 
@@ -111,11 +114,11 @@ def join(rank: int, n_ranks: int, backend: str, port: int) -> None:
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=n_ranks)
 
 
 def collectives_begun() -> dict[str, int]:
     """How many collectives this rank has begun on each of its process groups, by the group's name."""
-    groups = dist.distributed_c10d._world.pg_names.items()
-    return {name: group._get_sequence_number_for_group() for group, name in groups}
+    names: dict[Any, str] = dist.distributed_c10d._world.pg_names
+    return {name: group._get_sequence_number_for_group() for group, name in names.items()}
