@@ -2,10 +2,10 @@
 
 from dshard.comm import DeviceMesh, init_device_mesh
 from dshard.errors import DShardError, LayoutError, MeshError, MixedError, NotationError, RankError, ShapeError
-from dshard.factories import distribute_module, empty, full, manual_seed, ones, rand, randn, zeros
+from dshard.factories import distribute_module, empty, full, ones, rand, randn, zeros
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.ops import register_rule
+from dshard.ops import manual_seed, register_rule
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor, distribute_tensor
 

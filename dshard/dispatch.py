@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from dshard.comm import LocalTensor, run, runner, runtime_of, unstack
+from dshard.comm import LocalTensor, device_of, run, runner, runtime_of, unstack
 from dshard.errors import MeshError, MixedError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.call import Call, LocalOp, Op
 from dshard.ops.moving import coordinate_of, leaves, move, replace_leaves, run_on_ranks, topology_of, write_local
+from dshard.ops.random import is_random, seeded_op
 from dshard.ops.registry import find, replacement
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.ops.strategy import Operand, Strategy, choose
@@ -206,7 +207,8 @@ def strategy_of(op: Op, call: Call, keep: bool = False) -> Strategy:
 
 def replicate(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on whole tensors, on every rank: what is done for an operator without a rule. Warns once for each."""
-    if func not in _WARNED:
+    random = is_random(func)
+    if func not in _WARNED and not random:
         _WARNED.add(func)
         warnings.warn(f"{func} has no rule: its operands are gathered and every rank computes all of it", stacklevel=2)
     mesh = common_mesh(cls, func, [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)])
@@ -214,7 +216,8 @@ def replicate(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     local_args, local_kwargs = replace_leaves(
         (args, kwargs), lambda leaf: move(leaf._local, leaf._spec, whole) if isinstance(leaf, cls) else leaf
     )
-    result = run_on_ranks(mesh, lambda coordinate: func, local_args, local_kwargs)
+    local_op = seeded_op(func, device_of(mesh), kwargs) if random else func
+    result = run_on_ranks(mesh, lambda coordinate: local_op, local_args, local_kwargs)
     for given, argument, local in zip(args, func._schema.arguments, local_args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, cls):
             write_local(given._local, move(local, given._spec.with_layout(whole), given._spec.layout))

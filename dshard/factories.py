@@ -13,17 +13,10 @@ from dshard.comm import DeviceMesh
 from dshard.errors import LayoutError
 from dshard.layout import Layout, layout_of, replicated
 from dshard.mesh import Coordinate, Mesh
+from dshard.ops.random import next_seed
 from dshard.ops.spec import contiguous_stride, spec_of
 from dshard.placements import Placement, Replicate
 from dshard.tensor import DTensor, as_mesh, distribute_tensor
-
-_GENERATOR = torch.Generator()
-_GENERATOR.manual_seed(0)
-
-
-def manual_seed(seed: int) -> None:
-    """Begin the sequence of random values that `rand` and `randn` give, the same on every mesh and layout."""
-    _GENERATOR.manual_seed(seed)
 
 
 def zeros(
@@ -102,7 +95,7 @@ def _random(
     """Each rank draws the whole tensor from the same sequence and keeps its part."""
     shape, layout = _laid_out(size, device_mesh, placements)
     with comm.plain():
-        whole = make(shape, dtype=dtype, generator=_GENERATOR)
+        whole = make(shape, dtype=dtype, generator=torch.Generator().manual_seed(next_seed()))
 
     def part(coordinate: Coordinate, device: torch.device) -> Tensor:
         return comm.cut(whole, layout.region(shape, coordinate)).to(device)

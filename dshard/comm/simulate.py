@@ -33,7 +33,8 @@ def unstack(x: Tensor) -> dict[int, Tensor]:
 
 def stack(tensors: Mapping[int, Tensor]) -> Tensor:
     """The tensors of the ranks as one."""
-    return LocalTensor(dict(tensors))
+    out: Tensor = LocalTensor(dict(tensors))
+    return out
 
 
 def each(function: Callable[[int, Tensor], Tensor], x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Settings:
 
     strategies: tuple[str, ...] = tuple(names())
     ranks: int = 4
-    steps: int = 120
+    steps: int = 100
     dtype: torch.dtype = torch.float32
     seed: int = 0
     device: str = "cpu"

@@ -81,9 +81,11 @@ def extreme(op: ReduceOp) -> Callable[[Call], Rule]:
 
 
 def truth(op: ReduceOp) -> Callable[[Call], Rule]:
-    """any or all: the max or min of truth values."""
+    """any or all: the max or min of truth values. A list of no dims reduces none."""
 
     def rule(call: Call) -> Rule:
+        if call.argument("dim") == []:
+            return pointwise(call)
         return reduction(call, op, passes=(op,) if call.specs[0].dtype == torch.bool else ())
 
     return rule
@@ -91,8 +93,6 @@ def truth(op: ReduceOp) -> Callable[[Call], Rule]:
 
 def both_extremes(call: Call) -> Rule:
     """aminmax."""
-    if call.argument("dim") is None and call.argument("keepdim"):  # torch keeps every dim
-        return Rule((names(len(call.shapes[0])),), (((),) * len(call.shapes[0]),) * 2, reduce=("min", "max"))
     return reduction(call, "min", "max")
 
 
@@ -115,7 +115,7 @@ def filled(*ops: ReduceOp) -> Callable[[Call, Strategy, Coordinate], LocalOp]:
 
     def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
         local = strategy.inputs[0].local_shape(call.shapes[0], coordinate)
-        if len(call.outs) != len(ops) or all(local[dim] for dim in reduced(call)):
+        if len(call.specs) > 1 or len(call.outs) != len(ops) or all(local[dim] for dim in reduced(call)):
             return call.func
         shapes = [out_local_shape(call, strategy, coordinate, i) for i in range(len(ops))]
         if len(ops) == 1:

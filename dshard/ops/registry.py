@@ -9,7 +9,7 @@ from typing import Any
 from torch._ops import OpOverload
 
 from dshard.errors import NotationError
-from dshard.ops import matmul, nn, pointwise, reductions, views
+from dshard.ops import matmul, nn, pointwise, random, reductions, views
 from dshard.ops.call import Call, Op
 from dshard.ops.custom import CUSTOM
 from dshard.ops.rule import Pending, Rule, parse_rule
@@ -73,12 +73,15 @@ def find(func: OpOverload) -> Op | None:
         found = table.get(name) or (table.get(name[:-1]) if name.endswith("_") and not name.endswith("__") else None)
         if found is not None:
             return found
-    return Op(pointwise.pointwise, values=False) if pointwise.is_pointwise(func) else None
+    plain = pointwise.is_pointwise(func) and not random.is_random(func)
+    return Op(pointwise.pointwise, values=False) if plain else None
 
 
 def replacement(func: OpOverload, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """What runs instead of `func` on these arguments, on distributed tensors; None where its rule serves."""
     found = CUSTOM.get(func)
+    if found is None and random.is_random(func):
+        return random.fill if random.fills(func, args) else None
     if found is None and func in nn.MEANS:
         position = [argument.name for argument in func._schema.arguments].index("reduction")
         return nn.MEANS[func] if args[position] == nn.MEAN else None

@@ -39,7 +39,8 @@ class Rule:
     """Which factors the dims of an operator's tensors carry.
 
     `whole` factors may not be split. A split factor that an output lacks leaves it pending: with `reduce[i]` for output
-    `i`, or `reduce[0]` where all are alike.
+    `i`, or `reduce[0]` where all are alike. Of `unread` operands only the layout matters: they are left as they lie.
+    `sizes` are those of factors that stand alone in no dim.
     """
 
     inputs: tuple[Term, ...]
@@ -47,6 +48,8 @@ class Rule:
     whole: frozenset[str] = frozenset()
     reduce: tuple[ReduceOp, ...] = ("sum",)
     pending: tuple[Pending, ...] = ()
+    unread: frozenset[int] = frozenset()
+    sizes: tuple[tuple[str, int], ...] = ()
 
     def reduce_of(self, output: int) -> ReduceOp:
         """The reduction that a split factor missing from this output leaves pending."""

@@ -77,11 +77,11 @@ def strategies(
     """All strategies of `rule` worth trying, priced."""
     mesh = operands[0].layout.mesh
     shapes = [operand.shape for operand in operands] + [shape for shape, _ in outputs]
-    sizes = factor_sizes((*rule.inputs, *rule.outputs), shapes, rule)
+    sizes = dict(rule.sizes) | factor_sizes((*rule.inputs, *rule.outputs), shapes, rule)
     rows = [rows_of_axis(rule, operands, axis) for axis in range(mesh.ndim)]
     for assignment in product(*rows):
         for order in _orders(rule, operands, assignment):
-            found = _expand(rule, mesh, assignment, order, sizes)
+            found = _expand(rule, operands, assignment, order, sizes)
             if found is not None:
                 yield _priced(rule, found, operands, outputs, sizes, topology)
 
@@ -135,12 +135,16 @@ class _Expanded:
 
 
 def _expand(
-    rule: Rule, mesh: Mesh, assignment: tuple[Row, ...], order: Order, sizes: dict[str, int]
+    rule: Rule, operands: Sequence[Operand], assignment: tuple[Row, ...], order: Order, sizes: dict[str, int]
 ) -> _Expanded | None:
+    mesh = operands[0].layout.mesh
     for term in (*rule.inputs, *rule.outputs):
         if any(not merges(dim, order, sizes, mesh) for dim in term if len(dim) > 1):
             return None
-    inputs = tuple(_layout(mesh, term, order, _input_rest(i, assignment)) for i, term in enumerate(rule.inputs))
+    inputs = tuple(
+        operands[i].layout if i in rule.unread else _layout(mesh, term, order, _input_rest(i, assignment))
+        for i, term in enumerate(rule.inputs)
+    )
     try:
         outputs = tuple(
             _layout(mesh, term, order, _output_rest(rule, i, assignment)) for i, term in enumerate(rule.outputs)

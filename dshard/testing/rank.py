@@ -120,5 +120,5 @@ def join(rank: int, n_ranks: int, backend: str, port: int) -> None:
 
 def collectives_begun() -> dict[str, int]:
     """How many collectives this rank has begun on each of its process groups, by the group's name."""
-    names: dict[Any, str] = dist.distributed_c10d._world.pg_names
+    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
     return {name: group._get_sequence_number_for_group() for group, name in names.items()}
