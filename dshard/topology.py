@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dshard.errors import ShapeError
 
@@ -34,6 +34,10 @@ class Topology:
     flops: float
     memory_bandwidth: float
     launch: float
+
+    def bytes_only(self) -> Topology:
+        """The same network without latency, launches or copies: on it the cheapest plan is that of the fewest bytes."""
+        return replace(self, uniform=Link(0.0, self.uniform.bandwidth), memory_bandwidth=float("inf"), launch=0.0)
 
     def link(self, axes: tuple[str, ...]) -> Link:
         """The link that a collective along `axes` uses."""

@@ -12,6 +12,7 @@ from dshard.comm import transport
 from dshard.comm.events import LISTENERS, Event
 from dshard.comm.runtime import LocalTensor, runtime_of, simulated_ranks
 from dshard.comm.simulate import plain, stack, unstack
+from dshard.comm.transfer import view_of
 from dshard.errors import MeshError
 from dshard.layout import Layout, Region
 from dshard.mesh import Coordinate, Mesh
@@ -19,9 +20,7 @@ from dshard.mesh import Coordinate, Mesh
 
 def cut(x: Tensor, region: Region) -> Tensor:
     """A copy of the part of `x` within `region`."""
-    for dim, held in enumerate(region):
-        x = x.narrow(dim, held.start if held else 0, len(held))
-    return x.clone(memory_format=torch.contiguous_format)
+    return view_of(x, region).clone(memory_format=torch.contiguous_format)
 
 
 def spread(x: Tensor, layout: Layout, source: int | None) -> Tensor:

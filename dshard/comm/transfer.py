@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dshard.layout import Layout, Shape
+from dshard.layout import Layout, Region, Shape
 from dshard.mesh import Coordinate
 from dshard.placements import ReduceOp
 from dshard.redistribute import (
     AllGather,
     AllReduce,
     AllToAll,
-    Messages,
+    Exchange,
     Pend,
     ReduceScatter,
     Slice,
@@ -25,6 +26,7 @@ from dshard.redistribute import (
     after,
     axes_of,
     messages,
+    numel,
     received,
 )
 
@@ -66,7 +68,7 @@ def compile_step(step: Step, layout: Layout, shape: Sequence[int], coordinate: C
             collective = "reduce_scatter"
         case AllReduce():
             collective = "all_reduce"
-        case AllToAll():
+        case AllToAll() | Exchange():
             collective = "all_to_all"
     moved = messages(step, layout, shape, coordinate)
     assert moved is not None
@@ -76,11 +78,11 @@ def compile_step(step: Step, layout: Layout, shape: Sequence[int], coordinate: C
         ranks,
         ranks.index(mesh.rank(coordinate)),
         step.op if isinstance(step, ReduceScatter | AllReduce) else None,
-        tuple(map(prod, moved.send)),
-        tuple(map(prod, moved.recv)),
+        tuple(map(numel, moved.send)),
+        tuple(map(numel, moved.recv)),
         received(step, layout, shape, coordinate),
-        _pack(moved),
-        _unpack(moved),
+        _pack(moved.send, layout.local_shape(shape, coordinate)),
+        _unpack(moved.recv, after(step, layout).local_shape(shape, coordinate)),
     )
 
 
@@ -101,30 +103,58 @@ def _term(op: ReduceOp, first: bool) -> Local:
             return torch.clone
 
 
-def _pack(moved: Messages) -> Local:
-    dim = moved.split
-    if dim is None or _leads(moved.send, dim):
+def _pack(pieces: Sequence[Region], shape: Shape) -> Local:
+    """The pieces of a local tensor of `shape`, one after the other."""
+    dim = _split_dim(pieces, shape)
+    if dim is not None and prod(shape[:dim]) == 1:
         return _flat
-    sizes = [piece[dim] for piece in moved.send]
-    return lambda x: torch.cat([part.reshape(-1) for part in x.split(sizes, dim)])
+    if dim is not None:
+        sizes = [len(piece[dim]) for piece in pieces]
+        return lambda x: torch.cat([part.reshape(-1) for part in x.split(sizes, dim)])
+    return lambda x: torch.cat([view_of(x, piece).reshape(-1) for piece in pieces])
 
 
-def _unpack(moved: Messages) -> Local:
-    dim, pieces = moved.join, moved.recv
-    if dim is None:
-        return lambda flat: flat.view(pieces[0])
-    if _leads(pieces, dim):
-        shape = (*pieces[0][:dim], sum(piece[dim] for piece in pieces), *pieces[0][dim + 1 :])
+def _unpack(pieces: Sequence[Region], shape: Shape) -> Local:
+    """The local tensor of `shape` that the pieces, one after the other, make up."""
+    dim = _split_dim(pieces, shape)
+    if dim is not None and prod(shape[:dim]) == 1:
         return lambda flat: flat.view(shape)
-    sizes = [prod(piece) for piece in pieces]
-    return lambda flat: torch.cat(
-        [part.view(piece) for part, piece in zip(flat.split(sizes), pieces, strict=True)], dim
-    )
+    sizes, shapes = [numel(piece) for piece in pieces], [tuple(map(len, piece)) for piece in pieces]
+    if dim is not None:
+        return lambda flat: torch.cat([p.view(s) for p, s in zip(flat.split(sizes), shapes, strict=True)], dim)
+
+    def place(flat: Tensor) -> Tensor:
+        out = flat.new_empty(shape)
+        for part, piece, size in zip(flat.split(sizes), pieces, shapes, strict=True):
+            if part.numel():
+                view_of(out, piece).copy_(part.view(size))
+        return out
+
+    return place
 
 
-def _leads(pieces: Sequence[Shape], dim: int) -> bool:
-    """Whether pieces along `dim` lie one after the other in memory: all dims before it have size one."""
-    return prod(pieces[0][:dim]) == 1
+def _split_dim(pieces: Sequence[Region], shape: Shape) -> int | None:
+    """The dim along which the pieces follow each other and make up the whole of `shape`, or None if they do otherwise.
+
+    >>> _split_dim([(range(0, 2), range(3)), (range(2, 3), range(3))], (3, 3))
+    0
+    """
+    if not shape:
+        return 0
+    for dim in range(len(shape)):
+        others = all(len(piece[d]) == n for piece in pieces for d, n in enumerate(shape) if d != dim)
+        ends = [0, *accumulate(len(piece[dim]) for piece in pieces)]
+        starts = all(piece[dim].start == end for piece, end in zip(pieces, ends, strict=False) if piece[dim])
+        if others and starts and ends[-1] == shape[dim]:
+            return dim
+    return None
+
+
+def view_of(x: Tensor, region: Region) -> Tensor:
+    """The part of `x` within `region`, sharing its memory."""
+    for dim, held in enumerate(region):
+        x = x.narrow(dim, held.start if held else 0, len(held))
+    return x
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from dshard.redistribute.step import (
     AllGather,
     AllReduce,
     AllToAll,
+    Exchange,
     Messages,
     Pend,
     ReduceScatter,
@@ -13,6 +14,7 @@ from dshard.redistribute.step import (
     after,
     axes_of,
     messages,
+    numel,
     received,
 )
 
@@ -20,6 +22,7 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "Exchange",
     "Messages",
     "Pend",
     "Plan",
@@ -29,6 +32,7 @@ __all__ = [
     "after",
     "axes_of",
     "messages",
+    "numel",
     "plan",
     "received",
 ]

@@ -12,11 +12,11 @@ from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial, ReduceOp
 from dshard.redistribute.price import step_seconds
-from dshard.redistribute.step import Step, after, describe, received, steps_from
+from dshard.redistribute.step import Step, after, describe, exchange_to, received, steps_from
 from dshard.topology import Topology
 
 MAX_STATES = 4000
-"""A search that has settled this many layouts gives up on better plans and goes through the replicated layout."""
+"""A search that has settled this many layouts gives up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,55 +52,66 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan(src: Layout, dst: Layout, shape: Sequence[int], itemsize: int, topology: Topology) -> Plan:
+def plan(
+    src: Layout, dst: Layout, shape: Sequence[int], itemsize: int, topology: Topology, *, lean: bool = True
+) -> Plan:
     """The cheapest plan from `src` to `dst` for a tensor of global `shape` with elements of `itemsize` bytes.
+
+    A lean plan never holds more than the larger of the two local tensors, and one message; with `lean=False` a plan
+    that holds more on the way is taken where it is cheaper. On `topology.bytes_only()` the plan moves the fewest bytes.
 
     Raises:
         MeshError: the layouts lie on different meshes.
         LayoutError: a layout shards a dim that the tensor does not have.
     """
-    return _plan(src, dst, tuple(shape), itemsize, topology)
+    return _plan(src, dst, tuple(shape), itemsize, topology, lean)
 
 
 @lru_cache(maxsize=16384)
-def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology) -> Plan:
+def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, lean: bool) -> Plan:
     if src.mesh != dst.mesh:
         raise MeshError(f"cannot redistribute from the mesh ({src.mesh}) to the mesh ({dst.mesh}): use one mesh")
     src.check(shape)
     dst.check(shape)
     if src == dst:
         return Plan(src, dst, shape, (), 0.0)
-    steps, seconds = _search(src, dst, shape, itemsize, topology)
-    return Plan(src, dst, shape, steps, seconds)
+    room = max(src.local_numel(shape), dst.local_numel(shape)) if lean else None
+    found = _search(src, dst, shape, itemsize, topology, room) or _search(src, dst, shape, itemsize, topology, None)
+    if found is None:
+        raise LayoutError(f"found no way from [{src}] to [{dst}] within {MAX_STATES} layouts: redistribute in two calls")
+    return Plan(src, dst, shape, *found)
 
 
 def _search(
-    src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology
-) -> tuple[tuple[Step, ...], float]:
-    dims = useful_dims(src, dst, shape)
-    pending = _pending(dst)
-    floor = topology.launch
-    ticket = count()
+    src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, room: int | None
+) -> tuple[tuple[Step, ...], float] | None:
+    """Uniform-cost search over layouts, with a bound on the steps still needed."""
+    dims, pending, ticket = useful_dims(src, dst, shape), _pending(dst), count()
     settled: set[Layout] = set()
     best = {src: 0.0}
     queue: list[tuple[float, int, float, Layout, tuple[Step, ...]]] = [(0.0, next(ticket), 0.0, src, ())]
-    while queue:
+    while queue and len(settled) < MAX_STATES:
         _, _, seconds, layout, steps = heapq.heappop(queue)
         if layout == dst:
             return steps, seconds
         if layout in settled:
             continue
         settled.add(layout)
-        if len(settled) > MAX_STATES:
-            break
-        for step in steps_from(layout, dims, pending):
+        for step in _steps(layout, dst, dims, pending):
             there = after(step, layout)
+            if there in settled or (room is not None and there.local_numel(shape) > room):
+                continue
             total = seconds + step_seconds(step, layout, shape, itemsize, topology)
-            if there not in settled and total < best.get(there, float("inf")):
+            if total < best.get(there, float("inf")):
                 best[there] = total
-                bound = total + floor * _distance(there, dst)
+                bound = total + topology.launch * _distance(there, dst)
                 heapq.heappush(queue, (bound, next(ticket), total, there, (*steps, step)))
-    raise LayoutError(f"found no way from [{src}] to [{dst}] within {MAX_STATES} layouts: redistribute in two calls")
+    return None
+
+
+def _steps(layout: Layout, dst: Layout, dims: Sequence[int], pending: dict[int, ReduceOp]) -> list[Step]:
+    exchange = exchange_to(layout, dst)
+    return steps_from(layout, dims, pending) + ([] if exchange is None else [exchange])
 
 
 def useful_dims(src: Layout, dst: Layout, shape: Shape) -> tuple[int, ...]:
@@ -117,7 +128,9 @@ def _pending(dst: Layout) -> dict[int, ReduceOp]:
 
 
 def _distance(layout: Layout, dst: Layout) -> int:
-    """A lower bound on the steps still needed: one all_reduce may complete several axes, any other step changes one."""
-    different = [mine for mine, theirs in zip(layout.placements, dst.placements, strict=True) if mine != theirs]
-    partial = sum(isinstance(placement, Partial) for placement in different)
-    return len(different) - max(0, partial - 1)
+    """A lower bound on the steps still needed: an exchange does all at once, but completes or begins no reduction."""
+    if layout == dst:
+        return 0
+    ends = any(isinstance(a, Partial) and a != b for a, b in zip(layout.placements, dst.placements, strict=True))
+    begins = sum(isinstance(b, Partial) and a != b for a, b in zip(layout.placements, dst.placements, strict=True))
+    return max(1, ends + begins)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from math import prod
 
 from typing_extensions import assert_never
@@ -13,6 +14,7 @@ from dshard.redistribute.step import (
     AllGather,
     AllReduce,
     AllToAll,
+    Exchange,
     Pend,
     ReduceScatter,
     Slice,
@@ -28,7 +30,7 @@ def step_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int
     axes = axes_of(step)
     n = prod(layout.mesh.shape[layout.mesh.axis(axis)] for axis in axes)
     link = topology.link(axes)
-    nbytes = received(step, layout, shape, (0,) * layout.mesh.ndim) * itemsize
+    nbytes = busiest(step, layout, shape) * itemsize
     copies = work_seconds(0, 2 * copied(step, layout, shape) * itemsize, topology)
     match step:
         case Slice() | Pend():
@@ -39,6 +41,8 @@ def step_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int
             return copies + reduce_scatter_seconds(nbytes, n, link)
         case AllToAll():
             return copies + all_to_all_seconds(nbytes, n, link)
+        case Exchange(_, dst):
+            return copies + all_to_all_seconds(nbytes, min(n, 1 + senders(layout, dst, shape)), link)
         case AllReduce():
             return copies + all_reduce_seconds(nbytes, n, link)
         case _:
@@ -60,5 +64,24 @@ def copied(step: Step, layout: Layout, shape: Sequence[int]) -> int:
             return 0 if dim == 0 else own
         case AllToAll(_, src, dst):
             return own * ((src != 0) + (dst != 0))
+        case Exchange(_, dst):
+            return own + dst.local_numel(shape)
         case _:
             assert_never(step)
+
+
+def busiest(step: Step, layout: Layout, shape: Sequence[int]) -> int:
+    """The most elements that any rank receives: the first rank's, but for an exchange that of some corner of the mesh."""
+    if not isinstance(step, Exchange):
+        return received(step, layout, shape, (0,) * layout.mesh.ndim)
+    corners = product(*({0, size // 2, size - 1} for size in layout.mesh.shape))
+    return max(received(step, layout, shape, corner) for corner in corners)
+
+
+def senders(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
+    """From how many ranks, at most, a rank receives in an exchange: the chunks of `src` that a part of `dst` can meet."""
+    origin = (0,) * src.mesh.ndim
+    held, needed = src.local_shape(shape, origin), dst.local_shape(shape, origin)
+    chunks = (-(-size // max(part, 1)) for size, part in zip(shape, held, strict=True))
+    met = (-(-want // max(have, 1)) for want, have in zip(needed, held, strict=True))
+    return prod(min(n, m + (m < n)) for n, m in zip(chunks, met, strict=True))

@@ -1,4 +1,4 @@
-"""The moves of one redistribution as values: each changes the placement on one mesh axis."""
+"""The moves of one redistribution as values: most change the placement on one mesh axis, `Exchange` changes any."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from typing_extensions import assert_never
 
-from dshard.layout import Layout, Shape
+from dshard.layout import Layout, Region, Shape
 from dshard.mesh import Coordinate
 from dshard.placements import Partial, ReduceOp, Replicate, Shard, chunk
 
@@ -64,26 +64,36 @@ class Pend:
     op: ReduceOp
 
 
-Step: TypeAlias = AllGather | ReduceScatter | AllReduce | AllToAll | Slice | Pend
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Any layout -> `dst`, pending axes apart: each rank receives just what it needs and does not hold.
+
+    An all_to_all along `axes`, of the intersections of what peers hold with what each needs. Where several peers hold
+    the same, the receiver takes it from the one at its own index on the axes that replicate it.
+    """
+
+    axes: tuple[str, ...]
+    dst: Layout
+
+
+Step: TypeAlias = AllGather | ReduceScatter | AllReduce | AllToAll | Slice | Pend | Exchange
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """What one rank gives to and gets from each peer of a step's group, as shapes.
+    """What one rank gives to and gets from each peer of a step's group.
 
-    `send` are the pieces of its tensor along `split` (one piece for all peers where `split` is None), `recv` the pieces
-    that it joins along `join` (one piece, reduced, where `join` is None).
+    `send` are regions of its local tensor before the step, one for each peer, or one for all. `recv` are regions of its
+    local tensor after the step, one from each peer, or a single one, reduced, from all.
     """
 
-    send: tuple[Shape, ...]
-    recv: tuple[Shape, ...]
-    split: int | None
-    join: int | None
+    send: tuple[Region, ...]
+    recv: tuple[Region, ...]
 
 
 def axes_of(step: Step) -> tuple[str, ...]:
     """The names of the mesh axes along which a step's groups lie."""
-    return step.axes if isinstance(step, AllReduce) else (step.axis,)
+    return step.axes if isinstance(step, AllReduce | Exchange) else (step.axis,)
 
 
 _COLLECTIVES: dict[type[Step], str] = {
@@ -93,13 +103,18 @@ _COLLECTIVES: dict[type[Step], str] = {
     AllToAll: "all_to_all",
     Slice: "slice",
     Pend: "pend",
+    Exchange: "exchange",
 }
 
 
 def describe(step: Step, layout: Layout) -> tuple[str, str, str]:
     """A step from `layout` in words: what is done, the mesh axes, and how the placement on them changes."""
-    axis = layout.mesh.axis(axes_of(step)[0])
-    change = f"{layout.placements[axis]} -> {after(step, layout).placements[axis]}"
+    there = after(step, layout)
+    if isinstance(step, Exchange):
+        change = f"[{layout}] -> [{there}]"
+    else:
+        axis = layout.mesh.axis(axes_of(step)[0])
+        change = f"{layout.placements[axis]} -> {there.placements[axis]}"
     return _COLLECTIVES[type(step)], ",".join(axes_of(step)), change
 
 
@@ -116,32 +131,37 @@ def after(step: Step, layout: Layout) -> Layout:
             return layout.replace(layout.mesh.axis(axis), Shard(dim))
         case Pend(axis, op):
             return layout.replace(layout.mesh.axis(axis), Partial(op))
+        case Exchange(_, dst):
+            return dst
         case _:
             assert_never(step)
 
 
 def messages(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> Messages | None:
     """What the rank at `coordinate` sends and receives, or None where the step sends nothing."""
-    own = layout.local_shape(shape, coordinate)
+    whole = _whole(layout.local_shape(shape, coordinate))
+    if isinstance(step, Slice | Pend):
+        return None
+    if isinstance(step, AllReduce):
+        return Messages((whole,), (whole,))
+    there = after(step, layout)
+    peers = layout.mesh.peers(axes_of(step), coordinate)
     match step:
-        case Slice() | Pend():
-            return None
-        case AllReduce():
-            return Messages((own,), (own,), None, None)
-        case AllGather(axis, dim):
-            peers = layout.mesh.peers([axis], coordinate)
-            return Messages((own,), tuple(layout.local_shape(shape, peer) for peer in peers), None, dim)
-        case ReduceScatter(axis, _, dim):
-            there = after(step, layout)
-            peers = layout.mesh.peers([axis], coordinate)
-            send = tuple(there.local_shape(shape, peer) for peer in peers)
-            return Messages(send, (there.local_shape(shape, coordinate),), dim, None)
-        case AllToAll(axis, src, dst):
-            peers = layout.mesh.peers([axis], coordinate)
-            here = coordinate[layout.mesh.axis(axis)]
-            send = tuple(_block(own, dst, len(peers), i) for i in range(len(peers)))
-            recv = tuple(_block(layout.local_shape(shape, peer), dst, len(peers), here) for peer in peers)
-            return Messages(send, recv, dst, src)
+        case AllGather(_, dim):
+            sizes = [layout.local_shape(shape, peer)[dim] for peer in peers]
+            return Messages((whole,), _pieces(there.local_shape(shape, coordinate), dim, sizes))
+        case ReduceScatter(_, _, dim):
+            sizes = [there.local_shape(shape, peer)[dim] for peer in peers]
+            return Messages(_pieces(_sizes(whole), dim, sizes), (_whole(there.local_shape(shape, coordinate)),))
+        case AllToAll(_, src, dst):
+            give = [there.local_shape(shape, peer)[dst] for peer in peers]
+            take = [layout.local_shape(shape, peer)[src] for peer in peers]
+            return Messages(_pieces(_sizes(whole), dst, give), _pieces(there.local_shape(shape, coordinate), src, take))
+        case Exchange():
+            held, needed = layout.region(shape, coordinate), there.region(shape, coordinate)
+            send = tuple(_part(layout, held, coordinate, peer, there.region(shape, peer), held) for peer in peers)
+            recv = tuple(_part(layout, layout.region(shape, peer), coordinate, peer, needed, needed) for peer in peers)
+            return Messages(send, recv)
         case _:
             assert_never(step)
 
@@ -151,6 +171,8 @@ def received(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coord
 
     An all_reduce counts as a reduce_scatter and an all_gather of flat chunks: 2 (n-1)/n of the tensor.
     """
+    if isinstance(step, Exchange):
+        return numel(step.dst.region(shape, coordinate)) - kept(layout, step.dst, shape, coordinate)
     moved = messages(step, layout, shape, coordinate)
     if moved is None:
         return 0
@@ -160,17 +182,41 @@ def received(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coord
     for i in indices:
         n, here = n * mesh.shape[i], here * mesh.shape[i] + coordinate[i]
     if isinstance(step, AllReduce):
-        size = prod(moved.recv[0])
-        kept = len(chunk(size, n, here))
-        return (n - 1) * kept + size - kept
+        size = numel(moved.recv[0])
+        own = len(chunk(size, n, here))
+        return (n - 1) * own + size - own
     if isinstance(step, ReduceScatter):
-        return (n - 1) * prod(moved.recv[0])
-    return sum(map(prod, moved.recv)) - prod(moved.recv[here])
+        return (n - 1) * numel(moved.recv[0])
+    return sum(map(numel, moved.recv)) - numel(moved.recv[here])
+
+
+def kept(src: Layout, dst: Layout, shape: Sequence[int], coordinate: Coordinate) -> int:
+    """The elements that the rank at `coordinate` holds under both layouts."""
+    pairs = zip(src.region(shape, coordinate), dst.region(shape, coordinate), strict=True)
+    return prod(max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a, b in pairs)
+
+
+def numel(region: Region) -> int:
+    """The number of elements of a region."""
+    return prod(map(len, region))
+
+
+def exchange_to(layout: Layout, dst: Layout) -> Exchange | None:
+    """The exchange that leads to `dst`, if both leave the same axes pending; its axes are those whose part changes."""
+    pending = {(i, p) for i, p in enumerate(layout.placements) if isinstance(p, Partial)}
+    if pending != {(i, p) for i, p in enumerate(dst.placements) if isinstance(p, Partial)} or layout == dst:
+        return None
+    moved: set[int] = set()
+    for dim in {*layout.sharded_dims(), *dst.sharded_dims()}:
+        if layout.axes_of(dim) != dst.axes_of(dim):
+            moved |= {*layout.axes_of(dim), *dst.axes_of(dim)}
+    return Exchange(tuple(layout.mesh.names[i] for i in sorted(moved)), dst)
 
 
 def steps_from(layout: Layout, dims: Sequence[int], pending: dict[int, ReduceOp]) -> list[Step]:
     """The steps that lead on from `layout`, sharding only `dims` and pending only the axes and ops of `pending`."""
     names = layout.mesh.names
+    ops = {placement.reduce_op for placement in layout.placements if isinstance(placement, Partial)}
     found: list[Step] = []
     for i, placement in enumerate(layout.placements):
         axis = names[i]
@@ -183,11 +229,15 @@ def steps_from(layout: Layout, dims: Sequence[int], pending: dict[int, ReduceOp]
                 found += [ReduceScatter(axis, op, dim) for dim in dims]
             case Replicate():
                 found += [Slice(axis, dim) for dim in dims]
-                if i in pending:
+                if i in pending and all(_commute(op, pending[i]) for op in ops):
                     found.append(Pend(axis, pending[i]))
             case _:
                 assert_never(placement)
     return found + _all_reduces(layout)
+
+
+def _commute(a: ReduceOp, b: ReduceOp) -> bool:
+    return a == b or {a, b} == {"sum", "avg"}
 
 
 def _all_reduces(layout: Layout) -> list[Step]:
@@ -202,5 +252,29 @@ def _all_reduces(layout: Layout) -> list[Step]:
     ]
 
 
-def _block(local: Shape, dim: int, n: int, i: int) -> Shape:
-    return (*local[:dim], len(chunk(local[dim], n, i)), *local[dim + 1 :])
+def _whole(shape: Shape) -> Region:
+    return tuple(map(range, shape))
+
+
+def _sizes(region: Region) -> Shape:
+    return tuple(map(len, region))
+
+
+def _pieces(shape: Shape, dim: int, sizes: Sequence[int]) -> tuple[Region, ...]:
+    """Consecutive pieces of these sizes along `dim` of a tensor of `shape`."""
+    found, start = [], 0
+    for size in sizes:
+        found.append((*map(range, shape[:dim]), range(start, start + size), *map(range, shape[dim + 1 :])))
+        start += size
+    return tuple(found)
+
+
+def _part(layout: Layout, held: Region, mine: Coordinate, peer: Coordinate, needed: Region, inside: Region) -> Region:
+    """What of `needed` lies in `held`, counted within `inside`; nothing if another replica serves this pair of ranks."""
+    replicas = (i for i, placement in enumerate(layout.placements) if isinstance(placement, Replicate))
+    if any(mine[i] != peer[i] for i in replicas):
+        return tuple(range(0) for _ in inside)
+    both = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(held, needed, strict=True)]
+    if not all(both):
+        return tuple(range(0) for _ in inside)
+    return tuple(range(a.start - b.start, a.stop - b.start) for a, b in zip(both, inside, strict=True))

@@ -1,0 +1,40 @@
+"""Products to which something is added: where the contraction is split, one rank adds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dshard.mesh import Coordinate
+from dshard.ops.call import Call, LocalOp, Op, aligned
+from dshard.ops.rule import LINEAR, Pending, Rule
+from dshard.ops.strategy import Strategy
+
+CONTRACTED = frozenset({"k", "s"})
+
+
+def plus(a: str, b: str, out: str) -> Op:
+    """bias, a, b -> out, the bias broadcast; each letter is a factor, k and s are contracted."""
+    left, right, result = (tuple((name,) for name in term) for term in (a, b, out))
+
+    def rule(call: Call) -> Rule:
+        bias = tuple(result[int(dim[0])] if dim else () for dim in aligned(call.shapes[0], call.out_shapes[0]))
+        pending = tuple(Pending(frozenset({0, factor}), LINEAR) for factor in (1, 2))
+        return Rule((bias, left, right), (result,), pending=pending)
+
+    return Op(rule, once)
+
+
+def once(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """The first rank along each axis that splits the contraction adds the bias, the others give a product alone."""
+    if all(row not in CONTRACTED or coordinate[axis] == 0 for axis, row in enumerate(strategy.rows)):
+        return call.func
+    return lambda *args, **kwargs: call.func(*args, **{**kwargs, "beta": 0})
+
+
+RULES: dict[str, Op] = {
+    "aten::addmm": plus("mk", "kn", "mn"),
+    "aten::addmv": plus("mk", "k", "m"),
+    "aten::addr": plus("m", "n", "mn"),
+    "aten::baddbmm": plus("bmk", "bkn", "bmn"),
+    "aten::addbmm": plus("smk", "skn", "mn"),
+}

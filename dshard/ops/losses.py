@@ -1,0 +1,81 @@
+"""Losses: element by element, then reduced; a mean is the sum of what is here over the count of what is everywhere."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.mesh import Coordinate
+from dshard.ops.call import Call, LocalOp, Op, aligned, names
+from dshard.ops.rule import Rule, linear
+from dshard.ops.strategy import Strategy
+
+NONE, MEAN, SUM = 0, 1, 2
+"""How torch numbers the reductions of a loss."""
+
+HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+def loss(call: Call) -> Rule:
+    """Operands broadcast to one shape -> a loss for each element, or their pending sum."""
+    shape = torch.broadcast_shapes(*call.shapes)
+    inputs = tuple(aligned(operand, shape) for operand in call.shapes)
+    return Rule(inputs, (names(len(shape)) if call.argument("reduction") == NONE else (),))
+
+
+def loss_backward(call: Call) -> Rule:
+    """Loss gradient and the operands -> gradient of the first operand."""
+    out = call.out_shapes[0]
+    return Rule(tuple(aligned(operand, out) for operand in call.shapes), (names(len(out)),), pending=linear(0))
+
+
+def mean_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """The mean over all elements, of those here; half precision is summed in single."""
+    if not _is_split_mean(call, strategy):
+        return call.func
+    count = prod(torch.broadcast_shapes(*call.shapes))
+    if call.outs[0].dtype in HALF:
+        each = _with_reduction(call, NONE)
+        return lambda *args, **kwargs: _mean(each(*args, **kwargs), count)
+    summed = _with_reduction(call, SUM)
+    return lambda *args, **kwargs: summed(*args, **kwargs) / count
+
+
+def mean_backward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """The gradient of that."""
+    if not _is_split_mean(call, strategy):
+        return call.func
+    count = prod(torch.broadcast_shapes(*call.shapes))
+    summed = _with_reduction(call, SUM)
+    return lambda grad, *args, **kwargs: summed(grad / count, *args, **kwargs)
+
+
+def _is_split_mean(call: Call, strategy: Strategy) -> bool:
+    return call.argument("reduction") == MEAN and any(layout.sharded_dims() for layout in strategy.inputs)
+
+
+def _mean(losses: Tensor, count: int) -> Tensor:
+    return (losses.sum(dtype=torch.float32) / count).to(losses.dtype)
+
+
+def _with_reduction(call: Call, reduction: int) -> LocalOp:
+    """The operator with another reduction."""
+    position = [argument.name for argument in call.func._schema.arguments].index("reduction")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if position < len(args):
+            return call.func(*args[:position], reduction, *args[position + 1 :], **kwargs)
+        return call.func(*args, **{**kwargs, "reduction": reduction})
+
+    return run
+
+
+_WITH_BACKWARD = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
+
+RULES: dict[str, Op] = {
+    **{f"aten::{name}": Op(loss, mean_kernel) for name in (*_WITH_BACKWARD, "binary_cross_entropy_with_logits")},
+    **{f"aten::{name}_backward": Op(loss_backward, mean_backward_kernel) for name in _WITH_BACKWARD},
+}
