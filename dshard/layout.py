@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from dshard.errors import LayoutError, NotationError
@@ -45,8 +45,8 @@ class Layout:
     mesh: Mesh
     placements: tuple[Placement, ...]
     order: tuple[DimOrder, ...] = ()
-    _axes: dict[int, tuple[int, ...]] | None = None
-    _hash: int = 0
+    _axes: dict[int, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
+    _hash: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         placements = tuple(self.placements)
@@ -63,6 +63,9 @@ class Layout:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[type[Layout], tuple[object, ...]]:
+        return Layout, (self.mesh, self.placements, self.order)  # hashes differ between processes
 
     def __eq__(self, other: object) -> bool:
         if self is other:

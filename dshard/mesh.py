@@ -38,6 +38,7 @@ class Mesh:
     def __post_init__(self) -> None:
         _set = object.__setattr__
         _set(self, "shape", tuple(self.shape))
+        _check_shape(self.shape)
         _set(self, "names", tuple(self.names) or tuple(f"d{i}" for i in range(len(self.shape))))
         _set(self, "ranks", tuple(self.ranks) or tuple(range(prod(self.shape))))
         _check(self)
@@ -45,6 +46,9 @@ class Mesh:
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]  # set once, above: meshes are keys of warm caches
+
+    def __reduce__(self) -> tuple[type[Mesh], tuple[object, ...]]:
+        return Mesh, (self.shape, self.names, self.ranks, self.device_type)  # hashes differ between processes
 
     @property
     def ndim(self) -> int:
@@ -117,11 +121,12 @@ class Mesh:
         return dict(zip(self.ranks, self.coordinates(), strict=True))
 
 
+def _check_shape(shape: tuple[int, ...]) -> None:
+    if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
+        raise MeshError(f"a mesh of shape {shape}: give each axis at least one rank, as in Mesh((2, 4), ('dp', 'tp'))")
+
+
 def _check(mesh: Mesh) -> None:
-    if not mesh.shape or any(not isinstance(size, int) or size < 1 for size in mesh.shape):
-        raise MeshError(
-            f"a mesh of shape {mesh.shape}: give each axis at least one rank, as in Mesh((2, 4), ('dp', 'tp'))"
-        )
     if len(mesh.names) != len(mesh.shape) or len(set(mesh.names)) != len(mesh.names):
         raise MeshError(f"{len(mesh.shape)} mesh axes cannot be called {mesh.names}: give each axis its own name")
     if any(not name or set(name) & set(" :;,()") for name in mesh.names):

@@ -20,6 +20,7 @@ from dshard.redistribute import (
     AllToAll,
     Exchange,
     Pend,
+    ReduceExchange,
     ReduceScatter,
     Slice,
     Step,
@@ -55,8 +56,10 @@ def compile_step(step: Step, layout: Layout, shape: Sequence[int], coordinate: C
     mesh = layout.mesh
     axes = axes_of(step)
     ranks = mesh.group(axes, coordinate)
+    moved = messages(step, layout, shape, coordinate)
     if len(ranks) == 1:
-        return None
+        kept = moved.send[0] if moved is not None and isinstance(step, ReduceExchange) else None
+        return None if kept is None else lambda x: view_of(x, kept).clone(memory_format=torch.contiguous_format)
     match step:
         case Slice(_, dim):
             return _slice(dim, layout, after(step, layout), shape, coordinate)
@@ -64,20 +67,19 @@ def compile_step(step: Step, layout: Layout, shape: Sequence[int], coordinate: C
             return _term(op, coordinate[mesh.axis(axis)] == 0)
         case AllGather():
             collective: Collective = "all_gather"
-        case ReduceScatter():
+        case ReduceScatter() | ReduceExchange():
             collective = "reduce_scatter"
         case AllReduce():
             collective = "all_reduce"
         case AllToAll() | Exchange():
             collective = "all_to_all"
-    moved = messages(step, layout, shape, coordinate)
     assert moved is not None
     return Transfer(
         collective,
         axes,
         ranks,
         ranks.index(mesh.rank(coordinate)),
-        step.op if isinstance(step, ReduceScatter | AllReduce) else None,
+        step.op if isinstance(step, ReduceScatter | ReduceExchange | AllReduce) else None,
         tuple(map(numel, moved.send)),
         tuple(map(numel, moved.recv)),
         received(step, layout, shape, coordinate),

@@ -128,7 +128,7 @@ def reduce(terms: Tensor, op: ReduceOp) -> Tensor:
         case "product":
             return wide.prod(0).ne(0) if dtype == torch.bool else wide.prod(0, dtype=wide.dtype).to(dtype)
         case "avg":
-            total = wide.sum(0, dtype=wide.dtype)
+            total = wide.sum(0)  # whole numbers and truth values are summed in int64
             exact = dtype.is_floating_point or dtype.is_complex
             mean = total / len(terms) if exact else torch.div(total, len(terms), rounding_mode="floor")
             return mean.to(dtype)

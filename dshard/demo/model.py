@@ -14,17 +14,19 @@ CLASSES = 10
 
 
 class Attention(nn.Module):
-    """Every patch looks at every patch, in `HEADS` independent heads."""
+    """Every patch looks at every patch, in `HEADS` independent heads.
+
+    The query, key and value of one head are neighbours among the outputs of `qkv`, so that its rows split into whole heads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.query = nn.Linear(WIDTH, WIDTH)
-        self.key = nn.Linear(WIDTH, WIDTH)
-        self.value = nn.Linear(WIDTH, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (_heads(project(x)) for project in (self.query, self.key, self.value))
+        heads = self.qkv(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)  # [batch, heads, patches, 3 * width of a head]
+        query, key, value = heads.chunk(3, dim=-1)
         mixed = F.scaled_dot_product_attention(query, key, value)
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -74,9 +76,3 @@ def _patches(images: Tensor) -> Tensor:
     batch, side = images.shape[:2]
     n = side // PATCH
     return images.reshape(batch, n, PATCH, n, PATCH).transpose(2, 3).reshape(batch, n * n, PATCH * PATCH)
-
-
-def _heads(x: Tensor) -> Tensor:
-    """[batch, patches, width] -> [batch, heads, patches, width of a head]."""
-    heads: Tensor = x.unflatten(-1, (HEADS, -1))
-    return heads.transpose(1, 2)

@@ -76,11 +76,9 @@ def find(name: str) -> Strategy:
 
 
 # A linear stores its weight as [out, in]: Shard(0) splits what it computes, Shard(1) what it sums over.
-# Queries, keys, values and `up` are split by columns, `out` and `down` by rows: each pair needs one reduction.
+# `qkv` and `up` are split by columns, `out` and `down` by rows, so that each pair needs one reduction.
 MEGATRON: dict[str, Placement] = {
-    "*.query.*": Shard(0),
-    "*.key.*": Shard(0),
-    "*.value.*": Shard(0),
+    "*.qkv.*": Shard(0),
     "*.out.weight": Shard(1),
     "*.up.*": Shard(0),
     "*.down.weight": Shard(1),

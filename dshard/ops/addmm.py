@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from dshard.mesh import Coordinate
 from dshard.ops.call import Call, LocalOp, Op, aligned
 from dshard.ops.rule import LINEAR, Pending, Rule

@@ -13,7 +13,7 @@ from dshard.comm import LocalTensor, unstack
 from dshard.layout import replicated
 from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
 from dshard.ops.foreach import FOREACH
-from dshard.ops.moving import leaves, move, replace_leaves
+from dshard.ops.moving import move, replace_leaves
 
 Custom: TypeAlias = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 MAX_CHECKED = 16384
@@ -43,7 +43,7 @@ def answered(function: Callable[..., Any]) -> Custom:
 
 def check(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let torch refuse what it would refuse on one device: once for each kind of arguments, without data."""
-    key = (func, *(_key(cls, leaf) for leaf in leaves((args, tuple(kwargs.items())))))
+    key = (func, _key(cls, args), _key(cls, tuple(kwargs.items())))
     if key in _CHECKED:
         return
     meta_args, meta_kwargs = replace_leaves((args, kwargs), lambda leaf: _meta(cls, leaf))
@@ -53,10 +53,12 @@ def check(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     _CHECKED.add(key)
 
 
-def _key(cls: Any, leaf: Any) -> Any:
-    if isinstance(leaf, cls):
-        return leaf._spec
-    return (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+def _key(cls: Any, tree: Any) -> Any:
+    if isinstance(tree, list | tuple):
+        return tuple(_key(cls, item) for item in tree)
+    if isinstance(tree, cls):
+        return tree._spec
+    return (tree.dtype, tree.shape) if isinstance(tree, Tensor) else (type(tree), tree)
 
 
 def _meta(cls: Any, leaf: Any) -> Any:

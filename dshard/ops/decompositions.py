@@ -18,36 +18,41 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 # -- variance, of distances from the mean rather than of squares: the mean may be large
 
 
+def var(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    """Variance."""
+    return _moments(x, dim, correction, keepdim)[0].to(real_dtype(x.dtype))
+
+
 def var_mean(
     x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Variance and mean: two small reductions."""
-    dims, wide = _dims(x, dim), _widened(x)
-    mean = wide.mean(dims, keepdim=True)
-    distance = wide - mean
-    squares = distance.real.square() + distance.imag.square() if x.is_complex() else distance.square()
-    freedom = max(prod(x.shape[d] for d in dims) - (1 if correction is None else correction), 0)
-    var = squares.sum(dims, keepdim) / freedom
-    kept = mean if keepdim else mean.reshape(var.shape)
-    return var.to(_real_dtype(x.dtype)), kept.to(x.dtype)
+    """Variance and mean."""
+    found, mean = _moments(x, dim, correction, keepdim)
+    return found.to(real_dtype(x.dtype)), mean.to(x.dtype)
 
 
-def var(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    """Variance."""
-    return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+def std(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    """Standard deviation."""
+    return _moments(x, dim, correction, keepdim)[0].sqrt().to(real_dtype(x.dtype))
 
 
 def std_mean(
     x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Standard deviation and mean."""
-    found, mean = var_mean(x, dim, correction=correction, keepdim=keepdim)
-    return found.sqrt(), mean
+    found, mean = _moments(x, dim, correction, keepdim)
+    return found.sqrt().to(real_dtype(x.dtype)), mean.to(x.dtype)
 
 
-def std(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    """Standard deviation."""
-    return var(x, dim, correction=correction, keepdim=keepdim).sqrt()
+def _moments(x: Tensor, dim: Dims, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """Variance and mean by two small reductions, half precision in single."""
+    dims, wide = _dims(x, dim), widened(x)
+    mean = wide.mean(dims, keepdim=True)
+    distance = wide - mean
+    squares = distance.real.square() + distance.imag.square() if x.is_complex() else distance.square()
+    freedom = max(prod(x.shape[d] for d in dims) - (1 if correction is None else correction), 0)
+    found = squares.sum(dims, keepdim) / freedom
+    return found, mean if keepdim else mean.reshape(found.shape)
 
 
 # -- norms
@@ -58,22 +63,27 @@ def vector_norm(
 ) -> Tensor:
     """The norm of order `ord`: one small reduction, and the root of its result."""
     x = x if dtype is None else x.to(dtype)
-    return _norm(_widened(x), ord, _dims(x, dim), keepdim).to(_real_dtype(x.dtype))
+    if ord in (inf, -inf):
+        size, dims = x.abs(), _dims(x, dim)
+        return size.amax(dims, keepdim) if ord == inf else size.amin(dims, keepdim)
+    return root(power_sum(widened(x), ord, dim, keepdim), ord).to(real_dtype(x.dtype))
 
 
-def _norm(x: Tensor, ord: float, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+def power_sum(x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """The sum of the sizes to the power of `ord`; of order 0, the number of elements that are not zero."""
+    dims = _dims(x, dim)
     if ord == 0:
-        return (x != 0).sum(dims, keepdim)
+        return (x != 0).sum(dims, keepdim, dtype=real_dtype(x.dtype))
     size = x.abs()
-    if ord == inf:
-        return size.amax(dims, keepdim)
-    if ord == -inf:
-        return size.amin(dims, keepdim)
-    if ord == 1:
-        return size.sum(dims, keepdim)
-    if ord == 2:
-        return size.square().sum(dims, keepdim).sqrt()
-    return size.pow(ord).sum(dims, keepdim).pow(1 / ord)
+    powers = size if ord == 1 else size.square() if ord == 2 else size.pow(ord)
+    return powers.sum(dims, keepdim)
+
+
+def root(sums: Tensor, ord: float) -> Tensor:
+    """The norm from the sum of powers."""
+    if ord in (0, 1):
+        return sums
+    return sums.sqrt() if ord == 2 else sums.pow(1 / ord)
 
 
 def norm(
@@ -133,11 +143,13 @@ def _dims(x: Tensor, dim: Dims) -> tuple[int, ...]:
     return tuple(d % x.dim() for d in given) if x.dim() else ()
 
 
-def _widened(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
+    """Half precision in single: what is reduced needs the range."""
     return x.float() if x.dtype in HALF else x
 
 
-def _real_dtype(dtype: torch.dtype) -> torch.dtype:
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the sizes of numbers of `dtype`."""
     return dtype.to_real() if dtype.is_complex else dtype
 
 

@@ -12,9 +12,161 @@ import torch
 from torch import Tensor
 
 from dshard.layout import Shape
-from dshard.ops.call import Call, Op, aligned
-from dshard.ops.rule import ANY, LINEAR, Pending, Rule, Term
-from dshard.ops.spec import Spec
-from dshard.ops.views import kept, moved
+from dshard.ops.call import Call, Op
 from dshard.ops.joins import SAME_WHEN_EQUAL
-...
+from dshard.ops.rule import ANY, LINEAR, Pending, Rule, Term
+from dshard.ops.views import PASS, kept
+
+
+def _shared(dim: int, *shapes: Shape) -> Term:
+    """The dims, other than `dim`, in which all shapes agree."""
+    sizes = zip(*shapes, strict=True)
+    return tuple((str(i),) if i != dim and len(set(found)) == 1 else () for i, found in enumerate(sizes))
+
+
+def _whole(*shapes: Shape) -> tuple[Term, ...]:
+    return tuple(((),) * len(shape) for shape in shapes)
+
+
+def gather(call: Call) -> Rule:
+    """Each output element reads its own row: dims of index and operand align, but for the one that is looked up."""
+    src, index = call.shapes
+    if len(src) != len(index) or not src:
+        return Rule(_whole(src, index), _whole(*call.out_shapes), pending=PASS)
+    dim = call.dim()
+    term = _shared(dim, src, index)
+    out = (*term[:dim], ("index",), *term[dim + 1 :])
+    return Rule((term, out), (out,), pending=PASS)
+
+
+def scatter(call: Call) -> Rule:
+    """Each element of the source is written to its own row."""
+    pending = _scatter_pending(call)
+    if len(set(map(len, call.shapes))) > 1 or not call.shapes[0]:
+        return Rule(_whole(*call.shapes), _whole(*call.out_shapes), pending=pending)
+    term = _shared(call.dim(), *call.shapes)
+    return Rule((term,) * len(call.specs), (term,), pending=pending)
+
+
+def _scatter_pending(call: Call) -> tuple[Pending, ...]:
+    if call.argument("reduce") is not None:
+        return ()
+    if len(call.specs) == 3:
+        adds = call.func._schema.name.removesuffix("_") == "aten::scatter_add"
+        return (Pending(frozenset({0, 2}), LINEAR if adds else ANY),)
+    return _overwritten(call)
+
+
+def _overwritten(call: Call) -> tuple[Pending, ...]:
+    """Writing a number into a pending operand."""
+    return (Pending(frozenset({0}), ANY if call.argument("value") == 0 else SAME_WHEN_EQUAL),)
+
+
+def index_select(call: Call) -> Rule:
+    """Rows at some indices."""
+    src, index = call.shapes
+    if not src or not index:
+        return Rule(_whole(src, index), _whole(*call.out_shapes), pending=PASS)
+    dim = call.dim()
+    term = kept(len(src), (dim,))
+    return Rule((term, (("index",),)), ((*term[:dim], ("index",), *term[dim + 1 :]),), pending=PASS)
+
+
+def index_write(call: Call) -> Rule:
+    """Rows of the source are added, or written, at some indices."""
+    src, index, rows = call.shapes
+    adds = call.func._schema.name.removesuffix("_") == "aten::index_add"
+    pending = (Pending(frozenset({0, 2}), LINEAR if adds else ANY),)
+    term = kept(len(src), (call.dim(),))
+    rows_term = term if len(rows) == len(src) else _whole(rows)[0]
+    return Rule((term, *_whole(index), rows_term), (term,), pending=pending)
+
+
+def index_fill(call: Call) -> Rule:
+    """One value is written at some indices."""
+    term = kept(len(call.shapes[0]), (call.dim(),))
+    pending = _overwritten(call) if len(call.specs) == 2 else ()
+    return Rule((term, *_whole(*call.shapes[1:])), (term,), pending=pending)
+
+
+# -- x[i, :, j]
+
+
+def index(call: Call) -> Rule:
+    """The indices broadcast; what they give stands in place of the indexed dims, or leads where these are apart."""
+    src, *shapes = call.shapes
+    spread = torch.broadcast_shapes(*shapes)
+    inner = tuple((f"i{k}",) for k in range(len(spread)))
+    terms = tuple(_right(shape, spread, inner) for shape in shapes)
+    where = _positions(call)
+    return Rule((kept(len(src), where), *terms), (_result(len(src), where, inner),), pending=PASS)
+
+
+def index_put(call: Call) -> Rule:
+    """The same, written: the dims of the indices stay whole."""
+    src, *shapes, values = call.shapes
+    where = _positions(call)
+    spread = torch.broadcast_shapes(*shapes)
+    out = _result(len(src), where, ((),) * len(spread))
+    sizes = _result(len(src), where, spread, src)
+    pending = (Pending(frozenset({0, len(call.specs) - 1}), LINEAR if call.argument("accumulate") else ANY),)
+    inputs = (kept(len(src), where), *_whole(*shapes), _right(values, sizes, out))
+    return Rule(inputs, (inputs[0],), pending=pending)
+
+
+def _positions(call: Call) -> list[int]:
+    return [i for i, index in enumerate(call.argument("indices")) if index is not None]
+
+
+def _right(shape: Shape, spread: Sequence[Any], term: Term) -> Term:
+    """The term of what is broadcast to shape `spread`, whose term is `term`."""
+    shift = len(spread) - len(shape)
+    return tuple(term[shift + i] if n == spread[shift + i] else () for i, n in enumerate(shape))
+
+
+def _result(ndim: int, where: list[int], inner: Sequence[Any], outer: Sequence[Any] | None = None) -> tuple[Any, ...]:
+    """What stands for each dim of the result: `inner` for those of the indices, `outer` for what is left."""
+    dims = kept(ndim) if outer is None else outer
+    rest = [dim for i, dim in enumerate(dims) if i not in where]
+    at = where[0] if where[-1] - where[0] == len(where) - 1 else 0
+    return (*rest[:at], *inner, *rest[at:])
+
+
+def has_mask(args: tuple[Any, ...]) -> bool:
+    """Whether some index is a mask: the shape of the result depends on its values."""
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+
+
+def by_mask(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Masks become indices; one value written under one mask is a masked fill."""
+    x, indices, *rest = args
+    if func in _WRITES and len(indices) == 1 and rest[0].ndim == 0 and not any(rest[1:2]) and not kwargs:
+        mask = indices[0].reshape(*indices[0].shape, *(1,) * (x.ndim - indices[0].ndim)).bool()
+        fill = torch.ops.aten.masked_fill if func is _ATEN.index_put.default else torch.ops.aten.masked_fill_
+        return fill.Tensor(x, mask, rest[0])
+    found: list[Tensor | None] = []
+    for each in indices:
+        is_mask = each is not None and each.dtype in (torch.bool, torch.uint8)
+        found.extend(each.nonzero().unbind(1) if is_mask else [each])
+    return func(x, found, *rest, **kwargs)
+
+
+_ATEN = torch.ops.aten
+_WRITES = (_ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_impl_.default)
+
+MASKED: dict[Any, Callable[..., Any]] = dict.fromkeys((_ATEN.index.Tensor, *_WRITES), by_mask)
+"""What replaces an operator when an index is a mask."""
+
+RULES: dict[str, Op] = {
+    "aten::gather": Op(gather),
+    "aten::scatter": Op(scatter),
+    "aten::scatter_add": Op(scatter),
+    "aten::scatter_reduce": Op(scatter),
+    "aten::index_select": Op(index_select),
+    "aten::index_add": Op(index_write),
+    "aten::index_copy": Op(index_write),
+    "aten::index_fill": Op(index_fill),
+    "aten::index": Op(index),
+    "aten::index_put": Op(index_put),
+    "aten::_index_put_impl": Op(index_put),
+}

@@ -104,7 +104,7 @@ def dense_stride(shape: Shape, like: tuple[int, ...]) -> tuple[int, ...]:
     (1, 2)
     """
     stride, step = [0] * len(shape), 1
-    for dim in sorted(reversed(range(len(shape))), key=lambda dim: like[dim]):
+    for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):
         stride[dim] = step
         step *= max(shape[dim], 1)
     return tuple(stride)

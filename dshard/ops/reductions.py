@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -70,7 +69,7 @@ def _keeps_numbers(call: Call) -> bool:
 
 
 def extreme(op: ReduceOp) -> Callable[[Call], Rule]:
-    """max or min, through which pending ones pass. Of two tensors: element by element. With positions: along one dim."""
+    """max or min, through which pending ones pass. Of two tensors: each element; with positions: along one dim."""
 
     def rule(call: Call) -> Rule:
         if call.argument("other") is not None:

@@ -9,13 +9,23 @@ from typing import Any
 from torch._ops import OpOverload
 
 from dshard.errors import NotationError
-from dshard.ops import matmul, nn, pointwise, random, reductions, views
+from dshard.ops import addmm, indexing, joins, losses, matmul, nn, pointwise, random, reductions, views
 from dshard.ops.call import Call, Op
 from dshard.ops.custom import CUSTOM
 from dshard.ops.rule import Pending, Rule, parse_rule
 from dshard.placements import ReduceOp
 
-TABLES: tuple[dict[str, Op], ...] = (pointwise.RULES, reductions.RULES, views.RULES, matmul.RULES, nn.RULES)
+TABLES: tuple[dict[str, Op], ...] = (
+    pointwise.RULES,
+    reductions.RULES,
+    views.RULES,
+    joins.RULES,
+    indexing.RULES,
+    matmul.RULES,
+    addmm.RULES,
+    nn.RULES,
+    losses.RULES,
+)
 _USER: dict[str, Op] = {}
 
 
@@ -79,7 +89,9 @@ def find(func: OpOverload) -> Op | None:
 
 def replacement(func: OpOverload, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """What runs instead of `func` on these arguments, on distributed tensors; None where its rule serves."""
-    found = CUSTOM.get(func)
+    if func in indexing.MASKED:
+        return indexing.MASKED[func] if indexing.has_mask(args) else None
+    found = CUSTOM.get(func) or views.CUSTOM.get(func)
     if found is None and random.is_random(func):
         return random.fill if random.fills(func, args) else None
     if found is None and func in nn.MEANS:

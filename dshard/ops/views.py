@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
 from dshard.layout import Shape

@@ -12,7 +12,7 @@ from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial, ReduceOp
 from dshard.redistribute.price import step_seconds
-from dshard.redistribute.step import Step, after, describe, exchange_to, received, steps_from
+from dshard.redistribute.step import Step, after, describe, exchange_to, received, reduce_exchange_to, steps_from
 from dshard.topology import Topology
 
 MAX_STATES = 4000
@@ -78,7 +78,9 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
     room = max(src.local_numel(shape), dst.local_numel(shape)) if lean else None
     found = _search(src, dst, shape, itemsize, topology, room) or _search(src, dst, shape, itemsize, topology, None)
     if found is None:
-        raise LayoutError(f"found no way from [{src}] to [{dst}] within {MAX_STATES} layouts: redistribute in two calls")
+        raise LayoutError(
+            f"found no way from [{src}] to [{dst}] within {MAX_STATES} layouts: redistribute in two calls"
+        )
     return Plan(src, dst, shape, *found)
 
 
@@ -110,8 +112,8 @@ def _search(
 
 
 def _steps(layout: Layout, dst: Layout, dims: Sequence[int], pending: dict[int, ReduceOp]) -> list[Step]:
-    exchange = exchange_to(layout, dst)
-    return steps_from(layout, dims, pending) + ([] if exchange is None else [exchange])
+    direct = (exchange_to(layout, dst), reduce_exchange_to(layout, dst))
+    return steps_from(layout, dims, pending) + [step for step in direct if step is not None]
 
 
 def useful_dims(src: Layout, dst: Layout, shape: Shape) -> tuple[int, ...]:

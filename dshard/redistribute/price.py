@@ -16,6 +16,7 @@ from dshard.redistribute.step import (
     AllToAll,
     Exchange,
     Pend,
+    ReduceExchange,
     ReduceScatter,
     Slice,
     Step,
@@ -37,7 +38,7 @@ def step_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int
             return copies
         case AllGather():
             return copies + all_gather_seconds(nbytes, n, link)
-        case ReduceScatter():
+        case ReduceScatter() | ReduceExchange():
             return copies + reduce_scatter_seconds(nbytes, n, link)
         case AllToAll():
             return copies + all_to_all_seconds(nbytes, n, link)
@@ -56,16 +57,20 @@ def copied(step: Step, layout: Layout, shape: Sequence[int]) -> int:
     match step:
         case AllReduce():
             return 0
-        case Slice() | Pend():
+        case Slice():
             return own // n
+        case Pend():
+            return own
         case AllGather(_, dim):
             return 0 if dim == 0 else own * n
         case ReduceScatter(_, _, dim):
             return 0 if dim == 0 else own
+        case ReduceExchange(_, _, dst):
+            return n * dst.local_numel(shape)
         case AllToAll(_, src, dst):
             return own * ((src != 0) + (dst != 0))
         case Exchange(_, dst):
-            return own + dst.local_numel(shape)
+            return 2 * dst.local_numel(shape)
         case _:
             assert_never(step)
 
@@ -82,6 +87,10 @@ def senders(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
     """From how many ranks, at most, a rank receives in an exchange: the chunks of `src` that a part of `dst` can meet."""
     origin = (0,) * src.mesh.ndim
     held, needed = src.local_shape(shape, origin), dst.local_shape(shape, origin)
-    chunks = (-(-size // max(part, 1)) for size, part in zip(shape, held, strict=True))
-    met = (-(-want // max(have, 1)) for want, have in zip(needed, held, strict=True))
-    return prod(min(n, m + (m < n)) for n, m in zip(chunks, met, strict=True))
+    return prod(_met(size, max(have, 1), max(want, 1)) for size, have, want in zip(shape, held, needed, strict=True))
+
+
+def _met(size: int, have: int, want: int) -> int:
+    """How many chunks of `have` elements a chunk of `want` can meet: one more than fit, unless their ends coincide."""
+    aligned = want % have == 0 or have % want == 0
+    return min(-(-size // have), -(-want // have) + (not aligned))

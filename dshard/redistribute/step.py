@@ -76,7 +76,19 @@ class Exchange:
     dst: Layout
 
 
-Step: TypeAlias = AllGather | ReduceScatter | AllReduce | AllToAll | Slice | Pend | Exchange
+@dataclass(frozen=True, slots=True)
+class ReduceExchange:
+    """Partial(op) on all `axes` -> `dst`, each rank's part of which lies in what it holds: reduced straight into place.
+
+    A reduce_scatter along `axes` whose pieces are the peers' parts of `dst`: several axes at once, slices included.
+    """
+
+    axes: tuple[str, ...]
+    op: ReduceOp
+    dst: Layout
+
+
+Step: TypeAlias = AllGather | ReduceScatter | AllReduce | AllToAll | Slice | Pend | Exchange | ReduceExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +105,7 @@ class Messages:
 
 def axes_of(step: Step) -> tuple[str, ...]:
     """The names of the mesh axes along which a step's groups lie."""
-    return step.axes if isinstance(step, AllReduce | Exchange) else (step.axis,)
+    return step.axes if isinstance(step, AllReduce | Exchange | ReduceExchange) else (step.axis,)
 
 
 _COLLECTIVES: dict[type[Step], str] = {
@@ -104,13 +116,14 @@ _COLLECTIVES: dict[type[Step], str] = {
     Slice: "slice",
     Pend: "pend",
     Exchange: "exchange",
+    ReduceExchange: "reduce_exchange",
 }
 
 
 def describe(step: Step, layout: Layout) -> tuple[str, str, str]:
     """A step from `layout` in words: what is done, the mesh axes, and how the placement on them changes."""
     there = after(step, layout)
-    if isinstance(step, Exchange):
+    if isinstance(step, Exchange | ReduceExchange):
         change = f"[{layout}] -> [{there}]"
     else:
         axis = layout.mesh.axis(axes_of(step)[0])
@@ -131,7 +144,7 @@ def after(step: Step, layout: Layout) -> Layout:
             return layout.replace(layout.mesh.axis(axis), Shard(dim))
         case Pend(axis, op):
             return layout.replace(layout.mesh.axis(axis), Partial(op))
-        case Exchange(_, dst):
+        case Exchange(_, dst) | ReduceExchange(_, _, dst):
             return dst
         case _:
             assert_never(step)
@@ -162,6 +175,10 @@ def messages(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coord
             send = tuple(_part(layout, held, coordinate, peer, there.region(shape, peer), held) for peer in peers)
             recv = tuple(_part(layout, layout.region(shape, peer), coordinate, peer, needed, needed) for peer in peers)
             return Messages(send, recv)
+        case ReduceExchange():
+            held = layout.region(shape, coordinate)
+            send = tuple(_inside(there.region(shape, peer), held) for peer in peers)
+            return Messages(send, (_whole(there.local_shape(shape, coordinate)),))
         case _:
             assert_never(step)
 
@@ -185,7 +202,7 @@ def received(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coord
         size = numel(moved.recv[0])
         own = len(chunk(size, n, here))
         return (n - 1) * own + size - own
-    if isinstance(step, ReduceScatter):
+    if isinstance(step, ReduceScatter | ReduceExchange):
         return (n - 1) * numel(moved.recv[0])
     return sum(map(numel, moved.recv)) - numel(moved.recv[here])
 
@@ -211,6 +228,19 @@ def exchange_to(layout: Layout, dst: Layout) -> Exchange | None:
         if layout.axes_of(dim) != dst.axes_of(dim):
             moved |= {*layout.axes_of(dim), *dst.axes_of(dim)}
     return Exchange(tuple(layout.mesh.names[i] for i in sorted(moved)), dst)
+
+
+def reduce_exchange_to(layout: Layout, dst: Layout) -> ReduceExchange | None:
+    """The reduction of all pending axes straight to `dst`, if that shards them and every part lies in what a rank holds."""
+    names = layout.mesh.names
+    pairs = list(zip(names, layout.placements, dst.placements, strict=True))
+    ends = [(name, a.reduce_op, b) for name, a, b in pairs if isinstance(a, Partial) and a != b]
+    ops = {op for _, op, _ in ends}
+    begins = any(isinstance(b, Partial) and a != b for _, a, b in pairs)
+    if len(ops) != 1 or begins or not all(isinstance(b, Shard) for _, _, b in ends):
+        return None
+    nested = all(dst.axes_of(dim)[: len(layout.axes_of(dim))] == layout.axes_of(dim) for dim in layout.sharded_dims())
+    return ReduceExchange(tuple(name for name, _, _ in ends), ops.pop(), dst) if nested else None
 
 
 def steps_from(layout: Layout, dims: Sequence[int], pending: dict[int, ReduceOp]) -> list[Step]:
@@ -275,6 +305,9 @@ def _part(layout: Layout, held: Region, mine: Coordinate, peer: Coordinate, need
     if any(mine[i] != peer[i] for i in replicas):
         return tuple(range(0) for _ in inside)
     both = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(held, needed, strict=True)]
-    if not all(both):
-        return tuple(range(0) for _ in inside)
-    return tuple(range(a.start - b.start, a.stop - b.start) for a, b in zip(both, inside, strict=True))
+    return _inside(both, inside) if all(both) else tuple(range(0) for _ in inside)
+
+
+def _inside(region: Sequence[range], outer: Region) -> Region:
+    """`region` counted from where `outer` begins."""
+    return tuple(range(a.start - b.start, a.stop - b.start) if a else a for a, b in zip(region, outer, strict=True))

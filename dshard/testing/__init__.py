@@ -1,0 +1,34 @@
+"""For tests of your own layouts and operators: generators, simulated and real ranks, brute-force checks of rules.
+
+Needs the extra `testing`: pip install "dshard[testing]". See docs/testing.md.
+"""
+
+from dshard.testing.generators import (
+    Redistribution,
+    dtensors,
+    layouts,
+    meshes,
+    placements,
+    redistributions,
+    shapes,
+    whole_numbers,
+)
+from dshard.testing.pool import RankPool, rank_pool
+from dshard.testing.simulate import distribute, parts, simulated, whole
+
+__all__ = [
+    "RankPool",
+    "Redistribution",
+    "distribute",
+    "dtensors",
+    "layouts",
+    "meshes",
+    "parts",
+    "placements",
+    "rank_pool",
+    "redistributions",
+    "shapes",
+    "simulated",
+    "whole",
+    "whole_numbers",
+]

@@ -1,0 +1,216 @@
+"""Operators on lists of tensors: one local call where each entry's tensors lie alike, else entry by entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from math import inf
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+
+from dshard.errors import LayoutError
+from dshard.layout import Layout, replicated
+from dshard.mesh import Mesh
+from dshard.ops.decompositions import power_sum, real_dtype, root, widened
+from dshard.ops.moving import move, run_on_ranks, write_local
+from dshard.ops.spec import Spec, contiguous_stride, spec_of
+from dshard.placements import Partial
+
+ForEach: TypeAlias = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def one_by_one(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each entry by itself: torch's own loop over the operator for one tensor."""
+    return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+def elementwise(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One local call on the lists of local tensors, where it means the same."""
+    rows = _rows(args)
+    specs = _specs_alike(cls, rows, _is_linear(func))
+    if specs is None:
+        return one_by_one(cls, func, args, kwargs)
+    mesh = specs[0].layout.mesh
+    local_args = [_local(cls, arg, mesh) for arg in args]
+    local_kwargs = {name: _local(cls, arg, mesh) for name, arg in kwargs.items()}
+    out = run_on_ranks(mesh, lambda coordinate: func, tuple(local_args), local_kwargs)
+    if out is None:
+        return None
+    return [cls._wrap(t, _retyped(spec, t.dtype)) for t, spec in zip(out, specs, strict=True)]
+
+
+def norms(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The norm of each tensor: the sums of powers of all that lie on the same mesh axes are completed together."""
+    tensors, ord, dtype = _norm_arguments(*args, **kwargs)
+    if ord in (inf, -inf) or not all(isinstance(t, cls) for t in tensors):
+        return one_by_one(cls, func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = tensors if dtype is None else [t.to(dtype) for t in tensors]
+        sums = [power_sum(widened(t), ord) for t in tensors]
+        found: dict[int, Any] = {}
+        for positions in _groups(sums):
+            found |= zip(positions, _roots(cls, [sums[i] for i in positions], ord), strict=True)
+        return [found[i].to(real_dtype(t.dtype)) for i, t in enumerate(tensors)]
+
+
+def _norm_arguments(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
+    return tensors, ord, dtype
+
+
+def _groups(scalars: Sequence[Any]) -> Iterable[list[int]]:
+    groups: dict[Spec, list[int]] = {}
+    for i, x in enumerate(scalars):
+        groups.setdefault(x._spec, []).append(i)
+    return groups.values()
+
+
+def _roots(cls: Any, sums: Sequence[Any], ord: float) -> list[Any]:
+    spec, n = sums[0]._spec, len(sums)
+    mesh = spec.layout.mesh
+    together = run_on_ranks(mesh, lambda coordinate: torch.stack, ([x._local for x in sums],), {})
+    vector = cls._wrap(together, spec_of(spec.layout, (n,), (1,), spec.dtype, spec.device))
+    done = root(vector, ord)
+    parts = run_on_ranks(mesh, lambda coordinate: lambda x: [part.clone() for part in x.unbind()], (done._local,), {})
+    return [cls._wrap(part, _retyped(spec.with_layout(done._spec.layout), done.dtype)) for part in parts]
+
+
+def fused(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A whole optimiser step as one local call: gradients and states are laid out like their parameters."""
+    layouts = [_settled(func, t._spec.layout) for t in args[0]]
+    mesh = layouts[0].mesh
+    shapes = [t.shape for t in args[0]]
+
+    def laid(i: int, t: Any) -> Any:
+        if not isinstance(t, cls):
+            return t
+        return move(t._local, t._spec, layouts[i] if t.shape == shapes[i] else replicated(mesh))  # type: ignore[attr-defined]
+
+    local_args = [list(map(laid, count(), arg)) if isinstance(arg, list | tuple) else _local(cls, arg, mesh) for arg in args]
+    local_kwargs = {name: _local(cls, arg, mesh) for name, arg in kwargs.items()}
+    run_on_ranks(mesh, lambda coordinate: func, tuple(local_args), local_kwargs)
+    for argument, given, local in zip(func._schema.arguments, args, local_args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            _write_back(cls, given, local, layouts)
+
+
+def _settled(func: OpOverload, layout: Layout) -> Layout:
+    if layout.partial_axes():
+        raise LayoutError(
+            f"{func} cannot update a parameter laid out [{layout}]: redistribute it to Shard or Replicate first"
+        )
+    return layout
+
+
+def _write_back(cls: Any, given: Sequence[Any], local: Sequence[Any], layouts: Sequence[Layout]) -> None:
+    """Bring what was written elsewhere back to where it belongs."""
+    for t, written, layout in zip(given, local, layouts, strict=True):
+        if isinstance(t, cls) and written is not t._local:
+            write_local(t._local, move(written, t._spec.with_layout(layout), t._spec.layout))
+
+
+def unscale(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Gradients of a scaled loss, in place; whether any of them is infinite is told to all ranks."""
+    grads, found, scale = args
+    mesh = next(t for t in grads if isinstance(t, cls))._spec.layout.mesh
+    flag, local = _local(cls, found, mesh), _local(cls, grads, mesh)
+    run_on_ranks(mesh, lambda coordinate: func, (local, flag, _local(cls, scale, mesh)), {})
+    pending, shape = Layout(mesh, (Partial("max"),) * mesh.ndim), tuple(found.shape)
+    terms = spec_of(pending, shape, contiguous_stride(shape), found.dtype, found.device)
+    write_local(found._local if isinstance(found, cls) else found, move(flag, terms, replicated(mesh)))
+
+
+# -- what lies alike
+
+
+def _rows(args: Sequence[Any]) -> list[tuple[Any, ...]] | None:
+    """The tensors of each entry, or None if the lists differ in length."""
+    lists = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], Tensor)]
+    return list(zip(*lists, strict=True)) if len({len(arg) for arg in lists}) == 1 else None
+
+
+def _specs_alike(cls: Any, rows: list[tuple[Any, ...]] | None, is_linear: bool) -> list[Spec] | None:
+    """The spec of each entry, if all its tensors lie alike and may be worked on where they lie, on one mesh."""
+    if rows is None:
+        return None
+    specs = [_spec_alike(cls, row, is_linear) for row in rows]
+    found = [spec for spec in specs if spec is not None]
+    return found if len(found) == len(specs) and len({spec.layout.mesh for spec in found}) == 1 else None
+
+
+def _spec_alike(cls: Any, row: tuple[Any, ...], is_linear: bool) -> Spec | None:
+    if not isinstance(row[0], cls):
+        return None
+    first: Spec = row[0]._spec
+    for t in row[1:]:
+        if isinstance(t, cls):
+            spec = t._spec
+            if spec is not first and (spec.shape != first.shape or spec.layout != first.layout):
+                return None
+        elif t.dim():
+            return None
+    return first if _may_pend(first, row, is_linear) else None
+
+
+def _may_pend(spec: Spec, row: tuple[Any, ...], is_linear: bool) -> bool:
+    axes = spec.layout.partial_axes()
+    if not axes:
+        return True
+    ops = {spec.layout.placements[axis] for axis in axes}
+    exact = spec.dtype.is_floating_point and all(t.dtype == spec.dtype and t.shape == spec.shape for t in row)
+    return is_linear and exact and ops <= {Partial("sum"), Partial("avg")} and all(hasattr(t, "_spec") for t in row)
+
+
+def _is_linear(func: OpOverload) -> bool:
+    return (func._schema.name.removeprefix("aten::_foreach_").removesuffix("_"), func._overloadname) in LINEAR
+
+
+def _local(cls: Any, arg: Any, mesh: Mesh) -> Any:
+    """The local tensors of a list, as they lie; a single tensor, a factor for all, whole."""
+    if isinstance(arg, list | tuple):
+        return [t._local if isinstance(t, cls) else t for t in arg]
+    return move(arg._local, arg._spec, replicated(mesh)) if isinstance(arg, cls) else arg
+
+
+def _retyped(spec: Spec, dtype: torch.dtype) -> Spec:
+    return spec if spec.dtype == dtype else spec_of(spec.layout, spec.shape, spec.stride, dtype, spec.device)
+
+
+LINEAR = frozenset(
+    {
+        *((name, "default") for name in ("neg", "zero", "clone", "copy")),
+        *((name, "List") for name in ("add", "sub")),
+        *((name, overload) for name in ("mul", "div") for overload in ("Scalar", "ScalarList", "Tensor")),
+        *(("lerp", overload) for overload in ("Scalar", "ScalarList")),
+    }
+)
+"""The operators through which pending sums pass."""
+
+_NOT_ELEMENTWISE: dict[str, ForEach] = {
+    "_foreach_max": one_by_one,
+    "_foreach_mm": one_by_one,
+    "_foreach_powsum": one_by_one,
+    "_foreach_norm": norms,
+}
+_FUSED = ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_")
+
+
+def _overloads(name: str) -> list[OpOverload]:
+    packet = getattr(torch.ops.aten, name)
+    return [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
+
+
+FOREACH: dict[OpOverload, ForEach] = {
+    **{
+        func: _NOT_ELEMENTWISE.get(name, elementwise)
+        for name in dir(torch)
+        if name.startswith("_foreach_")
+        for func in _overloads(name)
+    },
+    **{func: fused for name in _FUSED for func in _overloads(name)},
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
+}
+"""What runs for each operator on lists."""

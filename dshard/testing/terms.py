@@ -1,0 +1,98 @@
+"""The terms of a pending reduction: a tensor into random ones, and back, without any collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from dshard.errors import LayoutError
+from dshard.placements import ReduceOp
+
+
+def split(x: Tensor, ops: Sequence[ReduceOp], sizes: Sequence[int], seed: int) -> list[Tensor]:
+    """As many terms as there are ranks on the pending axes of these `sizes`, which `reduce` back to `x`.
+
+    >>> terms = split(torch.tensor([1.0, 2.0, 3.0]), ["sum"], [2], seed=0)
+    >>> terms[0] + terms[1]
+    tensor([1., 2., 3.])
+    """
+    n = prod(sizes)
+    exact = x.dtype.is_floating_point or x.dtype.is_complex
+    if not ops or ("avg" in ops and not exact):  # a mean of different whole numbers would be rounded axis by axis
+        return [x] * n
+    generator = torch.Generator().manual_seed(seed)
+    owner = torch.randint(n, x.shape, generator=generator).to(x.device)
+    noise = [torch.randint(1, 4, x.shape, generator=generator).to(x.device) for _ in range(n)]
+    match ops[0]:
+        case "sum" | "avg":
+            return _addends(x, noise, owner, prod(_averaged(ops, sizes)))
+        case "product":
+            return _factors(x, noise, owner)
+        case "max" | "min":
+            return _bounds(x, noise, owner, ops[0])
+
+
+def reduce(terms: Sequence[Tensor], ops: Sequence[ReduceOp], sizes: Sequence[int]) -> Tensor:
+    """The reduction that is pending on axes of these `sizes`; half precision is reduced in single."""
+    if not ops:
+        return terms[0]
+    dtype = terms[0].dtype
+    half = dtype in (torch.float16, torch.bfloat16)
+    stacked = torch.stack([term.to(torch.float32) if half else term for term in terms])
+    match ops[0]:
+        case "sum" | "avg":
+            return _mean(stacked, prod(_averaged(ops, sizes))).to(dtype)
+        case "product":
+            return stacked.all(0) if dtype == torch.bool else stacked.prod(0, dtype=stacked.dtype).to(dtype)
+        case "max":
+            return stacked.amax(0).to(dtype)
+        case "min":
+            return stacked.amin(0).to(dtype)
+
+
+def _mean(terms: Tensor, share: int) -> Tensor:
+    """The sum of the terms, divided by `share`."""
+    if terms.dtype == torch.bool:
+        return terms.any(0)
+    total = terms.sum(0)
+    exact = terms.dtype.is_floating_point or terms.dtype.is_complex
+    return total / share if exact else torch.div(total, share, rounding_mode="floor")
+
+
+def _averaged(ops: Sequence[ReduceOp], sizes: Sequence[int]) -> list[int]:
+    return [size for op, size in zip(ops, sizes, strict=True) if op == "avg"]
+
+
+def _addends(x: Tensor, noise: Sequence[Tensor], owner: Tensor, share: int) -> list[Tensor]:
+    """Random whole numbers, and on the owner of each element what is missing to `share` times its value."""
+    if x.dtype == torch.bool:
+        return [x & ((owner == i) | (some == 1)) for i, some in enumerate(noise)]
+    others = [((owner != i) * (some - 2)).to(x.dtype) for i, some in enumerate(noise)]
+    missing = x * share - sum(others)
+    return [torch.where(owner == i, missing, other) for i, other in enumerate(others)]
+
+
+def _factors(x: Tensor, noise: Sequence[Tensor], owner: Tensor) -> list[Tensor]:
+    """Signs, and for numbers with a fraction powers of two; on the owner of each element what makes up its value."""
+    if x.dtype == torch.bool:
+        return [x | ((owner != i) & (some == 1)) for i, some in enumerate(noise)]
+    exact = x.dtype.is_floating_point or x.dtype.is_complex
+    table = torch.tensor([1, -1, 2, -0.5] if exact else [1, -1, -1, 1], device=x.device).to(x.dtype)
+    others = [torch.where(owner != i, table[some], table[0]) for i, some in enumerate(noise)]
+    product = torch.stack(others).prod(0).to(x.dtype)
+    missing = x / product if exact else x * product
+    return [torch.where(owner == i, missing, other) for i, other in enumerate(others)]
+
+
+def _bounds(x: Tensor, noise: Sequence[Tensor], owner: Tensor, op: ReduceOp) -> list[Tensor]:
+    """The value on its owner, something that does not beat it elsewhere."""
+    if x.dtype.is_complex:
+        raise LayoutError(f"a pending {op} of {x.dtype}: complex numbers have no order; use sum, avg or product")
+    if x.dtype == torch.bool:
+        return _addends(x, noise, owner, 1) if op == "max" else _factors(x, noise, owner)
+    sign, better = (-1, torch.minimum) if op == "max" else (1, torch.maximum)
+    moved = [(x + (sign * some).to(x.dtype)).to(x.dtype) for some in noise]
+    return [torch.where(owner == i, x, better(x, worse)) for i, worse in enumerate(moved)]  # an overflow wraps

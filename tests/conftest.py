@@ -1,0 +1,78 @@
+"""Profiles for generated tests, and the ranks that tests share.
+
+`default` is quick and always the same. `pytest -m thorough` (or HYPOTHESIS_PROFILE=thorough) runs every generated test on
+many more cases, new ones each time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from dshard.testing import RankPool, rank_pool
+
+settings.register_profile("default", max_examples=30, deadline=None, derandomize=True, database=None)
+settings.register_profile(
+    "thorough",
+    max_examples=500,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+)
+CASES: Counter[str] = Counter()
+COUNTED: set[int] = set()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile(profile_of(config))
+
+
+def profile_of(config: pytest.Config) -> str:
+    selected = config.getoption("-m") or ""
+    chosen = "thorough" if "thorough" in selected and "not thorough" not in selected else "default"
+    return os.environ.get("HYPOTHESIS_PROFILE", chosen)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        generated = getattr(getattr(item, "obj", None), "hypothesis", None)
+        if generated is not None:
+            count_cases(generated, item.nodeid.partition("[")[0])
+            if profile_of(config) == "thorough":
+                item.add_marker("thorough")
+
+
+def count_cases(generated: Any, name: str) -> None:
+    """Count the examples of a generated test."""
+    inner: Callable[..., object] = generated.inner_test
+    if id(generated) in COUNTED:
+        return
+    COUNTED.add(id(generated))
+
+    @wraps(inner)
+    def counted(*args: object, **kwargs: object) -> object:
+        CASES[name] += 1
+        return inner(*args, **kwargs)
+
+    generated.inner_test = counted
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if CASES:
+        terminalreporter.write_line(f"{sum(CASES.values()):,} generated cases in {len(CASES)} laws")
+        if terminalreporter.verbosity > 0:
+            for name, count in sorted(CASES.items()):
+                terminalreporter.write_line(f"  {count:6,}  {name}")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> RankPool:
+    """Four gloo ranks, shared by all tests."""
+    return rank_pool(4)
