@@ -2,12 +2,15 @@
 
 from dshard.comm import DeviceMesh, init_device_mesh
 from dshard.errors import DShardError, LayoutError, MeshError, MixedError, NotationError, RankError, ShapeError
+from dshard.explain import explain
 from dshard.factories import distribute_module, empty, full, ones, rand, randn, zeros
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.ops import manual_seed, register_rule
+from dshard.ops import cache_info, manual_seed, register_rule, use_topology
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor, distribute_tensor
+from dshard.topology import Topology
+from dshard.trace import strict, trace
 
 __version__ = "0.1.0"
 
@@ -27,9 +30,12 @@ __all__ = [
     "Replicate",
     "ShapeError",
     "Shard",
+    "Topology",
+    "cache_info",
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain",
     "full",
     "init_device_mesh",
     "manual_seed",
@@ -37,5 +43,8 @@ __all__ = [
     "rand",
     "randn",
     "register_rule",
+    "strict",
+    "trace",
+    "use_topology",
     "zeros",
 ]

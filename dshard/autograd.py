@@ -9,8 +9,12 @@ from torch import Tensor
 
 from dshard.layout import Layout
 from dshard.ops.moving import move
+from dshard.ops.observe import OBSERVERS, Decision, observed
+from dshard.ops.settings import current
 from dshard.ops.spec import Spec
+from dshard.ops.strategy import Operand
 from dshard.placements import Partial, Replicate
+from dshard.redistribute import plan
 
 
 class ToLocal(torch.autograd.Function):
@@ -47,11 +51,25 @@ class Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout) -> Any:
         ctx.back = x._spec.layout.cotangent()
-        return type(x)._wrap(move(x._local, x._spec, layout), x._spec.with_layout(layout))
+        local = observed(_explicit(x._spec, layout), _move, (x, layout)) if OBSERVERS else _move(x, layout)
+        return type(x)._wrap(local, x._spec.with_layout(layout))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
         return redistribute(grad, left_pending(grad._spec.layout, ctx.back)), None
+
+
+def _move(x: Any, layout: Layout) -> Tensor:
+    return move(x._local, x._spec, layout)
+
+
+def _explicit(spec: Spec, layout: Layout) -> Decision:
+    topology = current().topology_of(layout.mesh)
+    operand = Operand(spec.layout, spec.shape, spec.itemsize)
+    moved = plan(spec.layout, layout, spec.shape, spec.itemsize, topology)
+    return Decision(
+        "redistribute", (operand,), ((spec.shape, spec.itemsize),), None, None, (moved,), topology, explicit=True
+    )
 
 
 def redistribute(x: Any, layout: Layout) -> Any:

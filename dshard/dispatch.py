@@ -16,19 +16,19 @@ from torch._ops import OpOverload
 
 from dshard.comm import LocalTensor, device_of, run, runner, runtime_of, unstack
 from dshard.errors import MeshError, MixedError
-from dshard.layout import Layout, replicated
+from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.call import Call, LocalOp, Op
-from dshard.ops.moving import coordinate_of, leaves, move, replace_leaves, run_on_ranks, topology_of, write_local
+from dshard.ops.moving import coordinate_of, leaves, move, replace_leaves, run_on_ranks, write_local
+from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.random import is_random, seeded_op
 from dshard.ops.registry import find, replacement
+from dshard.ops.settings import current
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.ops.strategy import Operand, Strategy, choose
 from dshard.redistribute import Plan, plan
 
 Executor = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-MAX_EXECUTORS = 16384
-_EXECUTORS: dict[tuple[Any, ...], Executor] = {}
 _WARNED: set[OpOverload] = set()
 _NUMBERS = frozenset({float, int, bool, complex})
 
@@ -45,12 +45,12 @@ def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if kwargs:
         parts += [(name, _key(cls, arg, values)) for name, arg in kwargs.items()]
     key = tuple(parts)
-    executor = _EXECUTORS.get(key)
+    executors = current().executors
+    executor = executors.get(key)
     if executor is None:
-        executor = _build(cls, func, op, args, kwargs)
-        if len(_EXECUTORS) >= MAX_EXECUTORS:
-            _EXECUTORS.pop(next(iter(_EXECUTORS)))
-        _EXECUTORS[key] = executor
+        executor = executors.add(key, _build(cls, func, op, args, kwargs))
+    if OBSERVERS and isinstance(executor, Run):
+        return observed(executor.decision(), executor, (args, kwargs))
     return executor(args, kwargs)
 
 
@@ -154,6 +154,13 @@ class Run:
         local_args, local_kwargs = replace_leaves((args, kwargs), moved)
         return run_on_ranks(self.mesh, self.local_op, local_args, local_kwargs)
 
+    def decision(self) -> Decision:
+        """What was chosen."""
+        operands, outputs = _operands(self.call)
+        topology = current().topology_of(self.mesh)
+        rule = self.op.rule(self.call)
+        return Decision(str(self.call.func), operands, outputs, rule, self.strategy, tuple(self.plans), topology)
+
     def local_op(self, coordinate: Coordinate) -> LocalOp:
         """The local operator of the rank at `coordinate`."""
         return self.call.func if self.op.kernel is None else self.op.kernel(self.call, self.strategy, coordinate)
@@ -188,7 +195,7 @@ def _mover(p: Plan, meta: bool) -> Callable[[Tensor], Tensor]:
 
 
 def _plan(spec: Spec, layout: Layout) -> Plan:
-    return plan(spec.layout, layout, spec.shape, spec.itemsize, topology_of(layout.mesh))
+    return plan(spec.layout, layout, spec.shape, spec.itemsize, current().topology_of(layout.mesh))
 
 
 def _is_flat(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -199,10 +206,14 @@ def _is_flat(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def strategy_of(op: Op, call: Call, keep: bool = False) -> Strategy:
     """The cheapest strategy; with `keep`, one that leaves the first operand in its layout where there is such."""
-    operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in call.specs]
-    outputs = [(tuple(out.shape), out.itemsize) for out in call.outs]
-    topology = topology_of(call.specs[0].layout.mesh)
+    operands, outputs = _operands(call)
+    topology = current().topology_of(operands[0].layout.mesh)
     return choose(op.rule(call), operands, outputs, topology, operands[0].layout if keep else None)
+
+
+def _operands(call: Call) -> tuple[tuple[Operand, ...], tuple[tuple[Shape, int], ...]]:
+    operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in call.specs)
+    return operands, tuple((tuple(out.shape), out.itemsize) for out in call.outs)
 
 
 def replicate(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -211,13 +222,23 @@ def replicate(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     if func not in _WARNED and not random:
         _WARNED.add(func)
         warnings.warn(f"{func} has no rule: its operands are gathered and every rank computes all of it", stacklevel=2)
-    mesh = common_mesh(cls, func, [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)])
-    whole = replicated(mesh)
+    tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
+    whole = replicated(common_mesh(cls, func, tensors))
+    if OBSERVERS:
+        specs = [spec_like(cls, t, whole.mesh) for t in tensors]
+        operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs)
+        plans = tuple(_plan(spec, whole) for spec in specs)
+        decision = Decision(str(func), operands, (), None, None, plans, current().topology_of(whole.mesh))
+        return observed(decision, _replicate, (cls, func, args, kwargs, whole, random))
+    return _replicate(cls, func, args, kwargs, whole, random)
+
+
+def _replicate(cls: Any, func: OpOverload, args: Any, kwargs: Any, whole: Layout, random: bool) -> Any:
     local_args, local_kwargs = replace_leaves(
         (args, kwargs), lambda leaf: move(leaf._local, leaf._spec, whole) if isinstance(leaf, cls) else leaf
     )
-    local_op = seeded_op(func, device_of(mesh), kwargs) if random else func
-    result = run_on_ranks(mesh, lambda coordinate: local_op, local_args, local_kwargs)
+    local_op = seeded_op(func, device_of(whole.mesh), kwargs) if random else func
+    result = run_on_ranks(whole.mesh, lambda coordinate: local_op, local_args, local_kwargs)
     for given, argument, local in zip(args, func._schema.arguments, local_args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, cls):
             write_local(given._local, move(local, given._spec.with_layout(whole), given._spec.layout))

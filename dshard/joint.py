@@ -8,7 +8,7 @@ distributed and local tensors are themselves differentiable.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +19,16 @@ from dshard.comm import LocalTensor
 from dshard.dispatch import common_mesh, spec_like
 from dshard.ops.attention import attention_rule
 from dshard.ops.matmul import linear_bias_rule, linear_rule, matmul_rule
-from dshard.ops.moving import run_on_ranks, topology_of
+from dshard.ops.moving import run_on_ranks
+from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.rule import Rule
+from dshard.ops.settings import current
 from dshard.ops.spec import Spec, spec_of
 from dshard.ops.strategy import Operand, Strategy, choose
+from dshard.redistribute import plan
 
-Local = Callable[..., Tensor]
-MAX_CHOICES = 16384
-_CHOICES: dict[tuple[Any, ...], tuple[Strategy, Spec]] = {}
+Local: TypeAlias = Callable[..., Tensor]
+Choice: TypeAlias = tuple[Strategy, Spec]
 
 
 def run_joint(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Any:
@@ -34,34 +36,50 @@ def run_joint(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequenc
 
     `key` tells calls apart whose rule or local operator differ though the specs are alike.
     """
-    strategy, out = decide(cls, rule, local, tensors, key)
+    choice = decide(cls, rule, local, tensors, key)
+    return run_choice(cls, key, rule, choice, local, tensors)
+
+
+def run_choice(
+    cls: Any, key: tuple[Any, ...], rule: Callable[[], Rule], choice: Choice, local: Local, tensors: Sequence[Any]
+) -> Any:
+    """The same, decided already."""
+    strategy, out = choice
+    if OBSERVERS:
+        decision = _decision(cls, key, rule(), strategy, out, tensors)
+        return observed(decision, run_strategy, (cls, strategy, out, local, tensors))
     return run_strategy(cls, strategy, out, local, tensors)
 
 
-def decide(
-    cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]
-) -> tuple[Strategy, Spec]:
+def _decision(
+    cls: Any, key: tuple[Any, ...], rule: Rule, strategy: Strategy, out: Spec, tensors: Sequence[Any]
+) -> Decision:
+    specs = [spec_like(cls, t, out.layout.mesh) for t in tensors]
+    operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs)
+    topology = current().topology_of(out.layout.mesh)
+    plans = tuple(
+        plan(spec.layout, layout, spec.shape, spec.itemsize, topology)
+        for spec, layout in zip(specs, strategy.inputs, strict=True)
+    )
+    return Decision(key[0], operands, ((out.shape, out.itemsize),), rule, strategy, plans, topology)
+
+
+def decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Choice:
     """The cheapest strategy and the spec of the result; looked up where it was decided before."""
     specs = [t._spec if isinstance(t, cls) else None for t in tensors]
     full_key = (*key, *specs)
-    found = _CHOICES.get(full_key) if None not in specs else None
-    if found is None:
-        found = _decide(cls, rule, local, tensors, key)
-        if len(_CHOICES) >= MAX_CHOICES:
-            _CHOICES.pop(next(iter(_CHOICES)))
-        _CHOICES[full_key] = found
-    return found
+    choices = current().choices
+    found: Choice | None = choices.get(full_key) if None not in specs else None
+    return choices.add(full_key, _decide(cls, rule, local, tensors, key)) if found is None else found  # type: ignore[no-any-return]
 
 
-def _decide(
-    cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]
-) -> tuple[Strategy, Spec]:
+def _decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Choice:
     mesh = common_mesh(cls, key[0], list(tensors))
     specs = [spec_like(cls, t, mesh) for t in tensors]
     with torch.no_grad():
         out = local(*(spec.meta() for spec in specs))
     operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs]
-    strategy = choose(rule(), operands, [(tuple(out.shape), out.itemsize)], topology_of(mesh))
+    strategy = choose(rule(), operands, [(tuple(out.shape), out.itemsize)], current().topology_of(mesh))
     return strategy, spec_of(strategy.outputs[0], tuple(out.shape), out.stride(), out.dtype, specs[0].device)
 
 
@@ -150,13 +168,11 @@ def linear(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     def biased() -> Rule:
         return linear_bias_rule(tuple(x.shape), tuple(weight.shape), tuple(bias.shape))
 
-    split, out = decide(cls, rule, F.linear, (x, weight), key)
-    if split.outputs[0].partial_axes():
-        fused, fused_out = decide(cls, biased, F.linear, (x, weight, bias), key)
-        if split.seconds < fused.seconds:
-            return run_strategy(cls, split, out, F.linear, (x, weight)) + bias
-        return run_strategy(cls, fused, fused_out, F.linear, (x, weight, bias))
-    return run_joint(cls, biased, F.linear, (x, weight, bias), key)
+    split = decide(cls, rule, F.linear, (x, weight), key)
+    fused = decide(cls, biased, F.linear, (x, weight, bias), key)
+    if split[0].outputs[0].partial_axes() and split[0].seconds < fused[0].seconds:
+        return run_choice(cls, key, rule, split, F.linear, (x, weight)) + bias
+    return run_choice(cls, key, biased, fused, F.linear, (x, weight, bias))
 
 
 def attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

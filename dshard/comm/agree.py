@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import transport
+from dshard.comm.events import emit
 from dshard.comm.runtime import LocalTensor, Runtime, runtime_of
 from dshard.comm.simulate import each, plain, unstack
 from dshard.errors import ShapeError
@@ -72,6 +73,7 @@ def _from_first(local: Tensor, mesh: Mesh, axis: int) -> Tensor:
     if runtime is None or runtime.coordinate is None:
         return local
     flat = local.detach().contiguous().reshape(-1)
+    emit("broadcast", mesh, (name,), 0 if runtime.coordinate[axis] == 0 else flat.nbytes)
     return transport.broadcast(flat, 0, runtime.group((name,))).view(local.shape)
 
 
@@ -82,6 +84,7 @@ def _gather_shapes(local: Tensor, layout: Layout, runtime: Runtime) -> dict[Coor
         )
     mesh = layout.mesh
     sizes = [local.ndim, *local.shape, *([0] * (MAX_DIMS - local.ndim))]
+    emit("all_gather", mesh, mesh.names, 8 * len(sizes) * (mesh.size - 1))
     mine = torch.tensor(sizes, dtype=torch.int64, device=local.device)
     table = (
         transport.all_gather(mine, [MAX_DIMS + 1] * mesh.size, runtime.group(mesh.names)).view(mesh.size, -1).tolist()

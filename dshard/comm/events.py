@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
+
+from dshard.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,13 +15,14 @@ class Event:
     """One collective that ran.
 
     `axis` names the mesh axes of its groups, `ranks` is the size of one group, `nbytes` what this rank received from
-    its peers (the busiest rank's share where all ranks are simulated in one process).
+    its peers (the busiest rank's share where all ranks are simulated in one process), `mesh` the mesh of these axes.
     """
 
     collective: str
     axis: str
     ranks: int
     nbytes: int
+    mesh: Mesh
 
 
 Listener = Callable[[Event], None]
@@ -40,3 +44,12 @@ def listen(listener: Listener) -> Iterator[None]:
         yield
     finally:
         LISTENERS.remove(listener)
+
+
+def emit(collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int) -> None:
+    """Tell the listeners, if there are any, of one collective."""
+    if LISTENERS:
+        ranks = prod(mesh.shape[mesh.axis(axis)] for axis in axes)
+        event = Event(collective, ",".join(axes), ranks, nbytes, mesh)
+        for listener in tuple(LISTENERS):
+            listener(event)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import transport
-from dshard.comm.events import LISTENERS, Event
+from dshard.comm.events import LISTENERS, emit
 from dshard.comm.runtime import Group, LocalTensor, runtime_of
 from dshard.comm.simulate import exchange, plain, stack, unstack
 from dshard.comm.transfer import Local, Transfer, compile_step
@@ -76,7 +76,7 @@ def _transfer(transfer: Transfer, group: Group) -> Local:
 
     def call(x: Tensor) -> Tensor:
         if LISTENERS:
-            tell(transfer, x.itemsize)
+            emit(transfer.collective, transfer.mesh, transfer.axes, transfer.received * x.itemsize)
         return unpack(send_all(pack(x)))
 
     return call
@@ -96,13 +96,6 @@ def _collective(transfer: Transfer, group: Group) -> Local:
             return partial(transport.all_reduce, op=transfer.op, group=group)
 
 
-def tell(transfer: Transfer, itemsize: int) -> None:
-    """Tell the listeners of one transfer."""
-    event = Event(transfer.collective, ",".join(transfer.axes), len(transfer.ranks), transfer.received * itemsize)
-    for listener in tuple(LISTENERS):
-        listener(event)
-
-
 def _simulate(plan: Plan, x: Tensor) -> Tensor:
     mesh = plan.src.mesh
     stages = {rank: stages_of(plan, mesh.coordinate(rank)) for rank in mesh.ranks}
@@ -114,7 +107,8 @@ def _simulate(plan: Plan, x: Tensor) -> Tensor:
             transfers = {rank: stage for rank, stage in here.items() if isinstance(stage, Transfer)}
             if transfers:
                 busiest = max(transfers.values(), key=lambda transfer: transfer.received)
-                tell(busiest, next(iter(tensors.values())).itemsize)
+                itemsize = next(iter(tensors.values())).itemsize
+                emit(busiest.collective, mesh, busiest.axes, busiest.received * itemsize)
                 moved = exchange(transfers, {rank: transfers[rank].pack(t) for rank, t in tensors.items()})
                 tensors = {rank: transfers[rank].unpack(moved[rank]) for rank in tensors}
             else:

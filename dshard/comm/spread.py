@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import transport
-from dshard.comm.events import LISTENERS, Event
+from dshard.comm.events import emit
 from dshard.comm.runtime import LocalTensor, runtime_of, simulated_ranks
 from dshard.comm.simulate import plain, stack, unstack
 from dshard.comm.transfer import view_of
@@ -59,8 +59,7 @@ def _scatter(x: Tensor, layout: Layout, source: int) -> Tensor:
     shapes = [layout.local_shape(x.shape, peer) for peer in mesh.coordinates()]
     sizes = [prod(shape) for shape in shapes]
     received = 0 if group.index == source else sizes[group.index] * x.itemsize
-    for listener in tuple(LISTENERS):
-        listener(Event("scatter", ",".join(mesh.names), mesh.size, received))
+    emit("scatter", mesh, mesh.names, received)
     flat = None
     if group.index == source:
         flat = torch.cat([cut(x, layout.region(x.shape, peer)).reshape(-1) for peer in mesh.coordinates()])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dshard.layout import Layout, Region, Shape
-from dshard.mesh import Coordinate
+from dshard.mesh import Coordinate, Mesh
 from dshard.placements import ReduceOp
 from dshard.redistribute import (
     AllGather,
@@ -40,6 +40,7 @@ class Transfer:
     """One collective as one rank sees it: flat buffers, with sizes in elements for each rank of its group."""
 
     collective: Collective
+    mesh: Mesh
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
     index: int
@@ -76,6 +77,7 @@ def compile_step(step: Step, layout: Layout, shape: Sequence[int], coordinate: C
     assert moved is not None
     return Transfer(
         collective,
+        mesh,
         axes,
         ranks,
         ranks.index(mesh.rank(coordinate)),

@@ -87,7 +87,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
 
 
 def scatter(x: Tensor | None, sizes: Sequence[int], source: int, like: Tensor, group: Group) -> Tensor:
-    """Flat pieces on the group's rank number `source` -> piece `i` on rank number `i`; dtype and device as in `like`."""
+    """Flat pieces on the group's rank number `source` -> piece `i` on rank number `i`, of the kind of `like`."""
     out = like.new_empty(sizes[group.index])
     if group.index == source:
         assert x is not None

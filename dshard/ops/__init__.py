@@ -2,5 +2,6 @@
 
 from dshard.ops.random import manual_seed
 from dshard.ops.registry import register_rule
+from dshard.ops.settings import cache_info, use_topology
 
-__all__ = ["manual_seed", "register_rule"]
+__all__ = ["cache_info", "manual_seed", "register_rule", "use_topology"]

@@ -13,19 +13,14 @@ from dshard.errors import MeshError
 from dshard.layout import Layout
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.call import LocalOp
+from dshard.ops.settings import current
 from dshard.ops.spec import Spec
 from dshard.redistribute import plan
-from dshard.topology import Topology, default_topology
-
-
-def topology_of(mesh: Mesh) -> Topology:
-    """The topology on which choices for this mesh are priced."""
-    return default_topology(mesh.device_type)
 
 
 def move(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
     """The local tensor under another layout; not recorded by autograd."""
-    return run(plan(spec.layout, layout, spec.shape, spec.itemsize, topology_of(layout.mesh)), local)
+    return run(plan(spec.layout, layout, spec.shape, spec.itemsize, current().topology_of(layout.mesh)), local)
 
 
 def write_local(target: Tensor, value: Tensor) -> None:

@@ -39,6 +39,7 @@ class Operand:
 class Strategy:
     """The layouts in which an operator runs locally, what each mesh axis does, and the seconds this takes.
 
+    `gather` seconds bring the operands there, `compute` is the local work, `reduce` completes what is left pending.
     `gradients` are the layouts in which the operands' gradients arise from the local backward pass of an operator that
     is linear in what it reduces.
     """
@@ -47,8 +48,15 @@ class Strategy:
     outputs: tuple[Layout, ...]
     rows: tuple[Row, ...]
     gradients: tuple[Layout, ...]
-    seconds: float
+    gather: float
+    compute: float
+    reduce: float
     moves: int
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.gather + self.compute + self.reduce
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
@@ -236,21 +244,21 @@ def _priced(
     sizes: dict[str, int],
     topology: Topology,
 ) -> Strategy:
-    seconds, moves, nbytes = 0.0, 0, 0
+    gather, reduce, moves, nbytes = 0.0, 0.0, 0, 0
     for operand, layout in zip(operands, found.inputs, strict=True):
         move = plan(operand.layout, layout, operand.shape, operand.itemsize, topology)
-        seconds, moves = seconds + move.seconds, moves + len(move.steps)
+        gather, moves = gather + move.seconds, moves + len(move.steps)
         nbytes += layout.local_numel(operand.shape) * operand.itemsize
     for (shape, itemsize), layout in zip(outputs, found.outputs, strict=True):
         if layout.partial_axes():
-            seconds += plan(layout, completed(layout), shape, itemsize, topology).seconds
+            reduce += plan(layout, completed(layout), shape, itemsize, topology).seconds
         nbytes += layout.local_numel(shape) * itemsize
     local = (
         -(-size // prod(found.inputs[0].mesh.shape[a] for a in found.order.get(factor, ())))
         for factor, size in sizes.items()
     )
-    seconds += work_seconds(2.0 * prod(local), nbytes, topology)
-    return Strategy(found.inputs, found.outputs, found.rows, found.gradients, seconds, moves)
+    compute = work_seconds(2.0 * prod(local), nbytes, topology)
+    return Strategy(found.inputs, found.outputs, found.rows, found.gradients, gather, compute, reduce, moves)
 
 
 def completed(layout: Layout) -> Layout:

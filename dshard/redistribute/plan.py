@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
+from math import prod
+
+from typing_extensions import assert_never
 
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape
-from dshard.placements import Partial, ReduceOp
-from dshard.redistribute.price import step_seconds
-from dshard.redistribute.step import Step, after, describe, exchange_to, received, reduce_exchange_to, steps_from
+from dshard.placements import Partial, ReduceOp, Replicate
+from dshard.redistribute.price import busiest, senders, step_seconds
+from dshard.redistribute.step import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Pend,
+    ReduceExchange,
+    ReduceScatter,
+    Slice,
+    Step,
+    after,
+    axes_of,
+    describe,
+    exchange_to,
+    received,
+    reduce_exchange_to,
+    steps_from,
+)
 from dshard.topology import Topology
 
 MAX_STATES = 4000
@@ -42,6 +62,14 @@ class Plan:
             received(step, layout, self.shape, coordinate)
             for step, layout in zip(self.steps, self.layouts(), strict=True)
         )
+
+    def busiest(self) -> int:
+        """The elements that the busiest rank receives, step by step."""
+        return sum(busiest(step, layout, self.shape) for step, layout in zip(self.steps, self.layouts(), strict=True))
+
+    def messages(self) -> int:
+        """The messages that one rank receives, one after the other."""
+        return sum(rounds(step, layout, self.shape) for step, layout in zip(self.steps, self.layouts(), strict=True))
 
     def __str__(self) -> str:
         rows = [describe(step, layout) for step, layout in zip(self.steps, self.layouts(), strict=True)]
@@ -89,6 +117,7 @@ def _search(
 ) -> tuple[tuple[Step, ...], float] | None:
     """Uniform-cost search over layouts, with a bound on the steps still needed."""
     dims, pending, ticket = useful_dims(src, dst, shape), _pending(dst), count()
+    targets = {dst: None, before_pending(src, dst): None}
     settled: set[Layout] = set()
     best = {src: 0.0}
     queue: list[tuple[float, int, float, Layout, tuple[Step, ...]]] = [(0.0, next(ticket), 0.0, src, ())]
@@ -99,7 +128,7 @@ def _search(
         if layout in settled:
             continue
         settled.add(layout)
-        for step in _steps(layout, dst, dims, pending):
+        for step in possible_steps(layout, targets, dims, pending):
             there = after(step, layout)
             if there in settled or (room is not None and there.local_numel(shape) > room):
                 continue
@@ -111,9 +140,35 @@ def _search(
     return None
 
 
-def _steps(layout: Layout, dst: Layout, dims: Sequence[int], pending: dict[int, ReduceOp]) -> list[Step]:
-    direct = (exchange_to(layout, dst), reduce_exchange_to(layout, dst))
+def possible_steps(
+    layout: Layout, targets: Iterable[Layout], dims: Sequence[int], pending: dict[int, ReduceOp]
+) -> list[Step]:
+    """The steps that lead on from `layout`: on one axis, and straight to one of `targets`."""
+    direct = [find(layout, target) for target in targets for find in (exchange_to, reduce_exchange_to)]
     return steps_from(layout, dims, pending) + [step for step in direct if step is not None]
+
+
+def before_pending(src: Layout, dst: Layout) -> Layout:
+    """`dst`, but whole on the axes that are pending there and not in `src`."""
+    pairs = zip(src.placements, dst.placements, strict=True)
+    placements = tuple(Replicate() if isinstance(b, Partial) and a != b else b for a, b in pairs)
+    return Layout(dst.mesh, placements, dst.order)
+
+
+def rounds(step: Step, layout: Layout, shape: Shape) -> int:
+    """The messages that a rank receives one after the other: rings pass n-1, an all_reduce two rings."""
+    n = prod(layout.mesh.shape[layout.mesh.axis(axis)] for axis in axes_of(step))
+    match step:
+        case Slice() | Pend():
+            return 0
+        case AllReduce():
+            return 2 * (n - 1)
+        case Exchange(_, dst):
+            return min(n - 1, senders(layout, dst, shape))
+        case AllGather() | ReduceScatter() | AllToAll() | ReduceExchange():
+            return n - 1
+        case _:
+            assert_never(step)
 
 
 def useful_dims(src: Layout, dst: Layout, shape: Shape) -> tuple[int, ...]:

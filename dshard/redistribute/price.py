@@ -76,7 +76,7 @@ def copied(step: Step, layout: Layout, shape: Sequence[int]) -> int:
 
 
 def busiest(step: Step, layout: Layout, shape: Sequence[int]) -> int:
-    """The most elements that any rank receives: the first rank's, but for an exchange that of some corner of the mesh."""
+    """The most elements that any rank receives: the first rank's, or for an exchange that of some corner."""
     if not isinstance(step, Exchange):
         return received(step, layout, shape, (0,) * layout.mesh.ndim)
     corners = product(*({0, size // 2, size - 1} for size in layout.mesh.shape))
@@ -84,7 +84,7 @@ def busiest(step: Step, layout: Layout, shape: Sequence[int]) -> int:
 
 
 def senders(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
-    """From how many ranks, at most, a rank receives in an exchange: the chunks of `src` that a part of `dst` can meet."""
+    """From how many ranks, at most, a rank receives in an exchange: the chunks that its part can meet."""
     origin = (0,) * src.mesh.ndim
     held, needed = src.local_shape(shape, origin), dst.local_shape(shape, origin)
     return prod(_met(size, max(have, 1), max(want, 1)) for size, have, want in zip(shape, held, needed, strict=True))

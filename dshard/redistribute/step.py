@@ -231,7 +231,7 @@ def exchange_to(layout: Layout, dst: Layout) -> Exchange | None:
 
 
 def reduce_exchange_to(layout: Layout, dst: Layout) -> ReduceExchange | None:
-    """The reduction of all pending axes straight to `dst`, if that shards them and every part lies in what a rank holds."""
+    """The reduction of all pending axes straight to `dst`, if that shards them within what each rank holds."""
     names = layout.mesh.names
     pairs = list(zip(names, layout.placements, dst.placements, strict=True))
     ends = [(name, a.reduce_op, b) for name, a, b in pairs if isinstance(a, Partial) and a != b]
@@ -300,7 +300,7 @@ def _pieces(shape: Shape, dim: int, sizes: Sequence[int]) -> tuple[Region, ...]:
 
 
 def _part(layout: Layout, held: Region, mine: Coordinate, peer: Coordinate, needed: Region, inside: Region) -> Region:
-    """What of `needed` lies in `held`, counted within `inside`; nothing if another replica serves this pair of ranks."""
+    """What of `needed` lies in `held`, counted within `inside`; nothing if another replica serves this pair."""
     replicas = (i for i, placement in enumerate(layout.placements) if isinstance(placement, Replicate))
     if any(mine[i] != peer[i] for i in replicas):
         return tuple(range(0) for _ in inside)

@@ -1,0 +1,54 @@
+"""What an operator was about and what was chosen for it, told to whoever observes: `trace`, `explain` and `strict`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from dshard.layout import Shape
+from dshard.ops.rule import Rule
+from dshard.ops.strategy import Operand, Strategy
+from dshard.redistribute import Plan
+from dshard.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One operator on given operands, and what was chosen for it.
+
+    `rule` and `strategy` are None for an operator that only moves data or has no rule; `plans` are the redistributions
+    of the operands, `explicit` whether the user asked for them by name.
+    """
+
+    op: str
+    operands: tuple[Operand, ...]
+    outputs: tuple[tuple[Shape, int], ...]
+    rule: Rule | None
+    strategy: Strategy | None
+    plans: tuple[Plan, ...]
+    topology: Topology
+    explicit: bool = False
+
+
+Observer: TypeAlias = Callable[[Decision], AbstractContextManager[object]]
+OBSERVERS: list[Observer] = []
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Let `observer` wrap each operator that runs within the block."""
+    OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        OBSERVERS.remove(observer)
+
+
+def observed(decision: Decision, run: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """`run(*args)` within the contexts that the observers give."""
+    with ExitStack() as stack:
+        for observer in tuple(OBSERVERS):
+            stack.enter_context(observer(decision))
+        return run(*args)

@@ -1,0 +1,75 @@
+"""What choices depend on beside their operands: the topology in use. Each topology has caches of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dshard.mesh import Mesh
+from dshard.topology import Topology, default_topology
+
+MAX_ENTRIES = 16384
+
+
+class Cache(dict[Any, Any]):
+    """A dict that forgets its oldest entry when it is full."""
+
+    def add(self, key: Any, value: Any) -> Any:
+        """Remember `value`, and return it."""
+        if len(self) >= MAX_ENTRIES:
+            del self[next(iter(self))]
+        self[key] = value
+        return value
+
+
+class Settings:
+    """A topology, or None for the default of each mesh, and what was decided on it."""
+
+    def __init__(self, topology: Topology | None = None) -> None:
+        self.topology = topology
+        self.executors = Cache()
+        self.choices = Cache()
+
+    def topology_of(self, mesh: Mesh) -> Topology:
+        """The topology on which choices for this mesh are priced."""
+        return default_topology(mesh.device_type) if self.topology is None else self.topology
+
+
+class _Current:
+    settings = Settings()
+
+
+_ALL: dict[Topology | None, Settings] = {None: _Current.settings}
+
+
+def current() -> Settings:
+    """The settings in force."""
+    return _Current.settings
+
+
+@contextmanager
+def use_topology(topology: Topology) -> Iterator[None]:
+    """Price every choice within the block on `topology`, which must be the same on all ranks."""
+    before = _Current.settings
+    _Current.settings = _ALL.setdefault(topology, Settings(topology))
+    try:
+        yield
+    finally:
+        _Current.settings = before
+
+
+def clear_caches() -> None:
+    """Forget all that was decided; it is decided anew when needed."""
+    for settings in _ALL.values():
+        settings.executors.clear()
+        settings.choices.clear()
+
+
+def cache_info() -> dict[str, int]:
+    """How many decisions are remembered, over all topologies: executors of operators, and choices of joint ones."""
+    return {
+        "executors": sum(len(settings.executors) for settings in _ALL.values()),
+        "choices": sum(len(settings.choices) for settings in _ALL.values()),
+        "capacity": MAX_ENTRIES,
+    }

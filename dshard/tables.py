@@ -1,0 +1,35 @@
+"""Tables as plain text, and quantities as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows under a header, in columns.
+
+    >>> print(text_table(["axis", "bytes"], [["dp", "12"], ["tp", "7"]]))
+    axis  bytes
+    ----  -----
+    dp    12
+    tp    7
+    """
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def human_bytes(nbytes: float) -> str:
+    """Bytes with a binary unit.
+
+    >>> human_bytes(1536), human_bytes(12)
+    ('1.5 KiB', '12 B')
+    """
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{size:.0f} B" if unit == "B" else f"{size:.4g} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")

@@ -1,0 +1,104 @@
+"""Operators on distributed tensors against the same on one device: values, dtypes and gradients, however they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from math import prod
+from random import Random
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard
+from dshard.placements import ReduceOp
+from dshard.testing import distribute, simulated, whole
+
+Function: TypeAlias = Callable[..., Any]
+Tensors: TypeAlias = tuple[Tensor, ...]
+Case: TypeAlias = tuple[Function, Tensors]
+
+
+def rows(*shape: int) -> Tensor:
+    """Numbers that differ, of both signs."""
+    return torch.arange(1, prod(shape) + 1, dtype=torch.float64).sin().reshape(shape)
+
+
+def layouts(mesh: Mesh, ndim: int, *ops: ReduceOp) -> list[Layout]:
+    """Every dim split, whole, and pending with one of `ops`, on every axis; one op pending in each layout."""
+    found: dict[Layout, None] = {}
+    for pending in ops or (None,):
+        one = [Replicate(), *map(Shard, range(ndim)), *([Partial(pending)] if pending else [])]
+        found |= {Layout(mesh, placements): None for placements in product(one, repeat=mesh.ndim)}
+    return list(found)
+
+
+def choices(inputs: Tensors, mesh: Mesh, ops: Sequence[ReduceOp], seed: str) -> list[list[Layout]]:
+    """Layouts of all operands, shuffled: each of the one that has most, the others drawn."""
+    draw = Random(f"{seed}{ops}")
+    found = [layouts(mesh, x.ndim, *(ops if x.is_floating_point() else ())) for x in inputs]
+    for options in found:
+        draw.shuffle(options)
+    return [[options[i % len(options)] for options in found] for i in range(max(map(len, found)))]
+
+
+def assert_same_as_single_device(
+    case: Case,
+    mesh: Mesh,
+    *,
+    ops: Sequence[ReduceOp] = ("sum",),
+    seed: str = "",
+    most: int | None = None,
+    rtol: float = 1e-12,
+) -> None:
+    """Values, and gradients where torch has them, are those of one device, for `most` choices of layouts, or all."""
+    function, inputs = case
+    expected, cotangents, gradients = on_one_device(function, inputs)
+    with simulated(mesh):
+        for laid in choices(inputs, mesh, ops, seed)[:most]:
+            leaves = [distribute(x, layout) for x, layout in zip(inputs, laid, strict=True)]
+            for x, leaf in zip(inputs, leaves, strict=True):
+                leaf.requires_grad_(x.requires_grad)
+            outputs = as_tuple(function(*leaves))
+            for out, value in zip(outputs, expected, strict=True):
+                assert_same(out, value, rtol)
+            backward([out for out in outputs if requires_grad(out)], cotangents)
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                assert_same(leaf.grad, gradient, rtol)
+
+
+def on_one_device(function: Function, inputs: Tensors) -> tuple[list[Any], list[Tensor], list[Tensor | None]]:
+    """Outputs, gradients for those that have one, gradients of the inputs."""
+    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    outputs = as_tuple(function(*leaves))
+    with_grad = [out for out in outputs if requires_grad(out)]
+    cotangents = [torch.arange(out.numel()).double().cos().to(out.dtype).view(out.shape) for out in with_grad]
+    if with_grad:
+        torch.autograd.backward(with_grad, cotangents)
+    values = [out.detach() if isinstance(out, Tensor) else out for out in outputs]
+    return values, cotangents, [leaf.grad for leaf in leaves]
+
+
+def backward(outputs: Sequence[DTensor], cotangents: Sequence[Tensor]) -> None:
+    """Run the backward pass from these gradients of the outputs."""
+    given = [distribute(x, out.layout.cotangent()) for x, out in zip(cotangents, outputs, strict=True)]
+    if given:
+        torch.autograd.backward(outputs, given)
+
+
+def requires_grad(out: Any) -> bool:
+    return isinstance(out, Tensor) and out.requires_grad
+
+
+def as_tuple(x: Any) -> tuple[Any, ...]:
+    return tuple(x) if isinstance(x, tuple | list) else (x,)
+
+
+def assert_same(found: Any, expected: Any, rtol: float) -> None:
+    """The value, the shape and the dtype are those expected; what is no tensor is equal."""
+    if isinstance(expected, Tensor):
+        assert isinstance(found, DTensor)
+        torch.testing.assert_close(whole(found.detach()), expected, rtol=rtol, atol=rtol, equal_nan=True)
+    else:
+        assert found == expected

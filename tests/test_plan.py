@@ -1,0 +1,247 @@
+"""Plans as values: they end where they should, nothing cheaper exists, and they say what each rank receives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dshard.errors import LayoutError, MeshError
+from dshard.layout import Layout, Region, Shape, parse_layout
+from dshard.mesh import Coordinate, Mesh
+from dshard.placements import REDUCE_OPS, chunk
+from dshard.redistribute import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Plan,
+    ReduceExchange,
+    ReduceScatter,
+    Step,
+    after,
+    axes_of,
+    messages,
+    plan,
+    received,
+)
+from dshard.redistribute.plan import _plan, before_pending, possible_steps, useful_dims
+from dshard.redistribute.price import step_seconds
+from dshard.testing import Redistribution, layouts, meshes, redistributions, shapes
+from dshard.topology import FLAT_CPU, FLAT_CUDA, Link, Topology
+
+MESH = Mesh((2, 4), ("dp", "tp"))
+SMALL = redistributions(meshes(max_axes=2), shapes(max_dims=2))
+TOPOLOGIES = st.sampled_from([FLAT_CPU, FLAT_CUDA])
+
+
+def planned(src: str, dst: str, shape: Shape = (2048, 2048), mesh: Mesh = MESH) -> Plan:
+    return plan(parse_layout(src, mesh), parse_layout(dst, mesh), shape, 4, FLAT_CPU)
+
+
+def trail(found: Plan) -> list[Layout]:
+    """The layouts that a plan passes through, its ends included."""
+    layouts_before = list(found.layouts())
+    return [*layouts_before, after(found.steps[-1], layouts_before[-1])] if found.steps else [found.src]
+
+
+# -- laws
+
+
+@given(redistributions(pending=REDUCE_OPS), TOPOLOGIES)  # type: ignore[arg-type]
+def test_a_plan_leads_from_source_to_destination(case: Redistribution, topology: Topology) -> None:
+    src, dst, shape = case
+
+    found = plan(src, dst, shape, 4, topology)
+
+    assert (trail(found)[0], trail(found)[-1]) == (src, dst)
+    assert found.seconds == pytest.approx(
+        sum(step_seconds(step, before, shape, 4, topology) for step, before in zip(found.steps, found.layouts()))
+    )
+
+
+@given(redistributions())
+def test_a_lean_plan_holds_no_more_than_its_ends(case: Redistribution) -> None:
+    src, dst, shape = case
+    room = max(src.local_numel(shape), dst.local_numel(shape))
+
+    lean = plan(src, dst, shape, 4, FLAT_CPU)
+    free = plan(src, dst, shape, 4, FLAT_CPU, lean=False)
+
+    assert all(layout.local_numel(shape) <= room for layout in trail(lean))
+    assert free.seconds <= lean.seconds * (1 + 1e-9)
+
+
+@given(SMALL, TOPOLOGIES)
+def test_no_sequence_of_three_steps_is_cheaper(case: Redistribution, topology: Topology) -> None:
+    src, dst, shape = case
+
+    found = plan(src, dst, shape, 4, topology, lean=False)
+
+    cheapest = min(prices(src, dst, shape, topology, depth=3), default=float("inf"))
+    assert found.seconds <= cheapest * (1 + 1e-9)
+
+
+def prices(src: Layout, dst: Layout, shape: Shape, topology: Topology, depth: int) -> Iterator[float]:
+    """The seconds of every sequence of at most `depth` steps from `src` to `dst`, over all dims of the tensor."""
+    if src == dst:
+        yield 0.0
+    elif depth:
+        pending = {i: p.reduce_op for i, p in enumerate(dst.placements) if i in dst.partial_axes()}  # type: ignore[union-attr]
+        targets = (dst, before_pending(src, dst))
+        for step in possible_steps(src, targets, useful_dims(src, dst, shape), pending):
+            first = step_seconds(step, src, shape, 4, topology)
+            yield from (first + rest for rest in prices(after(step, src), dst, shape, topology, depth - 1))
+
+
+@given(redistributions(shape=shapes(max_dims=3)), st.data())
+def test_a_detour_is_never_cheaper(case: Redistribution, data: st.DataObject) -> None:
+    src, dst, shape = case
+    via = data.draw(layouts(src.mesh, len(shape)))
+
+    direct = plan(src, dst, shape, 4, FLAT_CPU, lean=False)
+    detour = [plan(a, b, shape, 4, FLAT_CPU, lean=False) for a, b in ((src, via), (via, dst))]
+
+    searched = not any(isinstance(step, Exchange | ReduceExchange) for step in detour[0].steps)  # those lead to dst only
+    if searched and set(via.sharded_dims()) <= set(useful_dims(src, dst, shape)):
+        assert direct.seconds <= (detour[0].seconds + detour[1].seconds) * (1 + 1e-9)
+
+
+@given(redistributions())
+def test_planning_again_gives_the_same_plan(case: Redistribution) -> None:
+    src, dst, shape = case
+    first = plan(src, dst, shape, 4, FLAT_CPU)
+    _plan.cache_clear()
+
+    assert plan(src, dst, shape, 4, FLAT_CPU) == first
+
+
+# -- what is sent
+
+
+@given(redistributions())
+def test_what_a_rank_sends_its_peer_receives(case: Redistribution) -> None:
+    for step, layout, shape in steps_of(case):
+        for at in layout.mesh.coordinates():
+            moved = messages(step, layout, shape, at)
+            if moved is None:
+                continue
+            peers = layout.mesh.peers(axes_of(step), at)
+            for i, peer in enumerate(peers):
+                theirs = messages(step, layout, shape, peer)
+                assert theirs is not None
+                sent = moved.send[i if len(moved.send) > 1 else 0]
+                got = theirs.recv[peers.index(at) if len(theirs.recv) > 1 else 0]
+                assert globally(sent, layout, shape, at) == globally(got, after(step, layout), shape, peer)
+
+
+@given(redistributions())
+def test_each_element_arrives_once(case: Redistribution) -> None:
+    for step, layout, shape in steps_of(case):
+        for at in layout.mesh.coordinates():
+            moved = messages(step, layout, shape, at)
+            if moved is not None:
+                arrived = sorted(index for region in moved.recv for index in product(*region))
+                assert arrived == list(product(*map(range, after(step, layout).local_shape(shape, at))))
+
+
+@given(redistributions())
+def test_what_a_rank_receives_is_counted(case: Redistribution) -> None:
+    found = plan(*case, 4, FLAT_CPU)
+    for at in found.src.mesh.coordinates():
+        total = 0
+        for step, layout, shape in steps_of(case):
+            total += count_received(step, layout, shape, at)
+            assert received(step, layout, shape, at) == count_received(step, layout, shape, at)
+        assert found.received(at) == total
+
+
+def count_received(step: Step, layout: Layout, shape: Shape, at: Coordinate) -> int:
+    """The elements that the rank at `at` gets from others, element by element."""
+    n = len(layout.mesh.group(axes_of(step), at))
+    held = set(product(*layout.region(shape, at)))
+    needed = set(product(*after(step, layout).region(shape, at)))
+    if isinstance(step, ReduceScatter | ReduceExchange):
+        return (n - 1) * len(needed)
+    if isinstance(step, AllReduce):
+        own = len(chunk(len(held), n, layout.mesh.peers(axes_of(step), at).index(at)))
+        return (n - 1) * own + len(held) - own
+    return len(needed - held)
+
+
+def steps_of(case: Redistribution) -> Iterator[tuple[Step, Layout, Shape]]:
+    src, dst, shape = case
+    found = plan(src, dst, shape, 4, FLAT_CPU)
+    for step, layout in zip(found.steps, found.layouts(), strict=True):
+        yield step, layout, shape
+
+
+def globally(region: Region, layout: Layout, shape: Shape, at: Coordinate) -> list[Coordinate]:
+    """The global indices of a region of the local tensor of the rank at `at`."""
+    origin = [held.start for held in layout.region(shape, at)]
+    return list(product(*([i + start for i in held] for held, start in zip(region, origin, strict=True))))
+
+
+# -- cases
+
+
+def test_a_plan_reads_like_a_list() -> None:
+    assert str(planned("dp:P(sum) tp:S(1)", "dp:R tp:R")) == (
+        "dp:P(sum) tp:S(1)  ->  dp:R tp:R   (10014.5 us)\n"
+        "  1. reduce_scatter  dp   P(sum) -> S(0)\n"
+        "  2. all_to_all      tp   S(1) -> S(0)\n"
+        "  3. all_gather      tp   S(0) -> R\n"
+        "  4. all_gather      dp   S(0) -> R"
+    )
+
+
+def test_an_exchange_reads_as_layouts() -> None:
+    assert str(planned("dp:S(0) tp:S(0)", "dp:S(0) tp:S(0); 0:tp,dp")).splitlines()[1:] == [
+        "  1. exchange  dp,tp   [dp:S(0) tp:S(0)] -> [dp:S(0) tp:S(0); 0:tp,dp]"
+    ]
+
+
+def test_nothing_to_do_is_no_step() -> None:
+    assert planned("dp:S(0) tp:R", "dp:S(0) tp:R").steps == ()
+    assert str(planned("dp:R tp:R", "dp:R tp:R")) == "dp:R tp:R  ->  dp:R tp:R   (0.0 us)"
+
+
+def test_pending_sums_of_several_axes_are_reduced_at_once_where_messages_cost_nothing() -> None:
+    topology = replace(FLAT_CPU, uniform=Link(latency=0.0, bandwidth=1e9))
+    src, dst = (parse_layout(text, MESH) for text in ("dp:P(sum) tp:P(sum)", "dp:R tp:R"))
+
+    assert plan(src, dst, (64, 64), 4, topology).steps == (AllReduce(("dp", "tp"), "sum"),)
+
+
+def test_a_small_gather_is_one_step_and_a_large_one_spares_its_copy() -> None:
+    assert planned("dp:R tp:S(1)", "dp:R tp:R", (64, 64)).steps == (AllGather("tp", 1),)
+    assert planned("dp:R tp:S(1)", "dp:R tp:R", (2048, 2048)).steps == (AllToAll("tp", 1, 0), AllGather("tp", 0))
+
+
+def test_what_is_received_adds_up() -> None:
+    found = planned("dp:R tp:S(0)", "dp:R tp:R", (10, 3))
+
+    assert [found.received(at) for at in MESH.coordinates()] == [21, 21, 21, 27] * 2
+
+
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_layouts_beyond_the_tensor_are_refused(shape: Shape) -> None:
+    with pytest.raises(LayoutError, match=rf"S\(1\) is out of range for shape .*: the tensor has {len(shape)} dims; use"):
+        planned("dp:S(1) tp:R", "dp:R tp:R", shape)
+
+
+def test_a_plan_stays_on_its_mesh() -> None:
+    other = parse_layout("x:R", Mesh((8,), ("x",)))
+    with pytest.raises(MeshError, match=r"cannot redistribute from the mesh \(dp=2 tp=4\) to the mesh \(x=8\)"):
+        plan(parse_layout("dp:R tp:R", MESH), other, (4,), 4, FLAT_CPU)
+
+
+def test_numbers_of_elements_beyond_memory_are_no_trouble() -> None:
+    mesh = Mesh((64, 8), ("dp", "tp"))
+    found = planned("dp:S(0) tp:R", "dp:R tp:S(1)", (2**20, 2**20), mesh)
+
+    assert found.received((0, 0)) == 2**20 * 2**17 - 2**14 * 2**17
