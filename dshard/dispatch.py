@@ -22,7 +22,7 @@ from dshard.ops.call import Call, LocalOp, Op
 from dshard.ops.moving import coordinate_of, leaves, move, replace_leaves, run_on_ranks, write_local
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.random import is_random, seeded_op
-from dshard.ops.registry import find, replacement
+from dshard.ops.registry import known
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.ops.strategy import Operand, Strategy, choose
@@ -35,11 +35,12 @@ _NUMBERS = frozenset({float, int, bool, complex})
 
 def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on distributed tensors of class `cls`, with the result of single-device torch on the whole tensors."""
-    instead = replacement(func, args)
-    if instead is not None:
-        return instead(cls, func, args, kwargs)
-    op = find(func)
-    values = op is None or op.values
+    facts = known(func)
+    if facts.instead is not None:
+        instead = facts.instead(args)
+        if instead is not None:
+            return instead(cls, func, args, kwargs)
+    values = facts.values
     parts: list[Any] = [func]
     parts += [arg._spec if type(arg) is cls else _key(cls, arg, values) for arg in args]
     if kwargs:
@@ -48,7 +49,7 @@ def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     executors = current().executors
     executor = executors.get(key)
     if executor is None:
-        executor = executors.add(key, _build(cls, func, op, args, kwargs))
+        executor = executors.add(key, _build(cls, func, facts.op, args, kwargs))
     if OBSERVERS and isinstance(executor, Run):
         return observed(executor.decision(), executor, (args, kwargs))
     return executor(args, kwargs)

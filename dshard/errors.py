@@ -6,7 +6,8 @@
     ├── MeshError       operands on different meshes, or no such ranks  (also a ValueError)
     ├── MixedError      a plain torch.Tensor among distributed tensors  (also a TypeError)
     ├── NotationError   text that is no placement, layout or rule       (also a ValueError)
-    └── RankError       a rank of the pool failed                       (also a RuntimeError)
+    ├── RankError       a rank of the pool failed                       (also a RuntimeError)
+    └── RuleError       check_rule found an operator wrong              (also an AssertionError)
 
 Each message says what was asked, the rule, and the way out, and is raised before anything is sent.
 """
@@ -40,3 +41,7 @@ class NotationError(DShardError, ValueError):
 
 class RankError(DShardError, RuntimeError):
     """A rank of the pool raised, exited or did not answer."""
+
+
+class RuleError(DShardError, AssertionError):
+    """An operator on distributed tensors that differs from the same on one device: what `check_rule` finds."""

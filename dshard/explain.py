@@ -12,8 +12,8 @@ from typing import Any
 from dshard.layout import Shape
 from dshard.ops.bound import matmul_lower_bound
 from dshard.ops.observe import Decision, observing
-from dshard.ops.rule import Rule, factor_sizes
-from dshard.ops.strategy import Operand, Pending, Row, Strategy, completed, strategies
+from dshard.ops.rule import Pending, Rule, factor_sizes
+from dshard.ops.strategy import Operand, Row, Strategy, completed, strategies
 from dshard.redistribute import Plan, describe, plan
 from dshard.tables import human_bytes, text_table
 from dshard.topology import Topology

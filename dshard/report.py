@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
+from rich import box
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -62,27 +63,37 @@ def demo_progress(settings: Settings, visible: bool) -> Iterator[Callable[[Progr
 
 
 def demo_table(rows: Sequence[Row], settings: Settings) -> Table:
-    """One line for each strategy."""
+    """One line for each strategy; it fits a terminal of 80 columns."""
+    ranks = "1 rank" if settings.ranks == 1 else f"{settings.ranks} ranks"
     table = Table(
-        title=f"ViT on handwritten digits: {settings.steps} steps, {settings.ranks} ranks, {settings.device}",
-        caption="loss difference: the largest at any step. Collectives, and bytes received: of one rank.",
+        title=f"A vision transformer on handwritten digits: {settings.steps} steps, {ranks}, {settings.device}",
+        caption="Loss diff.: the largest from the single device at any step.\n"
+        "Collectives and the bytes they bring: of one rank, in one step.",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
     )
     for heading in ("strategy", "mesh"):
-        table.add_column(heading)
-    for heading in ("final loss", "loss difference", "test accuracy", "collectives/step", "bytes/step", "time"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, no_wrap=True)
+    for heading in ("final\nloss", "loss\ndiff.", "test\naccuracy", "collec-\ntives", "bytes", "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(
-            row.strategy,
-            row.mesh,
-            f"{row.final_loss:.6f}",
-            f"{row.max_loss_diff:.1e}",
-            f"{row.test_accuracy:.1%}",
-            f"{row.collectives_per_step:,}",
-            human_bytes(row.bytes_per_step),
-            f"{row.seconds:.1f} s",
-        )
+        table.add_row(*_cells(row))
     return table
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.strategy,
+        row.mesh,
+        f"{row.final_loss:.5f}",
+        f"{row.max_loss_diff:.1e}",
+        f"{row.test_accuracy:.1%}",
+        f"{row.collectives_per_step:,}",
+        human_bytes(row.bytes_per_step),
+        f"{row.seconds:.1f} s",
+    )
 
 
 def demo_data(rows: Sequence[Row]) -> dict[str, object]:

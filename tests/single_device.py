@@ -8,6 +8,7 @@ from math import prod
 from random import Random
 from typing import Any, TypeAlias
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -100,5 +101,7 @@ def assert_same(found: Any, expected: Any, rtol: float) -> None:
     if isinstance(expected, Tensor):
         assert isinstance(found, DTensor)
         torch.testing.assert_close(whole(found.detach()), expected, rtol=rtol, atol=rtol, equal_nan=True)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=rtol)
     else:
         assert found == expected

@@ -65,4 +65,5 @@ def exchange(transfers: Mapping[int, Transfer], buffers: Mapping[int, Tensor]) -
 
 def _piece(transfers: Mapping[int, Transfer], buffers: Mapping[int, Tensor], peer: int, index: int) -> Tensor:
     """What `peer` sends to the rank number `index` of its group."""
-    return buffers[peer].split(list(transfers[peer].send))[index]
+    piece: Tensor = buffers[peer].split(list(transfers[peer].send))[index]
+    return piece

@@ -16,7 +16,7 @@ CLASSES = 10
 class Attention(nn.Module):
     """Every patch looks at every patch, in `HEADS` independent heads.
 
-    The query, key and value of one head are neighbours among the outputs of `qkv`, so that its rows split into whole heads.
+    The query, key and value of a head are neighbours among the outputs of `qkv`, so its rows split into whole heads.
     """
 
     def __init__(self) -> None:

@@ -152,7 +152,7 @@ def _row(strategy: Strategy, run: Run, reference: Run, ranks: int) -> Row:
     steps = len(run.losses)
     return Row(
         strategy=strategy.name,
-        mesh=str(strategy.on(ranks) or "one device"),
+        mesh=str(strategy.on(ranks) or "1 device"),
         final_loss=run.losses[-1],
         max_loss_diff=max(abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True)),
         test_accuracy=run.test_accuracy,

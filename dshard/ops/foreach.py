@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from math import inf
 from typing import Any, TypeAlias
@@ -18,7 +19,8 @@ from dshard.mesh import Mesh
 from dshard.ops.decompositions import power_sum, real_dtype, root, widened
 from dshard.ops.moving import move, run_on_ranks, write_local
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
-from dshard.placements import Partial
+from dshard.ops.strategy import completed
+from dshard.placements import Partial, Placement, Replicate, Shard
 
 ForEach: TypeAlias = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -44,38 +46,54 @@ def elementwise(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
 
 
 def norms(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The norm of each tensor: the sums of powers of all that lie on the same mesh axes are completed together."""
+    """The norm of each tensor: the terms of all that are split over the same mesh axes are completed together."""
     tensors, ord, dtype = _norm_arguments(*args, **kwargs)
-    if ord in (inf, -inf) or not all(isinstance(t, cls) for t in tensors):
+    if not all(isinstance(t, cls) and t.numel() for t in tensors):
         return one_by_one(cls, func, args, kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
-        tensors = tensors if dtype is None else [t.to(dtype) for t in tensors]
-        sums = [power_sum(widened(t), ord) for t in tensors]
-        found: dict[int, Any] = {}
-        for positions in _groups(sums):
-            found |= zip(positions, _roots(cls, [sums[i] for i in positions], ord), strict=True)
-        return [found[i].to(real_dtype(t.dtype)) for i, t in enumerate(tensors)]
+    groups: dict[tuple[Layout, torch.dtype], list[int]] = {}
+    for i, t in enumerate(tensors):
+        groups.setdefault((_terms_layout(t._spec.layout, ord), t.dtype if dtype is None else dtype), []).append(i)
+    found: dict[int, Any] = {}
+    for (layout, kind), positions in groups.items():
+        found |= zip(positions, _norms(cls, [tensors[i] for i in positions], ord, layout, kind), strict=True)
+    return [found[i] for i in range(len(tensors))]
 
 
 def _norm_arguments(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
     return tensors, ord, dtype
 
 
-def _groups(scalars: Sequence[Any]) -> Iterable[list[int]]:
-    groups: dict[Spec, list[int]] = {}
-    for i, x in enumerate(scalars):
-        groups.setdefault(x._spec, []).append(i)
-    return groups.values()
+def _terms_layout(layout: Layout, ord: float) -> Layout:
+    """How the terms of a norm lie: one for each part."""
+    pending: Placement = Partial("max" if ord == inf else "min" if ord == -inf else "sum")
+    return Layout(layout.mesh, tuple(pending if isinstance(p, Shard) else Replicate() for p in layout.placements))
 
 
-def _roots(cls: Any, sums: Sequence[Any], ord: float) -> list[Any]:
-    spec, n = sums[0]._spec, len(sums)
-    mesh = spec.layout.mesh
-    together = run_on_ranks(mesh, lambda coordinate: torch.stack, ([x._local for x in sums],), {})
-    vector = cls._wrap(together, spec_of(spec.layout, (n,), (1,), spec.dtype, spec.device))
-    done = root(vector, ord)
-    parts = run_on_ranks(mesh, lambda coordinate: lambda x: [part.clone() for part in x.unbind()], (done._local,), {})
-    return [cls._wrap(part, _retyped(spec.with_layout(done._spec.layout), done.dtype)) for part in parts]
+def _norms(cls: Any, tensors: Sequence[Any], ord: float, layout: Layout, dtype: torch.dtype) -> list[Any]:
+    mesh, n, spec, kind = layout.mesh, len(tensors), tensors[0]._spec, real_dtype(dtype)
+    parts = [move(t._local, t._spec, completed(t._spec.layout)) for t in tensors]
+    terms = run_on_ranks(mesh, lambda coordinate: partial(_terms, ord=ord, dtype=dtype), (parts,), {})
+    whole = move(terms, spec_of(layout, (n,), (1,), terms.dtype, spec.device), replicated(mesh))
+    norms = run_on_ranks(mesh, lambda coordinate: partial(_roots, ord=ord, dtype=kind), (whole,), {})
+    out = spec_of(replicated(mesh), (), (), kind, spec.device)
+    return [cls._wrap(norm, out) for norm in norms]
+
+
+def _terms(parts: Sequence[Tensor], ord: float, dtype: torch.dtype) -> Tensor:
+    return torch.stack([_term(widened(part.to(dtype)), ord) for part in parts])
+
+
+def _term(part: Tensor, ord: float) -> Tensor:
+    if ord not in (inf, -inf):
+        return power_sum(part, ord)
+    if not part.numel():
+        return part.new_full((), -ord, dtype=real_dtype(part.dtype))
+    return part.abs().amax() if ord > 0 else part.abs().amin()
+
+
+def _roots(whole: Tensor, ord: float, dtype: torch.dtype) -> list[Tensor]:
+    norms = whole if ord in (inf, -inf) else root(whole, ord)
+    return [norm.clone() for norm in norms.to(dtype).unbind()]
 
 
 def fused(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,9 +105,11 @@ def fused(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     def laid(i: int, t: Any) -> Any:
         if not isinstance(t, cls):
             return t
-        return move(t._local, t._spec, layouts[i] if t.shape == shapes[i] else replicated(mesh))  # type: ignore[attr-defined]
+        return move(t._local, t._spec, layouts[i] if t.shape == shapes[i] else replicated(mesh))
 
-    local_args = [list(map(laid, count(), arg)) if isinstance(arg, list | tuple) else _local(cls, arg, mesh) for arg in args]
+    local_args = [
+        list(map(laid, count(), arg)) if isinstance(arg, list | tuple) else _local(cls, arg, mesh) for arg in args
+    ]
     local_kwargs = {name: _local(cls, arg, mesh) for name, arg in kwargs.items()}
     run_on_ranks(mesh, lambda coordinate: func, tuple(local_args), local_kwargs)
     for argument, given, local in zip(func._schema.arguments, args, local_args, strict=False):

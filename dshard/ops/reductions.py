@@ -74,9 +74,16 @@ def extreme(op: ReduceOp) -> Callable[[Call], Rule]:
     def rule(call: Call) -> Rule:
         if call.argument("other") is not None:
             return pointwise(call)
+        if 0 in call.shapes[0]:
+            _ask(call)
         return reduction(call, op, passes=(op,)) if len(call.outs) == 1 else along(call)
 
     return rule
+
+
+def _ask(call: Call) -> None:
+    """Let torch refuse a reduction of nothing, of which meta tensors know little."""
+    call.func(torch.empty(call.shapes[0], dtype=call.specs[0].dtype), *call.args[1:], **call.kwargs)
 
 
 def truth(op: ReduceOp) -> Callable[[Call], Rule]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torch._ops import OpOverload
 
 from dshard.errors import NotationError
-from dshard.ops import addmm, indexing, joins, losses, matmul, nn, pointwise, random, reductions, views
+from dshard.ops import addmm, indexing, joins, losses, matmul, nn, parts, pointwise, random, reductions, views
 from dshard.ops.call import Call, Op
 from dshard.ops.custom import CUSTOM
 from dshard.ops.rule import Pending, Rule, parse_rule
@@ -19,6 +20,7 @@ TABLES: tuple[dict[str, Op], ...] = (
     pointwise.RULES,
     reductions.RULES,
     views.RULES,
+    parts.RULES,
     joins.RULES,
     indexing.RULES,
     matmul.RULES,
@@ -57,6 +59,7 @@ def register_rule(
 
     _USER[op] = Op(of)
     find.cache_clear()
+    known.cache_clear()
 
 
 def _check_text(rule: str, operands: int) -> None:
@@ -87,14 +90,38 @@ def find(func: OpOverload) -> Op | None:
     return Op(pointwise.pointwise, values=False) if plain else None
 
 
-def replacement(func: OpOverload, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """What runs instead of `func` on these arguments, on distributed tensors; None where its rule serves."""
+Instead = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the tables say of an operator, all in one look-up.
+
+    `instead`, where there is one, tells from the arguments what runs in its place, if anything; `values` whether the
+    rule depends on the values of scalar arguments.
+    """
+
+    op: Op | None
+    instead: Callable[[tuple[Any, ...]], Instead | None] | None
+    values: bool
+
+
+@cache
+def known(func: OpOverload) -> Known:
+    """What the tables say of `func`."""
+    op = find(func)
+    return Known(op, _instead(func), op is None or op.values)
+
+
+def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | None:
+    custom = CUSTOM.get(func) or views.CUSTOM.get(func)
+    if custom is not None:
+        return lambda args: custom
     if func in indexing.MASKED:
-        return indexing.MASKED[func] if indexing.has_mask(args) else None
-    found = CUSTOM.get(func) or views.CUSTOM.get(func)
-    if found is None and random.is_random(func):
-        return random.fill if random.fills(func, args) else None
-    if found is None and func in nn.MEANS:
+        return lambda args: indexing.MASKED[func] if indexing.has_mask(args) else None
+    if random.is_random(func):
+        return lambda args: random.fill if random.fills(func, args) else None
+    if func in nn.MEANS:
         position = [argument.name for argument in func._schema.arguments].index("reduction")
-        return nn.MEANS[func] if args[position] == nn.MEAN else None
-    return found
+        return lambda args: nn.MEANS[func] if args[position] == nn.MEAN else None
+    return None

@@ -39,7 +39,9 @@ class Operand:
 class Strategy:
     """The layouts in which an operator runs locally, what each mesh axis does, and the seconds this takes.
 
-    `gather` seconds bring the operands there, `compute` is the local work, `reduce` completes what is left pending.
+    `gather` seconds bring the operands there, `compute` is the local work, `reduce` completes what is left pending. A
+    reduction that the operator begins is charged its bytes alone, for later it may be completed together with others;
+    one that it merely passes on is charged in full, for every later use would complete it anew.
     `gradients` are the layouts in which the operands' gradients arise from the local backward pass of an operator that
     is linear in what it reduces.
     """
@@ -245,13 +247,15 @@ def _priced(
     topology: Topology,
 ) -> Strategy:
     gather, reduce, moves, nbytes = 0.0, 0.0, 0, 0
+    passes = any(isinstance(row, Pending) for row in found.rows)
+    debt = topology if passes else topology.bytes_only()
     for operand, layout in zip(operands, found.inputs, strict=True):
         move = plan(operand.layout, layout, operand.shape, operand.itemsize, topology)
         gather, moves = gather + move.seconds, moves + len(move.steps)
         nbytes += layout.local_numel(operand.shape) * operand.itemsize
     for (shape, itemsize), layout in zip(outputs, found.outputs, strict=True):
         if layout.partial_axes():
-            reduce += plan(layout, completed(layout), shape, itemsize, topology).seconds
+            reduce += plan(layout, completed(layout), shape, itemsize, debt).seconds
         nbytes += layout.local_numel(shape) * itemsize
     local = (
         -(-size // prod(found.inputs[0].mesh.shape[a] for a in found.order.get(factor, ())))

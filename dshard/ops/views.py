@@ -1,21 +1,20 @@
-"""Operators that show a tensor's elements in other dims or a part of them, and the backward forms of these.
-
-A dim of which an operator takes a part stays whole: its term carries no factor there.
-"""
+"""Operators that show all elements of a tensor in other dims."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from math import prod
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-from dshard.layout import Shape
 from dshard.mesh import Coordinate
-from dshard.ops.call import Call, Kernel, LocalOp, Op, names, out_local_shape, pending_all
+from dshard.ops.call import Call, Kernel, LocalOp, Op, names, out_local_shape
 from dshard.ops.reshape import reshape_rule
 from dshard.ops.rule import ANY, LINEAR, Pending, Rule, Term
+from dshard.ops.spec import contiguous_stride
 from dshard.ops.strategy import Strategy
 
 PASS = (Pending(frozenset({0}), ANY),)
@@ -42,6 +41,25 @@ def dims_of(call: Call, name: str, ndim: int) -> tuple[int, ...]:
     given = call.argument(name)
     given = [given] if isinstance(given, int) else given
     return tuple(dim + ndim if dim < 0 else dim for dim in given)
+
+
+def with_local_size(name: str) -> Kernel:
+    """The operator itself, its argument `name` the output's local shape in place of the global one."""
+
+    def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+        size = out_local_shape(call, strategy, coordinate)
+        if size == call.out_shapes[0]:
+            return call.func
+        at = [argument.name for argument in call.func._schema.arguments].index(name)
+
+        def local(*args: Any, **kwargs: Any) -> Any:
+            if at < len(args):
+                return call.func(*args[:at], size, *args[at + 1 :], **kwargs)
+            return call.func(*args, **{**kwargs, name: size})
+
+        return local
+
+    return kernel
 
 
 # -- other dims, all elements
@@ -127,100 +145,34 @@ def expand(call: Call) -> Rule:
     return moved(term, ((),) * new + term)
 
 
-# -- a part of the elements
-
-Part: TypeAlias = Callable[[Call, Shape, Shape], tuple[Term, Term]]
-"""The terms of a tensor of the first shape and of its part, of the second, for forward, backward and scatter forms."""
-
-
-def select(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
-    """One index of a dim, which goes."""
-    dim = call.dim(ndim=len(src))
-    term = kept(len(src), (dim,))
-    return term, (*term[:dim], *term[dim + 1 :])
+def strided(call: Call) -> Rule:
+    """Any strides over the whole tensor; the plain ones of a plain tensor are a reshape."""
+    if _is_plain(call):
+        return reshape(call)
+    src, dst = call.shapes[0], call.out_shapes[0]
+    return moved(((),) * len(src), ((),) * len(dst))
 
 
-def slice_(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
-    """Some indices of a dim. Where these are all, the dim may be split."""
-    dim = call.dim(ndim=len(src))
-    term = kept(len(src), () if src == part else (dim,))
-    return term, term
+def _is_plain(call: Call) -> bool:
+    src, dst = call.specs[0], call.outs[0]
+    starts = not call.argument("storage_offset")
+    return (
+        starts and src.stride == contiguous_stride(src.shape) and dst.is_contiguous() and prod(src.shape) == dst.numel()
+    )
 
 
-def diagonal(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
-    """A diagonal of two dims becomes the last dim."""
-    dims = (call.dim("dim1", len(src)), call.dim("dim2", len(src)))
-    term = kept(len(src), dims)
-    return term, (*(dim for i, dim in enumerate(term) if i not in dims), ())
+def strided_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """The strides count in memory where the tensor lies as its own strides say; the offset counts from its start."""
+    if _is_plain(call):
+        return reshape_kernel(call, strategy, coordinate)
+    spec = call.specs[0]
 
+    def local(x: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
+        if x.stride() != spec.stride:
+            x = x.new_empty_strided(spec.shape, spec.stride).copy_(x)
+        return x.as_strided(size, stride, x.storage_offset() + (storage_offset or 0))
 
-def windows(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
-    """Windows of a dim, whose elements become the last dim."""
-    name = "dimension" if call.argument("dimension") is not None else "dim"
-    term = kept(len(src), (call.dim(name, len(src)),)) if src else ()
-    return term, (*(term or ((),) * (len(part) - 1)), ())
-
-
-def taken(part: Part) -> Callable[[Call], Rule]:
-    """Tensor -> part."""
-
-    def rule(call: Call) -> Rule:
-        src, out = part(call, call.shapes[0], call.out_shapes[0])
-        return moved(src, out)
-
-    return rule
-
-
-def put_back(part: Part) -> Callable[[Call], Rule]:
-    """Gradient of the part -> gradient of the tensor, zero elsewhere."""
-
-    def rule(call: Call) -> Rule:
-        out, src = part(call, call.out_shapes[0], call.shapes[0])
-        return moved(src, out)
-
-    return rule
-
-
-def replaced(part: Part) -> Callable[[Call], Rule]:
-    """Tensor and another part -> tensor with that part."""
-
-    def rule(call: Call) -> Rule:
-        src, new = part(call, *call.shapes)
-        return Rule((src, new), (src,), pending=pending_all(2, ANY))
-
-    return rule
-
-
-def with_local_size(name: str) -> Kernel:
-    """The operator itself, its argument `name` the output's local shape in place of the global one."""
-
-    def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-        size = out_local_shape(call, strategy, coordinate)
-        if size == call.out_shapes[0]:
-            return call.func
-        at = [argument.name for argument in call.func._schema.arguments].index(name)
-
-        def local(*args: Any, **kwargs: Any) -> Any:
-            if at < len(args):
-                return call.func(*args[:at], size, *args[at + 1 :], **kwargs)
-            return call.func(*args, **{**kwargs, name: size})
-
-        return local
-
-    return kernel
-
-
-def split(call: Call) -> Rule:
-    """Pieces of a dim."""
-    term = kept(len(call.shapes[0]), (call.dim(),))
-    return moved(term, *[term] * len(call.outs))
-
-
-def unbind(call: Call) -> Rule:
-    """A tensor for each index of a dim, which goes."""
-    dim = call.dim()
-    term = kept(len(call.shapes[0]), (dim,))
-    return moved(term, *[(*term[:dim], *term[dim + 1 :])] * len(call.outs))
+    return local
 
 
 # -- complex numbers
@@ -236,6 +188,17 @@ def as_complex(call: Call) -> Rule:
     """The last dim becomes one complex number."""
     term = names(len(call.out_shapes[0]))
     return Rule(((*term, ()),), (term,), pending=(Pending(frozenset({0}), LINEAR),))
+
+
+def conjugate(call: Call) -> Rule:
+    """Every element by itself."""
+    term = names(len(call.shapes[0]))
+    return Rule((term,), (term,), pending=(Pending(frozenset({0}), LINEAR),))
+
+
+def done_now(operator: LocalOp) -> Kernel:
+    """What torch marks to be done later is done: collectives read memory as it is."""
+    return lambda call, strategy, coordinate: operator
 
 
 # -- the same tensor in other dims
@@ -265,7 +228,6 @@ VIEWS_IN_PLACE: dict[Any, Any] = {
 CUSTOM: dict[Any, Callable[..., Any]] = dict.fromkeys(VIEWS_IN_PLACE, in_place)
 
 _RESHAPE = Op(reshape, reshape_kernel)
-_BACKWARD = with_local_size("input_sizes")
 
 RULES: dict[str, Op] = {
     **{f"aten::{name}": _RESHAPE for name in ("view", "reshape", "_unsafe_view", "_reshape_alias")},
@@ -277,20 +239,7 @@ RULES: dict[str, Op] = {
     "aten::expand": Op(expand, with_local_size("size")),
     "aten::view_as_real": Op(as_real),
     "aten::view_as_complex": Op(as_complex),
-    "aten::select": Op(taken(select)),
-    "aten::slice": Op(taken(slice_)),
-    "aten::diagonal": Op(taken(diagonal)),
-    "aten::unfold": Op(taken(windows)),
-    "aten::select_backward": Op(put_back(select), _BACKWARD),
-    "aten::slice_backward": Op(put_back(slice_), _BACKWARD),
-    "aten::diagonal_backward": Op(put_back(diagonal), _BACKWARD),
-    "aten::unfold_backward": Op(put_back(windows), _BACKWARD),
-    "aten::select_scatter": Op(replaced(select)),
-    "aten::slice_scatter": Op(replaced(slice_)),
-    "aten::diagonal_scatter": Op(replaced(diagonal)),
-    "aten::split": Op(split),
-    "aten::split_with_sizes": Op(split),
-    "aten::unsafe_split": Op(split),
-    "aten::unsafe_split_with_sizes": Op(split),
-    "aten::unbind": Op(unbind),
+    "aten::_conj": Op(conjugate, done_now(torch.conj_physical)),
+    "aten::_neg_view": Op(conjugate, done_now(torch.neg)),
+    "aten::as_strided": Op(strided, strided_kernel),
 }

@@ -3,6 +3,8 @@
 Needs the extra `testing`: pip install "dshard[testing]". See docs/testing.md.
 """
 
+from dshard.errors import RuleError
+from dshard.testing.check import check_rule
 from dshard.testing.generators import (
     Redistribution,
     dtensors,
@@ -19,6 +21,8 @@ from dshard.testing.simulate import distribute, parts, simulated, whole
 __all__ = [
     "RankPool",
     "Redistribution",
+    "RuleError",
+    "check_rule",
     "distribute",
     "dtensors",
     "layouts",

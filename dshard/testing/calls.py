@@ -1,0 +1,78 @@
+"""Which operators a function calls, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dshard import comm
+from dshard.errors import NotationError
+from dshard.ops.moving import leaves, replace_leaves
+
+Recorded: TypeAlias = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+
+
+def resolve(op: OpOverload | Callable[..., Any] | str) -> Callable[..., Any]:
+    """The operator or function that `op` means.
+
+    Raises:
+        NotationError: no operator has this name, or several overloads do.
+    """
+    if isinstance(op, str):
+        namespace, colons, name = op.partition("::")
+        if not colons or not hasattr(getattr(torch.ops, namespace), name):
+            raise NotationError(f"there is no operator {op!r}: write namespace::name, such as 'mylib::fused'")
+        op = getattr(getattr(torch.ops, namespace), name)
+    if isinstance(op, OpOverloadPacket):
+        overloads = op.overloads()
+        if len(overloads) > 1:
+            raise NotationError(f"{op} has the overloads {', '.join(overloads)}: give one, such as {op}.{overloads[0]}")
+        return getattr(op, overloads[0])  # type: ignore[no-any-return]
+    return op
+
+
+def recorded(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool
+) -> Iterator[Recorded]:
+    """The different operators that `function` calls on these arguments, each once, with their arguments."""
+    with comm.plain(), _Recorder() as recorder:
+        leaf_args, leaf_kwargs = replace_leaves((args, kwargs), _leaf if backward else _copy)
+        outputs = [out for out in leaves(function(*leaf_args, **leaf_kwargs)) if isinstance(out, Tensor)]
+        with_grad = [out for out in outputs if out.requires_grad]
+        try:
+            torch.autograd.backward(with_grad, [torch.ones_like(out) for out in with_grad])
+        except (RuntimeError, NotImplementedError):  # an operator without a derivative
+            pass
+    yield from recorder.calls.values()
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, Recorded] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        key = (func, str(replace_leaves((args, kwargs), _described)))
+        if key not in self.calls:
+            self.calls[key] = (func, *replace_leaves((args, kwargs), _copy))
+        return func(*args, **kwargs)
+
+
+def _described(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.is_floating_point() or leaf.is_complex())

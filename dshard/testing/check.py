@@ -1,0 +1,244 @@
+"""`check_rule`: an operator and its rule against single-device torch, by brute force over placements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from random import Random
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from dshard.errors import RuleError
+from dshard.layout import Layout, replicated
+from dshard.mesh import Mesh
+from dshard.ops.moving import leaves, replace_leaves
+from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.tensor import DTensor
+from dshard.testing.calls import recorded, resolve
+from dshard.testing.rows import check_rows
+from dshard.testing.simulate import distribute, simulated, whole
+
+Op: TypeAlias = OpOverload | Callable[..., Any] | str
+Choice: TypeAlias = tuple[Layout, ...]
+
+
+def check_rule(
+    op: Op,
+    *samples: Any,
+    mesh_shapes: Sequence[tuple[int, ...]] = ((2,), (3,), (2, 2)),
+    placements: Literal["all"] | Sequence[Placement] = "all",
+    gradients: bool = True,
+    limit: int = 64,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> None:
+    """Verify that `op` on distributed tensors gives what it gives on one device, however its operands lie.
+
+    `op` is an operator of torch, a function such as `torch.nn.functional.gelu`, or the name of an operator with a
+    registered rule. Each sample is a tuple of its arguments, tensors and others; a dict at its end holds keyword
+    arguments. Take sizes that the mesh does not divide, and float64 where gradients count.
+
+    On each mesh, simulated in this process:
+    - every strategy that the rule allows is run on local tensors, whether or not it would ever be the cheapest; so are
+      those of the operators that a function calls, and of their backward passes;
+    - the whole operator is run on operands in `placements` (all that exist: each dim split, replicated, for floats a
+      pending sum), in every combination or, beyond `limit`, in a sample that is the same each time; values and
+      gradients are compared.
+
+    `rtol` and `atol` are as in `torch.testing.assert_close`.
+
+    >>> check_rule(torch.mm, (torch.randn(5, 3), torch.randn(3, 4)), mesh_shapes=[(2,)])
+
+    Raises:
+        RuleError: a difference; it names the operator, the rule, the mesh, the layouts and what differs.
+    """
+    function = resolve(op)
+    for sample in samples:
+        call = _Call.of(function, sample)
+        expected = call.on_one_device(gradients)
+        tolerance = {"rtol": rtol, "atol": atol}
+        for shape in mesh_shapes:
+            mesh = Mesh(shape)
+            with simulated(mesh):
+                for func, args, kwargs in recorded(function, call.args, call.kwargs, gradients):
+                    check_rows(func, args, kwargs, mesh, tolerance)
+                for i, layouts in enumerate(_sampled(call.choices(mesh, placements), limit)):
+                    call.compare(layouts, expected, i, tolerance)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """What one device gives: outputs, the gradients that come in for those that have one, those of the operands."""
+
+    outputs: list[Any]
+    incoming: list[Tensor | None]
+    gradients: list[Tensor | None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An operator and its arguments on one device."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], sample: Any) -> _Call:
+        args = sample if isinstance(sample, tuple) else (sample,)
+        if args and isinstance(args[-1], dict):
+            return cls(function, args[:-1], args[-1])
+        return cls(function, args, {})
+
+    def operands(self) -> list[Tensor]:
+        return [leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The outputs for these operands."""
+        rest = iter(tensors)
+        args, kwargs = replace_leaves(
+            (self.args, self.kwargs), lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf
+        )
+        return leaves(self.function(*args, **kwargs))
+
+    def on_one_device(self, gradients: bool) -> _Expected:
+        """What is expected; no gradients where torch has none."""
+        if gradients and not _writes(self.function):
+            operands = [x.detach().clone().requires_grad_(_differentiable(x)) for x in self.operands()]
+            outputs = self.run(operands)
+            incoming = [_incoming(out, i) for i, out in enumerate(outputs)]
+            try:
+                found = _backward(outputs, incoming, operands)
+                return _Expected([_detached(out) for out in outputs], incoming, found)
+            except (RuntimeError, NotImplementedError):  # an operator without a derivative
+                pass
+        outputs = self.run([x.detach().clone() for x in self.operands()])
+        return _Expected(outputs, [None] * len(outputs), None)
+
+    def choices(self, mesh: Mesh, placements: Literal["all"] | Sequence[Placement]) -> list[list[Layout]]:
+        """The layouts that each operand is to have."""
+        return [layouts_of(x, mesh, placements) for x in self.operands()]
+
+    def compare(self, layouts: Choice, expected: _Expected, seed: int, tolerance: dict[str, float | None]) -> None:
+        """Run it on operands in these layouts and compare."""
+        where = f"{_name(self.function)} of [{'], ['.join(map(str, layouts))}] on the mesh ({_mesh_of(layouts)})"
+        try:
+            operands = [
+                distribute(x.detach(), layout, seed=seed + i)
+                for i, (x, layout) in enumerate(zip(self.operands(), layouts, strict=True))
+            ]
+            for x in operands:
+                x.requires_grad_(expected.gradients is not None and _differentiable(x))
+            outputs = self.run(operands)
+            found = self._gradients(operands, outputs, expected, seed)
+        except Exception as error:
+            raise RuleError(f"{where} raised {type(error).__name__}: {error}") from error
+        for i, (out, value) in enumerate(zip(outputs, expected.outputs, strict=True)):
+            compare(out, value, f"{where}: output {i}", tolerance)
+        for i, (gradient, value) in enumerate(zip(found, expected.gradients or [], strict=True)):
+            if value is not None and gradient is not None:
+                compare(gradient, value, f"{where}: the gradient of operand {i}", tolerance)
+            elif value is not None and value.any():
+                raise RuleError(f"{where}: operand {i} has no gradient")
+
+    def _gradients(
+        self, operands: Sequence[DTensor], outputs: Sequence[Any], expected: _Expected, seed: int
+    ) -> list[Tensor | None]:
+        if expected.gradients is None:
+            return []
+        incoming: list[Tensor | None] = []
+        for out, given in zip(outputs, expected.incoming, strict=True):
+            if given is None:
+                incoming.append(None)
+            else:
+                layout = out.layout.cotangent() if seed % 2 else replicated(out.layout.mesh)
+                incoming.append(distribute(given, layout))
+        return _backward(outputs, incoming, operands)
+
+
+def layouts_of(x: Tensor, mesh: Mesh, placements: Literal["all"] | Sequence[Placement] = "all") -> list[Layout]:
+    """All layouts of `x` with these placements, and where two axes shard one dim the other order too."""
+    if placements == "all":
+        placements = [Replicate(), *map(Shard, range(x.dim())), *([Partial()] if _differentiable(x) else [])]
+    legal = [p for p in placements if not isinstance(p, Shard) or p.dim < x.dim()]
+    legal = [p for p in legal if not isinstance(p, Partial) or _differentiable(x)]
+    found = []
+    for chosen in product(legal, repeat=mesh.ndim):
+        layout = Layout(mesh, chosen)
+        found.append(layout)
+        orders = [(dim, tuple(reversed(layout.axes_of(dim)))) for dim in layout.sharded_dims()]
+        if any(len(axes) > 1 for _, axes in orders):
+            found.append(Layout(mesh, chosen, tuple(orders)))
+    return found
+
+
+def compare(found: Any, expected: Any, what: str, tolerance: dict[str, float | None]) -> None:
+    """One output or gradient against the single device's.
+
+    Raises:
+        RuleError: they differ, or the parts of the ranks do not fit the layout.
+    """
+    try:
+        if not isinstance(expected, Tensor):
+            assert found == expected, f"{found!r} instead of {expected!r}"
+        elif isinstance(found, DTensor):
+            torch.testing.assert_close(whole(found), expected.detach(), equal_nan=True, **tolerance)
+        else:
+            raise AssertionError(f"a {type(found).__name__}, not a DTensor")
+    except AssertionError as error:
+        layout = f" [{found.layout}]" if isinstance(found, DTensor) else ""
+        raise RuleError(f"{what}{layout}: {error}") from None
+
+
+def _sampled(choices: Sequence[Sequence[Layout]], limit: int) -> Iterator[Choice]:
+    """All combinations, or `limit` of them, the same each time."""
+    total = prod(map(len, choices))
+    numbers: Sequence[int] = range(total) if total <= limit else sorted(Random(0).sample(range(total), limit))
+    for number in numbers:
+        picked = []
+        for options in choices:
+            number, i = divmod(number, len(options))
+            picked.append(options[i])
+        yield tuple(picked)
+
+
+def _backward(
+    outputs: Sequence[Any], incoming: Sequence[Tensor | None], operands: Sequence[Tensor]
+) -> list[Tensor | None]:
+    pairs = [(out, given) for out, given in zip(outputs, incoming, strict=True) if given is not None]
+    if pairs:
+        torch.autograd.backward([out for out, _ in pairs], [given for _, given in pairs])
+    return [x.grad for x in operands]
+
+
+def _incoming(out: Any, seed: int) -> Tensor | None:
+    """A gradient for an output that has one."""
+    if not isinstance(out, Tensor) or not out.requires_grad:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(out.shape, dtype=out.dtype, generator=generator)
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _writes(function: Callable[..., Any]) -> bool:
+    return isinstance(function, OpOverload) and function._schema.is_mutable
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(function) if isinstance(function, OpOverload) else getattr(function, "__qualname__", repr(function))
+
+
+def _mesh_of(layouts: Choice) -> str:
+    return str(layouts[0].mesh) if layouts else ""

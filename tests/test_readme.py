@@ -1,0 +1,60 @@
+"""The README is executed: its Python blocks run, print what they say, and use public names alone."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import types
+from pathlib import Path
+
+import pytest
+
+import dshard
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TEST_COMMAND = 'pip install -c constraints.txt -e ".[dev]" && pytest'
+
+
+def execute(source: str) -> str:
+    """What a block prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
+    return printed.getvalue()
+
+
+@pytest.mark.ranks
+def test_the_first_example_gives_every_rank_the_same_loss_and_a_gradient_laid_out_like_its_parameter(ranks):
+    printed = ranks.run(execute, BLOCKS[0])
+
+    assert len(set(printed)) == 1
+    assert "(Replicate(), Shard(dim=0))" in printed[0]
+
+
+def test_the_other_examples_run_and_print_what_they_show():
+    together = "\n".join(BLOCKS[1:])
+    shown = [line[2:] for line in together.splitlines() if line.startswith("# ")]
+
+    printed = execute(together).splitlines()
+
+    assert shown
+    assert printed[: len(shown)] == shown
+
+
+def test_the_public_surface_is_what_all_says():
+    public = {
+        name
+        for name, value in vars(dshard).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+
+    assert public == set(dshard.__all__)
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    ci = (Path(__file__).parent.parent / ".ci" / "run").read_text()
+
+    assert TEST_COMMAND in README
+    assert TEST_COMMAND in ci
