@@ -64,8 +64,13 @@ def _key(cls: Any, arg: Any, values: bool) -> Any:
     if isinstance(arg, cls):
         return arg._spec
     if isinstance(arg, Tensor):
-        return Tensor, arg.dtype, arg.shape
+        return Tensor, arg.dtype, arg.shape, _in_backward()
     return arg
+
+
+def _in_backward() -> bool:
+    """Whether autograd calls: it makes plain tensors itself, of zeros, which are the same on all ranks."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _build(cls: Any, func: OpOverload, op: Op | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:
@@ -260,14 +265,14 @@ def common_mesh(cls: Any, func: object, tensors: list[Tensor]) -> Mesh:
 
     Raises:
         MeshError: they lie on different meshes.
-        MixedError: a plain tensor with dims is among them.
+        MixedError: a plain tensor with dims is among them, outside a backward pass.
     """
     meshes = {t._spec.layout.mesh for t in tensors if isinstance(t, cls)}
     if len(meshes) > 1:
         listed = " and ".join(f"({mesh}) of ranks {mesh.ranks}" for mesh in meshes)
         raise MeshError(f"{func}: operands on the meshes {listed}; redistribute them to one mesh first")
     for t in tensors:
-        if not isinstance(t, cls) and t.dim() > 0:
+        if not isinstance(t, cls) and t.dim() > 0 and not _in_backward():
             raise MixedError(
                 f"{func}: a plain torch.Tensor of shape {tuple(t.shape)} among distributed tensors; wrap it with "
                 "distribute_tensor(x, mesh, placements), or DTensor.from_local if each rank has a part; "

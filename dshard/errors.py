@@ -6,6 +6,7 @@
     ├── MeshError       operands on different meshes, or no such ranks  (also a ValueError)
     ├── MixedError      a plain torch.Tensor among distributed tensors  (also a TypeError)
     ├── NotationError   text that is no placement, layout or rule       (also a ValueError)
+    ├── TopologyError   a network or device that cannot be              (also a ValueError)
     ├── RankError       a rank of the pool failed                       (also a RuntimeError)
     └── RuleError       check_rule found an operator wrong              (also an AssertionError)
 
@@ -37,6 +38,10 @@ class MixedError(DShardError, TypeError):
 
 class NotationError(DShardError, ValueError):
     """Text that does not parse as a placement, a layout or a rule."""
+
+
+class TopologyError(DShardError, ValueError):
+    """A network or device that cannot be, a file that describes none, or one for other ranks."""
 
 
 class RankError(DShardError, RuntimeError):

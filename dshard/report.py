@@ -76,7 +76,7 @@ def demo_table(rows: Sequence[Row], settings: Settings) -> Table:
     )
     for heading in ("strategy", "mesh"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("final\nloss", "loss\ndiff.", "test\naccuracy", "collec-\ntives", "bytes", "time"):
+    for heading in ("final\nloss", "loss\ndiff.", "test\naccuracy", "collec-\ntives", "bytes", "time/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*_cells(row))
@@ -92,7 +92,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.test_accuracy:.1%}",
         f"{row.collectives_per_step:,}",
         human_bytes(row.bytes_per_step),
-        f"{row.seconds:.1f} s",
+        f"{row.seconds:.1f}",
     )
 
 

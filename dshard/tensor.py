@@ -181,8 +181,17 @@ def keep_gradient_layout(x: DTensor) -> None:
         return
     layout = x._spec.layout.cotangent()
     with torch._C.DisableTorchFunctionSubclass():
-        x.register_hook(lambda grad: redistribute(grad, layout))  # type: ignore[no-untyped-call]
+        x.register_hook(lambda grad: redistribute(_distributed(grad, layout), layout))  # type: ignore[no-untyped-call]
     x._keeps_gradient_layout = True  # type: ignore[attr-defined]
+
+
+def _distributed(grad: Tensor, layout: Layout) -> DTensor:
+    """A gradient; where autograd made it plain, of zeros, the whole one on every rank."""
+    if isinstance(grad, DTensor):
+        return grad
+    return DTensor._wrap(
+        grad, spec_of(replicated(layout.mesh), tuple(grad.shape), grad.stride(), grad.dtype, grad.device)
+    )
 
 
 def _restore(x: DTensor, requires_grad: bool, is_parameter: bool, memo: dict[int, Any] | None, source: Any) -> DTensor:

@@ -255,9 +255,10 @@ FREE: dict[str, Moves] = {
     "unsqueeze": (lambda x: x.unsqueeze(1), (5, 3), "x:S(0) y:S(1)", "x:S(0) y:S(2)"),
     "expand": (lambda x: x.expand(4, 5, 3), (5, 1), "x:S(0) y:R", "x:S(1) y:R"),
     "slice of another dim": (lambda x: x[:, 1:3], (5, 4), "x:S(0) y:S(0)", "x:S(0) y:S(0)"),
-    "split of another dim": (lambda x: x.split(2, 1)[1], (5, 4), "x:S(0) y:P(max)", "x:S(0) y:P(max)"),
+    "split of another dim": (lambda x: x.split(2, 1)[1], (5, 4), "x:S(0) y:R", "x:S(0) y:R"),
     "cat": (lambda x: torch.cat([x, x], 1), (5, 4), "x:S(0) y:P(sum)", "x:S(0) y:P(sum)"),
     "tril": (lambda x: x.tril(1), (5, 4), "x:S(0) y:S(1)", "x:S(0) y:S(1)"),
+    "like": (torch.ones_like, (5, 4), "x:S(0) y:P(sum)", "x:S(0) y:R"),
     "new of the same rows": (lambda x: x.new_zeros(5, 7), (5, 4), "x:S(0) y:P(sum)", "x:S(0) y:R"),
     "new of another shape": (lambda x: x.new_ones(2, 3, 4), (5, 4), "x:S(0) y:S(1)", "x:R y:R"),
 }
@@ -280,7 +281,7 @@ def never(event: Event) -> None:
 
 
 IN_PLACE: dict[str, Function] = {
-    "view": lambda x: x.view(8, 2).mul_(2),
+    "view": lambda x: x.view(4, 2, 2).mul_(2),
     "t_": lambda x: x.t_().add_(1),
     "transpose_": lambda x: x.transpose_(0, 1),
     "squeeze_": lambda x: x.unsqueeze_(1).squeeze_(1).unsqueeze_(0).squeeze_(),

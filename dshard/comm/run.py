@@ -8,9 +8,9 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from dshard.comm import transport
+from dshard.comm import debug, transport
 from dshard.comm.events import LISTENERS, emit
-from dshard.comm.runtime import Group, LocalTensor, runtime_of
+from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of
 from dshard.comm.simulate import exchange, plain, stack, unstack
 from dshard.comm.transfer import Local, Transfer, compile_step
 from dshard.errors import MeshError
@@ -48,10 +48,17 @@ def runner(plan: Plan) -> Callable[[Tensor], Tensor]:
     if runtime is None or runtime.coordinate is None:
         why = "has no processes" if runtime is None else f"does not contain this rank, {runtime.rank}"
         raise MeshError(f"the mesh ({plan.src.mesh}) {why}: nothing can be sent; use init_device_mesh under torchrun")
-    stages = stages_of(plan, runtime.coordinate)
+    found = runtime.runners.get(plan)
+    return runtime.runners.setdefault(plan, _runner(plan, runtime, runtime.coordinate)) if found is None else found
+
+
+def _runner(plan: Plan, runtime: Runtime, coordinate: Coordinate) -> Local:
+    stages = stages_of(plan, coordinate)
     if not stages:
         return torch.clone
     calls = [_transfer(stage, runtime.group(stage.axes)) if isinstance(stage, Transfer) else stage for stage in stages]
+    if debug.enabled():
+        calls.insert(0, partial(_compared, plan, runtime))
     if len(calls) == 1:
         return calls[0]
 
@@ -61,6 +68,11 @@ def runner(plan: Plan) -> Callable[[Tensor], Tensor]:
         return x
 
     return run_all
+
+
+def _compared(plan: Plan, runtime: Runtime, x: Tensor) -> Tensor:
+    debug.compare(plan, runtime)
+    return x
 
 
 @lru_cache(maxsize=65536)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
 from dshard.errors import MeshError
 from dshard.mesh import Coordinate, Mesh
+from dshard.redistribute import Plan
 
 __all__ = [
     "DeviceMesh",
@@ -50,13 +53,14 @@ class Group:
 
 @dataclass(slots=True)
 class Runtime:
-    """A mesh with processes behind it."""
+    """A mesh with processes behind it: its groups, and what was prepared to run on them."""
 
     mesh: Mesh
     device_mesh: DeviceMesh
     rank: int
     coordinate: Coordinate | None
     groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
+    runners: dict[Plan, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The group of this rank along `axes`; made on first use, by all its ranks together."""

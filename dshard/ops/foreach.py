@@ -25,6 +25,13 @@ from dshard.placements import Partial, Placement, Replicate, Shard
 ForEach: TypeAlias = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
+def support(cls: type[Tensor]) -> None:
+    """Let optimisers and gradient clipping work on lists of tensors of this class by default."""
+    for known in (torch.utils._foreach_utils._foreach_supported_types, torch.optim.optimizer._foreach_supported_types):
+        if cls not in known:
+            known.append(cls)
+
+
 def one_by_one(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each entry by itself: torch's own loop over the operator for one tensor."""
     return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
@@ -113,7 +120,7 @@ def fused(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     local_kwargs = {name: _local(cls, arg, mesh) for name, arg in kwargs.items()}
     run_on_ranks(mesh, lambda coordinate: func, tuple(local_args), local_kwargs)
     for argument, given, local in zip(func._schema.arguments, args, local_args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if given and argument.alias_info is not None and argument.alias_info.is_write:
             _write_back(cls, given, local, layouts)
 
 

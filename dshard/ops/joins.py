@@ -122,6 +122,7 @@ RULES: dict[str, Op] = {
     "aten::constant_pad_nd": Op(pad),
     "aten::tril": Op(triangle, triangle_kernel),
     "aten::triu": Op(triangle, triangle_kernel),
+    **{f"aten::{name}_like": Op(creation) for name in ("zeros", "ones", "full", "empty")},
     **{f"aten::new_{name}": _NEW for name in ("zeros", "ones", "full", "empty")},
     "aten::new_empty_strided": Op(creation, strided_kernel),
 }

@@ -1,4 +1,4 @@
-"""Operators that treat each element by itself: all that torch tags pointwise, copies, casts and creation-like ones."""
+"""Operators that treat each element by itself: all that torch tags pointwise, copies and casts."""
 
 from __future__ import annotations
 
@@ -35,15 +35,6 @@ def _exact(call: Call) -> bool:
     return src == dst or (src.is_floating_point and dst.is_floating_point and dst.itemsize > src.itemsize)
 
 
-def creation_like(call: Call) -> Rule:
-    """A new tensor as the first is laid out; of another shape, a whole one."""
-    src, dst = call.shapes[0], call.out_shapes[0]
-    term = tuple((str(i),) for i in range(len(src)))
-    if src == dst:
-        return Rule((term,), (term,))
-    return Rule((term,), (tuple((f"new{i}",) for i in range(len(dst))),), frozenset(str(i) for i in range(len(src))))
-
-
 def is_pointwise(func: torch._ops.OpOverload) -> bool:
     """Whether torch tags the operator pointwise."""
     return torch.Tag.pointwise in func.tags
@@ -78,5 +69,4 @@ RULES: dict[str, Op] = {
     "aten::zero": _POINTWISE,
     "aten::masked_fill": _POINTWISE,
     "aten::nan_to_num": _POINTWISE,
-    **{f"aten::{name}": Op(creation_like) for name in ("zeros_like", "ones_like", "empty_like", "full_like")},
 }

@@ -85,15 +85,27 @@ def strategies(
     rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]], topology: Topology
 ) -> Iterator[Strategy]:
     """All strategies of `rule` worth trying, priced."""
-    mesh = operands[0].layout.mesh
-    shapes = [operand.shape for operand in operands] + [shape for shape, _ in outputs]
-    sizes = dict(rule.sizes) | factor_sizes((*rule.inputs, *rule.outputs), shapes, rule)
-    rows = [rows_of_axis(rule, operands, axis) for axis in range(mesh.ndim)]
+    sizes = _sizes(rule, operands, outputs)
+    for found in expansions(rule, operands, outputs):
+        yield _priced(rule, found, operands, outputs, sizes, topology)
+
+
+def expansions(
+    rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]]
+) -> Iterator[Expansion]:
+    """The same, not priced."""
+    sizes = _sizes(rule, operands, outputs)
+    rows = [rows_of_axis(rule, operands, axis) for axis in range(operands[0].layout.mesh.ndim)]
     for assignment in product(*rows):
         for order in _orders(rule, operands, assignment):
             found = _expand(rule, operands, assignment, order, sizes)
             if found is not None:
-                yield _priced(rule, found, operands, outputs, sizes, topology)
+                yield found
+
+
+def _sizes(rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]]) -> dict[str, int]:
+    shapes = [operand.shape for operand in operands] + [shape for shape, _ in outputs]
+    return dict(rule.sizes) | factor_sizes((*rule.inputs, *rule.outputs), shapes, rule)
 
 
 def rows_of_axis(rule: Rule, operands: Sequence[Operand], axis: int) -> list[Row]:
@@ -136,7 +148,9 @@ def _orders(rule: Rule, operands: Sequence[Operand], assignment: tuple[Row, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Expanded:
+class Expansion:
+    """One row for each mesh axis, expanded to whole layouts."""
+
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     gradients: tuple[Layout, ...]
@@ -146,23 +160,23 @@ class _Expanded:
 
 def _expand(
     rule: Rule, operands: Sequence[Operand], assignment: tuple[Row, ...], order: Order, sizes: dict[str, int]
-) -> _Expanded | None:
+) -> Expansion | None:
     mesh = operands[0].layout.mesh
     for term in (*rule.inputs, *rule.outputs):
         if any(not merges(dim, order, sizes, mesh) for dim in term if len(dim) > 1):
             return None
-    inputs = tuple(
-        operands[i].layout if i in rule.unread else _layout(mesh, term, order, _input_rest(i, assignment))
-        for i, term in enumerate(rule.inputs)
-    )
     try:
+        inputs = tuple(
+            operands[i].layout if i in rule.unread else _layout(mesh, term, order, _input_rest(i, assignment))
+            for i, term in enumerate(rule.inputs)
+        )
         outputs = tuple(
             _layout(mesh, term, order, _output_rest(rule, i, assignment)) for i, term in enumerate(rule.outputs)
         )
     except LayoutError:  # different reductions would be pending together
         return None
     gradients = tuple(_layout(mesh, term, order, _gradient_rest(i, assignment)) for i, term in enumerate(rule.inputs))
-    return _Expanded(inputs, outputs, gradients, assignment, order)
+    return Expansion(inputs, outputs, gradients, assignment, order)
 
 
 def _input_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
@@ -240,7 +254,7 @@ def _flatten(parts: list[range], sizes: list[int]) -> range | None:
 
 def _priced(
     rule: Rule,
-    found: _Expanded,
+    found: Expansion,
     operands: Sequence[Operand],
     outputs: Sequence[tuple[Shape, int]],
     sizes: dict[str, int],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dshard import comm
 from dshard.errors import NotationError
 from dshard.ops.moving import leaves, replace_leaves
 
@@ -38,9 +37,12 @@ def resolve(op: OpOverload | Callable[..., Any] | str) -> Callable[..., Any]:
 
 def recorded(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool
-) -> Iterator[Recorded]:
-    """The different operators that `function` calls on these arguments, each once, with their arguments."""
-    with comm.plain(), _Recorder() as recorder:
+) -> list[Recorded]:
+    """The different operators that `function` calls on these arguments, each once, with their arguments.
+
+    Views and copies are left out, unless they are the function itself.
+    """
+    with _Recorder() as recorder:
         leaf_args, leaf_kwargs = replace_leaves((args, kwargs), _leaf if backward else _copy)
         outputs = [out for out in leaves(function(*leaf_args, **leaf_kwargs)) if isinstance(out, Tensor)]
         with_grad = [out for out in outputs if out.requires_grad]
@@ -48,7 +50,12 @@ def recorded(
             torch.autograd.backward(with_grad, [torch.ones_like(out) for out in with_grad])
         except (RuntimeError, NotImplementedError):  # an operator without a derivative
             pass
-    yield from recorder.calls.values()
+    return [call for call in recorder.calls.values() if call[0] == function or not _trivial(call[0])]
+
+
+def _trivial(func: OpOverload) -> bool:
+    name = func._schema.name
+    return func.is_view or name.endswith("_like") or name in ("aten::clone", "aten::detach", "aten::copy_")
 
 
 class _Recorder(TorchDispatchMode):

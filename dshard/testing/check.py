@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from dshard import comm
 from dshard.errors import RuleError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
@@ -62,11 +63,12 @@ def check_rule(
         call = _Call.of(function, sample)
         expected = call.on_one_device(gradients)
         tolerance = {"rtol": rtol, "atol": atol}
+        calls = recorded(function, call.args, call.kwargs, gradients and not _writes(function))
         for shape in mesh_shapes:
             mesh = Mesh(shape)
+            for func, args, kwargs in calls:
+                check_rows(func, args, kwargs, mesh, tolerance)
             with simulated(mesh):
-                for func, args, kwargs in recorded(function, call.args, call.kwargs, gradients):
-                    check_rows(func, args, kwargs, mesh, tolerance)
                 for i, layouts in enumerate(_sampled(call.choices(mesh, placements), limit)):
                     call.compare(layouts, expected, i, tolerance)
 
@@ -187,7 +189,8 @@ def compare(found: Any, expected: Any, what: str, tolerance: dict[str, float | N
         if not isinstance(expected, Tensor):
             assert found == expected, f"{found!r} instead of {expected!r}"
         elif isinstance(found, DTensor):
-            torch.testing.assert_close(whole(found), expected.detach(), equal_nan=True, **tolerance)
+            with comm.plain():
+                torch.testing.assert_close(whole(found), expected, equal_nan=True, **tolerance)
         else:
             raise AssertionError(f"a {type(found).__name__}, not a DTensor")
     except AssertionError as error:

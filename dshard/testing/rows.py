@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -14,22 +14,20 @@ from dshard.errors import RuleError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.ops.call import Call, Op
-from dshard.ops.moving import leaves, replace_leaves, run_on_ranks
+from dshard.ops.moving import leaves, replace_leaves
 from dshard.ops.random import is_random
 from dshard.ops.registry import known
 from dshard.ops.rule import Rule
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
-from dshard.ops.strategy import Operand, Strategy, strategies
+from dshard.ops.strategy import Operand, Strategy, expansions
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.tensor import DTensor
-from dshard.testing.simulate import distribute, whole
-from dshard.topology import default_topology
+from dshard.testing.terms import Parts, joined, parted
 
 
 def check_rows(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, tolerance: dict[str, float | None]
 ) -> None:
-    """Run `func` in the layouts of every strategy of its rule, on simulated ranks, and compare with one device.
+    """Run `func` in the layouts of every strategy of its rule, rank by rank, and compare with one device.
 
     Nothing is checked for an operator without a rule of its own.
 
@@ -41,12 +39,35 @@ def check_rows(
     tensors = _tensors((args, kwargs))
     if op is None or replaced or is_random(func) or not tensors:
         return
-    copies = iter([x.clone() for x in tensors])
-    expected = _tensors(func(*(pair := _filled((args, kwargs), copies))[0], **pair[1]))
+    given = (args, kwargs)
+    expected = _run(func, given, [x.clone() for x in tensors])
     call = call_of(func, args, kwargs, mesh)
     rule = op.rule(call)
     for strategy in every_strategy(rule, call, mesh):
-        _check(op, rule, call, strategy, (args, kwargs), tensors, expected, tolerance)
+        try:
+            found = run_strategy(op, call, strategy, given)
+            for value, right in zip(found, expected, strict=True):
+                torch.testing.assert_close(value, right, equal_nan=True, **tolerance)
+        except Exception as error:
+            what = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
+            where = f"on the mesh ({mesh}), in the layouts\n  {strategy}"
+            raise RuleError(f"the rule '{rule}' of {func} is wrong {where}\n{what}") from error
+
+
+def run_strategy(op: Op, call: Call, strategy: Strategy, given: tuple[Any, Any]) -> list[Tensor]:
+    """The outputs of a call put together from those of all ranks, each of which runs the local operator."""
+    pairs = zip(_tensors(given), strategy.inputs, strict=True)
+    operands = [parted(x, layout, seed) for seed, (x, layout) in enumerate(pairs)]
+    outputs: list[Parts] = [{} for _ in call.outs]
+    for at in strategy.inputs[0].mesh.coordinates():
+        local_op = call.func if op.kernel is None else op.kernel(call, strategy, at)
+        found = _run(local_op, given, [part(at) for part in operands])
+        for output, local in zip(outputs, found, strict=True):
+            output[at] = local
+    return [
+        joined(output, layout, tuple(out.shape), out.dtype)
+        for output, layout, out in zip(outputs, strategy.outputs, call.outs, strict=True)
+    ]
 
 
 def call_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Call:
@@ -62,13 +83,14 @@ def call_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mes
 
 
 def every_strategy(rule: Rule, call: Call, mesh: Mesh) -> list[Strategy]:
-    """All strategies that the rule has for any layouts of the operands, each once."""
+    """All strategies that the rule has for any layouts of the operands, each once, not priced."""
     outputs = [(tuple(out.shape), out.itemsize) for out in call.outs]
-    topology = default_topology(mesh.device_type)
     found: dict[tuple[Any, ...], Strategy] = {}
     for operands in suggestive(rule, call.specs, mesh):
-        for strategy in strategies(rule, operands, outputs, topology):
-            found.setdefault((strategy.inputs, strategy.outputs), strategy)
+        for some in expansions(rule, operands, outputs):
+            key = (some.inputs, some.outputs)
+            if key not in found:
+                found[key] = Strategy(*key, some.rows, some.gradients, gather=0, compute=0, reduce=0, moves=0)
     return list(found.values())
 
 
@@ -99,33 +121,9 @@ def _reversed(layout: Layout) -> Layout:
     return Layout(layout.mesh, layout.placements, orders)
 
 
-def _check(
-    op: Op,
-    rule: Rule,
-    call: Call,
-    strategy: Strategy,
-    given: tuple[Any, Any],
-    tensors: Sequence[Tensor],
-    expected: Sequence[Tensor],
-    tolerance: dict[str, float | None],
-) -> None:
-    mesh = strategy.inputs[0].mesh
-    operands = [distribute(x, layout, seed=i) for i, (x, layout) in enumerate(zip(tensors, strategy.inputs, strict=True))]
-    try:
-        args, kwargs = _filled(given, (x._local for x in operands))
-        kernel = op.kernel
-        out = run_on_ranks(
-            mesh, lambda at: call.func if kernel is None else kernel(call, strategy, at), args, kwargs
-        )
-        for local, value, layout in zip(_tensors(out), expected, strategy.outputs, strict=True):
-            torch.testing.assert_close(
-                whole(DTensor._wrap(local, _spec(value, layout))), value, equal_nan=True, **tolerance
-            )
-    except Exception as error:
-        what = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
-        raise RuleError(
-            f"the rule '{rule}' of {call.func} is wrong on the mesh ({mesh}), in the layouts\n  {strategy}\n{what}"
-        ) from error
+def _run(func: Callable[..., Any], given: tuple[Any, Any], tensors: Sequence[Tensor]) -> list[Tensor]:
+    args, kwargs = _filled(given, iter(tensors))
+    return _tensors(func(*args, **kwargs))
 
 
 def _filled(tree: tuple[Any, Any], tensors: Iterator[Any]) -> tuple[Any, Any]:

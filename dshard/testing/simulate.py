@@ -5,24 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensorMode
 
 from dshard import comm
 from dshard.errors import MeshError
-from dshard.layout import Layout, Region
+from dshard.layout import Layout
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.spec import contiguous_stride, spec_of
-from dshard.placements import Partial, ReduceOp
 from dshard.tensor import DTensor
-from dshard.testing.terms import reduce, split
-
-Parts = dict[Coordinate, Tensor]
-
+from dshard.testing.terms import Parts, joined, parted
 
 @contextmanager
 def simulated(ranks: int | Mesh) -> Iterator[None]:
@@ -60,22 +54,16 @@ def _process_group(world_size: int) -> Iterator[None]:
 def distribute(x: Tensor, layout: Layout, *, seed: int = 0) -> DTensor:
     """The tensor `x`, which every rank passes, in any layout: an order of mesh axes and pending reductions included.
 
-    Unlike `distribute_tensor` it sends nothing. The terms of a pending reduction are random, and reduce to `x`: exactly where `x` holds small whole numbers, else within rounding.
+    Unlike `distribute_tensor` it sends nothing. The terms of a pending reduction are random, and reduce to `x`: exactly
+    where `x` holds small whole numbers, else within rounding.
 
     Raises:
         LayoutError: a dim that the tensor does not have, or a reduction that its dtype does not.
     """
     layout.check(x.shape)
-    axes = layout.partial_axes()
-    ops: list[ReduceOp] = [p.reduce_op for p in layout.placements if isinstance(p, Partial)]
-    with comm.plain(), torch.no_grad():
-        terms = split(x.detach(), ops, [layout.mesh.shape[axis] for axis in axes], seed)
-
-    def part(at: Coordinate, device: torch.device) -> Tensor:
-        term = terms[_term_index(layout, at)]
-        return comm.cut(term, layout.region(tuple(x.shape), at)).to(device)
-
-    local = comm.local_of(layout, part)
+    with comm.plain():
+        part = parted(x, layout, seed)
+    local = comm.local_of(layout, lambda at, device: part(at).to(device))
     shape = tuple(x.shape)
     return DTensor._wrap(local, spec_of(layout, shape, contiguous_stride(shape), x.dtype, local.device))
 
@@ -90,28 +78,14 @@ def whole(x: DTensor) -> Tensor:
         AssertionError: a part is not what the layout says.
         MeshError: this rank is not in the mesh.
     """
-    with comm.plain(), torch.no_grad():
-        layout, shape = x.layout, tuple(x.shape)
-        terms: dict[int, Tensor] = {}
-        seen: dict[tuple[int, Region], tuple[Coordinate, Tensor]] = {}
-        for at, part in _parts(x).items():
-            _check_part(x, at, part)
-            index, region = _term_index(layout, at), layout.region(shape, at)
-            first, replica = seen.setdefault((index, region), (at, part))
-            if not _same(part, replica):
-                raise AssertionError(f"[{layout}]: the ranks at {first} and {at} hold different values:\n{replica}\n{part}")
-            term = terms.setdefault(index, part.new_empty(shape))
-            term[tuple(slice(held.start, held.stop) for held in region)] = part
-        sizes = [layout.mesh.shape[axis] for axis in layout.partial_axes()]
-        ops = [p.reduce_op for p in layout.placements if isinstance(p, Partial)]
-        return reduce([terms[i] for i in range(prod(sizes))], ops, sizes)
+    with comm.plain():
+        return joined(_parts(x), x.layout, tuple(x.shape), x.dtype)
 
 
 def parts(x: DTensor) -> dict[int, Tensor]:
     """What each rank of the mesh holds of `x`."""
-    mesh = x.layout.mesh
-    with comm.plain(), torch.no_grad():
-        return {mesh.rank(at): part for at, part in _parts(x).items()}
+    with comm.plain():
+        return {x.layout.mesh.rank(at): part for at, part in _parts(x).items()}
 
 
 def _parts(x: DTensor) -> Parts:
@@ -125,25 +99,3 @@ def _parts(x: DTensor) -> Parts:
     found: list[tuple[Coordinate, Tensor] | None] = [None] * mesh.size
     dist.all_gather_object(found, (runtime.coordinate, local.cpu()), group=runtime.group(mesh.names).process_group)
     return dict(sorted(pair for pair in found if pair is not None))
-
-
-def _check_part(x: DTensor, at: Coordinate, part: Tensor) -> None:
-    right = x.layout.local_shape(tuple(x.shape), at)
-    if tuple(part.shape) != right or part.dtype != x.dtype:
-        raise AssertionError(
-            f"[{x.layout}] of shape {tuple(x.shape)}: the rank at {at} holds {tuple(part.shape)} of {part.dtype}, "
-            f"not {right} of {x.dtype}"
-        )
-
-
-def _term_index(layout: Layout, at: Coordinate) -> int:
-    """Which term of the pending reduction the rank at `at` holds."""
-    index = 0
-    for axis in layout.partial_axes():
-        index = index * layout.mesh.shape[axis] + at[axis]
-    return index
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
-

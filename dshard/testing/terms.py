@@ -1,15 +1,71 @@
-"""The terms of a pending reduction: a tensor into random ones, and back, without any collective."""
+"""A tensor into the parts that ranks hold, and back: the terms of a pending reduction too, without any collective."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from dshard.comm import cut
 from dshard.errors import LayoutError
-from dshard.placements import ReduceOp
+from dshard.layout import Layout, Region, Shape
+from dshard.mesh import Coordinate
+from dshard.placements import Partial, ReduceOp
+
+Parts: TypeAlias = dict[Coordinate, Tensor]
+
+
+def parted(x: Tensor, layout: Layout, seed: int) -> Callable[[Coordinate], Tensor]:
+    """What gives the part of each rank, a copy; the terms of what is pending are random."""
+    ops, sizes = _pending(layout)
+    terms = split(x.detach(), ops, sizes, seed)
+    return lambda at: cut(terms[_term_index(layout, at)], layout.region(tuple(x.shape), at))
+
+
+def joined(parts: Mapping[Coordinate, Tensor], layout: Layout, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """The tensor whose parts these are.
+
+    Raises:
+        AssertionError: a part has another shape or dtype than its layout says, or replicas differ.
+    """
+    terms: dict[int, Tensor] = {}
+    seen: dict[tuple[int, Region], tuple[Coordinate, Tensor]] = {}
+    for at, part in parts.items():
+        right = layout.local_shape(shape, at)
+        if tuple(part.shape) != right or part.dtype != dtype:
+            raise AssertionError(
+                f"[{layout}] of shape {shape}: the rank at {at} holds {tuple(part.shape)} of {part.dtype}, "
+                f"not {right} of {dtype}"
+            )
+        index, region = _term_index(layout, at), layout.region(shape, at)
+        first, replica = seen.setdefault((index, region), (at, part))
+        if not _same(part, replica):
+            raise AssertionError(f"[{layout}]: the ranks at {first} and {at} hold different values:\n{replica}\n{part}")
+        term = terms.setdefault(index, part.new_empty(shape))
+        term[tuple(slice(held.start, held.stop) for held in region)] = part
+    ops, sizes = _pending(layout)
+    return reduce([terms[i] for i in range(prod(sizes))], ops, sizes)
+
+
+def _pending(layout: Layout) -> tuple[list[ReduceOp], list[int]]:
+    """Which reductions are pending, over how many ranks each."""
+    pairs = list(zip(layout.placements, layout.mesh.shape, strict=True))
+    return [p.reduce_op for p, _ in pairs if isinstance(p, Partial)], [n for p, n in pairs if isinstance(p, Partial)]
+
+
+def _term_index(layout: Layout, at: Coordinate) -> int:
+    """Which term of the pending reduction the rank at `at` holds."""
+    index = 0
+    for axis in layout.partial_axes():
+        index = index * layout.mesh.shape[axis] + at[axis]
+    return index
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def split(x: Tensor, ops: Sequence[ReduceOp], sizes: Sequence[int], seed: int) -> list[Tensor]:

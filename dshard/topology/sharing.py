@@ -1,0 +1,219 @@
+"""How the groups of some mesh axes share the network, all of them active at once.
+
+A topology has layers: with `ranks` units each, a unit of layer j has D_j ranks, the product of `ranks` of the layers
+below. A group crosses a layer where it has ranks in several units of one unit above. What it gets of each layer that it
+crosses is what the layer's units can carry, divided among all groups that leave the same unit; the least of these
+counts. This is the hierarchical communication matrix of ATP (arXiv 2301.08658, section 3.4 and equation 3), from the
+groups themselves, so that any mesh of any ranks in any order has its links.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from math import inf
+from typing import TypeAlias
+
+from dshard.mesh import Mesh
+from dshard.topology.values import Collective, Layer, Link, Matrix
+
+Groups: TypeAlias = tuple[tuple[int, ...], ...]
+Edge: TypeAlias = tuple[int, int]
+Hops: TypeAlias = dict[Edge, dict[Edge, float]]
+"""Pairs of units that exchange messages, each with the links on its way and the part of its traffic on each of them."""
+
+DIRECT: frozenset[Collective] = frozenset({"all_to_all", "exchange"})
+"""Collectives in which each rank has a message for each other; in all others, bytes pass along a ring or a tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A group within one unit of the layer above: the units it has ranks in, and how many in each."""
+
+    units: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many ranks of the group these are."""
+        return sum(self.counts)
+
+
+def groups_of(mesh: Mesh, axes: Iterable[str]) -> Groups:
+    """The ranks of each group along `axes`, in a form in which the same groups are equal, whatever their axes.
+
+    >>> groups_of(Mesh((2, 2), ("dp", "tp")), ["tp"])
+    ((0, 1), (2, 3))
+    """
+    inside = {mesh.axis(axis) for axis in axes}
+    starts, offsets, stride = [0], [0], 1
+    for axis in reversed(range(mesh.ndim)):
+        steps = [i * stride for i in range(mesh.shape[axis])]
+        if axis in inside:
+            offsets = [step + offset for step in steps for offset in offsets]
+        else:
+            starts = [step + start for step in steps for start in starts]
+        stride *= mesh.shape[axis]
+    return tuple(sorted(tuple(sorted(mesh.ranks[start + offset] for offset in offsets)) for start in starts))
+
+
+def shared_link(layers: Sequence[Layer], groups: Groups, collective: Collective | None) -> Link:
+    """The link of one rank of these groups: the least bandwidth, and the latency of the outermost layer crossed."""
+    latency, bandwidth = None, inf
+    below = _ranks_below(layers)
+    for layer, inner in zip(layers, below, strict=True):
+        parts = crossing(layer, inner, groups)
+        if parts:
+            latency = layer.latency if latency is None else latency
+            if collective in DIRECT:
+                bandwidth = min(bandwidth, _direct_bandwidth(layer, parts, len(groups[0]), collective))
+            else:
+                bandwidth = min(bandwidth, _ring_bandwidth(layer, parts))
+    return Link(latency or 0.0, bandwidth)
+
+
+def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[Part]:
+    """The parts of `groups` that cross `layer`, whose units have `inner` ranks each."""
+    found: Counter[Part] = Counter()
+    for group in groups:
+        counts = Counter(rank // inner for rank in group)
+        if len(counts) > 1:
+            parents: dict[int, list[int]] = {}
+            for unit in sorted(counts):
+                parents.setdefault(0 if layer.ranks is None else unit // layer.ranks, []).append(unit)
+            for units in parents.values():
+                if len(units) > 1:
+                    found[Part(tuple(units), tuple(counts[unit] for unit in units))] += 1
+    return found
+
+
+def _ranks_below(layers: Sequence[Layer]) -> list[int]:
+    """D_j: how many ranks a unit of each layer has."""
+    found = [1]
+    for layer in reversed(layers[1:]):
+        assert layer.ranks is not None
+        found.append(found[-1] * layer.ranks)
+    return found[::-1]
+
+
+def _ring_bandwidth(layer: Layer, parts: Counter[Part]) -> float:
+    """Where bytes pass from unit to unit, each group enters and leaves each of its units once."""
+    sharing: Counter[int] = Counter()
+    for part, times in parts.items():
+        for unit in part.units:
+            sharing[unit] += times
+    pairs = _pair_rates(layer, parts)
+    rank = inf if layer.rank_bandwidth is None else layer.rank_bandwidth
+    return min(
+        min(layer.group_bandwidth / sharing[unit], pairs.get((part, unit), inf), count * rank)
+        for part in parts
+        for unit, count in zip(part.units, part.counts, strict=True)
+    )
+
+
+def _pair_rates(layer: Layer, parts: Counter[Part]) -> dict[tuple[Part, int], float]:
+    """What one group gets, out of each of its units, of the links between pairs of units."""
+    if not _pairs_matter(layer):
+        return {}
+    hops = {part: _hops(layer, part.units) for part in parts}
+    loads: Counter[Edge] = Counter()
+    for part, times in parts.items():
+        for ways in hops[part].values():
+            for edge, share in ways.items():
+                loads[edge] += times * share  # type: ignore[assignment]  # a Counter of fractions
+    rates: dict[tuple[Part, int], float] = {}
+    for part, ends in hops.items():
+        for (a, b), ways in ends.items():
+            rate = min(_pair(layer, edge) / loads[edge] for edge in ways)
+            for unit in (a, b):
+                rates[part, unit] = rates.get((part, unit), 0.0) + rate
+    return rates
+
+
+def _direct_bandwidth(layer: Layer, parts: Counter[Part], n: int, collective: Collective | None) -> float:
+    """Where each rank sends to each other, all of a unit's ranks send what leaves it.
+
+    In an all_to_all the bytes from each peer are the same. In an exchange they may all come from beyond the layer.
+    """
+    leaving: Counter[int] = Counter()
+    loads: Counter[Edge] = Counter()
+    bandwidth = inf
+    for part, times in parts.items():
+        for unit, count in zip(part.units, part.counts, strict=True):
+            outside = 1.0 if collective == "exchange" else (part.size - count) / (n - 1)
+            leaving[unit] += times * count * outside  # type: ignore[assignment]  # a Counter of fractions
+            if layer.rank_bandwidth is not None:
+                bandwidth = min(bandwidth, layer.rank_bandwidth / outside)
+        if _pairs_matter(layer):
+            counts = dict(zip(part.units, part.counts, strict=True))
+            for a, b in combinations(part.units, 2):
+                for edge, share in _way(layer, a, b).items():
+                    loads[edge] += times * share * counts[a] * counts[b] / (n - 1)  # type: ignore[assignment]
+    units = min(layer.group_bandwidth / share for share in leaving.values())
+    return min([bandwidth, units, *(_pair(layer, edge) / load for edge, load in loads.items())])
+
+
+def _pairs_matter(layer: Layer) -> bool:
+    """Whether single pairs can be slower than the whole unit."""
+    pair = layer.pair_bandwidth
+    return pair is not None and not (isinstance(pair, int | float) and pair >= layer.group_bandwidth)
+
+
+def _pair(layer: Layer, edge: Edge) -> float:
+    pair = layer.pair_bandwidth
+    if not isinstance(pair, tuple):
+        return inf if pair is None else pair
+    return pair[edge[0] % len(pair)][edge[1] % len(pair)]
+
+
+def _hops(layer: Layer, units: tuple[int, ...]) -> Hops:
+    """The pairs of units between which a group's bytes pass.
+
+    These are all pairs with a link of their own, over which several rings run at once; where such links do not join
+    all units of the group, the pairs of neighbours on one ring, whose bytes pass through other units.
+    """
+    joined = [(a, b) for a, b in combinations(units, 2) if _pair(layer, (a, b)) > 0]
+    if _joins(units, joined):
+        return {pair: {pair: 1.0} for pair in joined}
+    ring = {*pairwise(units), (units[0], units[-1])}
+    return {(a, b): _way(layer, a, b) for a, b in ring}
+
+
+def _joins(units: tuple[int, ...], pairs: list[Edge]) -> bool:
+    found = {units[0]}
+    for _ in units:
+        found |= {b for pair in pairs if found & set(pair) for b in pair}
+    return len(found) == len(units)
+
+
+def _way(layer: Layer, a: int, b: int) -> dict[Edge, float]:
+    """The links on the shortest ways from unit `a` to unit `b` of the same parent, with the share of traffic on each."""
+    matrix = layer.pair_bandwidth
+    if not isinstance(matrix, tuple) or matrix[a % len(matrix)][b % len(matrix)] > 0:
+        return {(a, b): 1.0}
+    first = a - a % len(matrix)
+    there, back = _distances(matrix, a - first), _distances(matrix, b - first)
+    length, ways = there[b - first]
+    found: dict[Edge, float] = {}
+    for i, (before, ways_in) in there.items():
+        for j, (after, ways_out) in back.items():
+            if matrix[i][j] > 0 and before + 1 + after == length:
+                found[first + min(i, j), first + max(i, j)] = ways_in * ways_out / ways
+    return found
+
+
+def _distances(matrix: Matrix, source: int) -> dict[int, tuple[int, int]]:
+    """For each unit, the links on a shortest way from `source`, and the number of such ways."""
+    found, frontier, length = {source: (0, 1)}, [source], 0
+    while frontier:
+        length += 1
+        ways: Counter[int] = Counter()
+        for i in frontier:
+            for j, bandwidth in enumerate(matrix[i]):
+                if bandwidth > 0 and j not in found:
+                    ways[j] += found[i][1]
+        found |= {j: (length, times) for j, times in ways.items()}
+        frontier = list(ways)
+    return found

@@ -1,0 +1,208 @@
+"""What a topology is made of: links, layers of the network, the device of a rank, and measured figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import Literal, TypeAlias, get_args
+
+from dshard.errors import TopologyError
+from dshard.mesh import Mesh
+
+Collective: TypeAlias = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "broadcast", "permute"
+]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+Matrix: TypeAlias = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one rank sees of the network in one collective: seconds for each message, bytes per second.
+
+    A `measured` link comes from measurements, and includes all that the ranks do in this collective.
+
+    Raises:
+        TopologyError: a negative latency, or no bandwidth.
+    """
+
+    latency: float
+    bandwidth: float
+    measured: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("latency", self.latency, zero=True)
+        check_number("bandwidth", self.bandwidth, infinite=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One level of the network: what joins the units of this level within one unit of the level above.
+
+    Units are nodes in a cluster, sockets in a node, devices in a socket: each level has names of its own. All
+    bandwidths are bytes per second in one direction, all links full duplex.
+
+    Attributes:
+        name: What one unit is called.
+        ranks: Units within each unit of the level above; None, for the outermost level alone, is any number.
+        group_bandwidth: From one unit to all others, together.
+        latency: Seconds for one message between units.
+        pair_bandwidth: Between two units: the same for all pairs, or a symmetric matrix, zero for pairs that no link
+            joins; traffic between those passes through others. None: only the group bandwidth counts.
+        rank_bandwidth: What one rank alone can send out of its unit, such as through a NIC of its own; None is all.
+
+    Raises:
+        TopologyError: a value that no network has, with the field's name.
+    """
+
+    name: str
+    ranks: int | None
+    group_bandwidth: float
+    latency: float = 0.0
+    pair_bandwidth: float | Matrix | None = None
+    rank_bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+        if self.ranks is not None:
+            check_count("ranks", self.ranks)
+        check_number("group_bandwidth", self.group_bandwidth)
+        check_number("latency", self.latency, zero=True)
+        if self.rank_bandwidth is not None:
+            check_number("rank_bandwidth", self.rank_bandwidth)
+        if isinstance(self.pair_bandwidth, Iterable):
+            object.__setattr__(self, "pair_bandwidth", tuple(map(tuple, self.pair_bandwidth)))
+            _check_matrix(self.pair_bandwidth, self.ranks)
+        elif self.pair_bandwidth is not None:
+            check_number("pair_bandwidth", self.pair_bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one rank computes on.
+
+    Attributes:
+        name: For people.
+        flops: Pairs of a dtype's name and floating-point operations per second; the first is the default.
+        memory_bandwidth: Bytes per second to the rank's memory, reads and writes together.
+        launch: Seconds to start one local operation.
+
+    Raises:
+        TopologyError: a value that no device has, with the field's name.
+    """
+
+    name: str
+    flops: tuple[tuple[str, float], ...]
+    memory_bandwidth: float
+    launch: float
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+        object.__setattr__(self, "flops", tuple((dtype, rate) for dtype, rate in self.flops))
+        if not self.flops or len(dict(self.flops)) != len(self.flops):
+            raise TopologyError(f"flops: give the rate of at least one dtype, each once, got {self.flops}")
+        for dtype, rate in self.flops:
+            check_name("flops", dtype)
+            check_number(f"flops.{dtype}", rate)
+        check_number("memory_bandwidth", self.memory_bandwidth, infinite=True)
+        check_number("launch", self.launch, zero=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Figures that replace the computed ones for the same groups of ranks, whatever their axes are called.
+
+    They were taken with all groups of the axes active. Seconds are those of `dshard.cost`: messages one after the
+    other, times `latency`, plus the bytes that the busiest rank receives, over `bandwidth`.
+
+    Attributes:
+        mesh: The mesh whose groups were measured.
+        axes: The axes along which the groups lie.
+        latency: Seconds for each message.
+        bandwidth: Bytes per second of one rank.
+        collective: What was measured; None is any that has no figures of its own.
+        date, device, sizes, spread: When, on what, with how many bytes, and by how much repetitions differed (the
+            ratio of their range to their median).
+
+    Raises:
+        TopologyError: figures that cannot be, or a collective or axis that does not exist.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    latency: float
+    bandwidth: float
+    collective: Collective | None = None
+    date: str = ""
+    device: str = ""
+    sizes: tuple[int, ...] = ()
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", tuple(self.axes))
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+        if self.collective is not None and self.collective not in COLLECTIVES:
+            raise TopologyError(f"collective: {self.collective!r} is none; use {', '.join(COLLECTIVES)}, or None for any")
+        unknown = [axis for axis in self.axes if axis not in self.mesh.names]
+        if unknown or not self.axes or len(set(self.axes)) != len(self.axes):
+            raise TopologyError(f"axes: {self.axes} of the mesh ({self.mesh}): name at least one of its axes, each once")
+        check_number("latency", self.latency, zero=True)
+        check_number("bandwidth", self.bandwidth)
+        for size in self.sizes:
+            check_count("sizes", size)
+        check_number("spread", self.spread, zero=True)
+
+
+def check_number(field: str, value: object, *, zero: bool = False, infinite: bool = False) -> None:
+    """Refuse what is no number above 0; `zero` and `infinite` allow these too.
+
+    Raises:
+        TopologyError: with the field's name.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and (isfinite(value) or (infinite and value == inf)) and (value > 0 or (zero and value == 0)):  # type: ignore[arg-type, operator]
+        return
+    least = "a number of at least 0" if zero else "a number above 0"
+    raise TopologyError(f"{field}: {value!r} is not {least}")
+
+
+def check_count(field: str, value: object) -> None:
+    """Refuse what is no whole number above 0.
+
+    Raises:
+        TopologyError: with the field's name.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise TopologyError(f"{field}: {value!r} is not a whole number above 0")
+
+
+def check_name(field: str, value: object) -> None:
+    """Refuse what is no text.
+
+    Raises:
+        TopologyError: with the field's name.
+    """
+    if not isinstance(value, str) or not value:
+        raise TopologyError(f"{field}: {value!r} is not a name")
+
+
+def _check_matrix(matrix: object, ranks: int | None) -> None:
+    assert isinstance(matrix, tuple)
+    if ranks is None or len(matrix) != ranks or any(len(row) != ranks for row in matrix):
+        shape = f"{len(matrix)} rows of {sorted({len(row) for row in matrix})}"
+        raise TopologyError(f"pair_bandwidth: {shape} for {ranks} ranks: give one row and column for each")
+    for i, row in enumerate(matrix):
+        for j, value in enumerate(row):
+            check_number(f"pair_bandwidth[{i}][{j}]", value, zero=True)
+            if value != matrix[j][i] or (i == j and value != 0):
+                raise TopologyError(
+                    f"pair_bandwidth[{i}][{j}]: {value!r}: the matrix must be symmetric, with zeros on its diagonal"
+                )
+    reached, frontier = {0}, [0]
+    while frontier:
+        found = {j for i in frontier for j in range(ranks) if matrix[i][j] > 0} - reached
+        reached, frontier = reached | found, list(found)
+    if len(reached) < ranks:
+        lost = min(set(range(ranks)) - reached)
+        raise TopologyError(f"pair_bandwidth: no link leads from unit 0 to unit {lost}: join all units")
