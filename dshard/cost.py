@@ -1,17 +1,66 @@
-"""Seconds of one collective on a link, and of local work. Asks no planner."""
+"""Seconds of one collective, and of local work: every price is made of these. Asks no planner.
+
+A collective takes its messages one after the other, each a latency, and the bytes that its busiest rank receives over
+the bandwidth of its link (Hockney's model). Bytes are those received, so a formula has no (n - 1) / n of its own. Which
+algorithm runs what:
+
+| collective     | gloo                          | nccl                     | xla (a torus) |
+|----------------|-------------------------------|--------------------------|---------------|
+| all_gather     | ring                          | ring                     | ring          |
+| reduce_scatter | all_to_all, then a local sum  | ring                     | ring          |
+| all_reduce     | ring                          | the better of ring, tree | ring          |
+| all_to_all     | pairwise                      | pairwise                 | pairwise      |
+| broadcast      | binomial tree                 | pipelined ring           | pipelined ring |
+| permute        | one message to the next rank  | the same                 | the same      |
+
+A two-level all_reduce is no algorithm here but a plan: reduce_scatter inside, all_reduce across, all_gather inside.
+Prices grow with the bytes, and are never below the bytes that must pass a cut of the network over its bandwidth.
+"""
 
 from __future__ import annotations
 
-from dshard.topology import Link, Topology
+from collections.abc import Iterable
+from math import prod
+
+from typing_extensions import assert_never
+
+from dshard.mesh import Mesh
+from dshard.topology import Collective, Link, Topology
 
 
-def all_gather_seconds(nbytes: float, n: int, link: Link) -> float:
-    """Seconds of a ring all_gather over `n` ranks in which the busiest receives `nbytes`."""
-    return (n - 1) * link.latency + nbytes / link.bandwidth
+def collective_seconds(
+    collective: Collective, nbytes: float, mesh: Mesh, axes: Iterable[str], topology: Topology, *, peers: int | None = None
+) -> float:
+    """Seconds of a collective along `axes`, all groups active, in which the busiest rank receives `nbytes`.
+
+    `peers` is from how many others a rank receives, where not from all of its group.
+    """
+    axes = tuple(axes)
+    n = prod(mesh.shape[mesh.axis(axis)] for axis in axes)
+    if n == 1:
+        return 0.0
+    if collective == "reduce_scatter" and topology.backend == "gloo":
+        return _exchanged_reduce_scatter_seconds(nbytes, n, mesh, axes, topology)
+    link = topology.link(mesh, axes, collective)
+    match collective:
+        case "all_gather" | "reduce_scatter":
+            return ring_seconds(nbytes, n, link)
+        case "all_reduce":
+            ring = all_reduce_seconds(nbytes, n, link)
+            tree = topology.backend == "nccl" and not link.measured
+            return min(ring, tree_all_reduce_seconds(nbytes, n, link)) if tree else ring
+        case "all_to_all" | "exchange":
+            return pairwise_seconds(nbytes, n if peers is None else min(n, peers + 1), link)
+        case "broadcast":
+            return (broadcast_seconds if topology.backend == "gloo" else ring_seconds)(nbytes, n, link)
+        case "permute":
+            return pairwise_seconds(nbytes, 2, link)
+        case _:
+            assert_never(collective)
 
 
-def reduce_scatter_seconds(nbytes: float, n: int, link: Link) -> float:
-    """Seconds of a ring reduce_scatter over `n` ranks in which the busiest receives `nbytes`."""
+def ring_seconds(nbytes: float, n: int, link: Link) -> float:
+    """Seconds of an all_gather, reduce_scatter or broadcast around a ring in which the busiest receives `nbytes`."""
     return (n - 1) * link.latency + nbytes / link.bandwidth
 
 
@@ -20,11 +69,46 @@ def all_reduce_seconds(nbytes: float, n: int, link: Link) -> float:
     return 2 * (n - 1) * link.latency + nbytes / link.bandwidth
 
 
-def all_to_all_seconds(nbytes: float, n: int, link: Link) -> float:
-    """Seconds of a pairwise all_to_all over `n` ranks in which the busiest receives `nbytes`."""
+def tree_all_reduce_seconds(nbytes: float, n: int, link: Link) -> float:
+    """Seconds of an all_reduce up and down a double binary tree, for what in a ring would be `nbytes` received.
+
+    A rank receives the tensor twice, not 2 (n - 1) / n times, in a number of messages that grows with log n alone.
+    """
+    return 2 * _log2(n) * link.latency + nbytes * n / (n - 1) / link.bandwidth
+
+
+def pairwise_seconds(nbytes: float, n: int, link: Link) -> float:
+    """Seconds of messages from `n` - 1 peers, one after the other, in which the busiest rank receives `nbytes`."""
     return (n - 1) * link.latency + nbytes / link.bandwidth
 
 
-def work_seconds(flops: float, nbytes: float, topology: Topology) -> float:
+def broadcast_seconds(nbytes: float, n: int, link: Link) -> float:
+    """Seconds until each of `n` ranks has the `nbytes` of one: a binomial tree, whose root sends them log n times."""
+    return _log2(n) * (link.latency + nbytes / link.bandwidth)
+
+
+def work_seconds(flops: float, nbytes: float, topology: Topology, dtype: str = "") -> float:
     """Seconds of local work that takes `flops` operations and touches `nbytes` of memory: the roofline."""
-    return topology.launch + max(flops / topology.flops, nbytes / topology.memory_bandwidth)
+    return topology.launch + max(flops / topology.flops(dtype), nbytes / topology.memory_bandwidth)
+
+
+def copy_seconds(nbytes: float, topology: Topology) -> float:
+    """Seconds of a copy of `nbytes` within a rank's memory, which reads and writes each."""
+    return work_seconds(0.0, 2 * nbytes, topology)
+
+
+def _exchanged_reduce_scatter_seconds(
+    nbytes: float, n: int, mesh: Mesh, axes: tuple[str, ...], topology: Topology
+) -> float:
+    """A reduce_scatter by all_to_all; then each rank reads its `n` terms and writes their sum."""
+    link = topology.link(mesh, axes, "reduce_scatter")
+    if link.measured:
+        return pairwise_seconds(nbytes, n, link)
+    terms = nbytes / (n - 1)
+    moved = pairwise_seconds(nbytes, n, topology.link(mesh, axes, "all_to_all"))
+    return moved + work_seconds(0.0, (n + 1) * terms, topology)
+
+
+def _log2(n: int) -> int:
+    """The logarithm, rounded up."""
+    return (n - 1).bit_length()

@@ -1,4 +1,4 @@
-"""What ran: every collective with its operator, bytes, predicted seconds and the user's line; and a way to forbid it."""
+"""What ran: each collective with its operator, bytes, predicted seconds and the user's line; and a way to forbid it."""
 
 from __future__ import annotations
 

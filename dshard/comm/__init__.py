@@ -4,6 +4,7 @@ from dshard.comm.agree import checked_shape, global_shape, same_replicas
 from dshard.comm.events import Event, listen
 from dshard.comm.run import run, runner
 from dshard.comm.runtime import (
+    FORGET,
     DeviceMesh,
     LocalTensor,
     Runtime,
@@ -17,6 +18,7 @@ from dshard.comm.simulate import each, plain, stack, unstack
 from dshard.comm.spread import cut, device_of, local_of, spread
 
 __all__ = [
+    "FORGET",
     "DeviceMesh",
     "Event",
     "LocalTensor",

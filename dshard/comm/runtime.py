@@ -57,6 +57,7 @@ class Runtime:
 
     mesh: Mesh
     device_mesh: DeviceMesh
+    world: Any
     rank: int
     coordinate: Coordinate | None
     groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
@@ -90,29 +91,42 @@ def bind(device_mesh: DeviceMesh) -> Mesh:
     Raises:
         MeshError: there is no process group, or the mesh has ranks beyond the world.
     """
-    found = _MESHES.get(id(device_mesh))
-    if found is not None and found[0] is device_mesh and found[1].device_mesh is device_mesh:
-        return found[1].mesh
     if not dist.is_initialized():
         raise MeshError(
             "a DeviceMesh needs a process group: call torch.distributed.init_process_group first, "
             "or plan without processes on a dshard.Mesh"
         )
+    world = dist.group.WORLD
+    found = _BOUND.get(id(device_mesh))
+    if found is not None and found[0] is device_mesh and found[1].world is world:
+        return found[1].mesh
     mesh = _pure(device_mesh)
-    world = dist.get_world_size()
-    if max(mesh.ranks) >= world:
-        raise MeshError(
-            f"the mesh ({mesh}) has rank {max(mesh.ranks)}, but the world has {world} ranks: "
-            "start more processes or shrink the mesh"
-        )
-    rank = _own_rank()
-    runtime = Runtime(mesh, device_mesh, rank, mesh.coordinate(rank) if rank in mesh else None)
-    _RUNTIMES[mesh] = runtime
-    _MESHES[id(device_mesh)] = (device_mesh, runtime)
+    known = _RUNTIMES.get(mesh)
+    runtime = known if known is not None and known.world is world else _start(mesh, device_mesh, world)
+    _BOUND[id(device_mesh)] = (device_mesh, runtime)
     return mesh
 
 
-_MESHES: dict[int, tuple[DeviceMesh, Runtime]] = {}
+def _start(mesh: Mesh, device_mesh: DeviceMesh, world: Any) -> Runtime:
+    """The processes of `mesh`; where it had others before, all that was prepared for those is forgotten."""
+    size = dist.get_world_size()
+    if max(mesh.ranks) >= size:
+        raise MeshError(
+            f"the mesh ({mesh}) has rank {max(mesh.ranks)}, but the world has {size} ranks: "
+            "start more processes or shrink the mesh"
+        )
+    if mesh in _RUNTIMES:
+        for forget in FORGET:
+            forget()
+    rank = _own_rank()
+    runtime = Runtime(mesh, device_mesh, world, rank, mesh.coordinate(rank) if rank in mesh else None)
+    _RUNTIMES[mesh] = runtime
+    return runtime
+
+
+FORGET: list[Callable[[], None]] = []
+"""What is called when a mesh gets other processes than it had."""
+_BOUND: dict[int, tuple[DeviceMesh, Runtime]] = {}
 
 
 def init_device_mesh(

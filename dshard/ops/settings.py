@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from dshard.comm import FORGET
 from dshard.mesh import Mesh
 from dshard.topology import Topology, default_topology
 
@@ -64,6 +65,9 @@ def clear_caches() -> None:
     for settings in _ALL.values():
         settings.executors.clear()
         settings.choices.clear()
+
+
+FORGET.append(clear_caches)
 
 
 def cache_info() -> dict[str, int]:

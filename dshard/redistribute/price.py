@@ -8,8 +8,10 @@ from math import prod
 
 from typing_extensions import assert_never
 
-from dshard.cost import all_gather_seconds, all_reduce_seconds, all_to_all_seconds, reduce_scatter_seconds, work_seconds
+from dshard.cost import collective_seconds, copy_seconds
 from dshard.layout import Layout
+from dshard.mesh import Coordinate
+from dshard.placements import chunk
 from dshard.redistribute.step import (
     AllGather,
     AllReduce,
@@ -20,32 +22,33 @@ from dshard.redistribute.step import (
     ReduceScatter,
     Slice,
     Step,
+    after,
     axes_of,
-    received,
+    kept,
+    numel,
 )
 from dshard.topology import Topology
 
 
 def step_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int, topology: Topology) -> float:
     """Seconds of `step` from `layout` for its busiest rank: latency, bytes over the link, and local copies."""
-    axes = axes_of(step)
-    n = prod(layout.mesh.shape[layout.mesh.axis(axis)] for axis in axes)
-    link = topology.link(axes)
+    copies = copy_seconds(copied(step, layout, shape) * itemsize, topology)
+    mesh, axes = layout.mesh, axes_of(step)
     nbytes = busiest(step, layout, shape) * itemsize
-    copies = work_seconds(0, 2 * copied(step, layout, shape) * itemsize, topology)
     match step:
         case Slice() | Pend():
             return copies
         case AllGather():
-            return copies + all_gather_seconds(nbytes, n, link)
+            return copies + collective_seconds("all_gather", nbytes, mesh, axes, topology)
         case ReduceScatter() | ReduceExchange():
-            return copies + reduce_scatter_seconds(nbytes, n, link)
+            return copies + collective_seconds("reduce_scatter", nbytes, mesh, axes, topology)
         case AllToAll():
-            return copies + all_to_all_seconds(nbytes, n, link)
+            return copies + collective_seconds("all_to_all", nbytes, mesh, axes, topology)
         case Exchange(_, dst):
-            return copies + all_to_all_seconds(nbytes, min(n, 1 + senders(layout, dst, shape)), link)
+            peers = senders(layout, dst, shape)
+            return copies + collective_seconds("exchange", nbytes, mesh, axes, topology, peers=peers)
         case AllReduce():
-            return copies + all_reduce_seconds(nbytes, n, link)
+            return copies + collective_seconds("all_reduce", nbytes, mesh, axes, topology)
         case _:
             assert_never(step)
 
@@ -53,7 +56,7 @@ def step_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int
 def copied(step: Step, layout: Layout, shape: Sequence[int]) -> int:
     """Elements that the busiest rank copies in its own memory, where pieces are not contiguous."""
     own = layout.local_numel(shape)
-    n = prod(layout.mesh.shape[layout.mesh.axis(axis)] for axis in axes_of(step))
+    n = group_size(step, layout)
     match step:
         case AllReduce():
             return 0
@@ -76,11 +79,49 @@ def copied(step: Step, layout: Layout, shape: Sequence[int]) -> int:
 
 
 def busiest(step: Step, layout: Layout, shape: Sequence[int]) -> int:
-    """The most elements that any rank receives: the first rank's, or for an exchange that of some corner."""
-    if not isinstance(step, Exchange):
-        return received(step, layout, shape, (0,) * layout.mesh.ndim)
-    corners = product(*({0, size // 2, size - 1} for size in layout.mesh.shape))
-    return max(received(step, layout, shape, corner) for corner in corners)
+    """The most elements that a rank receives, as `received` counts them, in closed form.
+
+    This is the most along the axis of a step, of the ranks that come first on all other axes; for an exchange, the most
+    at some corner of the mesh.
+    """
+    n = group_size(step, layout)
+    match step:
+        case Slice() | Pend():
+            return 0
+        case AllReduce():
+            size = layout.local_numel(shape)
+            return size + (n - 2) * len(chunk(size, n, 0)) if n > 1 else 0
+        case ReduceScatter() | ReduceExchange():
+            return (n - 1) * after(step, layout).local_numel(shape)
+        case AllGather() | AllToAll():
+            there = after(step, layout)
+            return max(_missing(layout, there, shape, at) for at in _ends(step, layout, shape))
+        case Exchange(_, dst):
+            corners = product(*({0, size // 2, size - 1} for size in layout.mesh.shape))
+            return max(_missing(layout, dst, shape, corner) for corner in corners)
+        case _:
+            assert_never(step)
+
+
+def _ends(step: AllGather | AllToAll, layout: Layout, shape: Sequence[int]) -> list[Coordinate]:
+    """Where on its axis a step brings most: to the last rank, which held least, of those that need a whole chunk.
+
+    The next after these needs part of a chunk, and may have held nothing.
+    """
+    axis, first = layout.mesh.axis(step.axis), (0,) * layout.mesh.ndim
+    n = layout.mesh.shape[axis]
+    places = {n - 1}
+    if isinstance(step, AllToAll):
+        whole = len(layout.dim_range(step.dst, shape[step.dst], first))
+        chunks = whole // -(-whole // n) if whole else 1
+        places = {chunks - 1, min(chunks, n - 1)}
+    return [(*first[:axis], i, *first[axis + 1 :]) for i in places]
+
+
+def group_size(step: Step, layout: Layout) -> int:
+    """How many ranks take part in a step together."""
+    mesh = layout.mesh
+    return prod(mesh.shape[mesh.axis(axis)] for axis in axes_of(step))
 
 
 def senders(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
@@ -88,6 +129,11 @@ def senders(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
     origin = (0,) * src.mesh.ndim
     held, needed = src.local_shape(shape, origin), dst.local_shape(shape, origin)
     return prod(_met(size, max(have, 1), max(want, 1)) for size, have, want in zip(shape, held, needed, strict=True))
+
+
+def _missing(src: Layout, dst: Layout, shape: Sequence[int], at: Coordinate) -> int:
+    """The elements that the rank at `at` needs under `dst` and does not hold under `src`."""
+    return numel(dst.region(shape, at)) - kept(src, dst, shape, at)
 
 
 def _met(size: int, have: int, want: int) -> int:

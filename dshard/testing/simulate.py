@@ -61,6 +61,8 @@ def distribute(x: Tensor, layout: Layout, *, seed: int = 0) -> DTensor:
         LayoutError: a dim that the tensor does not have, or a reduction that its dtype does not.
     """
     layout.check(x.shape)
+    if type(x) is comm.LocalTensor:  # made within simulated(...), alike on all ranks
+        x = next(iter(comm.unstack(x).values()))
     with comm.plain():
         part = parted(x, layout, seed)
     local = comm.local_of(layout, lambda at, device: part(at).to(device))

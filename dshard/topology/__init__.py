@@ -1,54 +1,55 @@
-"""What connects the ranks, and what a rank computes: the machine's constants live here and nowhere else."""
+"""What connects the ranks, and what a rank computes: the machine's figures live here and nowhere else.
+
+    values.py    Link, Layer, Device, Measured
+    sharing.py   how the groups of some mesh axes share the network
+    presets.py   machines that people have
+    files.py     JSON
+    model.py     Topology
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import inf
 
-from dshard.errors import ShapeError
+from dshard.topology.model import Topology
+from dshard.topology.presets import CPU, CUDA, PRESETS, Backend
+from dshard.topology.values import COLLECTIVES, Collective, Device, Layer, Link, Measured
+
+__all__ = [
+    "BYTES",
+    "COLLECTIVES",
+    "FLAT_CPU",
+    "FLAT_CUDA",
+    "PRESETS",
+    "Backend",
+    "Collective",
+    "Device",
+    "Layer",
+    "Link",
+    "Measured",
+    "Topology",
+    "default_topology",
+]
+
+FLAT_CPU = Topology.flat(2e9, 50e-6, name="flat-cpu", device=CPU, backend="gloo", source="round figures")
+FLAT_CUDA = Topology.flat(1e11, 10e-6, name="flat-cuda", device=CUDA, backend="nccl", source="round figures")
+
+BYTES = Topology.flat(1.0, name="bytes", device=Device("none", (("float32", 1.0),), inf, 0.0))
+"""On this network a plan's seconds are the bytes that its busiest rank receives: the cheapest moves the fewest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What one rank sees of the network along one mesh axis: seconds for each message, bytes per second."""
+@lru_cache(maxsize=64)
+def default_topology(device_type: str, ranks_per_host: int | None = None) -> Topology:
+    """The topology assumed for ranks that compute on `device_type`, until one is given.
 
-    latency: float
-    bandwidth: float
-
-    def __post_init__(self) -> None:
-        if not (self.latency >= 0 and self.bandwidth > 0):
-            raise ShapeError(
-                f"{self}: a link needs a latency of at least 0 seconds and a bandwidth above 0 bytes per second"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """A flat network: all pairs of ranks share one kind of link.
-
-    `flops` are floating-point operations per second of one rank, `memory_bandwidth` bytes per second to its memory,
-    `launch` seconds to start one local operation.
+    With `ranks_per_host`, the ranks of a host see the usual link, and hosts are joined by 10 Gb/s Ethernet on CPUs and a
+    200 Gb/s network on GPUs.
     """
-
-    name: str
-    uniform: Link
-    flops: float
-    memory_bandwidth: float
-    launch: float
-
-    def bytes_only(self) -> Topology:
-        """The same network without latency, launches or copies: on it the cheapest plan is that of the fewest bytes."""
-        return replace(self, uniform=Link(0.0, self.uniform.bandwidth), memory_bandwidth=float("inf"), launch=0.0)
-
-    def link(self, axes: tuple[str, ...]) -> Link:
-        """The link that a collective along `axes` uses."""
-        del axes  # all axes of a flat network are alike
-        return self.uniform
-
-
-FLAT_CPU = Topology("flat-cpu", Link(50e-6, 2e9), flops=5e10, memory_bandwidth=1e10, launch=5e-6)
-FLAT_CUDA = Topology("flat-cuda", Link(10e-6, 1e11), flops=3e14, memory_bandwidth=2e12, launch=5e-6)
-
-
-def default_topology(device_type: str) -> Topology:
-    """The topology assumed for ranks that compute on `device_type`, until one is given."""
-    return FLAT_CUDA if device_type == "cuda" else FLAT_CPU
+    flat = FLAT_CUDA if device_type == "cuda" else FLAT_CPU
+    if ranks_per_host is None:
+        return flat
+    inside = flat.layers[0]
+    outside = (25e9, 20e-6) if device_type == "cuda" else (1.25e9, 100e-6)
+    layers = (Layer("host", None, *outside), Layer("rank", ranks_per_host, inside.group_bandwidth, inside.latency))
+    return Topology(f"{ranks_per_host}-{device_type}-hosts", layers, flat.device, flat.backend, source="round figures")

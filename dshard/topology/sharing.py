@@ -9,7 +9,7 @@ groups themselves, so that any mesh of any ranks in any order has its links.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -118,17 +118,17 @@ def _pair_rates(layer: Layer, parts: Counter[Part]) -> dict[tuple[Part, int], fl
     if not _pairs_matter(layer):
         return {}
     hops = {part: _hops(layer, part.units) for part in parts}
-    loads: Counter[Edge] = Counter()
+    loads: dict[Edge, float] = defaultdict(float)
     for part, times in parts.items():
         for ways in hops[part].values():
             for edge, share in ways.items():
-                loads[edge] += times * share  # type: ignore[assignment]  # a Counter of fractions
-    rates: dict[tuple[Part, int], float] = {}
+                loads[edge] += times * share
+    rates: dict[tuple[Part, int], float] = defaultdict(float)
     for part, ends in hops.items():
         for (a, b), ways in ends.items():
             rate = min(_pair(layer, edge) / loads[edge] for edge in ways)
             for unit in (a, b):
-                rates[part, unit] = rates.get((part, unit), 0.0) + rate
+                rates[part, unit] += rate
     return rates
 
 
@@ -137,20 +137,20 @@ def _direct_bandwidth(layer: Layer, parts: Counter[Part], n: int, collective: Co
 
     In an all_to_all the bytes from each peer are the same. In an exchange they may all come from beyond the layer.
     """
-    leaving: Counter[int] = Counter()
-    loads: Counter[Edge] = Counter()
+    leaving: dict[int, float] = defaultdict(float)
+    loads: dict[Edge, float] = defaultdict(float)
     bandwidth = inf
     for part, times in parts.items():
         for unit, count in zip(part.units, part.counts, strict=True):
             outside = 1.0 if collective == "exchange" else (part.size - count) / (n - 1)
-            leaving[unit] += times * count * outside  # type: ignore[assignment]  # a Counter of fractions
+            leaving[unit] += times * count * outside
             if layer.rank_bandwidth is not None:
                 bandwidth = min(bandwidth, layer.rank_bandwidth / outside)
         if _pairs_matter(layer):
             counts = dict(zip(part.units, part.counts, strict=True))
             for a, b in combinations(part.units, 2):
                 for edge, share in _way(layer, a, b).items():
-                    loads[edge] += times * share * counts[a] * counts[b] / (n - 1)  # type: ignore[assignment]
+                    loads[edge] += times * share * counts[a] * counts[b] / (n - 1)
     units = min(layer.group_bandwidth / share for share in leaving.values())
     return min([bandwidth, units, *(_pair(layer, edge) / load for edge, load in loads.items())])
 
@@ -175,7 +175,7 @@ def _hops(layer: Layer, units: tuple[int, ...]) -> Hops:
     all units of the group, the pairs of neighbours on one ring, whose bytes pass through other units.
     """
     joined = [(a, b) for a, b in combinations(units, 2) if _pair(layer, (a, b)) > 0]
-    if _joins(units, joined):
+    if not isinstance(layer.pair_bandwidth, tuple) or _joins(units, joined):
         return {pair: {pair: 1.0} for pair in joined}
     ring = {*pairwise(units), (units[0], units[-1])}
     return {(a, b): _way(layer, a, b) for a, b in ring}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import Literal, TypeAlias, get_args
 
 from dshard.errors import TopologyError
@@ -15,6 +15,8 @@ Collective: TypeAlias = Literal[
 ]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 Matrix: TypeAlias = tuple[tuple[float, ...], ...]
+MAX_NUMBER = 1e30
+"""No machine has a figure as large as this; what is larger is a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +162,10 @@ def check_number(field: str, value: object, *, zero: bool = False, infinite: boo
     Raises:
         TopologyError: with the field's name.
     """
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and (isfinite(value) or (infinite and value == inf)) and (value > 0 or (zero and value == 0)):  # type: ignore[arg-type, operator]
-        return
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        low = value >= 0 if zero else value > 0
+        if low and (value < MAX_NUMBER or (infinite and value == inf)):
+            return
     least = "a number of at least 0" if zero else "a number above 0"
     raise TopologyError(f"{field}: {value!r} is not {least}")
 

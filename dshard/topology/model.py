@@ -1,0 +1,259 @@
+"""The topology: layers of a network, the device of each rank, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import inf, prod
+from os import PathLike
+from pathlib import Path
+from typing import get_args
+
+from dshard.errors import TopologyError
+from dshard.mesh import Mesh
+from dshard.topology import files
+from dshard.topology.presets import CPU, Backend, parts_of, torus_layers
+from dshard.topology.sharing import Groups, groups_of, shared_link
+from dshard.topology.values import COLLECTIVES, Collective, Device, Layer, Link, Measured, check_name
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What connects the ranks, and what each computes on; the machine's figures live here and nowhere else.
+
+    Rank r is the r-th of the innermost units, counted from the first unit of each layer: with layers of 4 nodes and 8
+    GPUs, rank 11 is GPU 3 of node 1.
+
+    >>> topology = Topology.preset("dgx-a100", nodes=4)
+    >>> mesh = Mesh((4, 8), ("dp", "tp"))
+    >>> topology.link(mesh, ["tp"]).bandwidth, topology.link(mesh, ["dp"]).bandwidth
+    (300000000000.0, 25000000000.0)
+
+    Attributes:
+        name: For people.
+        layers: From the outermost to the innermost; the outermost may have any number of units.
+        device: What one rank computes on.
+        backend: Whose algorithms run the collectives, see `dshard.cost`.
+        measured: Figures that replace the computed ones.
+        source: Where the figures are from.
+
+    Raises:
+        TopologyError: no layers, or an inner layer without a number of ranks.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    device: Device = CPU
+    backend: Backend = "gloo"
+    measured: tuple[Measured, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        _set = object.__setattr__
+        _set(self, "layers", tuple(self.layers))
+        _set(self, "measured", tuple(self.measured))
+        _check(self)
+        parts = (self.name, self.layers, self.device, self.backend, self.measured, self.source)
+        _set(self, "_hash", hash(parts))
+        _set(self, "memory_bandwidth", self.device.memory_bandwidth)
+        _set(self, "launch", self.device.launch)
+        _set(self, "_rates", dict(self.device.flops))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]  # set once: topologies are keys of warm caches
+
+    def __reduce__(self) -> tuple[type[Topology], tuple[object, ...]]:
+        return Topology, (self.name, self.layers, self.device, self.backend, self.measured, self.source)
+
+    @property
+    def size(self) -> int | None:
+        """The number of ranks, or None where it is not fixed."""
+        first = self.layers[0].ranks
+        return None if first is None else first * prod(layer.ranks or 1 for layer in self.layers[1:])
+
+    def link(self, mesh: Mesh, axes: Iterable[str], collective: Collective | None = None) -> Link:
+        """What one rank sees of the network in a collective along `axes`, all groups of these axes active at once.
+
+        Figures measured for these groups win, those for this collective before those for any. Else the hierarchical
+        communication matrix decides, see `dshard.topology.sharing`; without a `collective`, as for one around a ring.
+
+        Raises:
+            TopologyError: the mesh has ranks that this topology has not.
+            MeshError: the mesh has no such axis.
+        """
+        return _link(self, mesh, tuple(axes), collective)
+
+    def flops(self, dtype: str = "") -> float:
+        """Floating-point operations per second of one rank, for the dtype of this name or by default."""
+        rates: dict[str, float] = self._rates  # type: ignore[attr-defined]
+        return rates[dtype] if dtype in rates else self.device.flops[0][1]
+
+    def check(self, world_size: int) -> None:
+        """Refuse a world of other ranks than these.
+
+        Raises:
+            TopologyError: the sizes differ.
+        """
+        if self.size not in (None, world_size):
+            raise TopologyError(
+                f"the topology {self.name!r} is one of {self._ranks_text()}, but the world has {world_size}: use the "
+                f"topology of this world, or give its outermost layer {world_size // prod(self._inner())} {self.layers[0].name}s"
+            )
+
+    def bytes_only(self) -> Topology:
+        """The same bandwidths without latency, launches or local copies: what the bytes alone cost."""
+        return _bytes_only(self)
+
+    def with_measured(self, measured: Iterable[Measured]) -> Topology:
+        """The same topology with these figures beside those it has; of two for the same, the later counts."""
+        return replace(self, measured=(*self.measured, *measured))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the topology to a JSON file that `load` reads."""
+        Path(path).write_text(self.to_json())
+
+    def to_json(self) -> str:
+        """The topology as JSON; its schema is in docs/design/0003-topology-and-cost.md."""
+        return files.dumps(
+            name=self.name,
+            layers=self.layers,
+            device=self.device,
+            backend=self.backend,
+            measured=self.measured,
+            source=self.source,
+        )
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Topology:
+        """Read a topology from a JSON file.
+
+        Raises:
+            TopologyError: the file describes none, with the field that is wrong.
+        """
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise TopologyError(f"cannot read the topology {str(path)!r}: {error}") from error
+        try:
+            return cls.from_json(text)
+        except TopologyError as error:
+            raise TopologyError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> Topology:
+        """The topology that `to_json` wrote; values alone are read, nothing is run.
+
+        Raises:
+            TopologyError: the text describes none, with the field that is wrong.
+        """
+        return cls(**files.loads(text))
+
+    @classmethod
+    def preset(cls, name: str, nodes: int = 1, *, ranks: int | None = None) -> Topology:
+        """A machine by its name; `ranks` for each of its `nodes`, if they have not as many as usual.
+
+        Raises:
+            TopologyError: no such name, with those there are.
+        """
+        parts = parts_of(name, nodes, ranks)
+        return cls(name, parts.layers, parts.device, parts.backend, source=parts.source)
+
+    @classmethod
+    def flat(
+        cls,
+        bandwidth: float,
+        latency: float = 0.0,
+        *,
+        ranks: int | None = None,
+        name: str = "flat",
+        device: Device = CPU,
+        backend: Backend = "gloo",
+        source: str = "",
+    ) -> Topology:
+        """A network on which all ranks, any number unless given, see the same link whatever the others do."""
+        return cls(name, (Layer("rank", ranks, bandwidth, latency),), device, backend, source=source)
+
+    @classmethod
+    def torus(
+        cls,
+        shape: Sequence[int],
+        bandwidth: float,
+        latency: float = 0.0,
+        *,
+        device: Device = CPU,
+        backend: Backend = "gloo",
+    ) -> Topology:
+        """Ranks in a torus of this shape, with one link of `bandwidth` to the next rank along each dim."""
+        name = f"torus {'x'.join(map(str, shape))}"
+        return cls(name, torus_layers(shape, bandwidth, latency), device, backend)
+
+    def __str__(self) -> str:
+        levels = ", ".join(
+            f"{'any number of' if layer.ranks is None else layer.ranks} {layer.name}s of "
+            f"{layer.group_bandwidth / 1e9:g} GB/s"
+            for layer in self.layers
+        )
+        measured = f", {len(self.measured)} measured figures" if self.measured else ""
+        return f"{self.name}: {levels}{measured}"
+
+    def _inner(self) -> list[int]:
+        return [layer.ranks or 1 for layer in self.layers[1:]]
+
+    def _ranks_text(self) -> str:
+        factors = " x ".join(str(layer.ranks) for layer in self.layers)
+        return f"{self.size} ranks ({factors})" if len(self.layers) > 1 else f"{self.size} ranks"
+
+
+def _check(topology: Topology) -> None:
+    check_name("name", topology.name)
+    if not topology.layers:
+        raise TopologyError("layers: a topology needs at least one")
+    for i, layer in enumerate(topology.layers[1:], 1):
+        if layer.ranks is None:
+            raise TopologyError(f"layers[{i}].ranks: only the outermost layer may have any number of units")
+    if topology.backend not in get_args(Backend):
+        raise TopologyError(f"backend: {topology.backend!r} is none; use {', '.join(get_args(Backend))}")
+    for i, measured in enumerate(topology.measured):
+        _check_ranks(topology, measured.mesh, f"measured[{i}].mesh: ")
+
+
+def _check_ranks(topology: Topology, mesh: Mesh, where: str = "") -> None:
+    if topology.size is not None and max(mesh.ranks) >= topology.size:
+        raise TopologyError(
+            f"{where}the mesh ({mesh}) has rank {max(mesh.ranks)}, but the topology {topology.name!r} is one of "
+            f"{topology._ranks_text()}: use the topology of this world"
+        )
+
+
+@lru_cache(maxsize=8192)
+def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Collective | None) -> Link:
+    if collective is not None and collective not in COLLECTIVES:
+        raise TopologyError(f"collective: {collective!r} is none; use {', '.join(COLLECTIVES)}, or None for any")
+    _check_ranks(topology, mesh)
+    groups = _groups(mesh, tuple(sorted(axes)))
+    return _measured_link(topology, groups, collective) or shared_link(topology.layers, groups, collective)
+
+
+@lru_cache(maxsize=1024)
+def _groups(mesh: Mesh, axes: tuple[str, ...]) -> Groups:
+    return groups_of(mesh, axes)
+
+
+def _measured_link(topology: Topology, groups: Groups, collective: Collective | None) -> Link | None:
+    wanted = [collective, "all_to_all", None] if collective == "exchange" else [collective, None]
+    for kind in wanted:
+        for found in reversed(topology.measured):
+            if found.collective == kind and _groups(found.mesh, tuple(sorted(found.axes))) == groups:
+                return Link(found.latency, found.bandwidth, measured=True)
+    return None
+
+
+@lru_cache(maxsize=256)
+def _bytes_only(topology: Topology) -> Topology:
+    return replace(
+        topology,
+        layers=tuple(replace(layer, latency=0.0) for layer in topology.layers),
+        device=replace(topology.device, memory_bandwidth=inf, launch=0.0),
+        measured=tuple(replace(found, latency=0.0) for found in topology.measured),
+    )

@@ -1,0 +1,199 @@
+"""Machines that people have, with the figures of their makers. All bandwidths are in bytes per second, one direction.
+
+Makers often state the sum of both directions (NVLink "600 GB/s"): half of it stands here. Latencies of GPU networks are
+those of one step of a ring in NCCL's own model (src/graph/tuning.cc, ring, LL128): NVLink 1.9 us, PCIe 2.5 us, network
+4.0 us. None of this is measured: a real network gives less, see `Measured`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Literal, NamedTuple, TypeAlias
+
+from dshard.errors import TopologyError
+from dshard.topology.values import Device, Layer, Matrix, check_count
+
+Backend: TypeAlias = Literal["gloo", "nccl", "xla"]
+
+
+class Parts(NamedTuple):
+    """What a topology is made of, its name apart."""
+
+    layers: tuple[Layer, ...]
+    device: Device
+    backend: Backend
+    source: str
+
+
+CPU = Device("cpu", flops=(("float32", 5e10),), memory_bandwidth=1e10, launch=5e-6)
+"""One core, in round figures."""
+
+CUDA = Device("cuda", flops=(("bfloat16", 3e14),), memory_bandwidth=2e12, launch=5e-6)
+"""Some recent GPU, in round figures: those of an A100."""
+
+# NVIDIA A100 80GB datasheet: dense rates; float32 without TF32, as torch has it by default; SXM 2,039 GB/s.
+A100 = Device(
+    "NVIDIA A100 80GB SXM",
+    flops=(("bfloat16", 312e12), ("float16", 312e12), ("tf32", 156e12), ("float32", 19.5e12), ("float64", 19.5e12)),
+    memory_bandwidth=2.039e12,
+    launch=5e-6,
+)
+# The same datasheet, PCIe column: 1,935 GB/s.
+A100_PCIE = Device("NVIDIA A100 80GB PCIe", A100.flops, memory_bandwidth=1.935e12, launch=5e-6)
+# NVIDIA H100 SXM datasheet and architecture white paper: dense rates; 3.35 TB/s.
+H100 = Device(
+    "NVIDIA H100 80GB SXM",
+    flops=(
+        ("bfloat16", 989.4e12),
+        ("float16", 989.4e12),
+        ("float8", 1978.9e12),
+        ("tf32", 494.7e12),
+        ("float32", 66.9e12),
+        ("float64", 66.9e12),
+    ),
+    memory_bandwidth=3.35e12,
+    launch=5e-6,
+)
+# NVIDIA GB200 NVL72 specifications, a 72nd of the rack, half of the rates with sparsity: 360 PFLOPS FP16, 720 FP8, 180
+# TF32; 5,760 TFLOPS FP32, 2,880 FP64; 576 TB/s.
+GB200 = Device(
+    "NVIDIA GB200 (one GPU)",
+    flops=(
+        ("bfloat16", 2.5e15),
+        ("float16", 2.5e15),
+        ("float8", 5e15),
+        ("tf32", 1.25e15),
+        ("float32", 80e12),
+        ("float64", 40e12),
+    ),
+    memory_bandwidth=8e12,
+    launch=5e-6,
+)
+# Jouppi et al., TPU v4 (arXiv 2304.01433), table 4: 275 TFLOPS bfloat16, 1,200 GB/s.
+TPU_V4 = Device("TPU v4", flops=(("bfloat16", 275e12),), memory_bandwidth=1.2e12, launch=1e-6)
+
+
+def ring(n: int, bandwidth: float) -> Matrix:
+    """Pair bandwidths of `n` units, each joined with the next, and the last with the first."""
+    return tuple(tuple(bandwidth if (i - j) % n in (1, n - 1) else 0.0 for j in range(n)) for i in range(n))
+
+
+def torus_layers(shape: Sequence[int], bandwidth: float, latency: float) -> tuple[Layer, ...]:
+    """Rings of rings: a link of `bandwidth` between neighbours along each dim, the last dim varying fastest."""
+    layers = []
+    for i, n in enumerate(shape):
+        check_count("shape", n)
+        joined = prod(shape[i + 1 :]) * bandwidth  # each rank below has a link of its own to the next unit
+        pair = ring(n, joined) if n > 2 else joined
+        layers.append(Layer(f"dim {i}", n, min(n - 1, 2) * joined or joined, latency, pair))
+    return tuple(layers)
+
+
+def _cpu(nodes: int, ranks: int | None) -> Parts:
+    """Processes of hosts on 10 Gb/s Ethernet; one host has any number of them."""
+    source = (
+        "in a host: round figures for gloo over loopback, not from a datasheet; between hosts: 10 Gb/s Ethernet "
+        "(IEEE 802.3ae), 100 us"
+    )
+    inside = Layer("process", ranks, group_bandwidth=2e9, latency=50e-6)
+    if nodes == 1:
+        return Parts((inside,), CPU, "gloo", source)
+    inside = Layer("process", ranks or 8, inside.group_bandwidth, inside.latency)
+    return Parts((Layer("host", nodes, group_bandwidth=1.25e9, latency=100e-6), inside), CPU, "gloo", source)
+
+
+def _pcie(nodes: int, ranks: int | None) -> Parts:
+    """Two sockets with half of the GPUs each, one NIC for all."""
+    source = (
+        "PCIe 4.0 x16: 16 GT/s x 16 lanes x 128/130 = 31.5 GB/s (PCI-SIG); three UPI links of 11.2 GT/s = 22.4 GB/s each "
+        "(Intel Xeon Scalable, 3rd generation); one HDR InfiniBand NIC: 200 Gb/s; A100 80GB datasheet"
+    )
+    layers = (
+        Layer("socket", 2, group_bandwidth=67.2e9, latency=2.5e-6, rank_bandwidth=31.5e9),
+        Layer("gpu", _half("pcie", ranks), group_bandwidth=31.5e9, latency=2.5e-6),
+    )
+    return Parts(_nodes(nodes, 25e9) + layers, A100_PCIE, "nccl", source)
+
+
+def _nvlink_pairs(nodes: int, ranks: int | None) -> Parts:
+    """GPUs in pairs, each joined by NVLink bridges, the pairs by PCIe; one NIC for all."""
+    source = (
+        "NVLink bridges of the A100 PCIe: 600 GB/s in both directions; PCIe 4.0 x16: 31.5 GB/s for each GPU (PCI-SIG); one "
+        "HDR InfiniBand NIC: 200 Gb/s; A100 80GB datasheet"
+    )
+    layers = (
+        Layer("pair", _half("nvlink-pairs", ranks), group_bandwidth=63e9, latency=2.5e-6, rank_bandwidth=31.5e9),
+        Layer("gpu", 2, group_bandwidth=300e9, latency=1.9e-6),
+    )
+    return Parts(_nodes(nodes, 25e9) + layers, A100_PCIE, "nccl", source)
+
+
+def _dgx_a100(nodes: int, ranks: int | None) -> Parts:
+    """All GPUs on NVSwitch, a NIC for each."""
+    source = "DGX A100 datasheet: third-generation NVLink, 600 GB/s in both directions; 8 x 200 Gb/s HDR InfiniBand"
+    return Parts(_switched(nodes, ranks or 8, nvlink=300e9, nic=25e9), A100, "nccl", source)
+
+
+def _dgx_h100(nodes: int, ranks: int | None) -> Parts:
+    """All GPUs on NVSwitch, a NIC for each."""
+    source = "DGX H100 datasheet: fourth-generation NVLink, 900 GB/s in both directions; 8 x 400 Gb/s ConnectX-7"
+    return Parts(_switched(nodes, ranks or 8, nvlink=450e9, nic=50e9), H100, "nccl", source)
+
+
+def _gb200_nvl72(nodes: int, ranks: int | None) -> Parts:
+    """A node is a rack: all its GPUs on NVLink switches, a NIC for each."""
+    source = "GB200 NVL72: fifth-generation NVLink, 1.8 TB/s in both directions for each GPU; a 400 Gb/s ConnectX-7 each"
+    return Parts(_switched(nodes, ranks or 72, nvlink=900e9, nic=50e9, node="rack"), GB200, "nccl", source)
+
+
+def _tpu_torus(nodes: int, ranks: int | None) -> Parts:
+    """A node is a cube of 4 x 4 x 4 chips; cubes are stacked along the first dim of the torus."""
+    if ranks not in (None, 64):
+        raise TopologyError(f"ranks: a node of tpu-torus is a cube of 64 chips, not {ranks}; use Topology.torus(shape, ...)")
+    source = (
+        "TPU v4: a 3-D torus of six links for each chip (Jouppi et al., arXiv 2304.01433); 45 GB/s for each link and "
+        "direction and about 1 us for each hop (How to Scale Your Model, jax-ml.github.io/scaling-book)"
+    )
+    return Parts(torus_layers((4 * nodes, 4, 4), 45e9, 1e-6), TPU_V4, "xla", source)
+
+
+def _switched(nodes: int, ranks: int, *, nvlink: float, nic: float, node: str = "node") -> tuple[Layer, ...]:
+    return _nodes(nodes, ranks * nic, nic, node) + (Layer("gpu", ranks, nvlink, latency=1.9e-6),)
+
+
+def _nodes(nodes: int, bandwidth: float, nic: float | None = None, name: str = "node") -> tuple[Layer, ...]:
+    if nodes == 1:
+        return ()
+    return (Layer(name, nodes, bandwidth, latency=4e-6, rank_bandwidth=nic),)
+
+
+def _half(name: str, ranks: int | None) -> int:
+    if ranks is not None and ranks % 2:
+        raise TopologyError(f"ranks: a node of {name} has an even number of GPUs, not {ranks}")
+    return (ranks or 8) // 2
+
+
+PRESETS: dict[str, Callable[[int, int | None], Parts]] = {
+    "cpu": _cpu,
+    "pcie": _pcie,
+    "nvlink-pairs": _nvlink_pairs,
+    "dgx-a100": _dgx_a100,
+    "dgx-h100": _dgx_h100,
+    "gb200-nvl72": _gb200_nvl72,
+    "tpu-torus": _tpu_torus,
+}
+
+
+def parts_of(name: str, nodes: int, ranks: int | None) -> Parts:
+    """The parts of the preset called `name`.
+
+    Raises:
+        TopologyError: there is no such preset, or not with so many nodes or ranks.
+    """
+    if name not in PRESETS:
+        raise TopologyError(f"no preset is called {name!r}; there are {', '.join(PRESETS)}")
+    check_count("nodes", nodes)
+    if ranks is not None:
+        check_count("ranks", ranks)
+    return PRESETS[name](nodes, ranks)

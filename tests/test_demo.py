@@ -1,0 +1,272 @@
+"""The demo learns, its layouts fit its model, and its ranks fail loudly."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dshard.demo import Progress, Row, Settings, choose_device, choose_ranks
+from dshard.demo import data as data_module
+from dshard.demo.data import Digits, MissingExtra, batches, load
+from dshard.demo.launch import run
+from dshard.demo.model import build
+from dshard.demo.ranks import Ended, Raised, _cause, run_ranks
+from dshard.demo.strategies import SINGLE, STRATEGIES, Strategy, UnknownStrategy, find
+from dshard.demo.train import train, train_all
+from dshard.errors import MeshError, RankError
+from dshard.placements import Replicate, Shard
+
+WAIT = 120.0  # seconds for ranks to start on a busy machine
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors are trained fastest, and tests disturb each other least, on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def ignore(progress: Progress) -> None:
+    """Hear nothing."""
+
+
+class TestTraining:
+    def test_the_model_learns(self) -> None:
+        run = train(SINGLE, Settings(), ignore)
+
+        assert run.test_accuracy >= 0.95
+        assert run.losses[0] > 2 > 0.2 > run.losses[-1]
+
+    def test_every_step_is_told(self) -> None:
+        told: list[Progress] = []
+
+        losses = train(SINGLE, Settings(steps=3), told.append).losses
+
+        assert told == [Progress("single", step + 1, loss) for step, loss in enumerate(losses)]
+
+    def test_the_same_seed_gives_the_same_losses(self) -> None:
+        first, again, other = (train(SINGLE, Settings(steps=2, seed=seed), ignore).losses for seed in (3, 3, 4))
+
+        assert first == again
+        assert first != other
+
+    def test_the_precision_is_the_one_asked_for(self) -> None:
+        model = build(seed=0, dtype=torch.float64)
+
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+        assert model(torch.zeros(2, 8, 8, dtype=torch.float64)).shape == (2, 10)
+
+    def test_building_leaves_the_global_generator_alone(self) -> None:
+        state = torch.get_rng_state()
+
+        build(seed=1)
+
+        assert torch.get_rng_state().equal(state)
+
+
+class TestData:
+    def test_training_and_test_images_are_all_images(self) -> None:
+        training, test = load()
+
+        assert (len(training), len(test)) == (1442, 355)
+        assert training.images.shape[1:] == (8, 8)
+
+    def test_each_digit_has_its_share_in_the_test(self) -> None:
+        training, test = load()
+
+        shares = test.labels.bincount() / (test.labels.bincount() + training.labels.bincount())
+
+        assert shares.min() > 0.19
+        assert shares.max() <= 0.2
+
+    def test_a_pass_shows_every_image_once(self) -> None:
+        numbered = Digits(torch.arange(12.0), torch.arange(12))
+
+        seen = [batch.labels.tolist() for batch in batches(numbered, size=4, steps=6, seed=0)]
+
+        assert sorted(sum(seen[:3], [])) == sorted(sum(seen[3:], [])) == list(range(12))
+        assert seen[:3] != seen[3:]
+
+    def test_a_batch_may_span_passes(self) -> None:
+        numbered = Digits(torch.arange(3.0), torch.arange(3))
+
+        assert [len(batch) for batch in batches(numbered, size=7, steps=2, seed=0)] == [7, 7]
+
+    def test_a_missing_package_says_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(data_module, "load_digits", None)
+
+        with pytest.raises(MissingExtra, match=r'pip install "dshard\[demo\]"'):
+            run(Settings(), ignore)
+
+
+class TestStrategies:
+    @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+    def test_every_pattern_finds_a_parameter_and_every_placement_an_axis(self, strategy: Strategy) -> None:
+        names = [name for name, _ in build(seed=0).named_parameters()]
+        alone = {p: Strategy("", strategy.mesh, parameters={p: q}) for p, q in strategy.parameters.items()}
+
+        assert all(any(one.placements(name) == one.parameters[p] for name in names) for p, one in alone.items())
+        assert len(strategy.inputs) == len(strategy.mesh)
+        assert {len(strategy.placements(name)) for name in names} == {len(strategy.mesh)}
+
+    def test_megatron_splits_columns_then_rows(self) -> None:
+        where = {name: find("megatron").placements(name) for name, _ in build(seed=0).named_parameters()}
+
+        assert {name for name, placements in where.items() if placements == (Shard(1),)} == {
+            f"blocks.{block}.{linear}.weight" for block in (0, 1) for linear in ("attention.out", "down")
+        }
+        assert {name for name, placements in where.items() if placements == (Shard(0),)} == {
+            f"blocks.{block}.{linear}.{part}"
+            for block in (0, 1)
+            for linear in ("attention.qkv", "up")
+            for part in ("weight", "bias")
+        }
+
+    def test_what_no_pattern_names_is_replicated(self) -> None:
+        assert find("data x tensor").placements("head.weight") == (Replicate(), Replicate())
+
+    @pytest.mark.parametrize(
+        ("name", "ranks", "mesh"),
+        [
+            ("data", 4, "dp=4"),
+            ("data x tensor", 4, "dp=2 tp=2"),
+            ("data x tensor", 3, "dp=1 tp=3"),
+            ("data x tensor", 1, "dp=1 tp=1"),
+            ("single", 4, "None"),
+        ],
+    )
+    def test_a_mesh_uses_all_ranks(self, name: str, ranks: int, mesh: str) -> None:
+        assert str(find(name).on(ranks)) == mesh
+
+    def test_hyphens_stand_for_spaces(self) -> None:
+        assert find("data-x-tensor") is find("data x tensor")
+
+    def test_an_unknown_name_lists_the_known(self) -> None:
+        with pytest.raises(UnknownStrategy, match="no strategy is called 'zero'; there are single, data, megatron"):
+            find("zero")
+
+    def test_a_single_device_comes_first_and_none_twice(self) -> None:
+        chosen = Settings(strategies=("data-x-tensor", "data", "single", "data")).chosen()
+
+        assert [strategy.name for strategy in chosen] == ["single", "data x tensor", "data"]
+
+
+class TestChoices:
+    @pytest.fixture(autouse=True)
+    def own_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    @pytest.mark.parametrize(
+        ("asked", "device", "ranks"), [(None, "auto", 4), (None, "cpu", 4), (3, "cpu", 3), (None, "cuda", 1)]
+    )
+    def test_ranks_are_four_or_one_for_each_gpu(self, asked: int | None, device: str, ranks: int) -> None:
+        assert choose_ranks(asked, device) == ranks
+
+    def test_a_launcher_decides_the_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "8")
+
+        assert choose_ranks(None, "cpu") == choose_ranks(8, "cpu") == 8
+        with pytest.raises(MeshError, match="asked for 4 ranks, but the launcher started 8: leave --ranks out"):
+            choose_ranks(4, "cpu")
+
+    @pytest.mark.parametrize(("asked", "ranks", "device"), [("auto", 1, "cuda"), ("auto", 4, "cpu"), ("cpu", 1, "cpu")])
+    def test_cuda_is_taken_where_each_rank_has_a_gpu(self, asked: str, ranks: int, device: str) -> None:
+        assert choose_device(asked, ranks) == device
+
+    def test_too_few_gpus_are_an_error(self) -> None:
+        with pytest.raises(MeshError, match="4 ranks on CUDA need a GPU each and this host has 1"):
+            choose_device("cuda", 4)
+
+
+def talk(rank: int, meet: str, send: Callable[[object], None]) -> None:
+    """Say one's number, two times."""
+    send(rank)
+    send(10 * rank)
+
+
+def train_in_group(settings: Settings, rank: int, meet: str, send: Callable[[object], None]) -> None:
+    """Train as a rank of a process group, and send the rows."""
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=settings.ranks)
+    send(train_all(settings, ignore))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def fail(how: str, rank: int, meet: str, send: Callable[[object], None]) -> None:
+    """Rank 1 fails while the others wait for it."""
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+    if rank == 1 and how == "raise":
+        raise ValueError("no such thing")
+    if rank == 1 and how == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and how == "hang":
+        signal.pause()
+    dist.barrier()
+
+
+class TestRanks:
+    def test_a_silent_death_is_the_cause_of_later_errors(self) -> None:
+        messages = [Raised(0, "Connection closed by peer", 5.0), Ended(0, 1), Ended(2, -9)]
+
+        assert _cause(messages) == "rank 2 failed: its process ended with exit code -9"
+
+    def test_the_first_error_is_the_cause_of_later_errors(self) -> None:
+        messages = [Raised(0, "Connection closed by peer", 5.0), Ended(2, 1), Raised(2, "ValueError", 4.0)]
+
+        assert _cause(messages) == "rank 2 failed: ValueError"
+
+    @pytest.mark.ranks
+    def test_each_rank_is_heard(self) -> None:
+        heard: list[int] = []
+
+        run_ranks(talk, 2, heard.append, WAIT)
+
+        assert sorted(heard) == [0, 0, 1, 10]
+
+    @pytest.mark.ranks
+    @pytest.mark.parametrize(
+        ("how", "message"),
+        [
+            ("raise", r"rank 1 failed: ValueError: no such thing\n.*in fail"),
+            ("die", "rank 1 failed: its process ended with exit code -9"),
+        ],
+    )
+    def test_a_failure_names_its_rank(self, how: str, message: str) -> None:
+        with pytest.raises(RankError, match=f"(?s){message}"):
+            run_ranks(partial(fail, how), 2, ignore, WAIT)
+
+    @pytest.mark.ranks
+    def test_a_hang_is_an_error(self) -> None:
+        with pytest.raises(RankError, match="ranks 0, 1 said nothing for 5 s and were stopped"):
+            run_ranks(partial(fail, "hang"), 2, ignore, patience=5.0)
+
+    @pytest.mark.ranks
+    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+    def test_every_layout_follows_the_single_device(self, dtype: torch.dtype, tolerance: float) -> None:
+        heard: list[list[Row]] = []
+
+        run_ranks(partial(train_in_group, Settings(steps=4, dtype=dtype)), 4, heard.append, WAIT)
+        rows = max(heard, key=len)
+
+        assert [row.strategy for row in rows] == ["single", "data", "megatron", "data x tensor"]
+        assert max(row.max_loss_diff for row in rows) < tolerance
+        assert all(row.collectives_per_step and row.bytes_per_step for row in rows[1:])
+
+    @pytest.mark.ranks
+    def test_ranks_that_divide_nothing_follow_too(self) -> None:
+        heard: list[list[Row]] = []
+
+        run_ranks(partial(train_in_group, Settings(steps=2, ranks=3)), 3, heard.append, WAIT)
+
+        assert max(row.max_loss_diff for row in max(heard, key=len)) < 1e-5
