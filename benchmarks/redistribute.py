@@ -3,8 +3,8 @@
     python benchmarks/redistribute.py [--ranks 4] [--mebibytes 4] [--json]
 
 Every transition between layouts of a square fp32 matrix on a mesh of (2, ranks / 2) that sends anything and that
-torch allows: milliseconds of the slowest rank, medians of interleaved repeats; bytes that the plan moves, over the exact lower
-bound. One torch thread for each rank.
+torch allows: milliseconds of the slowest rank, medians of interleaved repeats; bytes that the plan moves, over the
+exact lower bound. One torch thread for each rank.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def main() -> None:
     ]
     print(text_table(header, cells))
     print(
-        f"{len(rows)} transitions; geometric mean of the ratios {overall:.2f}, worst {max(row['ratio'] for row in rows):.2f}"
+        f"{len(rows)} transitions; geometric mean of the ratios {overall:.2f}, "
+        f"worst {max(row['ratio'] for row in rows):.2f}"
     )
 
 

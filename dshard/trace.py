@@ -140,7 +140,7 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not (name.startswith(_OWN) or "/torch/" in name or name.startswith("<") or "contextlib" in name):
+        if not (name.startswith((_OWN, "<")) or "/torch/" in name or "contextlib" in name):
             return f"{name}:{frame.f_lineno}"
         if frame.f_back is None:
             break
