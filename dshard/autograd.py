@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.layout import Layout
+from dshard.layout import Layout, replicated
 from dshard.ops.moving import move
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.settings import current
-from dshard.ops.spec import Spec
+from dshard.ops.spec import Spec, spec_of
 from dshard.ops.strategy import Operand
 from dshard.placements import Partial, Replicate
 from dshard.redistribute import plan
@@ -36,12 +36,12 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, cls: Any, spec: Spec, grad_layout: Layout) -> Any:
-        ctx.grad_layout = grad_layout
+        ctx.cls, ctx.grad_layout = cls, grad_layout
         return cls._wrap(local.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None, None]:
-        laid = redistribute(grad, ctx.grad_layout)
+        laid = redistribute(distributed(ctx.cls, grad, ctx.grad_layout), ctx.grad_layout)
         return ToLocal.apply(laid, ctx.grad_layout.cotangent()), None, None, None  # type: ignore[no-untyped-call]
 
 
@@ -50,13 +50,22 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout) -> Any:
-        ctx.back = x._spec.layout.cotangent()
+        ctx.cls, ctx.back = type(x), x._spec.layout.cotangent()
         local = observed(_explicit(x._spec, layout), _move, (x, layout)) if OBSERVERS else _move(x, layout)
         return type(x)._wrap(local, x._spec.with_layout(layout))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
+        grad = distributed(ctx.cls, grad, ctx.back)
         return redistribute(grad, left_pending(grad._spec.layout, ctx.back)), None
+
+
+def distributed(cls: Any, grad: Any, layout: Layout) -> Any:
+    """A gradient; where autograd made it plain, of zeros, the whole one on every rank."""
+    if isinstance(grad, cls):
+        return grad
+    whole = replicated(layout.mesh)
+    return cls._wrap(grad, spec_of(whole, tuple(grad.shape), grad.stride(), grad.dtype, grad.device))
 
 
 def _move(x: Any, layout: Layout) -> Tensor:

@@ -29,7 +29,13 @@ from dshard.topology import Collective, Link, Topology
 
 
 def collective_seconds(
-    collective: Collective, nbytes: float, mesh: Mesh, axes: Iterable[str], topology: Topology, *, peers: int | None = None
+    collective: Collective,
+    nbytes: float,
+    mesh: Mesh,
+    axes: Iterable[str],
+    topology: Topology,
+    *,
+    peers: int | None = None,
 ) -> float:
     """Seconds of a collective along `axes`, all groups active, in which the busiest rank receives `nbytes`.
 

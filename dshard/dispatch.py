@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from dshard.ops.call import Call, LocalOp, Op
 from dshard.ops.moving import coordinate_of, leaves, move, replace_leaves, run_on_ranks, write_local
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.random import is_random, seeded_op
-from dshard.ops.registry import known
+from dshard.ops.registry import Known, known, views_first, writes_first
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.ops.strategy import Operand, Strategy, choose
@@ -36,6 +37,14 @@ _NUMBERS = frozenset({float, int, bool, complex})
 def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on distributed tensors of class `cls`, with the result of single-device torch on the whole tensors."""
     facts = known(func)
+    if facts.writes:
+        out = _dispatch(cls, func, facts, args, kwargs)
+        settle(args[0])
+        return out
+    return _dispatch(cls, func, facts, args, kwargs)
+
+
+def _dispatch(cls: Any, func: OpOverload, facts: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if facts.instead is not None:
         instead = facts.instead(args)
         if instead is not None:
@@ -105,6 +114,28 @@ def _infer(func: OpOverload, args: Any, kwargs: Any) -> Any:
     return func(*meta_args, **meta_kwargs)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a view that had to be gathered comes from: its base, and the moved copy of the base that it shows."""
+
+    base: Any
+    local: Tensor
+    spec: Spec
+
+    def write_back(self) -> None:
+        """Bring the copy, written through the view, back to the base."""
+        write_local(self.base._local, move(self.local, self.spec, self.base._spec.layout))
+        settle(self.base)
+
+
+def settle(written: Any) -> None:
+    """After a write: where it went through gathered views, let it reach their bases."""
+    for t in written if isinstance(written, list | tuple) else (written,):
+        origin: Origin | None = getattr(t, "_origin", None)
+        if origin is not None:
+            origin.write_back()
+
+
 class Run:
     """Redistribute the operands, run the local operator, wrap its outputs; all but the running done once."""
 
@@ -113,7 +144,7 @@ class Run:
     ) -> None:
         self.cls, self.op, self.call, self.result = cls, op, call, result
         self.mesh = call.specs[0].layout.mesh
-        self.inplace = is_inplace(call.func)
+        self.inplace = writes_first(call.func)
         self.strategy = strategy_of(op, call, keep=self.inplace)
         self.plans = [_plan(spec, layout) for spec, layout in zip(call.specs, self.strategy.inputs, strict=True)]
         self.out_specs = [
@@ -122,7 +153,9 @@ class Run:
         ]
         self.flat = _is_flat(cls, args, kwargs)
         self.rewrites = self.inplace and bool(self.plans[0].steps)
-        self.warm = _Warm(self, args) if self.flat and not self.rewrites else None
+        self.views = views_first(call.func)
+        self.gathers = self.views and bool(self.plans[0].steps)
+        self.warm = _Warm(self, args) if self.flat and not self.rewrites and not self.gathers else None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         warm = self.warm
@@ -132,10 +165,22 @@ class Run:
                 local[i] = args[i]._local
             if type(local[warm.tensors[0]]) is not LocalTensor:
                 return self.wrapped(warm.run(self, local, kwargs), args)
-        return self.wrapped(self.run_local(args, kwargs), args)
+        local_args, local_kwargs = self.moved(args, kwargs)
+        out = run_on_ranks(self.mesh, self.local_op, local_args, local_kwargs)
+        wrapped = self.wrapped(out, args)
+        if self.gathers:
+            origin = Origin(args[0], local_args[0], args[0]._spec.with_layout(self.strategy.inputs[0]))
+            _mark(wrapped, origin)
+        return wrapped
 
     def wrapped(self, out: Any, args: tuple[Any, ...]) -> Any:
         """The distributed outputs; of an in-place operator, the operand itself."""
+        outputs = self._wrapped(out, args)
+        if self.views and args[0]._origin is not None:
+            _mark(outputs, args[0]._origin)
+        return outputs
+
+    def _wrapped(self, out: Any, args: tuple[Any, ...]) -> Any:
         if self.inplace:
             if self.rewrites:
                 write_local(args[0]._local, run(_plan(self.out_specs[0], args[0]._spec.layout), out))
@@ -148,17 +193,16 @@ class Run:
             self.result, lambda leaf: self.cls._wrap(next(locals_), next(specs)) if isinstance(leaf, Tensor) else leaf
         )
 
-    def run_local(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The local outputs of this rank, or of all simulated ones, wherever the tensors stand among the arguments."""
+    def moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments with local tensors under the strategy's layouts, wherever they stand."""
         plans = iter(self.plans)
 
-        def moved(leaf: Any) -> Any:
+        def move_leaf(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             return run(next(plans), leaf._local if isinstance(leaf, self.cls) else leaf)
 
-        local_args, local_kwargs = replace_leaves((args, kwargs), moved)
-        return run_on_ranks(self.mesh, self.local_op, local_args, local_kwargs)
+        return replace_leaves((args, kwargs), move_leaf)
 
     def decision(self) -> Decision:
         """What was chosen."""
@@ -170,6 +214,11 @@ class Run:
     def local_op(self, coordinate: Coordinate) -> LocalOp:
         """The local operator of the rank at `coordinate`."""
         return self.call.func if self.op.kernel is None else self.op.kernel(self.call, self.strategy, coordinate)
+
+
+def _mark(outputs: Any, origin: Origin) -> None:
+    for t in outputs if isinstance(outputs, list | tuple) else (outputs,):
+        t._origin = origin
 
 
 class _Warm:
@@ -248,7 +297,7 @@ def _replicate(cls: Any, func: OpOverload, args: Any, kwargs: Any, whole: Layout
     for given, argument, local in zip(args, func._schema.arguments, local_args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, cls):
             write_local(given._local, move(local, given._spec.with_layout(whole), given._spec.layout))
-    if is_inplace(func):
+    if writes_first(func):
         return args[0]
     return replace_leaves(
         result, lambda leaf: cls._wrap(leaf, _whole_spec(leaf, whole)) if isinstance(leaf, Tensor) else leaf
@@ -287,9 +336,3 @@ def spec_like(cls: Any, t: Any, mesh: Mesh) -> Spec:
     if isinstance(t, cls):
         return t._spec  # type: ignore[no-any-return]
     return spec_of(replicated(mesh), tuple(t.shape), contiguous_stride(tuple(t.shape)), t.dtype, t.device)
-
-
-def is_inplace(func: OpOverload) -> bool:
-    """Whether the operator writes to its first operand and returns it."""
-    arguments = func._schema.arguments
-    return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write

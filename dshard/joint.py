@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dshard.autograd import FromLocal, ToLocal, redistribute
+from dshard.autograd import FromLocal, ToLocal, distributed, redistribute
 from dshard.comm import LocalTensor
 from dshard.dispatch import common_mesh, spec_like
+from dshard.layout import replicated
 from dshard.ops.attention import attention_rule
 from dshard.ops.matmul import linear_bias_rule, linear_rule, matmul_rule
 from dshard.ops.moving import run_on_ranks
@@ -115,7 +116,8 @@ class Simulated(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         tensors = ctx.saved_tensors
-        laid = redistribute(grad, ctx.out.layout.cotangent())
+        layout = ctx.out.layout.cotangent()
+        laid = redistribute(distributed(ctx.cls, grad, layout), layout)
         pull = _pull_back(ctx.local, ctx.needs_input_grad[4:])
         grads = run_on_ranks(
             ctx.out.layout.mesh, lambda coordinate: pull, (laid._local, *(t._local for t in tensors)), {}
@@ -191,6 +193,22 @@ def attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return run_joint(cls, rule, local, tensors, ("attention", dropout, causal, scale, gqa))
 
 
+def getitem(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x[index]`, `x[index] = value`: a list of positions counts as a replicated tensor."""
+    x, index, *value = args
+    if isinstance(x, cls):
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(part, list) for part in parts):
+            index = tuple(_replicated(cls, part, x) if isinstance(part, list) else part for part in parts)
+    return _plain(func, (x, index, *value), kwargs)
+
+
+def _replicated(cls: Any, values: list[Any], like: Any) -> Any:
+    local = torch.tensor(values, device=like._spec.device)
+    layout = replicated(like._spec.layout.mesh)
+    return cls._wrap(local, spec_of(layout, tuple(local.shape), local.stride(), local.dtype, local.device))
+
+
 def _bound(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     given = dict(zip(names, args, strict=False)) | kwargs
     unknown = set(given) - set(names)
@@ -213,4 +231,6 @@ JOINT: dict[Any, Callable[..., Any]] = {
     Tensor.__rmatmul__: rmatmul,
     F.linear: linear,
     F.scaled_dot_product_attention: attention,
+    Tensor.__getitem__: getitem,
+    Tensor.__setitem__: getitem,
 }

@@ -64,9 +64,9 @@ def demo_progress(settings: Settings, visible: bool) -> Iterator[Callable[[Progr
 
 def demo_table(rows: Sequence[Row], settings: Settings) -> Table:
     """One line for each strategy; it fits a terminal of 80 columns."""
-    ranks = "1 rank" if settings.ranks == 1 else f"{settings.ranks} ranks"
+    scale = f"{count(settings.steps, 'step')}, {count(settings.ranks, 'rank')}, {settings.device}"
     table = Table(
-        title=f"A vision transformer on handwritten digits: {settings.steps} steps, {ranks}, {settings.device}",
+        title=f"A vision transformer on handwritten digits: {scale}",
         caption="Loss diff.: the largest from the single device at any step.\n"
         "Collectives and the bytes they bring: of one rank, in one step.",
         box=box.SIMPLE_HEAD,
@@ -99,6 +99,15 @@ def _cells(row: Row) -> tuple[str, ...]:
 def demo_data(rows: Sequence[Row]) -> dict[str, object]:
     """The table for machines."""
     return {"rows": [asdict(row) for row in rows]}
+
+
+def count(n: int, thing: str) -> str:
+    """A number of things as people say it.
+
+    >>> count(1, "rank"), count(1000, "step")
+    ('1 rank', '1,000 steps')
+    """
+    return f"{n:,} {thing}" if n == 1 else f"{n:,} {thing}s"
 
 
 def human_bytes(n: float) -> str:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dshard import comm
-from dshard.autograd import FromLocal, ToLocal, redistribute
+from dshard.autograd import FromLocal, ToLocal, distributed, redistribute
 from dshard.comm import DeviceMesh
-from dshard.dispatch import dispatch
+from dshard.dispatch import Origin, dispatch
 from dshard.errors import LayoutError, MeshError, ShapeError
 from dshard.joint import JOINT
 from dshard.layout import Layout, layout_of, replicated
@@ -29,6 +29,7 @@ class DTensor(torch.Tensor):
 
     _local: Tensor
     _spec: Spec
+    _origin: Origin | None = None
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec) -> DTensor:
@@ -181,17 +182,8 @@ def keep_gradient_layout(x: DTensor) -> None:
         return
     layout = x._spec.layout.cotangent()
     with torch._C.DisableTorchFunctionSubclass():
-        x.register_hook(lambda grad: redistribute(_distributed(grad, layout), layout))  # type: ignore[no-untyped-call]
+        x.register_hook(lambda grad: redistribute(distributed(DTensor, grad, layout), layout))  # type: ignore[no-untyped-call]
     x._keeps_gradient_layout = True  # type: ignore[attr-defined]
-
-
-def _distributed(grad: Tensor, layout: Layout) -> DTensor:
-    """A gradient; where autograd made it plain, of zeros, the whole one on every rank."""
-    if isinstance(grad, DTensor):
-        return grad
-    return DTensor._wrap(
-        grad, spec_of(replicated(layout.mesh), tuple(grad.shape), grad.stride(), grad.dtype, grad.device)
-    )
 
 
 def _restore(x: DTensor, requires_grad: bool, is_parameter: bool, memo: dict[int, Any] | None, source: Any) -> DTensor:

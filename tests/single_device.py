@@ -38,7 +38,8 @@ def layouts(mesh: Mesh, ndim: int, *ops: ReduceOp) -> list[Layout]:
 def choices(inputs: Tensors, mesh: Mesh, ops: Sequence[ReduceOp], seed: str) -> list[list[Layout]]:
     """Layouts of all operands, shuffled: each of the one that has most, the others drawn."""
     draw = Random(f"{seed}{ops}")
-    found = [layouts(mesh, x.ndim, *(ops if x.is_floating_point() else ())) for x in inputs]
+    ordered = [op for op in ops if op not in ("max", "min")]
+    found = [layouts(mesh, x.ndim, *(ordered if x.is_complex() else ops)) for x in inputs]
     for options in found:
         draw.shuffle(options)
     return [[options[i % len(options)] for options in found] for i in range(max(map(len, found)))]

@@ -143,7 +143,7 @@ def test_the_table_fits_a_terminal() -> None:
     text = printed(report.demo_table(ROWS, Settings()))
 
     assert "…" not in text
-    assert "data x tensor  dp=2 tp=2  0.07200  2.4e-07     97.5%    1,041    2.1 MiB   116.0" in text
+    assert "data x tensor  dp=2 tp=2  0.07200  2.4e-07     97.5%    1,041  2.1 MiB   116.0" in text
 
 
 @pytest.mark.ranks

@@ -6,12 +6,13 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dshard.demo import Progress, Row, Settings, choose_device, choose_ranks
+from dshard.demo import Progress, Settings, choose_device, choose_ranks
 from dshard.demo import data as data_module
 from dshard.demo.data import Digits, MissingExtra, batches, load
 from dshard.demo.launch import run
@@ -21,6 +22,7 @@ from dshard.demo.strategies import SINGLE, STRATEGIES, Strategy, UnknownStrategy
 from dshard.demo.train import train, train_all
 from dshard.errors import MeshError, RankError
 from dshard.placements import Replicate, Shard
+from dshard.testing import RankPool, rank_pool
 
 WAIT = 120.0  # seconds for ranks to start on a busy machine
 
@@ -92,7 +94,7 @@ class TestData:
 
         seen = [batch.labels.tolist() for batch in batches(numbered, size=4, steps=6, seed=0)]
 
-        assert sorted(sum(seen[:3], [])) == sorted(sum(seen[3:], [])) == list(range(12))
+        assert sorted(chain(*seen[:3])) == sorted(chain(*seen[3:])) == list(range(12))
         assert seen[:3] != seen[3:]
 
     def test_a_batch_may_span_passes(self) -> None:
@@ -195,14 +197,6 @@ def talk(rank: int, meet: str, send: Callable[[object], None]) -> None:
     send(10 * rank)
 
 
-def train_in_group(settings: Settings, rank: int, meet: str, send: Callable[[object], None]) -> None:
-    """Train as a rank of a process group, and send the rows."""
-    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=settings.ranks)
-    send(train_all(settings, ignore))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def fail(how: str, rank: int, meet: str, send: Callable[[object], None]) -> None:
     """Rank 1 fails while the others wait for it."""
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
@@ -251,22 +245,21 @@ class TestRanks:
         with pytest.raises(RankError, match="ranks 0, 1 said nothing for 5 s and were stopped"):
             run_ranks(partial(fail, "hang"), 2, ignore, patience=5.0)
 
-    @pytest.mark.ranks
-    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-    def test_every_layout_follows_the_single_device(self, dtype: torch.dtype, tolerance: float) -> None:
-        heard: list[list[Row]] = []
 
-        run_ranks(partial(train_in_group, Settings(steps=4, dtype=dtype)), 4, heard.append, WAIT)
-        rows = max(heard, key=len)
+@pytest.mark.ranks
+class TestLayouts:
+    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+    def test_every_layout_follows_the_single_device(
+        self, ranks: RankPool, dtype: torch.dtype, tolerance: float
+    ) -> None:
+        rows, *others = ranks.run(train_all, Settings(steps=4, dtype=dtype), ignore, timeout=WAIT)
 
         assert [row.strategy for row in rows] == ["single", "data", "megatron", "data x tensor"]
         assert max(row.max_loss_diff for row in rows) < tolerance
         assert all(row.collectives_per_step and row.bytes_per_step for row in rows[1:])
+        assert others == [[], [], []]
 
-    @pytest.mark.ranks
     def test_ranks_that_divide_nothing_follow_too(self) -> None:
-        heard: list[list[Row]] = []
+        rows, *_ = rank_pool(3).run(train_all, Settings(steps=2, ranks=3), ignore, timeout=WAIT)
 
-        run_ranks(partial(train_in_group, Settings(steps=2, ranks=3)), 3, heard.append, WAIT)
-
-        assert max(row.max_loss_diff for row in max(heard, key=len)) < 1e-5
+        assert max(row.max_loss_diff for row in rows) < 1e-5

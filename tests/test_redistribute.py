@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -205,6 +205,7 @@ def move_one(case: Case, at: tuple[int, ...]) -> tuple[str, str]:
 
 
 @pytest.mark.ranks
+@settings(max_examples=settings().max_examples // 8, phases=[Phase.generate])
 @given(st.data())
 def test_real_ranks_redistribute(ranks: RankPool, data: st.DataObject) -> None:
     batch = data.draw(st.lists(cases(st.sampled_from(MESHES), MORE_DTYPES), min_size=25, max_size=25))

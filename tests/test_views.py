@@ -75,6 +75,7 @@ CASES: dict[str, tuple[Function, Tensors]] = {
     "slice from the end": (lambda x: x[..., -2:], (rows(4, 5),)),
     "narrow": (lambda x: x.narrow(1, 1, 3), (rows(3, 5),)),
     "diagonal": (lambda x: x.diagonal(1, 0, 2), (rows(4, 3, 5),)),
+    "diag_embed": (lambda x: torch.diag_embed(x, -1, 0, 2), (rows(4, 3),)),
     "unfold": (lambda x: x.unfold(1, 2, 2), (rows(3, 5),)),
     "unfold scalar": (lambda x: x.unfold(0, 1, 1), (rows(),)),
     "split": (lambda x: x.split(2, -1), (rows(4, 5),)),

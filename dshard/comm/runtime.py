@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,12 +35,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks that a collective joins, and the process group that joins them."""
+    """The ranks that a collective joins, in the order of the mesh, and the process group that joins them.
+
+    torch sorts the ranks of a process group: `slots` are the places there of `ranks`, or None where both orders agree.
+    """
 
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
     index: int
     process_group: dist.ProcessGroup
+    slots: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -73,13 +79,39 @@ class Runtime:
     def _make(self, axes: tuple[str, ...]) -> Group:
         assert self.coordinate is not None
         ranks = self.mesh.group(axes, self.coordinate)
-        if len(axes) == 1 and self.mesh.ndim > 1:
+        if len(axes) == 1:
             process_group = self.device_mesh.get_group(self.mesh.axis(axes[0]))
         elif self.mesh.ndim == 1:
             process_group = self.device_mesh.get_group(0)
         else:
-            process_group = dist.new_group(list(ranks), use_local_synchronization=True)
-        return Group(axes, ranks, ranks.index(self.rank), process_group)
+            process_group = _new_group(tuple(sorted(ranks)))
+        found = dist.get_process_group_ranks(process_group)
+        slots = tuple(map(found.index, ranks))
+        in_order = slots == tuple(range(len(ranks)))
+        return Group(axes, ranks, ranks.index(self.rank), process_group, None if in_order else slots)
+
+
+_MADE: Counter[tuple[int, ...]] = Counter()
+
+
+def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A process group of these ranks, which alone make it, all together.
+
+    torch would name it after the number of groups that this process is in, and the ranks wait forever where they differ
+    in that: so it is named after how many groups of just these ranks there are.
+    """
+    if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
+        return dist.group.WORLD
+    _MADE[ranks] += 1
+    name = f"dshard:{','.join(map(str, ranks))}:{_MADE[ranks]}"
+    c10d: Any = distributed_c10d
+    named = c10d._process_group_name
+    c10d._process_group_name = lambda *args, **kwargs: name
+    try:
+        made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+        return made
+    finally:
+        c10d._process_group_name = named
 
 
 _RUNTIMES: dict[Mesh, Runtime] = {}

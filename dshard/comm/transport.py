@@ -33,7 +33,8 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     if x.dtype not in _MOVES:
         return all_gather(x.view(torch.uint8), [size * x.itemsize for size in sizes], group).view(x.dtype)
     if len(set(sizes)) == 1:
-        return _wait(_c10d.all_gather_into_tensor(x, len(sizes), group.name))
+        out = _wait(_c10d.all_gather_into_tensor(x, len(sizes), group.name))
+        return out if group.slots is None else from_slots(out, sizes, group.slots)
     out = x.new_empty(sum(sizes))
     parts = out.split(list(sizes))
     parts[group.index].copy_(x)
@@ -53,7 +54,14 @@ def all_to_all(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group
         scale = x.itemsize
         moved = all_to_all(x.view(torch.uint8), [s * scale for s in send], [r * scale for r in recv], group)
         return moved.view(x.dtype)
-    return _wait(_c10d.all_to_all_single(x, list(recv), list(send), group.name))
+    if group.slots is None:
+        return _wait(_c10d.all_to_all_single(x, list(recv), list(send), group.name))
+    moved = _wait(
+        _c10d.all_to_all_single(
+            to_slots(x, send, group.slots), by_slot(recv, group.slots), by_slot(send, group.slots), group.name
+        )
+    )
+    return from_slots(moved, recv, group.slots)
 
 
 def reduce_scatter(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -> Tensor:
@@ -63,7 +71,8 @@ def reduce_scatter(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -
     reduced here: the same bytes, and half precision is summed in single.
     """
     if group.backend == "nccl" and len(set(send)) == 1 and _reduces(x, op, group):
-        return _wait(_c10d.reduce_scatter_tensor(x, op, len(send), group.name))
+        pieces = x if group.slots is None else to_slots(x, send, group.slots)
+        return _wait(_c10d.reduce_scatter_tensor(pieces, op, len(send), group.name))
     n, own = len(send), send[group.index]
     pieces = all_to_all(x, send, [own] * n, group)
     return reduce(pieces.view(n, own), op)
@@ -83,7 +92,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     """Flat tensor -> the flat tensor of the group's rank number `source`, on all ranks."""
     if x.dtype not in _MOVES:
         return broadcast(x.view(torch.uint8), source, group).view(x.dtype)
-    return _wait(_c10d.broadcast(x, source, group.name))
+    return _wait(_c10d.broadcast(x, source if group.slots is None else group.slots[source], group.name))
 
 
 def scatter(x: Tensor | None, sizes: Sequence[int], source: int, like: Tensor, group: Group) -> Tensor:
@@ -136,6 +145,27 @@ def reduce(terms: Tensor, op: ReduceOp) -> Tensor:
             if dtype.is_complex:
                 raise ShapeError(f"a pending {op} of {dtype}: complex numbers have no order; use sum, avg or product")
             return (wide.amax(0) if op == "max" else wide.amin(0)).to(dtype)
+
+
+def by_slot(sizes: Sequence[int], slots: Sequence[int]) -> list[int]:
+    """Sizes for each rank of the group -> in the order of the process group.
+
+    >>> by_slot([10, 20, 30], [2, 0, 1])
+    [20, 30, 10]
+    """
+    return [sizes[i] for i in sorted(range(len(slots)), key=slots.__getitem__)]
+
+
+def to_slots(x: Tensor, sizes: Sequence[int], slots: Sequence[int]) -> Tensor:
+    """Flat pieces in the order of the group -> in the order of the process group."""
+    pieces = x.split(list(sizes))
+    return torch.cat([pieces[i] for i in sorted(range(len(slots)), key=slots.__getitem__)])
+
+
+def from_slots(x: Tensor, sizes: Sequence[int], slots: Sequence[int]) -> Tensor:
+    """Flat pieces in the order of the process group -> in the order of the group, where they have these sizes."""
+    pieces = x.split(by_slot(sizes, slots))
+    return torch.cat([pieces[slot] for slot in slots])
 
 
 def _wait(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from dshard.comm import LocalTensor, unstack
+from dshard.comm import LocalTensor, plain, unstack
 from dshard.layout import replicated
 from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
 from dshard.ops.foreach import FOREACH
@@ -47,7 +47,8 @@ def check(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     if key in _CHECKED:
         return
     meta_args, meta_kwargs = replace_leaves((args, kwargs), lambda leaf: _meta(cls, leaf))
-    func(*meta_args, **meta_kwargs)
+    with plain():
+        func(*meta_args, **meta_kwargs)
     if len(_CHECKED) >= MAX_CHECKED:
         _CHECKED.clear()
     _CHECKED.add(key)

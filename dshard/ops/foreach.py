@@ -171,7 +171,7 @@ def _specs_alike(cls: Any, rows: list[tuple[Any, ...]] | None, is_linear: bool) 
 def _spec_alike(cls: Any, row: tuple[Any, ...], is_linear: bool) -> Spec | None:
     if not isinstance(row[0], cls):
         return None
-    first: Spec = row[0]._spec
+    first: Spec = row[0]._spec  # type: ignore[attr-defined]
     for t in row[1:]:
         if isinstance(t, cls):
             spec = t._spec
@@ -179,16 +179,16 @@ def _spec_alike(cls: Any, row: tuple[Any, ...], is_linear: bool) -> Spec | None:
                 return None
         elif t.dim():
             return None
-    return first if _may_pend(first, row, is_linear) else None
+    if first.layout.partial_axes() and not (is_linear and _adds_up(cls, first, row)):
+        return None
+    return first
 
 
-def _may_pend(spec: Spec, row: tuple[Any, ...], is_linear: bool) -> bool:
-    axes = spec.layout.partial_axes()
-    if not axes:
-        return True
-    ops = {spec.layout.placements[axis] for axis in axes}
-    exact = spec.dtype.is_floating_point and all(t.dtype == spec.dtype and t.shape == spec.shape for t in row)
-    return is_linear and exact and ops <= {Partial("sum"), Partial("avg")} and all(hasattr(t, "_spec") for t in row)
+def _adds_up(cls: Any, spec: Spec, row: tuple[Any, ...]) -> bool:
+    """Whether all that is pending are sums, of one dtype that has fractions."""
+    pending = {spec.layout.placements[axis] for axis in spec.layout.partial_axes()}
+    alike = all(isinstance(t, cls) and t.dtype == spec.dtype for t in row)
+    return alike and spec.dtype.is_floating_point and pending <= {Partial("sum"), Partial("avg")}
 
 
 def _is_linear(func: OpOverload) -> bool:

@@ -90,6 +90,14 @@ def creation(call: Call) -> Rule:
     return Rule((term,), (term,), unread=frozenset({0}))
 
 
+def like_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """A part of the new tensor need not be as large as the part of the first."""
+    size = out_local_shape(call, strategy, coordinate)
+    if strategy.inputs[0].local_shape(call.shapes[0], coordinate) == size:
+        return call.func
+    return lambda x, *args, **options: call.func(x.new_empty(size), *args, **options)
+
+
 def strided_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     """Local strides in the order of the global ones."""
     size = out_local_shape(call, strategy, coordinate)
@@ -122,7 +130,7 @@ RULES: dict[str, Op] = {
     "aten::constant_pad_nd": Op(pad),
     "aten::tril": Op(triangle, triangle_kernel),
     "aten::triu": Op(triangle, triangle_kernel),
-    **{f"aten::{name}_like": Op(creation) for name in ("zeros", "ones", "full", "empty")},
+    **{f"aten::{name}_like": Op(creation, like_kernel) for name in ("zeros", "ones", "full", "empty")},
     **{f"aten::new_{name}": _NEW for name in ("zeros", "ones", "full", "empty")},
     "aten::new_empty_strided": Op(creation, strided_kernel),
 }

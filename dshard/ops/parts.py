@@ -56,7 +56,7 @@ def taken(part: Part) -> Callable[[Call], Rule]:
 
 
 def put_back(part: Part) -> Callable[[Call], Rule]:
-    """Gradient of the part -> gradient of the tensor, zero elsewhere."""
+    """Part, or its gradient -> tensor, zero elsewhere."""
 
     def rule(call: Call) -> Rule:
         out, src = part(call, call.out_shapes[0], call.shapes[0])
@@ -99,6 +99,7 @@ RULES: dict[str, Op] = {
     "aten::slice_backward": Op(put_back(slice_), _BACKWARD),
     "aten::diagonal_backward": Op(put_back(diagonal), _BACKWARD),
     "aten::unfold_backward": Op(put_back(windows), _BACKWARD),
+    "aten::diag_embed": Op(put_back(diagonal)),
     "aten::select_scatter": Op(replaced(select)),
     "aten::slice_scatter": Op(replaced(slice_)),
     "aten::diagonal_scatter": Op(replaced(diagonal)),

@@ -98,19 +98,20 @@ class Known:
     """What the tables say of an operator, all in one look-up.
 
     `instead`, where there is one, tells from the arguments what runs in its place, if anything; `values` whether the
-    rule depends on the values of scalar arguments.
+    rule depends on the values of scalar arguments; `writes` whether the first operand is written to.
     """
 
     op: Op | None
     instead: Callable[[tuple[Any, ...]], Instead | None] | None
     values: bool
+    writes: bool
 
 
 @cache
 def known(func: OpOverload) -> Known:
     """What the tables say of `func`."""
     op = find(func)
-    return Known(op, _instead(func), op is None or op.values)
+    return Known(op, _instead(func), op is None or op.values, writes_first(func))
 
 
 def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | None:
@@ -125,3 +126,15 @@ def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | 
         position = [argument.name for argument in func._schema.arguments].index("reduction")
         return lambda args: nn.MEANS[func] if args[position] == nn.MEAN else None
     return None
+
+
+def writes_first(func: OpOverload) -> bool:
+    """Whether the operator writes to its first operand, a tensor or a list of them."""
+    arguments = func._schema.arguments
+    return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+
+
+def views_first(func: OpOverload) -> bool:
+    """Whether the output shows memory of the first operand."""
+    arguments = func._schema.arguments
+    return bool(arguments) and arguments[0].alias_info is not None and not arguments[0].alias_info.is_write

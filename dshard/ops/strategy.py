@@ -78,7 +78,8 @@ def choose(
     found = list(strategies(rule, operands, outputs, topology))
     if keep is not None:
         found = [s for s in found if s.inputs[0] == keep == s.outputs[0]] or found
-    return min(found, key=lambda s: (s.seconds, s.moves))
+    first = operands[0].layout
+    return min(found, key=lambda s: (s.seconds, s.moves, s.rows.count(None), s.outputs[:1] != (first,)))
 
 
 def strategies(

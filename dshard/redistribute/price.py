@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import product
 from math import prod
 
 from typing_extensions import assert_never
 
 from dshard.cost import collective_seconds, copy_seconds
-from dshard.layout import Layout
-from dshard.mesh import Coordinate
+from dshard.layout import Layout, Shape
 from dshard.placements import chunk
 from dshard.redistribute.step import (
     AllGather,
@@ -22,7 +22,6 @@ from dshard.redistribute.step import (
     ReduceScatter,
     Slice,
     Step,
-    after,
     axes_of,
     kept,
     numel,
@@ -55,8 +54,10 @@ def step_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int
 
 def copied(step: Step, layout: Layout, shape: Sequence[int]) -> int:
     """Elements that the busiest rank copies in its own memory, where pieces are not contiguous."""
-    own = layout.local_numel(shape)
+    own = prod(_first_part(layout, tuple(shape)))
     n = group_size(step, layout)
+    if n == 1 and not isinstance(step, ReduceExchange):
+        return 0
     match step:
         case AllReduce():
             return 0
@@ -84,38 +85,64 @@ def busiest(step: Step, layout: Layout, shape: Sequence[int]) -> int:
     This is the most along the axis of a step, of the ranks that come first on all other axes; for an exchange, the most
     at some corner of the mesh.
     """
-    n = group_size(step, layout)
+    shape, n = tuple(shape), group_size(step, layout)
     match step:
         case Slice() | Pend():
             return 0
         case AllReduce():
-            size = layout.local_numel(shape)
+            size = prod(_first_part(layout, shape))
             return size + (n - 2) * len(chunk(size, n, 0)) if n > 1 else 0
-        case ReduceScatter() | ReduceExchange():
-            return (n - 1) * after(step, layout).local_numel(shape)
-        case AllGather() | AllToAll():
-            there = after(step, layout)
-            return max(_missing(layout, there, shape, at) for at in _ends(step, layout, shape))
-        case Exchange(_, dst):
-            corners = product(*({0, size // 2, size - 1} for size in layout.mesh.shape))
-            return max(_missing(layout, dst, shape, corner) for corner in corners)
+        case ReduceScatter(_, _, dim):
+            size, rest = _sizes(layout, shape, dim)
+            return (n - 1) * len(chunk(size, n, 0)) * rest
+        case ReduceExchange(_, _, dst):
+            return (n - 1) * prod(_first_part(dst, shape))
+        case AllGather(axis, dim):
+            size, rest = _sizes(layout, shape, dim, axis)
+            return (size - len(chunk(size, n, n - 1))) * rest
+        case AllToAll(axis, src, dst):
+            return _most_of_all_to_all(layout, shape, n, axis, src, dst)
+        case Exchange(axes, dst):
+            return _most_of_exchange(layout, shape, axes, dst)
         case _:
             assert_never(step)
 
 
-def _ends(step: AllGather | AllToAll, layout: Layout, shape: Sequence[int]) -> list[Coordinate]:
-    """Where on its axis a step brings most: to the last rank, which held least, of those that need a whole chunk.
+def _most_of_all_to_all(layout: Layout, shape: Shape, n: int, axis: str, src: int, dst: int) -> int:
+    """The last rank that needs a whole chunk held least of those; the next needs part of one, and may hold nothing."""
+    size, rest = _sizes(layout, shape, src, axis)
+    needed = _first_part(layout, shape)[dst]
+    if not needed:
+        return 0
+    chunks = needed // len(chunk(needed, n, 0))
+    return max(
+        (size - len(chunk(size, n, i))) * len(chunk(needed, n, i)) * (rest // needed)
+        for i in (chunks - 1, min(chunks, n - 1))
+    )
 
-    The next after these needs part of a chunk, and may have held nothing.
-    """
-    axis, first = layout.mesh.axis(step.axis), (0,) * layout.mesh.ndim
-    n = layout.mesh.shape[axis]
-    places = {n - 1}
-    if isinstance(step, AllToAll):
-        whole = len(layout.dim_range(step.dst, shape[step.dst], first))
-        chunks = whole // -(-whole // n) if whole else 1
-        places = {chunks - 1, min(chunks, n - 1)}
-    return [(*first[:axis], i, *first[axis + 1 :]) for i in places]
+
+@lru_cache(maxsize=16384)
+def _most_of_exchange(layout: Layout, shape: Shape, axes: tuple[str, ...], dst: Layout) -> int:
+    mesh = layout.mesh
+    places = [{0, n // 2, n - 1} if name in axes else {0} for name, n in zip(mesh.names, mesh.shape, strict=True)]
+    return max(numel(dst.region(shape, at)) - kept(layout, dst, shape, at) for at in product(*places))
+
+
+@lru_cache(maxsize=16384)
+def _first_part(layout: Layout, shape: Shape) -> Shape:
+    """The local shape of the first rank, which is the largest."""
+    return layout.local_shape(shape, (0,) * layout.mesh.ndim)
+
+
+def _sizes(layout: Layout, shape: Shape, dim: int, axis: str | None = None) -> tuple[int, int]:
+    """The first rank's size of `dim`, before the last axis that shards it if `axis` is given, and of all other dims."""
+    own = _first_part(layout, shape)
+    size = own[dim]
+    if axis is not None:
+        size = shape[dim]
+        for i in layout.axes_of(dim)[:-1]:
+            size = len(chunk(size, layout.mesh.shape[i], 0))
+    return size, prod(own[:dim]) * prod(own[dim + 1 :])
 
 
 def group_size(step: Step, layout: Layout) -> int:
@@ -129,11 +156,6 @@ def senders(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
     origin = (0,) * src.mesh.ndim
     held, needed = src.local_shape(shape, origin), dst.local_shape(shape, origin)
     return prod(_met(size, max(have, 1), max(want, 1)) for size, have, want in zip(shape, held, needed, strict=True))
-
-
-def _missing(src: Layout, dst: Layout, shape: Sequence[int], at: Coordinate) -> int:
-    """The elements that the rank at `at` needs under `dst` and does not hold under `src`."""
-    return numel(dst.region(shape, at)) - kept(src, dst, shape, at)
 
 
 def _met(size: int, have: int, want: int) -> int:

@@ -1,10 +1,7 @@
 """What connects the ranks, and what a rank computes: the machine's figures live here and nowhere else.
 
-    values.py    Link, Layer, Device, Measured
-    sharing.py   how the groups of some mesh axes share the network
-    presets.py   machines that people have
-    files.py     JSON
-    model.py     Topology
+`values` has links, layers of the network, devices and measured figures; `model` the `Topology` made of them; `sharing`
+how the groups of some mesh axes share it; `presets` machines that people have; `files` JSON.
 """
 
 from __future__ import annotations
@@ -43,8 +40,8 @@ BYTES = Topology.flat(1.0, name="bytes", device=Device("none", (("float32", 1.0)
 def default_topology(device_type: str, ranks_per_host: int | None = None) -> Topology:
     """The topology assumed for ranks that compute on `device_type`, until one is given.
 
-    With `ranks_per_host`, the ranks of a host see the usual link, and hosts are joined by 10 Gb/s Ethernet on CPUs and a
-    200 Gb/s network on GPUs.
+    With `ranks_per_host`, the ranks of a host see the usual link, and hosts are joined by 10 Gb/s Ethernet on CPUs and
+    by a 200 Gb/s network on GPUs.
     """
     flat = FLAT_CUDA if device_type == "cuda" else FLAT_CPU
     if ranks_per_host is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from math import inf, prod
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from dshard.errors import DShardError, TopologyError
 from dshard.mesh import Mesh
@@ -18,6 +18,7 @@ MAX_RANKS = 1 << 20
 """Meshes in a file may have this many ranks."""
 
 Fields: TypeAlias = dict[str, Any]
+T = TypeVar("T")
 
 
 def dumps(
@@ -150,7 +151,7 @@ def _mesh(path: str, value: object) -> Mesh:
     )
 
 
-def _made(path: str, make: Callable[..., Any], fields: Fields) -> Any:
+def _made(path: str, make: Callable[..., T], fields: Fields) -> T:
     """The value with these fields, an error of its own put where it belongs in the file."""
     try:
         return make(**fields)

@@ -56,9 +56,6 @@ class Topology:
         _check(self)
         parts = (self.name, self.layers, self.device, self.backend, self.measured, self.source)
         _set(self, "_hash", hash(parts))
-        _set(self, "memory_bandwidth", self.device.memory_bandwidth)
-        _set(self, "launch", self.device.launch)
-        _set(self, "_rates", dict(self.device.flops))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]  # set once: topologies are keys of warm caches
@@ -71,6 +68,16 @@ class Topology:
         """The number of ranks, or None where it is not fixed."""
         first = self.layers[0].ranks
         return None if first is None else first * prod(layer.ranks or 1 for layer in self.layers[1:])
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Bytes per second to a rank's memory."""
+        return self.device.memory_bandwidth
+
+    @property
+    def launch(self) -> float:
+        """Seconds to start one local operation."""
+        return self.device.launch
 
     def link(self, mesh: Mesh, axes: Iterable[str], collective: Collective | None = None) -> Link:
         """What one rank sees of the network in a collective along `axes`, all groups of these axes active at once.
@@ -86,8 +93,9 @@ class Topology:
 
     def flops(self, dtype: str = "") -> float:
         """Floating-point operations per second of one rank, for the dtype of this name or by default."""
-        rates: dict[str, float] = self._rates  # type: ignore[attr-defined]
-        return rates[dtype] if dtype in rates else self.device.flops[0][1]
+        rates = self.device.flops
+        known = (rate for name, rate in rates if dtype == name or dtype.startswith(f"{name}_")) if dtype else iter(())
+        return next(known, rates[0][1])
 
     def check(self, world_size: int) -> None:
         """Refuse a world of other ranks than these.
@@ -97,8 +105,8 @@ class Topology:
         """
         if self.size not in (None, world_size):
             raise TopologyError(
-                f"the topology {self.name!r} is one of {self._ranks_text()}, but the world has {world_size}: use the "
-                f"topology of this world, or give its outermost layer {world_size // prod(self._inner())} {self.layers[0].name}s"
+                f"the topology {self.name!r} is one of {self._ranks_text()}, but the world has {world_size}: "
+                f"use the topology of this world, or one whose layers have {world_size} ranks in all"
             )
 
     def bytes_only(self) -> Topology:
@@ -190,15 +198,11 @@ class Topology:
 
     def __str__(self) -> str:
         levels = ", ".join(
-            f"{'any number of' if layer.ranks is None else layer.ranks} {layer.name}s of "
-            f"{layer.group_bandwidth / 1e9:g} GB/s"
+            f"{'n' if layer.ranks is None else layer.ranks} x {layer.name} ({layer.group_bandwidth / 1e9:g} GB/s)"
             for layer in self.layers
         )
         measured = f", {len(self.measured)} measured figures" if self.measured else ""
         return f"{self.name}: {levels}{measured}"
-
-    def _inner(self) -> list[int]:
-        return [layer.ranks or 1 for layer in self.layers[1:]]
 
     def _ranks_text(self) -> str:
         factors = " x ".join(str(layer.ranks) for layer in self.layers)

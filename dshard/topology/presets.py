@@ -96,18 +96,18 @@ def _cpu(nodes: int, ranks: int | None) -> Parts:
         "in a host: round figures for gloo over loopback, not from a datasheet; between hosts: 10 Gb/s Ethernet "
         "(IEEE 802.3ae), 100 us"
     )
-    inside = Layer("process", ranks, group_bandwidth=2e9, latency=50e-6)
+    inside = Layer("rank", ranks, group_bandwidth=2e9, latency=50e-6)
     if nodes == 1:
         return Parts((inside,), CPU, "gloo", source)
-    inside = Layer("process", ranks or 8, inside.group_bandwidth, inside.latency)
+    inside = Layer("rank", ranks or 8, inside.group_bandwidth, inside.latency)
     return Parts((Layer("host", nodes, group_bandwidth=1.25e9, latency=100e-6), inside), CPU, "gloo", source)
 
 
 def _pcie(nodes: int, ranks: int | None) -> Parts:
     """Two sockets with half of the GPUs each, one NIC for all."""
     source = (
-        "PCIe 4.0 x16: 16 GT/s x 16 lanes x 128/130 = 31.5 GB/s (PCI-SIG); three UPI links of 11.2 GT/s = 22.4 GB/s each "
-        "(Intel Xeon Scalable, 3rd generation); one HDR InfiniBand NIC: 200 Gb/s; A100 80GB datasheet"
+        "PCIe 4.0 x16: 16 GT/s x 16 lanes x 128/130 = 31.5 GB/s (PCI-SIG); three UPI links of 11.2 GT/s = 22.4 GB/s "
+        "each (Intel Xeon Scalable, 3rd generation); one HDR InfiniBand NIC: 200 Gb/s; A100 80GB datasheet"
     )
     layers = (
         Layer("socket", 2, group_bandwidth=67.2e9, latency=2.5e-6, rank_bandwidth=31.5e9),
@@ -119,8 +119,8 @@ def _pcie(nodes: int, ranks: int | None) -> Parts:
 def _nvlink_pairs(nodes: int, ranks: int | None) -> Parts:
     """GPUs in pairs, each joined by NVLink bridges, the pairs by PCIe; one NIC for all."""
     source = (
-        "NVLink bridges of the A100 PCIe: 600 GB/s in both directions; PCIe 4.0 x16: 31.5 GB/s for each GPU (PCI-SIG); one "
-        "HDR InfiniBand NIC: 200 Gb/s; A100 80GB datasheet"
+        "NVLink bridges of the A100 PCIe: 600 GB/s in both directions; PCIe 4.0 x16: 31.5 GB/s for each GPU (PCI-SIG); "
+        "one HDR InfiniBand NIC: 200 Gb/s; A100 80GB datasheet"
     )
     layers = (
         Layer("pair", _half("nvlink-pairs", ranks), group_bandwidth=63e9, latency=2.5e-6, rank_bandwidth=31.5e9),
@@ -143,14 +143,14 @@ def _dgx_h100(nodes: int, ranks: int | None) -> Parts:
 
 def _gb200_nvl72(nodes: int, ranks: int | None) -> Parts:
     """A node is a rack: all its GPUs on NVLink switches, a NIC for each."""
-    source = "GB200 NVL72: fifth-generation NVLink, 1.8 TB/s in both directions for each GPU; a 400 Gb/s ConnectX-7 each"
+    source = "GB200 NVL72: fifth-generation NVLink, 1.8 TB/s in both directions for each GPU; 400 Gb/s ConnectX-7"
     return Parts(_switched(nodes, ranks or 72, nvlink=900e9, nic=50e9, node="rack"), GB200, "nccl", source)
 
 
 def _tpu_torus(nodes: int, ranks: int | None) -> Parts:
     """A node is a cube of 4 x 4 x 4 chips; cubes are stacked along the first dim of the torus."""
     if ranks not in (None, 64):
-        raise TopologyError(f"ranks: a node of tpu-torus is a cube of 64 chips, not {ranks}; use Topology.torus(shape, ...)")
+        raise TopologyError(f"ranks: a node of tpu-torus is a cube of 64 chips, not {ranks}; use Topology.torus(...)")
     source = (
         "TPU v4: a 3-D torus of six links for each chip (Jouppi et al., arXiv 2304.01433); 45 GB/s for each link and "
         "direction and about 1 us for each hop (How to Scale Your Model, jax-ml.github.io/scaling-book)"
@@ -159,7 +159,7 @@ def _tpu_torus(nodes: int, ranks: int | None) -> Parts:
 
 
 def _switched(nodes: int, ranks: int, *, nvlink: float, nic: float, node: str = "node") -> tuple[Layer, ...]:
-    return _nodes(nodes, ranks * nic, nic, node) + (Layer("gpu", ranks, nvlink, latency=1.9e-6),)
+    return (*_nodes(nodes, ranks * nic, nic, node), Layer("gpu", ranks, nvlink, latency=1.9e-6))
 
 
 def _nodes(nodes: int, bandwidth: float, nic: float | None = None, name: str = "node") -> tuple[Layer, ...]:

@@ -189,7 +189,7 @@ def _joins(units: tuple[int, ...], pairs: list[Edge]) -> bool:
 
 
 def _way(layer: Layer, a: int, b: int) -> dict[Edge, float]:
-    """The links on the shortest ways from unit `a` to unit `b` of the same parent, with the share of traffic on each."""
+    """The links on the shortest ways from unit `a` to unit `b` of one parent, with the share of traffic on each."""
     matrix = layer.pair_bandwidth
     if not isinstance(matrix, tuple) or matrix[a % len(matrix)][b % len(matrix)] > 0:
         return {(a, b): 1.0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Literal, TypeAlias, get_args
@@ -73,7 +72,7 @@ class Layer:
         check_number("latency", self.latency, zero=True)
         if self.rank_bandwidth is not None:
             check_number("rank_bandwidth", self.rank_bandwidth)
-        if isinstance(self.pair_bandwidth, Iterable):
+        if isinstance(self.pair_bandwidth, tuple | list):
             object.__setattr__(self, "pair_bandwidth", tuple(map(tuple, self.pair_bandwidth)))
             _check_matrix(self.pair_bandwidth, self.ranks)
         elif self.pair_bandwidth is not None:
@@ -145,10 +144,10 @@ class Measured:
         object.__setattr__(self, "axes", tuple(self.axes))
         object.__setattr__(self, "sizes", tuple(self.sizes))
         if self.collective is not None and self.collective not in COLLECTIVES:
-            raise TopologyError(f"collective: {self.collective!r} is none; use {', '.join(COLLECTIVES)}, or None for any")
+            raise TopologyError(f"collective: {self.collective!r} is none; use {', '.join(COLLECTIVES)} or None")
         unknown = [axis for axis in self.axes if axis not in self.mesh.names]
         if unknown or not self.axes or len(set(self.axes)) != len(self.axes):
-            raise TopologyError(f"axes: {self.axes} of the mesh ({self.mesh}): name at least one of its axes, each once")
+            raise TopologyError(f"axes: {self.axes} of the mesh ({self.mesh}): name some of its axes, each once")
         check_number("latency", self.latency, zero=True)
         check_number("bandwidth", self.bandwidth)
         for size in self.sizes:
