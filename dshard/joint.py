@@ -98,7 +98,18 @@ def run_strategy(cls: Any, strategy: Strategy, out: Spec, local: Local, tensors:
             ToLocal.apply(t, layout) if t.requires_grad else t._local  # type: ignore[no-untyped-call]
             for t, layout in zip(laid, strategy.gradients, strict=True)
         ]
-        return FromLocal.apply(local(*parts), cls, out, out.layout.cotangent())  # type: ignore[no-untyped-call]
+        result = _connected(local(*parts), parts)
+        return FromLocal.apply(result, cls, out, out.layout.cotangent())  # type: ignore[no-untyped-call]
+
+
+def _connected(out: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """`out`, made to depend on all parts: where a rank computes nothing, its backward pass must still meet the others."""
+    if out.numel() > 0:
+        return out
+    for part in parts:
+        if part.requires_grad:
+            out = out + 0 * part.sum()
+    return out
 
 
 class Simulated(torch.autograd.Function):
@@ -134,8 +145,9 @@ def _pull_back(local: Local, needed: Sequence[bool]) -> Callable[..., list[Tenso
     def pull(grad: Tensor, *parts: Tensor) -> list[Tensor]:
         with torch.enable_grad():
             inputs = [part.detach().requires_grad_(is_needed) for part, is_needed in zip(parts, needed, strict=True)]
-            out = local(*inputs)
-        return list(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad))
+            out = _connected(local(*inputs), inputs)
+        wanted = [x for x in inputs if x.requires_grad]
+        return list(torch.autograd.grad(out, wanted, grad))
 
     return pull
 

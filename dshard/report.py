@@ -7,17 +7,22 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
+from rich.text import Text
 
 from dshard.demo import Progress, Row, Settings
-
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+from dshard.parallel.search import MeshChoice
+from dshard.redistribute import Plan, describe
+from dshard.redistribute.price import busiest, step_seconds
+from dshard.tables import human_bytes
+from dshard.topology import Topology
 
 
 def show(value: RenderableType) -> None:
@@ -110,14 +115,63 @@ def count(n: int, thing: str) -> str:
     return f"{n:,} {thing}" if n == 1 else f"{n:,} {thing}s"
 
 
-def human_bytes(n: float) -> str:
-    """A number of bytes as people say it.
+def plan_table(moved: Plan, itemsize: int, topology: Topology) -> Group:
+    """The steps of one redistribution, with what each brings to the busiest rank."""
+    title, table = _titled(f"[{moved.src}] -> [{moved.dst}]  of {moved.shape} on {topology.name}")
+    for heading in ("step", "axes", "from -> to"):
+        table.add_column(heading)
+    for heading in ("received", "predicted us"):
+        table.add_column(heading, justify="right")
+    for step in plan_rows(moved, itemsize, topology):
+        table.add_row(
+            step["step"],
+            step["axes"],
+            escape(step["change"]),
+            human_bytes(step["nbytes"]),
+            f"{step['seconds'] * 1e6:.1f}",
+        )
+    table.add_section()
+    total = human_bytes(moved.busiest() * itemsize)
+    table.add_row("total", "", "", total, f"{moved.seconds * 1e6:.1f}")
+    return Group(title, table)
 
-    >>> human_bytes(0), human_bytes(2048), human_bytes(1536 * 1024)
-    ('0 B', '2.0 KiB', '1.5 MiB')
-    """
-    for unit in UNITS:
-        if n < 1024 or unit == UNITS[-1]:
-            break
-        n /= 1024
-    return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+
+def plan_rows(moved: Plan, itemsize: int, topology: Topology) -> list[dict[str, Any]]:
+    """The steps for machines."""
+    found = []
+    for step, layout in zip(moved.steps, moved.layouts(), strict=True):
+        name, axes, change = describe(step, layout)
+        seconds = step_seconds(step, layout, moved.shape, itemsize, topology)
+        nbytes = busiest(step, layout, moved.shape) * itemsize
+        found.append({"step": name, "axes": axes, "change": change, "nbytes": nbytes, "seconds": seconds})
+    return found
+
+
+def meshes_table(choices: Sequence[MeshChoice], topology: Topology) -> Group:
+    """Meshes for a transformer, the cheapest first."""
+    title, table = _titled(f"Meshes for one training step on {topology.name}, communication alone")
+    table.add_column("mesh")
+    table.add_column("name")
+    for heading in ("ms", "ms on d1", "ms on d2", "received"):
+        table.add_column(heading, justify="right")
+    for choice in choices:
+        parts = (choice.seconds, choice.seconds_on("d1"), choice.seconds_on("d2"))
+        table.add_row(str(choice.mesh), choice.name, *(f"{s * 1e3:.3f}" for s in parts), human_bytes(choice.nbytes))
+    return Group(title, table)
+
+
+def topology_table(topology: Topology) -> Group:
+    """The layers of a topology, outermost first."""
+    title, table = _titled(str(topology))
+    for heading in ("layer", "ranks in each parent", "group GB/s", "latency us"):
+        table.add_column(heading, justify="left" if heading == "layer" else "right")
+    for layer in topology.layers:
+        ranks = "any" if layer.ranks is None else str(layer.ranks)
+        table.add_row(layer.name, ranks, f"{layer.group_bandwidth / 1e9:g}", f"{layer.latency * 1e6:g}")
+    return Group(title, table)
+
+
+def _titled(title: str) -> tuple[Text, Table]:
+    """A title, not folded to the width of its table, and the empty table."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    return Text(title, style="italic"), table

@@ -16,6 +16,7 @@ from dshard.errors import LayoutError, MeshError, ShapeError
 from dshard.joint import JOINT
 from dshard.layout import Layout, layout_of, replicated
 from dshard.mesh import Mesh
+from dshard.ops.foreach import support
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.placements import Partial, Placement
 
@@ -174,6 +175,9 @@ class DTensor(torch.Tensor):
         spec = self._spec
         parts = (self._local, spec.layout, spec.shape, spec.stride, spec.dtype, spec.device)
         return _unpickle, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
+
+
+support(DTensor)
 
 
 def keep_gradient_layout(x: DTensor) -> None:

@@ -12,10 +12,12 @@ from pathlib import Path
 from time import perf_counter
 
 from dshard.comm import Event, listen
+from dshard.cost import collective_seconds
 from dshard.errors import LayoutError
 from dshard.ops.observe import Decision, observing
 from dshard.ops.settings import current
 from dshard.tables import human_bytes, text_table
+from dshard.topology import COLLECTIVES
 
 _OWN = str(Path(__file__).parent)
 
@@ -129,10 +131,11 @@ def trace() -> Iterator[Trace]:
 
 
 def _predicted(event: Event) -> float:
-    topology = current().topology_of(event.mesh)
-    link = topology.link(event.mesh, tuple(event.axis.split(",")))
-    rounds = (event.ranks - 1) * (2 if event.collective == "all_reduce" else 1)
-    return rounds * link.latency + event.nbytes / link.bandwidth
+    topology, axes = current().topology_of(event.mesh), tuple(event.axis.split(","))
+    if event.collective in COLLECTIVES:
+        return collective_seconds(event.collective, event.nbytes, event.mesh, axes, topology)  # type: ignore[arg-type]
+    link = topology.link(event.mesh, axes)
+    return link.latency + event.nbytes / link.bandwidth
 
 
 def user_line() -> str:

@@ -156,3 +156,52 @@ def test_the_demo_from_end_to_end() -> None:
     rows = json.loads(done.stdout)["rows"]
     assert [row["mesh"] for row in rows] == ["1 device", "dp=4", "tp=4", "dp=2 tp=2"]
     assert max(row["max_loss_diff"] for row in rows) < 1e-5
+
+
+class TestPlan:
+    REDISTRIBUTE = ("plan", "redistribute", "--mesh", "dp=2,tp=4", "--shape", "2048x2048")
+
+    def test_redistribute_prints_each_step(self, capsys):
+        status = main([*self.REDISTRIBUTE, "--from", "dp:P(sum) tp:R", "--to", "dp:S(0) tp:S(0)"])
+
+        assert status == 0
+        assert "reduce_exchange" in capsys.readouterr().out
+
+    def test_redistribute_tells_machines_the_bytes_of_each_step(self, capsys):
+        main([*self.REDISTRIBUTE, "--from", "dp:R tp:S(0)", "--to", "dp:R tp:R", "--itemsize", "4", "--json"])
+
+        found = json.loads(capsys.readouterr().out)
+
+        assert [(step["step"], step["axes"]) for step in found["steps"]] == [("all_gather", "tp")]
+        assert found["steps"][0]["nbytes"] == 2048 * 2048 * 4 * 3 // 4
+
+    def test_a_layout_that_cannot_be_is_one_line(self, capsys):
+        status = main([*self.REDISTRIBUTE, "--from", "dp:S(2) tp:R", "--to", "dp:R tp:R"])
+
+        assert status == 1
+        assert "S(2) is out of range" in capsys.readouterr().err
+
+    def test_meshes_are_ranked(self, capsys):
+        main(["plan", "mesh", "--devices", "8", "--hidden", "64", "--tokens", "128", "--json"])
+
+        rows = json.loads(capsys.readouterr().out)["rows"]
+
+        assert sorted(tuple(row["mesh"]) for row in rows) == [(1, 8), (2, 4), (4, 2), (8, 1)]
+        assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
+
+    def test_an_unknown_machine_names_those_there_are(self, capsys):
+        status = main(["plan", "mesh", "--devices", "8", "--hidden", "64", "--tokens", "128", "--topology", "abacus"])
+
+        assert status == 1
+        assert "dgx-h100" in capsys.readouterr().err
+
+
+class TestTopology:
+    def test_a_saved_topology_is_loaded_again(self, capsys, tmp_path):
+        file = tmp_path / "machine.json"
+        main(["topology", "--topology", "dgx-a100", "--nodes", "2", "--save", str(file), "--json"])
+        saved = json.loads(capsys.readouterr().out)
+
+        main(["topology", "--topology", str(file), "--json"])
+
+        assert json.loads(capsys.readouterr().out) == saved

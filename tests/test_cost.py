@@ -80,25 +80,25 @@ def cuts(
                 inside = sum(rank // below == unit for rank in group)
                 outside = len(family) - inside
                 if outside:
-                    entering[unit] += piece * needed(collective, inside, outside)
+                    entering[unit] += piece * needed(collective, inside, outside, len(group))
         yield from ((nbytes, layer.group_bandwidth) for nbytes in entering.values())
         below *= layer.ranks or 1
 
 
-def needed(collective: Collective, inside: int, outside: int) -> int:
-    """How many pieces a unit with `inside` ranks of a group must get from the `outside` others, at the least."""
+def needed(collective: Collective, inside: int, outside: int, n: int) -> int:
+    """How many of `n` pieces a unit with `inside` ranks of a group must get from the `outside` others, at the least."""
     match collective:
         case "all_gather":
             return outside
         case "all_to_all":
             return inside * outside
         case "exchange":
-            return inside * outside  # of peers alike
+            return inside * (n - 1)  # where all that a rank gets is from others
         case "reduce_scatter":
             return inside  # sums of the others' terms
-        case "all_reduce":
-            return inside
-        case "broadcast" | "permute":
+        case "all_reduce" | "broadcast":
+            return n
+        case "permute":
             return 1
 
 

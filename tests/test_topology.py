@@ -186,7 +186,8 @@ def test_a_link_is_no_better_than_any_layer_its_groups_cross(case: Case, collect
     link = topology.link(mesh, axes, collective)
 
     crossed = [(layer, most) for layer, most in crossings(topology, mesh, axes) if most]
-    assert all(link.bandwidth <= layer.group_bandwidth * (1 + 1e-9) for layer, _ in crossed)
+    if collective != "all_to_all":  # of which some bytes stay within a unit
+        assert all(link.bandwidth <= layer.group_bandwidth * (1 + 1e-9) for layer, _ in crossed)
     if collective is None:
         assert all(link.bandwidth <= layer.group_bandwidth / most * (1 + 1e-9) for layer, most in crossed)
     assert link.latency == (crossed[0][0].latency if crossed else 0.0)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from dshard.demo.data import check_installed
-from dshard.demo.ranks import Send, run_ranks
+from dshard.demo.ranks import Send, run_ranks, screenful
 from dshard.demo.train import Progress, Row, Settings, Tell, train_all
-from dshard.errors import MeshError
+from dshard.errors import MeshError, RankError
 
 Work: TypeAlias = Callable[[Settings, Tell], list[Row]]
 
@@ -30,7 +30,7 @@ def run(settings: Settings, tell: Tell, work: Work = train_all) -> list[Row]:
     """
     check_installed()
     if joining():
-        return _in_group(settings, tell, work, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+        return _join(settings, tell, work)
     told = _Told(tell)
     run_ranks(partial(_as_rank, settings, work), settings.ranks, told)
     return told.rows
@@ -89,6 +89,13 @@ class _Told:
             self.rows = message
 
 
+def _join(settings: Settings, tell: Tell, work: Work) -> list[Row]:
+    try:
+        return _in_group(settings, tell, work, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    except Exception as error:
+        raise RankError(f"rank {os.environ['RANK']} failed: {screenful(error)}") from error
+
+
 def _as_rank(settings: Settings, work: Work, rank: int, meet: str, send: Send) -> None:
     rows = _in_group(settings, send, work, rank, init_method=meet, rank=rank, world_size=settings.ranks)
     if rank == 0:
@@ -97,6 +104,7 @@ def _as_rank(settings: Settings, work: Work, rank: int, meet: str, send: Send) -
 
 def _in_group(settings: Settings, tell: Tell, work: Work, local_rank: int, **group: Any) -> list[Row]:
     """Do the work as one rank of a process group, which exists meanwhile."""
+    torch.set_num_threads(1)  # ranks share the cores, and the model is small
     device = None
     if settings.device == "cuda":
         device = torch.device("cuda", local_rank)

@@ -16,8 +16,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
-
 from dshard.errors import RankError
 
 Send: TypeAlias = Callable[[object], None]
@@ -88,12 +86,11 @@ def _main(rank: int, job: Job, meet: str, pipe: Connection[Any, Any]) -> None:
     """The life of one rank. Ctrl-C is the parent's to handle, and so is all that a library may print."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)
-    torch.set_num_threads(1)
     try:
         job(rank, meet, pipe.send)
     except BaseException as error:
         with suppress(OSError):
-            pipe.send(Raised(rank, _screenful(error), time.time()))
+            pipe.send(Raised(rank, screenful(error), time.time()))
         os._exit(1)  # the process group may be waiting for ranks that will never come
 
 
@@ -145,8 +142,8 @@ def _cause(messages: list[object]) -> str:
     return f"rank {first.rank} failed: {first.what}"
 
 
-def _screenful(error: BaseException) -> str:
-    """The error, and beneath it the end of its traceback."""
+def screenful(error: BaseException) -> str:
+    """What a person needs of an error: its message, and beneath it the end of its traceback."""
     summary = "".join(traceback.format_exception_only(error)).strip()
     trace = "".join(traceback.format_tb(error.__traceback__)).splitlines()
     lines = [line for line in trace if line.strip(" ^~")]

@@ -9,7 +9,7 @@ def matmul_lower_bound(m: int, k: int, n: int, ranks: int) -> float:
     The memory-independent bound of Al Daas, Ballard, Grigori, Kumar and Rouse (2022), whose constants are tight: what a
     rank must touch less what it holds. Which of three cases applies depends on how many ranks there are for the shape.
 
-    >>> matmul_lower_bound(4096, 4096, 4096, 8) / 2**20
+    >>> round(matmul_lower_bound(4096, 4096, 4096, 8) / 2**20, 6)
     6.0
     """
     small, middle, large = sorted((m, k, n))

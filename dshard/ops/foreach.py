@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._ops import OpOverload
+from torch.optim.optimizer import _foreach_supported_types as OPTIMISED
+from torch.utils._foreach_utils import _foreach_supported_types as GROUPED
 
 from dshard.errors import LayoutError
 from dshard.layout import Layout, replicated
@@ -27,7 +29,7 @@ ForEach: TypeAlias = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any]]
 
 def support(cls: type[Tensor]) -> None:
     """Let optimisers and gradient clipping work on lists of tensors of this class by default."""
-    for known in (torch.utils._foreach_utils._foreach_supported_types, torch.optim.optimizer._foreach_supported_types):
+    for known in (OPTIMISED, GROUPED):
         if cls not in known:
             known.append(cls)
 
@@ -171,7 +173,7 @@ def _specs_alike(cls: Any, rows: list[tuple[Any, ...]] | None, is_linear: bool) 
 def _spec_alike(cls: Any, row: tuple[Any, ...], is_linear: bool) -> Spec | None:
     if not isinstance(row[0], cls):
         return None
-    first: Spec = row[0]._spec  # type: ignore[attr-defined]
+    first: Spec = row[0]._spec
     for t in row[1:]:
         if isinstance(t, cls):
             spec = t._spec

@@ -10,8 +10,9 @@ from typing import TypeAlias
 
 from dshard.layout import Shape
 from dshard.ops.call import Call, Op, pending_all
-from dshard.ops.rule import ANY, Rule, Term
+from dshard.ops.rule import ANY, LINEAR, Rule, Term
 from dshard.ops.views import kept, moved, with_local_size
+from dshard.placements import ReduceOp
 
 Part: TypeAlias = Callable[[Call, Shape, Shape], tuple[Term, Term]]
 """The terms of a tensor of the first shape and of its part, of the second, for forward, backward and scatter forms."""
@@ -55,12 +56,12 @@ def taken(part: Part) -> Callable[[Call], Rule]:
     return rule
 
 
-def put_back(part: Part) -> Callable[[Call], Rule]:
-    """Part, or its gradient -> tensor, zero elsewhere."""
+def put_back(part: Part, ops: tuple[ReduceOp, ...] = ANY) -> Callable[[Call], Rule]:
+    """Part, or its gradient -> tensor, zero elsewhere; where parts overlap they add up, and only sums pass."""
 
     def rule(call: Call) -> Rule:
         out, src = part(call, call.out_shapes[0], call.shapes[0])
-        return moved(src, out)
+        return Rule((src,), (out,), pending=pending_all(1, ops))
 
     return rule
 
@@ -98,7 +99,7 @@ RULES: dict[str, Op] = {
     "aten::select_backward": Op(put_back(select), _BACKWARD),
     "aten::slice_backward": Op(put_back(slice_), _BACKWARD),
     "aten::diagonal_backward": Op(put_back(diagonal), _BACKWARD),
-    "aten::unfold_backward": Op(put_back(windows), _BACKWARD),
+    "aten::unfold_backward": Op(put_back(windows, LINEAR), _BACKWARD),
     "aten::diag_embed": Op(put_back(diagonal)),
     "aten::select_scatter": Op(replaced(select)),
     "aten::slice_scatter": Op(replaced(slice_)),

@@ -25,13 +25,15 @@ def passing(call: Call) -> tuple[Pending, ...]:
     if name.endswith("_backward"):
         return linear(0)
     if name in COPIES:
-        return (Pending(frozenset(range(n)), ANY),) if _exact(call) else ()
-    return PASSING.get((name, n), ())
+        return (Pending(frozenset(range(n)), ANY),) if _exact(call, n - 1) else ()
+    return tuple(
+        pending for pending in PASSING.get((name, n), ()) if all(_exact(call, operand) for operand in pending.operands)
+    )
 
 
-def _exact(call: Call) -> bool:
-    """Whether a copy keeps the dtype, or widens it: else the reduction must come first."""
-    src, dst = call.specs[-1].dtype, call.outs[0].dtype
+def _exact(call: Call, operand: int) -> bool:
+    """Whether the output has the operand's dtype, or a wider one: else the reduction must come first."""
+    src, dst = call.specs[operand].dtype, call.outs[0].dtype
     return src == dst or (src.is_floating_point and dst.is_floating_point and dst.itemsize > src.itemsize)
 
 
@@ -69,4 +71,11 @@ RULES: dict[str, Op] = {
     "aten::zero": _POINTWISE,
     "aten::masked_fill": _POINTWISE,
     "aten::nan_to_num": _POINTWISE,
+    "aten::rsub": _POINTWISE,
+    **{
+        f"aten::{name}_backward": _POINTWISE
+        for name in ("elu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish")
+        + ("softplus", "softshrink")
+    },
+    "aten::hardswish": _POINTWISE,
 }

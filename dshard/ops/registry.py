@@ -14,6 +14,7 @@ from dshard.ops import addmm, indexing, joins, losses, matmul, nn, parts, pointw
 from dshard.ops.call import Call, Op
 from dshard.ops.custom import CUSTOM
 from dshard.ops.rule import Pending, Rule, parse_rule
+from dshard.ops.settings import clear_caches
 from dshard.placements import ReduceOp
 
 TABLES: tuple[dict[str, Op], ...] = (
@@ -60,6 +61,7 @@ def register_rule(
     _USER[op] = Op(of)
     find.cache_clear()
     known.cache_clear()
+    clear_caches()
 
 
 def _check_text(rule: str, operands: int) -> None:

@@ -1,10 +1,10 @@
 """ATP's search: which mesh (d1, d2) of N devices is the best for a transformer layer on a topology.
 
 Adaptive tensor parallelism (arXiv 2301.08658) has activations whole on d1 and split over d2. Weights alternate between
-column-first (d1:S(1) d2:S(0)), whose product is pending on d2, and row-first (d1:S(0) d2:S(1)), whose product is pending
-on d1. What must move follows from these layouts; each move is planned and priced like any other in this library. On a
-topology without latencies this is the paper's equation 2 with the bandwidths of its equations 3 and 4. (N, 1) is the
-layout of Megatron-LM. The search is pure: no processes, no tensors.
+column-first (d1:S(1) d2:S(0)), whose product is pending on d2, and row-first (d1:S(0) d2:S(1)), whose product is
+pending on d1. What must move follows from these layouts; each move is planned and priced like any other. On a topology
+without latencies this is the paper's equation 2 with the bandwidths of its equations 3 and 4. (N, 1) is the layout of
+Megatron-LM. The search is pure: no processes, no tensors.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def rank_meshes(
     shapes = [(d1, devices // d1) for d1 in range(1, devices + 1) if devices % d1 == 0] if meshes is None else [*meshes]
     for d1, d2 in shapes:
         if d1 * d2 != devices:
-            raise ShapeError(f"the mesh ({d1}, {d2}) has {d1 * d2} devices, not {devices}: give d1 and d2 with that product")
+            raise ShapeError(
+                f"the mesh ({d1}, {d2}) has {d1 * d2} devices, not {devices}: give d1 and d2 with that product"
+            )
     found = [_choice(Mesh(shape, ("d1", "d2")), topology, transformer, form) for shape in shapes]
     return tuple(sorted(found, key=lambda choice: (choice.seconds, choice.mesh.shape[1])))
 

@@ -4,7 +4,7 @@ Needs the extra `testing`: pip install "dshard[testing]". See docs/testing.md.
 """
 
 from dshard.errors import RuleError
-from dshard.testing.check import check_rule
+from dshard.testing.check import check_call, check_rule
 from dshard.testing.generators import (
     Redistribution,
     dtensors,
@@ -22,6 +22,7 @@ __all__ = [
     "RankPool",
     "Redistribution",
     "RuleError",
+    "check_call",
     "check_rule",
     "distribute",
     "dtensors",

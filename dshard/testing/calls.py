@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -36,26 +36,34 @@ def resolve(op: OpOverload | Callable[..., Any] | str) -> Callable[..., Any]:
 
 
 def recorded(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], gradients: Sequence[bool]
 ) -> list[Recorded]:
     """The different operators that `function` calls on these arguments, each once, with their arguments.
 
-    Views and copies are left out, unless they are the function itself.
+    Its backward pass is run for the operands that `gradients` marks. Views and copies are left out, unless they are the
+    function itself.
     """
+    rest = iter(gradients)
+    leaf_args, leaf_kwargs = replace_leaves(
+        (args, kwargs), lambda leaf: _copy(leaf).requires_grad_(next(rest)) if isinstance(leaf, Tensor) else leaf
+    )
     with _Recorder() as recorder:
-        leaf_args, leaf_kwargs = replace_leaves((args, kwargs), _leaf if backward else _copy)
         outputs = [out for out in leaves(function(*leaf_args, **leaf_kwargs)) if isinstance(out, Tensor)]
         with_grad = [out for out in outputs if out.requires_grad]
-        try:
+        if with_grad:
             torch.autograd.backward(with_grad, [torch.ones_like(out) for out in with_grad])
-        except (RuntimeError, NotImplementedError):  # an operator without a derivative
-            pass
-    return [call for call in recorder.calls.values() if call[0] == function or not _trivial(call[0])]
+    found = [call for call in recorder.calls.values() if call[0] == function or not _trivial(call[0])]
+    if isinstance(function, OpOverload) and all(call[0] != function for call in found):  # torch decomposes it
+        found.append((function, *replace_leaves((args, kwargs), _copy)))
+    return found
 
 
 def _trivial(func: OpOverload) -> bool:
     name = func._schema.name
-    return func.is_view or name.endswith("_like") or name in ("aten::clone", "aten::detach", "aten::copy_")
+    return func.is_view or "empty" in name or name.endswith("_like") or name in _TRIVIAL
+
+
+_TRIVIAL = ("aten::clone", "aten::detach", "aten::copy_", "aten::new_zeros", "aten::new_ones", "aten::lift_fresh")
 
 
 class _Recorder(TorchDispatchMode):
@@ -77,9 +85,3 @@ def _described(leaf: Any) -> Any:
 
 def _copy(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _leaf(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().clone().requires_grad_(leaf.is_floating_point() or leaf.is_complex())

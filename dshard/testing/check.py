@@ -58,12 +58,11 @@ def check_rule(
     Raises:
         RuleError: a difference; it names the operator, the rule, the mesh, the layouts and what differs.
     """
-    function = resolve(op)
+    function, tolerance = resolve(op), {"rtol": rtol, "atol": atol}
     for sample in samples:
         call = _Call.of(function, sample)
         expected = call.on_one_device(gradients)
-        tolerance = {"rtol": rtol, "atol": atol}
-        calls = recorded(function, call.args, call.kwargs, gradients and not _writes(function))
+        calls = recorded(function, call.args, call.kwargs, expected.recorded)
         for shape in mesh_shapes:
             mesh = Mesh(shape)
             for func, args, kwargs in calls:
@@ -73,13 +72,40 @@ def check_rule(
                     call.compare(layouts, expected, i, tolerance)
 
 
+def check_call(
+    op: Op,
+    sample: Any,
+    layouts: Sequence[Layout],
+    *,
+    gradients: bool = True,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> None:
+    """Verify one call: `op` on the tensors of `sample` in these layouts against one device, for use with generators.
+
+    >>> mesh = Mesh((2,), ("tp",))
+    >>> check_call(torch.mul, (torch.ones(3), 2.0), [Layout(mesh, (Shard(0),))])
+
+    Raises:
+        RuleError: a difference.
+    """
+    call = _Call.of(resolve(op), sample)
+    expected = call.on_one_device(gradients)
+    with simulated(layouts[0].mesh):
+        call.compare(tuple(layouts), expected, 0, {"rtol": rtol, "atol": atol})
+
+
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """What one device gives: outputs, the gradients that come in for those that have one, those of the operands."""
+    """What one device gives: outputs, the gradients that come in for those that have one, those of the operands.
+
+    `recorded` are the operands of which torch has a gradient at all.
+    """
 
     outputs: list[Any]
     incoming: list[Tensor | None]
-    gradients: list[Tensor | None] | None
+    recorded: list[bool]
+    gradients: list[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +135,29 @@ class _Call:
         return leaves(self.function(*args, **kwargs))
 
     def on_one_device(self, gradients: bool) -> _Expected:
-        """What is expected; no gradients where torch has none."""
+        """What is expected, with gradients of the operands for which torch has them."""
+        n = len(self.operands())
         if gradients and not _writes(self.function):
-            operands = [x.detach().clone().requires_grad_(_differentiable(x)) for x in self.operands()]
-            outputs = self.run(operands)
-            incoming = [_incoming(out, i) for i, out in enumerate(outputs)]
-            try:
-                found = _backward(outputs, incoming, operands)
-                return _Expected([_detached(out) for out in outputs], incoming, found)
-            except (RuntimeError, NotImplementedError):  # an operator without a derivative
-                pass
-        outputs = self.run([x.detach().clone() for x in self.operands()])
-        return _Expected(outputs, [None] * len(outputs), None)
+            wanted = [_differentiable(x) for x in self.operands()]
+            only = ([i == j and wanted[j] for j in range(n)] for i in range(n))
+            found = self._try(wanted) or self._try([self._try(some) is not None for some in only])
+        else:
+            found = None
+        return found or self._recorded([False] * n)
+
+    def _try(self, wanted: list[bool]) -> _Expected | None:
+        try:
+            return self._recorded(wanted) if any(wanted) else None
+        except (RuntimeError, NotImplementedError):  # an operand without a derivative
+            return None
+
+    def _recorded(self, wanted: list[bool]) -> _Expected:
+        pairs = zip(self.operands(), wanted, strict=True)
+        operands = [x.detach().clone().requires_grad_(is_wanted) for x, is_wanted in pairs]
+        outputs = self.run(operands)
+        incoming = [_incoming(out, i) for i, out in enumerate(outputs)]
+        gradients = _backward(outputs, incoming, operands)
+        return _Expected([_detached(out) for out in outputs], incoming, wanted, gradients)
 
     def choices(self, mesh: Mesh, placements: Literal["all"] | Sequence[Placement]) -> list[list[Layout]]:
         """The layouts that each operand is to have."""
@@ -134,15 +171,15 @@ class _Call:
                 distribute(x.detach(), layout, seed=seed + i)
                 for i, (x, layout) in enumerate(zip(self.operands(), layouts, strict=True))
             ]
-            for x in operands:
-                x.requires_grad_(expected.gradients is not None and _differentiable(x))
+            for x, is_wanted in zip(operands, expected.recorded, strict=True):
+                x.requires_grad_(is_wanted)
             outputs = self.run(operands)
             found = self._gradients(operands, outputs, expected, seed)
         except Exception as error:
             raise RuleError(f"{where} raised {type(error).__name__}: {error}") from error
         for i, (out, value) in enumerate(zip(outputs, expected.outputs, strict=True)):
             compare(out, value, f"{where}: output {i}", tolerance)
-        for i, (gradient, value) in enumerate(zip(found, expected.gradients or [], strict=True)):
+        for i, (gradient, value) in enumerate(zip(found, expected.gradients, strict=True)):
             if value is not None and gradient is not None:
                 compare(gradient, value, f"{where}: the gradient of operand {i}", tolerance)
             elif value is not None and value.any():
@@ -151,11 +188,9 @@ class _Call:
     def _gradients(
         self, operands: Sequence[DTensor], outputs: Sequence[Any], expected: _Expected, seed: int
     ) -> list[Tensor | None]:
-        if expected.gradients is None:
-            return []
         incoming: list[Tensor | None] = []
         for out, given in zip(outputs, expected.incoming, strict=True):
-            if given is None:
+            if given is None or not isinstance(out, DTensor):
                 incoming.append(None)
             else:
                 layout = out.layout.cotangent() if seed % 2 else replicated(out.layout.mesh)
@@ -240,7 +275,7 @@ def _writes(function: Callable[..., Any]) -> bool:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    return str(function) if isinstance(function, OpOverload) else getattr(function, "__qualname__", repr(function))
+    return str(function) if isinstance(function, OpOverload) else getattr(function, "__name__", repr(function))
 
 
 def _mesh_of(layouts: Choice) -> str:

@@ -84,6 +84,7 @@ class Topology:
 
         Figures measured for these groups win, those for this collective before those for any. Else the hierarchical
         communication matrix decides, see `dshard.topology.sharing`; without a `collective`, as for one around a ring.
+        An exchange gets no more than on any of its axes alone, as all of its bytes may pass there.
 
         Raises:
             TopologyError: the mesh has ranks that this topology has not.
@@ -236,7 +237,12 @@ def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Col
         raise TopologyError(f"collective: {collective!r} is none; use {', '.join(COLLECTIVES)}, or None for any")
     _check_ranks(topology, mesh)
     groups = _groups(mesh, tuple(sorted(axes)))
-    return _measured_link(topology, groups, collective) or shared_link(topology.layers, groups, collective)
+    link = _measured_link(topology, groups, collective) or shared_link(topology.layers, groups, collective)
+    if collective != "exchange" or len(axes) < 2:
+        return link
+    alone = [_link(topology, mesh, (axis,), collective) for axis in axes]
+    bandwidth = min(link.bandwidth, *(other.bandwidth for other in alone))
+    return Link(max(link.latency, *(other.latency for other in alone)), bandwidth, link.measured)
 
 
 @lru_cache(maxsize=1024)

@@ -68,8 +68,9 @@ def shared_link(layers: Sequence[Layer], groups: Groups, collective: Collective 
         if parts:
             latency = layer.latency if latency is None else latency
             if collective in DIRECT:
-                bandwidth = min(bandwidth, _direct_bandwidth(layer, parts, len(groups[0]), collective))
-            else:
+                peers = len(groups[0]) - 1 if collective == "all_to_all" else None
+                bandwidth = min(bandwidth, _direct_bandwidth(layer, parts, peers))
+            if collective != "all_to_all":
                 bandwidth = min(bandwidth, _ring_bandwidth(layer, parts))
     return Link(latency or 0.0, bandwidth)
 
@@ -132,25 +133,26 @@ def _pair_rates(layer: Layer, parts: Counter[Part]) -> dict[tuple[Part, int], fl
     return rates
 
 
-def _direct_bandwidth(layer: Layer, parts: Counter[Part], n: int, collective: Collective | None) -> float:
+def _direct_bandwidth(layer: Layer, parts: Counter[Part], peers: int | None) -> float:
     """Where each rank sends to each other, all of a unit's ranks send what leaves it.
 
-    In an all_to_all the bytes from each peer are the same. In an exchange they may all come from beyond the layer.
+    The same bytes go to each of so many `peers`, only some of them beyond this layer; without, all bytes cross it.
     """
     leaving: dict[int, float] = defaultdict(float)
     loads: dict[Edge, float] = defaultdict(float)
     bandwidth = inf
     for part, times in parts.items():
         for unit, count in zip(part.units, part.counts, strict=True):
-            outside = 1.0 if collective == "exchange" else (part.size - count) / (n - 1)
+            outside = 1.0 if peers is None else (part.size - count) / peers
             leaving[unit] += times * count * outside
             if layer.rank_bandwidth is not None:
                 bandwidth = min(bandwidth, layer.rank_bandwidth / outside)
         if _pairs_matter(layer):
             counts = dict(zip(part.units, part.counts, strict=True))
             for a, b in combinations(part.units, 2):
+                most = part.size - max(counts[a], counts[b]) if peers is None else peers
                 for edge, share in _way(layer, a, b).items():
-                    loads[edge] += times * share * counts[a] * counts[b] / (n - 1)
+                    loads[edge] += times * share * counts[a] * counts[b] / most
     units = min(layer.group_bandwidth / share for share in leaving.values())
     return min([bandwidth, units, *(_pair(layer, edge) / load for edge, load in loads.items())])
 

@@ -1,0 +1,74 @@
+"""The demo's own ranks are heard, and fail loudly."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+
+from dshard.demo.ranks import Ended, Raised, _cause, run_ranks
+from dshard.errors import RankError
+
+WAIT = 120.0  # seconds for ranks to start on a busy machine
+
+
+def talk(rank: int, meet: str, send: Callable[[object], None]) -> None:
+    """Say one's number, two times."""
+    send(rank)
+    send(10 * rank)
+
+
+def fail(how: str, rank: int, meet: str, send: Callable[[object], None]) -> None:
+    """Rank 1 fails while the others wait for it."""
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+    if rank == 1 and how == "raise":
+        raise ValueError("no such thing")
+    if rank == 1 and how == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and how == "hang":
+        signal.pause()
+    dist.barrier()
+
+
+def test_a_silent_death_is_the_cause_of_later_errors() -> None:
+    messages = [Raised(0, "Connection closed by peer", 5.0), Ended(0, 1), Ended(2, -9)]
+
+    assert _cause(messages) == "rank 2 failed: its process ended with exit code -9"
+
+
+def test_the_first_error_is_the_cause_of_later_errors() -> None:
+    messages = [Raised(0, "Connection closed by peer", 5.0), Ended(2, 1), Raised(2, "ValueError", 4.0)]
+
+    assert _cause(messages) == "rank 2 failed: ValueError"
+
+
+@pytest.mark.ranks
+def test_each_rank_is_heard() -> None:
+    heard: list[int] = []
+
+    run_ranks(talk, 2, heard.append, WAIT)
+
+    assert sorted(heard) == [0, 0, 1, 10]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", r"rank 1 failed: ValueError: no such thing\n.*in fail"),
+        ("die", "rank 1 failed: its process ended with exit code -9"),
+    ],
+)
+def test_a_failure_names_its_rank(how: str, message: str) -> None:
+    with pytest.raises(RankError, match=f"(?s){message}"):
+        run_ranks(partial(fail, how), 2, print, WAIT)
+
+
+@pytest.mark.ranks
+def test_a_hang_is_an_error() -> None:
+    with pytest.raises(RankError, match="ranks 0, 1 said nothing for 5 s and were stopped"):
+        run_ranks(partial(fail, "hang"), 2, print, patience=5.0)

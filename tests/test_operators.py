@@ -1,0 +1,83 @@
+"""Every registered operator equals single-device torch, values and gradients, however its operands lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operator_samples import SAMPLES, WITHOUT_VALUES
+from torch import Tensor
+
+from dshard import Mesh
+from dshard.ops.registry import TABLES
+from dshard.testing import check_call, check_rule, distribute, layouts, meshes, simulated, whole_numbers
+from dshard.testing.calls import recorded
+from dshard.testing.check import _Call, layouts_of
+
+THOROUGH = settings().max_examples > 100
+MESH_SHAPES = ((3,), (2, 2))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_an_operator_equals_its_single_device_self(name: str) -> None:
+    function, sample = SAMPLES[name]
+
+    check_rule(function, sample, mesh_shapes=MESH_SHAPES, limit=400 if THOROUGH else 4)
+
+
+@given(st.sampled_from(sorted(SAMPLES)), meshes(max_ranks=8), st.data())
+def test_any_operator_on_any_mesh(name: str, mesh: Mesh, data: st.DataObject) -> None:
+    function, sample = SAMPLES[name]
+    laid = [
+        data.draw(layouts(mesh, x.dim(), pending=("sum",) if x.is_floating_point() else ())) for x in tensors(sample)
+    ]
+
+    check_call(function, sample, laid)
+
+
+def test_every_registered_operator_has_a_sample() -> None:
+    covered = {func._schema.name.removesuffix("_") for sample in SAMPLES.values() for func in called(*sample)}
+
+    missing = {name for table in TABLES for name in table} - covered - set(WITHOUT_VALUES)
+
+    assert not missing, f"add samples of {', '.join(sorted(missing))} to operator_samples.py"
+
+
+def called(function: Any, sample: tuple[Any, ...]) -> list[Any]:
+    """The operators that check_rule verifies for a sample."""
+    expected = _Call.of(function, sample).on_one_device(gradients=True)
+    return [func for func, _, _ in recorded(function, *arguments(sample), expected.recorded)]
+
+
+@pytest.mark.parametrize(
+    "make", [torch.empty_like, lambda x: x.new_empty(4, 3), lambda x: x.new_empty_strided((5, 3), (3, 1))]
+)
+@pytest.mark.parametrize("shape", MESH_SHAPES)
+def test_new_memory_is_laid_out(make: Any, shape: tuple[int, ...]) -> None:
+    mesh, x = Mesh(shape), whole_numbers((5, 3))
+    for layout in layouts_of(x, mesh):
+        with simulated(mesh):
+            made = make(distribute(x, layout))
+
+        assert made.shape == make(x).shape
+        for rank in mesh.ranks:
+            right = made.layout.local_shape(made.shape, mesh.coordinate(rank))
+            assert made._local._local_tensors[rank].shape == right
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors among arguments, in order."""
+    if isinstance(tree, tuple | list):
+        return [x for item in tree for x in tensors(item)]
+    if isinstance(tree, dict):
+        return [x for item in tree.values() for x in tensors(item)]
+    return [tree] if isinstance(tree, Tensor) else []
+
+
+def arguments(sample: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (sample[:-1], sample[-1]) if isinstance(sample[-1], dict) else (sample, {})
+
+
