@@ -1,7 +1,17 @@
 """dshard: declare how tensors lie on a mesh of devices, and run ordinary PyTorch code on them."""
 
 from dshard.comm import DeviceMesh, init_device_mesh
-from dshard.errors import DShardError, LayoutError, MeshError, MixedError, NotationError, RankError, ShapeError
+from dshard.errors import (
+    DShardError,
+    DtypeError,
+    LayoutError,
+    MeshError,
+    MixedError,
+    NotationError,
+    RankError,
+    ShapeError,
+    TopologyError,
+)
 from dshard.explain import explain
 from dshard.factories import distribute_module, empty, full, ones, rand, randn, zeros
 from dshard.layout import Layout
@@ -18,6 +28,7 @@ __all__ = [
     "DShardError",
     "DTensor",
     "DeviceMesh",
+    "DtypeError",
     "Layout",
     "LayoutError",
     "Mesh",
@@ -31,6 +42,7 @@ __all__ = [
     "ShapeError",
     "Shard",
     "Topology",
+    "TopologyError",
     "cache_info",
     "distribute_module",
     "distribute_tensor",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from dshard.comm import LocalTensor, device_of, run, runner, runtime_of, unstack
+from dshard.comm import LocalTensor, device_of, plain, run, runner, runtime_of, unstack
 from dshard.errors import MeshError, MixedError
 from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Coordinate, Mesh
@@ -111,7 +111,8 @@ def _infer(func: OpOverload, args: Any, kwargs: Any) -> Any:
     )
     if meta_kwargs.get("device") is not None:
         meta_kwargs["device"] = torch.device("meta")
-    return func(*meta_args, **meta_kwargs)
+    with plain():
+        return func(*meta_args, **meta_kwargs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,10 @@
 
     DShardError
     ├── LayoutError     a placement, mesh or layout that cannot be      (also a ValueError)
-    ├── ShapeError      sizes or dtypes that do not fit together        (also a ValueError)
+    ├── ShapeError      sizes that do not fit together                  (also a ValueError)
     ├── MeshError       operands on different meshes, or no such ranks  (also a ValueError)
-    ├── MixedError      a plain torch.Tensor among distributed tensors  (also a TypeError)
+    ├── MixedError      a plain torch.Tensor among distributed tensors  (also a RuntimeError)
+    ├── DtypeError      operands of different dtypes                    (also a RuntimeError)
     ├── NotationError   text that is no placement, layout or rule       (also a ValueError)
     ├── TopologyError   a network or device that cannot be              (also a ValueError)
     ├── RankError       a rank of the pool failed                       (also a RuntimeError)
@@ -25,15 +26,19 @@ class LayoutError(DShardError, ValueError):
 
 
 class ShapeError(DShardError, ValueError):
-    """Sizes, dtypes or local shapes that do not fit together."""
+    """Sizes or local shapes that do not fit together."""
 
 
 class MeshError(DShardError, ValueError):
     """Operands on different meshes, a mesh larger than the world, or no process group."""
 
 
-class MixedError(DShardError, TypeError):
+class MixedError(DShardError, RuntimeError):
     """A plain `torch.Tensor` used together with distributed tensors."""
+
+
+class DtypeError(DShardError, RuntimeError):
+    """Operands of different dtypes, which torch would not convert by itself."""
 
 
 class NotationError(DShardError, ValueError):

@@ -19,7 +19,7 @@ from dshard.comm import LocalTensor
 from dshard.dispatch import common_mesh, spec_like
 from dshard.layout import replicated
 from dshard.ops.attention import attention_rule
-from dshard.ops.matmul import linear_bias_rule, linear_rule, matmul_rule
+from dshard.ops.matmul import linear_bias_rule, linear_rule, matmul_rule, same_dtype
 from dshard.ops.moving import run_on_ranks
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.rule import Rule
@@ -37,8 +37,21 @@ def run_joint(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequenc
 
     `key` tells calls apart whose rule or local operator differ though the specs are alike.
     """
+    tensors = autocast(tensors)
     choice = decide(cls, rule, local, tensors, key)
     return run_choice(cls, key, rule, choice, local, tensors)
+
+
+def autocast(tensors: Sequence[Any]) -> Sequence[Any]:
+    """The operands in the dtype that autocast wants, where it is on."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    wide = (torch.float32, torch.float16, torch.bfloat16)
+    return [t.to(dtype) if t.dtype in wide else t for t in tensors]
 
 
 def run_choice(
@@ -76,6 +89,7 @@ def decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[A
 
 def _decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Choice:
     mesh = common_mesh(cls, key[0], list(tensors))
+    same_dtype(key[0], [t.dtype for t in tensors[:3]])
     specs = [spec_like(cls, t, mesh) for t in tensors]
     with torch.no_grad():
         out = local(*(spec.meta() for spec in specs))
@@ -103,7 +117,7 @@ def run_strategy(cls: Any, strategy: Strategy, out: Spec, local: Local, tensors:
 
 
 def _connected(out: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """`out`, made to depend on all parts: where a rank computes nothing, its backward pass must still meet the others."""
+    """`out`, made to depend on all parts: a rank that computes nothing must still meet the others in its backward."""
     if out.numel() > 0:
         return out
     for part in parts:
@@ -182,6 +196,7 @@ def linear(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     def biased() -> Rule:
         return linear_bias_rule(tuple(x.shape), tuple(weight.shape), tuple(bias.shape))
 
+    x, weight, bias = autocast((x, weight, bias))
     split = decide(cls, rule, F.linear, (x, weight), key)
     fused = decide(cls, biased, F.linear, (x, weight, bias), key)
     if split[0].outputs[0].partial_axes() and split[0].seconds < fused[0].seconds:

@@ -185,8 +185,13 @@ def keep_gradient_layout(x: DTensor) -> None:
     if getattr(x, "_keeps_gradient_layout", False):
         return
     layout = x._spec.layout.cotangent()
+
+    def bring(grad: Tensor | None) -> Tensor | None:
+        found: Tensor | None = None if grad is None else redistribute(distributed(DTensor, grad, layout), layout)
+        return found
+
     with torch._C.DisableTorchFunctionSubclass():
-        x.register_hook(lambda grad: redistribute(distributed(DTensor, grad, layout), layout))  # type: ignore[no-untyped-call]
+        x.register_hook(bring)  # type: ignore[no-untyped-call]
     x._keeps_gradient_layout = True  # type: ignore[attr-defined]
 
 

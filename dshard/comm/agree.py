@@ -31,8 +31,7 @@ def global_shape(local: Tensor, layout: Layout) -> Shape:
     runtime = runtime_of(mesh)
     if runtime is None or runtime.coordinate is None:
         return _even(_shape(local), layout)
-    sharded = [i for i, p in enumerate(layout.placements) if isinstance(p, Shard) and mesh.shape[i] > 1]
-    if not sharded or runtime.group(mesh.names).backend == "fake":
+    if mesh.size == 1 or runtime.group(mesh.names).backend == "fake":
         return _even(_shape(local), layout)
     return _joined(_gather_shapes(local, layout, runtime), layout)
 

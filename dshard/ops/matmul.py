@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
+from dshard.errors import DtypeError
 from dshard.layout import Shape
-from dshard.ops.call import Op
+from dshard.ops.call import Call, Op
 from dshard.ops.rule import Rule, linear, parse_rule
 
 
 def notation(text: str) -> Op:
     """A product, linear in its first two operands."""
-    return Op(lambda call: parse_rule(text, call.shapes, pending=linear(0, 1)), values=False)
+
+    def rule(call: Call) -> Rule:
+        same_dtype(str(call.func), [spec.dtype for spec in call.specs])
+        return parse_rule(text, call.shapes, pending=linear(0, 1))
+
+    return Op(rule, values=False)
+
+
+def same_dtype(name: str, dtypes: Sequence[torch.dtype]) -> None:
+    """Refuse operands of a product that differ in dtype, before anything is sent: without data torch does not.
+
+    Raises:
+        DtypeError: they differ.
+    """
+    if len(set(dtypes)) > 1:
+        listed = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise DtypeError(f"{name}: operands of dtype {listed}; a product wants one dtype, so convert with .to(dtype)")
 
 
 def matmul_rule(a: Shape, b: Shape) -> Rule:

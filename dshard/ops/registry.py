@@ -52,7 +52,11 @@ def register_rule(
     if "::" not in op:
         raise NotationError(f"{op!r} is no operator name: write namespace::name, such as 'mylib::fused'")
     left = rule.partition("->")[0]
-    _check_text(rule, len(left.split(",")) if left.strip() else 0)
+    operands = len(left.split(",")) if left.strip() else 0
+    _check_text(rule, operands, reduce)
+    beyond = [operand for operand in linear if not 0 <= operand < operands]
+    if beyond:
+        raise NotationError(f"the rule {rule!r} has no operand {beyond[0]}: linear counts its {operands} from 0")
     pending = tuple(Pending(frozenset({operand})) for operand in linear)
 
     def of(call: Call) -> Rule:
@@ -64,12 +68,14 @@ def register_rule(
     clear_caches()
 
 
-def _check_text(rule: str, operands: int) -> None:
+def _check_text(rule: str, operands: int, reduce: ReduceOp | Sequence[ReduceOp]) -> None:
     """Read the rule once with operands that fit, so that a mistake shows at registration."""
     left = rule.partition("->")[0]
     terms = [part.replace("(", " ( ").split() for part in left.split(",")][:operands]
     depth = [_ndim(term) for term in terms]
-    parse_rule(rule, [(2,) * n for n in depth])
+    read = parse_rule(rule, [(2,) * n for n in depth], reduce=reduce)
+    if len(read.reduce) not in (1, len(read.outputs)):
+        raise NotationError(f"the rule {rule!r} has {len(read.outputs)} outputs: give one reduction, or one for each")
 
 
 def _ndim(tokens: list[str]) -> int:

@@ -195,9 +195,17 @@ def _output_rest(rule: Rule, i: int, assignment: tuple[Row, ...]) -> list[Placem
 
 
 def _gradient_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
-    """Where work is split but the operand is whole, each rank has a term of its gradient."""
-    whole = [row is None or (isinstance(row, Pending) and i in row.operands) for row in assignment]
-    return [Replicate() if held else Partial("sum") for held in whole]
+    """Where work is split but the operand is whole, each rank has a term of its gradient.
+
+    So it has where another operand is pending: its terms, and with them this gradient, are summed or averaged.
+    """
+    rest: list[Placement] = []
+    for row in assignment:
+        if isinstance(row, Pending):
+            rest.append(Replicate() if i in row.operands else _passed(row))
+        else:
+            rest.append(Replicate() if row is None else Partial("sum"))
+    return rest
 
 
 def _passed(row: Pending) -> Placement:

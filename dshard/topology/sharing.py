@@ -12,17 +12,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import permutations
 from math import inf
 from typing import TypeAlias
 
 from dshard.mesh import Mesh
-from dshard.topology.values import Collective, Layer, Link, Matrix
+from dshard.topology.values import Collective, Layer, Link
+from dshard.topology.wiring import Edge, least_rate, wiring_of
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
-Edge: TypeAlias = tuple[int, int]
-Hops: TypeAlias = dict[Edge, dict[Edge, float]]
-"""Pairs of units that exchange messages, each with the links on its way and the part of its traffic on each of them."""
 
 DIRECT: frozenset[Collective] = frozenset({"all_to_all", "exchange"})
 """Collectives in which each rank has a message for each other; in all others, bytes pass along a ring or a tree."""
@@ -116,9 +114,10 @@ def _ring_bandwidth(layer: Layer, parts: Counter[Part]) -> float:
 
 def _pair_rates(layer: Layer, parts: Counter[Part]) -> dict[tuple[Part, int], float]:
     """What one group gets, out of each of its units, of the links between pairs of units."""
-    if not _pairs_matter(layer):
+    wiring = wiring_of(layer)
+    if wiring is None:
         return {}
-    hops = {part: _hops(layer, part.units) for part in parts}
+    hops = {part: wiring.hops(part.units) for part in parts}
     loads: dict[Edge, float] = defaultdict(float)
     for part, times in parts.items():
         for ways in hops[part].values():
@@ -126,9 +125,9 @@ def _pair_rates(layer: Layer, parts: Counter[Part]) -> dict[tuple[Part, int], fl
                 loads[edge] += times * share
     rates: dict[tuple[Part, int], float] = defaultdict(float)
     for part, ends in hops.items():
-        for (a, b), ways in ends.items():
-            rate = min(_pair(layer, edge) / loads[edge] for edge in ways)
-            for unit in (a, b):
+        for pair, ways in ends.items():
+            rate = min(wiring.pair(edge) / loads[edge] for edge in ways)
+            for unit in pair:
                 rates[part, unit] += rate
     return rates
 
@@ -139,7 +138,6 @@ def _direct_bandwidth(layer: Layer, parts: Counter[Part], peers: int | None) -> 
     The same bytes go to each of so many `peers`, only some of them beyond this layer; without, all bytes cross it.
     """
     leaving: dict[int, float] = defaultdict(float)
-    loads: dict[Edge, float] = defaultdict(float)
     bandwidth = inf
     for part, times in parts.items():
         for unit, count in zip(part.units, part.counts, strict=True):
@@ -147,75 +145,17 @@ def _direct_bandwidth(layer: Layer, parts: Counter[Part], peers: int | None) -> 
             leaving[unit] += times * count * outside
             if layer.rank_bandwidth is not None:
                 bandwidth = min(bandwidth, layer.rank_bandwidth / outside)
-        if _pairs_matter(layer):
-            counts = dict(zip(part.units, part.counts, strict=True))
-            for a, b in combinations(part.units, 2):
-                most = part.size - max(counts[a], counts[b]) if peers is None else peers
-                for edge, share in _way(layer, a, b).items():
-                    loads[edge] += times * share * counts[a] * counts[b] / most
-    units = min(layer.group_bandwidth / share for share in leaving.values())
-    return min([bandwidth, units, *(_pair(layer, edge) / load for edge, load in loads.items())])
+    bandwidth = min(bandwidth, *(layer.group_bandwidth / share for share in leaving.values()))
+    wiring = wiring_of(layer)
+    return bandwidth if wiring is None else min(bandwidth, least_rate(wiring, wiring.spread(_demands(parts, peers))))
 
 
-def _pairs_matter(layer: Layer) -> bool:
-    """Whether single pairs can be slower than the whole unit."""
-    pair = layer.pair_bandwidth
-    return pair is not None and not (isinstance(pair, int | float) and pair >= layer.group_bandwidth)
-
-
-def _pair(layer: Layer, edge: Edge) -> float:
-    pair = layer.pair_bandwidth
-    if not isinstance(pair, tuple):
-        return inf if pair is None else pair
-    return pair[edge[0] % len(pair)][edge[1] % len(pair)]
-
-
-def _hops(layer: Layer, units: tuple[int, ...]) -> Hops:
-    """The pairs of units between which a group's bytes pass.
-
-    These are all pairs with a link of their own, over which several rings run at once; where such links do not join
-    all units of the group, the pairs of neighbours on one ring, whose bytes pass through other units.
-    """
-    joined = [(a, b) for a, b in combinations(units, 2) if _pair(layer, (a, b)) > 0]
-    if not isinstance(layer.pair_bandwidth, tuple) or _joins(units, joined):
-        return {pair: {pair: 1.0} for pair in joined}
-    ring = {*pairwise(units), (units[0], units[-1])}
-    return {(a, b): _way(layer, a, b) for a, b in ring}
-
-
-def _joins(units: tuple[int, ...], pairs: list[Edge]) -> bool:
-    found = {units[0]}
-    for _ in units:
-        found |= {b for pair in pairs if found & set(pair) for b in pair}
-    return len(found) == len(units)
-
-
-def _way(layer: Layer, a: int, b: int) -> dict[Edge, float]:
-    """The links on the shortest ways from unit `a` to unit `b` of one parent, with the share of traffic on each."""
-    matrix = layer.pair_bandwidth
-    if not isinstance(matrix, tuple) or matrix[a % len(matrix)][b % len(matrix)] > 0:
-        return {(a, b): 1.0}
-    first = a - a % len(matrix)
-    there, back = _distances(matrix, a - first), _distances(matrix, b - first)
-    length, ways = there[b - first]
-    found: dict[Edge, float] = {}
-    for i, (before, ways_in) in there.items():
-        for j, (after, ways_out) in back.items():
-            if matrix[i][j] > 0 and before + 1 + after == length:
-                found[first + min(i, j), first + max(i, j)] = ways_in * ways_out / ways
-    return found
-
-
-def _distances(matrix: Matrix, source: int) -> dict[int, tuple[int, int]]:
-    """For each unit, the links on a shortest way from `source`, and the number of such ways."""
-    found, frontier, length = {source: (0, 1)}, [source], 0
-    while frontier:
-        length += 1
-        ways: Counter[int] = Counter()
-        for i in frontier:
-            for j, bandwidth in enumerate(matrix[i]):
-                if bandwidth > 0 and j not in found:
-                    ways[j] += found[i][1]
-        found |= {j: (length, times) for j, times in ways.items()}
-        frontier = list(ways)
+def _demands(parts: Counter[Part], peers: int | None) -> dict[Edge, float]:
+    """What goes from each unit to each other, for each byte that a rank sends."""
+    found: dict[Edge, float] = defaultdict(float)
+    for part, times in parts.items():
+        counts = dict(zip(part.units, part.counts, strict=True))
+        for a, b in permutations(part.units, 2):
+            most = part.size - max(counts[a], counts[b]) if peers is None else peers
+            found[a, b] += times * counts[a] * counts[b] / most
     return found

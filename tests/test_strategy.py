@@ -1,0 +1,224 @@
+"""Rules become strategies: the classics come out by price, orders are kept, merged dims lie where their chunks do."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dshard import DTensor, Layout, Mesh
+from dshard.joint import run_strategy
+from dshard.layout import Shape, parse_layout
+from dshard.ops.attention import attention_rule
+from dshard.ops.call import Call
+from dshard.ops.matmul import linear_bias_rule, linear_rule, matmul_rule
+from dshard.ops.rule import Rule, parse_rule
+from dshard.ops.spec import Spec, contiguous_stride, spec_of
+from dshard.ops.strategy import Operand, Strategy, choose, completed, merges, strategies
+from dshard.placements import Replicate, chunk
+from dshard.testing import distribute, meshes, simulated, whole
+from dshard.testing.rows import every_strategy
+from dshard.topology import FLAT_CPU
+
+LINE = Mesh((4,), ("tp",))
+GRID = Mesh((2, 2), ("dp", "tp"))
+BIG = 1024
+
+
+def chosen(rule: Rule, mesh: Mesh, out: Shape, *operands: tuple[str, Shape]) -> Strategy:
+    laid = [Operand(parse_layout(text, mesh), shape, 4) for text, shape in operands]
+    return choose(rule, laid, [(out, 4)], FLAT_CPU)
+
+
+MM = parse_rule("m k, k n -> m n", [(BIG, BIG), (BIG, BIG)])
+SQUARE = (BIG, BIG)
+
+
+# -- choices
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "expected"),
+    [
+        ("tp:R", "tp:S(1)", "tp:R, tp:S(1) -> tp:S(1)"),  # column
+        ("tp:S(1)", "tp:S(0)", "tp:S(1), tp:S(0) -> tp:P(sum)"),  # row
+        ("tp:S(0)", "tp:R", "tp:S(0), tp:R -> tp:S(0)"),  # data
+        ("tp:R", "tp:R", "tp:R, tp:R -> tp:R"),
+    ],
+)
+def test_the_classics_move_nothing(x: str, w: str, expected: str) -> None:
+    found = chosen(MM, LINE, SQUARE, (x, SQUARE), (w, SQUARE))
+
+    assert str(found) == expected
+    assert found.moves == 0
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "out"),
+    [
+        ("dp:S(0) tp:R", "dp:R tp:S(1)", "dp:S(0) tp:S(1)"),
+        ("dp:S(0) tp:S(1)", "dp:R tp:S(0)", "dp:S(0) tp:P(sum)"),
+        ("dp:S(1) tp:S(1)", "dp:S(0) tp:S(0)", "dp:P(sum) tp:P(sum)"),
+    ],
+)
+def test_axes_of_a_mesh_take_loops_of_their_own(x: str, w: str, out: str) -> None:
+    found = chosen(MM, GRID, SQUARE, (x, SQUARE), (w, SQUARE))
+
+    assert str(found) == f"{x}, {w} -> {out}"
+
+
+def test_a_sharded_weight_is_gathered_where_the_batch_is_large() -> None:
+    """FSDP: the batch stays, the smaller weight moves."""
+    rule = parse_rule("m k, k n -> m n", [(2**16, 64), (64, 64)])
+    found = chosen(rule, LINE, (2**16, 64), ("tp:S(0)", (2**16, 64)), ("tp:S(0)", (64, 64)))
+
+    assert str(found) == "tp:S(0), tp:R -> tp:S(0)"
+
+
+def test_nobody_shards_what_nobody_declared() -> None:
+    operands = [Operand(parse_layout("tp:R", LINE), SQUARE, 4)] * 2
+
+    assert [str(s) for s in strategies(MM, operands, [(SQUARE, 4)], FLAT_CPU)] == ["tp:R, tp:R -> tp:R"]
+
+
+def test_a_whole_factor_is_not_split() -> None:
+    rule = parse_rule("b [h] -> b [h]", [SQUARE])
+    operands = [Operand(parse_layout("tp:S(1)", LINE), SQUARE, 4)]
+
+    assert [str(s) for s in strategies(rule, operands, [(SQUARE, 4)], FLAT_CPU)] == ["tp:R -> tp:R"]
+
+
+def test_the_cheapest_is_chosen() -> None:
+    operands = [Operand(parse_layout(text, GRID), SQUARE, 4) for text in ("dp:S(1) tp:S(0)", "dp:S(1) tp:S(0)")]
+
+    found = list(strategies(MM, operands, [(SQUARE, 4)], FLAT_CPU))
+
+    assert len(found) > 4
+    assert choose(MM, operands, [(SQUARE, 4)], FLAT_CPU).seconds == min(s.seconds for s in found)
+
+
+def test_a_pending_result_is_charged_its_completion() -> None:
+    found = chosen(MM, LINE, SQUARE, ("tp:S(1)", SQUARE), ("tp:S(0)", SQUARE))
+
+    assert found.reduce > 0
+    assert str(completed(found.outputs[0])) == "tp:R"
+
+
+def test_an_order_of_mesh_axes_is_kept() -> None:
+    rule = parse_rule("a b -> a b", [(7, 3)])
+    text = "dp:S(0) tp:S(0); 0:tp,dp"
+
+    assert str(chosen(rule, GRID, (7, 3), (text, (7, 3)))) == f"{text} -> {text}"
+
+
+def test_what_is_kept_in_place_stays() -> None:
+    rule = parse_rule("a b, a b -> a b", [SQUARE, SQUARE])
+    operands = [Operand(parse_layout(text, LINE), SQUARE, 4) for text in ("tp:R", "tp:S(0)")]
+    kept = operands[0].layout
+
+    found = choose(rule, operands, [(SQUARE, 4)], FLAT_CPU, keep=kept)
+
+    assert found.inputs[0] == found.outputs[0] == kept
+
+
+def test_reductions_that_do_not_commute_are_no_strategy() -> None:
+    rule = parse_rule("a b -> ", [(6, 6)], reduce="max")
+    pending = Rule(rule.inputs, rule.outputs, reduce=rule.reduce, pending=())
+    operands = [Operand(parse_layout("dp:S(0) tp:P(sum)", GRID), (6, 6), 4)]
+
+    for found in strategies(pending, operands, [((), 4)], FLAT_CPU):
+        assert {str(p) for p in found.outputs[0].placements} <= {"R", "P(max)"}
+
+
+# -- merged dims
+
+
+@given(meshes(max_axes=2), st.lists(st.integers(0, 6), min_size=2, max_size=3), st.data())
+def test_merged_factors_lie_where_the_chunks_do(mesh: Mesh, sizes: list[int], data: st.DataObject) -> None:
+    names = tuple("abc"[: len(sizes)])
+    axes = data.draw(st.lists(st.sampled_from(range(mesh.ndim)), unique=True, min_size=1))
+    takers = [data.draw(st.sampled_from(names)) for _ in axes]
+    order = {name: tuple(axis for axis, taker in zip(axes, takers, strict=True) if taker == name) for name in names}
+    order = {name: found for name, found in order.items() if found}
+
+    lies = merges(names, order, dict(zip(names, sizes, strict=True)), mesh)
+
+    assert lies == merged_by_hand(names, order, sizes, mesh)
+
+
+def merged_by_hand(names: tuple[str, ...], order: dict[str, tuple[int, ...]], sizes: list[int], mesh: Mesh) -> bool:
+    """Compare the elements that each rank has of the factors with its chunk of the merged dim, one by one."""
+    axes = [axis for name in names for axis in order.get(name, ())]
+    numbers = torch.arange(prod(sizes)).reshape(sizes)
+    for at in mesh.coordinates():
+        part = numbers
+        for dim, name in enumerate(names):
+            for axis in order.get(name, ()):
+                piece = chunk(part.shape[dim], mesh.shape[axis], at[axis])
+                part = part.narrow(dim, piece.start, len(piece)) if piece else part.narrow(dim, 0, 0)
+        held = range(prod(sizes))
+        for axis in axes:
+            piece = chunk(len(held), mesh.shape[axis], at[axis])
+            held = held[piece.start : piece.stop]
+        if part.flatten().tolist() != list(held):
+            return False
+    return True
+
+
+# -- joint operators: every strategy, gradients included
+
+
+def reals(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+JOINT: dict[str, tuple[Any, Any, list[torch.Tensor]]] = {
+    "matmul": (matmul_rule, torch.matmul, [reals(5, 2, 3), reals(3, 7)]),
+    "matmul batches": (matmul_rule, torch.matmul, [reals(3, 1, 5, 2), reals(2, 2, 3)]),
+    "matmul vector": (matmul_rule, torch.matmul, [reals(5, 3), reals(3)]),
+    "linear": (linear_rule, F.linear, [reals(5, 2, 3), reals(7, 3)]),
+    "linear bias": (linear_bias_rule, F.linear, [reals(5, 2, 3), reals(7, 3), reals(7)]),
+    "attention": (
+        lambda *shapes: attention_rule(shapes, causal=False, gqa=False),
+        F.scaled_dot_product_attention,
+        [reals(2, 3, 5, 4), reals(2, 3, 6, 4), reals(2, 3, 6, 2), reals(5, 6)],
+    ),
+}
+
+
+@pytest.mark.parametrize("mesh", [Mesh((3,)), GRID], ids=str)
+@pytest.mark.parametrize("name", JOINT)
+def test_every_strategy_of_a_joint_operator_is_right(name: str, mesh: Mesh) -> None:
+    make_rule, local, values = JOINT[name]
+    leaves = [x.clone().requires_grad_() for x in values]
+    expected = local(*leaves)
+    incoming = reals(*expected.shape)
+    expected.backward(incoming)
+    rule = make_rule(*(tuple(x.shape) for x in values))
+    for strategy in every_strategy(rule, call_of(values, expected.detach(), mesh), mesh):
+        with simulated(mesh):
+            operands = [distribute(x, given).requires_grad_() for x, given in zip(values, strategy.inputs, strict=True)]
+            out = run_strategy(DTensor, strategy, spec(expected, strategy.outputs[0]), local, operands)
+            out.backward(distribute(incoming, out.layout.cotangent()))
+
+        torch.testing.assert_close(whole(out), expected.detach(), msg=lambda text, s=strategy: f"{s}: {text}")
+        for x, leaf in zip(operands, leaves, strict=True):
+            torch.testing.assert_close(whole(x.grad), leaf.grad, msg=lambda text, s=strategy: f"{s}: {text}")
+
+
+def call_of(values: list[torch.Tensor], out: torch.Tensor, mesh: Mesh) -> Call:
+    layout = Layout(mesh, (Replicate(),) * mesh.ndim)
+    specs = tuple(spec(x, layout) for x in values)
+    return Call(torch.ops.aten.matmul.default, specs, {}, specs, (out,))
+
+
+def spec(x: torch.Tensor, layout: Layout) -> Spec:
+    shape = tuple(x.shape)
+    return spec_of(layout, shape, contiguous_stride(shape), x.dtype, x.device)
+
+
