@@ -193,14 +193,14 @@ def _why(chosen: Candidate, candidates: tuple[Candidate, ...]) -> str:
         return "the only candidate"
     least = min(candidates, key=lambda c: c.bytes_moved)
     second = next(c for c in candidates if c is not chosen)
-    text = f"the cheapest: {_ratio(second.seconds, chosen.seconds)} the next, {second.name or 'whole'}"
+    text = f"the cheapest; {second.name or 'whole'} would take {_times(second.seconds, chosen.seconds)}"
     if least.bytes_moved < chosen.bytes_moved:
-        text += f"; {least.name or 'whole'} would move fewer bytes ({human_bytes(least.bytes_moved)}) but take longer"
+        text += f"; {least.name or 'whole'} would move fewer bytes, {human_bytes(least.bytes_moved)}, but take longer"
     return text
 
 
-def _ratio(dearer: float, cheaper: float) -> str:
-    return f"{dearer / cheaper:.2f}x less than" if cheaper else "less than"
+def _times(dearer: float, cheaper: float) -> str:
+    return f"{dearer / cheaper:.2f}x as long" if cheaper else "longer"
 
 
 def _name(rows: tuple[Row, ...], names: tuple[str, ...]) -> str:

@@ -1,0 +1,24 @@
+"""Every example runs, as its first lines say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs(example):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=120, env=environment)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert len(example.read_text().splitlines()) <= 80
