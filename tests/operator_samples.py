@@ -309,3 +309,40 @@ FAMILIES = {
 SAMPLES: dict[str, Sample] = {f"{family}: {name}": s for family, table in FAMILIES.items() for name, s in table.items()}
 WITHOUT_VALUES = ("aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 """Operators that leave memory as it is: only the shape and layout of what they make can be checked."""
+
+
+# -- every operator that torch tags pointwise, its arguments made up from its schema
+
+
+def tagged() -> list[Any]:
+    """The pointwise operators of torch, without their `out` forms."""
+    packets = (getattr(aten, name) for name in dir(aten) if not name.startswith("__"))
+    overloads = (getattr(packet, name) for packet in packets if hasattr(packet, "overloads") for name in packet.overloads())
+    return [f for f in overloads if torch.Tag.pointwise in f.tags and not any(a.is_out for a in f._schema.arguments)]
+
+
+def made_up(func: Any) -> tuple[Any, ...] | None:
+    """Arguments that the operator takes: numbers in (0, 1), else whole numbers, else truths; None if it takes none."""
+    for tensor, scalar in ((chances, 0.5), (lambda *shape: ids(3, *shape), 2), (truths, True)):
+        shapes = iter([(5, 3), *(((5, 3), (5, 3)) if func._schema.is_mutable else ((3,), (5, 1)))])
+        args = tuple(_argument(a, tensor, scalar, shapes) for a in func._schema.arguments if not a.has_default_value())
+        try:
+            func(*(x.clone() if isinstance(x, Tensor) else x for x in args))
+        except (RuntimeError, TypeError, NotImplementedError, StopIteration):
+            continue
+        return args
+    return None
+
+
+def _argument(argument: Any, tensor: Callable[..., Tensor], scalar: Any, shapes: Any) -> Any:
+    match str(argument.type):
+        case "Tensor":
+            return tensor(*next(shapes))
+        case "int":
+            return 1
+        case "str":
+            return "floor"
+        case "Optional[str]":
+            return "floor"
+        case _:
+            return scalar

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_samples import SAMPLES, WITHOUT_VALUES
+from operator_samples import SAMPLES, WITHOUT_VALUES, made_up, tagged
 from torch import Tensor
 
 from dshard import Mesh
@@ -36,6 +36,15 @@ def test_any_operator_on_any_mesh(name: str, mesh: Mesh, data: st.DataObject) ->
     ]
 
     check_call(function, sample, laid)
+
+
+@pytest.mark.parametrize("func", tagged() if THOROUGH else tagged()[::5], ids=str)
+def test_what_torch_tags_pointwise_is(func: Any) -> None:
+    sample = made_up(func)
+    if sample is None or func._schema.name == "aten::equal":
+        pytest.skip("takes no arguments that we can make up")
+
+    check_rule(func, sample, mesh_shapes=MESH_SHAPES, limit=20 if THOROUGH else 2)
 
 
 def test_every_registered_operator_has_a_sample() -> None:

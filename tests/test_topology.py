@@ -322,7 +322,9 @@ def test_measured_figures_win(data: st.DataObject) -> None:
             "all_to_all",
         )
         assert link.measured == counts
-        if counts:
+        if counts and collective == "exchange":  # which is as slow as on any of its axes
+            assert link.bandwidth <= measured.bandwidth
+        elif counts:
             assert (link.latency, link.bandwidth) == (measured.latency, measured.bandwidth)
         else:
             assert link == topology.link(measured.mesh, measured.axes, collective)

@@ -10,7 +10,7 @@ from typing import Any
 from torch._ops import OpOverload
 
 from dshard.errors import NotationError
-from dshard.ops import addmm, indexing, joins, losses, matmul, nn, parts, pointwise, random, reductions, views
+from dshard.ops import addmm, indexing, joins, losses, matmul, nn, out, parts, pointwise, random, reductions, views
 from dshard.ops.call import Call, Op
 from dshard.ops.custom import CUSTOM
 from dshard.ops.rule import Pending, Rule, parse_rule
@@ -123,6 +123,8 @@ def known(func: OpOverload) -> Known:
 
 
 def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | None:
+    if out.has_out(func):
+        return lambda args: out.into_out
     custom = CUSTOM.get(func) or views.CUSTOM.get(func)
     if custom is not None:
         return lambda args: custom

@@ -1,7 +1,8 @@
 """What connects the ranks, and what a rank computes: the machine's figures live here and nowhere else.
 
 `values` has links, layers of the network, devices and measured figures; `model` the `Topology` made of them; `sharing`
-how the groups of some mesh axes share it, `wiring` the links between pairs; `presets` machines that people have; `files` JSON.
+how the groups of some mesh axes share it, and `wiring` the links between pairs of units; `presets` machines that people
+have; `files` JSON.
 """
 
 from __future__ import annotations

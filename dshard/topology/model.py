@@ -14,7 +14,7 @@ from dshard.errors import TopologyError
 from dshard.mesh import Mesh
 from dshard.topology import files
 from dshard.topology.presets import CPU, Backend, parts_of, torus_layers
-from dshard.topology.sharing import Groups, groups_of, shared_link
+from dshard.topology.sharing import groups_of, measured_link, shared_link
 from dshard.topology.values import COLLECTIVES, Collective, Device, Layer, Link, Measured, check_name
 
 
@@ -236,27 +236,12 @@ def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Col
     if collective is not None and collective not in COLLECTIVES:
         raise TopologyError(f"collective: {collective!r} is none; use {', '.join(COLLECTIVES)}, or None for any")
     _check_ranks(topology, mesh)
-    groups = _groups(mesh, tuple(sorted(axes)))
-    link = _measured_link(topology, groups, collective) or shared_link(topology.layers, groups, collective)
+    groups = groups_of(mesh, axes)
+    link = measured_link(topology.measured, groups, collective) or shared_link(topology.layers, groups, collective)
     if collective != "exchange" or len(axes) < 2:
         return link
-    alone = [_link(topology, mesh, (axis,), collective) for axis in axes]
-    bandwidth = min(link.bandwidth, *(other.bandwidth for other in alone))
-    return Link(max(link.latency, *(other.latency for other in alone)), bandwidth, link.measured)
-
-
-@lru_cache(maxsize=1024)
-def _groups(mesh: Mesh, axes: tuple[str, ...]) -> Groups:
-    return groups_of(mesh, axes)
-
-
-def _measured_link(topology: Topology, groups: Groups, collective: Collective | None) -> Link | None:
-    wanted = [collective, "all_to_all", None] if collective == "exchange" else [collective, None]
-    for kind in wanted:
-        for found in reversed(topology.measured):
-            if found.collective == kind and _groups(found.mesh, tuple(sorted(found.axes))) == groups:
-                return Link(found.latency, found.bandwidth, measured=True)
-    return None
+    alone = [_link(topology, mesh, (axis,), collective).bandwidth for axis in axes]
+    return replace(link, bandwidth=min(link.bandwidth, *alone))
 
 
 @lru_cache(maxsize=256)

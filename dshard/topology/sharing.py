@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import permutations
 from math import inf
 from typing import TypeAlias
 
 from dshard.mesh import Mesh
-from dshard.topology.values import Collective, Layer, Link
+from dshard.topology.values import Collective, Layer, Link, Measured
 from dshard.topology.wiring import Edge, least_rate, wiring_of
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
@@ -45,7 +46,11 @@ def groups_of(mesh: Mesh, axes: Iterable[str]) -> Groups:
     >>> groups_of(Mesh((2, 2), ("dp", "tp")), ["tp"])
     ((0, 1), (2, 3))
     """
-    inside = {mesh.axis(axis) for axis in axes}
+    return _groups_of(mesh, frozenset(mesh.axis(axis) for axis in axes))
+
+
+@lru_cache(maxsize=1024)
+def _groups_of(mesh: Mesh, inside: frozenset[int]) -> Groups:
     starts, offsets, stride = [0], [0], 1
     for axis in reversed(range(mesh.ndim)):
         steps = [i * stride for i in range(mesh.shape[axis])]
@@ -55,6 +60,16 @@ def groups_of(mesh: Mesh, axes: Iterable[str]) -> Groups:
             starts = [step + start for step in steps for start in starts]
         stride *= mesh.shape[axis]
     return tuple(sorted(tuple(sorted(mesh.ranks[start + offset] for offset in offsets)) for start in starts))
+
+
+def measured_link(measured: Sequence[Measured], groups: Groups, collective: Collective | None) -> Link | None:
+    """The figures measured for these groups: for the collective before any; an exchange is an all_to_all."""
+    wanted = [collective, "all_to_all", None] if collective == "exchange" else [collective, None]
+    for kind in wanted:
+        for found in reversed(measured):
+            if found.collective == kind and groups_of(found.mesh, found.axes) == groups:
+                return Link(found.latency, found.bandwidth, measured=True)
+    return None
 
 
 def shared_link(layers: Sequence[Layer], groups: Groups, collective: Collective | None) -> Link:

@@ -62,7 +62,7 @@ class Wiring:
         return {(min(edge), max(edge)): share for edge, share in loads.items()}
 
     def _flow(self, source: int, amounts: Mapping[int, float], loads: dict[Edge, float]) -> None:
-        """Add to `loads` what goes from `source` to others: from the farthest unit back, shared among the ways there."""
+        """Add to `loads` what goes from `source` to others: from the farthest back, shared among the ways there."""
         first = source - source % len(self.neighbours)
         order, before, ways = self._search(source - first)
         passing = {unit - first: amount for unit, amount in amounts.items()}
