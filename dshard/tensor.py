@@ -153,6 +153,9 @@ class DTensor(torch.Tensor):
         where = f"[{self.layout}] on ({self.layout.mesh})"
         return f"DTensor({tuple(self.shape)}, {self.dtype}, {where}, local={self._local}{grad}{leaf})"
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.ndim == 0 else super().__format__(spec)
+
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """Record operators on this tensor; its gradient will lie in its own placements."""
         with torch._C.DisableTorchFunctionSubclass():

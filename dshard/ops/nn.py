@@ -111,12 +111,6 @@ def mean_nll_loss_backward(cls: Any, func: OpOverload, args: tuple[Any, ...], kw
     return func(grad / count, x, target, weight, SUM, ignored, count)
 
 
-def dropout_backward(call: Call) -> Rule:
-    """Gradient and mask -> gradient."""
-    term = names(len(call.shapes[0]))
-    return Rule((term, term), (term,), pending=linear(0))
-
-
 NONE, MEAN, SUM = 0, 1, 2
 """How torch numbers the reductions of a loss."""
 
@@ -141,5 +135,4 @@ RULES: dict[str, Op] = {
     "aten::nll_loss2d_forward": Op(nll_loss),
     "aten::nll_loss_backward": Op(nll_loss_backward),
     "aten::nll_loss2d_backward": Op(nll_loss_backward),
-    "aten::native_dropout_backward": Op(dropout_backward),
 }

@@ -202,7 +202,7 @@ def _gradient_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
     rest: list[Placement] = []
     for row in assignment:
         if isinstance(row, Pending):
-            rest.append(Replicate() if i in row.operands else _passed(row))
+            rest.append(Replicate() if i in row.operands else Partial("avg" if row.ops[0] == "avg" else "sum"))
         else:
             rest.append(Replicate() if row is None else Partial("sum"))
     return rest

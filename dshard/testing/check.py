@@ -156,7 +156,7 @@ class _Call:
         operands = [x.detach().clone().requires_grad_(is_wanted) for x, is_wanted in pairs]
         outputs = self.run(operands)
         incoming = [_incoming(out, i) for i, out in enumerate(outputs)]
-        gradients = _backward(outputs, incoming, operands)
+        gradients = [_dense(gradient) for gradient in _backward(outputs, incoming, operands)]
         return _Expected([_detached(out) for out in outputs], incoming, wanted, gradients)
 
     def choices(self, mesh: Mesh, placements: Literal["all"] | Sequence[Placement]) -> list[list[Layout]]:
@@ -260,6 +260,11 @@ def _incoming(out: Any, seed: int) -> Tensor | None:
         return None
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(out.shape, dtype=out.dtype, generator=generator)
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    """Zeros that torch has not written out crash its own comparison."""
+    return torch.zeros(x.shape, dtype=x.dtype) if x is not None and x._is_zerotensor() else x
 
 
 def _detached(x: Any) -> Any:
