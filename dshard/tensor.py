@@ -154,7 +154,7 @@ class DTensor(torch.Tensor):
         return f"DTensor({tuple(self.shape)}, {self.dtype}, {where}, local={self._local}{grad}{leaf})"
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.ndim == 0 else super().__format__(spec)
+        return format(self.item(), spec) if self.ndim == 0 else object.__format__(self, spec)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """Record operators on this tensor; its gradient will lie in its own placements."""

@@ -133,7 +133,7 @@ def trace() -> Iterator[Trace]:
 def _predicted(event: Event) -> float:
     topology, axes = current().topology_of(event.mesh), tuple(event.axis.split(","))
     if event.collective in COLLECTIVES:
-        return collective_seconds(event.collective, event.nbytes, event.mesh, axes, topology)  # type: ignore[arg-type]
+        return collective_seconds(event.collective, event.nbytes, event.mesh, axes, topology)
     link = topology.link(event.mesh, axes)
     return link.latency + event.nbytes / link.bandwidth
 

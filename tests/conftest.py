@@ -1,7 +1,7 @@
 """Profiles for generated tests, and the ranks that tests share.
 
-`default` is quick and always the same. `pytest -m thorough` (or HYPOTHESIS_PROFILE=thorough) runs every generated test on
-many more cases, new ones each time.
+`default` is quick and always the same. `pytest -m thorough` (or HYPOTHESIS_PROFILE=thorough) runs every generated test
+on many more cases, new ones each time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dshard.testing import RankPool, rank_pool
 settings.register_profile("default", max_examples=30, deadline=None, derandomize=True, database=None)
 settings.register_profile(
     "thorough",
-    max_examples=500,
+    max_examples=1000,
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
@@ -70,6 +70,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if terminalreporter.verbosity > 0:
             for name, count in sorted(CASES.items()):
                 terminalreporter.write_line(f"  {count:6,}  {name}")
+
+
+@pytest.fixture(scope="session")
+def cases_run() -> Counter[str]:
+    """How many generated cases each test has run: for tests that run several at once."""
+    return CASES
 
 
 @pytest.fixture(scope="session")

@@ -317,7 +317,9 @@ WITHOUT_VALUES = ("aten::empty_like", "aten::new_empty", "aten::new_empty_stride
 def tagged() -> list[Any]:
     """The pointwise operators of torch, without their `out` forms."""
     packets = (getattr(aten, name) for name in dir(aten) if not name.startswith("__"))
-    overloads = (getattr(packet, name) for packet in packets if hasattr(packet, "overloads") for name in packet.overloads())
+    overloads = (
+        getattr(packet, name) for packet in packets if hasattr(packet, "overloads") for name in packet.overloads()
+    )
     return [f for f in overloads if torch.Tag.pointwise in f.tags and not any(a.is_out for a in f._schema.arguments)]
 
 

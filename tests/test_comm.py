@@ -169,7 +169,8 @@ def from_parts(sizes: list[int], shape: tuple[int, ...] | None, placements: list
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("sizes", "expected"), [([2, 2, 2, 2], "(8, 3)"), ([2, 2, 2, 1], "(7, 3)"), ([1, 1, 0, 0], "(2, 3)"), ([0] * 4, "(0, 3)")]
+    ("sizes", "expected"),
+    [([2, 2, 2, 2], "(8, 3)"), ([2, 2, 2, 1], "(7, 3)"), ([1, 1, 0, 0], "(2, 3)"), ([0] * 4, "(0, 3)")],
 )
 def test_uneven_parts_are_understood(ranks: RankPool, sizes: list[int], expected: str) -> None:
     assert ranks.run(from_parts, sizes, None, ["S"]) == [expected] * 4
@@ -250,7 +251,9 @@ def test_listeners_hear_collectives_while_they_listen() -> None:
             x.redistribute(placements=[Replicate(), Replicate()])
         x.redistribute(placements=[Replicate(), Replicate()])
 
-    assert [(event.collective, event.axis, event.ranks, event.nbytes) for event in events] == [("all_gather", "dp", 2, 16)]
+    assert [(event.collective, event.axis, event.ranks, event.nbytes) for event in events] == [
+        ("all_gather", "dp", 2, 16)
+    ]
 
 
 def test_slices_send_nothing() -> None:

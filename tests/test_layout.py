@@ -113,7 +113,7 @@ def test_an_order_says_who_splits_first() -> None:
 
     assert str(layout) == "dp:S(0) tp:S(0); 0:tp,dp"
     assert [layout.region((5,), at) for at in MESH.coordinates()] == [
-        (range(0, 2),),
+        (range(2),),
         (range(3, 4),),
         (range(2, 3),),
         (range(4, 5),),
@@ -163,7 +163,9 @@ def test_reductions_that_do_not_commute_are_refused() -> None:
 
 @pytest.mark.parametrize("order", [(0,), (0, 0), (0, 1, 2), (0, 2)])
 def test_an_order_names_the_axes_that_shard_the_dim(order: tuple[int, ...]) -> None:
-    with pytest.raises(LayoutError, match=r"of tensor dim 0 must name the mesh axes that shard it, \(0, 1\), once each"):
+    with pytest.raises(
+        LayoutError, match=r"of tensor dim 0 must name the mesh axes that shard it, \(0, 1\), once each"
+    ):
         Layout(MESH, (Shard(0), Shard(0)), ((0, order),))
 
 

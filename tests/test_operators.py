@@ -19,6 +19,7 @@ from dshard.testing.check import _Call, layouts_of
 
 THOROUGH = settings().max_examples > 100
 MESH_SHAPES = ((3,), (2, 2))
+pytestmark = [pytest.mark.thorough] if THOROUGH else []
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -88,5 +89,3 @@ def tensors(tree: Any) -> list[Tensor]:
 
 def arguments(sample: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (sample[:-1], sample[-1]) if isinstance(sample[-1], dict) else (sample, {})
-
-

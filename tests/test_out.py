@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dshard import Layout, MixedError, Mesh, Partial, Placement, Replicate, ShapeError, Shard
+from dshard import Layout, Mesh, MixedError, Partial, Placement, Replicate, ShapeError, Shard
 from dshard.ops.out import without_out
 from dshard.testing import distribute, simulated, whole
 

@@ -91,7 +91,9 @@ def test_mesh_axes_are_named_in_order(text: str) -> None:
 
 
 def test_an_unknown_reduction_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"Partial\('mean'\): the reduction must be one of sum, avg, product, max, min"):
+    with pytest.raises(
+        LayoutError, match=r"Partial\('mean'\): the reduction must be one of sum, avg, product, max, min"
+    ):
         Partial("mean")  # type: ignore[arg-type]
 
 

@@ -59,7 +59,10 @@ def test_a_plan_leads_from_source_to_destination(case: Redistribution, topology:
 
     assert (trail(found)[0], trail(found)[-1]) == (src, dst)
     assert found.seconds == pytest.approx(
-        sum(step_seconds(step, before, shape, 4, topology) for step, before in zip(found.steps, found.layouts()))
+        sum(
+            step_seconds(step, before, shape, 4, topology)
+            for step, before in zip(found.steps, found.layouts(), strict=True)
+        )
     )
 
 
@@ -105,7 +108,9 @@ def test_a_detour_is_never_cheaper(case: Redistribution, data: st.DataObject) ->
     direct = plan(src, dst, shape, 4, FLAT_CPU, lean=False)
     detour = [plan(a, b, shape, 4, FLAT_CPU, lean=False) for a, b in ((src, via), (via, dst))]
 
-    searched = not any(isinstance(step, Exchange | ReduceExchange) for step in detour[0].steps)  # those lead to dst only
+    searched = not any(
+        isinstance(step, Exchange | ReduceExchange) for step in detour[0].steps
+    )  # they lead to ends only
     if searched and set(via.sharded_dims()) <= set(useful_dims(src, dst, shape)):
         assert direct.seconds <= (detour[0].seconds + detour[1].seconds) * (1 + 1e-9)
 
@@ -229,7 +234,9 @@ def test_what_is_received_adds_up() -> None:
 
 @pytest.mark.parametrize("shape", [(), (4,)])
 def test_layouts_beyond_the_tensor_are_refused(shape: Shape) -> None:
-    with pytest.raises(LayoutError, match=rf"S\(1\) is out of range for shape .*: the tensor has {len(shape)} dims; use"):
+    with pytest.raises(
+        LayoutError, match=rf"S\(1\) is out of range for shape .*: the tensor has {len(shape)} dims; use"
+    ):
         planned("dp:S(1) tp:R", "dp:R tp:R", shape)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -46,7 +47,9 @@ def ordered(case: Redistribution) -> bool:
 
 
 @st.composite
-def cases(draw: st.DrawFn, mesh: st.SearchStrategy[Mesh] | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Case:
+def cases(
+    draw: st.DrawFn, mesh: st.SearchStrategy[Mesh] | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> Case:
     case = draw(redistributions(mesh, pending=REDUCE_OPS))  # type: ignore[arg-type]
     dtype = draw(st.sampled_from(dtypes))
     return case, torch.float64 if dtype.is_complex and ordered(case) else dtype
@@ -82,9 +85,14 @@ def test_the_gradient_of_a_redistribution_comes_back(case: Redistribution, data:
     laid = data.draw(st.one_of(st.just(dst.cotangent()), layouts(src.mesh, len(shape))))
     with simulated(src.mesh):
         x = distribute(whole_numbers(shape), src).requires_grad_()
+        between = x.clone()
+        between.retain_grad()
 
-        redistribute(x, dst).backward(distribute(incoming, laid))
+        redistribute(between, dst).backward(distribute(incoming, laid))
 
+        assert between.grad is not None
+        if between.layout != dst and not laid.partial_axes():
+            assert between.grad.layout == between.layout.cotangent()
         assert x.grad is not None
         assert x.grad.layout == src.cotangent()
         assert_value(whole(x.grad), incoming)
@@ -207,8 +215,9 @@ def move_one(case: Case, at: tuple[int, ...]) -> tuple[str, str]:
 @pytest.mark.ranks
 @settings(max_examples=settings().max_examples // 8, phases=[Phase.generate])
 @given(st.data())
-def test_real_ranks_redistribute(ranks: RankPool, data: st.DataObject) -> None:
+def test_real_ranks_redistribute(ranks: RankPool, cases_run: Counter[str], data: st.DataObject) -> None:
     batch = data.draw(st.lists(cases(st.sampled_from(MESHES), MORE_DTYPES), min_size=25, max_size=25))
+    cases_run["redistributions on real ranks"] += len(batch)
 
     results = ranks.run(move, batch)
 
@@ -251,5 +260,3 @@ def doubled(shape: Shape) -> list[Any]:
 @pytest.mark.ranks
 def test_gradients_of_several_uses_add_up(ranks: RankPool) -> None:
     assert ranks.run(doubled, (2, 3)) == [[[1.0, 3.0, 5.0], [7.0, 9.0, 11.0]]] * 4
-
-

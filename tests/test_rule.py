@@ -106,7 +106,12 @@ def test_a_factor_has_one_size() -> None:
         ("mylib::f", "a -> a", {"reduce": "mean"}, r"reduces by .*mean.*: use sum, avg, product, max, min"),
         ("mylib::f", "(a b -> a", {}, r"without '\)'"),
         ("mylib::f", "a -> a", {"linear": (1,)}, r"'a -> a' has no operand 1: linear counts its 1 from 0"),
-        ("mylib::f", "a -> ,", {"reduce": ("sum", "max", "min")}, r"has 2 outputs: give one reduction, or one for each"),
+        (
+            "mylib::f",
+            "a -> ,",
+            {"reduce": ("sum", "max", "min")},
+            r"has 2 outputs: give one reduction, or one for each",
+        ),
     ],
 )
 def test_a_mistake_shows_at_registration(op: str, rule: str, options: dict[str, Any], message: str) -> None:

@@ -220,5 +220,3 @@ def call_of(values: list[torch.Tensor], out: torch.Tensor, mesh: Mesh) -> Call:
 def spec(x: torch.Tensor, layout: Layout) -> Spec:
     shape = tuple(x.shape)
     return spec_of(layout, shape, contiguous_stride(shape), x.dtype, x.device)
-
-

@@ -37,7 +37,6 @@ from dshard.testing import (
     dtensors,
     layouts,
     meshes,
-    parts,
     shapes,
     simulated,
     whole,
@@ -252,7 +251,9 @@ def test_plain_tensors_are_refused_with_the_way_out() -> None:
     with simulated(GRID):
         x = placed(X, Shard(0), Replicate())
         for call in (lambda: x + X, lambda: X @ x.t(), lambda: torch.cat([x, X]), lambda: F.linear(x, X)):
-            with pytest.raises(MixedError, match=r"a plain torch.Tensor of shape \(5, 3\) .* wrap it with distribute_tensor"):
+            with pytest.raises(
+                MixedError, match=r"a plain torch.Tensor of shape \(5, 3\) .* wrap it with distribute_tensor"
+            ):
                 call()
 
 
@@ -396,7 +397,9 @@ def test_factories_make_whole_tensors(mesh: Mesh, shape: Shape, data: st.DataObj
 
 @given(st.lists(meshes(max_axes=2, max_ranks=8), min_size=2, max_size=3), shapes(max_dims=2), st.data())
 @pytest.mark.parametrize("make", [dshard.rand, dshard.randn])
-def test_random_values_do_not_depend_on_the_mesh(make: Any, many: list[Mesh], shape: Shape, data: st.DataObject) -> None:
+def test_random_values_do_not_depend_on_the_mesh(
+    make: Any, many: list[Mesh], shape: Shape, data: st.DataObject
+) -> None:
     values = []
     for mesh in many:
         placements = data.draw(layouts(mesh, len(shape), pending=())).placements

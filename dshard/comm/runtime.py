@@ -10,8 +10,8 @@ from math import prod
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh

@@ -74,7 +74,17 @@ RULES: dict[str, Op] = {
     "aten::rsub": _POINTWISE,
     **{
         f"aten::{name}_backward": _POINTWISE
-        for name in ["elu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "softplus", "softshrink"]
+        for name in [
+            "elu",
+            "hardshrink",
+            "hardsigmoid",
+            "hardswish",
+            "hardtanh",
+            "leaky_relu",
+            "mish",
+            "softplus",
+            "softshrink",
+        ]
     },
     "aten::hardswish": _POINTWISE,
 }

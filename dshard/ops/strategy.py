@@ -91,9 +91,7 @@ def strategies(
         yield _priced(rule, found, operands, outputs, sizes, topology)
 
 
-def expansions(
-    rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]]
-) -> Iterator[Expansion]:
+def expansions(rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]]) -> Iterator[Expansion]:
     """The same, not priced."""
     sizes = _sizes(rule, operands, outputs)
     rows = [rows_of_axis(rule, operands, axis) for axis in range(operands[0].layout.mesh.ndim)]

@@ -52,7 +52,7 @@ def _cells(regions: Sequence[Sequence[range]], shape: Sequence[int]) -> product[
     for region in regions:
         for dim, part in enumerate(region):
             cuts[dim] |= {part.start, part.stop} if part else set()
-    return product(*(list(pairwise(sorted(points))) for points in cuts))  # type: ignore[arg-type]
+    return product(*(list(pairwise(sorted(points))) for points in cuts))
 
 
 def _within(cell: Cell, region: Sequence[range]) -> bool:

@@ -26,13 +26,16 @@ def resolve(op: OpOverload | Callable[..., Any] | str) -> Callable[..., Any]:
         namespace, colons, name = op.partition("::")
         if not colons or not hasattr(getattr(torch.ops, namespace), name):
             raise NotationError(f"there is no operator {op!r}: write namespace::name, such as 'mylib::fused'")
-        op = getattr(getattr(torch.ops, namespace), name)
-    if isinstance(op, OpOverloadPacket):
-        overloads = op.overloads()
-        if len(overloads) > 1:
-            raise NotationError(f"{op} has the overloads {', '.join(overloads)}: give one, such as {op}.{overloads[0]}")
-        return getattr(op, overloads[0])  # type: ignore[no-any-return]
-    return op
+        return _only_overload(getattr(getattr(torch.ops, namespace), name))
+    return _only_overload(op) if isinstance(op, OpOverloadPacket) else op
+
+
+def _only_overload(op: Any) -> OpOverload:
+    overloads = op.overloads()
+    if len(overloads) > 1:
+        raise NotationError(f"{op} has the overloads {', '.join(overloads)}: give one, such as {op}.{overloads[0]}")
+    found: OpOverload = getattr(op, overloads[0])
+    return found
 
 
 def recorded(
@@ -68,7 +71,7 @@ _TRIVIAL = ("aten::clone", "aten::detach", "aten::copy_", "aten::new_zeros", "at
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[Any, Recorded] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import prod
 from random import Random
@@ -21,7 +22,7 @@ from dshard.ops.moving import leaves, replace_leaves
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor
 from dshard.testing.calls import recorded, resolve
-from dshard.testing.rows import check_rows
+from dshard.testing.rows import Same, check_rows
 from dshard.testing.simulate import distribute, simulated, whole
 
 Op: TypeAlias = OpOverload | Callable[..., Any] | str
@@ -58,7 +59,7 @@ def check_rule(
     Raises:
         RuleError: a difference; it names the operator, the rule, the mesh, the layouts and what differs.
     """
-    function, tolerance = resolve(op), {"rtol": rtol, "atol": atol}
+    function, same = resolve(op), _same(rtol, atol)
     for sample in samples:
         call = _Call.of(function, sample)
         expected = call.on_one_device(gradients)
@@ -66,10 +67,10 @@ def check_rule(
         for shape in mesh_shapes:
             mesh = Mesh(shape)
             for func, args, kwargs in calls:
-                check_rows(func, args, kwargs, mesh, tolerance)
+                check_rows(func, args, kwargs, mesh, same)
             with simulated(mesh):
                 for i, layouts in enumerate(_sampled(call.choices(mesh, placements), limit)):
-                    call.compare(layouts, expected, i, tolerance)
+                    call.compare(layouts, expected, i, same)
 
 
 def check_call(
@@ -92,7 +93,7 @@ def check_call(
     call = _Call.of(resolve(op), sample)
     expected = call.on_one_device(gradients)
     with simulated(layouts[0].mesh):
-        call.compare(tuple(layouts), expected, 0, {"rtol": rtol, "atol": atol})
+        call.compare(tuple(layouts), expected, 0, _same(rtol, atol))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class _Call:
         """The layouts that each operand is to have."""
         return [layouts_of(x, mesh, placements) for x in self.operands()]
 
-    def compare(self, layouts: Choice, expected: _Expected, seed: int, tolerance: dict[str, float | None]) -> None:
+    def compare(self, layouts: Choice, expected: _Expected, seed: int, same: Same) -> None:
         """Run it on operands in these layouts and compare."""
         where = f"{_name(self.function)} of [{'], ['.join(map(str, layouts))}] on the mesh ({_mesh_of(layouts)})"
         try:
@@ -178,10 +179,10 @@ class _Call:
         except Exception as error:
             raise RuleError(f"{where} raised {type(error).__name__}: {error}") from error
         for i, (out, value) in enumerate(zip(outputs, expected.outputs, strict=True)):
-            compare(out, value, f"{where}: output {i}", tolerance)
+            compare(out, value, f"{where}: output {i}", same)
         for i, (gradient, value) in enumerate(zip(found, expected.gradients, strict=True)):
             if value is not None and gradient is not None:
-                compare(gradient, value, f"{where}: the gradient of operand {i}", tolerance)
+                compare(gradient, value, f"{where}: the gradient of operand {i}", same)
             elif value is not None and value.any():
                 raise RuleError(f"{where}: operand {i} has no gradient")
 
@@ -214,7 +215,7 @@ def layouts_of(x: Tensor, mesh: Mesh, placements: Literal["all"] | Sequence[Plac
     return found
 
 
-def compare(found: Any, expected: Any, what: str, tolerance: dict[str, float | None]) -> None:
+def compare(found: Any, expected: Any, what: str, same: Same) -> None:
     """One output or gradient against the single device's.
 
     Raises:
@@ -225,12 +226,16 @@ def compare(found: Any, expected: Any, what: str, tolerance: dict[str, float | N
             assert found == expected, f"{found!r} instead of {expected!r}"
         elif isinstance(found, DTensor):
             with comm.plain():
-                torch.testing.assert_close(whole(found), expected, equal_nan=True, **tolerance)
+                same(whole(found), expected)
         else:
             raise AssertionError(f"a {type(found).__name__}, not a DTensor")
     except AssertionError as error:
         layout = f" [{found.layout}]" if isinstance(found, DTensor) else ""
         raise RuleError(f"{what}{layout}: {error}") from None
+
+
+def _same(rtol: float | None, atol: float | None) -> Same:
+    return partial(torch.testing.assert_close, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def _sampled(choices: Sequence[Sequence[Layout]], limit: int) -> Iterator[Choice]:

@@ -88,7 +88,8 @@ def redistributions(
     """
     where = draw(meshes() if mesh is None else mesh)
     size = draw(shapes() if shape is None else shape)
-    op = draw(st.sampled_from([(op,) for op in pending] or [()]))
+    one: list[tuple[ReduceOp, ...]] = [(op,) for op in pending]
+    op = draw(st.sampled_from(one or [()]))
     src, dst = (draw(layouts(where, len(size), pending=op)) for _ in range(2))
     return src, dst, size
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,10 +23,11 @@ from dshard.ops.strategy import Operand, Strategy, expansions
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.testing.terms import Parts, joined, parted
 
+Same: TypeAlias = Callable[[Tensor, Tensor], None]
+"""Raises an AssertionError where a value is not the expected one."""
 
-def check_rows(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, tolerance: dict[str, float | None]
-) -> None:
+
+def check_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, same: Same) -> None:
     """Run `func` in the layouts of every strategy of its rule, rank by rank, and compare with one device.
 
     Nothing is checked for an operator without a rule of its own.
@@ -44,14 +45,25 @@ def check_rows(
     call = call_of(func, args, kwargs, mesh)
     rule = op.rule(call)
     for strategy in every_strategy(rule, call, mesh):
-        try:
-            found = run_strategy(op, call, strategy, given)
-            for value, right in zip(found, expected, strict=True):
-                torch.testing.assert_close(value, right, equal_nan=True, **tolerance)
-        except Exception as error:
-            what = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
-            where = f"on the mesh ({mesh}), in the layouts\n  {strategy}"
-            raise RuleError(f"the rule '{rule}' of {func} is wrong {where}\n{what}") from error
+        _check(op, rule, call, strategy, given, expected, same)
+
+
+def _check(
+    op: Op,
+    rule: Rule,
+    call: Call,
+    strategy: Strategy,
+    given: tuple[Any, Any],
+    expected: Sequence[Tensor],
+    same: Same,
+) -> None:
+    try:
+        for value, right in zip(run_strategy(op, call, strategy, given), expected, strict=True):
+            same(value, right)
+    except Exception as error:
+        what = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
+        where = f"on the mesh ({strategy.inputs[0].mesh}), in the layouts\n  {strategy}"
+        raise RuleError(f"the rule '{rule}' of {call.func} is wrong {where}\n{what}") from error
 
 
 def run_strategy(op: Op, call: Call, strategy: Strategy, given: tuple[Any, Any]) -> list[Tensor]:
@@ -105,9 +117,7 @@ def suggestive(rule: Rule, specs: Sequence[Spec], mesh: Mesh) -> Iterator[list[O
             continue
         layouts = [Layout(mesh, tuple(row)) for row in placements]
         for turned in (layouts, [_reversed(layout) for layout in layouts]):
-            yield [
-                Operand(layout, spec.shape, spec.itemsize) for layout, spec in zip(turned, specs, strict=True)
-            ]
+            yield [Operand(layout, spec.shape, spec.itemsize) for layout, spec in zip(turned, specs, strict=True)]
 
 
 def _suggesting(rule: Rule, operand: int, ndim: int) -> list[Placement]:

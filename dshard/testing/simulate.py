@@ -18,6 +18,7 @@ from dshard.ops.spec import contiguous_stride, spec_of
 from dshard.tensor import DTensor
 from dshard.testing.terms import Parts, joined, parted
 
+
 @contextmanager
 def simulated(ranks: int | Mesh) -> Iterator[None]:
     """Simulate `ranks` ranks, or those of a mesh, in this process: every DTensor holds the tensors of all of them.
