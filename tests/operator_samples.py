@@ -6,6 +6,7 @@ A backward operator is covered by the sample of its forward one: see `dshard.tes
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -33,6 +34,11 @@ def truths(*shape: int) -> Tensor:
     return ids(2, *shape).bool()
 
 
+def distinct(*shape: int) -> Tensor:
+    """Whole numbers that differ: what is compared again in a backward pass must be exact, though it was pending."""
+    return torch.randperm(prod(shape), generator=_GENERATOR).double().view(shape)
+
+
 x, y, row, column = reals(5, 3), reals(5, 3), reals(3), reals(5, 1)
 cube = reals(5, 2, 3)
 mask = truths(5, 3)
@@ -46,10 +52,10 @@ COPIES: dict[str, Sample] = {
     "positive op": (aten.positive.default, (x,)),
     "copy": (aten.copy.default, (x, row)),
     "copy_": (aten.copy_.default, (x, y)),
-    "copy_ cast": (aten.copy_.default, (x, y.float())),
+    "copy_ cast": (aten.copy_.default, (x, ids(9, 5, 3).float())),
     "to": (aten._to_copy.default, (x, {"dtype": torch.float32})),
     "to int": (aten._to_copy.default, (x * 9, {"dtype": torch.int32})),
-    "to double": (aten._to_copy.default, (x.float(), {"dtype": torch.float64})),
+    "to double": (aten._to_copy.default, (ids(9, 5, 3).float(), {"dtype": torch.float64})),
     "fill": (aten.fill.Scalar, (x, 2.5)),
     "fill_": (aten.fill_.Scalar, (x, 2.5)),
     "zero": (aten.zero.default, (x,)),
@@ -126,12 +132,12 @@ REDUCTIONS: dict[str, Sample] = {
     "count_nonzero": (torch.count_nonzero, (ids(3, 5, 3), 0)),
     "prod": (torch.prod, (x,)),
     "prod dim": (torch.prod, (x, 0)),
-    "amax": (torch.amax, (x, 0)),
-    "amin": (torch.amin, (cube, (0, 2))),
-    "aminmax": (torch.aminmax, (x, {"dim": 0})),
-    "max": (torch.max, (x,)),
+    "amax": (torch.amax, (distinct(5, 3), 0)),
+    "amin": (torch.amin, (distinct(5, 2, 3), (0, 2))),
+    "aminmax": (torch.aminmax, (distinct(5, 3), {"dim": 0})),
+    "max": (torch.max, (distinct(5, 3),)),
     "max dim": (torch.max, (x, 0)),
-    "min": (torch.min, (x,)),
+    "min": (torch.min, (distinct(5, 3),)),
     "min dim": (torch.min, (x, 1)),
     "any": (torch.any, (mask,)),
     "any dim": (torch.any, (mask, 0)),
@@ -221,7 +227,7 @@ INDEXING: dict[str, Sample] = {
     "gather": (torch.gather, (x, 0, ids(5, 4, 3))),
     "scatter": (torch.scatter, (x, 0, torch.tensor([[0, 1, 2], [3, 4, 0]]), reals(2, 3))),
     "scatter_add": (torch.scatter_add, (x, 0, ids(5, 4, 3), reals(4, 3))),
-    "scatter_reduce": (torch.scatter_reduce, (x, 0, ids(5, 4, 3), reals(4, 3), "amax")),
+    "scatter_reduce": (torch.scatter_reduce, (distinct(5, 3), 0, ids(5, 4, 3), distinct(4, 3) + 0.5, "amax")),
     "index": (aten.index.Tensor, (x, [ids(5, 4)])),
     "index two": (aten.index.Tensor, (cube, [ids(5, 4), None, ids(3, 4)])),
     "index_put": (torch.index_put, (x, (torch.tensor([3, 0]),), reals(2, 3))),

@@ -2,31 +2,81 @@
 
 from __future__ import annotations
 
+from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_samples import SAMPLES, WITHOUT_VALUES, made_up, tagged
 from torch import Tensor
 
 from dshard import Mesh
+from dshard.comm import bind, init_device_mesh
 from dshard.ops.registry import TABLES
-from dshard.testing import check_call, check_rule, distribute, layouts, meshes, simulated, whole_numbers
+from dshard.testing import (
+    RankPool,
+    RuleError,
+    check_call,
+    check_rule,
+    distribute,
+    layouts,
+    meshes,
+    simulated,
+    whole_numbers,
+)
 from dshard.testing.calls import recorded
-from dshard.testing.check import _Call, layouts_of
+from dshard.testing.check import _Call
+from dshard.testing.choices import layouts_of
 
 THOROUGH = settings().max_examples > 100
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MESH_SHAPES = ((3,), (2, 2))
 pytestmark = [pytest.mark.thorough] if THOROUGH else []
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_an_operator_equals_its_single_device_self(name: str) -> None:
-    function, sample = SAMPLES[name]
+    function, sample = moved(SAMPLES[name])
 
-    check_rule(function, sample, mesh_shapes=MESH_SHAPES, limit=400 if THOROUGH else 4)
+    check_rule(function, sample, mesh_shapes=MESH_SHAPES, limit=100 if THOROUGH else 4)
+
+
+def check_on_ranks(names: list[str], shape: tuple[int, ...], seed: int) -> list[str]:
+    """Each operator on this rank, its operands laid out at random: what went wrong."""
+    draw, mesh, wrong = Random(seed), real_mesh(shape), []
+    for name in names:
+        function, sample = moved(SAMPLES[name])
+        laid = [draw.choice(layouts_of(x, mesh)) for x in tensors(sample)]
+        try:
+            check_call(function, sample, laid)
+        except RuleError as error:
+            wrong.append(f"{name}: {error}")
+    return wrong
+
+
+@cache
+def real_mesh(shape: tuple[int, ...]) -> Mesh:
+    return bind(init_device_mesh(DEVICE if dist.get_backend() == "nccl" else "cpu", shape))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("seed", range(20 if THOROUGH else 1))
+def test_operators_on_real_ranks(ranks: RankPool, shape: tuple[int, ...], seed: int) -> None:
+    names = list(SAMPLES)[:: 1 if THOROUGH else 2] if len(shape) == 1 else list(SAMPLES)[1 :: 1 if THOROUGH else 2]
+
+    assert ranks.run(check_on_ranks, names, shape, seed, timeout=600.0) == [[]] * 4
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
+@pytest.mark.ranks
+def test_operators_on_a_rank_of_nccl() -> None:
+    with RankPool(1, backend="nccl") as pool:
+        assert pool.run(check_on_ranks, list(SAMPLES), (1,), 0, timeout=600.0) == [[]]
 
 
 @given(st.sampled_from(sorted(SAMPLES)), meshes(max_ranks=8), st.data())
@@ -76,6 +126,15 @@ def test_new_memory_is_laid_out(make: Any, shape: tuple[int, ...]) -> None:
         for rank in mesh.ranks:
             right = made.layout.local_shape(made.shape, mesh.coordinate(rank))
             assert made._local._local_tensors[rank].shape == right
+
+
+def moved(tree: Any) -> Any:
+    """Arguments on the device on which operators are tested."""
+    if isinstance(tree, tuple | list):
+        return type(tree)(map(moved, tree))
+    if isinstance(tree, dict):
+        return {name: moved(item) for name, item in tree.items()}
+    return tree.to(DEVICE) if isinstance(tree, Tensor) else tree
 
 
 def tensors(tree: Any) -> list[Tensor]:

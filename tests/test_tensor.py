@@ -464,7 +464,7 @@ def pickled() -> list[Any]:
     return [
         again.layout == x.layout,
         isinstance(again, nn.Parameter),
-        again.device_mesh is real_mesh(),
+        again.device_mesh == real_mesh(),
         (again + loaded).full_tensor().tolist(),
     ]
 

@@ -89,7 +89,7 @@ def local_of(layout: Layout, make: Callable[[Coordinate, torch.device], Tensor])
     runtime = runtime_of(mesh)
     if simulated_ranks() is not None:
         with plain():
-            return stack({rank: make(mesh.coordinate(rank), torch.device("cpu")) for rank in mesh.ranks})
+            return stack({rank: make(mesh.coordinate(rank), device_of(mesh)) for rank in mesh.ranks})
     if runtime is None:
         return make((0,) * mesh.ndim, torch.device("meta"))
     if runtime.coordinate is None:

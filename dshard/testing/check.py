@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from math import prod
-from random import Random
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -19,14 +18,14 @@ from dshard.errors import RuleError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.ops.moving import leaves, replace_leaves
-from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.placements import Placement
 from dshard.tensor import DTensor
 from dshard.testing.calls import recorded, resolve
+from dshard.testing.choices import Choice, has_gradient, layouts_of, sampled
 from dshard.testing.rows import Same, check_rows
 from dshard.testing.simulate import distribute, simulated, whole
 
 Op: TypeAlias = OpOverload | Callable[..., Any] | str
-Choice: TypeAlias = tuple[Layout, ...]
 
 
 def check_rule(
@@ -65,11 +64,11 @@ def check_rule(
         expected = call.on_one_device(gradients)
         calls = recorded(function, call.args, call.kwargs, expected.recorded)
         for shape in mesh_shapes:
-            mesh = Mesh(shape)
+            mesh = Mesh(shape, device_type=call.device_type())
             for func, args, kwargs in calls:
                 check_rows(func, args, kwargs, mesh, same)
             with simulated(mesh):
-                for i, layouts in enumerate(_sampled(call.choices(mesh, placements), limit)):
+                for i, layouts in enumerate(sampled(call.choices(mesh, placements), limit)):
                     call.compare(layouts, expected, i, same)
 
 
@@ -84,15 +83,17 @@ def check_call(
 ) -> None:
     """Verify one call: `op` on the tensors of `sample` in these layouts against one device, for use with generators.
 
-    >>> mesh = Mesh((2,), ("tp",))
-    >>> check_call(torch.mul, (torch.ones(3), 2.0), [Layout(mesh, (Shard(0),))])
+    On a mesh with processes behind it, where all its ranks call this together, it runs there; else it is simulated.
+
+    >>> tp = replicated(Mesh((2,), ("tp",)))
+    >>> check_call(torch.mul, (torch.ones(3), 2.0), [tp])
 
     Raises:
         RuleError: a difference.
     """
     call = _Call.of(resolve(op), sample)
     expected = call.on_one_device(gradients)
-    with simulated(layouts[0].mesh):
+    with _ranks_of(layouts[0].mesh):
         call.compare(tuple(layouts), expected, 0, _same(rtol, atol))
 
 
@@ -127,6 +128,9 @@ class _Call:
     def operands(self) -> list[Tensor]:
         return [leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
+    def device_type(self) -> str:
+        return self.operands()[0].device.type if self.operands() else "cpu"
+
     def run(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The outputs for these operands."""
         rest = iter(tensors)
@@ -139,7 +143,7 @@ class _Call:
         """What is expected, with gradients of the operands for which torch has them."""
         n = len(self.operands())
         if gradients and not _writes(self.function):
-            wanted = [_differentiable(x) for x in self.operands()]
+            wanted = [has_gradient(x) for x in self.operands()]
             only = ([i == j and wanted[j] for j in range(n)] for i in range(n))
             found = self._try(wanted) or self._try([self._try(some) is not None for some in only])
         else:
@@ -199,22 +203,6 @@ class _Call:
         return _backward(outputs, incoming, operands)
 
 
-def layouts_of(x: Tensor, mesh: Mesh, placements: Literal["all"] | Sequence[Placement] = "all") -> list[Layout]:
-    """All layouts of `x` with these placements, and where two axes shard one dim the other order too."""
-    if placements == "all":
-        placements = [Replicate(), *map(Shard, range(x.dim())), *([Partial()] if _differentiable(x) else [])]
-    legal = [p for p in placements if not isinstance(p, Shard) or p.dim < x.dim()]
-    legal = [p for p in legal if not isinstance(p, Partial) or _differentiable(x)]
-    found = []
-    for chosen in product(legal, repeat=mesh.ndim):
-        layout = Layout(mesh, chosen)
-        found.append(layout)
-        orders = [(dim, tuple(reversed(layout.axes_of(dim)))) for dim in layout.sharded_dims()]
-        if any(len(axes) > 1 for _, axes in orders):
-            found.append(Layout(mesh, chosen, tuple(orders)))
-    return found
-
-
 def compare(found: Any, expected: Any, what: str, same: Same) -> None:
     """One output or gradient against the single device's.
 
@@ -226,7 +214,7 @@ def compare(found: Any, expected: Any, what: str, same: Same) -> None:
             assert found == expected, f"{found!r} instead of {expected!r}"
         elif isinstance(found, DTensor):
             with comm.plain():
-                same(whole(found), expected)
+                same(whole(found).cpu(), expected.cpu())
         else:
             raise AssertionError(f"a {type(found).__name__}, not a DTensor")
     except AssertionError as error:
@@ -234,20 +222,14 @@ def compare(found: Any, expected: Any, what: str, same: Same) -> None:
         raise RuleError(f"{what}{layout}: {error}") from None
 
 
+def _ranks_of(mesh: Mesh) -> AbstractContextManager[None]:
+    runtime = comm.runtime_of(mesh)
+    real = runtime is not None and dist.is_initialized() and dist.get_backend() != "fake"
+    return nullcontext() if real else simulated(mesh)
+
+
 def _same(rtol: float | None, atol: float | None) -> Same:
     return partial(torch.testing.assert_close, rtol=rtol, atol=atol, equal_nan=True)
-
-
-def _sampled(choices: Sequence[Sequence[Layout]], limit: int) -> Iterator[Choice]:
-    """All combinations, or `limit` of them, the same each time."""
-    total = prod(map(len, choices))
-    numbers: Sequence[int] = range(total) if total <= limit else sorted(Random(0).sample(range(total), limit))
-    for number in numbers:
-        picked = []
-        for options in choices:
-            number, i = divmod(number, len(options))
-            picked.append(options[i])
-        yield tuple(picked)
 
 
 def _backward(
@@ -264,20 +246,16 @@ def _incoming(out: Any, seed: int) -> Tensor | None:
     if not isinstance(out, Tensor) or not out.requires_grad:
         return None
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(out.shape, dtype=out.dtype, generator=generator)
+    return torch.randn(out.shape, dtype=out.dtype, generator=generator).to(out.device)
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
     """Zeros that torch has not written out crash its own comparison."""
-    return torch.zeros(x.shape, dtype=x.dtype) if x is not None and x._is_zerotensor() else x
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and x._is_zerotensor() else x
 
 
 def _detached(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
-
-
-def _differentiable(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def _writes(function: Callable[..., Any]) -> bool:

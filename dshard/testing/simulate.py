@@ -26,6 +26,8 @@ def simulated(ranks: int | Mesh) -> Iterator[None]:
     Meshes within the block may be pure (`dshard.Mesh`) or torch's: where torch.distributed is not initialised it is for
     the block, with a process group that sends nothing.
 
+    >>> import torch
+    >>> from dshard import Layout, Mesh, Partial, Replicate
     >>> mesh = Mesh((2, 2), ("dp", "tp"))
     >>> with simulated(mesh):
     ...     x = distribute(torch.arange(6.0), Layout(mesh, (Partial(), Replicate())))

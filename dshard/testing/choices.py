@@ -1,0 +1,50 @@
+"""Which layouts the operands of an operator are tried in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from random import Random
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+from dshard.layout import Layout
+from dshard.mesh import Mesh
+from dshard.placements import Partial, Placement, Replicate, Shard
+
+Choice: TypeAlias = tuple[Layout, ...]
+
+
+def layouts_of(x: Tensor, mesh: Mesh, placements: Literal["all"] | Sequence[Placement] = "all") -> list[Layout]:
+    """All layouts of `x` with these placements, and where two axes shard one dim the other order too."""
+    if placements == "all":
+        placements = [Replicate(), *map(Shard, range(x.dim())), *([Partial()] if has_gradient(x) else [])]
+    legal = [p for p in placements if not isinstance(p, Shard) or p.dim < x.dim()]
+    legal = [p for p in legal if not isinstance(p, Partial) or has_gradient(x)]
+    found = []
+    for chosen in product(legal, repeat=mesh.ndim):
+        layout = Layout(mesh, chosen)
+        found.append(layout)
+        orders = [(dim, tuple(reversed(layout.axes_of(dim)))) for dim in layout.sharded_dims()]
+        if any(len(axes) > 1 for _, axes in orders):
+            found.append(Layout(mesh, chosen, tuple(orders)))
+    return found
+
+
+def sampled(choices: Sequence[Sequence[Layout]], limit: int) -> Iterator[Choice]:
+    """All combinations, or `limit` of them, the same each time."""
+    total = prod(map(len, choices))
+    numbers: Sequence[int] = range(total) if total <= limit else sorted(Random(0).sample(range(total), limit))
+    for number in numbers:
+        picked = []
+        for options in choices:
+            number, i = divmod(number, len(options))
+            picked.append(options[i])
+        yield tuple(picked)
+
+
+def has_gradient(x: Tensor) -> bool:
+    """Whether the dtype of `x` is one that has gradients, and sums of terms."""
+    return x.is_floating_point() or x.is_complex()
