@@ -41,9 +41,9 @@ Cell = tuple[tuple[int, int], ...]
 
 def _receives(holders: list[Coordinate], takers: list[Coordinate], ends: list[bool]) -> int:
     holding = set(holders)
-    if not any(ends):
-        return sum(taker not in holding for taker in takers)
     terms = {tuple(i for i, end in zip(at, ends, strict=True) if end) for at in holders}
+    if len(terms) == 1:
+        return sum(taker not in holding for taker in takers)
     return len(terms) - 1 + len(takers) - any(taker in holding for taker in takers)
 
 
