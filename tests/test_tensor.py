@@ -132,7 +132,7 @@ def test_a_dtensor_laid_out_right_is_distributed_already() -> None:
 
 
 def test_the_source_rank_decides_what_is_sent() -> None:
-    with simulated(2) as _:
+    with simulated(2):
         mesh = Mesh((2,), ("x",))
         stacked = dshard.comm.stack({0: torch.zeros(4), 1: torch.ones(4)})
 
@@ -142,75 +142,6 @@ def test_the_source_rank_decides_what_is_sent() -> None:
         }
 
     assert values == {0: [0.0] * 4, 1: [1.0] * 4, None: [0.0, 0.0, 1.0, 1.0]}
-
-
-# -- gradients across
-
-
-@given(dtensors(), st.data())
-def test_gradients_of_leaves_lie_like_the_leaves(x: DTensor, data: st.DataObject) -> None:
-    other = data.draw(layouts(x.layout.mesh, x.ndim))
-    value = whole(x)
-    with simulated(x.layout.mesh):
-        x.requires_grad_()
-        y = dshard.autograd.redistribute(x, other)
-        (x * x + 3 * y).backward(distribute(torch.ones(x.shape, dtype=x.dtype), x.layout.cotangent()))
-
-        assert x.grad is not None
-        assert x.grad.layout == x.layout.cotangent()
-        torch.testing.assert_close(whole(x.grad), 2 * value + 3)
-
-
-def test_gradients_accumulate_in_place() -> None:
-    with simulated(GRID):
-        x = placed(X, Shard(0), Shard(1)).requires_grad_()
-        for _ in range(2):
-            (x * 2).sum().backward()
-
-        assert x.grad.layout == x.layout
-        assert whole(x.grad).equal(torch.full_like(X, 4.0))
-
-
-def test_to_local_takes_its_gradient_as_said() -> None:
-    """By default the local gradient lies like the tensor; as a pending sum, the ranks' terms add up."""
-    with simulated(GRID):
-        for laid, expected in (((Replicate(),) * 2, 1.0), ((Partial(), Replicate()), 2.0), ((Partial(),) * 2, 4.0)):
-            x = placed(X, Replicate(), Replicate()).requires_grad_()
-            x.to_local(grad_placements=laid).sum().backward()
-
-            assert whole(x.grad).equal(torch.full_like(X, expected))
-
-
-def test_full_tensor_takes_its_gradient_as_said() -> None:
-    with simulated(GRID):
-        x = placed(X, Shard(0), Replicate()).requires_grad_()
-        x.full_tensor(grad_placements=[Partial(), Replicate()]).sum().backward()
-
-        assert x.grad.layout == x.layout
-        assert whole(x.grad).equal(torch.full_like(X, 2.0))
-
-
-def test_from_local_gives_its_gradient_as_said() -> None:
-    with simulated(GRID):
-        for laid, expected in ((None, [1.0] * 4), ([Replicate(), Partial()], [1.0, 0.0, 1.0, 0.0])):
-            local = dshard.comm.stack({rank: torch.ones(2) for rank in range(4)}).requires_grad_()
-            x = DTensor.from_local(local, GRID, [Replicate(), Replicate()], grad_placements=laid)
-            x.sum().backward()
-
-            assert [grad[0].item() for grad in unstacked(local.grad).values()] == expected
-
-
-def test_hooks_and_retained_gradients_see_dtensors() -> None:
-    with simulated(GRID):
-        seen = []
-        x = placed(X, Shard(0), Replicate()).requires_grad_()
-        y = x * 2
-        y.retain_grad()
-        y.register_hook(lambda grad: seen.append(type(grad)))
-        y.sum().backward()
-
-        assert seen == [DTensor]
-        assert isinstance(y.grad, DTensor)
 
 
 # -- numbers
@@ -266,71 +197,6 @@ def test_numbers_and_scalar_tensors_count_as_replicated() -> None:
             assert (x * other).layout == x.layout
 
 
-# -- modules
-
-
-def test_a_parameter_stays_a_parameter() -> None:
-    with simulated(GRID):
-        parameter = distribute_tensor(nn.Parameter(X.clone()), GRID, [Shard(0), Replicate()])
-
-        assert isinstance(parameter, nn.Parameter)
-        assert isinstance(parameter, DTensor)
-        assert parameter.requires_grad
-        assert not nn.Parameter(parameter.detach(), requires_grad=False).requires_grad
-
-
-def test_gradients_of_parameters_lie_like_them() -> None:
-    with simulated(GRID):
-        weight = nn.Parameter(placed(X, Replicate(), Shard(1)))
-        x = placed(whole_numbers((4, 3), torch.float32), Shard(0), Replicate())
-        F.linear(x, weight).sum().backward()
-
-        assert weight.grad.placements == (Replicate(), Shard(1))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.out = nn.Linear(3, 6), nn.Linear(6, 2)
-        self.register_buffer("scale", torch.tensor([2.0, 3.0]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.hidden(x).relu()) * self.scale
-
-
-def split_hidden(name: str, module: nn.Module, mesh: Any) -> None:
-    if name == "hidden":
-        module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Replicate(), Shard(0)]))
-
-
-def test_a_module_is_laid_out_and_computes_the_same() -> None:
-    torch.manual_seed(0)
-    alone = Net()
-    module = copy.deepcopy(alone)
-    expected = alone(X)
-    expected.sum().backward()
-    with simulated(GRID):
-        laid = distribute_module(
-            module,
-            GRID,
-            split_hidden,
-            input_fn=lambda mod, inputs, mesh: (distribute_tensor(inputs[0], mesh, [Shard(0), Replicate()]),),
-            output_fn=lambda mod, out, mesh: out.redistribute(placements=[Replicate(), Replicate()]),
-        )
-        out = laid(X)
-        out.sum().backward()
-
-        assert laid is module
-        assert out.placements == (Replicate(), Replicate())
-        assert all(isinstance(p, DTensor) for p in (*module.parameters(), *module.buffers()))
-        assert module.hidden.weight.placements == (Replicate(), Shard(0))
-        assert module.out.weight.placements == (Replicate(), Replicate())
-        torch.testing.assert_close(whole(out.detach()), expected.detach())
-        for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
-            assert ours.grad.placements == ours.placements
-            torch.testing.assert_close(whole(ours.grad), theirs.grad)
-
-
 # -- copies
 
 
@@ -377,79 +243,12 @@ def test_a_repr_speaks_the_one_notation() -> None:
     assert "grad_fn=" in repr(x * 2)
 
 
-# -- factories
-
-
-@given(meshes(max_axes=2, permuted=False), shapes(max_dims=3), st.data())
-def test_factories_make_whole_tensors(mesh: Mesh, shape: Shape, data: st.DataObject) -> None:
-    laid: Any = {"device_mesh": mesh, "placements": data.draw(layouts(mesh, len(shape), pending=())).placements}
-    with simulated(mesh):
-        for made, expected in (
-            (dshard.zeros(shape, **laid), torch.zeros(shape)),
-            (dshard.ones(*shape, dtype=torch.int32, **laid), torch.ones(shape, dtype=torch.int32)),
-            (dshard.full(shape, 2.5, requires_grad=True, **laid), torch.full(shape, 2.5)),
-        ):
-            assert torch.equal(whole(made.detach()), expected)
-            assert made.placements == laid["placements"]
-        assert dshard.full(shape, 2.5, requires_grad=True, **laid).requires_grad
-        assert dshard.empty(shape, **laid).shape == shape
-
-
-@given(st.lists(meshes(max_axes=2, max_ranks=8), min_size=2, max_size=3), shapes(max_dims=2), st.data())
-@pytest.mark.parametrize("make", [dshard.rand, dshard.randn])
-def test_random_values_do_not_depend_on_the_mesh(
-    make: Any, many: list[Mesh], shape: Shape, data: st.DataObject
-) -> None:
-    values = []
-    for mesh in many:
-        placements = data.draw(layouts(mesh, len(shape), pending=())).placements
-        with simulated(mesh):
-            dshard.manual_seed(7)
-            values.append([whole(make(shape, device_mesh=mesh, placements=placements)) for _ in range(2)])
-
-    for first, second in values[1:]:
-        assert torch.equal(first, values[0][0])
-        assert torch.equal(second, values[0][1])
-    if values[0][0].numel() > 3:
-        assert not torch.equal(*values[0])
-
-
 # -- real ranks
 
 
 @cache
 def real_mesh() -> DeviceMesh:
     return dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-
-def second_derivatives() -> list[float]:
-    """The largest differences of first and second derivatives of linear and matmul from single-device."""
-    torch.manual_seed(0)
-    values = [torch.randn(5, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)]
-    found = []
-    for function in (F.linear, lambda a, b: a @ b.t()):
-        ours = [
-            distribute_tensor(x, real_mesh(), laid).requires_grad_()
-            for x, laid in zip(values, ([Shard(0), Shard(1)], [Replicate(), Shard(0)]), strict=True)
-        ]
-        theirs = [x.clone().requires_grad_() for x in values]
-        for a, b in zip(penalty(function, *ours), penalty(function, *theirs), strict=True):
-            found.append((a.full_tensor() - b).abs().max().item())
-    return found
-
-
-def penalty(function: Any, a: Tensor, b: Tensor) -> list[Tensor]:
-    """The gradients of a norm of gradients."""
-    out = function(a, b).tanh().sum()
-    grads = torch.autograd.grad(out, [a, b], create_graph=True)
-    sum((grad * grad).sum() for grad in grads).backward()
-    return [grads[0].detach(), grads[1].detach(), a.grad, b.grad]
-
-
-@pytest.mark.ranks
-def test_second_derivatives_are_those_of_one_device(ranks: RankPool) -> None:
-    for differences in ranks.run(second_derivatives):
-        assert max(differences) < 1e-12
 
 
 def pickled() -> list[Any]:
@@ -484,20 +283,3 @@ def numbers() -> list[Any]:
 @pytest.mark.ranks
 def test_every_rank_reads_the_same_number(ranks: RankPool) -> None:
     assert ranks.run(numbers) == [[6.0, 6.0, True, 3.0]] * 4
-
-
-def empty_shards() -> list[Any]:
-    """Attention whose batch leaves a rank without work: its backward pass meets the others nevertheless."""
-    mesh = dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
-    query, mask = torch.ones(2, 1, 3, 4, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)
-    q = distribute_tensor(query, mesh, [Shard(0)]).requires_grad_()
-    m = distribute_tensor(mask, mesh, [Replicate()]).requires_grad_()
-    F.scaled_dot_product_attention(q, q, q * q, m).sum().backward()
-    return [q.grad.full_tensor().sum().item(), m.grad.full_tensor().abs().sum().item()]
-
-
-@pytest.mark.ranks
-def test_a_rank_without_work_takes_part(ranks: RankPool) -> None:
-    for total, masked in ranks.run(empty_shards):
-        assert total == pytest.approx(48.0)
-        assert masked == pytest.approx(0.0)

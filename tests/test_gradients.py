@@ -1,0 +1,161 @@
+"""Gradients across layouts, local tensors and ranks."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import dshard
+from dshard import (
+    DeviceMesh,
+    DTensor,
+    Layout,
+    Mesh,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from dshard.testing import (
+    RankPool,
+    distribute,
+    dtensors,
+    layouts,
+    simulated,
+    whole,
+)
+
+GRID = Mesh((2, 2), ("dp", "tp"))
+X = torch.arange(15.0).view(5, 3)
+
+
+def placed(x: Tensor, *placements: Any) -> DTensor:
+    return distribute(x, Layout(GRID, placements))
+
+
+@given(dtensors(), st.data())
+def test_gradients_of_leaves_lie_like_the_leaves(x: DTensor, data: st.DataObject) -> None:
+    other = data.draw(layouts(x.layout.mesh, x.ndim))
+    value = whole(x)
+    with simulated(x.layout.mesh):
+        x.requires_grad_()
+        y = dshard.autograd.redistribute(x, other)
+        (x * x + 3 * y).backward(distribute(torch.ones(x.shape, dtype=x.dtype), x.layout.cotangent()))
+
+        assert x.grad is not None
+        assert x.grad.layout == x.layout.cotangent()
+        torch.testing.assert_close(whole(x.grad), 2 * value + 3)
+
+
+def test_gradients_accumulate_in_place() -> None:
+    with simulated(GRID):
+        x = placed(X, Shard(0), Shard(1)).requires_grad_()
+        for _ in range(2):
+            (x * 2).sum().backward()
+
+        assert x.grad.layout == x.layout
+        assert whole(x.grad).equal(torch.full_like(X, 4.0))
+
+
+def test_to_local_takes_its_gradient_as_said() -> None:
+    """By default the local gradient lies like the tensor; as a pending sum, the ranks' terms add up."""
+    with simulated(GRID):
+        for laid, expected in (((Replicate(),) * 2, 1.0), ((Partial(), Replicate()), 2.0), ((Partial(),) * 2, 4.0)):
+            x = placed(X, Replicate(), Replicate()).requires_grad_()
+            x.to_local(grad_placements=laid).sum().backward()
+
+            assert whole(x.grad).equal(torch.full_like(X, expected))
+
+
+def test_full_tensor_takes_its_gradient_as_said() -> None:
+    with simulated(GRID):
+        x = placed(X, Shard(0), Replicate()).requires_grad_()
+        x.full_tensor(grad_placements=[Partial(), Replicate()]).sum().backward()
+
+        assert x.grad.layout == x.layout
+        assert whole(x.grad).equal(torch.full_like(X, 2.0))
+
+
+def test_from_local_gives_its_gradient_as_said() -> None:
+    with simulated(GRID):
+        for laid, expected in ((None, [1.0] * 4), ([Replicate(), Partial()], [1.0, 0.0, 1.0, 0.0])):
+            local = dshard.comm.stack({rank: torch.ones(2) for rank in range(4)}).requires_grad_()
+            x = DTensor.from_local(local, GRID, [Replicate(), Replicate()], grad_placements=laid)
+            x.sum().backward()
+
+            assert [grad[0].item() for grad in unstacked(local.grad).values()] == expected
+
+
+def test_hooks_and_retained_gradients_see_dtensors() -> None:
+    with simulated(GRID):
+        seen = []
+        x = placed(X, Shard(0), Replicate()).requires_grad_()
+        y = x * 2
+        y.retain_grad()
+        y.register_hook(lambda grad: seen.append(type(grad)))
+        y.sum().backward()
+
+        assert seen == [DTensor]
+        assert isinstance(y.grad, DTensor)
+
+
+# -- real ranks
+
+
+@cache
+def real_mesh() -> DeviceMesh:
+    return dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def second_derivatives() -> list[float]:
+    """The largest differences of first and second derivatives of linear and matmul from single-device."""
+    torch.manual_seed(0)
+    values = [torch.randn(5, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)]
+    found = []
+    for function in (F.linear, lambda a, b: a @ b.t()):
+        ours = [
+            distribute_tensor(x, real_mesh(), laid).requires_grad_()
+            for x, laid in zip(values, ([Shard(0), Shard(1)], [Replicate(), Shard(0)]), strict=True)
+        ]
+        theirs = [x.clone().requires_grad_() for x in values]
+        for a, b in zip(penalty(function, *ours), penalty(function, *theirs), strict=True):
+            found.append((a.full_tensor() - b).abs().max().item())
+    return found
+
+
+def penalty(function: Any, a: Tensor, b: Tensor) -> list[Tensor]:
+    """The gradients of a norm of gradients."""
+    out = function(a, b).tanh().sum()
+    grads = torch.autograd.grad(out, [a, b], create_graph=True)
+    sum((grad * grad).sum() for grad in grads).backward()
+    return [grads[0].detach(), grads[1].detach(), a.grad, b.grad]
+
+
+@pytest.mark.ranks
+def test_second_derivatives_are_those_of_one_device(ranks: RankPool) -> None:
+    for differences in ranks.run(second_derivatives):
+        assert max(differences) < 1e-12
+
+
+def empty_shards() -> list[Any]:
+    """Attention whose batch leaves a rank without work: its backward pass meets the others nevertheless."""
+    mesh = dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
+    query, mask = torch.ones(2, 1, 3, 4, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)
+    q = distribute_tensor(query, mesh, [Shard(0)]).requires_grad_()
+    m = distribute_tensor(mask, mesh, [Replicate()]).requires_grad_()
+    F.scaled_dot_product_attention(q, q, q * q, m).sum().backward()
+    return [q.grad.full_tensor().sum().item(), m.grad.full_tensor().abs().sum().item()]
+
+
+@pytest.mark.ranks
+def test_a_rank_without_work_takes_part(ranks: RankPool) -> None:
+    for total, masked in ranks.run(empty_shards):
+        assert total == pytest.approx(48.0)
+        assert masked == pytest.approx(0.0)

@@ -1,0 +1,140 @@
+"""Parameters, modules and factories."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import dshard
+from dshard import (
+    DTensor,
+    Layout,
+    Mesh,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from dshard.layout import Shape
+from dshard.testing import (
+    distribute,
+    layouts,
+    meshes,
+    shapes,
+    simulated,
+    whole,
+    whole_numbers,
+)
+
+GRID = Mesh((2, 2), ("dp", "tp"))
+X = torch.arange(15.0).view(5, 3)
+
+
+def placed(x: Tensor, *placements: Any) -> DTensor:
+    return distribute(x, Layout(GRID, placements))
+
+
+def test_a_parameter_stays_a_parameter() -> None:
+    with simulated(GRID):
+        parameter = distribute_tensor(nn.Parameter(X.clone()), GRID, [Shard(0), Replicate()])
+
+        assert isinstance(parameter, nn.Parameter)
+        assert isinstance(parameter, DTensor)
+        assert parameter.requires_grad
+        assert not nn.Parameter(parameter.detach(), requires_grad=False).requires_grad
+
+
+def test_gradients_of_parameters_lie_like_them() -> None:
+    with simulated(GRID):
+        weight = nn.Parameter(placed(X, Replicate(), Shard(1)))
+        x = placed(whole_numbers((4, 3), torch.float32), Shard(0), Replicate())
+        F.linear(x, weight).sum().backward()
+
+        assert weight.grad.placements == (Replicate(), Shard(1))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(3, 6), nn.Linear(6, 2)
+        self.register_buffer("scale", torch.tensor([2.0, 3.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.hidden(x).relu()) * self.scale
+
+
+def split_hidden(name: str, module: nn.Module, mesh: Any) -> None:
+    if name == "hidden":
+        module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Replicate(), Shard(0)]))
+
+
+def test_a_module_is_laid_out_and_computes_the_same() -> None:
+    torch.manual_seed(0)
+    alone = Net()
+    module = copy.deepcopy(alone)
+    expected = alone(X)
+    expected.sum().backward()
+    with simulated(GRID):
+        laid = distribute_module(
+            module,
+            GRID,
+            split_hidden,
+            input_fn=lambda mod, inputs, mesh: (distribute_tensor(inputs[0], mesh, [Shard(0), Replicate()]),),
+            output_fn=lambda mod, out, mesh: out.redistribute(placements=[Replicate(), Replicate()]),
+        )
+        out = laid(X)
+        out.sum().backward()
+
+        assert laid is module
+        assert out.placements == (Replicate(), Replicate())
+        assert all(isinstance(p, DTensor) for p in (*module.parameters(), *module.buffers()))
+        assert module.hidden.weight.placements == (Replicate(), Shard(0))
+        assert module.out.weight.placements == (Replicate(), Replicate())
+        torch.testing.assert_close(whole(out.detach()), expected.detach())
+        for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+            assert ours.grad.placements == ours.placements
+            torch.testing.assert_close(whole(ours.grad), theirs.grad)
+
+
+# -- factories
+
+
+@given(meshes(max_axes=2, permuted=False), shapes(max_dims=3), st.data())
+def test_factories_make_whole_tensors(mesh: Mesh, shape: Shape, data: st.DataObject) -> None:
+    laid: Any = {"device_mesh": mesh, "placements": data.draw(layouts(mesh, len(shape), pending=())).placements}
+    with simulated(mesh):
+        for made, expected in (
+            (dshard.zeros(shape, **laid), torch.zeros(shape)),
+            (dshard.ones(*shape, dtype=torch.int32, **laid), torch.ones(shape, dtype=torch.int32)),
+            (dshard.full(shape, 2.5, requires_grad=True, **laid), torch.full(shape, 2.5)),
+        ):
+            assert torch.equal(whole(made.detach()), expected)
+            assert made.placements == laid["placements"]
+        assert dshard.full(shape, 2.5, requires_grad=True, **laid).requires_grad
+        assert dshard.empty(shape, **laid).shape == shape
+
+
+@given(st.lists(meshes(max_axes=2, max_ranks=8), min_size=2, max_size=3), shapes(max_dims=2), st.data())
+@pytest.mark.parametrize("make", [dshard.rand, dshard.randn])
+def test_random_values_do_not_depend_on_the_mesh(
+    make: Any, many: list[Mesh], shape: Shape, data: st.DataObject
+) -> None:
+    values = []
+    for mesh in many:
+        placements = data.draw(layouts(mesh, len(shape), pending=())).placements
+        with simulated(mesh):
+            dshard.manual_seed(7)
+            values.append([whole(make(shape, device_mesh=mesh, placements=placements)) for _ in range(2)])
+
+    for first, second in values[1:]:
+        assert torch.equal(first, values[0][0])
+        assert torch.equal(second, values[0][1])
+    if values[0][0].numel() > 3:
+        assert not torch.equal(*values[0])
