@@ -81,7 +81,7 @@ def test_distributing_and_gathering_keeps_the_tensor(mesh: Mesh, shape: Shape, d
 
         assert x.layout == default
         assert torch.equal(whole(x), value)
-        assert all(torch.equal(part, value) for part in unstacked(x.full_tensor()).values())
+        assert all(torch.equal(part, value) for part in dshard.comm.unstack(x.full_tensor()).values())
 
 
 @given(meshes(max_axes=2), shapes(max_dims=3), st.data())
@@ -94,11 +94,6 @@ def test_parts_make_the_tensor_again(mesh: Mesh, shape: Shape, data: st.DataObje
 
         assert again.shape == x.shape
         assert torch.equal(whole(again), value)
-
-
-def unstacked(x: Any) -> dict[int, Tensor]:
-    found: dict[int, Tensor] = x._local_tensors
-    return found
 
 
 def test_without_placements_a_tensor_is_replicated() -> None:
