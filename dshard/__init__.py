@@ -10,13 +10,16 @@ from dshard.errors import (
     NotationError,
     RankError,
     ShapeError,
+    StrategyError,
     TopologyError,
 )
 from dshard.explain import explain
 from dshard.factories import distribute_module, empty, full, ones, rand, randn, zeros
+from dshard.functional import linear, matmul
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.ops import cache_info, manual_seed, register_rule, use_topology
+from dshard.ops.matmul import Schedule, strategies, use_strategy
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor, distribute_tensor
 from dshard.topology import Topology
@@ -39,8 +42,10 @@ __all__ = [
     "Placement",
     "RankError",
     "Replicate",
+    "Schedule",
     "ShapeError",
     "Shard",
+    "StrategyError",
     "Topology",
     "TopologyError",
     "cache_info",
@@ -50,13 +55,17 @@ __all__ = [
     "explain",
     "full",
     "init_device_mesh",
+    "linear",
     "manual_seed",
+    "matmul",
     "ones",
     "rand",
     "randn",
     "register_rule",
+    "strategies",
     "strict",
     "trace",
+    "use_strategy",
     "use_topology",
     "zeros",
 ]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from dshard.layout import Layout, replicated
+from dshard.ops.expand import Operand
 from dshard.ops.moving import move
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec, spec_of
-from dshard.ops.strategy import Operand
 from dshard.placements import Partial, Replicate
 from dshard.redistribute import plan
 

@@ -20,13 +20,14 @@ from dshard.errors import MeshError, MixedError
 from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.call import Call, LocalOp, Op
+from dshard.ops.expand import Operand
 from dshard.ops.moving import coordinate_of, leaves, move, replace_leaves, run_on_ranks, write_local
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.random import is_random, seeded_op
 from dshard.ops.registry import Known, known, views_first, writes_first
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
-from dshard.ops.strategy import Operand, Strategy, choose
+from dshard.ops.strategy import Strategy, Wanted, choose
 from dshard.redistribute import Plan, plan
 
 Executor = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -264,7 +265,7 @@ def strategy_of(op: Op, call: Call, keep: bool = False) -> Strategy:
     """The cheapest strategy; with `keep`, one that leaves the first operand in its layout where there is such."""
     operands, outputs = _operands(call)
     topology = current().topology_of(operands[0].layout.mesh)
-    return choose(op.rule(call), operands, outputs, topology, operands[0].layout if keep else None)
+    return choose(op.rule(call), operands, outputs, topology, Wanted(keep=operands[0].layout if keep else None))
 
 
 def _operands(call: Call) -> tuple[tuple[Operand, ...], tuple[tuple[Shape, int], ...]]:

@@ -7,6 +7,7 @@
     ├── MixedError      a plain torch.Tensor among distributed tensors  (also a RuntimeError)
     ├── DtypeError      operands of different dtypes                    (also a RuntimeError)
     ├── NotationError   text that is no placement, layout or rule       (also a ValueError)
+    ├── StrategyError   a strategy that does not exist, or not here     (also a ValueError)
     ├── TopologyError   a network or device that cannot be              (also a ValueError)
     ├── RankError       a rank of the pool failed                       (also a RuntimeError)
     └── RuleError       check_rule found an operator wrong              (also an AssertionError)
@@ -43,6 +44,10 @@ class DtypeError(DShardError, RuntimeError):
 
 class NotationError(DShardError, ValueError):
     """Text that does not parse as a placement, a layout or a rule."""
+
+
+class StrategyError(DShardError, ValueError):
+    """A strategy of no known name, or one that is impossible on this mesh."""
 
 
 class TopologyError(DShardError, ValueError):

@@ -10,10 +10,11 @@ from math import prod
 from typing import Any
 
 from dshard.layout import Shape
-from dshard.ops.bound import matmul_lower_bound
+from dshard.ops.expand import Operand, Row
+from dshard.ops.matmul.bound import matmul_lower_bound
 from dshard.ops.observe import Decision, observing
 from dshard.ops.rule import Pending, Rule, factor_sizes
-from dshard.ops.strategy import Operand, Row, Strategy, completed, strategies
+from dshard.ops.strategy import Strategy, strategies
 from dshard.redistribute import Plan, describe, plan
 from dshard.tables import human_bytes, text_table
 from dshard.topology import Topology
@@ -133,7 +134,10 @@ def explanation(decision: Decision) -> Explanation:
         why = "asked for" if decision.explicit else "no rule: every rank computes all of it"
         return Explanation(decision.op, operands, "", decision.topology.name, (moved,), moved, why)
     rule, outputs = decision.rule, decision.outputs
-    found = sorted(strategies(rule, decision.operands, outputs, decision.topology), key=lambda s: (s.seconds, s.moves))
+    found = sorted(
+        strategies(rule, decision.operands, outputs, decision.topology, decision.wanted),
+        key=lambda s: (s.seconds, s.moves),
+    )
     candidates = {
         strategy: candidate(rule, strategy, decision.operands, outputs, decision.topology) for strategy in found
     }
@@ -157,8 +161,8 @@ def candidate(
         for o, layout in zip(operands, strategy.inputs, strict=True)
     ]
     ends = [
-        (plan(layout, completed(layout), shape, itemsize, topology), itemsize)
-        for (shape, itemsize), layout in zip(outputs, strategy.outputs, strict=True)
+        (plan(layout, end, shape, itemsize, topology), itemsize)
+        for (shape, itemsize), layout, end in zip(outputs, strategy.outputs, strategy.ends, strict=True)
     ]
     nbytes = sum(moved.busiest() * itemsize for moved, itemsize in (*moves, *ends))
     bound = product_bound(rule, operands, outputs)

@@ -19,13 +19,17 @@ from dshard.comm import LocalTensor
 from dshard.dispatch import common_mesh, spec_like
 from dshard.layout import replicated
 from dshard.ops.attention import attention_rule
-from dshard.ops.matmul import linear_bias_rule, linear_rule, matmul_rule, same_dtype
+from dshard.ops.expand import Operand
+from dshard.ops.matmul.asked import Asked, asked_now
+from dshard.ops.matmul.rules import bmm_rule, einsum_rule, linear_rule, matmul_rule, same_dtype
 from dshard.ops.moving import run_on_ranks
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.rule import Rule
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec, spec_of
-from dshard.ops.strategy import Operand, Strategy, choose
+from dshard.ops.strategy import Strategy, choose
+from dshard.product import decide as decide_product
+from dshard.product import multiply, wrapped
 from dshard.redistribute import plan
 
 Local: TypeAlias = Callable[..., Tensor]
@@ -169,12 +173,32 @@ def _pull_back(local: Local, needed: Sequence[bool]) -> Callable[..., list[Tenso
 # -- the operators
 
 
-def matmul(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def multiplied(
+    cls: Any,
+    name: str,
+    rule: Callable[[], Rule],
+    infer: Local,
+    tensors: Sequence[Any],
+    asked: Asked | None = None,
+    key: Any = None,
+) -> Any:
+    """The product of two tensors, and perhaps a bias, by the cheapest strategy, or the one asked for."""
+    tensors = autocast(tensors)
+    if not all(isinstance(t, cls) for t in tensors):
+        tensors = wrapped(cls, name, tensors)
+    asked = asked_now() if asked is None else asked
+    return multiply(cls, decide_product(cls, name, rule, infer, tensors, asked, key), tensors)
+
+
+def matmul(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked | None = None) -> Any:
     """`torch.matmul`, `@`."""
-    a, b = (*args, *kwargs.values())
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dim() == 0 or b.dim() == 0:
+    a, b, *out = (*args, *kwargs.values())
+    infer = torch.mm if func in (torch.mm, Tensor.mm) else torch.matmul
+    if out or not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dim() == 0 or b.dim() == 0:
         return _plain(func, args, kwargs)
-    return run_joint(cls, lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), torch.matmul, (a, b), ("matmul",))
+    return multiplied(
+        cls, infer.__name__, lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), infer, (a, b), asked=asked
+    )
 
 
 def rmatmul(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,26 +206,39 @@ def rmatmul(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return matmul(cls, torch.matmul, (args[1], args[0]), {})
 
 
-def linear(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.nn.functional.linear`. A bias is added within the local product, or once after a split contraction."""
+def bmm(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.bmm`."""
+    if len(args) != 2 or kwargs:
+        return _plain(func, args, kwargs)
+    a, b = args
+    return multiplied(cls, "bmm", lambda: bmm_rule(tuple(a.shape), tuple(b.shape)), torch.bmm, (a, b))
+
+
+def einsum(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.einsum`: of two operands a product, of others as torch breaks it up."""
+    equation, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = list(operands[0])
+    if kwargs or not isinstance(equation, str) or len(operands) != 2:
+        return _plain(func, args, kwargs)
+    a, b = operands
+    rule = einsum_rule(equation, tuple(a.shape), tuple(b.shape))
+    if rule is None:
+        return _plain(func, args, kwargs)
+
+    def infer(a: Tensor, b: Tensor) -> Tensor:
+        return torch.einsum(equation, a, b)
+
+    return multiplied(cls, "einsum", lambda: rule, infer, (a, b), key=equation)
+
+
+def linear(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked | None = None) -> Any:
+    """`torch.nn.functional.linear`. Of a result left pending one rank adds the bias."""
     x, weight, bias = _bound(("input", "weight", "bias"), args, kwargs)
-    key = ("linear",)
-
-    def rule() -> Rule:
-        return linear_rule(tuple(x.shape), tuple(weight.shape))
-
-    if bias is None:
-        return run_joint(cls, rule, F.linear, (x, weight), key)
-
-    def biased() -> Rule:
-        return linear_bias_rule(tuple(x.shape), tuple(weight.shape), tuple(bias.shape))
-
-    x, weight, bias = autocast((x, weight, bias))
-    split = decide(cls, rule, F.linear, (x, weight), key)
-    fused = decide(cls, biased, F.linear, (x, weight, bias), key)
-    if split[0].outputs[0].partial_axes() and split[0].seconds < fused[0].seconds:
-        return run_choice(cls, key, rule, split, F.linear, (x, weight)) + bias
-    return run_choice(cls, key, biased, fused, F.linear, (x, weight, bias))
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    return multiplied(
+        cls, "linear", lambda: linear_rule(tuple(x.shape), tuple(weight.shape)), F.linear, tensors, asked=asked
+    )
 
 
 def attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -253,6 +290,12 @@ def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 JOINT: dict[Any, Callable[..., Any]] = {
     torch.matmul: matmul,
+    torch.mm: matmul,
+    Tensor.mm: matmul,
+    torch.bmm: bmm,
+    Tensor.bmm: bmm,
+    torch.einsum: einsum,
+    torch.functional.einsum: einsum,
     Tensor.matmul: matmul,
     Tensor.__matmul__: matmul,
     Tensor.__rmatmul__: rmatmul,

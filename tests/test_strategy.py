@@ -16,10 +16,11 @@ from dshard.joint import run_strategy
 from dshard.layout import Shape, parse_layout
 from dshard.ops.attention import attention_rule
 from dshard.ops.call import Call
-from dshard.ops.matmul import linear_bias_rule, linear_rule, matmul_rule
+from dshard.ops.expand import Operand, merges
+from dshard.ops.matmul.rules import linear_rule, matmul_rule
 from dshard.ops.rule import Rule, parse_rule
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
-from dshard.ops.strategy import Operand, Strategy, choose, completed, merges, strategies
+from dshard.ops.strategy import Strategy, Wanted, choose, completed, strategies
 from dshard.placements import Replicate, chunk
 from dshard.testing import distribute, meshes, simulated, whole
 from dshard.testing.rows import every_strategy
@@ -121,7 +122,7 @@ def test_what_is_kept_in_place_stays() -> None:
     operands = [Operand(parse_layout(text, LINE), SQUARE, 4) for text in ("tp:R", "tp:S(0)")]
     kept = operands[0].layout
 
-    found = choose(rule, operands, [(SQUARE, 4)], FLAT_CPU, keep=kept)
+    found = choose(rule, operands, [(SQUARE, 4)], FLAT_CPU, Wanted(keep=kept))
 
     assert found.inputs[0] == found.outputs[0] == kept
 
@@ -182,7 +183,6 @@ JOINT: dict[str, tuple[Any, Any, list[torch.Tensor]]] = {
     "matmul batches": (matmul_rule, torch.matmul, [reals(3, 1, 5, 2), reals(2, 2, 3)]),
     "matmul vector": (matmul_rule, torch.matmul, [reals(5, 3), reals(3)]),
     "linear": (linear_rule, F.linear, [reals(5, 2, 3), reals(7, 3)]),
-    "linear bias": (linear_bias_rule, F.linear, [reals(5, 2, 3), reals(7, 3), reals(7)]),
     "attention": (
         lambda *shapes: attention_rule(shapes, causal=False, gqa=False),
         F.scaled_dot_product_attention,

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from dshard.layout import Shape
+from dshard.ops.expand import Operand
 from dshard.ops.rule import Rule
-from dshard.ops.strategy import Operand, Strategy
+from dshard.ops.strategy import ANY, Strategy, Wanted
 from dshard.redistribute import Plan
 from dshard.topology import Topology
 
@@ -30,6 +31,7 @@ class Decision:
     plans: tuple[Plan, ...]
     topology: Topology
     explicit: bool = False
+    wanted: Wanted = ANY
 
 
 Observer: TypeAlias = Callable[[Decision], AbstractContextManager[object]]

@@ -10,9 +10,10 @@ from typing import Any
 from torch._ops import OpOverload
 
 from dshard.errors import NotationError
-from dshard.ops import addmm, indexing, joins, losses, matmul, nn, out, parts, pointwise, random, reductions, views
+from dshard.ops import addmm, indexing, joins, losses, nn, out, parts, pointwise, random, reductions, views
 from dshard.ops.call import Call, Op
 from dshard.ops.custom import CUSTOM
+from dshard.ops.matmul import rules as matmul
 from dshard.ops.rule import Pending, Rule, parse_rule
 from dshard.ops.settings import clear_caches
 from dshard.placements import ReduceOp

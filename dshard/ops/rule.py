@@ -40,7 +40,8 @@ class Rule:
 
     `whole` factors may not be split. A split factor that an output lacks leaves it pending: with `reduce[i]` for output
     `i`, or `reduce[0]` where all are alike. Of `unread` operands only the layout matters: they are left as they lie.
-    `sizes` are those of factors that stand alone in no dim.
+    `sizes` are those of factors that stand alone in no dim. With `loops` a mesh axis may split any factor, though no
+    operand is laid out so.
     """
 
     inputs: tuple[Term, ...]
@@ -50,6 +51,7 @@ class Rule:
     pending: tuple[Pending, ...] = ()
     unread: frozenset[int] = frozenset()
     sizes: tuple[tuple[str, int], ...] = ()
+    loops: bool = False
 
     def reduce_of(self, output: int) -> ReduceOp:
         """The reduction that a split factor missing from this output leaves pending."""
@@ -80,6 +82,7 @@ def parse_rule(
     *,
     reduce: ReduceOp | Sequence[ReduceOp] = "sum",
     pending: tuple[Pending, ...] = (),
+    loops: bool = False,
 ) -> Rule:
     """The rule that `text` writes, for operands of these shapes; `...` stands for leading dims, aligned at the right.
 
@@ -108,7 +111,9 @@ def parse_rule(
     ops = (reduce,) if isinstance(reduce, str) else tuple(reduce)
     if not set(ops) <= set(REDUCE_OPS):
         raise NotationError(f"the rule {text!r} reduces by {ops}: use {', '.join(REDUCE_OPS)}")
-    return Rule(tuple(_broadcast(spread_in, shapes, text)), tuple(spread_out), frozenset(whole), ops, pending)
+    return Rule(
+        tuple(_broadcast(spread_in, shapes, text)), tuple(spread_out), frozenset(whole), ops, pending, loops=loops
+    )
 
 
 def _parse_term(text: str, whole: set[str], rule: str) -> Term:

@@ -1,47 +1,53 @@
-"""Rules become strategies: one row for each mesh axis, expanded to whole layouts, priced, the cheapest taken.
-
-On one mesh axis an operator either splits one factor, passes pending operands through, or stays whole. Only rows that
-some operand's present placement suggests are tried, so operators do not invent shardings that nobody declared; an axis
-on which all operands are whole stays so.
-"""
+"""Rules become strategies: expansions priced, the cheapest taken."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
 from math import prod
-from typing import TypeAlias
 
 from dshard.cost import work_seconds
-from dshard.errors import LayoutError
-from dshard.layout import DimOrder, Layout, Shape
-from dshard.mesh import Mesh
-from dshard.ops.rule import Dim, Pending, Rule, Term, factor_sizes
-from dshard.placements import Partial, Placement, Replicate, Shard, chunk
+from dshard.layout import Layout, Shape
+from dshard.ops.expand import Allowed, Expansion, Operand, Order, Row, expansions, sizes_of
+from dshard.ops.least import Least
+from dshard.ops.rule import Pending, Rule
+from dshard.placements import Partial, Replicate, Shard
 from dshard.redistribute import plan
 from dshard.topology import Topology
 
-Row: TypeAlias = str | Pending | None
-"""What one mesh axis does: split a factor, pass pending operands through, or nothing."""
-
 
 @dataclass(frozen=True, slots=True)
-class Operand:
-    """A tensor as the choice sees it."""
+class Wanted:
+    """What is asked of a strategy beyond its operands.
 
-    layout: Layout
-    shape: Shape
-    itemsize: int
+    `keep`: the layout in which the first operand and output should stay. `result`: where the first output must come to
+    lie. `gradients`: which operands get a gradient, so that the backward pass counts; `kept`: of which the moved copy
+    is kept for it, so that they are not moved again. `among`: the rows that each mesh axis may have, in alternatives.
+    `reduced`: for each mesh axis what becomes of a sum that a product leaves pending there: P, R, or sharded over the
+    dim of loop m or n.
+    """
+
+    keep: Layout | None = None
+    result: Layout | None = None
+    gradients: tuple[bool, ...] = ()
+    kept: tuple[bool, ...] = ()
+    among: tuple[Allowed, ...] | None = None
+    reduced: tuple[str, ...] | None = None
+
+
+ANY = Wanted()
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """The layouts in which an operator runs locally, what each mesh axis does, and the seconds this takes.
 
-    `gather` seconds bring the operands there, `compute` is the local work, `reduce` completes what is left pending. A
-    reduction that the operator begins is charged its bytes alone, for later it may be completed together with others;
-    one that it merely passes on is charged in full, for every later use would complete it anew.
+    `gather` seconds bring the operands there, `compute` is the local work, `reduce` completes what is left pending and
+    brings the outputs to `ends`; `backward` is all of the backward pass, where it counts. Of a reduction that the
+    operator begins only the bytes are charged, for later it may be completed together with others, except for products;
+    one that is merely passed on is charged in full, for every later use would complete it anew. What is pending is
+    charged the cheapest way to complete it, and an output split along a mesh axis on which all operands are whole is
+    charged its gather: there, work is split only where that pays by itself.
     `gradients` are the layouts in which the operands' gradients arise from the local backward pass of an operator that
     is linear in what it reduces.
     """
@@ -50,18 +56,24 @@ class Strategy:
     outputs: tuple[Layout, ...]
     rows: tuple[Row, ...]
     gradients: tuple[Layout, ...]
-    gather: float
-    compute: float
-    reduce: float
-    moves: int
+    ends: tuple[Layout, ...]
+    order: Order
+    gather: float = 0.0
+    compute: float = 0.0
+    reduce: float = 0.0
+    backward: float = 0.0
+    moves: int = 0
 
     @property
     def seconds(self) -> float:
         """All of it."""
-        return self.gather + self.compute + self.reduce
+        return self.gather + self.compute + self.reduce + self.backward
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
+
+    def __hash__(self) -> int:
+        return hash((self.inputs, self.outputs, self.rows))
 
 
 def choose(
@@ -69,221 +81,178 @@ def choose(
     operands: Sequence[Operand],
     outputs: Sequence[tuple[Shape, int]],
     topology: Topology,
-    keep: Layout | None = None,
+    wanted: Wanted = ANY,
 ) -> Strategy:
     """The cheapest strategy of `rule` for these operands; `outputs` are pairs of global shape and itemsize.
 
-    With `keep`, the cheapest that leaves the first operand and output in this layout, if there is one.
+    Branch and bound: candidates are priced in the order of the least that they can cost, until that is more than the
+    cheapest found. Of `wanted`, `keep` is kept where any strategy can.
     """
-    found = list(strategies(rule, operands, outputs, topology))
-    if keep is not None:
-        found = [s for s in found if s.inputs[0] == keep == s.outputs[0]] or found
+    found = list(expansions(rule, operands, outputs, wanted.among))
+    if wanted.keep is not None:
+        found = [e for e in found if e.inputs[0] == wanted.keep == e.outputs[0]] or found
+    price = _Price(rule, operands, outputs, topology, wanted)
+    if len(found) == 1:
+        return price(found[0])
     first = operands[0].layout
-    return min(found, key=lambda s: (s.seconds, s.moves, s.rows.count(None), s.outputs[:1] != (first,)))
+    queue = sorted(((price.at_least(e), i) for i, e in enumerate(found)), key=lambda pair: pair)
+    best: Strategy | None = None
+    best_key: tuple[object, ...] = ()
+    for least, i in queue:
+        if best is not None and least > best.seconds:
+            break
+        strategy = price(found[i])
+        key = (strategy.seconds, strategy.moves, strategy.rows.count(None), strategy.outputs[:1] != (first,), i)
+        if best is None or key < best_key:
+            best, best_key = strategy, key
+    assert best is not None, "whole operands are always an expansion"
+    return best
 
 
 def strategies(
-    rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]], topology: Topology
-) -> Iterator[Strategy]:
-    """All strategies of `rule` worth trying, priced."""
-    sizes = _sizes(rule, operands, outputs)
-    for found in expansions(rule, operands, outputs):
-        yield _priced(rule, found, operands, outputs, sizes, topology)
-
-
-def expansions(rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]]) -> Iterator[Expansion]:
-    """The same, not priced."""
-    sizes = _sizes(rule, operands, outputs)
-    rows = [rows_of_axis(rule, operands, axis) for axis in range(operands[0].layout.mesh.ndim)]
-    for assignment in product(*rows):
-        for order in _orders(rule, operands, assignment):
-            found = _expand(rule, operands, assignment, order, sizes)
-            if found is not None:
-                yield found
-
-
-def _sizes(rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]]) -> dict[str, int]:
-    shapes = [operand.shape for operand in operands] + [shape for shape, _ in outputs]
-    return dict(rule.sizes) | factor_sizes((*rule.inputs, *rule.outputs), shapes, rule)
-
-
-def rows_of_axis(rule: Rule, operands: Sequence[Operand], axis: int) -> list[Row]:
-    """The rows to try on one mesh axis: those that an operand's placement there suggests, and none."""
-    found: dict[Row, None] = {None: None}
-    for i, operand in enumerate(operands):
-        match operand.layout.placements[axis]:
-            case Shard(dim):
-                found |= dict.fromkeys(factor for factor in rule.inputs[i][dim] if factor not in rule.whole)
-            case Partial(op):
-                found |= dict.fromkeys(
-                    Pending(p.operands, (op,)) for p in rule.pending if i in p.operands and op in p.ops
-                )
-            case Replicate():
-                pass
-    return list(found)
-
-
-Order: TypeAlias = dict[str, tuple[int, ...]]
-
-
-def _orders(rule: Rule, operands: Sequence[Operand], assignment: tuple[Row, ...]) -> Iterator[Order]:
-    """The orders of the mesh axes that split one factor: left to right, and any that an operand has already."""
-    split: Order = {}
-    for axis, row in enumerate(assignment):
-        if isinstance(row, str):
-            split[row] = (*split.get(row, ()), axis)
-    choices: list[list[tuple[int, ...]]] = []
-    for factor, axes in split.items():
-        found = {axes: None}
-        if len(axes) > 1:
-            for term, operand in zip(rule.inputs, operands, strict=True):
-                for dim, factors in enumerate(term):
-                    if factor in factors:
-                        held = tuple(axis for axis in operand.layout.axes_of(dim) if axis in axes)
-                        found |= {order: None for order in permutations(axes) if held and order[: len(held)] == held}
-        choices.append(list(found))
-    for picked in product(*choices):
-        yield dict(zip(split, picked, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Expansion:
-    """One row for each mesh axis, expanded to whole layouts."""
-
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
-    gradients: tuple[Layout, ...]
-    rows: tuple[Row, ...]
-    order: Order
-
-
-def _expand(
-    rule: Rule, operands: Sequence[Operand], assignment: tuple[Row, ...], order: Order, sizes: dict[str, int]
-) -> Expansion | None:
-    mesh = operands[0].layout.mesh
-    for term in (*rule.inputs, *rule.outputs):
-        if any(not merges(dim, order, sizes, mesh) for dim in term if len(dim) > 1):
-            return None
-    try:
-        inputs = tuple(
-            operands[i].layout if i in rule.unread else _layout(mesh, term, order, _input_rest(i, assignment))
-            for i, term in enumerate(rule.inputs)
-        )
-        outputs = tuple(
-            _layout(mesh, term, order, _output_rest(rule, i, assignment)) for i, term in enumerate(rule.outputs)
-        )
-    except LayoutError:  # different reductions would be pending together
-        return None
-    gradients = tuple(_layout(mesh, term, order, _gradient_rest(i, assignment)) for i, term in enumerate(rule.inputs))
-    return Expansion(inputs, outputs, gradients, assignment, order)
-
-
-def _input_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
-    return [_passed(row) if isinstance(row, Pending) and i in row.operands else Replicate() for row in assignment]
-
-
-def _output_rest(rule: Rule, i: int, assignment: tuple[Row, ...]) -> list[Placement]:
-    rest: list[Placement] = []
-    for row in assignment:
-        if isinstance(row, Pending):
-            rest.append(_passed(row))
-        else:
-            rest.append(Replicate() if row is None else Partial(rule.reduce_of(i)))
-    return rest
-
-
-def _gradient_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
-    """Where work is split but the operand is whole, each rank has a term of its gradient.
-
-    So it has where another operand is pending: its terms, and with them this gradient, are summed or averaged.
-    """
-    rest: list[Placement] = []
-    for row in assignment:
-        if isinstance(row, Pending):
-            rest.append(Replicate() if i in row.operands else Partial("avg" if row.ops[0] == "avg" else "sum"))
-        else:
-            rest.append(Replicate() if row is None else Partial("sum"))
-    return rest
-
-
-def _passed(row: Pending) -> Placement:
-    return Partial(row.ops[0])
-
-
-def _layout(mesh: Mesh, term: Term, order: Order, rest: list[Placement]) -> Layout:
-    """The layout of a tensor of this term; `rest` are the placements on the axes that split none of its factors."""
-    placements = list(rest)
-    orders: list[DimOrder] = []
-    for dim, factors in enumerate(term):
-        axes = tuple(axis for factor in factors for axis in order.get(factor, ()))
-        for axis in axes:
-            placements[axis] = Shard(dim)
-        if len(axes) > 1:
-            orders.append((dim, axes))
-    return Layout(mesh, tuple(placements), tuple(orders))
-
-
-def merges(dim: Dim, order: Order, sizes: dict[str, int], mesh: Mesh) -> bool:
-    """Whether factors split like this lie, merged into one dim, just where that dim's own chunks lie on every rank."""
-    axes = [axis for factor in dim for axis in order.get(factor, ())]
-    if not axes:
-        return True
-    total = prod(sizes[factor] for factor in dim)
-    for coordinate in product(*(range(mesh.shape[axis]) for axis in axes)):
-        at = dict(zip(axes, coordinate, strict=True))
-        whole = _nested(total, axes, mesh, at)
-        parts = [_nested(sizes[factor], order.get(factor, ()), mesh, at) for factor in dim]
-        if _flatten(parts, [sizes[factor] for factor in dim]) != (whole or range(0)):
-            return False
-    return True
-
-
-def _nested(size: int, axes: Sequence[int], mesh: Mesh, at: dict[int, int]) -> range:
-    held = range(size)
-    for axis in axes:
-        part = chunk(len(held), mesh.shape[axis], at[axis])
-        held = held[part.start : part.stop]
-    return held
-
-
-def _flatten(parts: list[range], sizes: list[int]) -> range | None:
-    """The product of ranges of consecutive factors as one range of the merged dim, or None if it has gaps."""
-    if not all(parts):
-        return range(0)
-    start, length, gap = 0, 1, False
-    for part, size in zip(parts, sizes, strict=True):
-        start = start * size + part.start
-        if length > 1 and len(part) < size:
-            gap = True
-        length *= len(part)
-    return None if gap else range(start, start + length)
-
-
-def _priced(
     rule: Rule,
-    found: Expansion,
     operands: Sequence[Operand],
     outputs: Sequence[tuple[Shape, int]],
-    sizes: dict[str, int],
     topology: Topology,
-) -> Strategy:
-    gather, reduce, moves, nbytes = 0.0, 0.0, 0, 0
-    passes = any(isinstance(row, Pending) for row in found.rows)
-    debt = topology if passes else topology.bytes_only()
-    for operand, layout in zip(operands, found.inputs, strict=True):
-        move = plan(operand.layout, layout, operand.shape, operand.itemsize, topology)
-        gather, moves = gather + move.seconds, moves + len(move.steps)
-        nbytes += layout.local_numel(operand.shape) * operand.itemsize
-    for (shape, itemsize), layout in zip(outputs, found.outputs, strict=True):
-        if layout.partial_axes():
-            reduce += plan(layout, completed(layout), shape, itemsize, debt).seconds
-        nbytes += layout.local_numel(shape) * itemsize
-    local = (
-        -(-size // prod(found.inputs[0].mesh.shape[a] for a in found.order.get(factor, ())))
-        for factor, size in sizes.items()
-    )
-    compute = work_seconds(2.0 * prod(local), nbytes, topology)
-    return Strategy(found.inputs, found.outputs, found.rows, found.gradients, gather, compute, reduce, moves)
+    wanted: Wanted = ANY,
+) -> Iterator[Strategy]:
+    """All strategies of `rule` worth trying, priced."""
+    price = _Price(rule, operands, outputs, topology, wanted)
+    for found in expansions(rule, operands, outputs, wanted.among):
+        yield price(found)
+
+
+class _Price:
+    """Prices of the expansions of one rule on given operands."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        operands: Sequence[Operand],
+        outputs: Sequence[tuple[Shape, int]],
+        topology: Topology,
+        wanted: Wanted,
+    ) -> None:
+        self.rule, self.operands, self.outputs, self.topology, self.wanted = rule, operands, outputs, topology, wanted
+        self.sizes = sizes_of(rule, operands, outputs)
+        self.mesh = operands[0].layout.mesh
+        self.least = Least(self.mesh, topology)
+        self.idle = frozenset(
+            axis
+            for axis in range(self.mesh.ndim)
+            if all(operand.layout.placements[axis] == Replicate() for operand in operands)
+        )
+
+    def at_least(self, found: Expansion) -> float:
+        """Seconds that no price of this expansion is below."""
+        least = self.compute(found)
+        for i, (operand, layout) in enumerate(zip(self.operands, found.inputs, strict=True)):
+            least += self.least(operand.layout, layout, operand.shape, operand.itemsize) * (1 + self.moved_again(i))
+        return least
+
+    def moved_again(self, i: int) -> bool:
+        """Whether operand `i` is moved once more for the gradient of another."""
+        wanted = self.wanted
+        needed = any(gradient for j, gradient in enumerate(wanted.gradients) if j != i)
+        return needed and not wanted.kept[i]
+
+    def __call__(self, found: Expansion) -> Strategy:
+        """The expansion as a strategy, with its price."""
+        gather, reduce, backward, moves = 0.0, 0.0, 0.0, 0
+        for i, (operand, layout) in enumerate(zip(self.operands, found.inputs, strict=True)):
+            move = plan(operand.layout, layout, operand.shape, operand.itemsize, self.topology)
+            gather, moves = gather + move.seconds, moves + len(move.steps)
+            backward += move.seconds * self.moved_again(i)
+        ends = tuple(
+            self.end(i, found, layout, shape, itemsize)
+            for i, ((shape, itemsize), layout) in enumerate(zip(self.outputs, found.outputs, strict=True))
+        )
+        passes = self.rule.loops or any(isinstance(row, Pending) for row in found.rows)
+        debt = self.topology if passes else self.topology.bytes_only()
+        for (shape, itemsize), layout, end in zip(self.outputs, found.outputs, ends, strict=True):
+            reduce += plan(layout, end, shape, itemsize, debt).seconds
+        compute = self.compute(found)
+        if any(self.wanted.gradients):
+            backward += compute * sum(self.wanted.gradients) + self.gradients(found)
+        return Strategy(
+            found.inputs,
+            found.outputs,
+            found.rows,
+            found.gradients,
+            ends,
+            found.order,
+            gather,
+            compute,
+            reduce,
+            backward,
+            moves,
+        )
+
+    def compute(self, found: Expansion) -> float:
+        """Seconds of the local work."""
+        nbytes = sum(
+            layout.local_numel(operand.shape) * operand.itemsize
+            for operand, layout in zip(self.operands, found.inputs, strict=True)
+        )
+        for (shape, itemsize), layout in zip(self.outputs, found.outputs, strict=True):
+            nbytes += layout.local_numel(shape) * itemsize
+        local = (
+            -(-size // prod(self.mesh.shape[a] for a in found.order.get(factor, ())))
+            for factor, size in self.sizes.items()
+        )
+        return work_seconds(2.0 * prod(local), nbytes, self.topology)
+
+    def gradients(self, found: Expansion) -> float:
+        """Seconds to bring the gradients to where their operands lie, and that of the output to where it is needed."""
+        seconds = 0.0
+        for operand, layout, needed in zip(self.operands, found.gradients, self.wanted.gradients, strict=True):
+            if needed:
+                target = operand.layout.cotangent()
+                seconds += plan(layout, target, operand.shape, operand.itemsize, self.topology).seconds
+        if self.wanted.result is not None or self.wanted.reduced is not None:
+            end = asked_end(self.rule, self.wanted, found, self.outputs[0][0])
+            shape, itemsize = self.outputs[0]
+            seconds += plan(end.cotangent(), found.outputs[0].cotangent(), shape, itemsize, self.topology).seconds
+        return seconds
+
+    def end(self, i: int, found: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:
+        """Where output `i` is charged to come to lie."""
+        if i == 0 and (self.wanted.result is not None or self.wanted.reduced is not None):
+            return asked_end(self.rule, self.wanted, found, shape)
+        whole = completed(layout)
+        for axis in self.idle & {axis for axis, p in enumerate(whole.placements) if isinstance(p, Shard)}:
+            whole = whole.replace(axis, Replicate())
+        pending = [axis for axis in layout.partial_axes() if axis not in self.idle]
+        if not pending or not shape:
+            return whole
+        split = whole
+        first = (0,) * self.mesh.ndim
+        dim = max(range(len(shape)), key=lambda dim: (len(whole.dim_range(dim, shape[dim], first)), -dim))
+        for axis in pending:
+            split = split.replace(axis, Shard(dim))
+        prices = (plan(layout, end, shape, itemsize, self.topology).seconds for end in (split, whole))
+        return min(zip(prices, (0, 1), (split, whole), strict=True))[2]
+
+
+def asked_end(rule: Rule, wanted: Wanted, found: Expansion, shape: Shape) -> Layout:
+    """Where the result of a product comes to lie that is asked to lie somewhere."""
+    layout = found.outputs[0]
+    if wanted.result is not None:
+        return wanted.result
+    assert wanted.reduced is not None
+    (out,) = rule.outputs
+    first = {name for dim in rule.inputs[0] for name in dim}
+    dims = {
+        "m": [dim for dim, names in enumerate(out) if names and names[0] in first],
+        "n": [dim for dim, names in enumerate(out) if names and names[0] not in first],
+    }
+    for axis, (row, where) in enumerate(zip(found.rows, wanted.reduced, strict=True)):
+        if not isinstance(row, str) or not isinstance(layout.placements[axis], Partial) or where == "P":
+            continue
+        candidates = dims.get(where, [])
+        at = max(candidates, key=lambda dim: (shape[dim], -dim), default=None)
+        layout = layout.replace(axis, Replicate() if at is None else Shard(at))
+    return layout
 
 
 def completed(layout: Layout) -> Layout:

@@ -14,12 +14,13 @@ from dshard.errors import RuleError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.ops.call import Call, Op
+from dshard.ops.expand import Operand, expansions
 from dshard.ops.moving import leaves, replace_leaves
 from dshard.ops.random import is_random
 from dshard.ops.registry import known
 from dshard.ops.rule import Rule
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
-from dshard.ops.strategy import Operand, Strategy, expansions
+from dshard.ops.strategy import Strategy
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.testing.terms import Parts, joined, parted
 
@@ -102,7 +103,7 @@ def every_strategy(rule: Rule, call: Call, mesh: Mesh) -> list[Strategy]:
         for some in expansions(rule, operands, outputs):
             key = (some.inputs, some.outputs)
             if key not in found:
-                found[key] = Strategy(*key, some.rows, some.gradients, gather=0, compute=0, reduce=0, moves=0)
+                found[key] = Strategy(*key, some.rows, some.gradients, some.outputs, some.order)
     return list(found.values())
 
 

@@ -17,7 +17,7 @@ def notation(text: str) -> Op:
 
     def rule(call: Call) -> Rule:
         same_dtype(str(call.func), [spec.dtype for spec in call.specs])
-        return parse_rule(text, call.shapes, pending=linear(0, 1))
+        return parse_rule(text, call.shapes, pending=linear(0, 1), loops=True)
 
     return Op(rule, values=False)
 
@@ -46,7 +46,7 @@ def matmul_rule(a: Shape, b: Shape) -> Rule:
     )
     if len(a) == 2:
         left = "m k"
-    return parse_rule(f"{left}, {right} -> {out}", [a, b], pending=linear(0, 1))
+    return parse_rule(f"{left}, {right} -> {out}", [a, b], pending=linear(0, 1), loops=True)
 
 
 def linear_rule(x: Shape, weight: Shape) -> Rule:
@@ -55,15 +55,33 @@ def linear_rule(x: Shape, weight: Shape) -> Rule:
     >>> print(linear_rule((8, 2, 3), (4, 3)))
     _0 _1 k, n k -> _0 _1 n
     """
-    return parse_rule(
-        "... k, n k -> ... n" if len(weight) == 2 else "... k, k -> ...", [x, weight], pending=linear(0, 1)
-    )
+    text = "... k, n k -> ... n" if len(weight) == 2 else "... k, k -> ..."
+    return parse_rule(text, [x, weight], pending=linear(0, 1), loops=True)
 
 
-def linear_bias_rule(x: Shape, weight: Shape, bias: Shape) -> Rule:
-    """The same with a bias, which must be added once: the contraction is not split."""
-    text = "... [k], n [k], n -> ... n" if len(weight) == 2 else "... [k], [k], -> ..."
-    return parse_rule(text, [x, weight, bias])
+def einsum_rule(equation: str, a: Shape, b: Shape) -> Rule | None:
+    """`torch.einsum` of two operands, or None where it is more than a product: a diagonal, or a dim summed by itself.
+
+    >>> print(einsum_rule("bij,bjk", (2, 3, 4), (2, 4, 5)))
+    b i j, b j k -> b i k
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    sides = left.split(",")
+    if len(sides) != 2 or "." in equation or any(len(set(side)) < len(side) for side in sides):
+        return None
+    once = sorted(letter for letter in set(left) - {","} if left.count(letter) == 1)
+    out = right if arrow else "".join(once)
+    if not set(once) <= set(out) or len(set(out)) < len(out) or not set(out) <= set(left):
+        return None
+    if len(sides[0]) != len(a) or len(sides[1]) != len(b):
+        return None
+    text = f"{' '.join(sides[0])}, {' '.join(sides[1])} -> {' '.join(out)}"
+    return parse_rule(text, [a, b], pending=linear(0, 1), loops=True)
+
+
+def bmm_rule(a: Shape, b: Shape) -> Rule:
+    """`torch.bmm`, a batch of products."""
+    return parse_rule("b m k, b k n -> b m n", [a, b], pending=linear(0, 1), loops=True)
 
 
 RULES: dict[str, Op] = {

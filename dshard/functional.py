@@ -1,0 +1,78 @@
+"""Products with a strategy or a layout of the result asked for by the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard import joint
+from dshard.errors import MixedError
+from dshard.layout import layout_of
+from dshard.ops.matmul.asked import Asked, Saved, asked_now
+from dshard.ops.matmul.schedule import Schedule
+from dshard.placements import Placement
+from dshard.tensor import DTensor
+
+
+def matmul(
+    input: DTensor,
+    other: DTensor,
+    *,
+    strategy: str | Schedule | None = None,
+    out_placements: Sequence[Placement] | None = None,
+    saved: Saved | None = None,
+) -> DTensor:
+    """`torch.matmul` of distributed tensors, by the cheapest strategy or the one asked for.
+
+    `strategy` is a name (see `strategies`) or a `Schedule`; `out_placements` say where the result should lie, which
+    counts in the choice; `saved` which operands the backward pass keeps (see `use_strategy`).
+
+    Raises:
+        StrategyError: there is no such strategy, or not on this mesh.
+        LayoutError: placements that do not fit the result.
+    """
+    ndim = len(torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])) + (input.ndim > 1) + (other.ndim > 1)
+    asked = _asked((input, other), ndim, strategy, out_placements, saved)
+    return joint.matmul(DTensor, torch.matmul, (input, other), {}, asked)  # type: ignore[no-any-return]
+
+
+def linear(
+    input: DTensor,
+    weight: DTensor,
+    bias: DTensor | None = None,
+    *,
+    strategy: str | Schedule | None = None,
+    out_placements: Sequence[Placement] | None = None,
+    saved: Saved | None = None,
+) -> DTensor:
+    """`torch.nn.functional.linear` of distributed tensors, in the same way. `weight` is stored [out, in].
+
+    Raises:
+        StrategyError: there is no such strategy, or not on this mesh.
+        LayoutError: placements that do not fit the result.
+    """
+    asked = _asked((input, weight), input.ndim - 2 + weight.ndim, strategy, out_placements, saved)
+    return joint.linear(DTensor, F.linear, (input, weight, bias), {}, asked)  # type: ignore[no-any-return]
+
+
+def _asked(
+    tensors: tuple[Any, Any],
+    ndim: int,
+    strategy: str | Schedule | None,
+    out_placements: Sequence[Placement] | None,
+    saved: Saved | None,
+) -> Asked:
+    now = asked_now()
+    distributed = [t for t in tensors if isinstance(t, DTensor)]
+    if not distributed or any(isinstance(t, Tensor) and not isinstance(t, DTensor) for t in tensors):
+        raise MixedError(
+            "a product with a strategy multiplies two DTensors: wrap a plain torch.Tensor with "
+            "distribute_tensor(x, mesh, placements)"
+        )
+    mesh = distributed[0].layout.mesh
+    result = None if out_placements is None else layout_of(mesh, out_placements, ndim)
+    return Asked(now.strategy if strategy is None else strategy, result, now.saved if saved is None else saved)

@@ -1,0 +1,86 @@
+"""What a product is asked for beside its operands: a strategy, where its result should lie, what backward keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from dshard.errors import StrategyError
+from dshard.layout import Layout
+from dshard.mesh import Mesh
+from dshard.ops.matmul.named import among_of, named
+from dshard.ops.matmul.schedule import Schedule
+from dshard.ops.rule import Rule
+from dshard.ops.strategy import Wanted
+
+Saved: TypeAlias = Literal["auto", "moved", "stored"]
+"""Which operands the backward pass keeps: as they were multiplied, as they are stored, or as `use_strategy` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A strategy by name or as a schedule, the layout of the result, and what is saved for the backward pass."""
+
+    strategy: str | Schedule | None = None
+    result: Layout | None = None
+    saved: Saved = "auto"
+
+    def wanted(self, rule: Rule, mesh: Mesh, needs: Sequence[bool], leaf: Sequence[bool]) -> Wanted:
+        """The same for one product: `needs` are which operands need a gradient, `leaf` which are leaves of autograd.
+
+        Raises:
+            StrategyError: there is no such strategy, or not on this mesh.
+        """
+        match self.saved:
+            case "auto":
+                kept = tuple(not (is_leaf and needed) for is_leaf, needed in zip(leaf, needs, strict=True))
+            case "moved" | "stored":
+                kept = (self.saved == "moved",) * 2
+        among, reduced = None, None
+        if self.strategy is not None:
+            among = among_of(self.strategy, rule, mesh)
+            reduced = self._reduced(mesh) if self.result is None else None
+        return Wanted(None, self.result, tuple(needs), kept, among, reduced)
+
+    def _reduced(self, mesh: Mesh) -> tuple[str, ...]:
+        """For each mesh axis what becomes of a sum that the contraction leaves pending there."""
+        if isinstance(self.strategy, Schedule):
+            return self.strategy.stored
+        assert self.strategy is not None
+        schedule = named(self.strategy).schedule
+        pairs = zip(schedule.loops, schedule.stored, strict=True)
+        return (next((stored for loop, stored in pairs if loop == "k"), "P"),) * mesh.ndim
+
+
+class _Current:
+    asked = Asked()
+
+
+def asked_now() -> Asked:
+    """What `use_strategy` asks for where the call is."""
+    return _Current.asked
+
+
+@contextmanager
+def use_strategy(*, matmul: str | Schedule | None = None, saved: Saved = "auto") -> Iterator[None]:
+    """Within the block products use this strategy instead of the cheapest.
+
+    `saved` says which operands are kept for the backward pass where they had to be moved: "moved" keeps the moved
+    copies, so that nothing is sent twice; "stored" keeps only what is stored and moves it again; "auto" keeps moved
+    activations, but moves parameters again, of which the whole would otherwise pile up over the layers.
+
+    Raises:
+        StrategyError: there is no strategy of this name.
+    """
+    if isinstance(matmul, str):
+        named(matmul)
+    if saved not in ("auto", "moved", "stored"):
+        raise StrategyError(f"saved={saved!r}: use 'auto', 'moved' or 'stored'")
+    before = _Current.asked
+    _Current.asked = replace(before, strategy=before.strategy if matmul is None else matmul, saved=saved)
+    try:
+        yield
+    finally:
+        _Current.asked = before

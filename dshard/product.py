@@ -1,0 +1,277 @@
+"""Products of two distributed tensors, forward and backward from one plan.
+
+A product is its rule; which loop each mesh axis takes is its strategy. The gradients of its operands are products, too,
+of the same factors on the same axes, with the roles exchanged: what moved in one may be moved in another, and a tensor
+gathered going forward is reduced going back. They are made by the same function, so second derivatives work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard.autograd import distributed, left_pending, redistribute
+from dshard.comm import LocalTensor, run, runner, runtime_of
+from dshard.dispatch import common_mesh
+from dshard.layout import Layout, replicated
+from dshard.mesh import Coordinate
+from dshard.ops.expand import Operand, Order, Row, expand, sizes_of
+from dshard.ops.matmul.asked import Asked
+from dshard.ops.matmul.local import LocalProduct, local_product
+from dshard.ops.matmul.rules import same_dtype
+from dshard.ops.moving import coordinate_of, run_on_ranks
+from dshard.ops.observe import OBSERVERS, Decision, observed
+from dshard.ops.rule import Pending, Rule
+from dshard.ops.settings import current
+from dshard.ops.spec import Spec, contiguous_stride, spec_of
+from dshard.ops.strategy import Strategy, Wanted, choose
+from dshard.placements import Partial
+from dshard.redistribute import Pend, Plan, Slice, plan
+
+NEITHER = (False, False)
+Infer: TypeAlias = Callable[..., Tensor]
+
+
+class Product:
+    """One product of operands of given specs, decided: how they move, what is multiplied, where the result lies."""
+
+    def __init__(
+        self,
+        name: str,
+        rule: Rule,
+        specs: tuple[Spec, Spec],
+        bias: Spec | None,
+        out: Spec,
+        strategy: Strategy,
+        wanted: Wanted,
+    ) -> None:
+        self.name, self.rule, self.specs, self.bias, self.out = name, rule, specs, bias, out
+        self.strategy, self.wanted = strategy, wanted
+        self.mesh = specs[0].layout.mesh
+        self.plans = tuple(_plan(spec, layout) for spec, layout in zip(specs, strategy.inputs, strict=True))
+        computed = out.with_layout(strategy.outputs[0])
+        self.end = _plan(computed, out.layout)
+        self.kernel: LocalProduct = local_product(*rule.inputs, *rule.outputs)
+        self.kept = tuple(keep and sends(p) for keep, p in zip(wanted.kept, self.plans, strict=True))
+        self.bias_plan = None if bias is None else _plan(bias, self.bias_layout())
+        self.warm: Callable[..., Tensor] | None = None
+        self.gradients: dict[tuple[Any, ...], Product] = {}
+
+    def bias_layout(self) -> Layout:
+        """Where a bias along the last dim of the result must lie to be added to a rank's part."""
+        assert self.bias is not None
+        last = (self.rule.outputs[0][-1],)
+        rule = Rule((*self.rule.inputs, last), self.rule.outputs, pending=self.rule.pending)
+        operands = [Operand(s.layout, s.shape, s.itemsize) for s in (*self.specs, self.bias)]
+        sizes = sizes_of(rule, operands, [(self.out.shape, self.out.itemsize)])
+        found = expand(rule, operands, self.strategy.rows, self.strategy.order, sizes)
+        assert found is not None
+        return found.inputs[2]
+
+    def local(self, coordinate: Coordinate) -> Callable[..., Tensor]:
+        """What the rank at `coordinate` computes of its parts: of a result left pending, one rank adds the bias."""
+        kernel = self.kernel
+        if self.bias is None:
+            return kernel
+        pending = self.strategy.outputs[0].placements
+        if any(p == Partial() and coordinate[axis] for axis, p in enumerate(pending)):
+            return lambda a, b, bias: kernel(a, b)
+        if kernel is F.linear:
+            return F.linear
+        return lambda a, b, bias: kernel(a, b) + bias
+
+    def __call__(self, tensors: Sequence[Any]) -> tuple[Tensor, Sequence[Tensor]]:
+        """The local result, and the two operands as they were multiplied."""
+        a, b = tensors[0]._local, tensors[1]._local
+        if type(a) is LocalTensor or type(b) is LocalTensor or a.is_meta or runtime_of(self.mesh) is None:
+            return self.slow(tensors)
+        if self.warm is None:
+            self.warm = self.local(coordinate_of(self.mesh))
+            self.movers = [runner(p) if p.steps else None for p in (*self.plans, self.end)]
+        move_a, move_b, finish = self.movers
+        if move_a is not None:
+            a = move_a(a)
+        if move_b is not None:
+            b = move_b(b)
+        out = self.warm(a, b) if self.bias_plan is None else self.warm(a, b, run(self.bias_plan, tensors[2]._local))
+        return (out if finish is None else finish(out)), (a, b)
+
+    def slow(self, tensors: Sequence[Any]) -> tuple[Tensor, Sequence[Tensor]]:
+        """The same for ranks simulated in one process, or without data."""
+        plans = self.plans if self.bias_plan is None else (*self.plans, self.bias_plan)
+        moved = tuple(run(p, t._local) for p, t in zip(plans, tensors, strict=True))
+        return run(self.end, run_on_ranks(self.mesh, self.local, moved, {})), moved[:2]
+
+    def wrap_moved(self, cls: Any, i: int, moved: Sequence[Tensor]) -> Any:
+        """Operand `i` as it was multiplied, as a distributed tensor."""
+        return cls._wrap(moved[i], self.specs[i].with_layout(self.strategy.inputs[i]))
+
+    def decision(self) -> Decision:
+        """What was chosen."""
+        operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in self.specs)
+        outputs = ((self.out.shape, self.out.itemsize),)
+        topology = current().topology_of(self.mesh)
+        plans = (*self.plans, *([self.bias_plan] if self.bias_plan is not None else []), self.end)
+        return Decision(self.name, operands, outputs, self.rule, self.strategy, plans, topology, wanted=self.wanted)
+
+    # -- gradients
+
+    def gradient(self, i: int, grad: Spec, other: Spec) -> Product:
+        """The product of the result's gradient and the other operand that is the gradient of operand `i`."""
+        key = (i, grad, other)
+        found = self.gradients.get(key)
+        if found is None:
+            found = self.gradients[key] = self._gradient(i, grad, other)
+        return found
+
+    def _gradient(self, i: int, grad: Spec, other: Spec) -> Product:
+        (a, b), (out,) = self.rule.inputs, self.rule.outputs
+        terms, specs = ((out, b), (grad, other)) if i == 0 else ((a, out), (other, grad))
+        rule = Rule(terms, (self.rule.inputs[i],), pending=self.rule.pending, loops=True)
+        target = self.specs[i]
+        rows = tuple(_turned(row, i) for row in self.strategy.rows)
+        return product_of(f"{self.name} backward", rule, specs, target, rows, self.strategy.order)
+
+
+def product_of(
+    name: str,
+    rule: Rule,
+    specs: tuple[Spec, Spec],
+    like: Spec,
+    rows: tuple[Row, ...],
+    order: Order,
+) -> Product:
+    """The product with these rows, its result a gradient for `like`: laid out like it, but for sums left pending."""
+    operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs]
+    sizes = sizes_of(rule, operands, [(like.shape, like.itemsize)])
+    found = expand(rule, operands, rows, order, sizes)
+    assert found is not None, "the gradient's factors are those of the product"
+    end = left_pending(found.outputs[0], like.layout.cotangent())
+    out = spec_of(end, like.shape, contiguous_stride(like.shape), like.dtype, like.device)
+    strategy = Strategy(found.inputs, found.outputs, rows, found.gradients, (end,), order)
+    return Product(name, rule, specs, None, out, strategy, Wanted(result=end, kept=NEITHER))
+
+
+def _turned(row: Row, i: int) -> Row:
+    """What an axis does in the gradient of operand `i`: an operand that was pending is so still, if it takes part."""
+    if not isinstance(row, Pending):
+        return row
+    other = 1 - i
+    return row if row.operands == frozenset({other}) else None
+
+
+def sends(moves: Plan) -> bool:
+    """Whether anything is communicated."""
+    return any(not isinstance(step, Slice | Pend) for step in moves.steps)
+
+
+def _plan(spec: Spec, layout: Layout) -> Plan:
+    return plan(spec.layout, layout, spec.shape, spec.itemsize, current().topology_of(layout.mesh))
+
+
+class Multiply(torch.autograd.Function):
+    """A product, recorded. Saves the operands, and moved copies of those worth keeping."""
+
+    @staticmethod
+    def forward(ctx: Any, cls: Any, product: Product, *tensors: Any) -> Any:
+        out, moved = product(tensors)
+        ctx.cls, ctx.product = cls, product
+        a, b = tensors[:2]
+        need_a, need_b = ctx.needs_input_grad[3], ctx.needs_input_grad[2]
+        keep_a, keep_b = product.kept
+        ctx.save_for_backward(
+            a if need_a else None,
+            b if need_b else None,
+            product.wrap_moved(cls, 0, moved) if need_a and keep_a else None,
+            product.wrap_moved(cls, 1, moved) if need_b and keep_b else None,
+        )
+        return cls._wrap(out, product.out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        cls, product = ctx.cls, ctx.product
+        a, b, moved_a, moved_b = ctx.saved_tensors
+        layout = product.out.layout.cotangent()
+        grad = redistribute(distributed(cls, grad, layout), layout)
+        if not torch.is_grad_enabled():
+            a, b = (a if moved_a is None else moved_a), (b if moved_b is None else moved_b)
+        found: list[Any] = [None] * (2 if product.bias is None else 3)
+        if ctx.needs_input_grad[2]:
+            other: Any = torch.conj_physical(b) if b.is_complex() else b
+            found[0] = multiply(cls, product.gradient(0, grad._spec, other._spec), (grad, other))
+        if ctx.needs_input_grad[3]:
+            other = torch.conj_physical(a) if a.is_complex() else a
+            found[1] = multiply(cls, product.gradient(1, grad._spec, other._spec), (other, grad))
+        if product.bias is not None and ctx.needs_input_grad[4]:
+            found[2] = grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+        return (None, None, *found)
+
+
+def multiply(cls: Any, product: Product, tensors: Sequence[Any]) -> Any:
+    """The product of these distributed tensors."""
+    if OBSERVERS:
+        return observed(product.decision(), _multiply, (cls, product, tensors))
+    return _multiply(cls, product, tensors)
+
+
+def _multiply(cls: Any, product: Product, tensors: Sequence[Any]) -> Any:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return Multiply.apply(cls, product, *tensors)  # type: ignore[no-untyped-call]
+    return cls._wrap(product(tensors)[0], product.out)
+
+
+def decide(
+    cls: Any, name: str, rule: Callable[[], Rule], infer: Infer, tensors: Sequence[Any], asked: Asked, key: Any = None
+) -> Product:
+    """The cheapest product of these tensors that is as `asked`; looked up where it was decided before.
+
+    `infer` gives the result without data, or torch's own error; `key` tells rules of one name and shape apart.
+    """
+    recorded = torch.is_grad_enabled()
+    needs = tuple([recorded and t.requires_grad for t in tensors])
+    leaf = tuple([t.is_leaf for t in tensors[:2]])
+    specs = tuple([t._spec for t in tensors])
+    full_key = (name, key, asked, needs, leaf, specs)
+    choices = current().choices
+    found: Product | None = choices.get(full_key)
+    if found is None:
+        found = choices.add(full_key, _decide(name, rule, infer, specs, asked, needs[:2], leaf))
+    return found
+
+
+def _decide(
+    name: str,
+    rule: Callable[[], Rule],
+    infer: Infer,
+    specs: Sequence[Spec],
+    asked: Asked,
+    needs: Sequence[bool],
+    leaf: Sequence[bool],
+) -> Product:
+    mesh = specs[0].layout.mesh
+    same_dtype(name, [spec.dtype for spec in specs])
+    with torch.no_grad():
+        out = infer(*(spec.meta() for spec in specs))
+    found, shape = rule(), tuple(out.shape)
+    wanted = asked.wanted(found, mesh, needs, leaf)
+    operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs[:2]]
+    strategy = choose(found, operands, [(shape, out.itemsize)], current().topology_of(mesh), wanted)
+    asked_where = wanted.result is not None or wanted.reduced is not None
+    layout = strategy.ends[0] if asked_where else strategy.outputs[0]
+    out_spec = spec_of(layout, shape, contiguous_stride(shape), out.dtype, specs[0].device)
+    return Product(name, found, (specs[0], specs[1]), specs[2] if len(specs) > 2 else None, out_spec, strategy, wanted)
+
+
+def wrapped(cls: Any, name: str, tensors: Sequence[Any]) -> Sequence[Any]:
+    """The operands, all distributed: those that autograd made plain, of zeros, are whole on every rank.
+
+    Raises:
+        MeshError: operands on different meshes.
+        MixedError: a plain tensor among them.
+    """
+    mesh = common_mesh(cls, name, list(tensors))
+    return [distributed(cls, t, replicated(mesh)) for t in tensors]
