@@ -49,15 +49,15 @@ class Redistribute(torch.autograd.Function):
     """One layout -> another; backward: the gradient goes back, still pending where the operand is whole."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, layout: Layout) -> Any:
+    def forward(ctx: Any, x: Any, layout: Layout, op: str | None) -> Any:
         ctx.cls, ctx.back = type(x), x._spec.layout.cotangent()
-        local = observed(_explicit(x._spec, layout), _move, (x, layout)) if OBSERVERS else _move(x, layout)
+        local = observed(_decision(x._spec, layout, op), _move, (x, layout)) if OBSERVERS else _move(x, layout)
         return type(x)._wrap(local, x._spec.with_layout(layout))
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
+    def backward(ctx: Any, grad: Any) -> tuple[Any, None, None]:
         grad = distributed(ctx.cls, grad, ctx.back)
-        return redistribute(grad, left_pending(grad._spec.layout, ctx.back)), None
+        return redistribute(grad, left_pending(grad._spec.layout, ctx.back)), None, None
 
 
 def distributed(cls: Any, grad: Any, layout: Layout) -> Any:
@@ -72,18 +72,20 @@ def _move(x: Any, layout: Layout) -> Tensor:
     return move(x._local, x._spec, layout)
 
 
-def _explicit(spec: Spec, layout: Layout) -> Decision:
+def _decision(spec: Spec, layout: Layout, op: str | None) -> Decision:
     topology = current().topology_of(layout.mesh)
     operand = Operand(spec.layout, spec.shape, spec.itemsize)
     moved = plan(spec.layout, layout, spec.shape, spec.itemsize, topology)
-    return Decision(
-        "redistribute", (operand,), ((spec.shape, spec.itemsize),), None, None, (moved,), topology, explicit=True
-    )
+    outputs = ((spec.shape, spec.itemsize),)
+    return Decision(op or "redistribute", (operand,), outputs, None, None, (moved,), topology, explicit=op is None)
 
 
-def redistribute(x: Any, layout: Layout) -> Any:
-    """`x` in another layout; `x` itself where it lies so already. Differentiable."""
-    return x if x._spec.layout == layout else Redistribute.apply(x, layout)  # type: ignore[no-untyped-call]
+def redistribute(x: Any, layout: Layout, op: str | None = None) -> Any:
+    """`x` in another layout; `x` itself where it lies so already. Differentiable.
+
+    `op` names the operator that needs it so, where the user did not ask for it.
+    """
+    return x if x._spec.layout == layout else Redistribute.apply(x, layout, op)  # type: ignore[no-untyped-call]
 
 
 def left_pending(layout: Layout, target: Layout) -> Layout:

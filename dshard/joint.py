@@ -27,7 +27,7 @@ from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.rule import Rule
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec, spec_of
-from dshard.ops.strategy import Strategy, choose
+from dshard.ops.strategy import Strategy, choose, completed
 from dshard.product import decide as decide_product
 from dshard.product import multiply, wrapped
 from dshard.redistribute import plan
@@ -267,6 +267,17 @@ def getitem(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return _plain(func, (x, index, *value), kwargs)
 
 
+def completing(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator that is not linear, above autograd: what is pending is completed once, for the backward pass, too."""
+    args = tuple([_complete(func, arg) if isinstance(arg, cls) and arg._spec.pending else arg for arg in args])
+    return _plain(func, args, kwargs)
+
+
+def _complete(func: Any, x: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return redistribute(x, completed(x._spec.layout), func.__name__)
+
+
 def _replicated(cls: Any, values: list[Any], like: Any) -> Any:
     local = torch.tensor(values, device=like._spec.device)
     layout = replicated(like._spec.layout.mesh)
@@ -304,3 +315,14 @@ JOINT: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: getitem,
     Tensor.__setitem__: getitem,
 }
+NONLINEAR = (
+    *(getattr(F, name) for name in ("relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu")),
+    *(
+        getattr(F, name)
+        for name in ("softplus", "hardswish", "hardtanh", "logsigmoid", "glu", "softmax", "log_softmax")
+    ),
+    *(getattr(F, name) for name in ("layer_norm", "rms_norm", "group_norm", "dropout", "cross_entropy", "normalize")),
+    *(getattr(module, name) for module in (torch, Tensor) for name in ("relu", "tanh", "sigmoid", "softmax", "exp")),
+    *(getattr(module, name) for module in (torch, Tensor) for name in ("log_softmax", "log", "sqrt", "rsqrt", "pow")),
+)
+JOINT |= dict.fromkeys(NONLINEAR, completing)

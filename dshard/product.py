@@ -22,6 +22,7 @@ from dshard.mesh import Coordinate
 from dshard.ops.expand import Operand, Order, Row, expand, sizes_of
 from dshard.ops.matmul.asked import Asked
 from dshard.ops.matmul.local import LocalProduct, local_product
+from dshard.ops.matmul.refine import Cut, cut_contraction
 from dshard.ops.matmul.rules import same_dtype
 from dshard.ops.moving import coordinate_of, run_on_ranks
 from dshard.ops.observe import OBSERVERS, Decision, observed
@@ -48,9 +49,10 @@ class Product:
         out: Spec,
         strategy: Strategy,
         wanted: Wanted,
+        cut: Cut | None = None,
     ) -> None:
         self.name, self.rule, self.specs, self.bias, self.out = name, rule, specs, bias, out
-        self.strategy, self.wanted = strategy, wanted
+        self.strategy, self.wanted, self.cut = strategy, wanted, cut
         self.mesh = specs[0].layout.mesh
         self.plans = tuple(_plan(spec, layout) for spec, layout in zip(specs, strategy.inputs, strict=True))
         computed = out.with_layout(strategy.outputs[0])
@@ -213,6 +215,10 @@ class Multiply(torch.autograd.Function):
 
 def multiply(cls: Any, product: Product, tensors: Sequence[Any]) -> Any:
     """The product of these distributed tensors."""
+    cut = product.cut
+    if cut is not None:
+        (a, b, *bias), (dim_a, dim_b) = tensors, cut.dims
+        tensors = (a.unflatten(dim_a, cut.sizes), b.unflatten(dim_b, cut.sizes), *bias)
     if OBSERVERS:
         return observed(product.decision(), _multiply, (cls, product, tensors))
     return _multiply(cls, product, tensors)
@@ -256,14 +262,31 @@ def _decide(
     same_dtype(name, [spec.dtype for spec in specs])
     with torch.no_grad():
         out = infer(*(spec.meta() for spec in specs))
-    found, shape = rule(), tuple(out.shape)
-    wanted = asked.wanted(found, mesh, needs, leaf)
     operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs[:2]]
-    strategy = choose(found, operands, [(shape, out.itemsize)], current().topology_of(mesh), wanted)
+    shape, topology = tuple(out.shape), current().topology_of(mesh)
+
+    def chosen(rule: Rule, operands: Sequence[Operand]) -> tuple[Strategy, Wanted]:
+        wanted = asked.wanted(rule, mesh, needs, leaf)
+        return choose(rule, operands, [(shape, out.itemsize)], topology, wanted), wanted
+
+    found, pair = rule(), (specs[0], specs[1])
+    strategy, wanted = chosen(found, operands)
+    cut = cut_contraction(found, operands)
+    if cut is not None:
+        by_blocks, wanted_so = chosen(cut.rule, cut.operands)
+        if by_blocks.seconds < strategy.seconds:
+            found, strategy, wanted = cut.rule, by_blocks, wanted_so
+            pair = _cut_spec(specs[0], cut.operands[0]), _cut_spec(specs[1], cut.operands[1])
+        else:
+            cut = None
     asked_where = wanted.result is not None or wanted.reduced is not None
     layout = strategy.ends[0] if asked_where else strategy.outputs[0]
     out_spec = spec_of(layout, shape, contiguous_stride(shape), out.dtype, specs[0].device)
-    return Product(name, found, (specs[0], specs[1]), specs[2] if len(specs) > 2 else None, out_spec, strategy, wanted)
+    return Product(name, found, pair, specs[2] if len(specs) > 2 else None, out_spec, strategy, wanted, cut)
+
+
+def _cut_spec(spec: Spec, operand: Operand) -> Spec:
+    return spec_of(operand.layout, operand.shape, contiguous_stride(operand.shape), spec.dtype, spec.device)
 
 
 def wrapped(cls: Any, name: str, tensors: Sequence[Any]) -> Sequence[Any]:

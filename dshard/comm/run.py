@@ -16,6 +16,7 @@ from dshard.comm.transfer import Local, Transfer, compile_step
 from dshard.errors import MeshError
 from dshard.mesh import Coordinate
 from dshard.redistribute import Plan
+from dshard.redistribute.price import busiest
 
 Stage = Local | Transfer
 
@@ -34,8 +35,19 @@ def run(plan: Plan, x: Tensor) -> Tensor:
         if type(x) is LocalTensor:
             return _simulate(plan, x)
         if x.is_meta:
+            if LISTENERS:
+                _announce(plan, x.itemsize)
             return x.new_empty(plan.dst.local_shape(plan.shape, (0,) * plan.dst.mesh.ndim))
         return runner(plan)(x)
+
+
+def _announce(plan: Plan, itemsize: int) -> None:
+    """Tell of each collective that a plan would run, without data or processes."""
+    first = (0,) * plan.src.mesh.ndim
+    for step, layout in zip(plan.steps, plan.layouts(), strict=True):
+        stage = compile_step(step, layout, plan.shape, first)
+        if isinstance(stage, Transfer):
+            emit(stage.collective, stage.mesh, stage.axes, busiest(step, layout, plan.shape) * itemsize)
 
 
 def runner(plan: Plan) -> Callable[[Tensor], Tensor]:

@@ -12,21 +12,23 @@ from dshard.layout import Layout, Shape
 class Spec:
     """Layout, global shape and strides, dtype and device type of a distributed tensor.
 
-    Made by `spec_of`: equal specs are the same object.
+    Made by `spec_of`: equal specs are the same object. `pending` says whether a reduction is.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "layout", "shape", "stride")
+    __slots__ = ("__weakref__", "device", "dtype", "layout", "pending", "shape", "stride")
 
     layout: Layout
     shape: Shape
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    pending: bool
 
     def __init__(
         self, layout: Layout, shape: Shape, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layout, self.shape, self.stride, self.dtype, self.device = layout, shape, stride, dtype, device
+        self.pending = bool(layout.partial_axes())
 
     @property
     def itemsize(self) -> int:

@@ -97,16 +97,23 @@ def choose(
     first = operands[0].layout
     queue = sorted(((price.at_least(e), i) for i, e in enumerate(found)), key=lambda pair: pair)
     best: Strategy | None = None
-    best_key: tuple[object, ...] = ()
+    best_key: tuple[float, ...] = ()
     for least, i in queue:
-        if best is not None and least > best.seconds:
+        if best is not None and _digits(least) > best_key[0]:
             break
         strategy = price(found[i])
-        key = (strategy.seconds, strategy.moves, strategy.rows.count(None), strategy.outputs[:1] != (first,), i)
+        pending = sum(len(layout.partial_axes()) for layout in strategy.outputs)
+        alike = strategy.outputs[:1] != (first,)
+        key = (_digits(strategy.seconds), pending, strategy.moves, strategy.rows.count(None), alike, i)
         if best is None or key < best_key:
             best, best_key = strategy, key
     assert best is not None, "whole operands are always an expansion"
     return best
+
+
+def _digits(seconds: float) -> float:
+    """Seconds to nine digits: sums of the same parts in another order are no reason to choose."""
+    return float(f"{seconds:.9e}")
 
 
 def strategies(
@@ -173,7 +180,7 @@ class _Price:
             reduce += plan(layout, end, shape, itemsize, debt).seconds
         compute = self.compute(found)
         if any(self.wanted.gradients):
-            backward += compute * sum(self.wanted.gradients) + self.gradients(found)
+            backward += compute * sum(self.wanted.gradients) + self.gradients(found, ends)
         return Strategy(
             found.inputs,
             found.outputs,
@@ -202,17 +209,15 @@ class _Price:
         )
         return work_seconds(2.0 * prod(local), nbytes, self.topology)
 
-    def gradients(self, found: Expansion) -> float:
+    def gradients(self, found: Expansion, ends: Sequence[Layout]) -> float:
         """Seconds to bring the gradients to where their operands lie, and that of the output to where it is needed."""
         seconds = 0.0
         for operand, layout, needed in zip(self.operands, found.gradients, self.wanted.gradients, strict=True):
             if needed:
                 target = operand.layout.cotangent()
                 seconds += plan(layout, target, operand.shape, operand.itemsize, self.topology).seconds
-        if self.wanted.result is not None or self.wanted.reduced is not None:
-            end = asked_end(self.rule, self.wanted, found, self.outputs[0][0])
-            shape, itemsize = self.outputs[0]
-            seconds += plan(end.cotangent(), found.outputs[0].cotangent(), shape, itemsize, self.topology).seconds
+        for end, layout, (shape, itemsize) in zip(ends, found.outputs, self.outputs, strict=True):
+            seconds += plan(end.cotangent(), layout.cotangent(), shape, itemsize, self.topology).seconds
         return seconds
 
     def end(self, i: int, found: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:
