@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard import Layout, Mesh, Partial, Replicate, Shard
+from dshard.layout import parse_layout
 from dshard.redistribute import plan
 from dshard.redistribute.bound import lower_bound
 from dshard.testing import layouts, meshes, shapes
-from dshard.topology import FLAT_CPU
+from dshard.topology import BYTES, FLAT_CPU
 
 WORDS = (Replicate(), Partial(), Shard(0), Shard(1))
 
@@ -31,7 +32,7 @@ def test_the_plans_of_fewest_bytes_are_at_the_bound(sizes):
     for src, dst in product(product(WORDS, repeat=len(sizes)), repeat=2):
         if src != dst and Partial() not in dst:
             here, there = Layout(mesh, src), Layout(mesh, dst)
-            bound, received = lower_bound(here, there, shape), mean_received(here, there, shape, FLAT_CPU.bytes_only())
+            bound, received = lower_bound(here, there, shape), mean_received(here, there, shape, BYTES)
             assert bound <= received
             if bound:
                 ratios.append(received / bound)
@@ -40,6 +41,68 @@ def test_the_plans_of_fewest_bytes_are_at_the_bound(sizes):
 
     assert geometric_mean(ratios) <= 1.05
     assert max(ratios) <= 1.5
+
+
+# Layouts from and to; what torch 2.13's DTensor was seen to receive, and a lower bound: thousands of elements for each
+# rank of a matrix of 2048 x 2048, elements of smaller ones. That bound is one receive for each term but one and one for
+# each further rank that needs the sum; it cannot be reached where the sum is needed by ranks that hold no term.
+LARGE, TEN = (2048, 2048), (10, 10)
+LINE, GRID, CUBE = Mesh((8,), ("a",)), Mesh((2, 4), ("a", "b")), Mesh((2, 2, 2), ("a", "b", "c"))
+TRANSITIONS = [
+    (LINE, "a:S(0)", "a:S(1)", LARGE, 459, 459),
+    (LINE, "a:S(0)", "a:R", LARGE, 3670, 3670),
+    (LINE, "a:P(sum)", "a:R", LARGE, 7340, 7340),
+    (LINE, "a:P(sum)", "a:S(0)", LARGE, 3670, 3670),
+    (GRID, "a:S(0) b:S(0)", "a:S(0) b:R", LARGE, 1573, 1573),
+    (GRID, "a:S(0) b:S(0)", "a:R b:S(0)", LARGE, 3670, 918),
+    (GRID, "a:S(0) b:S(0)", "a:S(0) b:S(1)", LARGE, 393, 393),
+    (GRID, "a:S(0) b:S(0)", "a:S(1) b:S(0)", LARGE, 2621, 459),
+    (GRID, "a:S(0) b:S(0)", "a:S(1) b:S(1)", LARGE, 2621, 459),
+    (GRID, "a:S(0) b:S(1)", "a:S(1) b:S(0)", LARGE, 2621, 393),
+    (GRID, "a:S(0) b:S(1)", "a:R b:S(0)", LARGE, 3670, 918),
+    (GRID, "a:S(0) b:S(1)", "a:S(1) b:R", LARGE, 2621, 1835),
+    (GRID, "a:S(0) b:R", "a:R b:S(0)", LARGE, 2097, 524),
+    (GRID, "a:R b:S(0)", "a:S(0) b:R", LARGE, 3146, 1573),
+    (GRID, "a:R b:S(0)", "a:S(0) b:S(0)", LARGE, 3146, 393),
+    (GRID, "a:P(sum) b:S(0)", "a:S(0) b:R", LARGE, 5243, 2097),
+    (GRID, "a:P(sum) b:S(0)", "a:S(0) b:S(0)", LARGE, 5243, 524),
+    (GRID, "a:P(sum) b:S(0)", "a:R b:S(0)", LARGE, 1049, 1049),
+    (GRID, "a:P(sum) b:S(0)", "a:R b:R", LARGE, 7340, 4194),
+    (GRID, "a:P(sum) b:P(sum)", "a:R b:R", LARGE, 10486, 7340),
+    (GRID, "a:P(sum) b:P(sum)", "a:R b:S(0)", LARGE, 7340, 4194),
+    (GRID, "a:P(sum) b:P(sum)", "a:S(0) b:S(1)", LARGE, 3670, 3670),
+    (GRID, "a:S(0) b:P(sum)", "a:R b:S(0)", LARGE, 5243, 2097),
+    (GRID, "a:P(sum) b:S(1)", "a:S(1) b:S(0)", LARGE, 1311, 524),
+    (CUBE, "a:S(0) b:S(1) c:S(0)", "a:S(1) b:S(0) c:S(1)", LARGE, 2621, 393),
+    (CUBE, "a:S(0) b:S(0) c:R", "a:R b:S(0) c:S(0)", LARGE, 3146, 786),
+    (CUBE, "a:S(0) b:R c:R", "a:R b:R c:S(0)", LARGE, 2097, 1049),
+    (CUBE, "a:P(sum) b:S(0) c:S(1)", "a:S(0) b:S(1) c:R", LARGE, 3146, 1049),
+    (CUBE, "a:P(sum) b:P(sum) c:P(sum)", "a:R b:R c:R", LARGE, 12583, 7340),
+    (GRID, "a:S(0) b:S(0); 0:b,a", "a:S(0) b:S(0)", LARGE, 1704, None),
+    (LINE, "a:S(0)", "a:R", TEN, 140, 88),
+    (LINE, "a:S(0)", "a:S(1)", TEN, 28, 10),
+    (LINE, "a:S(0)", "a:R", (3, 64), 448, 168),
+    (LINE, "a:P(sum)", "a:S(0)", (9, 64), 896, 504),
+    (GRID, "a:S(0) b:S(1)", "a:S(1) b:S(0)", TEN, 70, 10),
+]
+
+
+def test_known_transitions_are_at_the_bound_where_bytes_decide() -> None:
+    """Those in which torch's DTensor moves most over the bound, by 2.1 times in the geometric mean."""
+    ratios, theirs = [], []
+    for mesh, *ends, shape, torch_received, known_bound in TRANSITIONS:
+        src, dst = (parse_layout(text, mesh) for text in ends)
+        bound, received = lower_bound(src, dst, shape), mean_received(src, dst, shape, BYTES)
+        unit = 1000 if shape == LARGE else 1
+        assert known_bound is None or round(bound / unit) == known_bound or "P(sum)" in ends[0]
+        assert known_bound is None or round(bound / unit) >= known_bound
+        assert bound <= received <= 1.001 * torch_received * unit
+        ratios.append(received / bound)
+        theirs.append(torch_received * unit / bound)
+
+    assert geometric_mean(ratios) <= 1.05
+    assert max(ratios) <= 1.5
+    assert geometric_mean(theirs) > 2.1
 
 
 @given(st.data())

@@ -16,6 +16,7 @@ from dshard.redistribute.step import (
     axes_of,
     describe,
     messages,
+    messages_received,
     numel,
     received,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "axes_of",
     "describe",
     "messages",
+    "messages_received",
     "numel",
     "plan",
     "received",

@@ -29,6 +29,7 @@ from dshard.redistribute.step import (
     axes_of,
     describe,
     exchange_to,
+    messages_received,
     received,
     reduce_exchange_to,
     steps_from,
@@ -63,12 +64,19 @@ class Plan:
             for step, layout in zip(self.steps, self.layouts(), strict=True)
         )
 
+    def messages_received(self, coordinate: tuple[int, ...]) -> int:
+        """The messages that the rank at `coordinate` receives, empty ones apart."""
+        return sum(
+            messages_received(step, layout, self.shape, coordinate)
+            for step, layout in zip(self.steps, self.layouts(), strict=True)
+        )
+
     def busiest(self) -> int:
         """The elements that the busiest rank receives, step by step."""
         return sum(busiest(step, layout, self.shape) for step, layout in zip(self.steps, self.layouts(), strict=True))
 
     def messages(self) -> int:
-        """The messages that one rank receives, one after the other."""
+        """The most messages that one rank receives, one after the other: those that are priced."""
         return sum(rounds(step, layout, self.shape) for step, layout in zip(self.steps, self.layouts(), strict=True))
 
     def __str__(self) -> str:
@@ -86,7 +94,7 @@ def plan(
     """The cheapest plan from `src` to `dst` for a tensor of global `shape` with elements of `itemsize` bytes.
 
     A lean plan never holds more than the larger of the two local tensors, and one message; with `lean=False` a plan
-    that holds more on the way is taken where it is cheaper. On `topology.bytes_only()` the plan moves the fewest bytes.
+    that holds more on the way is taken where it is cheaper. On `dshard.topology.BYTES` the plan is the one of fewest bytes.
 
     Raises:
         MeshError: the layouts lie on different meshes.

@@ -193,11 +193,7 @@ def received(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coord
     moved = messages(step, layout, shape, coordinate)
     if moved is None:
         return 0
-    mesh = layout.mesh
-    indices = [mesh.axis(name) for name in axes_of(step)]
-    n, here = 1, 0
-    for i in indices:
-        n, here = n * mesh.shape[i], here * mesh.shape[i] + coordinate[i]
+    n, here = _place(step, layout, coordinate)
     if isinstance(step, AllReduce):
         size = numel(moved.recv[0])
         own = len(chunk(size, n, here))
@@ -205,6 +201,33 @@ def received(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coord
     if isinstance(step, ReduceScatter | ReduceExchange):
         return (n - 1) * numel(moved.recv[0])
     return sum(map(numel, moved.recv)) - numel(moved.recv[here])
+
+
+def messages_received(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> int:
+    """The messages that the rank at `coordinate` receives from its peers, as `received` counts elements.
+
+    What is empty is no message.
+    """
+    moved = messages(step, layout, shape, coordinate)
+    if moved is None:
+        return 0
+    n, here = _place(step, layout, coordinate)
+    if isinstance(step, AllReduce):
+        chunks = [len(chunk(numel(moved.recv[0]), n, i)) for i in range(n)]
+        return (n - 1) * bool(chunks[here]) + sum(map(bool, chunks)) - bool(chunks[here])
+    if isinstance(step, ReduceScatter | ReduceExchange):
+        return (n - 1) * bool(numel(moved.recv[0]))
+    return sum(bool(numel(piece)) for i, piece in enumerate(moved.recv) if i != here)
+
+
+def _place(step: Step, layout: Layout, coordinate: Coordinate) -> tuple[int, int]:
+    """The size of the group of the rank at `coordinate`, and which it is of them."""
+    mesh = layout.mesh
+    n, here = 1, 0
+    for name in axes_of(step):
+        i = mesh.axis(name)
+        n, here = n * mesh.shape[i], here * mesh.shape[i] + coordinate[i]
+    return n, here
 
 
 def kept(src: Layout, dst: Layout, shape: Sequence[int], coordinate: Coordinate) -> int:

@@ -5,6 +5,7 @@ Needs the extra `testing`: pip install "dshard[testing]". See docs/testing.md.
 
 from dshard.errors import RuleError
 from dshard.testing.check import check_call, check_rule
+from dshard.testing.counter import Collective, Traffic, count_traffic
 from dshard.testing.generators import (
     Redistribution,
     dtensors,
@@ -19,11 +20,14 @@ from dshard.testing.pool import RankPool, rank_pool
 from dshard.testing.simulate import distribute, parts, simulated, whole
 
 __all__ = [
+    "Collective",
     "RankPool",
     "Redistribution",
     "RuleError",
+    "Traffic",
     "check_call",
     "check_rule",
+    "count_traffic",
     "distribute",
     "dtensors",
     "layouts",

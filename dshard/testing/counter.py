@@ -1,0 +1,172 @@
+"""What torch.distributed is really asked to move, counted below dshard: from the tensors and split lists themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective that this rank ran: torch's name of it, the ranks that joined, what this rank received.
+
+    `nbytes` and `messages` come from peers; a message without bytes is none. They are those of the algorithms of
+    `dshard.cost`: rings for all_gather, reduce_scatter and all_reduce, pairwise for all_to_all.
+    """
+
+    name: str
+    ranks: int
+    nbytes: int
+    messages: int
+
+
+@dataclass(slots=True)
+class Traffic:
+    """All collectives of a block, in order."""
+
+    collectives: list[Collective] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank received from its peers."""
+        return sum(found.nbytes for found in self.collectives)
+
+    @property
+    def messages(self) -> int:
+        """Messages that this rank received."""
+        return sum(found.messages for found in self.collectives)
+
+
+@contextmanager
+def count_traffic() -> Iterator[Traffic]:
+    """Count what torch.distributed moves within the block, whoever asks for it: dshard, torch's DTensor, you.
+
+    Nothing of dshard's own arithmetic is used, so this is what its plans and events are held to. Real process groups
+    only; a collective that is not known here is an AssertionError, not a zero.
+    """
+    traffic = Traffic()
+    with _Counter(traffic):
+        yield traffic
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()
+        self.traffic = traffic
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in _NAMESPACES and func not in _SILENT:
+            name = func._schema.name
+            assert func in _COUNTS, f"{name} is a collective that count_traffic does not know"
+            bound = _arguments(func, args, kwargs or {})
+            group = _group(bound)
+            sizes, itemsize = _COUNTS[func](bound, dist.get_rank(group), group.size())
+            nbytes, messages = sum(sizes) * itemsize, sum(size > 0 for size in sizes)
+            self.traffic.collectives.append(Collective(name.partition("::")[2], group.size(), nbytes, messages))
+        return func(*args, **(kwargs or {}))
+
+
+Arguments = dict[str, Any]
+Count = Callable[[Arguments, int, int], tuple[Sequence[int], int]]
+"""From the arguments of a collective, this rank's number and the size of its group: elements of each message that this
+rank receives, and bytes of an element."""
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> Arguments:
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _group(bound: Arguments) -> dist.ProcessGroup:
+    if "group_name" in bound:
+        found: dist.ProcessGroup = distributed_c10d._resolve_process_group(bound["group_name"])
+        return found
+    return dist.ProcessGroup.unbox(bound["process_group"])  # type: ignore[attr-defined, no-any-return]
+
+
+def _ring_gather(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
+    x = _one(bound, "input", "input_tensor")
+    return [x.numel()] * (n - 1), x.itemsize
+
+
+def _ring_reduce_scatter(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
+    x = _one(bound, "input", "input_tensor")
+    assert x.numel() % n == 0
+    return [x.numel() // n] * (n - 1), x.itemsize
+
+
+def _ring_all_reduce(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
+    """Each chunk goes round twice, to be summed and to be known: a rank gets its own n - 1 times, the others once."""
+    x = _one(bound, "input", "tensors")
+    chunks = [part.numel() for part in torch.empty(x.numel(), device="meta").chunk(n)] if x.numel() else []
+    chunks += [0] * (n - len(chunks))
+    return [chunks[rank]] * (n - 1) + chunks[:rank] + chunks[rank + 1 :], x.itemsize
+
+
+def _pairwise(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
+    x = _one(bound, "input")
+    splits = list(bound.get("output_split_sizes") or [])
+    if not splits:
+        assert x.shape[0] % n == 0
+        splits = [x.shape[0] // n] * n
+    row = x.numel() // x.shape[0] if x.shape[0] else 0
+    return [size * row if x.ndim > 1 else size for i, size in enumerate(splits) if i != rank], x.itemsize
+
+
+def _broadcast(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
+    x, root = _one(bound, "input", "tensors"), bound["src"] if "src" in bound else bound["root_rank"]
+    return [] if rank == root or n == 1 else [x.numel()], x.itemsize
+
+
+def _received(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
+    x = _one(bound, "tensors")
+    return [x.numel()], x.itemsize
+
+
+def _sent(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
+    return [], 0
+
+
+def _one(bound: Arguments, *names: str) -> Tensor:
+    """The tensor that is called so, alone in its list where it is in one."""
+    x = next(bound[name] for name in names if name in bound)
+    while isinstance(x, list | tuple):
+        assert len(x) == 1
+        x = x[0]
+    assert isinstance(x, Tensor)
+    return x
+
+
+_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
+_functional, _c10d = torch.ops._c10d_functional, torch.ops.c10d
+_SILENT = {
+    _functional.wait_tensor.default,
+    _functional._wrap_tensor_autograd.default,
+    _c10d.barrier.default,
+    _c10d.monitored_barrier_.default,
+}
+_COUNTS: dict[Any, Count] = {
+    _functional.all_gather_into_tensor.default: _ring_gather,
+    _functional.reduce_scatter_tensor.default: _ring_reduce_scatter,
+    _functional.all_reduce.default: _ring_all_reduce,
+    _functional.all_reduce_.default: _ring_all_reduce,
+    _functional.all_to_all_single.default: _pairwise,
+    _functional.broadcast.default: _broadcast,
+    _functional.broadcast_.default: _broadcast,
+    _c10d.broadcast_.default: _broadcast,
+    _c10d.allreduce_.default: _ring_all_reduce,
+    _c10d._allgather_base_.default: _ring_gather,
+    _c10d._reduce_scatter_base_.default: _ring_reduce_scatter,
+    _c10d.alltoall_base_.default: _pairwise,
+    _c10d.send.default: _sent,
+    _c10d.recv_.default: _received,
+    _c10d.recv_any_source_.default: _received,
+}
