@@ -26,6 +26,7 @@ from dshard.redistribute import (
     Step,
     after,
     axes_of,
+    inside,
     messages,
     numel,
     received,
@@ -62,8 +63,9 @@ def compile_step(step: Step, layout: Layout, shape: Sequence[int], coordinate: C
         kept = moved.send[0] if moved is not None and isinstance(step, ReduceExchange) else None
         return None if kept is None else lambda x: view_of(x, kept).clone(memory_format=torch.contiguous_format)
     match step:
-        case Slice(_, dim):
-            return _slice(dim, layout, after(step, layout), shape, coordinate)
+        case Slice(_, dst):
+            part = inside(dst.region(shape, coordinate), layout.region(shape, coordinate))
+            return lambda x: view_of(x, part).clone(memory_format=torch.contiguous_format)
         case Pend(axis, op):
             return _term(op, coordinate[mesh.axis(axis)] == 0)
         case AllGather():
@@ -90,12 +92,6 @@ def compile_step(step: Step, layout: Layout, shape: Sequence[int], coordinate: C
     )
 
 
-def _slice(dim: int, src: Layout, dst: Layout, shape: Sequence[int], coordinate: Coordinate) -> Local:
-    whole, kept = (layout.dim_range(dim, shape[dim], coordinate) for layout in (src, dst))
-    start, length = (kept.start - whole.start if kept else 0), len(kept)
-    return lambda x: x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
-
-
 def _term(op: ReduceOp, first: bool) -> Local:
     """Replicate -> Partial(op): the terms reduce to the value, exactly, in any dtype."""
     match op:
@@ -108,33 +104,53 @@ def _term(op: ReduceOp, first: bool) -> Local:
 
 
 def _pack(pieces: Sequence[Region], shape: Shape) -> Local:
-    """The pieces of a local tensor of `shape`, one after the other."""
-    dim = _split_dim(pieces, shape)
-    if dim is not None and prod(shape[:dim]) == 1:
-        return _flat
+    """The pieces of a local tensor of `shape`, one after the other; a view where they lie so."""
+    full = [piece for piece in pieces if numel(piece)]
+    span = _span(full, shape)
+    if span is not None:
+        return lambda x: x.reshape(-1)[span.start : span.stop]
+    dim = _split_dim(full, shape)
     if dim is not None:
-        sizes = [len(piece[dim]) for piece in pieces]
+        sizes = [len(piece[dim]) for piece in full]
         return lambda x: torch.cat([part.reshape(-1) for part in x.split(sizes, dim)])
-    return lambda x: torch.cat([view_of(x, piece).reshape(-1) for piece in pieces])
+    return lambda x: torch.cat([view_of(x, piece).reshape(-1) for piece in full])
 
 
 def _unpack(pieces: Sequence[Region], shape: Shape) -> Local:
-    """The local tensor of `shape` that the pieces, one after the other, make up."""
-    dim = _split_dim(pieces, shape)
-    if dim is not None and prod(shape[:dim]) == 1:
+    """The local tensor of `shape` that the pieces, one after the other, make up; a view where they lie so."""
+    full = [piece for piece in pieces if numel(piece)]
+    if _span(full, shape) is not None:
         return lambda flat: flat.view(shape)
-    sizes, shapes = [numel(piece) for piece in pieces], [tuple(map(len, piece)) for piece in pieces]
+    sizes, shapes = [numel(piece) for piece in full], [tuple(map(len, piece)) for piece in full]
+    dim = _split_dim(full, shape)
     if dim is not None:
         return lambda flat: torch.cat([p.view(s) for p, s in zip(flat.split(sizes), shapes, strict=True)], dim)
 
     def place(flat: Tensor) -> Tensor:
         out = flat.new_empty(shape)
-        for part, piece, size in zip(flat.split(sizes), pieces, shapes, strict=True):
-            if part.numel():
-                view_of(out, piece).copy_(part.view(size))
+        for part, piece, size in zip(flat.split(sizes), full, shapes, strict=True):
+            view_of(out, piece).copy_(part.view(size))
         return out
 
     return place
+
+
+def _span(pieces: Sequence[Region], shape: Shape) -> range | None:
+    """Where the pieces lie in the memory of a contiguous tensor of `shape`, if they follow each other there.
+
+    >>> _span([(range(1, 2), range(3)), (range(2, 3), range(3))], (4, 3))
+    range(3, 9)
+    """
+    found = range(0)
+    for piece in pieces:
+        first = next((dim for dim, part in enumerate(piece) if len(part) != 1), len(shape))
+        if any(len(part) != size for part, size in zip(piece[first + 1 :], shape[first + 1 :], strict=True)):
+            return None
+        start = sum(part.start * prod(shape[dim + 1 :]) for dim, part in enumerate(piece))
+        if found and start != found.stop:
+            return None
+        found = range(found.start if found else start, start + numel(piece))
+    return found
 
 
 def _split_dim(pieces: Sequence[Region], shape: Shape) -> int | None:
@@ -143,13 +159,11 @@ def _split_dim(pieces: Sequence[Region], shape: Shape) -> int | None:
     >>> _split_dim([(range(0, 2), range(3)), (range(2, 3), range(3))], (3, 3))
     0
     """
-    if not shape:
-        return 0
-    for dim in range(len(shape)):
+    for dim, size in enumerate(shape):
         others = all(len(piece[d]) == n for piece in pieces for d, n in enumerate(shape) if d != dim)
         ends = [0, *accumulate(len(piece[dim]) for piece in pieces)]
-        starts = all(piece[dim].start == end for piece, end in zip(pieces, ends, strict=False) if piece[dim])
-        if others and starts and ends[-1] == shape[dim]:
+        starts = all(piece[dim].start == end for piece, end in zip(pieces, ends, strict=False))
+        if others and starts and ends[-1] == size:
             return dim
     return None
 
@@ -160,6 +174,3 @@ def view_of(x: Tensor, region: Region) -> Tensor:
         x = x.narrow(dim, held.start if held else 0, len(held))
     return x
 
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1)

@@ -61,8 +61,8 @@ def copied(step: Step, layout: Layout, shape: Sequence[int]) -> int:
     match step:
         case AllReduce():
             return 0
-        case Slice():
-            return own // n
+        case Slice(_, dst):
+            return dst.local_numel(shape)
         case Pend():
             return own
         case AllGather(_, dim):

@@ -50,10 +50,10 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Replicate -> Shard(dim): each rank keeps its chunk; nothing is sent."""
+    """Replicate -> Shard on all `axes` at once: each rank keeps its part of `dst`; nothing is sent."""
 
-    axis: str
-    dim: int
+    axes: tuple[str, ...]
+    dst: Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Messages:
 
 def axes_of(step: Step) -> tuple[str, ...]:
     """The names of the mesh axes along which a step's groups lie."""
-    return step.axes if isinstance(step, AllReduce | Exchange | ReduceExchange) else (step.axis,)
+    return step.axes if isinstance(step, AllReduce | Slice | Exchange | ReduceExchange) else (step.axis,)
 
 
 _COLLECTIVES: dict[type[Step], str] = {
@@ -123,7 +123,7 @@ _COLLECTIVES: dict[type[Step], str] = {
 def describe(step: Step, layout: Layout) -> tuple[str, str, str]:
     """A step from `layout` in words: what is done, the mesh axes, and how the placement on them changes."""
     there = after(step, layout)
-    if isinstance(step, Exchange | ReduceExchange):
+    if isinstance(step, Exchange | ReduceExchange) or len(axes_of(step)) > 1:
         change = f"[{layout}] -> [{there}]"
     else:
         axis = layout.mesh.axis(axes_of(step)[0])
@@ -140,11 +140,11 @@ def after(step: Step, layout: Layout) -> Layout:
             for axis in axes:
                 layout = layout.replace(layout.mesh.axis(axis), Replicate())
             return layout
-        case ReduceScatter(axis, _, dim) | AllToAll(axis, _, dim) | Slice(axis, dim):
+        case ReduceScatter(axis, _, dim) | AllToAll(axis, _, dim):
             return layout.replace(layout.mesh.axis(axis), Shard(dim))
         case Pend(axis, op):
             return layout.replace(layout.mesh.axis(axis), Partial(op))
-        case Exchange(_, dst) | ReduceExchange(_, _, dst):
+        case Slice(_, dst) | Exchange(_, dst) | ReduceExchange(_, _, dst):
             return dst
         case _:
             assert_never(step)
@@ -177,7 +177,7 @@ def messages(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coord
             return Messages(send, recv)
         case ReduceExchange():
             held = layout.region(shape, coordinate)
-            send = tuple(_inside(there.region(shape, peer), held) for peer in peers)
+            send = tuple(inside(there.region(shape, peer), held) for peer in peers)
             return Messages(send, (_whole(there.local_shape(shape, coordinate)),))
         case _:
             assert_never(step)
@@ -241,8 +241,11 @@ def numel(region: Region) -> int:
     return prod(map(len, region))
 
 
-def exchange_to(layout: Layout, dst: Layout) -> Exchange | None:
-    """The exchange that leads to `dst`, if both leave the same axes pending; its axes are those whose part changes."""
+def exchange_to(layout: Layout, dst: Layout) -> Exchange | Slice | None:
+    """The exchange that leads to `dst`, if both leave the same axes pending; its axes are those whose part changes.
+
+    Where each rank's part lies in what it holds, it is a slice.
+    """
     pending = {(i, p) for i, p in enumerate(layout.placements) if isinstance(p, Partial)}
     if pending != {(i, p) for i, p in enumerate(dst.placements) if isinstance(p, Partial)} or layout == dst:
         return None
@@ -250,7 +253,10 @@ def exchange_to(layout: Layout, dst: Layout) -> Exchange | None:
     for dim in {*layout.sharded_dims(), *dst.sharded_dims()}:
         if layout.axes_of(dim) != dst.axes_of(dim):
             moved |= {*layout.axes_of(dim), *dst.axes_of(dim)}
-    return Exchange(tuple(layout.mesh.names[i] for i in sorted(moved)), dst)
+    names = layout.mesh.names
+    if nested(layout, dst):
+        return Slice(tuple(names[i] for i in sorted(moved) if layout.placements[i] != dst.placements[i]), dst)
+    return Exchange(tuple(names[i] for i in sorted(moved)), dst)
 
 
 def reduce_exchange_to(layout: Layout, dst: Layout) -> ReduceExchange | None:
@@ -262,8 +268,12 @@ def reduce_exchange_to(layout: Layout, dst: Layout) -> ReduceExchange | None:
     begins = any(isinstance(b, Partial) and a != b for _, a, b in pairs)
     if len(ops) != 1 or begins or not all(isinstance(b, Shard) for _, _, b in ends):
         return None
-    nested = all(dst.axes_of(dim)[: len(layout.axes_of(dim))] == layout.axes_of(dim) for dim in layout.sharded_dims())
-    return ReduceExchange(tuple(name for name, _, _ in ends), ops.pop(), dst) if nested else None
+    return ReduceExchange(tuple(name for name, _, _ in ends), ops.pop(), dst) if nested(layout, dst) else None
+
+
+def nested(layout: Layout, dst: Layout) -> bool:
+    """Whether each rank's part of `dst` lies in what it holds of `layout`, whatever the sizes."""
+    return all(dst.axes_of(dim)[: len(layout.axes_of(dim))] == layout.axes_of(dim) for dim in layout.sharded_dims())
 
 
 def steps_from(layout: Layout, dims: Sequence[int], pending: dict[int, ReduceOp]) -> list[Step]:
@@ -281,7 +291,7 @@ def steps_from(layout: Layout, dims: Sequence[int], pending: dict[int, ReduceOp]
             case Partial(op):
                 found += [ReduceScatter(axis, op, dim) for dim in dims]
             case Replicate():
-                found += [Slice(axis, dim) for dim in dims]
+                found += [Slice((axis,), layout.replace(i, Shard(dim))) for dim in dims]
                 if i in pending and all(_commute(op, pending[i]) for op in ops):
                     found.append(Pend(axis, pending[i]))
             case _:
@@ -322,15 +332,15 @@ def _pieces(shape: Shape, dim: int, sizes: Sequence[int]) -> tuple[Region, ...]:
     return tuple(found)
 
 
-def _part(layout: Layout, held: Region, mine: Coordinate, peer: Coordinate, needed: Region, inside: Region) -> Region:
-    """What of `needed` lies in `held`, counted within `inside`; nothing if another replica serves this pair."""
+def _part(layout: Layout, held: Region, mine: Coordinate, peer: Coordinate, needed: Region, outer: Region) -> Region:
+    """What of `needed` lies in `held`, counted within `outer`; nothing if another replica serves this pair."""
     replicas = (i for i, placement in enumerate(layout.placements) if isinstance(placement, Replicate))
     if any(mine[i] != peer[i] for i in replicas):
-        return tuple(range(0) for _ in inside)
+        return tuple(range(0) for _ in outer)
     both = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(held, needed, strict=True)]
-    return _inside(both, inside) if all(both) else tuple(range(0) for _ in inside)
+    return inside(both, outer) if all(both) else tuple(range(0) for _ in outer)
 
 
-def _inside(region: Sequence[range], outer: Region) -> Region:
+def inside(region: Sequence[range], outer: Region) -> Region:
     """`region` counted from where `outer` begins."""
     return tuple(range(a.start - b.start, a.stop - b.start) if a else a for a, b in zip(region, outer, strict=True))

@@ -59,7 +59,7 @@ def count_traffic() -> Iterator[Traffic]:
 
 class _Counter(TorchDispatchMode):
     def __init__(self, traffic: Traffic) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.traffic = traffic
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,11 +85,14 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Arguments:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
+_c10d_python: Any = distributed_c10d
+
+
 def _group(bound: Arguments) -> dist.ProcessGroup:
     if "group_name" in bound:
-        found: dist.ProcessGroup = distributed_c10d._resolve_process_group(bound["group_name"])
+        found: dist.ProcessGroup = _c10d_python._resolve_process_group(bound["group_name"])
         return found
-    return dist.ProcessGroup.unbox(bound["process_group"])  # type: ignore[attr-defined, no-any-return]
+    return dist.ProcessGroup.unbox(bound["process_group"])
 
 
 def _ring_gather(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
