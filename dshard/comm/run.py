@@ -68,16 +68,20 @@ def _runner(plan: Plan, runtime: Runtime, coordinate: Coordinate) -> Local:
     stages = stages_of(plan, coordinate)
     if not stages:
         return torch.clone
-    calls = [_transfer(stage, runtime.group(stage.axes)) if isinstance(stage, Transfer) else stage for stage in stages]
+    calls: list[Local] = []
+    for stage in stages:
+        calls += _transfer(stage, runtime.group(stage.axes)) if isinstance(stage, Transfer) else [stage]
     if debug.enabled():
         calls.insert(0, partial(_compared, plan, runtime))
     if len(calls) == 1:
         return calls[0]
 
     def run_all(x: Tensor) -> Tensor:
+        held = [x]
+        del x  # each call takes over what it is given, so that what is not needed any more is not held either
         for call in calls:
-            x = call(x)
-        return x
+            held.append(call(held.pop()))
+        return held.pop()
 
     return run_all
 
@@ -95,29 +99,34 @@ def stages_of(plan: Plan, coordinate: Coordinate) -> tuple[Stage, ...]:
     return tuple(stage for stage in found if stage is not None)
 
 
-def _transfer(transfer: Transfer, group: Group) -> Local:
-    pack, unpack, send_all = transfer.pack, transfer.unpack, _collective(transfer, group)
+def _transfer(transfer: Transfer, group: Group) -> list[Local]:
+    return [transfer.pack, _told(transfer, _collective(transfer, group)), transfer.unpack]
+
+
+def _told(transfer: Transfer, send_all: Local) -> Local:
+    """The collective, and whoever listens is told of it first."""
 
     def call(x: Tensor) -> Tensor:
         if LISTENERS:
             emit(transfer.collective, transfer.mesh, transfer.axes, transfer.received * x.itemsize)
-        return unpack(send_all(pack(x)))
+        return send_all(x)
 
     return call
 
 
 def _collective(transfer: Transfer, group: Group) -> Local:
+    send, recv, op = transfer.send, transfer.recv, transfer.op
     match transfer.collective:
         case "all_gather":
-            return partial(transport.all_gather, sizes=transfer.recv, group=group)
+            return lambda x: transport.all_gather(x, recv, group)
         case "all_to_all":
-            return partial(transport.all_to_all, send=transfer.send, recv=transfer.recv, group=group)
+            return lambda x: transport.all_to_all(x, send, recv, group)
         case "reduce_scatter":
-            assert transfer.op is not None
-            return partial(transport.reduce_scatter, send=transfer.send, op=transfer.op, group=group)
+            assert op is not None
+            return lambda x: transport.reduce_scatter(x, send, op, group)
         case "all_reduce":
-            assert transfer.op is not None
-            return partial(transport.all_reduce, op=transfer.op, group=group)
+            assert op is not None
+            return lambda x: transport.all_reduce(x, op, group)
 
 
 def _simulate(plan: Plan, x: Tensor) -> Tensor:

@@ -77,6 +77,7 @@ def reduce_scatter(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -
         return _wait(_c10d.reduce_scatter_tensor(pieces, op, len(send), group.name))
     n, own = len(send), send[group.index]
     pieces = all_to_all(x, send, [own] * n, group)
+    del x
     return reduce(pieces.view(n, own), op)
 
 
