@@ -65,11 +65,13 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
 def message(found: Plan, at: Coordinate) -> int:
     """The largest message: all that the rank gives to one collective, or gets of it."""
     transfers = [stage for stage in stages_of(found, at) if isinstance(stage, Transfer)]
-    sizes = [
-        max(sum(t.send) * (len(t.ranks) if t.collective == "all_gather" else 1), sum(t.recv), len(t.ranks) * sum(t.recv) * (t.collective == "reduce_scatter"))
-        for t in transfers
-    ]
+    sizes = [max(sum(t.send) * copies(t), sum(t.recv), t.received + t.send[t.index % len(t.send)]) for t in transfers]
     return max(sizes, default=0)
+
+
+def copies(transfer: Transfer) -> int:
+    """What is gathered goes to each rank."""
+    return len(transfer.ranks) if transfer.collective == "all_gather" else 1
 
 
 def most_held(found: Plan, x: Tensor) -> int:

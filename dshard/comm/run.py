@@ -94,39 +94,42 @@ def _compared(plan: Plan, runtime: Runtime, x: Tensor) -> Tensor:
 @lru_cache(maxsize=65536)
 def stages_of(plan: Plan, coordinate: Coordinate) -> tuple[Stage, ...]:
     """What the rank at `coordinate` does, in order; axes of one rank fall out."""
-    steps = zip(plan.steps, plan.layouts(), strict=True)
-    found = (compile_step(step, layout, plan.shape, coordinate) for step, layout in steps)
-    return tuple(stage for stage in found if stage is not None)
+    found: list[Stage] = []
+    for step, layout in zip(plan.steps, plan.layouts(), strict=True):
+        stage = compile_step(step, layout, plan.shape, coordinate, owned=bool(found))
+        if stage is not None:
+            found.append(stage)
+    return tuple(found)
 
 
 def _transfer(transfer: Transfer, group: Group) -> list[Local]:
-    return [transfer.pack, _told(transfer, _collective(transfer, group)), transfer.unpack]
-
-
-def _told(transfer: Transfer, send_all: Local) -> Local:
-    """The collective, and whoever listens is told of it first."""
+    first, *others = _collective(transfer, group)
 
     def call(x: Tensor) -> Tensor:
         if LISTENERS:
             emit(transfer.collective, transfer.mesh, transfer.axes, transfer.received * x.itemsize)
-        return send_all(x)
+        return first(x)
 
-    return call
+    return [transfer.pack, call, *others, transfer.unpack]
 
 
-def _collective(transfer: Transfer, group: Group) -> Local:
+def _collective(transfer: Transfer, group: Group) -> list[Local]:
+    """The collective, and what is then done here: apart, so that what was sent is let go first."""
     send, recv, op = transfer.send, transfer.recv, transfer.op
     match transfer.collective:
         case "all_gather":
-            return lambda x: transport.all_gather(x, recv, group)
+            return [partial(transport.all_gather, sizes=recv, group=group)]
         case "all_to_all":
-            return lambda x: transport.all_to_all(x, send, recv, group)
+            return [partial(transport.all_to_all, send=send, recv=recv, group=group)]
         case "reduce_scatter":
             assert op is not None
-            return lambda x: transport.reduce_scatter(x, send, op, group)
+            return [
+                partial(transport.exchange_terms, send=send, op=op, group=group),
+                partial(transport.reduced, size=send[group.index], op=op),
+            ]
         case "all_reduce":
             assert op is not None
-            return lambda x: transport.all_reduce(x, op, group)
+            return [partial(transport.all_reduce, op=op, group=group)]
 
 
 def _simulate(plan: Plan, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
 from math import prod
 from typing import Literal
 
@@ -53,8 +53,13 @@ class Transfer:
     unpack: Local
 
 
-def compile_step(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> Local | Transfer | None:
-    """What the rank at `coordinate` does for `step`: local work, a transfer, or nothing on an axis of one rank."""
+def compile_step(
+    step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate, *, owned: bool = False
+) -> Local | Transfer | None:
+    """What the rank at `coordinate` does for `step`: local work, a transfer, or nothing on an axis of one rank.
+
+    An `owned` tensor was made on the way, and may be written to.
+    """
     mesh = layout.mesh
     axes = axes_of(step)
     ranks = mesh.group(axes, coordinate)
@@ -67,7 +72,7 @@ def compile_step(step: Step, layout: Layout, shape: Sequence[int], coordinate: C
             part = inside(dst.region(shape, coordinate), layout.region(shape, coordinate))
             return lambda x: view_of(x, part).clone(memory_format=torch.contiguous_format)
         case Pend(axis, op):
-            return _term(op, coordinate[mesh.axis(axis)] == 0)
+            return _term(op, coordinate[mesh.axis(axis)] == 0, owned)
         case AllGather():
             collective: Collective = "all_gather"
         case ReduceScatter() | ReduceExchange():
@@ -92,15 +97,19 @@ def compile_step(step: Step, layout: Layout, shape: Sequence[int], coordinate: C
     )
 
 
-def _term(op: ReduceOp, first: bool) -> Local:
+def _term(op: ReduceOp, first: bool, owned: bool) -> Local:
     """Replicate -> Partial(op): the terms reduce to the value, exactly, in any dtype."""
     match op:
-        case "sum":
-            return torch.clone if first else torch.zeros_like
-        case "product":
-            return torch.clone if first else torch.ones_like
-        case "avg" | "max" | "min":
-            return torch.clone
+        case "sum" if not first:
+            return Tensor.zero_ if owned else torch.zeros_like
+        case "product" if not first:
+            return partial(Tensor.fill_, value=1) if owned else torch.ones_like
+        case _:
+            return _same if owned else torch.clone
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _pack(pieces: Sequence[Region], shape: Shape) -> Local:
@@ -109,11 +118,15 @@ def _pack(pieces: Sequence[Region], shape: Shape) -> Local:
     span = _span(full, shape)
     if span is not None:
         return lambda x: x.reshape(-1)[span.start : span.stop]
-    dim = _split_dim(full, shape)
-    if dim is not None:
-        sizes = [len(piece[dim]) for piece in full]
-        return lambda x: torch.cat([part.reshape(-1) for part in x.split(sizes, dim)])
-    return lambda x: torch.cat([view_of(x, piece).reshape(-1) for piece in full])
+    sizes, shapes = [numel(piece) for piece in full], [tuple(map(len, piece)) for piece in full]
+
+    def gather(x: Tensor) -> Tensor:
+        out = x.new_empty(sum(sizes))
+        for part, piece, size in zip(out.split(sizes), full, shapes, strict=True):
+            part.view(size).copy_(view_of(x, piece))
+        return out
+
+    return gather
 
 
 def _unpack(pieces: Sequence[Region], shape: Shape) -> Local:
@@ -122,10 +135,6 @@ def _unpack(pieces: Sequence[Region], shape: Shape) -> Local:
     if _span(full, shape) is not None:
         return lambda flat: flat.view(shape)
     sizes, shapes = [numel(piece) for piece in full], [tuple(map(len, piece)) for piece in full]
-    dim = _split_dim(full, shape)
-    if dim is not None:
-        return lambda flat: torch.cat([p.view(s) for p, s in zip(flat.split(sizes), shapes, strict=True)], dim)
-
     def place(flat: Tensor) -> Tensor:
         out = flat.new_empty(shape)
         for part, piece, size in zip(flat.split(sizes), full, shapes, strict=True):
@@ -151,21 +160,6 @@ def _span(pieces: Sequence[Region], shape: Shape) -> range | None:
             return None
         found = range(found.start if found else start, start + numel(piece))
     return found
-
-
-def _split_dim(pieces: Sequence[Region], shape: Shape) -> int | None:
-    """The dim along which the pieces follow each other and make up the whole of `shape`, or None if they do otherwise.
-
-    >>> _split_dim([(range(0, 2), range(3)), (range(2, 3), range(3))], (3, 3))
-    0
-    """
-    for dim, size in enumerate(shape):
-        others = all(len(piece[d]) == n for piece in pieces for d, n in enumerate(shape) if d != dim)
-        ends = [0, *accumulate(len(piece[dim]) for piece in pieces)]
-        starts = all(piece[dim].start == end for piece, end in zip(pieces, ends, strict=False))
-        if others and starts and ends[-1] == size:
-            return dim
-    return None
 
 
 def view_of(x: Tensor, region: Region) -> Tensor:

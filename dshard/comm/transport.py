@@ -72,13 +72,20 @@ def reduce_scatter(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -
     Where the backend has no reduce_scatter of its own, or the pieces differ in size, the pieces are exchanged and
     reduced here: the same bytes, and half precision is summed in single.
     """
+    return reduced(exchange_terms(x, send, op, group), send[group.index], op)
+
+
+def exchange_terms(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -> Tensor:
+    """Flat pieces for each rank -> the terms of this rank's piece, or their reduction where the backend has made it."""
     if group.backend == "nccl" and len(set(send)) == 1 and _reduces(x, op, group):
         pieces = x if group.slots is None else to_slots(x, send, group.slots)
         return _wait(_c10d.reduce_scatter_tensor(pieces, op, len(send), group.name))
-    n, own = len(send), send[group.index]
-    pieces = all_to_all(x, send, [own] * n, group)
-    del x
-    return reduce(pieces.view(n, own), op)
+    return all_to_all(x, send, [send[group.index]] * len(send), group)
+
+
+def reduced(terms: Tensor, size: int, op: ReduceOp) -> Tensor:
+    """What `exchange_terms` gave -> the reduction, of `size` elements."""
+    return terms if terms.numel() == size else reduce(terms.view(-1, size), op)
 
 
 def all_reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
@@ -142,8 +149,7 @@ def reduce(terms: Tensor, op: ReduceOp) -> Tensor:
         case "avg":
             total = wide.sum(0)  # whole numbers and truth values are summed in int64
             exact = dtype.is_floating_point or dtype.is_complex
-            mean = total / len(terms) if exact else torch.div(total, len(terms), rounding_mode="floor")
-            return mean.to(dtype)
+            return total.div_(len(terms), rounding_mode=None if exact else "floor").to(dtype)
         case "max" | "min":
             if dtype.is_complex:
                 raise ShapeError(f"a pending {op} of {dtype}: complex numbers have no order; use sum, avg or product")
