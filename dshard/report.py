@@ -19,7 +19,7 @@ from rich.text import Text
 
 from dshard.demo import Progress, Row, Settings
 from dshard.parallel.search import MeshChoice
-from dshard.redistribute import Plan, describe
+from dshard.redistribute import Plan, describe, plan_of_fewest_bytes
 from dshard.redistribute.price import busiest, step_seconds
 from dshard.tables import human_bytes
 from dshard.topology import Topology
@@ -133,7 +133,24 @@ def plan_table(moved: Plan, itemsize: int, topology: Topology) -> Group:
     table.add_section()
     total = human_bytes(moved.busiest() * itemsize)
     table.add_row("total", "", "", total, f"{moved.seconds * 1e6:.1f}")
-    return Group(title, table)
+    return Group(title, table, *_more_bytes(moved, itemsize, topology))
+
+
+def _more_bytes(moved: Plan, itemsize: int, topology: Topology) -> list[Text]:
+    """What a plan moves that another would not, and how to ask for that one."""
+    fewest = plan_of_fewest_bytes(moved, itemsize, topology)
+    more, least = moved.busiest() * itemsize, fewest.busiest() * itemsize
+    if more <= least:
+        return []
+    less = f"{more / least:.2f} times as much, in less time" if least else "in less time"
+    return [
+        Text(
+            f"The plan of fewest bytes brings {human_bytes(least)} to the busiest rank and takes "
+            f"{fewest.seconds * 1e6:.1f} us here; this one brings {human_bytes(more)}, {less}. "
+            "Ask for the other with --topology bytes, or use_topology(BYTES).",
+            style="dim",
+        )
+    ]
 
 
 def plan_rows(moved: Plan, itemsize: int, topology: Topology) -> list[dict[str, Any]]:

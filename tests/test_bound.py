@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 from statistics import geometric_mean
 
@@ -10,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard import Layout, Mesh, Partial, Replicate, Shard
+from dshard.cli import main
 from dshard.layout import parse_layout
-from dshard.redistribute import plan
+from dshard.redistribute import plan, plan_of_fewest_bytes
 from dshard.redistribute.bound import lower_bound
-from dshard.testing import layouts, meshes, shapes
-from dshard.topology import BYTES, FLAT_CPU
+from dshard.testing import layouts, meshes, redistributions, shapes
+from dshard.topology import BYTES, FLAT_CPU, FLAT_CUDA
 
 WORDS = (Replicate(), Partial(), Shard(0), Shard(1))
 
@@ -112,6 +114,32 @@ def test_no_plan_is_below_the_bound(data):
     src, dst = data.draw(layouts(mesh, len(shape))), data.draw(layouts(mesh, len(shape)))
 
     assert mean_received(src, dst, shape) >= lower_bound(src, dst, shape) or dst.partial_axes()
+
+
+@given(redistributions(), st.sampled_from([FLAT_CPU, FLAT_CUDA]))
+def test_more_bytes_are_moved_to_save_time_alone(case, topology):
+    moved = plan(*case, 4, topology)
+
+    fewest = plan_of_fewest_bytes(moved, 4, topology)
+
+    assert (fewest.src, fewest.dst) == case[:2]
+    assert fewest.busiest() <= moved.busiest()
+    assert fewest.seconds >= moved.seconds * (1 - 1e-9)
+
+
+def test_a_plan_of_more_bytes_says_so_and_the_other_can_be_had(capsys):
+    ends = ["--from", "dp:P(sum) tp:S(0)", "--to", "dp:R tp:S(1)"]
+    call = ["plan", "redistribute", "--mesh", "dp=2,tp=4", "--shape", "2048x2048", "--itemsize", "4", *ends]
+
+    main(call)
+    said = " ".join(capsys.readouterr().out.split())
+    main([*call, "--topology", "bytes", "--json"])
+    fewest = json.loads(capsys.readouterr().out)
+
+    assert "The plan of fewest bytes brings 5.5 MiB to the busiest rank" in said
+    assert "this one brings 7 MiB, 1.27 times as much, in less time" in said
+    assert "Ask for the other with --topology bytes, or use_topology(BYTES)." in said
+    assert sum(step["nbytes"] for step in fewest["steps"]) == 5.5 * 2**20
 
 
 def test_known_bounds():

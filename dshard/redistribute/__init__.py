@@ -1,6 +1,6 @@
 """From one layout to another: steps as values, their price, and the cheapest sequence of them."""
 
-from dshard.redistribute.plan import Plan, plan
+from dshard.redistribute.plan import Plan, plan, plan_of_fewest_bytes
 from dshard.redistribute.step import (
     AllGather,
     AllReduce,
@@ -42,5 +42,6 @@ __all__ = [
     "messages_received",
     "numel",
     "plan",
+    "plan_of_fewest_bytes",
     "received",
 ]

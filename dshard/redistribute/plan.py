@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
 from math import prod
@@ -34,7 +34,7 @@ from dshard.redistribute.step import (
     reduce_exchange_to,
     steps_from,
 )
-from dshard.topology import Topology
+from dshard.topology import BYTES, Topology
 
 MAX_STATES = 4000
 """A search that has settled this many layouts gives up."""
@@ -94,13 +94,25 @@ def plan(
     """The cheapest plan from `src` to `dst` for a tensor of global `shape` with elements of `itemsize` bytes.
 
     A lean plan never holds more than the larger of the two local tensors, and one message; with `lean=False` a plan
-    that holds more on the way is taken where it is cheaper. On `dshard.topology.BYTES` the plan is the one of fewest bytes.
+    that holds more on the way is taken where it is cheaper. The plan that moves the fewest bytes is the one on `BYTES`.
 
     Raises:
         MeshError: the layouts lie on different meshes.
         LayoutError: a layout shards a dim that the tensor does not have.
     """
     return _plan(src, dst, tuple(shape), itemsize, topology, lean)
+
+
+def plan_of_fewest_bytes(moved: Plan, itemsize: int, topology: Topology) -> Plan:
+    """The plan that `BYTES` chooses between the same layouts, with its seconds on `topology`.
+
+    It is what latency and local copies are weighed against: `moved` takes no longer there, but may move more bytes.
+    """
+    found = plan(moved.src, moved.dst, moved.shape, itemsize, BYTES)
+    pairs = zip(found.steps, found.layouts(), strict=True)
+    return replace(
+        found, seconds=sum(step_seconds(step, layout, moved.shape, itemsize, topology) for step, layout in pairs)
+    )
 
 
 @lru_cache(maxsize=16384)

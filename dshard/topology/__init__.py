@@ -8,7 +8,6 @@ have; `files` JSON.
 from __future__ import annotations
 
 from functools import lru_cache
-from math import inf
 
 from dshard.topology.model import Topology
 from dshard.topology.presets import CPU, CUDA, PRESETS, Backend
@@ -33,7 +32,7 @@ __all__ = [
 FLAT_CPU = Topology.flat(2e9, 50e-6, name="flat-cpu", device=CPU, backend="gloo", source="round figures")
 FLAT_CUDA = Topology.flat(1e11, 10e-6, name="flat-cuda", device=CUDA, backend="nccl", source="round figures")
 
-BYTES = Topology.flat(1.0, name="bytes", device=Device("none", (("float32", 1.0),), inf, 0.0))
+BYTES = Topology.preset("bytes")
 """On this network a plan's seconds are the bytes that its busiest rank receives: the cheapest moves the fewest."""
 
 

@@ -8,7 +8,7 @@ those of one step of a ring in NCCL's own model (src/graph/tuning.cc, ring, LL12
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
+from math import inf, prod
 from typing import Literal, NamedTuple, TypeAlias
 
 from dshard.errors import TopologyError
@@ -174,6 +174,13 @@ def _half(name: str, ranks: int | None) -> int:
     return (ranks or 8) // 2
 
 
+def _bytes(nodes: int, ranks: int | None) -> Parts:
+    """No machine: a network on which bytes take time and nothing else does, so that the cheapest moves the fewest."""
+    source = "a byte that a rank receives takes a second; messages, copies and local work take none"
+    device = Device("none", flops=(("float32", 1.0),), memory_bandwidth=inf, launch=0.0)
+    return Parts((Layer("rank", None if ranks is None else nodes * ranks, group_bandwidth=1.0),), device, "gloo", source)
+
+
 PRESETS: dict[str, Callable[[int, int | None], Parts]] = {
     "cpu": _cpu,
     "pcie": _pcie,
@@ -182,6 +189,7 @@ PRESETS: dict[str, Callable[[int, int | None], Parts]] = {
     "dgx-h100": _dgx_h100,
     "gb200-nvl72": _gb200_nvl72,
     "tpu-torus": _tpu_torus,
+    "bytes": _bytes,
 }
 
 
