@@ -7,7 +7,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from io import StringIO
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -18,16 +21,71 @@ from rich.table import Table
 from rich.text import Text
 
 from dshard.demo import Progress, Row, Settings
+from dshard.errors import NotationError
+from dshard.explain import Explanation, Report
+from dshard.explain.values import NOTHING, figures
 from dshard.parallel.search import MeshChoice
 from dshard.redistribute import Plan, describe, plan_of_fewest_bytes
 from dshard.redistribute.price import busiest, step_seconds
 from dshard.tables import human_bytes
 from dshard.topology import Topology
+from dshard.trace import HEADINGS, Trace
 
 
-def show(value: RenderableType) -> None:
-    """Print to the user; in colour on a terminal only."""
-    Console().print(value)
+def show(value: Drawing) -> None:
+    """Print to the user; in colour on a terminal only, and never folded where there is none."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, WIDE)
+    console.print(value)
+
+
+Drawing: TypeAlias = RenderableType
+"""What can be shown or exported."""
+
+WIDE = 128
+"""Columns of what is exported, and of what is printed to no terminal."""
+
+
+def export(
+    value: Report | Explanation | Trace | Drawing, path: str | PathLike[str], *, form: str | None = None
+) -> None:
+    """Write what `explain`, `trace` or a table says to a file: "html", "svg" or "txt", or "json" for machines.
+
+    The form is the file's ending unless given.
+
+    Raises:
+        NotationError: another form, or "json" for a table, which has no data.
+    """
+    file = Path(path)
+    form = form or file.suffix.removeprefix(".")
+    if form == "json" and isinstance(value, Report | Explanation | Trace):
+        file.write_text(value.to_json())
+        return
+    console = Console(record=True, file=StringIO(), width=WIDE)
+    console.print(drawn(value))
+    match form:
+        case "html":
+            console.save_html(str(file))
+        case "svg":
+            console.save_svg(str(file), title="dshard")
+        case "txt":
+            console.save_text(str(file))
+        case _:
+            raise NotationError(f"cannot write {str(file)!r}: use a name that ends in .html, .svg, .txt or .json")
+
+
+def drawn(value: Report | Explanation | Trace | Drawing) -> Drawing:
+    """Tables of what `explain` or `trace` found."""
+    match value:
+        case Report(operators):
+            return Group(*map(explanation_table, operators)) if operators else Text(NOTHING)
+        case Explanation():
+            return explanation_table(value)
+        case Trace():
+            return trace_table(value)
+        case _:
+            return value
 
 
 def error(message: str) -> None:
@@ -115,9 +173,9 @@ def count(n: int, thing: str) -> str:
     return f"{n:,} {thing}" if n == 1 else f"{n:,} {thing}s"
 
 
-def plan_table(moved: Plan, itemsize: int, topology: Topology) -> Group:
+def plan_table(moved: Plan, itemsize: int, topology: Topology, why: str = "as given") -> Group:
     """The steps of one redistribution, with what each brings to the busiest rank."""
-    title, table = _titled(f"[{moved.src}] -> [{moved.dst}]  of {moved.shape} on {topology.name}")
+    title, table = _titled(f"[{moved.src}] -> [{moved.dst}]  of {moved.shape}\ntopology {topology}; {why}")
     for heading in ("step", "axes", "from -> to"):
         table.add_column(heading)
     for heading in ("received", "predicted us"):
@@ -164,9 +222,9 @@ def plan_rows(moved: Plan, itemsize: int, topology: Topology) -> list[dict[str, 
     return found
 
 
-def meshes_table(choices: Sequence[MeshChoice], topology: Topology) -> Group:
+def meshes_table(choices: Sequence[MeshChoice], topology: Topology, why: str = "as given") -> Group:
     """Meshes for a transformer, the cheapest first."""
-    title, table = _titled(f"Meshes for one training step on {topology.name}, communication alone")
+    title, table = _titled(f"Meshes for one training step, communication alone\ntopology {topology}; {why}")
     table.add_column("mesh")
     table.add_column("name")
     for heading in ("ms", "ms on d1", "ms on d2", "received"):
@@ -185,6 +243,35 @@ def topology_table(topology: Topology) -> Group:
     for layer in topology.layers:
         ranks = "any" if layer.ranks is None else str(layer.ranks)
         table.add_row(layer.name, ranks, f"{layer.group_bandwidth / 1e9:g}", f"{layer.latency * 1e6:g}")
+    return Group(title, table)
+
+
+_NUMBERS = ("count", "received", "predicted ms", "measured ms")
+
+
+def explanation_table(found: Explanation, legend: str = "") -> Group:
+    """The candidates of one operator, the chosen one marked, and why it was."""
+    title, table = _titled("\n".join(found.head()))
+    table.add_column("", no_wrap=True)
+    table.add_column("axes, layouts")
+    for heading in ("received", "mes-\nsages", "peak", "gather\nus", "compute\nus", "reduce\nus", "x\nbound"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for candidate in found.candidates:
+        chosen = candidate is found.chosen
+        layouts = candidate.placements.replace(", ", "\n  ").replace(" -> ", "\n  -> ")
+        what = Text.assemble((candidate.name, "bold"), (f"\n  {layouts}", "" if chosen else "dim"))
+        table.add_row("*" if chosen else "", what, *figures(candidate), style="green" if chosen else "")
+    foot = [*found.foot(), *([legend] if legend else [])]
+    return Group(title, table, Text("\n".join(foot)), Text(""))
+
+
+def trace_table(found: Trace) -> Group:
+    """What ran, by operator, collective, axis and module."""
+    title, table = _titled(f"{count(len(found.events), 'collective')}, {human_bytes(found.nbytes)} received")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", overflow="fold")
+    for row in found.rows():
+        table.add_row(*map(escape, row))
     return Group(title, table)
 
 

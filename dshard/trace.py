@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from time import perf_counter
+from typing import Any
 
-from dshard.comm import Event, listen
+from dshard.comm import Event, listen, runtime_of
 from dshard.cost import collective_seconds
 from dshard.errors import LayoutError
 from dshard.ops.observe import Decision, observing
 from dshard.ops.settings import current
+from dshard.ops.where import Modules, user_line
 from dshard.tables import human_bytes, text_table
 from dshard.topology import COLLECTIVES
-
-_OWN = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
     """One collective: the operator that needed it, its mesh axes, bytes received by this rank, and where it was asked.
 
-    `seconds` are what the topology predicts, `at` the seconds since the trace began.
+    `seconds` are what the topology predicts, `measured` those that it took, where they were asked for; `at` is when it
+    began, in seconds since the trace did. `module` is the path of the module that ran, forward or backward: "Net.fc.1".
     """
 
     op: str
@@ -36,14 +35,23 @@ class Traced:
     seconds: float
     line: str
     at: float
+    module: str = ""
+    measured: float | None = None
+
+
+HEADINGS = ("operator", "collective", "axis", "count", "received", "predicted ms", "measured ms", "module", "line")
 
 
 @dataclass(slots=True)
 class Trace:
-    """The collectives that ran within a `trace()` block, in order, and the operators that were called."""
+    """The collectives that ran within a `trace()` block, in order, and the operators that were called.
+
+    `rank` is the one that recorded it; 0 where all ranks are simulated.
+    """
 
     events: list[Traced] = field(default_factory=list)
     operators: list[str] = field(default_factory=list)
+    rank: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -51,64 +59,89 @@ class Trace:
         return sum(event.nbytes for event in self.events)
 
     def by(self, field_name: str) -> dict[str, tuple[int, int]]:
-        """Collectives and bytes for each value of a field of the events: "axis", "op", "collective" or "line"."""
+        """Collectives and bytes for each value of a field of the events: "axis", "op", "module", "line", ..."""
         totals: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         for event in self.events:
             count, nbytes = totals[getattr(event, field_name)]
             totals[getattr(event, field_name)] = count + 1, nbytes + event.nbytes
         return dict(totals)
 
-    def summary(self) -> str:
-        """A table of what ran, by operator, collective and axis, with totals."""
-        rows: dict[tuple[str, str, str, str], list[float]] = {}
+    def rows(self) -> list[list[str]]:
+        """What ran, by operator, collective, axis, module and line, with totals: cells under `HEADINGS`."""
+        groups: defaultdict[tuple[str, ...], list[Traced]] = defaultdict(list)
         for event in self.events:
-            row = rows.setdefault((event.op, event.collective, event.axis, event.line), [0, 0, 0.0])
-            row[0], row[1], row[2] = row[0] + 1, row[1] + event.nbytes, row[2] + event.seconds
-        cells = [
-            [op, collective, axis, str(int(count)), human_bytes(nbytes), f"{seconds * 1e3:.3f}", line]
-            for (op, collective, axis, line), (count, nbytes, seconds) in rows.items()
-        ]
-        seconds = sum(event.seconds for event in self.events)
-        cells.append(["total", "", "", str(len(self.events)), human_bytes(self.nbytes), f"{seconds * 1e3:.3f}", ""])
-        return text_table(["operator", "collective", "axis", "count", "received", "predicted ms", "line"], cells)
+            groups[event.op, event.collective, event.axis, event.module, event.line].append(event)
+        total = ("total", "", "", "", "")
+        return [_row(key, events) for key, events in groups.items()] + [_row(total, self.events)]
+
+    def summary(self) -> str:
+        """The rows as a table; columns that are empty throughout are left out."""
+        rows = self.rows()
+        kept = [i for i, heading in enumerate(HEADINGS) if heading not in OPTIONAL or any(row[i] for row in rows)]
+        return text_table([HEADINGS[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
     def to_json(self) -> str:
         """The events as JSON."""
-        return json.dumps({"events": [asdict(event) for event in self.events], "nbytes": self.nbytes})
+        events = [asdict(event) for event in self.events]
+        return json.dumps({"rank": self.rank, "events": events, "nbytes": self.nbytes})
 
     def to_chrome(self) -> str:
-        """The events in the Chrome trace format: open it in a browser's about:tracing or in Perfetto.
+        """The events in the Chrome trace format, to be opened in Perfetto or a browser's about:tracing.
 
-        Each event begins when it ran and lasts as long as the topology predicts; one row for each mesh axis.
+        A process for this rank, a thread for each mesh axis. Each event lasts as long as was measured, or else as the
+        topology predicts.
         """
-        rows = [
-            {
-                "name": f"{event.collective} ({event.op})",
-                "ph": "X",
-                "ts": event.at * 1e6,
-                "dur": event.seconds * 1e6,
-                "pid": 0,
-                "tid": event.axis,
-                "args": {"bytes": event.nbytes, "line": event.line},
-            }
-            for event in self.events
-        ]
-        return json.dumps({"traceEvents": rows})
+        threads = {axis: i for i, axis in enumerate(dict.fromkeys(event.axis for event in self.events))}
+        names = [self._name("process_name", 0, f"rank {self.rank}")]
+        names += [self._name("thread_name", i, f"axis {axis}") for axis, i in threads.items()]
+        return json.dumps({"traceEvents": names + [self._slice(event, threads[event.axis]) for event in self.events]})
+
+    def _name(self, kind: str, thread: int, name: str) -> dict[str, Any]:
+        return {"name": kind, "ph": "M", "ts": 0, "pid": self.rank, "tid": thread, "args": {"name": name}}
+
+    def _slice(self, event: Traced, thread: int) -> dict[str, Any]:
+        measured = {} if event.measured is None else {"measured us": event.measured * 1e6}
+        where = {"module": event.module, "line": event.line}
+        return {
+            "name": f"{event.collective} ({event.op})",
+            "cat": event.collective,
+            "ph": "X",
+            "ts": event.at * 1e6,
+            "dur": (event.seconds if event.measured is None else event.measured) * 1e6,
+            "pid": self.rank,
+            "tid": thread,
+            "args": {"bytes": event.nbytes, "predicted us": event.seconds * 1e6, **measured, **where},
+        }
 
     def __str__(self) -> str:
         return self.summary()
 
 
+OPTIONAL = ("measured ms", "module")
+
+
+def _row(key: tuple[str, ...], events: list[Traced]) -> list[str]:
+    op, collective, axis, module, line = key
+    nbytes = human_bytes(sum(event.nbytes for event in events))
+    measured = [event.measured for event in events if event.measured is not None]
+    seconds = (f"{sum(event.seconds for event in events) * 1e3:.3f}", f"{sum(measured) * 1e3:.3f}" if measured else "")
+    return [op, collective, axis, str(len(events)), nbytes, *seconds, module, line]
+
+
 @contextmanager
-def trace() -> Iterator[Trace]:
+def trace(*, measure: bool = False) -> Iterator[Trace]:
     """Record the operators and collectives that run within the block.
+
+    With `measure` each collective is timed: its ranks wait for each other, then for its end, on the device too. That
+    perturbs what it measures: nothing overlaps with computation any more, and the steps of a program take longer than
+    without. All ranks must measure or none. Simulated ranks are not measured.
 
     >>> with trace() as t:
     ...     pass
     >>> t.events, t.nbytes
     ([], 0)
     """
-    found, stack, begin = Trace(), ["?"], perf_counter()
+    found, stack, modules, begin = Trace(), ["?"], Modules(), perf_counter()
 
     @contextmanager
     def on_operator(decision: Decision) -> Iterator[None]:
@@ -122,11 +155,24 @@ def trace() -> Iterator[Trace]:
             stack.pop()
 
     def on_event(event: Event) -> None:
-        seconds = _predicted(event)
-        at = perf_counter() - begin
-        found.events.append(Traced(stack[-1], event.collective, event.axis, event.nbytes, seconds, user_line(), at))
+        at = perf_counter() - begin - (event.measured or 0.0)
+        runtime = runtime_of(event.mesh)
+        found.rank = 0 if runtime is None else runtime.rank
+        found.events.append(
+            Traced(
+                stack[-1],
+                event.collective,
+                event.axis,
+                event.nbytes,
+                _predicted(event),
+                user_line(),
+                at,
+                modules.current(),
+                event.measured,
+            )
+        )
 
-    with observing(on_operator), listen(on_event):
+    with observing(on_operator), listen(on_event, measure=measure), modules.followed():
         yield found
 
 
@@ -136,19 +182,6 @@ def _predicted(event: Event) -> float:
         return collective_seconds(event.collective, event.nbytes, event.mesh, axes, topology)
     link = topology.link(event.mesh, axes)
     return link.latency + event.nbytes / link.bandwidth
-
-
-def user_line() -> str:
-    """The innermost line of the running program that lies neither in dshard nor in torch: "file:number"."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not (name.startswith((_OWN, "<")) or "/torch/" in name or "contextlib" in name):
-            return f"{name}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return "?"
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""explain, trace and strict: every choice is shown with its price, every collective with its operator and line."""
+"""explain: every choice is shown with its price and why it was taken, on a mesh that need not exist."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,22 +14,28 @@ import torch.nn.functional as F
 
 from dshard import (
     DeviceMesh,
+    DShardError,
     Layout,
     LayoutError,
     Mesh,
+    NotationError,
     Partial,
     Replicate,
+    ShapeError,
     Shard,
     Topology,
+    TopologyError,
     cache_info,
     distribute_tensor,
     explain,
     init_device_mesh,
-    strict,
     trace,
     use_topology,
 )
+from dshard.explain import describe_tensor, explain_matmul, explain_source
 from dshard.ops.matmul.bound import matmul_lower_bound
+from dshard.ops.settings import clear_caches
+from dshard.report import export
 from dshard.testing import distribute, simulated
 
 MESH = Mesh((4, 2), ("dp", "tp"))
@@ -71,7 +78,7 @@ class TestExplain:
     def test_it_can_be_read_by_people_and_by_machines(self):
         report = explain(F.linear, *row_parallel())
 
-        assert "chosen: dp:_0 tp:k, the cheapest; " in str(report)
+        assert "chosen: dp:_0 tp:k, the cheapest of 4; dp:_0 would take" in str(report)
         assert json.loads(report.to_json())[0]["chosen"]["name"] == report.chosen.name
 
     def test_the_topology_decides(self):
@@ -92,6 +99,250 @@ class TestExplain:
         assert explain(F.gelu, row_parallel()[0]).chosen.bound_ratio is None
 
 
+class TestTopology:
+    """The topology is always named, and how it came to be used."""
+
+    def test_the_default_of_the_device_type(self):
+        (found,) = explain(F.linear, *row_parallel()).operators
+
+        assert (found.topology, found.topology_why) == ("flat-cpu", "the default for cpu ranks")
+        assert str(found).splitlines()[1] == "  topology flat-cpu: n x rank (2 GB/s); the default for cpu ranks"
+
+    def test_another_device_type(self):
+        mesh = Mesh((4, 2), ("dp", "tp"), device_type="cuda")
+        x = distribute_tensor(torch.empty(8, 8, device="meta"), mesh, [Shard(0), Replicate()])
+
+        (found,) = explain(torch.sigmoid, x).operators
+
+        assert (found.topology, found.topology_why) == ("flat-cuda", "the default for cuda ranks")
+
+    def test_one_that_was_chosen(self):
+        with use_topology(Topology.preset("dgx-a100")):
+            (found,) = explain(F.linear, *row_parallel()).operators
+
+        assert (found.topology, found.topology_why) == ("dgx-a100", "as use_topology says")
+        assert found.data()["network"] == "dgx-a100: 8 x gpu (300 GB/s)"
+
+    def test_one_that_is_chosen_for_a_part(self):
+        """What counts is the topology in use at the call, not at the end."""
+
+        def step(x, w):
+            with use_topology(Topology.preset("dgx-a100")):
+                y = F.linear(x, w)
+            return y.relu()
+
+        report = explain(step, *row_parallel())
+
+        assert [operator.topology for operator in report.operators] == ["dgx-a100", "flat-cpu"]
+
+
+class TestPlaces:
+    def test_each_operator_has_its_line(self):
+        def step(x, w):
+            y = F.linear(x, w)
+            return y.relu()
+
+        report = explain(step, *row_parallel())
+
+        lines = [operator.line for operator in report.operators]
+        first = step.__code__.co_firstlineno
+        assert lines == [f"{__file__}:{first + 1}", f"{__file__}:{first + 2}"]
+        assert str(report).startswith(f"linear   _0 k, n k -> _0 n   at {lines[0]}")
+
+    def test_nothing_distributed_is_said(self):
+        assert str(explain(torch.ones, 3)) == "no operator on distributed tensors was called"
+
+
+SIZES = (96, 40, 24)
+NODES = Topology.preset("dgx-a100", nodes=2)
+CUBE = Mesh((4, 2, 2), ("x", "y", "z"))
+
+
+class TestProduct:
+    def test_every_loop_and_storage_of_every_axis_is_a_candidate(self):
+        found = explain_matmul(*SIZES, CUBE, NODES)
+
+        assert len({c.name for c in found.candidates}) == len(found.candidates) == found.considered == 10**3
+        assert [c.seconds for c in found.candidates] == sorted(c.seconds for c in found.candidates)
+        assert found.chosen is found.candidates[0]
+
+    @pytest.mark.parametrize("p", [4, 8])
+    def test_bytes_are_those_of_the_closed_form(self, p):
+        """V = mk/(Pm Pk) (1 - 1/GA) + kn/(Pk Pn) (1 - 1/GB) + mn/(Pm Pn) ((1 - 1/GC) + 2/GC (1 - 1/H))."""
+        mesh, (m, k, n) = Mesh((p, 2), ("x", "y")), (64, 128, 256)
+        found = explain_matmul(m, k, n, mesh, Topology.flat(1e9), dtype=torch.float32)
+
+        for candidate in found.candidates:
+            loops = [word.partition(":")[2] for word in candidate.name.split()]
+            split = dict.fromkeys("mnk", 1)
+            gathered, reduced = {"A": 1, "B": 1, "C": 1}, 1
+            for loop, size in zip(loops, mesh.shape, strict=True):
+                if loop != "-":
+                    split[loop[0]] *= size
+                if "[" in loop:
+                    gathered[loop[2]] *= size
+                elif loop == "k":
+                    reduced *= size
+            a = m * k / split["m"] / split["k"] * (1 - 1 / gathered["A"])
+            b = k * n / split["k"] / split["n"] * (1 - 1 / gathered["B"])
+            c = (m * n / split["m"] / split["n"]) * (1 - 1 / gathered["C"] + 2 / gathered["C"] * (1 - 1 / reduced))
+            assert candidate.bytes_moved == 4 * (a + b + c), candidate.name
+
+    def test_one_copy_is_held_against_the_lower_bound(self):
+        every = explain_matmul(*SIZES, CUBE, NODES)
+        once = explain_matmul(*SIZES, CUBE, NODES, one_copy=True)
+
+        assert {c.name for c in once.candidates} == {c.name for c in every.candidates if c.one_copy}
+        assert once.considered == 6**3, "m, n or k, each with two ways to store the tensor that moves"
+        assert min(c.bound_ratio for c in once.candidates) >= 1
+        assert min(c.bound_ratio for c in every.candidates) == 0
+        assert f"of those that store each tensor once {once.chosen.name} is the cheapest" in every.why
+        assert all(
+            c.bytes_moved / c.bound_ratio == pytest.approx(2 * matmul_lower_bound(*SIZES, 16)) for c in once.candidates
+        )
+
+    def test_given_layouts_are_what_the_product_of_tensors_considers(self):
+        mesh = Mesh((4, 2), ("dp", "tp"))
+        a, b = Layout(mesh, (Shard(0), Shard(1))), Layout(mesh, (Replicate(), Shard(0)))
+        x, w = (distribute_tensor(torch.empty(64, 64, device="meta"), mesh, layout.placements) for layout in (a, b))
+
+        found = explain_matmul(64, 64, 64, mesh, a=a, b=b, dtype=torch.float32)
+        (run,) = explain(torch.matmul, x, w).operators
+
+        assert found.candidates == run.candidates
+        assert found.chosen == run.chosen
+        assert found.topology_why == "the default for cpu ranks"
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"a": Layout(CUBE, (Replicate(),) * 3)}, LayoutError, "only the layout of a is given: give both"),
+            ({"m": 0}, ShapeError, "a product of 0 x 40 by 40 x 24: all sizes must be above zero"),
+            ({"topology": Topology.preset("dgx-a100")}, TopologyError, "has rank 15, but the topology 'dgx-a100'"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, change, error, message):
+        asked = dict(zip("mkn", SIZES, strict=True)) | {"mesh": CUBE, "topology": NODES} | change
+
+        with pytest.raises(error, match=message):
+            explain_matmul(**asked)
+
+    def test_the_top_keeps_the_chosen_and_counts_the_rest(self):
+        found = explain_matmul(*SIZES, CUBE, NODES)
+        other = replace(found, chosen=found.candidates[500])
+
+        assert len(found.top(3).candidates) == 3
+        assert other.top(3).candidates[-1] is other.chosen
+        assert "996 dearer candidates are not shown" in str(other.top(3))
+
+    def test_4096_ranks_are_priced_without_a_process(self):
+        found = explain_matmul(65536, 8192, 28672, Mesh((16, 16, 16)), Topology.preset("dgx-h100", nodes=512))
+
+        assert found.considered == 1000
+        assert found.chosen.compute_seconds == min(c.compute_seconds for c in found.candidates if not c.bytes_moved)
+
+
+class TestSource:
+    MESH = Mesh((2, 4))
+
+    def tensors(self, *texts: str):
+        return dict(describe_tensor(text, self.MESH, torch.float32) for text in texts)
+
+    def test_an_expression(self):
+        report = explain_source("F.gelu(x @ w)", self.tensors("x: 64x32 S(0) R", "w: 32x16 R S(1)"))
+
+        assert [operator.op for operator in report.operators] == ["matmul", "aten.gelu.default"]
+        assert report.chosen.name == "d0:m d1:n"
+
+    def test_a_described_tensor_may_be_pending_ordered_and_of_a_dtype(self):
+        x = self.tensors("x: 64x32 P(sum) S(1)")["x"]
+        ids = self.tensors("ids: 64 int64 d0:S(0) d1:S(0); 0:d1,d0")["ids"]
+
+        assert (x.placements, x.dtype) == ((Partial("sum"), Shard(1)), torch.float32)
+        assert (str(ids.layout), ids.dtype, ids.to_local().shape) == ("d0:S(0) d1:S(0); 0:d1,d0", torch.int64, (8,))
+
+    def test_a_function_gets_the_tensors_it_names(self, tmp_path):
+        (tmp_path / "neighbour_of_step.py").write_text("scale = 2.0\n")
+        file = tmp_path / "steps.py"
+        file.write_text(
+            "from neighbour_of_step import scale\n\ndef step(x, w, bias=None):\n    y = x @ w\n    return y * scale\n"
+        )
+
+        report = explain_source(f"{file}:step", self.tensors("x: 64x32 S(0) R", "w: 32x16 R S(1)", "other: 4 R R"))
+
+        assert [(operator.op, operator.line) for operator in report.operators] == [
+            ("matmul", f"{file}:4"),
+            ("aten.mul.Tensor", f"{file}:5"),
+        ]
+
+    @pytest.mark.parametrize(
+        ("source", "error", "message"),
+        [
+            ("x @ v", NotationError, r"'x @ v': name 'v' is not defined; there are torch, F, x$"),
+            ("x @", NotationError, r"'x @' is no expression \(invalid syntax\): write one such as 'x @ w'"),
+            ("x @ x", DShardError, r"x @ x: RuntimeError: .*64"),
+            ("absent.py:step", NotationError, "there is no file 'absent.py'"),
+            ("no.such.module:step", NotationError, "cannot import 'no.such.module': No module named 'no'"),
+            ("json:lodas", NotationError, "json has no function 'lodas'; it has .*loads"),
+            ("textwrap:dedent", NotationError, "textwrap:dedent needs text: describe each tensor, as in 'text: 4096x"),
+        ],
+    )
+    def test_what_cannot_be_read_says_why(self, source, error, message):
+        with pytest.raises(error, match=message):
+            explain_source(source, self.tensors("x: 64x32 S(0) R"))
+
+    @pytest.mark.parametrize(
+        ("text", "error", "message"),
+        [
+            ("x 64x32 S(0) R", NotationError, "describes no tensor: write its name, sizes and placements"),
+            ("x: 64x32", NotationError, "describes no tensor"),
+            ("x: 64x32 S(0)", LayoutError, "1 placements .* give 2, one for each mesh axis"),
+            ("x: 64x32 S(2) R", LayoutError, r"S\(2\) is out of range for shape \(64, 32\)"),
+            ("x: 64x32 S(0) Q", NotationError, "'Q' is no placement"),
+            ("x: 64x32 int65 S(0) R", NotationError, "'int65' is no dtype: use one of bf16, fp16"),
+        ],
+    )
+    def test_what_describes_no_tensor_says_why(self, text, error, message):
+        with pytest.raises(error, match=message):
+            self.tensors(text)
+
+
+class TestExport:
+    @pytest.mark.parametrize("form", ["html", "svg", "txt"])
+    def test_what_is_written_has_the_table(self, form, tmp_path):
+        found = explain(F.linear, *row_parallel())
+
+        export(found, tmp_path / f"report.{form}")
+
+        text = (tmp_path / f"report.{form}").read_text().replace("&#160;", " ")
+        assert "dp:_0 tp:k" in text
+        assert "the cheapest of 4" in text
+        assert {"html": "<!DOCTYPE html>", "svg": "<svg", "txt": "linear "}[form] in text[:200]
+
+    def test_json_is_for_machines(self, tmp_path):
+        found = explain(F.linear, *row_parallel())
+
+        export(found, tmp_path / "report.json")
+
+        assert json.loads((tmp_path / "report.json").read_text())[0]["chosen"]["name"] == "dp:_0 tp:k"
+
+    def test_a_trace(self, tmp_path):
+        with simulated(MESH), trace() as t:
+            x = distribute(torch.randn(8, 8), Layout(MESH, (Shard(0), Shard(1))))
+            x.redistribute(placements=[Replicate(), Shard(1)])
+
+        export(t, tmp_path / "trace.txt")
+
+        text = (tmp_path / "trace.txt").read_text()
+        assert text.startswith("1 collective, 96 B received")
+        assert "all_gather" in text
+
+    @pytest.mark.parametrize(("value", "name"), [("a table", "x.json"), ("a table", "x.pdf"), ("a table", "x")])
+    def test_other_forms_are_refused(self, value, name, tmp_path):
+        with pytest.raises(NotationError, match=r"use a name that ends in .html, .svg, .txt or .json"):
+            export(value, tmp_path / name)
+
+
 @pytest.mark.parametrize(
     ("m", "k", "n", "p", "mebi"),
     # from the bound's three cases for an MLP's first product: 1-D, 2-D and 3-D
@@ -104,47 +355,6 @@ class TestExplain:
 )
 def test_the_lower_bound_of_a_product(m, k, n, p, mebi):
     assert matmul_lower_bound(m, k, n, p) / 2**20 == pytest.approx(mebi, abs=0.005)
-
-
-class TestTrace:
-    def test_events_name_operator_axis_bytes_and_line(self):
-        with simulated(MESH), trace() as found:
-            x = distribute(torch.randn(8, 6), Layout(MESH, (Shard(0), Shard(1))))
-            w = distribute(torch.randn(4, 6), Layout(MESH, (Replicate(), Shard(1))))
-            F.gelu(F.linear(x, w))
-
-        (event,) = found.events
-        assert (event.op, event.collective, event.axis) == ("aten.gelu.default", "all_reduce", "tp")
-        assert event.nbytes == 2 * 4 * 4
-        assert event.line.startswith(__file__)
-        assert found.operators == ["linear", "aten.gelu.default"]
-
-    def test_totals_by_axis_and_formats(self):
-        with simulated(MESH), trace() as found:
-            x = distribute(torch.randn(8, 8), Layout(MESH, (Partial(), Shard(1))))
-            x.redistribute(placements=[Replicate(), Replicate()])
-
-        by_axis = found.by("axis")
-        assert sum(nbytes for _, nbytes in by_axis.values()) == found.nbytes == json.loads(found.to_json())["nbytes"]
-        assert "total" in found.summary()
-        assert len(json.loads(found.to_chrome())["traceEvents"]) == len(found.events) > 0
-
-
-class TestStrict:
-    def test_an_implicit_redistribution_names_operator_layouts_and_line(self):
-        with simulated(MESH), strict():
-            x = distribute(torch.randn(8, 8), Layout(MESH, (Partial(), Shard(1))))
-            with pytest.raises(
-                LayoutError,
-                match=r"aten.relu.default at .*test_explain.py:\d+ would redistribute \[dp:P\(sum\) tp:S\(1\)\] -> ",
-            ):
-                x.relu()
-
-    def test_what_is_asked_for_is_allowed(self):
-        with simulated(MESH), strict():
-            x = distribute(torch.randn(8, 8), Layout(MESH, (Partial(), Shard(1))))
-
-            assert x.redistribute(placements=[Replicate(), Shard(1)]).relu().placements == (Replicate(), Shard(1))
 
 
 def test_what_was_decided_is_remembered():
@@ -173,6 +383,43 @@ def diverge() -> str:
     finally:
         del os.environ["DSHARD_DEBUG"]
     return ""
+
+
+def explained_on_hosts(environment: dict[str, str]) -> list[str]:
+    """The topology by default, on hosts as torchrun would tell."""
+    os.environ.update(environment)
+    clear_caches()
+    try:
+        x = distribute_tensor(torch.ones(4, 8), mesh(), [Shard(0)], src_data_rank=None)
+        (found,) = explain(torch.sigmoid, x).operators
+        pure = distribute_tensor(torch.empty(8, 8, device="meta"), MESH, [Shard(0), Replicate()])
+        (planned,) = explain(torch.sigmoid, pure).operators
+        return [found.topology, found.topology_why, planned.topology]
+    finally:
+        for name in environment:
+            del os.environ[name]
+        clear_caches()
+
+
+FLAT = ["flat-cpu", "the default for cpu ranks", "flat-cpu"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        (
+            {"LOCAL_WORLD_SIZE": "2"},
+            ["2-cpu-hosts", "the default for cpu ranks with 2 ranks on each host (LOCAL_WORLD_SIZE)", "flat-cpu"],
+        ),
+        ({"LOCAL_WORLD_SIZE": "4"}, FLAT),  # one host
+        ({"LOCAL_WORLD_SIZE": "3"}, FLAT),  # the other has one rank
+        ({"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}, FLAT),  # two others have one rank
+        ({}, FLAT),
+    ],
+)
+def test_the_default_topology_has_the_hosts_that_torchrun_tells(ranks, environment, told):
+    assert ranks.run(explained_on_hosts, environment) == [told] * 4
 
 
 @pytest.mark.ranks

@@ -11,6 +11,7 @@ from dshard.comm.runtime import (
     bind,
     device_mesh_of,
     init_device_mesh,
+    ranks_per_host,
     runtime_of,
     simulated_ranks,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "listen",
     "local_of",
     "plain",
+    "ranks_per_host",
     "run",
     "runner",
     "runtime_of",

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from dshard.comm import transport
-from dshard.comm.events import emit
 from dshard.comm.runtime import LocalTensor, Runtime, runtime_of
 from dshard.comm.simulate import each, plain, unstack
+from dshard.comm.tell import told
 from dshard.errors import ShapeError
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate, Mesh
@@ -72,8 +72,9 @@ def _from_first(local: Tensor, mesh: Mesh, axis: int) -> Tensor:
     if runtime is None or runtime.coordinate is None:
         return local
     flat = local.detach().contiguous().reshape(-1)
-    emit("broadcast", mesh, (name,), 0 if runtime.coordinate[axis] == 0 else flat.nbytes)
-    return transport.broadcast(flat, 0, runtime.group((name,))).view(local.shape)
+    group, received = runtime.group((name,)), 0 if runtime.coordinate[axis] == 0 else flat.nbytes
+    out = told("broadcast", mesh, received, group, flat.device, lambda: transport.broadcast(flat, 0, group))
+    return out.view(local.shape)
 
 
 def _gather_shapes(local: Tensor, layout: Layout, runtime: Runtime) -> dict[Coordinate, Shape]:
@@ -83,11 +84,11 @@ def _gather_shapes(local: Tensor, layout: Layout, runtime: Runtime) -> dict[Coor
         )
     mesh = layout.mesh
     sizes = [local.ndim, *local.shape, *([0] * (MAX_DIMS - local.ndim))]
-    emit("all_gather", mesh, mesh.names, 8 * len(sizes) * (mesh.size - 1))
-    mine = torch.tensor(sizes, dtype=torch.int64, device=local.device)
-    table = (
-        transport.all_gather(mine, [MAX_DIMS + 1] * mesh.size, runtime.group(mesh.names)).view(mesh.size, -1).tolist()
-    )
+    mine, group = torch.tensor(sizes, dtype=torch.int64, device=local.device), runtime.group(mesh.names)
+    received = 8 * len(sizes) * (mesh.size - 1)
+    parts = [MAX_DIMS + 1] * mesh.size
+    found = told("all_gather", mesh, received, group, mine.device, lambda: transport.all_gather(mine, parts, group))
+    table = found.view(mesh.size, -1).tolist()
     return {at: tuple(row[1 : 1 + row[0]]) for at, row in zip(mesh.coordinates(), table, strict=True)}
 
 

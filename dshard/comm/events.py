@@ -23,15 +23,21 @@ class Event:
     ranks: int
     nbytes: int
     mesh: Mesh
+    measured: float | None = None
 
 
 Listener = Callable[[Event], None]
 LISTENERS: list[Listener] = []
+MEASURING: list[Listener] = []
+"""Those of the listeners that want measured seconds."""
 
 
 @contextmanager
-def listen(listener: Listener) -> Iterator[None]:
+def listen(listener: Listener, *, measure: bool = False) -> Iterator[None]:
     """Call `listener` with the event of each collective that runs within the block.
+
+    With `measure` the ranks of each collective first wait for each other, and then for its end, to tell its seconds:
+    nothing overlaps any more, and all its ranks must measure.
 
     >>> events = []
     >>> with listen(events.append):
@@ -40,16 +46,20 @@ def listen(listener: Listener) -> Iterator[None]:
     []
     """
     LISTENERS.append(listener)
+    if measure:
+        MEASURING.append(listener)
     try:
         yield
     finally:
         LISTENERS.remove(listener)
+        if measure:
+            MEASURING.remove(listener)
 
 
-def emit(collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int) -> None:
+def emit(collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int, measured: float | None = None) -> None:
     """Tell the listeners, if there are any, of one collective."""
     if LISTENERS:
         ranks = prod(mesh.shape[mesh.axis(axis)] for axis in axes)
-        event = Event(collective, ",".join(axes), ranks, nbytes, mesh)
+        event = Event(collective, ",".join(axes), ranks, nbytes, mesh, measured)
         for listener in tuple(LISTENERS):
             listener(event)

@@ -12,6 +12,7 @@ from dshard.comm import debug, transport
 from dshard.comm.events import LISTENERS, emit
 from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of
 from dshard.comm.simulate import exchange, plain, stack, unstack
+from dshard.comm.tell import told
 from dshard.comm.transfer import Local, Transfer, compile_step
 from dshard.errors import MeshError
 from dshard.mesh import Coordinate
@@ -107,7 +108,8 @@ def _transfer(transfer: Transfer, group: Group) -> list[Local]:
 
     def call(x: Tensor) -> Tensor:
         if LISTENERS:
-            emit(transfer.collective, transfer.mesh, transfer.axes, transfer.received * x.itemsize)
+            nbytes = transfer.received * x.itemsize
+            return told(transfer.collective, transfer.mesh, nbytes, group, x.device, lambda: first(x))
         return first(x)
 
     return [transfer.pack, call, *others, transfer.unpack]

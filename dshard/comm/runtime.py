@@ -28,6 +28,7 @@ __all__ = [
     "bind",
     "device_mesh_of",
     "init_device_mesh",
+    "ranks_per_host",
     "runtime_of",
     "simulated_ranks",
 ]
@@ -208,6 +209,20 @@ def _pure_of(device_mesh: DeviceMesh, ranks: Any) -> Mesh:
 def runtime_of(mesh: Mesh) -> Runtime | None:
     """The processes behind `mesh`, or None for a mesh that only plans."""
     return _RUNTIMES.get(mesh)
+
+
+def ranks_per_host(mesh: Mesh) -> int | None:
+    """How many ranks each host has, as torchrun tells in LOCAL_WORLD_SIZE, where the world has several hosts.
+
+    None without processes, on one host, or where the hosts have not all the same number of ranks.
+    """
+    runtime, told = _RUNTIMES.get(mesh), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if runtime is None or not told.isdecimal():
+        return None
+    local, world = int(told), dist.get_world_size(runtime.world)
+    hosts = os.environ.get("GROUP_WORLD_SIZE", "")
+    uneven = hosts.isdecimal() and int(hosts) * local != world
+    return None if local in (0, world) or world % local or uneven else local
 
 
 def device_mesh_of(mesh: Mesh) -> DeviceMesh | Mesh:

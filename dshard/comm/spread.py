@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dshard.comm import transport
-from dshard.comm.events import emit
 from dshard.comm.runtime import LocalTensor, runtime_of, simulated_ranks
 from dshard.comm.simulate import plain, stack, unstack
+from dshard.comm.tell import told
 from dshard.comm.transfer import view_of
 from dshard.errors import MeshError
 from dshard.layout import Layout, Region
@@ -59,11 +59,11 @@ def _scatter(x: Tensor, layout: Layout, source: int) -> Tensor:
     shapes = [layout.local_shape(x.shape, peer) for peer in mesh.coordinates()]
     sizes = [prod(shape) for shape in shapes]
     received = 0 if group.index == source else sizes[group.index] * x.itemsize
-    emit("scatter", mesh, mesh.names, received)
     flat = None
     if group.index == source:
         flat = torch.cat([cut(x, layout.region(x.shape, peer)).reshape(-1) for peer in mesh.coordinates()])
-    return transport.scatter(flat, sizes, source, x, group).view(shapes[group.index])
+    out = told("scatter", mesh, received, group, x.device, lambda: transport.scatter(flat, sizes, source, x, group))
+    return out.view(shapes[group.index])
 
 
 def _simulate(x: Tensor, layout: Layout, source: int | None) -> Tensor:

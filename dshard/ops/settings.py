@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dshard.comm import FORGET
+from dshard.comm import FORGET, ranks_per_host
 from dshard.mesh import Mesh
 from dshard.topology import Topology, default_topology
 
@@ -34,7 +34,17 @@ class Settings:
 
     def topology_of(self, mesh: Mesh) -> Topology:
         """The topology on which choices for this mesh are priced."""
-        return default_topology(mesh.device_type) if self.topology is None else self.topology
+        if self.topology is not None:
+            return self.topology
+        return default_topology(mesh.device_type, ranks_per_host(mesh))
+
+    def why_topology(self, mesh: Mesh) -> str:
+        """How that topology came to be used, for people."""
+        if self.topology is not None:
+            return "as use_topology says"
+        ranks = ranks_per_host(mesh)
+        hosts = "" if ranks is None else f" with {ranks} ranks on each host (LOCAL_WORLD_SIZE)"
+        return f"the default for {mesh.device_type} ranks{hosts}"
 
 
 class _Current:

@@ -1,0 +1,171 @@
+"""Explain what is written: an expression over described tensors, or a function in a file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dshard.errors import DShardError, NotationError
+from dshard.explain.calls import explain
+from dshard.explain.values import Report
+from dshard.layout import Layout, Shape, parse_layout
+from dshard.mesh import Mesh
+from dshard.ops.spec import contiguous_stride, spec_of
+from dshard.placements import parse_placements
+from dshard.tensor import DTensor
+
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "fp8": "float8_e4m3fn"}
+_TENSOR = re.compile(r"\s*(\w+)\s*:\s*(\d+(?:x\d+)*)\s+(?:([a-z]\w*)\s+)?(\S.*)")
+_FUNCTION = re.compile(r"(.+\.py|[\w.]+):([A-Za-z_]\w*)")
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """The dtype that `text` names, as torch does or in short.
+
+    >>> parse_dtype("bf16"), parse_dtype("int64")
+    (torch.bfloat16, torch.int64)
+
+    Raises:
+        NotationError: there is no such dtype.
+    """
+    found = getattr(torch, SHORT.get(text, text), None)
+    if not isinstance(found, torch.dtype):
+        raise NotationError(f"{text!r} is no dtype: use one of {', '.join(SHORT)}, or a name of torch's such as int64")
+    return found
+
+
+def read_layout(text: str, mesh: Mesh) -> Layout:
+    """The layout that `text` writes; the names of the mesh axes may be left out.
+
+    >>> str(read_layout("S(0) R", Mesh((2, 2), ("dp", "tp"))))
+    'dp:S(0) tp:R'
+
+    Raises:
+        NotationError: the text is no layout of this mesh.
+        LayoutError: not one placement for each mesh axis.
+    """
+    return parse_layout(text, mesh) if ":" in text else Layout(mesh, parse_placements(text))
+
+
+def describe_tensor(text: str, mesh: Mesh, dtype: torch.dtype) -> tuple[str, DTensor]:
+    """The name and tensor that "name: SIZES PLACEMENTS" describes, without data; a dtype may follow the sizes.
+
+    >>> name, x = describe_tensor("x: 4096x8192 S(0) R", Mesh((2, 4), ("dp", "tp")), torch.bfloat16)
+    >>> name, tuple(x.shape), x.dtype, x.placements
+    ('x', (4096, 8192), torch.bfloat16, (Shard(dim=0), Replicate()))
+
+    Raises:
+        NotationError: the text is no such description.
+        LayoutError: placements that the mesh or the tensor cannot have.
+    """
+    found = _TENSOR.fullmatch(text)
+    if found is None or not found[1].isidentifier():
+        raise NotationError(
+            f"{text!r} describes no tensor: write its name, sizes and placements, one for each mesh axis, as in "
+            "'x: 4096x8192 S(0) R'"
+        )
+    name, sizes, kind, placements = found.groups()
+    layout = read_layout(placements, mesh)
+    return name, _meta(layout, tuple(map(int, sizes.split("x"))), dtype if kind is None else parse_dtype(kind))
+
+
+def _meta(layout: Layout, shape: Shape, dtype: torch.dtype) -> DTensor:
+    layout.check(shape)
+    local = torch.empty(layout.local_shape(shape, (0,) * layout.mesh.ndim), dtype=dtype, device="meta")
+    return DTensor._wrap(local, spec_of(layout, shape, contiguous_stride(shape), dtype, local.device))
+
+
+def explain_source(source: str, tensors: Mapping[str, DTensor]) -> Report:
+    """Explain an expression over these tensors, `torch` and `F`; or a function, as "file.py:name" or "module:name".
+
+    A function gets the tensors whose names are those of its parameters.
+
+    Raises:
+        NotationError: text that is no expression, a name that is not there, a parameter without a tensor.
+        DShardError: what the expression or function raised.
+    """
+    found = _FUNCTION.fullmatch(source.strip())
+    if found is None:
+        return _run(source, _expression(source, tensors))
+    function = _load(found[1], found[2])
+    return _run(source, function, **_arguments(source, function, tensors))
+
+
+def _run(source: str, function: Callable[..., Any], **arguments: Any) -> Report:
+    try:
+        return explain(function, **arguments)
+    except DShardError:
+        raise
+    except Exception as error:
+        raise DShardError(f"{source}: {type(error).__name__}: {error}") from error
+
+
+def _expression(source: str, tensors: Mapping[str, DTensor]) -> Callable[[], Any]:
+    try:
+        code = compile(source.strip(), "<expression>", "eval")
+    except SyntaxError as error:
+        raise NotationError(
+            f"{source!r} is no expression ({error.msg}): write one such as 'x @ w' or 'F.gelu(x @ w)', or name a "
+            "function, as in 'model.py:step'"
+        ) from error
+    names: dict[str, Any] = {"torch": torch, "F": F, **tensors}
+
+    def run() -> Any:
+        try:
+            return eval(code, dict(names))  # a copy, for eval adds Python's own names
+        except NameError as error:
+            raise NotationError(f"{source!r}: {error}; there are {', '.join(names)}") from error
+
+    return run
+
+
+def _load(path: str, name: str) -> Callable[..., Any]:
+    module = _load_file(Path(path)) if path.endswith(".py") else _load_module(path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise NotationError(f"{path} has no function {name!r}; it has {', '.join(known) or 'none'}")
+    return function  # type: ignore[no-any-return]
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise NotationError(f"there is no file {str(path)!r}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))  # as if it were run: it may import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise NotationError(f"cannot import {name!r}: {error}") from error
+
+
+def _arguments(source: str, function: Callable[..., Any], tensors: Mapping[str, DTensor]) -> dict[str, DTensor]:
+    parameters = inspect.signature(function).parameters
+    needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+    missing = [name for name in needed if name not in tensors]
+    if missing:
+        raise NotationError(
+            f"{source} needs {', '.join(missing)}: describe each tensor, as in '{missing[0]}: 4096x8192 S(0) R'"
+        )
+    return {name: tensor for name, tensor in tensors.items() if name in parameters}

@@ -1,0 +1,98 @@
+"""Where in the user's program something happens: which line, and which module."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator
+from os import sep
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.modules.module import Module, register_module_forward_hook, register_module_forward_pre_hook
+
+_OTHERS = (
+    str(Path(__file__).parents[1]) + sep,
+    str(Path(torch.__file__).parent) + sep,
+    str(contextlib.__file__),
+    "<frozen",
+    "<eval_with_key>",
+)
+"""Where the files of a program that are not its author's begin."""
+
+
+def user_line() -> str:
+    """The innermost line of the running program that lies neither in dshard nor in torch: "file:number".
+
+    A thread that runs autograd has none: there it is the line at which the main thread waits.
+    """
+    main = threading.main_thread().ident
+    return _line(sys._getframe(1)) or _line(sys._current_frames().get(main or 0)) or "?"
+
+
+def _line(frame: FrameType | None) -> str | None:
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_OTHERS):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+class Modules:
+    """Which module runs, in the forward pass or in its part of the backward pass.
+
+    Autograd numbers its nodes as the forward pass makes them: so the node that runs backward tells the module that made
+    it, if its forward pass was followed too. The gradient of a parameter belongs to the module that has it.
+    """
+
+    def __init__(self) -> None:
+        self._names: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
+        self._owners: dict[int, str] = {}
+        self._stack: list[str] = []
+        self._starts: list[int] = []
+        self._running: list[str] = []
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow all modules that run within the block."""
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def current(self) -> str:
+        """The path of the innermost module, from the class of the outermost: "Net.layers.0.fc"; "" outside all."""
+        if self._stack:
+            return self._stack[-1]
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        if hasattr(node, "variable"):  # it accumulates the gradient of a leaf
+            return self._owners.get(id(node.variable), "")
+        found = bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._running[found] if found >= 0 else ""
+
+    def _enter(self, module: Module, args: Any) -> None:
+        if module not in self._names:
+            name = ".".join([*self._stack[-1:], type(module).__name__])
+            for path, child in module.named_modules(prefix=name):
+                self._names[child] = path
+                self._owners |= {id(parameter): path for parameter in child.parameters(recurse=False)}
+        self._move([*self._stack, self._names[module]])
+
+    def _leave(self, module: Module, args: Any, output: Any) -> None:
+        self._move(self._stack[:-1])
+
+    def _move(self, stack: list[str]) -> None:
+        self._stack = stack
+        self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._running.append(stack[-1] if stack else "")
