@@ -174,6 +174,8 @@ class TestProduct:
 
         for candidate in found.candidates:
             loops = [word.partition(":")[2] for word in candidate.name.split()]
+            if "-" in loops:  # ranks that hold the same may share the work of moving it
+                continue
             split = dict.fromkeys("mnk", 1)
             gathered, reduced = {"A": 1, "B": 1, "C": 1}, 1
             for loop, size in zip(loops, mesh.shape, strict=True):
@@ -197,9 +199,8 @@ class TestProduct:
         assert min(c.bound_ratio for c in once.candidates) >= 1
         assert min(c.bound_ratio for c in every.candidates) == 0
         assert f"of those that store each tensor once {once.chosen.name} is the cheapest" in every.why
-        assert all(
-            c.bytes_moved / c.bound_ratio == pytest.approx(2 * matmul_lower_bound(*SIZES, 16)) for c in once.candidates
-        )
+        bound = 2 * matmul_lower_bound(*SIZES, CUBE.size)
+        assert all(c.bytes_moved / c.bound_ratio == pytest.approx(bound) for c in once.candidates)
 
     def test_given_layouts_are_what_the_product_of_tensors_considers(self):
         mesh = Mesh((4, 2), ("dp", "tp"))
