@@ -139,7 +139,8 @@ def _planned_on(arguments: argparse.Namespace, ranks: int) -> tuple[Topology, st
     if nodes is not None or size is None:
         return Topology.preset(name, nodes=nodes or 1), "as given"
     needed = -(-ranks // size)
-    return Topology.preset(name, nodes=needed), f"as given, of {needed} nodes of {size} ranks to hold {ranks}"
+    why = "as given" if needed == 1 else f"as given; {needed} nodes hold the {ranks} ranks"
+    return Topology.preset(name, nodes=needed), why
 
 
 def _show_topology(arguments: argparse.Namespace) -> int:

@@ -189,11 +189,148 @@ class TestPlan:
         assert sorted(tuple(row["mesh"]) for row in rows) == [(1, 8), (2, 4), (4, 2), (8, 1)]
         assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
 
+    def test_the_topology_is_named_and_how_it_came_to_be_used(self, capsys):
+        main([*self.REDISTRIBUTE, "--from", "R S(0)", "--to", "R R"])
+        by_default = capsys.readouterr().out
+        main([*self.REDISTRIBUTE, "--from", "R S(0)", "--to", "R R", "--topology", "dgx-h100", "--json"])
+        given = json.loads(capsys.readouterr().out)
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        assert f"topology flat-{device}: n x rank (" in by_default
+        assert f"; the default for {device} ranks; choose another with --topology" in by_default
+        assert given["network"] == "dgx-h100: 8 x gpu (450 GB/s)"
+        assert given["topology_why"] == "as given"
+
     def test_an_unknown_machine_names_those_there_are(self, capsys):
         status = main(["plan", "mesh", "--devices", "8", "--hidden", "64", "--tokens", "128", "--topology", "abacus"])
 
         assert status == 1
         assert "dgx-h100" in capsys.readouterr().err
+
+
+class TestPlanMatmul:
+    SIZES = ("plan", "matmul", "--m", "4096", "--k", "512", "--n", "1024")
+
+    def test_every_way_on_machines_that_are_not_here(self, capsys):
+        assert main([*self.SIZES, "--mesh", "8x8x8", "--topology", "dgx-h100", "--top", "3"]) == 0
+
+        text = capsys.readouterr().out
+        lines = text.splitlines()
+        assert lines[0] == "matmul   m k, k n -> m n"
+        assert lines[1].endswith(
+            "dgx-h100: 64 x node (400 GB/s), 8 x gpu (450 GB/s); as given; 64 nodes hold the 512 ranks"
+        )
+        assert lines[2] == "  operand A (4096, 512) bfloat16 on d0=8 d1=8 d2=8"
+        assert sum(line.startswith("*") for line in lines) == 1
+        assert "997 dearer candidates are not shown" in text
+        assert "the cheapest of 1,000; " in text
+        assert "of those that store each tensor once" in text
+
+    def test_machines_read_all_figures(self, capsys):
+        main([*self.SIZES, "--mesh", "x=4,y=2", "--topology", "dgx-h100", "--one-copy", "--json", "--dtype", "fp32"])
+
+        found = json.loads(capsys.readouterr().out)
+
+        assert found["considered"] == 36
+        assert len(found["candidates"]) == 12
+        assert found["chosen"] == found["candidates"][0]
+        assert set(found["chosen"]) == {
+            *("name", "placements", "bytes_moved", "messages", "peak_bytes", "steps", "one_copy", "bound_ratio"),
+            *("gather_seconds", "compute_seconds", "reduce_seconds", "seconds"),
+        }
+        assert "float32" in found["operands"][0]
+
+    def test_given_layouts(self, capsys):
+        main([*self.SIZES, "--mesh", "2x4", "--a", "S(0) R", "--b", "d0:R d1:S(1)"])
+
+        text = capsys.readouterr().out
+
+        assert "operand A [d0:S(0) d1:R] (4096, 512)" in text
+        assert "chosen: d0:m d1:n, the cheapest of 4; " in text
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--mesh", "2x4", "--a", "S(0) R"], "only the layout of a is given: give both, or neither to search"),
+            (["--mesh", "2x4", "--a", "S(0)", "--b", "R R"], "1 placements [S(0)] for the mesh (d0=2 d1=4): give 2"),
+            (["--mesh", "2x4", "--dtype", "bf17"], "'bf17' is no dtype: use one of bf16, fp16"),
+            (["--mesh", "4x4", "--topology", "dgx-h100", "--nodes", "1"], "has rank 15, but the topology 'dgx-h100'"),
+        ],
+    )
+    def test_what_cannot_be_is_one_line(self, options, message, capsys):
+        assert main([*self.SIZES, *options]) == 1
+
+        assert message in " ".join(capsys.readouterr().err.split())
+
+    def test_a_mesh_is_written_by_sizes_or_names(self, capsys):
+        with pytest.raises(SystemExit, match="2"):
+            main([*self.SIZES, "--mesh", "2x"])
+
+        assert "'2x' is no mesh: write its axes like 2x4 or dp=2,tp=4" in capsys.readouterr().err
+
+
+class TestExplain:
+    TENSORS = ("--mesh", "2x4", "--tensor", "x: 64x32 S(0) R", "--tensor", "w: 32x16 R S(1)")
+
+    def test_an_expression(self, capsys):
+        assert main(["explain", "F.gelu(x @ w)", *self.TENSORS, "--topology", "dgx-a100"]) == 0
+
+        text = capsys.readouterr().out
+        assert "matmul   m k, k n -> m n   at <expression>:1" in text
+        assert "topology dgx-a100: 8 x gpu (300 GB/s); as given" in text
+        assert "chosen: d0:m d1:n, the cheapest of 4" in text
+        assert "aten.gelu.default" in text
+
+    def test_a_function_with_a_mesh_of_its_own(self, capsys, tmp_path):
+        file = tmp_path / "model.py"
+        file.write_text(
+            "from dshard import Mesh, Shard, zeros\n\n"
+            "def step():\n"
+            "    x = zeros(8, 8, device_mesh=Mesh((4,), ('tp',), device_type='cuda'), placements=[Shard(1)])\n"
+            "    return x.softmax(1)\n"
+        )
+
+        assert main(["explain", f"{file}:step", "--json"]) == 0
+
+        found = json.loads(capsys.readouterr().out)[-1]
+        assert found["op"] == "aten._softmax.default"
+        assert found["line"] == f"{file}:5"
+        assert (found["topology"], found["topology_why"]) == ("flat-cuda", "the default for cuda ranks")
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["x @ v", *TENSORS], "name 'v' is not defined; there are torch, F, x, w"),
+            (["x", "--tensor", "x: 4 R"], "--tensor needs the mesh on which it lies: give --mesh, as in --mesh 2x4"),
+            (["x", "--mesh", "2x4", "--tensor", "x"], "'x' describes no tensor"),
+        ],
+    )
+    def test_errors_say_the_way_out(self, arguments, message, capsys):
+        assert main(["explain", *arguments]) == 1
+
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "redistribute", "--mesh", "2x4", "--shape", "8x8", "--from", "R S(0)", "--to", "R R"],
+        ["plan", "mesh", "--devices", "8", "--hidden", "64", "--tokens", "128"],
+        ["plan", "matmul", "--m", "64", "--k", "64", "--n", "64", "--mesh", "2x4"],
+        ["explain", "x.sum()", "--mesh", "2x4", "--tensor", "x: 8x8 R S(0)"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_tables_are_written_as_html_and_svg(command, tmp_path, capsys):
+    page, drawing = tmp_path / "page", tmp_path / "drawing"
+
+    assert main([*command, "--html", str(page), "--svg", str(drawing)]) == 0
+
+    first = capsys.readouterr().out.split()[0].strip("[]")
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert drawing.read_text().startswith("<svg")
+    assert first in page.read_text()
+    assert first in drawing.read_text()
 
 
 class TestTopology:

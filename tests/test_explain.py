@@ -37,6 +37,7 @@ from dshard.ops.matmul.bound import matmul_lower_bound
 from dshard.ops.settings import clear_caches
 from dshard.report import export
 from dshard.testing import distribute, simulated
+from dshard.topology import BYTES
 
 MESH = Mesh((4, 2), ("dp", "tp"))
 
@@ -170,7 +171,7 @@ class TestProduct:
     def test_bytes_are_those_of_the_closed_form(self, p):
         """V = mk/(Pm Pk) (1 - 1/GA) + kn/(Pk Pn) (1 - 1/GB) + mn/(Pm Pn) ((1 - 1/GC) + 2/GC (1 - 1/H))."""
         mesh, (m, k, n) = Mesh((p, 2), ("x", "y")), (64, 128, 256)
-        found = explain_matmul(m, k, n, mesh, Topology.flat(1e9), dtype=torch.float32)
+        found = explain_matmul(m, k, n, mesh, BYTES, dtype=torch.float32)
 
         for candidate in found.candidates:
             loops = [word.partition(":")[2] for word in candidate.name.split()]
