@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -119,6 +120,23 @@ class TestTrace:
         assert seconds(Topology.flat(1e6)) == pytest.approx(8 * seconds(Topology.flat(8e6)))
 
 
+class TestLines:
+    def test_a_thread_without_lines_of_its_own_has_that_of_the_main_thread(self):
+        """So it is where autograd runs backward on a GPU."""
+        with ThreadPoolExecutor(1) as threads:
+            line = threads.submit(user_line).result()
+
+        assert line.startswith(f"{__file__}:")
+
+    def test_a_package_is_no_part_of_dshard_or_torch_by_its_name(self, tmp_path):
+        for folder in ("dshard_models", "torch"):
+            (tmp_path / folder).mkdir()
+            file = tmp_path / folder / "step.py"
+            names = {"user_line": user_line}
+            exec(compile("found = user_line()", str(file), "exec"), names)
+            assert names["found"] == f"{file}:1"
+
+
 class TestModules:
     def test_each_collective_names_its_module_forward_and_backward(self):
         with simulated(MESH):
@@ -129,7 +147,9 @@ class TestModules:
         layers = {f"Net.blocks.{i}.{name}" for i in range(2) for name in ("q", "k", "v", "out")}
         assert set(modules) >= layers | {"Net.blocks.0", "Net.blocks.1"}
         assert "module" in found.summary().splitlines()[0]
-        assert all(event.module in layers for event in found.events if "linear" in event.op)
+        backward = [event for event in found.events if event.op == "redistribute"]
+        assert {event.collective for event in backward} == {"all_reduce", "all_gather"}, "of weights and of activations"
+        assert all(event.module in layers for event in backward)
 
     def test_a_gradient_is_reduced_by_the_module_whose_weight_it_is(self):
         """Branches run backward in any order: each node knows which module made it."""

@@ -19,15 +19,15 @@ from torch.nn.modules.module import Module, register_module_forward_hook, regist
 _OTHERS = (
     str(Path(__file__).parents[1]) + sep,
     str(Path(torch.__file__).parent) + sep,
-    str(contextlib.__file__),
     "<frozen",
     "<eval_with_key>",
 )
-"""Where the files of a program that are not its author's begin."""
+_PYTHON = str(Path(contextlib.__file__).parent) + sep
+"""How the names of files begin that are not those of a program's author: packages apart, which lie within Python's."""
 
 
 def user_line() -> str:
-    """The innermost line of the running program that lies neither in dshard nor in torch: "file:number".
+    """The innermost line of the running program that lies neither in dshard, torch nor Python: "file:number".
 
     A thread that runs autograd has none: there it is the line at which the main thread waits.
     """
@@ -38,7 +38,7 @@ def user_line() -> str:
 def _line(frame: FrameType | None) -> str | None:
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_OTHERS):
+        if not name.startswith(_OTHERS) and (not name.startswith(_PYTHON) or "-packages" in name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return None
