@@ -254,7 +254,16 @@ def explanation_table(found: Explanation, legend: str = "") -> Group:
     title, table = _titled("\n".join(found.head()))
     table.add_column("", no_wrap=True)
     table.add_column("axes, layouts")
-    for heading in ("received", "mes-\nsages", "peak", "gather\nus", "compute\nus", "reduce\nus", "x\nbound"):
+    for heading in (
+        "received",
+        "mes-\nsages",
+        "peak",
+        "gather\nus",
+        "compute\nus",
+        "reduce\nus",
+        "back-\nward us",
+        "x\nbound",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for candidate in found.candidates:
         chosen = candidate is found.chosen

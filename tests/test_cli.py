@@ -236,7 +236,7 @@ class TestPlanMatmul:
         assert found["chosen"] == found["candidates"][0]
         assert set(found["chosen"]) == {
             *("name", "placements", "bytes_moved", "messages", "peak_bytes", "steps", "one_copy", "bound_ratio"),
-            *("gather_seconds", "compute_seconds", "reduce_seconds", "seconds"),
+            *("gather_seconds", "compute_seconds", "reduce_seconds", "backward_seconds", "seconds"),
         }
         assert "float32" in found["operands"][0]
 
@@ -246,7 +246,7 @@ class TestPlanMatmul:
         text = capsys.readouterr().out
 
         assert "operand A [d0:S(0) d1:R] (4096, 512)" in text
-        assert "chosen: d0:m d1:n, the cheapest of 4; " in text
+        assert "chosen: d0:m d1:n, the cheapest of 17; " in text
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -278,7 +278,7 @@ class TestExplain:
         text = capsys.readouterr().out
         assert "matmul   m k, k n -> m n   at <expression>:1" in text
         assert "topology dgx-a100: 8 x gpu (300 GB/s); as given" in text
-        assert "chosen: d0:m d1:n, the cheapest of 4" in text
+        assert "chosen: d0:m d1:n, the cheapest of 17" in text
         assert "aten.gelu.default" in text
 
     def test_a_function_with_a_mesh_of_its_own(self, capsys, tmp_path):

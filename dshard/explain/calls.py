@@ -45,13 +45,13 @@ def explanation(decision: Decision, topology_why: str) -> Explanation:
     topology = decision.topology
     operands = tuple(f"[{o.layout}] {tuple(o.shape)}" for o in decision.operands)
     if decision.rule is None or decision.strategy is None:
-        found = _moving(decision)
+        only = _moving(decision)
         why = "asked for" if decision.explicit else "no rule: every rank computes all of it"
-        return Explanation(
-            decision.op, operands, "", topology.name, str(topology), topology_why, (found,), 1, found, why
-        )
+        return Explanation(decision.op, operands, "", topology.name, str(topology), topology_why, (only,), 1, only, why)
     rule, outputs = decision.rule, decision.outputs
-    priced = sorted(strategies(rule, decision.operands, outputs, topology), key=lambda s: (s.seconds, s.moves))
+    priced = sorted(
+        strategies(rule, decision.operands, outputs, topology, decision.wanted), key=lambda s: (s.seconds, s.moves)
+    )
     candidates = {strategy: candidate(rule, strategy, decision.operands, outputs, topology) for strategy in priced}
     chosen = candidates.get(decision.strategy) or candidates[priced[0]]
     every = tuple(candidates.values())
@@ -80,6 +80,7 @@ def _moving(decision: Decision) -> Candidate:
         sum(move.messages for move in moves),
         sum(move.peak for move in moves),
         sum(move.plan.seconds for move in moves),
+        0.0,
         0.0,
         0.0,
         None,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from dshard.explain.values import Candidate
 from dshard.layout import Layout, Shape
-from dshard.ops.bound import matmul_lower_bound
+from dshard.ops.expand import Operand, Row
+from dshard.ops.matmul.bound import matmul_lower_bound
 from dshard.ops.rule import Pending, Rule, factor_sizes
-from dshard.ops.strategy import Operand, Row, Strategy, completed
+from dshard.ops.strategy import Strategy
 from dshard.placements import Shard
 from dshard.redistribute import Plan, describe, plan
 from dshard.topology import Topology
@@ -63,26 +64,28 @@ def candidate(
         for o, layout in zip(operands, strategy.inputs, strict=True)
     ]
     ends = [
-        moved(layout, completed(layout), shape, itemsize, topology)
-        for (shape, itemsize), layout in zip(outputs, strategy.outputs, strict=True)
+        moved(layout, end, shape, itemsize, topology)
+        for (shape, itemsize), layout, end in zip(outputs, strategy.outputs, strategy.ends, strict=True)
     ]
     return combined(
         name_of(strategy.rows, operands[0].layout.mesh.names),
         str(strategy),
-        (strategy.gather, strategy.compute, strategy.reduce),
+        (strategy.gather, strategy.compute, strategy.reduce, strategy.backward),
         moves,
         ends,
         product_bound(rule, operands, outputs),
+        once((*(move.plan.src for move in moves), *(move.plan.dst for move in ends))),
     )
 
 
 def combined(
     name: str,
     placements: str,
-    seconds: tuple[float, float, float],
+    seconds: tuple[float, float, float, float],
     moves: Sequence[Moved],
     ends: Sequence[Moved],
     bound: float | None,
+    one_copy: bool,
 ) -> Candidate:
     """A candidate of operands that move before the local work, and outputs that move after it."""
     every = (*moves, *ends)
@@ -95,7 +98,7 @@ def combined(
         sum(move.peak for move in every),
         *seconds,
         nbytes / bound if bound else None,
-        all(_once(move.plan.src) for move in moves) and all(_once(move.plan.dst) for move in ends),
+        one_copy,
         tuple(step for move in every for step in move.steps),
     )
 
@@ -118,9 +121,13 @@ def name_of(rows: tuple[Row, ...], names: tuple[str, ...]) -> str:
     return " ".join(f"{axis}:{word}" for axis, word in words.items() if word is not None) or "whole"
 
 
-def _once(layout: Layout) -> bool:
-    sizes = zip(layout.placements, layout.mesh.shape, strict=True)
-    return all(isinstance(placement, Shard) or n == 1 for placement, n in sizes)
+def once(layouts: Iterable[Layout]) -> bool:
+    """Whether each element of tensors that lie like this is on one rank alone."""
+    return all(
+        isinstance(placement, Shard) or n == 1
+        for layout in layouts
+        for placement, n in zip(layout.placements, layout.mesh.shape, strict=True)
+    )
 
 
 def _steps(found: Plan) -> Iterator[str]:

@@ -1,13 +1,14 @@
 """A product of given sizes on a mesh that need not exist: every way to run it, priced.
 
-Each mesh axis takes one loop, m, n or k, or none. The tensor without that loop moves there: an operand is stored whole
-or in parts that are gathered, the product is reduced to all or to parts.
+Each mesh axis takes one loop, m, n or k. The tensor without that loop moves there: an operand is stored whole or in
+parts that are gathered, the product is reduced to all or to parts, or left pending.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from functools import cache
+from itertools import permutations, product
 from math import prod
 from typing import NamedTuple
 
@@ -15,15 +16,18 @@ import torch
 
 from dshard.cost import work_seconds
 from dshard.errors import LayoutError, ShapeError
-from dshard.explain.price import Moved, candidate, combined, moved
+from dshard.explain.price import Moved, candidate, combined, moved, once
 from dshard.explain.values import Candidate, Explanation, why_chosen
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.ops.bound import matmul_lower_bound
-from dshard.ops.matmul import matmul_rule
+from dshard.ops.expand import Operand
+from dshard.ops.matmul import Schedule, schedules
+from dshard.ops.matmul.bound import matmul_lower_bound
+from dshard.ops.matmul.named import ORDERED, STRATEGIES
+from dshard.ops.matmul.rules import matmul_rule
+from dshard.ops.matmul.schedule import STORAGES
 from dshard.ops.settings import current
-from dshard.ops.strategy import Operand, choose, strategies
-from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.ops.strategy import choose, strategies
 from dshard.topology import Topology
 
 
@@ -38,34 +42,11 @@ class Product(NamedTuple):
     topology: Topology
 
 
-class Loop(NamedTuple):
-    """What one mesh axis does: the loop it splits, and the loop over which the tensor without it is stored there."""
-
-    loop: str | None
-    stored: str | None = None
-
-    def name(self) -> str:
-        """As in a table.
-
-        >>> Loop("m", "k").name(), Loop("k").name(), Loop(None).name()
-        ('m[B:k]', 'k', '-')
-        """
-        if self.loop is None:
-            return "-"
-        return self.loop if self.stored is None else f"{self.loop}[{MOVING[self.loop]}:{self.stored}]"
-
-
-MOVING = {"m": "B", "n": "A", "k": "C"}
-DIMS = {"A": "mk", "B": "kn", "C": "mn"}
-LOOPS = (
-    Loop(None),
-    *(Loop(loop, stored) for loop, moving in MOVING.items() for stored in (None, *DIMS[moving])),
-)
-"""The ten choices for one mesh axis."""
 LEGEND = (
     "m, n, k: the loop that a mesh axis splits; m[B:k]: B is stored split over k there, and gathered; "
-    "k[C:n]: the product is reduced to parts of n"
+    "k[C:n]: the product is reduced to parts of n; k[C:P]: it is left pending, and charged its cheapest completion"
 )
+_MOVING = {"m": "B", "n": "A", "k": "C"}
 
 
 def explain_matmul(
@@ -82,9 +63,9 @@ def explain_matmul(
 ) -> Explanation:
     """The ways to multiply `m` x `k` by `k` x `n` on `mesh`, from cheapest to dearest. No processes, no tensors.
 
-    With the layouts `a` and `b` of the operands: what `a @ b` considers, and chooses. Without them: every loop and
-    storage of every mesh axis, the operands lying where that way wants them; with `one_copy`, only those in which each
-    tensor is stored once. Without a `topology`, the one in use.
+    With the layouts `a` and `b` of the operands: what `a @ b` considers, and chooses. Without them: every `Schedule` of
+    the mesh, the operands lying where it stores them; with `one_copy`, only those in which each tensor is stored once.
+    Without a `topology`, the one in use. Seconds are those of the forward pass.
 
     Raises:
         LayoutError: only one of `a` and `b`, or one that does not fit.
@@ -96,8 +77,8 @@ def explain_matmul(
     why = current().why_topology(mesh) if topology is None else "as given"
     asked = Product(m, k, n, mesh, dtype, current().topology_of(mesh) if topology is None else topology)
     if a is None and b is None:
-        candidates = sorted(_ways(asked), key=lambda c: (c.seconds, c.bytes_moved, c.peak_bytes, c.name))
-        candidates = [c for c in candidates if c.one_copy or not one_copy]
+        found = (c for c in _ways(asked) if c.one_copy or not one_copy)
+        candidates = sorted(found, key=lambda c: (c.seconds, c.bytes_moved, c.peak_bytes, "P" in c.name, c.name))
         return _explained(asked, why, ("A", "B"), candidates, candidates[0])
     if a is None or b is None:
         raise LayoutError(f"only the layout of {'b' if a is None else 'a'} is given: give both, or neither to search")
@@ -131,55 +112,70 @@ def _given(asked: Product, a: Layout, b: Layout) -> tuple[list[Candidate], Candi
 
 
 def _ways(asked: Product) -> Iterator[Candidate]:
-    """Every loop and storage of every mesh axis, the operands lying where that way wants them."""
-    mesh, itemsize = asked.mesh, asked.dtype.itemsize
-    bound = matmul_lower_bound(asked.m, asked.k, asked.n, mesh.size) * itemsize
-    for loops in product(LOOPS, repeat=mesh.ndim):
-        a, b, c = (_moved(asked, tensor, loops) for tensor in DIMS)
+    """Every schedule of the mesh, the operands lying where it stores them."""
+    bound = matmul_lower_bound(asked.m, asked.k, asked.n, asked.mesh.size) * asked.dtype.itemsize
+    for schedule in schedules(asked.mesh.ndim):
+        stored = schedule.layouts(asked.mesh)
+        worked = Schedule(schedule.loops, tuple("P" if loop == "k" else "R" for loop in schedule.loops))
+        a, b, c = worked.layouts(asked.mesh)
+        moves = (_moved(asked, "mk", stored[0], a), _moved(asked, "kn", stored[1], b))
+        ends = (_moved(asked, "mn", c, whole.layouts(asked.mesh)[2]) for whole in _completions(schedule))
+        end = min(ends, key=lambda move: (move.plan.seconds, move.nbytes))
         yield combined(
-            " ".join(f"{axis}:{loop.name()}" for axis, loop in zip(mesh.names, loops, strict=True)),
-            f"{a.plan.src}, {b.plan.src} -> {c.plan.dst}",
-            (a.plan.seconds + b.plan.seconds, _compute(asked, loops, a, b, c), c.plan.seconds),
-            (a, b),
-            (c,),
+            _name(schedule, asked.mesh),
+            f"{stored[0]}, {stored[1]} -> {stored[2]}",
+            (sum(move.plan.seconds for move in moves), _compute(asked, schedule, *moves, end), end.plan.seconds, 0.0),
+            moves,
+            (end,),
             bound,
+            once(stored),
         )
 
 
-def _moved(asked: Product, tensor: str, loops: tuple[Loop, ...]) -> Moved:
-    """How one tensor moves: from where it is stored to where the work is, or the product from there."""
-    placements = [_placements(tensor, loop) for loop in loops]
-    stored, worked = (_layout(asked.mesh, placements, i) for i in range(2))
-    ends = (worked, stored) if tensor == "C" else (stored, worked)
-    m, k = (getattr(asked, loop) for loop in DIMS[tensor])
-    return moved(*ends, (m, k), asked.dtype.itemsize, asked.topology)
+def _completions(schedule: Schedule) -> Iterator[Schedule]:
+    """The same with each sum that is left pending reduced: to all ranks, or to parts."""
+    choices = [STORAGES["k"][1:] if stored == "P" else (stored,) for stored in schedule.stored]
+    for stored in product(*choices):
+        yield Schedule(schedule.loops, stored)
 
 
-def _placements(tensor: str, loop: Loop) -> tuple[Placement, Placement]:
-    """Where a tensor is stored on one mesh axis, and where it is worked on."""
-    dims = DIMS[tensor]
-    if loop.loop is None:
-        return Replicate(), Replicate()
-    if loop.loop in dims:
-        return Shard(dims.index(loop.loop)), Shard(dims.index(loop.loop))
-    stored = Replicate() if loop.stored is None else Shard(dims.index(loop.stored))
-    return stored, Partial("sum") if tensor == "C" else Replicate()
+def _moved(asked: Product, dims: str, src: Layout, dst: Layout) -> Moved:
+    rows, columns = (getattr(asked, loop) for loop in dims)
+    return moved(src, dst, (rows, columns), asked.dtype.itemsize, asked.topology)
 
 
-def _layout(mesh: Mesh, placements: list[tuple[Placement, Placement]], which: int) -> Layout:
-    """On each dim the axes that split the work come first, so that what is gathered or reduced is contiguous."""
-    order = []
-    for dim in range(2):
-        axes = [axis for axis, both in enumerate(placements) if both[which] == Shard(dim)]
-        if axes:
-            order.append((dim, tuple(sorted(axes, key=lambda axis: placements[axis][0] != placements[axis][1]))))
-    return Layout(mesh, tuple(both[which] for both in placements), tuple(order))
+def _name(schedule: Schedule, mesh: Mesh) -> str:
+    """What each mesh axis does, as the legend says; then the name that `use_strategy` takes, if it has one.
+
+    >>> _name(Schedule(("m", "n"), ("k", "R")), Mesh((2, 2), ("x", "y")))
+    'x:m[B:k] y:n'
+    >>> _name(Schedule(("m", "n"), ("k", "k")), Mesh((2, 2), ("x", "y")))
+    'x:m[B:k] y:n[A:k] (summa)'
+    """
+    words = [
+        f"{axis}:{loop}" if stored == "R" else f"{axis}:{loop}[{_MOVING[loop]}:{stored}]"
+        for axis, loop, stored in zip(mesh.names, schedule.loops, schedule.stored, strict=True)
+    ]
+    known = _known().get((schedule.loops, schedule.stored))
+    return " ".join(words if known is None else [*words, f"({known})"])
 
 
-def _compute(asked: Product, loops: tuple[Loop, ...], a: Moved, b: Moved, c: Moved) -> float:
+@cache
+def _known() -> dict[tuple[tuple[str, ...], tuple[str, ...]], str]:
+    """Names by loops and storage, whichever axis plays which role."""
+    found: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}
+    for name, row in STRATEGIES.items():
+        axes = range(len(row.roles))
+        for order in [tuple(axes)] if name in ORDERED else permutations(axes):
+            loops = tuple(row.schedule.loops[axis] for axis in order)
+            found.setdefault((loops, tuple(row.schedule.stored[axis] for axis in order)), name)
+    return found
+
+
+def _compute(asked: Product, schedule: Schedule, a: Moved, b: Moved, c: Moved) -> float:
     """Seconds of the local product."""
-    taken = [loop.loop for loop in loops]
-    ranks = (prod(n for n, loop in zip(asked.mesh.shape, taken, strict=True) if loop == wanted) for wanted in MOVING)
-    local = [-(-getattr(asked, loop) // n) for loop, n in zip(MOVING, ranks, strict=True)]
+    sizes = tuple(zip(asked.mesh.shape, schedule.loops, strict=True))
+    ranks = {wanted: prod(n for n, loop in sizes if loop == wanted) for wanted in _MOVING}
+    local = [-(-getattr(asked, loop) // n) for loop, n in ranks.items()]
     dtype = str(asked.dtype).removeprefix("torch.")
     return work_seconds(2.0 * prod(local), a.after + b.after + c.before, asked.topology, dtype)

@@ -20,6 +20,7 @@ class Candidate:
     moved copies, outputs). `messages` come one after the other. `bound_ratio` is `bytes_moved` over the least that any
     product of these sizes receives that stores each tensor once; None for another operator, or where that is nothing.
     `one_copy` says whether each element of operands and outputs is stored on one rank alone.
+    `backward_seconds` are those of its gradients, where some are needed; bytes and steps are of the forward pass.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Candidate:
     gather_seconds: float
     compute_seconds: float
     reduce_seconds: float
+    backward_seconds: float
     bound_ratio: float | None
     one_copy: bool
     steps: tuple[str, ...]
@@ -37,14 +39,17 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """All of it."""
-        return self.gather_seconds + self.compute_seconds + self.reduce_seconds
+        return self.gather_seconds + self.compute_seconds + self.reduce_seconds + self.backward_seconds
 
     def data(self) -> dict[str, Any]:
         """The fields, and the seconds in all."""
         return asdict(self) | {"seconds": self.seconds}
 
 
-HEADINGS = ("", "axes", "layouts", "received", "messages", "peak", "gather us", "compute us", "reduce us", "x bound")
+HEADINGS = (
+    *("", "axes", "layouts", "received", "messages", "peak"),
+    *("gather us", "compute us", "reduce us", "backward us", "x bound"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +117,8 @@ class Explanation:
 
 
 def figures(found: Candidate) -> list[str]:
-    """Bytes, messages, peak, three times in us, and the ratio to the bound, as people read them."""
-    seconds = (found.gather_seconds, found.compute_seconds, found.reduce_seconds)
+    """Bytes, messages, peak, four times in us, and the ratio to the bound, as people read them."""
+    seconds = (found.gather_seconds, found.compute_seconds, found.reduce_seconds, found.backward_seconds)
     return [
         human_bytes(found.bytes_moved),
         str(found.messages),
