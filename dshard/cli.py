@@ -131,8 +131,11 @@ def _planned_on(arguments: argparse.Namespace, ranks: int) -> tuple[Topology, st
     name, nodes = arguments.topology, arguments.nodes
     if name is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        inside = None if nodes is None or ranks % nodes else ranks // nodes
-        return default_topology(device, inside), f"the default for {device} ranks; choose another with --topology"
+        inside = None if nodes in (None, 1) or ranks % nodes else ranks // nodes
+        hosts = "" if inside is None else f" with {inside} on each of {nodes} hosts"
+        return default_topology(
+            device, inside
+        ), f"the default for {device} ranks{hosts}; choose another with --topology"
     if name.endswith(".json"):
         return Topology.load(name), f"read from {name}"
     size = Topology.preset(name).size

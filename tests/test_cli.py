@@ -192,12 +192,16 @@ class TestPlan:
     def test_the_topology_is_named_and_how_it_came_to_be_used(self, capsys):
         main([*self.REDISTRIBUTE, "--from", "R S(0)", "--to", "R R"])
         by_default = capsys.readouterr().out
+        main([*self.REDISTRIBUTE, "--from", "R S(0)", "--to", "R R", "--nodes", "2", "--json"])
+        on_hosts = json.loads(capsys.readouterr().out)
         main([*self.REDISTRIBUTE, "--from", "R S(0)", "--to", "R R", "--topology", "dgx-h100", "--json"])
         given = json.loads(capsys.readouterr().out)
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         assert f"topology flat-{device}: n x rank (" in by_default
         assert f"; the default for {device} ranks; choose another with --topology" in by_default
+        assert on_hosts["topology"] == f"4-{device}-hosts"
+        assert f"{device} ranks with 4 on each of 2 hosts; " in on_hosts["topology_why"]
         assert given["network"] == "dgx-h100: 8 x gpu (450 GB/s)"
         assert given["topology_why"] == "as given"
 
