@@ -139,7 +139,9 @@ def measure(pool: RankPool, ranks: int, size: int, src: Words, dst: Words) -> Ro
     low, _, high = statistics.quantiles([turn["dshard"] / turn["torch"] for turn in took], n=4)
     times = {name: statistics.median(turn[name] for turn in took) for name in LIBRARIES}
     bound = lower_bound(here, there, (size, size)) * 4
-    return Row(" ".join(src), " ".join(dst), **times, ratio=ratio_of(took), quartiles=(low, high), nbytes=mean, bound=bound)
+    return Row(
+        " ".join(src), " ".join(dst), **times, ratio=ratio_of(took), quartiles=(low, high), nbytes=mean, bound=bound
+    )
 
 
 def ratio_of(took: list[dict[str, float]]) -> float:
@@ -201,7 +203,10 @@ def section(results: dict[int, list[Row]], mebibytes: int) -> str:
     ]
     for ranks, rows in results.items():
         worst = sorted(rows, key=lambda row: -row.ratio)[:8]
-        parts += [f"The transitions nearest to torch's time, or above it, on {ranks} ranks:", table(worst, markdown_table)]
+        parts += [
+            f"The transitions nearest to torch's time, or above it, on {ranks} ranks:",
+            table(worst, markdown_table),
+        ]
     return "\n\n".join(parts)
 
 

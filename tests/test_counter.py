@@ -19,7 +19,15 @@ from dshard.comm import DeviceMesh, Event, bind, init_device_mesh, listen, run
 from dshard.ops.settings import current
 from dshard.placements import REDUCE_OPS
 from dshard.redistribute import Plan, after, plan
-from dshard.testing import RankPool, Redistribution, count_traffic, distribute, rank_pool, redistributions, whole_numbers
+from dshard.testing import (
+    RankPool,
+    Redistribution,
+    count_traffic,
+    distribute,
+    rank_pool,
+    redistributions,
+    whole_numbers,
+)
 from dshard.topology import BYTES
 
 FOUR = (

@@ -1,4 +1,4 @@
-"""What a redistribution holds on the way: counted from the storages that are alive after each operator, on real ranks."""
+"""What a redistribution holds on the way: counted from the storages alive after each operator, on real ranks."""
 
 from __future__ import annotations
 

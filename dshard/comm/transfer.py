@@ -135,6 +135,7 @@ def _unpack(pieces: Sequence[Region], shape: Shape) -> Local:
     if _span(full, shape) is not None:
         return lambda flat: flat.view(shape)
     sizes, shapes = [numel(piece) for piece in full], [tuple(map(len, piece)) for piece in full]
+
     def place(flat: Tensor) -> Tensor:
         out = flat.new_empty(shape)
         for part, piece, size in zip(flat.split(sizes), full, shapes, strict=True):
@@ -167,4 +168,3 @@ def view_of(x: Tensor, region: Region) -> Tensor:
     for dim, held in enumerate(region):
         x = x.narrow(dim, held.start if held else 0, len(held))
     return x
-

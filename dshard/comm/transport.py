@@ -26,8 +26,8 @@ _MOVES = {
     torch.int8,
 }
 _SUMS = {torch.float64, torch.float32, torch.int64, torch.int32}
-# gloo's own all_gather copies what it received once more, so the parts are broadcast into place, all at once; where they
-# are this small, one exchange of copies takes less time than the start of so many broadcasts
+# gloo's own all_gather copies what it received once more, so the parts are broadcast into place, all at once; where
+# they are this small, one exchange of copies takes less time than the start of so many broadcasts
 _FEW_BYTES = 2**18
 
 

@@ -178,7 +178,9 @@ def _bytes(nodes: int, ranks: int | None) -> Parts:
     """No machine: a network on which bytes take time and nothing else does, so that the cheapest moves the fewest."""
     source = "a byte that a rank receives takes a second; messages, copies and local work take none"
     device = Device("none", flops=(("float32", 1e24),), memory_bandwidth=inf, launch=0.0)
-    return Parts((Layer("rank", None if ranks is None else nodes * ranks, group_bandwidth=1.0),), device, "gloo", source)
+    return Parts(
+        (Layer("rank", None if ranks is None else nodes * ranks, group_bandwidth=1.0),), device, "gloo", source
+    )
 
 
 PRESETS: dict[str, Callable[[int, int | None], Parts]] = {
