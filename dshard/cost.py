@@ -6,7 +6,7 @@ algorithm runs what:
 
 | collective     | gloo                          | nccl                     | xla (a torus) |
 |----------------|-------------------------------|--------------------------|---------------|
-| all_gather     | ring                          | ring                     | ring          |
+| all_gather     | a broadcast of each part      | ring                     | ring          |
 | reduce_scatter | all_to_all, then a local sum  | ring                     | ring          |
 | all_reduce     | ring                          | the better of ring, tree | ring          |
 | all_to_all     | pairwise                      | pairwise                 | pairwise      |
