@@ -3,11 +3,11 @@
     python benchmarks/redistribute.py [--ranks 4 8] [--mebibytes 4] [--json] [--write]
 
 Every transition between layouts of a square fp32 matrix on a mesh of (2, ranks / 2) that torch allows, those that send
-nothing included. A turn is a block of calls of dshard's and one of torch's, in changing order; milliseconds for each
-call of the slowest rank, medians of the turns. What comes near to torch's time or above it is measured again, with more
-turns, and all of them count. Bytes are those received, as `dshard.testing.count_traffic` counts them below both
-libraries, over the exact lower bound. One torch thread for each rank. `--write` puts the figures into
-docs/benchmarks.md.
+nothing included. A turn is a block of calls of dshard's and one of torch's, in changing order: milliseconds are those
+of a call of the slowest rank, medians of the turns; ratios are within a turn, their median and quartiles. What comes
+near to torch's time or above it is measured again, with more turns, and all of them count. Bytes are those received, as
+`dshard.testing.count_traffic` counts them below both libraries, over the exact lower bound. One torch thread for each
+rank. `--write` puts the figures into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def measure(pool: RankPool, ranks: int, size: int, src: Words, dst: Words) -> Ro
 
 
 def ratio_of(took: list[dict[str, float]]) -> float:
-    dshard, torch_ = (statistics.median(turn[name] for turn in took) for name in LIBRARIES)
-    return dshard / torch_
+    """The median of the turns' ratios: what slows the machine for a while slows both sides of a turn."""
+    return statistics.median(turn["dshard"] / turn["torch"] for turn in took)
 
 
 def transitions() -> list[tuple[Words, Words]]:
@@ -198,7 +198,8 @@ def section(results: dict[int, list[Row]], mebibytes: int) -> str:
     """What docs/benchmarks.md says."""
     parts = [
         f"A {mebibytes} MiB fp32 matrix on gloo; {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"{datetime.date.today()}. Ratios are dshard / torch DTensor, of medians of interleaved turns.",
+        f"{datetime.date.today()}. Ratios are\n"
+        "dshard / torch DTensor within a turn: medians over interleaved turns.",
         summary(results, markdown_table),
     ]
     for ranks, rows in results.items():
