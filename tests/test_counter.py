@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn, meshes: tuple[Mesh, ...]) -> Case:
 
 
 @pytest.mark.ranks
-@settings(max_examples=settings().max_examples // 6, phases=[Phase.generate])
+@settings(max_examples=settings().max_examples // 10, phases=[Phase.generate])
 @given(st.data())
 def test_what_is_planned_is_what_is_moved(ranks: RankPool, cases_run: Counter[str], data: st.DataObject) -> None:
     batch = data.draw(st.lists(cases(FOUR), min_size=20, max_size=20))
