@@ -14,11 +14,11 @@ from dshard.errors import (
     TopologyError,
 )
 from dshard.explain import explain
-from dshard.factories import distribute_module, empty, full, ones, rand, randn, zeros
+from dshard.factories import distribute_module, empty, full, ones, rand, randint, randn, randperm, zeros
 from dshard.functional import linear, matmul
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.ops import cache_info, manual_seed, register_rule, use_topology
+from dshard.ops import cache_info, get_rng_state, manual_seed, register_rule, set_rng_state, use_topology
 from dshard.ops.matmul import Schedule, strategies, use_strategy
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor, distribute_tensor
@@ -54,14 +54,18 @@ __all__ = [
     "empty",
     "explain",
     "full",
+    "get_rng_state",
     "init_device_mesh",
     "linear",
     "manual_seed",
     "matmul",
     "ones",
     "rand",
+    "randint",
     "randn",
+    "randperm",
     "register_rule",
+    "set_rng_state",
     "strategies",
     "strict",
     "trace",

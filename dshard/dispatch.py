@@ -294,7 +294,7 @@ def _replicate(cls: Any, func: OpOverload, args: Any, kwargs: Any, whole: Layout
     local_args, local_kwargs = replace_leaves(
         (args, kwargs), lambda leaf: move(leaf._local, leaf._spec, whole) if isinstance(leaf, cls) else leaf
     )
-    local_op = seeded_op(func, device_of(whole.mesh), kwargs) if random else func
+    local_op = seeded_op(func, whole.mesh, device_of(whole.mesh), kwargs) if random else func
     result = run_on_ranks(whole.mesh, lambda coordinate: local_op, local_args, local_kwargs)
     for given, argument, local in zip(args, func._schema.arguments, local_args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, cls):

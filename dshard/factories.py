@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from dshard.comm import DeviceMesh
 from dshard.errors import LayoutError
 from dshard.layout import Layout, layout_of, replicated
 from dshard.mesh import Coordinate, Mesh
-from dshard.ops.random import next_seed
+from dshard.ops import random
 from dshard.ops.spec import contiguous_stride, spec_of
 from dshard.placements import Placement, Replicate
 from dshard.tensor import DTensor, as_mesh, distribute_tensor
@@ -55,15 +56,57 @@ def full(
 def rand(
     *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
 ) -> DTensor:
-    """A DTensor uniform on [0, 1): the same values on every mesh and layout under `manual_seed`."""
-    return _random(torch.rand, size, device_mesh, placements, **options)
+    """A DTensor uniform on [0, 1): the same values on every mesh and layout under `manual_seed`.
+
+    `dtype`, `requires_grad` and `generator`, alike on all ranks, as in `torch.rand`.
+    """
+    return _random(torch.rand, random.uniform, size, device_mesh, placements, **options)
 
 
 def randn(
     *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
 ) -> DTensor:
-    """A standard normal DTensor: the same values on every mesh and layout under `manual_seed`."""
-    return _random(torch.randn, size, device_mesh, placements, **options)
+    """A standard normal DTensor: the same values on every mesh and layout under `manual_seed`.
+
+    `dtype`, `requires_grad` and `generator`, alike on all ranks, as in `torch.randn`.
+    """
+    return _random(torch.randn, random.standard_normal, size, device_mesh, placements, **options)
+
+
+def randint(
+    *args: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
+) -> DTensor:
+    """`randint([low,] high, size)`: whole numbers from `low`, or 0, and below `high`; int64 by default.
+
+    The same values on every mesh and layout under `manual_seed`.
+    """
+    *bounds, size = args
+    options.setdefault("dtype", torch.int64)
+    return _random(
+        partial(torch.randint, *bounds),
+        lambda dtype: random.integers(dtype, *bounds),
+        (size,),
+        device_mesh,
+        placements,
+        **options,
+    )
+
+
+def randperm(
+    n: int, *, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
+) -> DTensor:
+    """The numbers from 0 to n - 1 in random order, int64 by default; each rank makes all of them and keeps its part.
+
+    The same order on every mesh and layout under `manual_seed`.
+    """
+    dtype, generator = options.pop("dtype", torch.int64), options.pop("generator", None)
+    shape, layout = _laid_out((n,), device_mesh, placements)
+    order = random.permutation(n, random.draw_for(layout.mesh, "randperm", generator)).to(dtype)
+
+    def part(coordinate: Coordinate, device: torch.device) -> Tensor:
+        return comm.cut(order, layout.region(shape, coordinate)).to(device)
+
+    return _finished(comm.local_of(layout, part), layout, shape, **options)
 
 
 def _new(
@@ -85,22 +128,22 @@ def _new(
 
 def _random(
     make: Callable[..., Tensor],
+    distribution: Callable[[torch.dtype], random.Distribution],
     size: tuple[Any, ...],
     device_mesh: DeviceMesh | Mesh,
     placements: Sequence[Placement] | None,
     *,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
+    generator: torch.Generator | None = None,
 ) -> DTensor:
-    """Each rank draws the whole tensor from the same sequence and keeps its part."""
-    shape, layout = _laid_out(size, device_mesh, placements)
+    """Each rank draws its own part, once torch has accepted the arguments."""
+    shape, _ = _laid_out(size, device_mesh, placements)
     with comm.plain():
-        whole = make(shape, dtype=dtype, generator=torch.Generator().manual_seed(next_seed()))
-
-    def part(coordinate: Coordinate, device: torch.device) -> Tensor:
-        return comm.cut(whole, layout.region(shape, coordinate)).to(device)
-
-    return _finished(comm.local_of(layout, part), layout, shape, requires_grad)
+        make((0,), dtype=dtype, generator=torch.Generator())
+    out = _new(torch.empty, (shape,), device_mesh, placements, dtype=dtype)
+    random.filled(out, distribution, make, generator)
+    return out.requires_grad_(requires_grad)
 
 
 def _laid_out(
@@ -116,7 +159,7 @@ def _laid_out(
     return shape, layout
 
 
-def _finished(local: Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool) -> DTensor:
+def _finished(local: Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool = False) -> DTensor:
     out = DTensor._wrap(local, spec_of(layout, shape, contiguous_stride(shape), local.dtype, local.device))
     return out.requires_grad_() if requires_grad else out
 

@@ -8,6 +8,7 @@ distributed and local tensors are themselves differentiable.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, TypeAlias
 
 import torch
@@ -245,16 +246,35 @@ def attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """`torch.nn.functional.scaled_dot_product_attention`: local for each head and each batch entry."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     query, k, v, mask, dropout, causal, scale, gqa = _bound(names, args, kwargs)
-    dropout, causal, gqa = dropout or 0.0, bool(causal), bool(gqa)
+    causal, gqa = bool(causal), bool(gqa)
+    if dropout:
+        return _attention_with_dropout(query, k, v, mask, dropout, causal, scale, gqa)
     tensors = (query, k, v) if mask is None else (query, k, v, mask)
 
     def local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
 
     def rule() -> Rule:
         return attention_rule([tuple(t.shape) for t in tensors], causal, gqa)
 
-    return run_joint(cls, rule, local, tensors, ("attention", dropout, causal, scale, gqa))
+    return run_joint(cls, rule, local, tensors, ("attention", causal, scale, gqa))
+
+
+def _attention_with_dropout(
+    query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool
+) -> Any:
+    """Attention by operators on distributed tensors: torch's kernels would draw a mask of their own on each rank."""
+    if gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query * factor) @ key.transpose(-2, -1)
+    if causal:
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -inf)
+    if mask is not None:
+        scores = scores.masked_fill(mask.logical_not(), -inf) if mask.dtype == torch.bool else scores + mask
+    return F.dropout(scores.softmax(-1), dropout) @ value
 
 
 def getitem(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """The one door to torch.distributed: plans run here, and every collective is told to whoever listens."""
 
 from dshard.comm.agree import checked_shape, global_shape, same_replicas
+from dshard.comm.debug import compare_draws
 from dshard.comm.events import Event, listen
 from dshard.comm.run import run, runner
 from dshard.comm.runtime import (
@@ -26,6 +27,7 @@ __all__ = [
     "Runtime",
     "bind",
     "checked_shape",
+    "compare_draws",
     "cut",
     "device_mesh_of",
     "device_of",

@@ -1,4 +1,4 @@
-"""With DSHARD_DEBUG=1 the ranks compare plans before they run them: a divergence is an error everywhere, not a hang."""
+"""With DSHARD_DEBUG=1 the ranks compare plans and draws before they run them: to diverge is an error, not a hang."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections import defaultdict
 import torch
 
 from dshard.comm import transport
-from dshard.comm.runtime import Runtime
+from dshard.comm.runtime import Runtime, runtime_of, simulated_ranks
 from dshard.comm.spread import device_of
 from dshard.errors import MeshError
+from dshard.mesh import Mesh
 from dshard.redistribute import Plan
 
 WIDTH = 512
-"""Bytes of a plan's text that the ranks show each other."""
+"""Bytes of a text that the ranks show each other."""
 
 
 def enabled() -> bool:
@@ -28,13 +29,37 @@ def compare(plan: Plan, runtime: Runtime) -> None:
     Raises:
         MeshError: on every rank, naming who is about to run what.
     """
-    text = f"{tuple(plan.shape)} {plan}".encode()[:WIDTH].ljust(WIDTH)
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device_of(plan.src.mesh))
-    group = runtime.group(plan.src.mesh.names)
-    rows = transport.all_gather(mine, [WIDTH] * len(group.ranks), group).view(-1, WIDTH).cpu()
-    found: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, row in zip(group.ranks, rows, strict=True):
-        found[bytes(row.tolist()).decode(errors="replace").strip()].append(rank)
+    found = _told(f"{tuple(plan.shape)} {plan}", runtime)
     if len(found) > 1:
         listed = "; ".join(f"ranks {ranks} run {text}" for text, ranks in found.items())
         raise MeshError(f"the ranks are about to run different plans, so their programs have diverged: {listed}")
+
+
+def compare_draws(text: str, mesh: Mesh) -> None:
+    """In the debug mode, go on only if every rank of the mesh is about to draw the same random numbers.
+
+    Raises:
+        MeshError: on every rank, naming who is about to draw what.
+    """
+    runtime = runtime_of(mesh) if enabled() and simulated_ranks() is None else None
+    if runtime is None or runtime.coordinate is None:
+        return
+    found = _told(text, runtime)
+    if len(found) > 1:
+        listed = "; ".join(f"ranks {ranks} make {text}" for text, ranks in found.items())
+        raise MeshError(
+            "the ranks are about to draw different random numbers, so their seeds or their programs have diverged: "
+            f"{listed}; call dshard.manual_seed with one seed on all of them"
+        )
+
+
+def _told(text: str, runtime: Runtime) -> dict[str, list[int]]:
+    """What the ranks of the mesh tell each other, and who says it."""
+    row = text.encode()[:WIDTH].ljust(WIDTH)
+    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device_of(runtime.mesh))
+    group = runtime.group(runtime.mesh.names)
+    rows = transport.all_gather(mine, [WIDTH] * len(group.ranks), group).view(-1, WIDTH).cpu()
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, said in zip(group.ranks, rows, strict=True):
+        found[bytes(said.tolist()).decode(errors="replace").strip()].append(rank)
+    return found

@@ -126,13 +126,11 @@ def known(func: OpOverload) -> Known:
 def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | None:
     if out.has_out(func):
         return lambda args: out.into_out
-    custom = CUSTOM.get(func) or views.CUSTOM.get(func)
+    custom = CUSTOM.get(func) or views.CUSTOM.get(func) or random.CUSTOM.get(func)
     if custom is not None:
         return lambda args: custom
     if func in indexing.MASKED:
         return lambda args: indexing.MASKED[func] if indexing.has_mask(args) else None
-    if random.is_random(func):
-        return lambda args: random.fill if random.fills(func, args) else None
     if func in nn.MEANS:
         position = [argument.name for argument in func._schema.arguments].index("reduction")
         return lambda args: nn.MEANS[func] if args[position] == nn.MEAN else None

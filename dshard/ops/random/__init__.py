@@ -1,0 +1,33 @@
+"""Random values that do not depend on the mesh: each is a function of seed, draw and global index alone."""
+
+from dshard.ops.random.distributions import Distribution
+from dshard.ops.random.operators import (
+    CUSTOM,
+    draw_for,
+    filled,
+    integers,
+    is_random,
+    permutation,
+    seeded_op,
+    standard_normal,
+    uniform,
+)
+from dshard.ops.random.state import Draw, get_rng_state, manual_seed, next_draw, set_rng_state
+
+__all__ = [
+    "CUSTOM",
+    "Distribution",
+    "Draw",
+    "draw_for",
+    "filled",
+    "get_rng_state",
+    "integers",
+    "is_random",
+    "manual_seed",
+    "next_draw",
+    "permutation",
+    "seeded_op",
+    "set_rng_state",
+    "standard_normal",
+    "uniform",
+]

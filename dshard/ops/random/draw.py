@@ -1,0 +1,129 @@
+"""The part of a random tensor that one rank holds, computed from the global indices of its elements alone.
+
+Element i of a draw, counted in row-major order over the whole tensor, comes from block i // per_block of the counter.
+A part is runs of consecutive indices, one for each index of the outer dims; runs are drawn by tiles of bounded size, so
+that beside the part itself memory does not grow with it, let alone with the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from dshard.layout import Region, Shape
+from dshard.ops.random.distributions import Distribution
+from dshard.ops.random.philox import words
+from dshard.ops.random.state import Draw
+
+CPU_BLOCKS, DEVICE_BLOCKS = 1 << 15, 1 << 20
+"""Blocks drawn at once: on a CPU what a cache holds, elsewhere what keeps a device busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of `length` consecutive indices, which begin at `base` plus an index of each outer dim times its stride."""
+
+    base: int
+    length: int
+    outer: tuple[tuple[int, int], ...]
+    total: int
+
+    @property
+    def count(self) -> int:
+        """How many runs."""
+        return prod(size for size, _ in self.outer)
+
+    def starts(self, first: int, last: int, device: torch.device) -> Tensor:
+        """The first index of the runs number `first` to `last - 1`."""
+        number = torch.arange(first, last, device=device)
+        if len(self.outer) <= 1:
+            return number.mul_(self.outer[0][1] if self.outer else 0).add_(self.base)
+        start = torch.full_like(number, self.base)
+        for size, stride in reversed(self.outer):
+            start += (number % size) * stride
+            number = number // size
+        return start
+
+    def phase(self, per_block: int) -> int | None:
+        """Where in its block each run begins, or None where runs differ in that."""
+        return None if any(stride % per_block for _, stride in self.outer) else self.base % per_block
+
+
+@lru_cache(maxsize=4096)
+def runs(shape: Shape, region: Region) -> Runs:
+    """The elements of a region that is not empty, of a tensor of this shape.
+
+    >>> runs((4, 6), (range(1, 3), range(2, 5)))
+    Runs(base=8, length=3, outer=((2, 6),), total=24)
+    """
+    base, length, stride = 0, 1, 1
+    outer: list[tuple[int, int]] = []
+    for size, held in zip(reversed(shape), reversed(region), strict=True):
+        base += held.start * stride
+        if not outer and length == stride:
+            length *= len(held)
+        elif len(held) > 1:
+            outer.append((len(held), stride))
+        stride *= size
+    return Runs(base, length, tuple(reversed(outer)), stride)
+
+
+def fill(local: Tensor, shape: Shape, region: Region, draw: Draw, distribution: Distribution) -> None:
+    """Write the values of the elements within `region`, of a whole tensor of this shape, into `local`."""
+    if local.numel() == 0 or local.is_meta:
+        return
+    if local.is_complex():
+        fill(torch.view_as_real(local), (*shape, 2), (*region, range(2)), draw, distribution)
+        return
+    found = runs(shape, region)
+    target = local if local.is_contiguous() else torch.empty_like(local, memory_format=torch.contiguous_format)
+    rows = target.view(found.count, found.length)
+    for first, last, begin, end in _tiles(found, distribution.per_block, local.device):
+        starts = found.starts(first, last, local.device).add_(begin)
+        _draw(rows[first:last, begin:end], starts, found, draw, distribution)
+    if target is not local:
+        local.copy_(target)
+
+
+def _tiles(found: Runs, per_block: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
+    """First and last run, first and last element of these."""
+    limit = CPU_BLOCKS if device.type == "cpu" else DEVICE_BLOCKS
+    blocks = -(-found.length // per_block) + 1
+    height = max(limit // blocks, 1)
+    width = found.length if blocks <= limit else limit * per_block
+    for first in range(0, found.count, height):
+        last = min(first + height, found.count)
+        for begin in range(0, found.length, width):
+            yield first, last, begin, min(begin + width, found.length)
+
+
+def _draw(out: Tensor, starts: Tensor, found: Runs, draw: Draw, distribution: Distribution) -> None:
+    """The values of a tile: of as many consecutive elements from each start as `out` has columns."""
+    per_block, (height, width) = distribution.per_block, out.shape
+    phase = found.phase(per_block)
+    blocks = -(-(width + (per_block - 1 if phase is None else phase)) // per_block)
+    first = starts // per_block
+    counters = (first[:, None] + torch.arange(blocks, device=out.device)).flatten()
+    values = distribution.values(words(counters, draw.number, draw.seed, wide=found.total // per_block >> 32 > 0))
+    lanes = values.view(per_block, height, blocks)
+    if phase == 0 and width == blocks * per_block:
+        _interleave(lanes, out)
+        return
+    buffer = out.new_empty((height, blocks * per_block))
+    _interleave(lanes, buffer)
+    if phase is not None:
+        out.copy_(buffer[:, phase : phase + width])
+    else:
+        columns = (starts - first * per_block)[:, None] + torch.arange(width, device=out.device)
+        out.copy_(buffer.gather(1, columns))
+
+
+def _interleave(lanes: Tensor, out: Tensor) -> None:
+    """Lane k of every block becomes its element k."""
+    for k, lane in enumerate(lanes):
+        out[:, k :: len(lanes)].copy_(lane)

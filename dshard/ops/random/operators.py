@@ -1,0 +1,339 @@
+"""Random operators: each rank draws its part of the whole tensor; the others are made of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Generator, Tensor
+from torch._ops import OpOverload
+
+from dshard.comm import LocalTensor, compare_draws, plain, unstack
+from dshard.layout import replicated
+from dshard.mesh import Coordinate, Mesh
+from dshard.ops.call import LocalOp
+from dshard.ops.custom import Custom, check
+from dshard.ops.moving import move, run_on_ranks, write_local
+from dshard.ops.random import distributions, draw
+from dshard.ops.random.distributions import Distribution
+from dshard.ops.random.philox import words
+from dshard.ops.random.state import Draw, next_draw
+from dshard.ops.spec import contiguous_stride, spec_of
+from dshard.ops.strategy import completed
+
+aten = torch.ops.aten
+Make: TypeAlias = Callable[..., Distribution]
+"""The distribution for a real dtype and the operator's arguments."""
+_UNUSED = Generator()
+
+
+def is_random(func: OpOverload) -> bool:
+    """Whether torch says that the operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def draw_for(mesh: Mesh, what: object, generator: Generator | None = None) -> Draw:
+    """The next draw, for a tensor on `mesh`, or one that the generator of torch's seeds, which all ranks step alike.
+
+    Raises:
+        MeshError: in the debug mode, where the ranks have come to different draws.
+    """
+    found = next_draw(generator)
+    compare_draws(f"draw {found.number} of seed {found.seed}, for {what}", mesh)
+    return found
+
+
+def filled(x: Any, make: Make, what: object, generator: Generator | None = None) -> Any:
+    """Overwrite the distributed tensor `x` with random values; where it is pending, so that they are the sum."""
+    spec = x._spec
+    layout = completed(spec.layout)
+    found = draw_for(layout.mesh, what, generator)
+    distribution = make(spec.dtype)
+
+    def local_op(coordinate: Coordinate) -> LocalOp:
+        region = layout.region(spec.shape, coordinate)
+
+        def write(local: Tensor) -> Tensor:
+            drawn = local if layout == spec.layout else torch.empty_like(local)
+            draw.fill(drawn, spec.shape, region, found, distribution)
+            return drawn
+
+        return write
+
+    with torch.no_grad():
+        drawn = run_on_ranks(layout.mesh, local_op, (x._local,), {})
+        if layout != spec.layout:
+            write_local(x._local, move(drawn, spec.with_layout(layout), spec.layout))
+    return x
+
+
+# -- in place, and new tensors like another
+
+
+def overwriting(make: Make) -> Callable[..., Any]:
+    """normal_, uniform_ and their like, in place or of a new tensor like the first operand."""
+
+    def run(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, *rest, generator = bound(func, args, kwargs)
+        _refuse(func, x.dtype, rest)
+        if not func._schema.is_mutable:
+            x = aten.empty_like.default(x)
+        return filled(x, lambda dtype: make(dtype, *rest), func, generator)
+
+    return run
+
+
+def bound(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments in the order of the schema, defaults where none are given."""
+    rest = func._schema.arguments[len(args) :]
+    return [*args, *(kwargs.get(a.name, a.default_value if a.has_default_value() else None) for a in rest)]
+
+
+def _refuse(func: OpOverload, dtype: torch.dtype, rest: list[Any]) -> None:
+    """Let torch refuse arguments that it would refuse on one device."""
+    with plain():
+        func(torch.empty(0, dtype=dtype), *rest, generator=_UNUSED)
+
+
+def like(make: Make) -> Callable[..., Any]:
+    """rand_like, randn_like, randint_like."""
+
+    def run(
+        x: Any, *rest: Any, generator: Generator | None = None, dtype: torch.dtype | None = None, **options: Any
+    ) -> Any:
+        bounds = [int(bound) for bound in rest]
+        out = aten.empty_like.default(x, dtype=dtype, **options)
+        return filled(out, lambda dtype: make(dtype, *bounds), "a tensor like another", generator)
+
+    return run
+
+
+# -- distributions by the names of torch
+
+
+def uniform(dtype: torch.dtype, low: float = 0.0, to: float = 1.0) -> Distribution:
+    """In both parts of a complex number."""
+    return distributions.uniform(dtype.to_real() if dtype.is_complex else dtype, low, to)
+
+
+def _random(dtype: torch.dtype, low: int = 0, to: int | None = None) -> Distribution:
+    """Whole numbers from `low`, and below `to` or up to the last of those that the dtype counts exactly."""
+    if dtype == torch.bool:
+        largest = 1
+    else:
+        largest = 2 ** distributions.BITS[dtype] if dtype.is_floating_point else torch.iinfo(dtype).max
+    return distributions.integers(low, (largest + 1 if to is None else to) - low)
+
+
+def integers(dtype: torch.dtype, *bounds: int) -> Distribution:
+    """Whole numbers below the last bound, from the first of two or from 0."""
+    low, high = bounds if len(bounds) == 2 else (0, *bounds)
+    return _random(dtype, low, high)
+
+
+def _bernoulli(dtype: torch.dtype, p: float = 0.5) -> Distribution:
+    return distributions.bernoulli(p)
+
+
+def standard_normal(dtype: torch.dtype) -> Distribution:
+    """The parts of a complex number have half its variance each."""
+    return distributions.normal(dtype.to_real(), 0.0, 0.5**0.5) if dtype.is_complex else distributions.normal(dtype)
+
+
+def normal_(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of complex numbers, both parts have half the variance, and the mean is real."""
+    if not args[0].dtype.is_complex:
+        return overwriting(distributions.normal)(cls, func, args, kwargs)
+    x, mean, std, generator = bound(func, args, kwargs)
+    _refuse(func, x.dtype, [mean, std])
+    values = like(standard_normal)(x, generator=generator) * std + mean
+    return x.copy_(values) if func._schema.is_mutable else values
+
+
+# -- made of these
+
+
+def bernoulli(p: Any, *, generator: Generator | None = None) -> Any:
+    """1 with the probability that each element is."""
+    return (_chance(p, p, generator) < p).to(p.dtype)
+
+
+def bernoulli_like(x: Any, p: Any, *, generator: Generator | None = None) -> Any:
+    """The same for a tensor whose elements have the probabilities `p`, broadcast."""
+    return (_chance(x, p, generator) < p).to(x.dtype)
+
+
+def bernoulli_tensor_(x: Any, p: Any, *, generator: Generator | None = None) -> Any:
+    """The same in place."""
+    return x.copy_(bernoulli_like(x, p, generator=generator))
+
+
+def _chance(x: Any, p: Any, generator: Generator | None) -> Any:
+    dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+    return like(uniform)(x, dtype=dtype, generator=generator)
+
+
+def normal_of_tensors(mean: Any, std: Any = 1.0, *, generator: Generator | None = None) -> Any:
+    """A normal value for each mean and deviation, broadcast; one of them may be a number."""
+    both = isinstance(mean, Tensor) and isinstance(std, Tensor)
+    shaped = mean + std if both else mean if isinstance(mean, Tensor) else std
+    return like(standard_normal)(shaped, generator=generator) * std + mean
+
+
+def native_dropout(x: Any, p: float, train: bool | None = None) -> tuple[Any, Any]:
+    """Zero with probability `p`, the rest scaled up; and the mask of the rest."""
+    mask = aten.empty_like.default(x, dtype=torch.bool)
+    if train is False:
+        return x.clone(), mask.fill_(True)
+    mask = filled(mask, lambda _: distributions.bernoulli(1.0 - p), "dropout")
+    return x * mask * (0.0 if p == 1 else 1.0 / (1.0 - p)), mask
+
+
+def rrelu(
+    x: Any, noise: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> tuple[Any, Any]:
+    """Negative elements times a random slope, and the slopes; when not training, times the mean slope."""
+    if not training:
+        return torch.where(x > 0, x, x * ((lower + upper) / 2)), noise.clone()
+    slope = like(uniform)(x, generator=generator) * (upper - lower) + lower
+    slope = torch.where(x > 0, torch.ones_like(x), slope)
+    return x * slope, slope
+
+
+def rrelu_with_noise(x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same, the slopes written into `noise`."""
+    out, slopes = rrelu(x, noise, *args, **kwargs)
+    noise.copy_(slopes)
+    return out
+
+
+def rrelu_with_noise_(x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same in place."""
+    return x.copy_(rrelu_with_noise(x, noise, *args, **kwargs))
+
+
+def made(function: Callable[..., Any]) -> Custom:
+    """Run `function`, made of operators on distributed tensors, once torch has accepted the arguments."""
+
+    def run(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check(cls, func, args, {name: value for name, value in kwargs.items() if name != "generator"})
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return run
+
+
+# -- whole on every rank
+
+
+def multinomial(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Indices drawn by the weights of each row. Every rank draws all of them, from the gathered weights."""
+    x, count, replacement, generator = bound(func, args, kwargs)
+    mesh, shape = x._spec.layout.mesh, (*x.shape[:-1], count)
+    with plain():
+        func(x._spec.meta(), count, replacement)
+    found = draw_for(mesh, func, generator)
+    local = move(x._local, x._spec, replicated(mesh))
+    sample = partial(_sample, count=count, replacement=replacement and count > 1, found=found)
+    out = run_on_ranks(mesh, lambda coordinate: sample, (local,), {})
+    one = next(iter(unstack(out).values())) if type(out) is LocalTensor else out
+    return cls._wrap(out, spec_of(replicated(mesh), shape, contiguous_stride(shape), torch.int64, one.device))
+
+
+def _sample(weights: Tensor, count: int, replacement: bool, found: Draw) -> Tensor:
+    """With replacement, where random numbers fall among the sums of the weights; without, the first of a race."""
+    if weights.is_meta:
+        return weights.new_empty((*weights.shape[:-1], count), dtype=torch.int64)
+    weights = weights.double()
+    if not replacement:
+        clocks = _whole(tuple(weights.shape), distributions.exponential(1.0), found, weights.device)
+        return (weights / clocks).topk(count, -1).indices
+    sums = weights.cumsum(-1)
+    chance = _whole((*weights.shape[:-1], count), distributions.uniform(torch.float64), found, weights.device)
+    return torch.searchsorted(sums, chance.mul_(sums[..., -1:]), right=True).clamp_(max=weights.shape[-1] - 1)
+
+
+def _whole(shape: tuple[int, ...], distribution: Distribution, found: Draw, device: torch.device) -> Tensor:
+    out = torch.empty(shape, dtype=torch.float64, device=device)
+    draw.fill(out, shape, tuple(map(range, shape)), found, distribution)
+    return out
+
+
+def permutation(n: int, found: Draw) -> Tensor:
+    """The numbers below `n` in the order of random ones."""
+    with plain():
+        return _whole((n,), distributions.uniform(torch.float64), found, torch.device("cpu")).argsort(stable=True)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Within the block torch's generators begin with `seed`; afterwards they are as before."""
+    devices = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        yield
+
+
+def seeded_op(func: OpOverload, mesh: Mesh, device: torch.device, kwargs: dict[str, Any]) -> LocalOp:
+    """`func` by torch's own generator, begun alike on every rank: for operators that are not drawn here."""
+    found = draw_for(mesh, func, kwargs.get("generator"))
+    with plain():
+        block = words(torch.zeros(1, dtype=torch.int64), found.number, found.seed)
+    seed = int(block[0]) << 30 | int(block[1]) >> 2
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("generator", None)
+        with seeded(seed, device):
+            return func(*args, **kwargs)
+
+    return call
+
+
+def _overloads(name: str) -> list[OpOverload]:
+    packet = getattr(aten, name)
+    return [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
+
+
+_OVERWRITING: dict[str, Make] = {
+    "uniform": uniform,
+    "random": _random,
+    "exponential": lambda dtype, lambd=1.0: distributions.exponential(lambd),
+    "geometric": lambda dtype, p: distributions.geometric(p),
+    "cauchy": lambda dtype, median=0.0, sigma=1.0: distributions.cauchy(median, sigma),
+    "log_normal": lambda dtype, mean=1.0, std=2.0: distributions.log_normal(mean, std),
+}
+_LIKE: dict[str, Callable[..., Any]] = {
+    "rand_like": like(uniform),
+    "randn_like": like(standard_normal),
+    "randint_like": like(integers),
+}
+
+CUSTOM: dict[OpOverload, Custom] = {
+    **{
+        func: overwriting(make)
+        for name, make in _OVERWRITING.items()
+        for form in (name, f"{name}_")
+        for func in _overloads(form)
+    },
+    **{func: made(function) for name, function in _LIKE.items() for func in _overloads(name)},
+    aten.random_.to: overwriting(integers),
+    aten.random.to: overwriting(integers),
+    aten.normal_.default: normal_,
+    aten.normal_functional.default: normal_,
+    aten.bernoulli_.float: overwriting(_bernoulli),
+    aten.bernoulli.p: overwriting(_bernoulli),
+    aten.bernoulli.default: made(bernoulli),
+    aten.bernoulli.Tensor: made(bernoulli_like),
+    aten.bernoulli_.Tensor: made(bernoulli_tensor_),
+    **{func: made(normal_of_tensors) for func in (aten.normal.Tensor_float, aten.normal.Tensor_Tensor)},
+    aten.normal.float_Tensor: made(normal_of_tensors),
+    aten.native_dropout.default: made(native_dropout),
+    aten.rrelu_with_noise.default: made(rrelu_with_noise),
+    aten.rrelu_with_noise_.default: made(rrelu_with_noise_),
+    aten.rrelu_with_noise_functional.default: made(rrelu),
+    aten.multinomial.default: multinomial,
+}
+"""What runs instead of torch's random operators; the others go by `seeded_op`."""
