@@ -60,7 +60,7 @@ def rand(
 
     `dtype`, `requires_grad` and `generator`, alike on all ranks, as in `torch.rand`.
     """
-    return _random(torch.rand, random.uniform, size, device_mesh, placements, **options)
+    return _random("rand", torch.rand, random.uniform, size, device_mesh, placements, **options)
 
 
 def randn(
@@ -70,7 +70,7 @@ def randn(
 
     `dtype`, `requires_grad` and `generator`, alike on all ranks, as in `torch.randn`.
     """
-    return _random(torch.randn, random.standard_normal, size, device_mesh, placements, **options)
+    return _random("randn", torch.randn, random.standard_normal, size, device_mesh, placements, **options)
 
 
 def randint(
@@ -83,6 +83,7 @@ def randint(
     *bounds, size = args
     options.setdefault("dtype", torch.int64)
     return _random(
+        "randint",
         partial(torch.randint, *bounds),
         lambda dtype: random.integers(dtype, *bounds),
         (size,),
@@ -127,6 +128,7 @@ def _new(
 
 
 def _random(
+    what: str,
     make: Callable[..., Tensor],
     distribution: Callable[[torch.dtype], random.Distribution],
     size: tuple[Any, ...],
@@ -142,7 +144,7 @@ def _random(
     with comm.plain():
         make((0,), dtype=dtype, generator=torch.Generator())
     out = _new(torch.empty, (shape,), device_mesh, placements, dtype=dtype)
-    random.filled(out, distribution, make, generator)
+    random.filled(out, distribution, what, generator)
     return out.requires_grad_(requires_grad)
 
 

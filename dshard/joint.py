@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.autograd import FromLocal, ToLocal, distributed, redistribute
-from dshard.comm import LocalTensor
+from dshard.comm import LocalTensor, plain
 from dshard.dispatch import common_mesh, spec_like
 from dshard.layout import replicated
 from dshard.ops.attention import attention_rule
@@ -248,6 +249,7 @@ def attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     query, k, v, mask, dropout, causal, scale, gqa = _bound(names, args, kwargs)
     causal, gqa = bool(causal), bool(gqa)
     if dropout:
+        _accepted(cls, query, k, v, mask, dropout, causal, scale, gqa)
         return _attention_with_dropout(query, k, v, mask, dropout, causal, scale, gqa)
     tensors = (query, k, v) if mask is None else (query, k, v, mask)
 
@@ -258,6 +260,16 @@ def attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return attention_rule([tuple(t.shape) for t in tensors], causal, gqa)
 
     return run_joint(cls, rule, local, tensors, ("attention", causal, scale, gqa))
+
+
+def _accepted(cls: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> None:
+    """Let torch refuse arguments that it would refuse on one device."""
+    tensors = [t._spec.meta() if isinstance(t, cls) else t for t in (query, key, value, mask)]
+    common_mesh(cls, "attention", [t for t in (query, key, value, mask) if t is not None])
+    dropout, causal, scale, gqa = rest
+    q, k, v, m = tensors
+    with torch.no_grad(), plain():
+        F.scaled_dot_product_attention(q, k, v, m, dropout, causal, scale=scale, enable_gqa=gqa)
 
 
 def _attention_with_dropout(
@@ -274,7 +286,10 @@ def _attention_with_dropout(
         scores = scores.masked_fill(later, -inf)
     if mask is not None:
         scores = scores.masked_fill(mask.logical_not(), -inf) if mask.dtype == torch.bool else scores + mask
-    return F.dropout(scores.softmax(-1), dropout) @ value
+    weights = scores.softmax(-1)
+    if mask is not None:  # a query that sees no key at all gets zeros
+        weights = weights.masked_fill((scores == -inf).all(-1, keepdim=True), 0.0)
+    return F.dropout(weights, dropout) @ value
 
 
 def getitem(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -314,6 +329,19 @@ def _bound(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return [given.get(name) for name in names]
 
 
+def by_this_door(function: Any) -> Callable[..., Any]:
+    """Run a function of torch's that starts a backward pass: what is recomputed on the way must come in here again.
+
+    `__torch_function__` is usually switched off while a function that it was asked about runs, for that would ask once
+    more. So this runs a copy of the function that does not ask.
+    """
+    names = dict(function.__globals__)
+    names |= dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda operands: False)
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return lambda cls, func, args, kwargs: copy(*args, **kwargs)
+
+
 def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -330,6 +358,7 @@ JOINT: dict[Any, Callable[..., Any]] = {
     Tensor.matmul: matmul,
     Tensor.__matmul__: matmul,
     Tensor.__rmatmul__: rmatmul,
+    **{func: by_this_door(func) for func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)},
     F.linear: linear,
     F.scaled_dot_product_attention: attention,
     Tensor.__getitem__: getitem,

@@ -35,7 +35,9 @@ def simulated(ranks: int | Mesh) -> Iterator[None]:
     tensor([ 0.,  2.,  4.,  6.,  8., 10.])
     """
     members = frozenset(range(ranks) if isinstance(ranks, int) else ranks.ranks)
-    with _process_group(max(members) + 1), LocalTensorMode(members):
+    with _process_group(max(members) + 1), LocalTensorMode(members) as mode:
+        # States of the generators for each rank, put back at every operator, would undo what a checkpoint restores.
+        mode._per_rank_rng_states.clear()
         yield
 
 

@@ -33,7 +33,7 @@ FORMATS = {
     torch.float32: Format(torch.int32, 23, 127, 0x3F3504F3, 5, 5, 5, 3),
     torch.float64: Format(torch.int64, 52, 1023, 0x3FE6A09E667F3BCD, 10, 8, 9, 4),
 }
-"""`root_half` are the bits of sqrt(1/2): mantissas are taken from there to sqrt(2), so that small logarithms are good."""
+"""`root_half` are the bits of sqrt(1/2): mantissas are taken from there to sqrt(2), so small logarithms are good."""
 
 LOG_2 = log(2.0)
 LOG_2_HIGH = float.fromhex("0x1.62e42fee00000p-1")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -52,13 +52,15 @@ def filled(x: Any, make: Make, what: object, generator: Generator | None = None)
     layout = completed(spec.layout)
     found = draw_for(layout.mesh, what, generator)
     distribution = make(spec.dtype)
+    simulated = type(x._local) is LocalTensor  # whose mode would look at each of the many operators
 
     def local_op(coordinate: Coordinate) -> LocalOp:
         region = layout.region(spec.shape, coordinate)
 
         def write(local: Tensor) -> Tensor:
             drawn = local if layout == spec.layout else torch.empty_like(local)
-            draw.fill(drawn, spec.shape, region, found, distribution)
+            with torch._C._DisableTorchDispatch() if simulated else nullcontext():
+                draw.fill(drawn, spec.shape, region, found, distribution)
             return drawn
 
         return write
@@ -235,6 +237,8 @@ def multinomial(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     mesh, shape = x._spec.layout.mesh, (*x.shape[:-1], count)
     with plain():
         func(x._spec.meta(), count, replacement)
+    if not replacement and count > x.shape[-1]:
+        raise RuntimeError(f"{func}: cannot sample {count} of {x.shape[-1]} without replacement, nor can torch")
     found = draw_for(mesh, func, generator)
     local = move(x._local, x._spec, replicated(mesh))
     sample = partial(_sample, count=count, replacement=replacement and count > 1, found=found)
