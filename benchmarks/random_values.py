@@ -2,8 +2,8 @@
 
     python benchmarks/random_values.py [--json] [--device cuda]
 
-No processes: a part of a tensor is drawn as a rank would draw it. `row shard` is a quarter of the rows, `column shard` a
-quarter of the columns, whose runs begin anywhere in a block; the time of torch is that for as many elements.
+No processes: a part of a tensor is drawn as a rank would draw it. `row shard` is a quarter of the rows, `column shard`
+a quarter of the columns; `odd columns` begin and end within blocks. The time of torch is that for as many elements.
 """
 
 from __future__ import annotations
