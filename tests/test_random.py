@@ -355,14 +355,20 @@ def recomputed(use_reentrant: bool) -> Callable[..., Any]:
     return lambda block, *args: checkpoint(block, *args, use_reentrant=use_reentrant)
 
 
-def trained(run: Callable[..., Any], begin: Callable[[], object], between: Callable[[], object]) -> list[Tensor]:
+SPLIT = (Replicate(), Shard(1)), (Shard(0), Replicate()), (Replicate(), Shard(1))
+WHOLE = ((Replicate(), Replicate()),) * 3
+"""Layouts of the input and two weights. A reentrant checkpoint runs forward without recording, for which products may
+be laid out otherwise, and so round otherwise, with dropout or without."""
+
+
+def trained(
+    run: Callable[..., Any], begin: Callable[[], object], between: Callable[[], object], laid: Any = SPLIT
+) -> list[Tensor]:
     """Loss, gradients and the next random values, of two blocks after one another."""
     mesh = MESHES[2]
     with simulated(mesh):
-        blocks = Block(mesh, [Shard(0), Replicate()]), Block(mesh, [Replicate(), Shard(1)])
-        x = distribute(
-            torch.linspace(0, 1, 48, dtype=torch.float64).view(2, 4, 6), Layout(mesh, (Replicate(), Shard(1)))
-        )
+        blocks = Block(mesh, laid[1]), Block(mesh, laid[2])
+        x = distribute(torch.linspace(0, 1, 48, dtype=torch.float64).view(2, 4, 6), Layout(mesh, laid[0]))
         x.requires_grad_()
         begin()
         y = run(blocks[0], x)
@@ -397,11 +403,33 @@ CASES = [(begin, "nothing") for begin in BEGIN] + [("seeded", between) for betwe
 @pytest.mark.parametrize(("begin", "between"), CASES)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpoint_replays_the_masks(use_reentrant: bool, begin: str, between: str) -> None:
-    without = trained(lambda block, *args: block(*args), BEGIN[begin], BETWEEN[between])
-    with_it = trained(recomputed(use_reentrant), BEGIN[begin], BETWEEN[between])
+    laid = WHOLE if use_reentrant else SPLIT
+    without = trained(lambda block, *args: block(*args), BEGIN[begin], BETWEEN[between], laid)
+    with_it = trained(recomputed(use_reentrant), BEGIN[begin], BETWEEN[between], laid)
 
     for found, expected in zip(with_it, without, strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.mesh == MESHES[2]], ids=str)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_replays_the_masks_in_any_layout(use_reentrant: bool, layout: Layout) -> None:
+    """Of what is drawn element by element, bit for bit."""
+
+    def noisy(x: Any) -> Any:
+        return F.dropout(F.alpha_dropout(x, 0.2, training=True) * torch.rand_like(x), 0.3).exp()
+
+    found = []
+    for run in (noisy, lambda x: checkpoint(noisy, x, use_reentrant=use_reentrant)):
+        with simulated(layout.mesh):
+            dshard.manual_seed(11)
+            x = distribute(GIVEN, layout).requires_grad_()
+            y = run(run(x))
+            y.backward(y.detach())
+            found.append([whole(y.detach()), whole(x.grad)])
+
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_nested_checkpoints_replay_the_masks() -> None:
