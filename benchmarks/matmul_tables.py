@@ -254,8 +254,8 @@ def tables() -> str:
             markdown_table(header, product_rows(PRODUCTS)),
             "Rectangles m, k, n with all three tensors laid out [S0 S1] on (4, 4).",
             markdown_table(header, product_rows(RECTANGLES)),
-            "\\* Presumes another layout: the tensor that moves would have its k split by the mesh axis that splits the "
-            "k of the other one. As it is stored, the ranks off the diagonal hold nothing of what they multiply.",
+            "\\* Presumes another layout: the tensor that moves would have its k split by the mesh axis that splits "
+            "the k of the other one. As it is stored, the ranks off the diagonal hold nothing of what they multiply.",
             "Blocks, MiB received by the busiest rank: without gradients, and forward + backward.",
             markdown_table(["block", "mesh", *alone, *steps, "gradients lie like their tensors"], block_rows()),
         ]
