@@ -1,5 +1,6 @@
 """dshard: declare how tensors lie on a mesh of devices, and run ordinary PyTorch code on them."""
 
+from dshard import calibrate
 from dshard.comm import DeviceMesh, init_device_mesh
 from dshard.errors import (
     DShardError,
@@ -49,6 +50,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "cache_info",
+    "calibrate",
     "distribute_module",
     "distribute_tensor",
     "empty",

@@ -67,12 +67,12 @@ def collective_seconds(
 
 def ring_seconds(nbytes: float, n: int, link: Link) -> float:
     """Seconds of an all_gather, reduce_scatter or broadcast around a ring in which the busiest receives `nbytes`."""
-    return (n - 1) * link.latency + nbytes / link.bandwidth
+    return (n - 1) * link.latency + link.seconds(nbytes)
 
 
 def all_reduce_seconds(nbytes: float, n: int, link: Link) -> float:
     """Seconds of a ring all_reduce, a reduce_scatter and an all_gather, in which the busiest receives `nbytes`."""
-    return 2 * (n - 1) * link.latency + nbytes / link.bandwidth
+    return 2 * (n - 1) * link.latency + link.seconds(nbytes)
 
 
 def tree_all_reduce_seconds(nbytes: float, n: int, link: Link) -> float:
@@ -80,17 +80,17 @@ def tree_all_reduce_seconds(nbytes: float, n: int, link: Link) -> float:
 
     A rank receives the tensor twice, not 2 (n - 1) / n times, in a number of messages that grows with log n alone.
     """
-    return 2 * _log2(n) * link.latency + nbytes * n / (n - 1) / link.bandwidth
+    return 2 * _log2(n) * link.latency + link.seconds(nbytes * n / (n - 1))
 
 
 def pairwise_seconds(nbytes: float, n: int, link: Link) -> float:
     """Seconds of messages from `n` - 1 peers, one after the other, in which the busiest rank receives `nbytes`."""
-    return (n - 1) * link.latency + nbytes / link.bandwidth
+    return (n - 1) * link.latency + link.seconds(nbytes)
 
 
 def broadcast_seconds(nbytes: float, n: int, link: Link) -> float:
     """Seconds until each of `n` ranks has the `nbytes` of one: a binomial tree, whose root sends them log n times."""
-    return _log2(n) * (link.latency + nbytes / link.bandwidth)
+    return _log2(n) * (link.latency + link.seconds(nbytes))
 
 
 def work_seconds(flops: float, nbytes: float, topology: Topology, dtype: str = "") -> float:

@@ -2,6 +2,7 @@
 
 from dshard.comm.agree import checked_shape, global_shape, same_replicas
 from dshard.comm.debug import compare_draws
+from dshard.comm.agree import checked_shape, global_shape, same_replicas, same_topology
 from dshard.comm.events import Event, listen
 from dshard.comm.run import run, runner
 from dshard.comm.runtime import (
@@ -42,6 +43,7 @@ __all__ = [
     "runner",
     "runtime_of",
     "same_replicas",
+    "same_topology",
     "simulated_ranks",
     "spread",
     "stack",

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from dshard.comm import transport
-from dshard.comm.runtime import LocalTensor, Runtime, runtime_of
+from dshard.comm.runtime import LocalTensor, Runtime, runtime_of, simulated_ranks
 from dshard.comm.simulate import each, plain, unstack
+from dshard.comm.spread import device_of
 from dshard.comm.tell import told
 from dshard.errors import ShapeError
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import Replicate, Shard
+from dshard.topology import Topology
 
 MAX_DIMS = 16
 
@@ -60,6 +62,27 @@ def same_replicas(local: Tensor, layout: Layout) -> Tensor:
         if placement == Replicate() and layout.mesh.shape[i] > 1:
             local = _from_first(local, layout.mesh, i)
     return local
+
+
+def same_topology(topology: Topology, mesh: Mesh) -> Topology:
+    """The topology of the mesh's first rank, on all its ranks: they price alike only on the same one.
+
+    Two broadcasts: of the size of its JSON, and of that. A mesh that has no processes, or only this one, has nothing to agree on.
+    """
+    runtime = runtime_of(mesh)
+    if simulated_ranks() is not None or runtime is None or runtime.coordinate is None or mesh.size == 1:
+        return topology
+    group = runtime.group(mesh.names)
+    if group.backend == "fake":
+        return topology
+    device, first = device_of(mesh), group.index == 0
+    text = torch.frombuffer(bytearray(topology.to_json().encode()), dtype=torch.uint8).to(device)
+    length = torch.tensor([len(text)], device=device)
+    size = told("broadcast", mesh, 0 if first else 8, group, device, lambda: transport.broadcast(length, 0, group))
+    mine = text if first else text.new_empty(int(size.item()))
+    received = 0 if first else mine.nbytes
+    agreed = told("broadcast", mesh, received, group, device, lambda: transport.broadcast(mine, 0, group))
+    return Topology.from_json(bytes(agreed.cpu().tolist()).decode())
 
 
 def _from_first(local: Tensor, mesh: Mesh, axis: int) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dshard.comm import FORGET, ranks_per_host
+from dshard.comm import FORGET, DeviceMesh, bind, ranks_per_host, same_topology
 from dshard.mesh import Mesh
 from dshard.topology import Topology, default_topology
 
@@ -60,8 +60,14 @@ def current() -> Settings:
 
 
 @contextmanager
-def use_topology(topology: Topology) -> Iterator[None]:
-    """Price every choice within the block on `topology`, which must be the same on all ranks."""
+def use_topology(topology: Topology, *, mesh: DeviceMesh | Mesh | None = None) -> Iterator[None]:
+    """Price every choice within the block on `topology`, which must be the same on all ranks.
+
+    With a `mesh`, which all its ranks then give, they use the topology of its first rank, which is sent on entry.
+    Without, nothing is sent.
+    """
+    if mesh is not None:
+        topology = same_topology(topology, mesh if isinstance(mesh, Mesh) else bind(mesh))
     before = _Current.settings
     _Current.settings = _ALL.setdefault(topology, Settings(topology))
     try:

@@ -67,6 +67,7 @@ def _measured_data(measured: Measured) -> Fields:
         "axes": measured.axes,
         "latency": measured.latency,
         "bandwidth": measured.bandwidth,
+        "points": measured.points,
         "date": measured.date,
         "device": measured.device,
         "sizes": measured.sizes,
@@ -108,8 +109,7 @@ def _layer(path: str, value: object) -> Layer:
     fields = _fields(path, value, required, optional)
     pair = fields.get("pair_bandwidth")
     if isinstance(pair, list):
-        rows = _list(f"{path}.pair_bandwidth", pair, lambda row, numbers: _list(row, numbers, lambda _, number: number))
-        fields["pair_bandwidth"] = rows
+        fields["pair_bandwidth"] = _rows(f"{path}.pair_bandwidth", pair)
     return _made(path, Layer, fields)
 
 
@@ -125,9 +125,10 @@ def _device(path: str, value: object) -> Device:
 
 def _measured(path: str, value: object) -> Measured:
     required = ("collective", "mesh", "axes", "latency", "bandwidth")
-    fields = _fields(path, value, required, ("date", "device", "sizes", "spread"))
+    fields = _fields(path, value, required, ("points", "date", "device", "sizes", "spread"))
     fields["axes"] = _list(f"{path}.axes", fields["axes"], _text)
     fields["sizes"] = _list(f"{path}.sizes", fields.get("sizes", []), lambda _, size: size)
+    fields["points"] = _rows(f"{path}.points", fields.get("points", []))
     for name in ("date", "device"):
         _text(f"{path}.{name}", fields.get(name, ""))
     return _made(path, Measured, {**fields, "mesh": _mesh(f"{path}.mesh", fields["mesh"])})
@@ -176,6 +177,11 @@ def _list(path: str, value: object, read: Callable[[str, object], Any]) -> tuple
     if not isinstance(value, list):
         raise TopologyError(f"{path}: {_short(value)} is no list")
     return tuple(read(f"{path}[{i}]", item) for i, item in enumerate(value))
+
+
+def _rows(path: str, value: object) -> tuple[tuple[Any, ...], ...]:
+    """Lists of numbers, which whoever takes them checks."""
+    return _list(path, value, lambda row, numbers: _list(row, numbers, lambda _, number: number))
 
 
 def _text(path: str, value: object) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf, prod
 from os import PathLike
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from dshard.errors import TopologyError
 from dshard.mesh import Mesh
@@ -169,6 +169,19 @@ class Topology:
         return cls(name, parts.layers, parts.device, parts.backend, source=parts.source)
 
     @classmethod
+    def measure(cls, mesh: Any, **options: Any) -> Topology:
+        """The topology of a mesh whose processes run, from collectives timed on it: `dshard.calibrate.measure`.
+
+        Every rank of the mesh calls it and gets the same topology. `options` are `base`, what is known of the network;
+        `sizes`, in bytes; `seconds` to measure for; `collectives`; and `progress`, a function that hears of it.
+
+        Raises:
+            MeshError: the mesh has no processes.
+            TopologyError: an option that cannot be.
+        """
+        return MEASURERS[-1](mesh, **options)
+
+    @classmethod
     def flat(
         cls,
         bandwidth: float,
@@ -210,6 +223,10 @@ class Topology:
         return f"{self.size} ranks ({factors})" if len(self.layers) > 1 else f"{self.size} ranks"
 
 
+MEASURERS: list[Callable[..., Topology]] = []
+"""Who measures. A topology is a value and runs nothing: the layer that runs collectives enters itself here."""
+
+
 def _check(topology: Topology) -> None:
     check_name("name", topology.name)
     if not topology.layers:
@@ -240,8 +257,9 @@ def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Col
     link = measured_link(topology.measured, groups, collective) or shared_link(topology.layers, groups, collective)
     if collective != "exchange" or len(axes) < 2:
         return link
-    alone = [_link(topology, mesh, (axis,), collective).bandwidth for axis in axes]
-    return replace(link, bandwidth=min(link.bandwidth, *alone))
+    for axis in axes:
+        link = link.no_faster_than(_link(topology, mesh, (axis,), collective))
+    return link
 
 
 @lru_cache(maxsize=256)
@@ -250,5 +268,5 @@ def _bytes_only(topology: Topology) -> Topology:
         topology,
         layers=tuple(replace(layer, latency=0.0) for layer in topology.layers),
         device=replace(topology.device, memory_bandwidth=inf, launch=0.0),
-        measured=tuple(replace(found, latency=0.0) for found in topology.measured),
+        measured=tuple(replace(found, latency=0.0, points=()) for found in topology.measured),
     )

@@ -17,6 +17,8 @@ from itertools import permutations
 from math import inf
 from typing import TypeAlias
 
+from typing_extensions import assert_never
+
 from dshard.mesh import Mesh
 from dshard.topology.values import Collective, Layer, Link, Measured
 from dshard.topology.wiring import Edge, least_rate, wiring_of
@@ -68,7 +70,7 @@ def measured_link(measured: Sequence[Measured], groups: Groups, collective: Coll
     for kind in wanted:
         for found in reversed(measured):
             if found.collective == kind and groups_of(found.mesh, found.axes) == groups:
-                return Link(found.latency, found.bandwidth, measured=True)
+                return found.link
     return None
 
 
@@ -86,6 +88,40 @@ def shared_link(layers: Sequence[Layer], groups: Groups, collective: Collective 
             if collective != "all_to_all":
                 bandwidth = min(bandwidth, _ring_bandwidth(layer, parts))
     return Link(latency or 0.0, bandwidth)
+
+
+def cut_bandwidth(layers: Sequence[Layer], groups: Groups, collective: Collective) -> float:
+    """Bytes per second of one rank that no algorithm exceeds: what must enter a unit passes its group bandwidth.
+
+    Bytes are counted as `dshard.cost` counts them. What several ranks of a unit need enters once, and so do the sums of
+    the terms of several ranks outside.
+    """
+    n, bandwidth = len(groups[0]), inf
+    counted = {"all_reduce": 2 * (n - 1), "broadcast": n, "permute": 1}.get(collective, n - 1)
+    for layer, inner in zip(layers, _ranks_below(layers), strict=True):
+        entering: Counter[int] = Counter()
+        for part, times in crossing(layer, inner, groups).items():
+            for unit, inside in zip(part.units, part.counts, strict=True):
+                entering[unit] += times * _least_entering(collective, inside, part.size - inside, n)
+        bandwidth = min(bandwidth, *(layer.group_bandwidth * counted / most for most in entering.values() if most), inf)
+    return bandwidth
+
+
+def _least_entering(collective: Collective, inside: int, outside: int, n: int) -> int:
+    """How many of a tensor's `n` pieces a unit with `inside` ranks must get from `outside` others."""
+    match collective:
+        case "all_gather":
+            return outside
+        case "all_to_all" | "exchange":
+            return inside * outside
+        case "reduce_scatter":
+            return inside
+        case "all_reduce" | "broadcast":
+            return n
+        case "permute":
+            return 1
+        case _:
+            assert_never(collective)
 
 
 def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[Part]:

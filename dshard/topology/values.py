@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal, TypeAlias, get_args
 
@@ -14,6 +14,7 @@ Collective: TypeAlias = Literal[
 ]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 Matrix: TypeAlias = tuple[tuple[float, ...], ...]
+Points: TypeAlias = tuple[tuple[float, float], ...]
 MAX_NUMBER = 1e30
 """No machine has a figure as large as this; what is larger is a mistake."""
 
@@ -22,19 +23,46 @@ MAX_NUMBER = 1e30
 class Link:
     """What one rank sees of the network in one collective: seconds for each message, bytes per second.
 
-    A `measured` link comes from measurements, and includes all that the ranks do in this collective.
+    A `measured` link comes from measurements, and includes all that the ranks do in this collective. Where bytes do not
+    take the same time at all sizes, `points` are pairs of bytes and seconds, latency apart, that they lie between;
+    beyond the last, `bandwidth` holds.
 
     Raises:
-        TopologyError: a negative latency, or no bandwidth.
+        TopologyError: a negative latency, no bandwidth, or points that do not rise.
     """
 
     latency: float
     bandwidth: float
     measured: bool = False
+    points: Points = ()
 
     def __post_init__(self) -> None:
         check_number("latency", self.latency, zero=True)
         check_number("bandwidth", self.bandwidth, infinite=True)
+        if self.points:
+            check_points(self.points)
+
+    def seconds(self, nbytes: float) -> float:
+        """Seconds for a rank to receive so many bytes, latency apart: they never fall as the bytes grow.
+
+        >>> Link(0.0, 100.0, points=((10, 1.0), (20, 3.0))).seconds(15)
+        2.0
+        """
+        if not self.points:
+            return nbytes / self.bandwidth
+        x0, y0 = 0.0, 0.0
+        for x, y in self.points:
+            if nbytes <= x:
+                return y0 + (nbytes - x0) * (y - y0) / (x - x0)
+            x0, y0 = x, y
+        return y0 + (nbytes - x0) / self.bandwidth
+
+    def no_faster_than(self, other: Link) -> Link:
+        """A link as slow as the slower of both at every point of either, and nowhere faster than that."""
+        bandwidth = min(self.bandwidth, other.bandwidth)
+        sizes = sorted({x for x, _ in (*self.points, *other.points)})
+        points = tuple((x, max(self.seconds(x), other.seconds(x))) for x in sizes)
+        return replace(self, bandwidth=bandwidth, points=points)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +143,8 @@ class Measured:
     """Figures that replace the computed ones for the same groups of ranks, whatever their axes are called.
 
     They were taken with all groups of the axes active. Seconds are those of `dshard.cost`: messages one after the
-    other, times `latency`, plus the bytes that the busiest rank receives, over `bandwidth`.
+    other, times `latency`, plus the bytes that the busiest rank receives, over `bandwidth` or, where a straight line
+    does not describe what was measured, between `points`.
 
     Attributes:
         mesh: The mesh whose groups were measured.
@@ -123,8 +152,9 @@ class Measured:
         latency: Seconds for each message.
         bandwidth: Bytes per second of one rank.
         collective: What was measured; None is any that has no figures of its own.
-        date, device, sizes, spread: When, on what, with how many bytes, and by how much repetitions differed (the
-            ratio of their range to their median).
+        points: Bytes and their seconds, latency apart, both rising; beyond the last, `bandwidth` holds.
+        date, device, sizes, spread: When, on what, with how many bytes, and by how much repetitions differed (their
+            interquartile range over the typical time, at the size in the middle).
 
     Raises:
         TopologyError: figures that cannot be, or a collective or axis that does not exist.
@@ -139,9 +169,11 @@ class Measured:
     device: str = ""
     sizes: tuple[int, ...] = ()
     spread: float = 0.0
+    points: Points = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(self.axes))
+        object.__setattr__(self, "points", tuple(map(tuple, self.points)))
         object.__setattr__(self, "sizes", tuple(self.sizes))
         if self.collective is not None and self.collective not in COLLECTIVES:
             raise TopologyError(f"collective: {self.collective!r} is none; use {', '.join(COLLECTIVES)} or None")
@@ -153,6 +185,12 @@ class Measured:
         for size in self.sizes:
             check_count("sizes", size)
         check_number("spread", self.spread, zero=True)
+        check_points(self.points)
+
+    @property
+    def link(self) -> Link:
+        """What one rank of these groups sees."""
+        return Link(self.latency, self.bandwidth, measured=True, points=self.points)
 
 
 def check_number(field: str, value: object, *, zero: bool = False, infinite: bool = False) -> None:
@@ -177,6 +215,26 @@ def check_count(field: str, value: object) -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise TopologyError(f"{field}: {value!r} is not a whole number above 0")
+
+
+def check_points(points: object) -> None:
+    """Refuse what are no pairs of rising bytes and seconds that do not fall.
+
+    Raises:
+        TopologyError: with the point's place.
+    """
+    assert isinstance(points, tuple)
+    before: tuple[float, float] = (0.0, 0.0)
+    for i, point in enumerate(points):
+        if len(point) != 2:
+            raise TopologyError(f"points[{i}]: {point!r} is no pair of bytes and seconds")
+        check_number(f"points[{i}]", point[0])
+        check_number(f"points[{i}]", point[1], zero=True)
+        if point[0] <= before[0] or point[1] < before[1]:
+            raise TopologyError(
+                f"points[{i}]: {point!r} comes after {before!r}: more bytes, in no less time, must follow"
+            )
+        before = point
 
 
 def check_name(field: str, value: object) -> None:

@@ -1,0 +1,11 @@
+"""A topology measured with the collectives that dshard runs: latency and bandwidth of each, along each mesh axis.
+
+`rounds` times collectives and local work on all ranks at once, `fit` turns times into figures, `measure` does both and
+makes the topology, the same on every rank.
+"""
+
+from dshard.calibrate.fit import Fit, fit, typical
+from dshard.calibrate.measure import measure
+from dshard.calibrate.rounds import COLLECTIVES, SIZES, Progress
+
+__all__ = ["COLLECTIVES", "SIZES", "Fit", "Progress", "fit", "measure", "typical"]

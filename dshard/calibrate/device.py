@@ -1,0 +1,70 @@
+"""What one rank computes while all the others compute too: they may share cores and memory."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+
+import torch
+
+from dshard.calibrate.fit import typical
+from dshard.calibrate.rounds import Clock
+from dshard.topology import Device
+
+SIDE = {"cpu": 384, "cuda": 8192}
+COPIED = {"cpu": 1 << 22, "cuda": 1 << 28}
+WINDOW = 0.04
+"""Seconds for which each kind of work is repeated, so that ranks that share a core have had it in turn."""
+REPEATS = 3
+
+
+def measure_device(clock: Clock) -> Device:
+    """Rates of products of matrices by dtype and of copies, and seconds to start an operation: of the slowest rank."""
+    device = clock.device
+    side, copied = (table.get(device.type, table["cpu"]) for table in (SIDE, COPIED))
+    small, large = torch.ones(1, device=device), torch.ones(copied, dtype=torch.uint8, device=device)
+    launch = _each(clock, small.clone)
+    copy = _each(clock, large.clone)
+    rates = []
+    for dtype in _dtypes(device):
+        a = torch.ones(side, side, dtype=dtype, device=device)
+        seconds = _each(clock, lambda a=a: a @ a)  # type: ignore[misc]
+        rates.append((str(dtype).removeprefix("torch."), 2 * side**3 / _beyond(seconds, launch)))
+    return Device(name_of(device), tuple(rates), 2 * copied / _beyond(copy, launch), launch)
+
+
+def name_of(device: torch.device) -> str:
+    """What the device is called."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    whole = (torch.float32, torch.float64)
+    return (torch.bfloat16, torch.float16, *whole) if device.type == "cuda" else whole
+
+
+def _each(clock: Clock, work: Callable[[], object]) -> float:
+    """Seconds of one of many repetitions, on the slowest rank."""
+    work()
+    return clock.slowest([typical([_window(clock, work) for _ in range(REPEATS)])])[0]
+
+
+def _window(clock: Clock, work: Callable[[], object]) -> float:
+    done = 0
+
+    def repeat() -> None:
+        nonlocal done
+        end = time.perf_counter() + WINDOW
+        while not done or time.perf_counter() < end:
+            work()
+            done += 1
+            if done % 64 == 0:
+                clock.settle()
+
+    return clock.seconds(repeat) / done
+
+
+def _beyond(seconds: float, launch: float) -> float:
+    """What the work took beyond its launch, and at least half."""
+    return max(seconds - launch, seconds / 2)

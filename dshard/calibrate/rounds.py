@@ -1,0 +1,182 @@
+"""Times of collectives and of local work, all ranks of a mesh at it at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from dshard.comm import Runtime, device_of, transport
+from dshard.comm.runtime import Group
+from dshard.errors import TopologyError
+from dshard.mesh import Mesh
+from dshard.topology import Collective
+
+COLLECTIVES: tuple[Collective, ...] = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "permute",
+)
+"""What can be measured; an exchange is an all_to_all whose pieces differ in size."""
+
+SIZES = (*(1 << power for power in (12, 14, 16, 18, 20, 21)), *(int(2 ** (22 + i / 2)) for i in range(5)))
+"""Bytes that the busiest rank receives, 4 KiB to 16 MiB; denser where they leave the caches and page faults begin."""
+
+ROUNDS = 5
+"""Sizes that a budget does not allow so many rounds of are left out, the largest first."""
+
+LEAST_ROUNDS = 3
+ITEMSIZE = 4
+
+Progress: TypeAlias = Callable[[float, str], None]
+"""Called with how much is done, from 0 to 1, and what is being measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One collective along some axes of the mesh."""
+
+    axes: tuple[str, ...]
+    collective: Collective
+
+    def __str__(self) -> str:
+        return f"{self.collective} along {','.join(self.axes)}"
+
+
+@dataclass(slots=True)
+class Clock:
+    """A mesh whose ranks measure together; what they decide, they decide on times that all of them know."""
+
+    mesh: Mesh
+    runtime: Runtime
+    begin: float = field(default_factory=time.perf_counter)
+
+    @property
+    def everyone(self) -> Group:
+        """The group of all ranks of the mesh."""
+        return self.runtime.group(self.mesh.names)
+
+    @property
+    def device(self) -> torch.device:
+        """What this rank computes on."""
+        return device_of(self.mesh)
+
+    def elapsed(self) -> float:
+        """Seconds since the beginning, by this rank's clock."""
+        return time.perf_counter() - self.begin
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Seconds that `call` takes on this rank, all ranks beginning at once."""
+        if self.mesh.size > 1:
+            transport.all_reduce(torch.zeros(1, device=self.device), "sum", self.everyone)
+        self.settle()
+        begin = time.perf_counter()
+        call()
+        self.settle()
+        return time.perf_counter() - begin
+
+    def settle(self) -> None:
+        """Wait for what was launched on an accelerator."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        """Each value of the rank where it is largest, on all ranks."""
+        if self.mesh.size == 1:
+            return list(values)
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        every = transport.all_gather(mine, [len(values)] * self.mesh.size, self.everyone)
+        found: list[float] = every.view(self.mesh.size, -1).amax(0).tolist()
+        return found
+
+
+@dataclass(slots=True)
+class Times:
+    """What was measured: seconds of the slowest rank, for each case and each number of bytes received."""
+
+    found: dict[Case, dict[int, list[float]]] = field(default_factory=dict)
+
+    def add(self, case: Case, nbytes: int, seconds: float) -> None:
+        """Remember one time."""
+        self.found.setdefault(case, {}).setdefault(nbytes, []).append(seconds)
+
+
+def call_of(case: Case, nbytes: int, group: Group, source: Tensor) -> tuple[Callable[[], object], int]:
+    """A collective in which the busiest rank receives `nbytes` or a little less, and how many it is."""
+    n, number = len(group.ranks), max(1, nbytes // ITEMSIZE)
+    piece = max(1, number // (2 * (n - 1) if case.collective == "all_reduce" else n - 1))
+    pieces, part = source[: piece * n], source[:number]
+    equal = [piece] * n
+    match case.collective:
+        case "all_gather":
+            return partial(transport.all_gather, source[:piece], equal, group), (n - 1) * piece * ITEMSIZE
+        case "reduce_scatter":
+            return partial(transport.reduce_scatter, pieces, equal, "sum", group), (n - 1) * piece * ITEMSIZE
+        case "all_reduce":
+            return partial(transport.all_reduce, pieces, "sum", group), 2 * (n - 1) * piece * ITEMSIZE
+        case "all_to_all":
+            return partial(transport.all_to_all, pieces, equal, equal, group), (n - 1) * piece * ITEMSIZE
+        case "broadcast":
+            return partial(transport.broadcast, part, 0, group), number * ITEMSIZE
+        case "permute":
+            there, back = (group.index + 1) % n, (group.index - 1) % n
+            return partial(transport.permute, part, there, back, number, group), number * ITEMSIZE
+        case "exchange":
+            raise TopologyError(f"exchange: priced as an all_to_all; measure some of {', '.join(COLLECTIVES)}")
+
+
+def run_rounds(clock: Clock, cases: Sequence[Case], sizes: Sequence[int], budget: float, tell: Progress) -> Times:
+    """Times of all cases at all sizes that the budget of seconds allows, in turn, until it is spent."""
+    times = Times()
+    if not cases:
+        return times
+    begin = clock.elapsed()
+    source = torch.ones(2 * max(sizes) // ITEMSIZE + 2 * clock.mesh.size, device=clock.device)
+    chosen = _warm_up(clock, cases, sizes, source, budget, tell)
+    rounds, last = 0, 0.0
+    now = clock.slowest([clock.elapsed() - begin])[0]
+    while rounds < LEAST_ROUNDS or now + last <= budget:
+        mine: list[tuple[Case, int, float]] = []
+        for case, nbytes in chosen:
+            tell(min(1.0, (clock.elapsed() - begin) / budget), str(case))
+            call, received = call_of(case, nbytes, clock.runtime.group(case.axes), source)
+            mine.append((case, received, clock.seconds(call)))
+        *agreed, after = clock.slowest([*(seconds for _, _, seconds in mine), clock.elapsed() - begin])
+        for (case, received, _), seconds in zip(mine, agreed, strict=True):
+            times.add(case, received, seconds)
+        rounds, last, now = rounds + 1, after - now, after
+    tell(1.0, "done")
+    return times
+
+
+def _warm_up(
+    clock: Clock, cases: Sequence[Case], sizes: Sequence[int], source: Tensor, budget: float, tell: Progress
+) -> list[tuple[Case, int]]:
+    """Connect, and find which sizes can be measured `ROUNDS` times: the smallest of all cases, then larger ones."""
+    chosen: list[tuple[Case, int]] = []
+    alive, spent, took = list(cases), 0.0, dict.fromkeys(cases, 0.0)
+    before = sizes[0]
+    for nbytes in sizes:
+        for case in list(alive):
+            expected = took[case] * nbytes / before
+            if chosen and spent + expected > budget / (ROUNDS + 1):
+                alive.remove(case)
+                continue
+            tell(0.0, str(case))
+            call, _ = call_of(case, nbytes, clock.runtime.group(case.axes), source)
+            if nbytes == sizes[0]:
+                clock.seconds(call)
+            mine = clock.seconds(call)
+            took[case] = clock.slowest([mine])[0]
+            spent += took[case]
+            chosen.append((case, nbytes))
+        before = nbytes
+    return [(case, nbytes) for case in cases for whose, nbytes in chosen if whose == case]
