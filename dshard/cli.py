@@ -7,11 +7,12 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 import torch
 
-from dshard import __version__, demo, report
+from dshard import __version__, calibrate, demo, launch, report
 from dshard.errors import DShardError, MeshError
 from dshard.explain import (
     LEGEND,
@@ -47,18 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    ranks = demo.choose_ranks(arguments.ranks, arguments.device)
+    ranks = launch.choose_ranks(arguments.ranks, arguments.device)
     settings = demo.Settings(
         strategies=tuple(_strategies(arguments.strategy)),
         ranks=ranks,
         steps=arguments.steps,
         dtype=DTYPES[arguments.dtype],
         seed=arguments.seed,
-        device=demo.choose_device(arguments.device, ranks),
+        device=launch.choose_device(arguments.device, ranks),
     )
-    with report.demo_progress(settings, visible=demo.reporting()) as tell:
+    with report.demo_progress(settings, visible=launch.reporting()) as tell:
         rows = demo.run(settings, tell)
-    if demo.reporting():
+    if launch.reporting():
         if arguments.json:
             report.data(report.demo_data(rows))
         else:
@@ -157,6 +158,26 @@ def _show_topology(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _measure_topology(arguments: argparse.Namespace) -> int:
+    asked, mesh = arguments.ranks, arguments.mesh
+    if mesh is not None and asked not in (None, mesh.size):
+        raise MeshError(f"the mesh ({mesh}) has {mesh.size} ranks, not {asked}: leave --ranks out")
+    ranks = launch.choose_ranks(mesh.size if mesh is not None else asked, arguments.device)
+    device = launch.choose_device(arguments.device, ranks)
+    mesh = replace(mesh or Mesh((ranks,)), device_type=device)
+    with report.measure_progress(visible=launch.reporting()) as tell:
+        work = partial(calibrate.measure_world, mesh, arguments.seconds)
+        topology = launch.run(work, tell, ranks=ranks, device=device)
+    if launch.reporting():
+        if arguments.out is not None:
+            topology.save(arguments.out)
+        if arguments.json:
+            report.data(json.loads(topology.to_json()))
+        else:
+            report.show(report.measured_table(topology))
+    return 0
+
+
 def _topology(arguments: argparse.Namespace) -> Topology:
     """A preset by name, or a file."""
     name: str = arguments.topology or "cpu"
@@ -247,6 +268,18 @@ def _add_topology(commands: Commands) -> None:
     parser = commands.add_parser("topology", help=summary, description=_sentence(summary))
     parser.add_argument("--save", metavar="FILE", help="write it as JSON, to be measured or edited")
     _add_common(parser, _show_topology)
+    kinds = parser.add_subparsers(title="other than showing one", metavar="command")
+    summary = "measure the ranks that torchrun has started, or ranks of this host, with real collectives"
+    parser = kinds.add_parser("measure", help=summary, description=_sentence(summary))
+    parser.add_argument("--ranks", type=_positive, metavar="N", help="how many ranks to start (4, or one for each GPU)")
+    parser.add_argument(
+        "--mesh", type=_any_mesh, metavar="AXES", help="such as 2x2 or dp=2,tp=2 (one axis of all ranks)"
+    )
+    parser.add_argument("--seconds", type=_seconds, default=calibrate.SECONDS, metavar="S", help="default: %(default)s")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    parser.add_argument("--out", metavar="FILE", help="write it as JSON")
+    parser.add_argument("--json", action="store_true", help="print for machines")
+    parser.set_defaults(command=_measure_topology)
 
 
 def _add_common(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
@@ -269,6 +302,20 @@ def _mesh(text: str) -> Mesh:
     if not all(name and size.isdecimal() for name, _, size in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is no mesh: write its axes like 2x4 or dp=2,tp=4")
     return Mesh(tuple(int(size) for _, _, size in pairs), tuple(name for name, _, _ in pairs))
+
+
+def _any_mesh(text: str) -> Mesh:
+    return _mesh(text) if "=" in text else Mesh(_shape(text))
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above zero")
+    return seconds
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
@@ -123,6 +123,15 @@ def demo_progress(settings: Settings, visible: bool) -> Iterator[Callable[[Progr
             bars.update(tasks[progress.strategy], completed=progress.step, loss=f"loss {progress.loss:.4f}")
 
         yield move
+
+
+@contextmanager
+def measure_progress(visible: bool) -> Iterator[Callable[[tuple[float, str]], None]]:
+    """One bar; the function given moves it to how much is done, and says what is being measured."""
+    columns = (TextColumn("measuring"), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
+    with Bars(*columns, console=Console(stderr=True), disable=not visible) as bars:
+        task = bars.add_task("", total=1.0)
+        yield lambda told: bars.update(task, completed=told[0], description=told[1])
 
 
 def demo_table(rows: Sequence[Row], settings: Settings) -> Table:
@@ -282,6 +291,28 @@ def trace_table(found: Trace) -> Group:
     for row in found.rows():
         table.add_row(*map(escape, row))
     return Group(title, table)
+
+
+def measured_table(topology: Topology) -> Group:
+    """What was measured of each collective along each set of axes; bandwidth is that of the largest size."""
+    title, table = _titled(str(topology))
+    for heading in ("collective", "axes"):
+        table.add_column(heading)
+    for heading in ("latency us", "MB/s", "up to", "spread"):
+        table.add_column(heading, justify="right")
+    for found in topology.measured:
+        table.add_row(
+            found.collective or "any",
+            ",".join(found.axes),
+            f"{found.latency * 1e6:.0f}",
+            f"{found.bandwidth / 1e6:,.0f}",
+            human_bytes(max(found.sizes, default=0)),
+            f"{found.spread:.0%}",
+        )
+    device = topology.device
+    rates = ", ".join(f"{name} {rate / 1e9:,.0f} Gflop/s" for name, rate in device.flops)
+    memory = f"memory {device.memory_bandwidth / 1e9:.1f} GB/s"
+    return Group(title, table, Text(f"{device.name}: {rates}, {memory}, launch {device.launch * 1e6:.1f} us"))
 
 
 def _titled(title: str) -> tuple[Text, Table]:

@@ -8,14 +8,13 @@ from itertools import chain
 import pytest
 import torch
 
-from dshard.demo import Progress, Settings, choose_device, choose_ranks
+from dshard.demo import Progress, Settings
 from dshard.demo import data as data_module
 from dshard.demo.data import Digits, MissingExtra, batches, load
 from dshard.demo.launch import run
 from dshard.demo.model import build
 from dshard.demo.strategies import SINGLE, STRATEGIES, Strategy, UnknownStrategy, find
 from dshard.demo.train import train, train_all
-from dshard.errors import MeshError
 from dshard.placements import Replicate, Shard
 from dshard.testing import RankPool, rank_pool
 
@@ -154,36 +153,6 @@ class TestStrategies:
         chosen = Settings(strategies=("data-x-tensor", "data", "single", "data")).chosen()
 
         assert [strategy.name for strategy in chosen] == ["single", "data x tensor", "data"]
-
-
-class TestChoices:
-    @pytest.fixture(autouse=True)
-    def own_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-
-    @pytest.mark.parametrize(
-        ("asked", "device", "ranks"), [(None, "auto", 4), (None, "cpu", 4), (3, "cpu", 3), (None, "cuda", 1)]
-    )
-    def test_ranks_are_four_or_one_for_each_gpu(self, asked: int | None, device: str, ranks: int) -> None:
-        assert choose_ranks(asked, device) == ranks
-
-    def test_a_launcher_decides_the_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("WORLD_SIZE", "8")
-
-        assert choose_ranks(None, "cpu") == choose_ranks(8, "cpu") == 8
-        with pytest.raises(MeshError, match="asked for 4 ranks, but the launcher started 8: leave --ranks out"):
-            choose_ranks(4, "cpu")
-
-    @pytest.mark.parametrize(("asked", "ranks", "device"), [("auto", 1, "cuda"), ("auto", 4, "cpu"), ("cpu", 1, "cpu")])
-    def test_cuda_is_taken_where_each_rank_has_a_gpu(self, asked: str, ranks: int, device: str) -> None:
-        assert choose_device(asked, ranks) == device
-
-    def test_too_few_gpus_are_an_error(self) -> None:
-        with pytest.raises(MeshError, match="4 ranks on CUDA need a GPU each and this host has 1"):
-            choose_device("cuda", 4)
 
 
 @pytest.mark.ranks

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "dshard"
 FILES = [pytest.param(path, id=path.relative_to(PACKAGE).as_posix()) for path in sorted(PACKAGE.rglob("*.py"))]
 
-MAY_IMPORT_DISTRIBUTED = ("comm", "testing", "demo")
+MAY_IMPORT_DISTRIBUTED = ("comm", "testing", "launch", "demo")
 MAY_IMPORT_RICH = ("report",)
 
 # Functions that may import, as "dshard/file.py: function". Each needs a reason beside it.

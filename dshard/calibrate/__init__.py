@@ -5,7 +5,17 @@ makes the topology, the same on every rank.
 """
 
 from dshard.calibrate.fit import Fit, fit, typical
-from dshard.calibrate.measure import measure
+from dshard.calibrate.measure import SECONDS, measure, measure_world
 from dshard.calibrate.rounds import COLLECTIVES, SIZES, Progress
 
-__all__ = ["COLLECTIVES", "SIZES", "Fit", "Progress", "fit", "measure", "typical"]
+__all__ = [
+    "COLLECTIVES",
+    "SECONDS",
+    "SIZES",
+    "Fit",
+    "Progress",
+    "fit",
+    "measure",
+    "measure_world",
+    "typical",
+]

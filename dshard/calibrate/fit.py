@@ -35,7 +35,7 @@ class Fit:
 
 
 def typical(times: Sequence[float]) -> float:
-    """The mean of the faster half: what else runs on the machine only adds time, and up to half of the times may suffer.
+    """The mean of the faster half: what else runs on the machine only adds time, and up to half of them may suffer.
 
     >>> typical([1.0, 3.0, 2.0, 1000.0, 2000.0])
     2.0
@@ -61,14 +61,14 @@ def fit(times: Sequence[tuple[int, float]], messages: float, passes: float, cap:
     bandwidth, so that sizes count alike and single wrong times do not move it. Points never fall as the bytes grow.
     No price falls below the bytes over `cap`, the bandwidth that no algorithm can exceed.
     """
-    latency, slope = _line(times)
+    latency, slope = best_line(times)
     errors = [abs(latency + slope * nbytes - seconds) / seconds for nbytes, seconds in times]
     if median(errors) <= LINE_TYPICALLY and max(errors) <= LINE_ALWAYS:
         return Fit(latency / messages, min(passes / slope, cap))
     return _table(times, messages, passes, cap)
 
 
-def _line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
+def best_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Intercept and slope; the best line passes through two of the points, or through one and the origin."""
     lines = [(0.0, seconds / nbytes) for nbytes, seconds in times]
     for (x0, y0), (x1, y1) in combinations(times, 2):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
 from itertools import combinations
@@ -13,7 +13,7 @@ from typing import get_args
 from dshard.calibrate.device import measure_device
 from dshard.calibrate.fit import fit, spread, typical
 from dshard.calibrate.rounds import COLLECTIVES, SIZES, Case, Clock, Progress, run_rounds
-from dshard.comm import DeviceMesh, bind, runtime_of, same_topology, simulated_ranks
+from dshard.comm import DeviceMesh, bind, init_device_mesh, runtime_of, same_topology, simulated_ranks
 from dshard.cost import collective_seconds
 from dshard.errors import MeshError, TopologyError
 from dshard.mesh import Mesh
@@ -72,7 +72,8 @@ def measure(
         for collective in collectives
         if not _has(known, clock.mesh, axes, collective)
     ]
-    times = run_rounds(clock, cases, levels, max(seconds - (clock.elapsed() - begin), seconds / 2), tell)
+    left = max(seconds - (clock.elapsed() - begin), seconds / 2)
+    times = run_rounds(clock, cases, levels, left, tell)
     limits = base if base is not None and not base.measured else None
     figures = [_figures(clock.mesh, case, found, known, limits) for case, found in times.found.items()]
     today = date.today().isoformat()
@@ -80,6 +81,12 @@ def measure(
     topology = known if base is not None else _unmeasured_as_slowest(known, figures)
     source = f"measured {today}" if base is None else f"{base.source or base.name}; measured {today}"
     return same_topology(replace(topology.with_measured(figures), source=source), clock.mesh)
+
+
+def measure_world(mesh: Mesh, seconds: float, tell: Callable[[tuple[float, str]], None]) -> Topology:
+    """`measure` on a mesh of all ranks of the process group that runs; `tell` hears the progress."""
+    device_mesh = init_device_mesh(mesh.device_type, mesh.shape, mesh_dim_names=mesh.names)
+    return measure(device_mesh, seconds=seconds, progress=lambda done, what: tell((done, what)))
 
 
 def axes_to_measure(mesh: Mesh) -> list[tuple[str, ...]]:

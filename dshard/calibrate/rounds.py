@@ -33,7 +33,7 @@ SIZES = (*(1 << power for power in (12, 14, 16, 18, 20, 21)), *(int(2 ** (22 + i
 ROUNDS = 5
 """Sizes that a budget does not allow so many rounds of are left out, the largest first."""
 
-LEAST_ROUNDS = 3
+LEAST_ROUNDS, LEAST_SIZES = 3, 2
 ITEMSIZE = 4
 
 Progress: TypeAlias = Callable[[float, str], None]
@@ -138,6 +138,7 @@ def run_rounds(clock: Clock, cases: Sequence[Case], sizes: Sequence[int], budget
     times = Times()
     if not cases:
         return times
+    budget = clock.slowest([budget])[0]  # ranks that differed in it would measure different sizes, and wait for ever
     begin = clock.elapsed()
     source = torch.ones(2 * max(sizes) // ITEMSIZE + 2 * clock.mesh.size, device=clock.device)
     chosen = _warm_up(clock, cases, sizes, source, budget, tell)
@@ -160,14 +161,14 @@ def run_rounds(clock: Clock, cases: Sequence[Case], sizes: Sequence[int], budget
 def _warm_up(
     clock: Clock, cases: Sequence[Case], sizes: Sequence[int], source: Tensor, budget: float, tell: Progress
 ) -> list[tuple[Case, int]]:
-    """Connect, and find which sizes can be measured `ROUNDS` times: the smallest of all cases, then larger ones."""
+    """Connect, and find which sizes can be measured `ROUNDS` times: the smallest of all cases always, then larger ones."""
     chosen: list[tuple[Case, int]] = []
     alive, spent, took = list(cases), 0.0, dict.fromkeys(cases, 0.0)
     before = sizes[0]
     for nbytes in sizes:
         for case in list(alive):
             expected = took[case] * nbytes / before
-            if chosen and spent + expected > budget / (ROUNDS + 1):
+            if nbytes not in sizes[:LEAST_SIZES] and spent + expected > budget / (ROUNDS + 1):
                 alive.remove(case)
                 continue
             tell(0.0, str(case))

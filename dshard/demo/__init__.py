@@ -5,8 +5,8 @@
 The model (`model.py`) is an ordinary `nn.Module`; the layouts (`strategies.py`) are a table of placements.
 """
 
-from dshard.demo.launch import choose_device, choose_ranks, reporting, run
+from dshard.demo.launch import run
 from dshard.demo.strategies import find, names
 from dshard.demo.train import Progress, Row, Settings
 
-__all__ = ["Progress", "Row", "Settings", "choose_device", "choose_ranks", "find", "names", "reporting", "run"]
+__all__ = ["Progress", "Row", "Settings", "find", "names", "run"]

@@ -1,4 +1,4 @@
-"""The demo's own ranks are heard, and fail loudly."""
+"""Ranks of our own are heard, and fail loudly."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from dshard.demo.ranks import Ended, Raised, _cause, run_ranks
-from dshard.errors import RankError
+from dshard.errors import MeshError, RankError
+from dshard.launch import choose_device, choose_ranks
+from dshard.launch.ranks import Ended, Raised, _cause, run_ranks
 
 WAIT = 120.0  # seconds for ranks to start on a busy machine
 
@@ -72,3 +74,33 @@ def test_a_failure_names_its_rank(how: str, message: str) -> None:
 def test_a_hang_is_an_error() -> None:
     with pytest.raises(RankError, match="ranks 0, 1 said nothing for 5 s and were stopped"):
         run_ranks(partial(fail, "hang"), 2, print, patience=5.0)
+
+
+class TestChoices:
+    @pytest.fixture(autouse=True)
+    def own_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    @pytest.mark.parametrize(
+        ("asked", "device", "ranks"), [(None, "auto", 4), (None, "cpu", 4), (3, "cpu", 3), (None, "cuda", 1)]
+    )
+    def test_ranks_are_four_or_one_for_each_gpu(self, asked: int | None, device: str, ranks: int) -> None:
+        assert choose_ranks(asked, device) == ranks
+
+    def test_a_launcher_decides_the_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "8")
+
+        assert choose_ranks(None, "cpu") == choose_ranks(8, "cpu") == 8
+        with pytest.raises(MeshError, match="asked for 4 ranks, but the launcher started 8: leave --ranks out"):
+            choose_ranks(4, "cpu")
+
+    @pytest.mark.parametrize(("asked", "ranks", "device"), [("auto", 1, "cuda"), ("auto", 4, "cpu"), ("cpu", 1, "cpu")])
+    def test_cuda_is_taken_where_each_rank_has_a_gpu(self, asked: str, ranks: int, device: str) -> None:
+        assert choose_device(asked, ranks) == device
+
+    def test_too_few_gpus_are_an_error(self) -> None:
+        with pytest.raises(MeshError, match="4 ranks on CUDA need a GPU each and this host has 1"):
+            choose_device("cuda", 4)
