@@ -161,7 +161,7 @@ def run_rounds(clock: Clock, cases: Sequence[Case], sizes: Sequence[int], budget
 def _warm_up(
     clock: Clock, cases: Sequence[Case], sizes: Sequence[int], source: Tensor, budget: float, tell: Progress
 ) -> list[tuple[Case, int]]:
-    """Connect, and find which sizes can be measured `ROUNDS` times: the smallest of all cases always, then larger ones."""
+    """Connect, and find which sizes can be measured `ROUNDS` times: the smallest always, then larger ones."""
     chosen: list[tuple[Case, int]] = []
     alive, spent, took = list(cases), 0.0, dict.fromkeys(cases, 0.0)
     before = sizes[0]
