@@ -1,6 +1,5 @@
 """The one door to torch.distributed: plans run here, and every collective is told to whoever listens."""
 
-from dshard.comm.agree import checked_shape, global_shape, same_replicas
 from dshard.comm.debug import compare_draws
 from dshard.comm.agree import checked_shape, global_shape, same_replicas, same_topology
 from dshard.comm.events import Event, listen
