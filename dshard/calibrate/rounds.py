@@ -27,11 +27,14 @@ COLLECTIVES: tuple[Collective, ...] = (
 )
 """What can be measured; an exchange is an all_to_all whose pieces differ in size."""
 
-SIZES = (*(1 << power for power in (12, 14, 16, 18, 20, 21)), *(int(2 ** (22 + i / 2)) for i in range(5)))
+SIZES = (1 << 12, 1 << 14, *(1 << power for power in range(16, 22)), *(int(2 ** (22 + i / 2)) for i in range(5)))
 """Bytes that the busiest rank receives, 4 KiB to 16 MiB; denser where they leave the caches and page faults begin."""
 
 ROUNDS = 5
-"""Sizes that a budget does not allow so many rounds of are left out, the largest first."""
+"""A budget is to allow about so many rounds."""
+
+MOMENT, MOST_TURNS = 0.005, 4
+"""What takes less than so many seconds has several turns in a round."""
 
 LEAST_ROUNDS, LEAST_SIZES = 3, 2
 ITEMSIZE = 4
@@ -133,20 +136,30 @@ def call_of(case: Case, nbytes: int, group: Group, source: Tensor) -> tuple[Call
             raise TopologyError(f"exchange: priced as an all_to_all; measure some of {', '.join(COLLECTIVES)}")
 
 
-def run_rounds(clock: Clock, cases: Sequence[Case], sizes: Sequence[int], budget: float, tell: Progress) -> Times:
-    """Times of all cases at all sizes that the budget of seconds allows, in turn, until it is spent."""
+def run_rounds(
+    clock: Clock,
+    cases: Sequence[Case],
+    sizes: Sequence[int],
+    budget: float,
+    tell: Progress,
+    least: int = ROUNDS,
+) -> Times:
+    """Times of all cases in turn, in rounds until the budget of seconds is spent.
+
+    Sizes that it does not allow about `least` rounds of are left out, apart from the two smallest.
+    """
     times = Times()
     if not cases:
         return times
     budget = clock.slowest([budget])[0]  # ranks that differed in it would measure different sizes, and wait for ever
     begin = clock.elapsed()
     source = torch.ones(2 * max(sizes) // ITEMSIZE + 2 * clock.mesh.size, device=clock.device)
-    chosen = _warm_up(clock, cases, sizes, source, budget, tell)
+    turns = _warm_up(clock, cases, sizes, source, budget / (least + 1), tell)
     rounds, last = 0, 0.0
     now = clock.slowest([clock.elapsed() - begin])[0]
     while rounds < LEAST_ROUNDS or now + last <= budget:
         mine: list[tuple[Case, int, float]] = []
-        for case, nbytes in chosen:
+        for case, nbytes in turns:
             tell(min(1.0, (clock.elapsed() - begin) / budget), str(case))
             call, received = call_of(case, nbytes, clock.runtime.group(case.axes), source)
             mine.append((case, received, clock.seconds(call)))
@@ -161,23 +174,26 @@ def run_rounds(clock: Clock, cases: Sequence[Case], sizes: Sequence[int], budget
 def _warm_up(
     clock: Clock, cases: Sequence[Case], sizes: Sequence[int], source: Tensor, budget: float, tell: Progress
 ) -> list[tuple[Case, int]]:
-    """Connect, and find which sizes can be measured `ROUNDS` times: the smallest always, then larger ones."""
-    chosen: list[tuple[Case, int]] = []
+    """Connect, and find what a round can measure in this budget: the smallest sizes of all cases, then larger ones.
+
+    What takes a moment only takes several turns in a round, as others on the machine disturb it more.
+    """
+    found: dict[Case, list[int]] = {case: [] for case in cases}
     alive, spent, took = list(cases), 0.0, dict.fromkeys(cases, 0.0)
     before = sizes[0]
     for nbytes in sizes:
         for case in list(alive):
             expected = took[case] * nbytes / before
-            if nbytes not in sizes[:LEAST_SIZES] and spent + expected > budget / (ROUNDS + 1):
+            if nbytes not in sizes[:LEAST_SIZES] and spent + expected > budget:
                 alive.remove(case)
                 continue
             tell(0.0, str(case))
             call, _ = call_of(case, nbytes, clock.runtime.group(case.axes), source)
             if nbytes == sizes[0]:
                 clock.seconds(call)
-            mine = clock.seconds(call)
-            took[case] = clock.slowest([mine])[0]
-            spent += took[case]
-            chosen.append((case, nbytes))
+            took[case] = clock.slowest([clock.seconds(call)])[0]
+            turns = max(1, min(MOST_TURNS, int(MOMENT / took[case])))
+            spent += took[case] * turns
+            found[case] += [nbytes] * turns
         before = nbytes
-    return [(case, nbytes) for case in cases for whose, nbytes in chosen if whose == case]
+    return [(case, nbytes) for case, chosen in found.items() for nbytes in chosen]
