@@ -50,7 +50,6 @@ __all__ = [
     "Topology",
     "TopologyError",
     "cache_info",
-    "calibrate",
     "distribute_module",
     "distribute_tensor",
     "empty",

@@ -181,7 +181,7 @@ def _predicted(event: Event) -> float:
     if event.collective in COLLECTIVES:
         return collective_seconds(event.collective, event.nbytes, event.mesh, axes, topology)
     link = topology.link(event.mesh, axes)
-    return link.latency + event.nbytes / link.bandwidth
+    return link.latency + link.seconds(event.nbytes)
 
 
 @contextmanager

@@ -172,6 +172,7 @@ def test_the_slower_of_two_links_is_never_faster_than_either(
 
     both = a.no_faster_than(b)
 
+    assert a.seconds(nbytes) >= nbytes / a.best_bandwidth * (1 - 1e-9)
     assert both.seconds(nbytes) >= max(a.seconds(nbytes), b.seconds(nbytes)) * (1 - 1e-9)
     assert a.no_faster_than(a).seconds(nbytes) == pytest.approx(a.seconds(nbytes))
 

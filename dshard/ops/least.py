@@ -56,7 +56,7 @@ def fastest(mesh: Mesh, topology: Topology) -> float:
         "exchange",
     )
     rates = [
-        topology.link(mesh, axes, collective).bandwidth
+        topology.link(mesh, axes, collective).best_bandwidth
         for count in range(1, len(names) + 1)
         for axes in combinations(names, count)
         for collective in collectives

@@ -57,6 +57,11 @@ class Link:
             x0, y0 = x, y
         return y0 + (nbytes - x0) / self.bandwidth
 
+    @property
+    def best_bandwidth(self) -> float:
+        """The most bytes per second, latency apart, that this link brings at any size."""
+        return max(self.bandwidth, *(x / y if y else inf for x, y in self.points)) if self.points else self.bandwidth
+
     def no_faster_than(self, other: Link) -> Link:
         """A link as slow as the slower of both at every point of either, and nowhere faster than that."""
         bandwidth = min(self.bandwidth, other.bandwidth)
