@@ -1,6 +1,6 @@
 """dshard: declare how tensors lie on a mesh of devices, and run ordinary PyTorch code on them."""
 
-from dshard import calibrate
+from dshard import calibrate as calibrate
 from dshard.comm import DeviceMesh, init_device_mesh
 from dshard.errors import (
     DShardError,
