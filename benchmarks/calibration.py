@@ -71,11 +71,11 @@ class Setting:
 
 
 SETTINGS = (
-    Setting((2, 2), None, 18),
-    Setting((2, 2), "1gbit", 18),
-    Setting((2, 2), "200mbit", 20),
-    Setting((2, 4), "200mbit", 24),
-    Setting((2, 4), "100mbit", 30),
+    Setting((2, 2), None, 16),
+    Setting((2, 2), "1gbit", 16),
+    Setting((2, 2), "200mbit", 18),
+    Setting((2, 4), "200mbit", 22),
+    Setting((2, 4), "100mbit", 28),
 )
 
 
