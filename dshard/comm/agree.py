@@ -67,7 +67,7 @@ def same_replicas(local: Tensor, layout: Layout) -> Tensor:
 def same_topology(topology: Topology, mesh: Mesh) -> Topology:
     """The topology of the mesh's first rank, on all its ranks: they price alike only on the same one.
 
-    Two broadcasts: of the size of its JSON, and of that. A mesh that has no processes, or only this one, has nothing to agree on.
+    Two broadcasts: of the size of its JSON, and of that. Without processes, or with one rank, there is nothing to send.
     """
     runtime = runtime_of(mesh)
     if simulated_ranks() is not None or runtime is None or runtime.coordinate is None or mesh.size == 1:
