@@ -1,7 +1,7 @@
 """The one door to torch.distributed: plans run here, and every collective is told to whoever listens."""
 
-from dshard.comm.debug import compare_draws
 from dshard.comm.agree import checked_shape, global_shape, same_replicas, same_topology
+from dshard.comm.debug import compare_draws
 from dshard.comm.events import Event, listen
 from dshard.comm.run import run, runner
 from dshard.comm.runtime import (
