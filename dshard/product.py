@@ -202,32 +202,42 @@ class Multiply(torch.autograd.Function):
         if not torch.is_grad_enabled():
             a, b = (a if moved_a is None else moved_a), (b if moved_b is None else moved_b)
         found: list[Any] = [None] * (2 if product.bias is None else 3)
+        if product.bias is not None and ctx.needs_input_grad[4]:
+            found[2] = grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
         if ctx.needs_input_grad[2]:
             other: Any = torch.conj_physical(b) if b.is_complex() else b
-            found[0] = multiply(cls, product.gradient(0, grad._spec, other._spec), (grad, other))
+            first = product.gradient(0, grad._spec, other._spec)
+            found[0], moved = multiply_keeping(cls, first, (grad, other))
+            if not torch.is_grad_enabled():  # both products want it in one layout, so it is moved once
+                grad = first.wrap_moved(cls, 0, moved)
         if ctx.needs_input_grad[3]:
             other = torch.conj_physical(a) if a.is_complex() else a
             found[1] = multiply(cls, product.gradient(1, grad._spec, other._spec), (other, grad))
-        if product.bias is not None and ctx.needs_input_grad[4]:
-            found[2] = grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
         return (None, None, *found)
 
 
 def multiply(cls: Any, product: Product, tensors: Sequence[Any]) -> Any:
     """The product of these distributed tensors."""
+    return multiply_keeping(cls, product, tensors)[0]
+
+
+def multiply_keeping(cls: Any, product: Product, tensors: Sequence[Any]) -> tuple[Any, Sequence[Tensor]]:
+    """The same, and the local operands as they were multiplied where no gradient is recorded."""
     cut = product.cut
     if cut is not None:
         (a, b, *bias), (dim_a, dim_b) = tensors, cut.dims
         tensors = (a.unflatten(dim_a, cut.sizes), b.unflatten(dim_b, cut.sizes), *bias)
     if OBSERVERS:
-        return observed(product.decision(), _multiply, (cls, product, tensors))
+        found: tuple[Any, Sequence[Tensor]] = observed(product.decision(), _multiply, (cls, product, tensors))
+        return found
     return _multiply(cls, product, tensors)
 
 
-def _multiply(cls: Any, product: Product, tensors: Sequence[Any]) -> Any:
+def _multiply(cls: Any, product: Product, tensors: Sequence[Any]) -> tuple[Any, Sequence[Tensor]]:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return Multiply.apply(cls, product, *tensors)  # type: ignore[no-untyped-call]
-    return cls._wrap(product(tensors)[0], product.out)
+        return Multiply.apply(cls, product, *tensors), ()  # type: ignore[no-untyped-call]
+    out, moved = product(tensors)
+    return cls._wrap(out, product.out), moved
 
 
 def decide(
