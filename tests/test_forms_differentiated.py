@@ -88,11 +88,12 @@ def penalty(function: Any, a: Tensor, b: Tensor) -> list[Any]:
 @names
 @pytest.mark.parametrize("q", [2, 3])
 def test_second_derivatives_are_those_of_one_device(name: str, q: int) -> None:
-    """Claim S2: the derivatives of a form are forms again, so they have derivatives; on sizes that q does not divide."""
+    """Claim S2: the derivatives of a form are forms, which have derivatives too; on sizes that q does not divide."""
     mesh, x, w = Mesh((q, q), ("row", "col")), reals(7, 5), reals(5, 8)
     dense = penalty(torch.matmul, x.clone().requires_grad_(), w.clone().requires_grad_())
     with simulated(mesh):
-        laid = [distribute(t, layout).requires_grad_() for t, layout in zip((x, w), SUMMA[name].layouts(mesh)[:2])]
+        where = SUMMA[name].layouts(mesh)[:2]
+        laid = [distribute(t, layout).requires_grad_() for t, layout in zip((x, w), where, strict=True)]
         found = penalty(lambda a, b: matmul(a, b, strategy=SUMMA[name]), *laid)
         wholes = [whole(t) for t in found]
 
