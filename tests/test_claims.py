@@ -1,4 +1,4 @@
-"""Claims of the papers on Megatron, Mesh-TensorFlow and Tesseract about single products, measured on simulated ranks."""
+"""Claims on the products of Megatron, Mesh-TensorFlow and Tesseract, measured on simulated ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from measured import Measured, Sizes, collectives, measure, reals, received
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW
 
-from dshard import DTensor, Layout, Mesh, Replicate, Schedule, Shard, matmul, trace, use_topology
+from dshard import Layout, Mesh, Replicate, Shard, matmul, trace, use_topology
 from dshard.functional import linear
 from dshard.layout import parse_layout
 from dshard.ops.expand import Operand
