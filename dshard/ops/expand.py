@@ -41,13 +41,20 @@ def expansions(
     operands: Sequence[Operand],
     outputs: Sequence[tuple[Shape, int]],
     among: Sequence[Allowed] | None = None,
+    result: Layout | None = None,
 ) -> Iterator[Expansion]:
-    """All expansions of `rule` worth trying; only those that one of `among` allows, if it is given."""
+    """All expansions of `rule` worth trying; only those that one of `among` allows, if it is given.
+
+    `result` is where the first output must come to lie, whose order of mesh axes then counts like an operand's.
+    """
     sizes = sizes_of(rule, operands, outputs)
     rows = [rows_of_axis(rule, operands, axis) for axis in range(operands[0].layout.mesh.ndim)]
     assignments = product(*rows) if among is None else _allowed(rows, among)
+    laid = [(term, operand.layout) for term, operand in zip(rule.inputs, operands, strict=True)]
+    if result is not None:
+        laid.append((rule.outputs[0], result))
     for assignment in assignments:
-        for order in _orders(rule, operands, assignment):
+        for order in _orders(laid, assignment):
             found = expand(rule, operands, assignment, order, sizes)
             if found is not None:
                 yield found
@@ -89,8 +96,8 @@ def rows_of_axis(rule: Rule, operands: Sequence[Operand], axis: int) -> list[Row
 Order: TypeAlias = dict[str, tuple[int, ...]]
 
 
-def _orders(rule: Rule, operands: Sequence[Operand], assignment: tuple[Row, ...]) -> Iterator[Order]:
-    """The orders of the mesh axes that split one factor: left to right, and any that an operand has already."""
+def _orders(laid: Sequence[tuple[Term, Layout]], assignment: tuple[Row, ...]) -> Iterator[Order]:
+    """The orders of the mesh axes that split one factor: left to right, and any that a tensor has already."""
     split: Order = {}
     for axis, row in enumerate(assignment):
         if isinstance(row, str):
@@ -99,10 +106,10 @@ def _orders(rule: Rule, operands: Sequence[Operand], assignment: tuple[Row, ...]
     for factor, axes in split.items():
         found = {axes: None}
         if len(axes) > 1:
-            for term, operand in zip(rule.inputs, operands, strict=True):
+            for term, layout in laid:
                 for dim, factors in enumerate(term):
                     if factor in factors:
-                        held = tuple(axis for axis in operand.layout.axes_of(dim) if axis in axes)
+                        held = tuple(axis for axis in layout.axes_of(dim) if axis in axes)
                         found |= {order: None for order in permutations(axes) if held and order[: len(held)] == held}
         choices.append(list(found))
     for picked in product(*choices):

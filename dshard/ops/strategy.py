@@ -88,7 +88,7 @@ def choose(
     Branch and bound: candidates are priced in the order of the least that they can cost, until that is more than the
     cheapest found. Of `wanted`, `keep` is kept where any strategy can.
     """
-    found = list(expansions(rule, operands, outputs, wanted.among))
+    found = list(expansions(rule, operands, outputs, wanted.among, wanted.result))
     if wanted.keep is not None:
         found = [e for e in found if e.inputs[0] == wanted.keep == e.outputs[0]] or found
     price = _Price(rule, operands, outputs, topology, wanted)
@@ -125,7 +125,7 @@ def strategies(
 ) -> Iterator[Strategy]:
     """All strategies of `rule` worth trying, priced."""
     price = _Price(rule, operands, outputs, topology, wanted)
-    for found in expansions(rule, operands, outputs, wanted.among):
+    for found in expansions(rule, operands, outputs, wanted.among, wanted.result):
         yield price(found)
 
 
