@@ -36,7 +36,7 @@ def mlp(x: Any, up: Any, down: Any) -> Any:
 def test_megatron_reduces_once_each_way(p: int, named: bool) -> None:
     """Claim M1: columns, then rows; one all_reduce forward and one backward, also where nobody names the strategies."""
     mesh = Mesh((p,), ("tp",))
-    values = [reals(6, 4), reals(2 * p, 4), reals(4, 2 * p)]
+    values = [reals(2, 12), reals(12 * p, 12), reals(12, 12 * p)]
     dense = [t.clone().requires_grad_() for t in values]
     expected = mlp(*dense)
     grad = reals(*expected.shape, seed=1)
