@@ -246,6 +246,10 @@ def decide(
     """The cheapest product of these tensors that is as `asked`; looked up where it was decided before.
 
     `infer` gives the result without data, or torch's own error; `key` tells rules of one name and shape apart.
+
+    Raises:
+        MeshError: operands on different meshes.
+        DtypeError: operands of different dtypes.
     """
     recorded = torch.is_grad_enabled()
     needs = tuple([recorded and t.requires_grad for t in tensors])
@@ -255,6 +259,7 @@ def decide(
     choices = current().choices
     found: Product | None = choices.get(full_key)
     if found is None:
+        common_mesh(cls, name, list(tensors))
         found = choices.add(full_key, _decide(name, rule, infer, specs, asked, needs[:2], leaf))
     return found
 
