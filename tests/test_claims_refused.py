@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "two meshes": (
         lambda: matmul(on(GRID, 4, 6), on(LINE, 6, 3)),
         MeshError,
-        "mesh",
+        r"matmul: operands on the meshes .* and .*; redistribute them to one mesh first",
     ),
 }
 
