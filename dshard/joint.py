@@ -186,8 +186,10 @@ def multiplied(
 ) -> Any:
     """The product of two tensors, and perhaps a bias, by the cheapest strategy, or the one asked for."""
     tensors = autocast(tensors)
-    if not all(isinstance(t, cls) for t in tensors):
-        tensors = wrapped(cls, name, tensors)
+    for t in tensors:
+        if type(t) is not cls and not isinstance(t, cls):
+            tensors = wrapped(cls, name, tensors)
+            break
     asked = asked_now() if asked is None else asked
     return multiply(cls, decide_product(cls, name, rule, infer, tensors, asked, key), tensors)
 
@@ -236,7 +238,7 @@ def einsum(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def linear(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked | None = None) -> Any:
     """`torch.nn.functional.linear`. Of a result left pending one rank adds the bias."""
-    x, weight, bias = _bound(("input", "weight", "bias"), args, kwargs)
+    x, weight, bias = args if len(args) == 3 and not kwargs else _bound(("input", "weight", "bias"), args, kwargs)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     return multiplied(
         cls, "linear", lambda: linear_rule(tuple(x.shape), tuple(weight.shape)), F.linear, tensors, asked=asked
@@ -347,7 +349,17 @@ def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
-JOINT: dict[Any, Callable[..., Any]] = {
+def closing(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler run with this door closed: what it asks of its operands does not come in here again."""
+
+    def handle(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return handler(cls, func, args, kwargs)
+
+    return handle
+
+
+_CLOSING: dict[Any, Callable[..., Any]] = {
     torch.matmul: matmul,
     torch.mm: matmul,
     Tensor.mm: matmul,
@@ -358,7 +370,6 @@ JOINT: dict[Any, Callable[..., Any]] = {
     Tensor.matmul: matmul,
     Tensor.__matmul__: matmul,
     Tensor.__rmatmul__: rmatmul,
-    **{func: by_this_door(func) for func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)},
     F.linear: linear,
     F.scaled_dot_product_attention: attention,
     Tensor.__getitem__: getitem,
@@ -374,4 +385,8 @@ NONLINEAR = (
     *(getattr(module, name) for module in (torch, Tensor) for name in ("relu", "tanh", "sigmoid", "softmax", "exp")),
     *(getattr(module, name) for module in (torch, Tensor) for name in ("log_softmax", "log", "sqrt", "rsqrt", "pow")),
 )
-JOINT |= dict.fromkeys(NONLINEAR, completing)
+_CLOSING |= dict.fromkeys(NONLINEAR, completing)
+JOINT: dict[Any, Callable[..., Any]] = {
+    **{func: closing(handler) for func, handler in _CLOSING.items()},
+    **{func: by_this_door(func) for func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)},
+}

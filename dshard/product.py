@@ -60,6 +60,7 @@ class Product:
         self.kernel: LocalProduct = local_product(*rule.inputs, *rule.outputs)
         self.kept = tuple(keep and sends(p) for keep, p in zip(wanted.kept, self.plans, strict=True))
         self.bias_plan = None if bias is None else _plan(bias, self.bias_layout())
+        self.cotangent = out.layout.cotangent()
         self.warm: Callable[..., Tensor] | None = None
         self.gradients: dict[tuple[Any, ...], Product] = {}
 
@@ -197,7 +198,7 @@ class Multiply(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         cls, product = ctx.cls, ctx.product
         a, b, moved_a, moved_b = ctx.saved_tensors
-        layout = product.out.layout.cotangent()
+        layout = product.cotangent
         grad = redistribute(distributed(cls, grad, layout), layout)
         if not torch.is_grad_enabled():
             a, b = (a if moved_a is None else moved_a), (b if moved_b is None else moved_b)
@@ -252,15 +253,19 @@ def decide(
         DtypeError: operands of different dtypes.
     """
     recorded = torch.is_grad_enabled()
-    needs = tuple([recorded and t.requires_grad for t in tensors])
-    leaf = tuple([t.is_leaf for t in tensors[:2]])
-    specs = tuple([t._spec for t in tensors])
-    full_key = (name, key, asked, needs, leaf, specs)
+    parts: list[Any] = [name, key, asked]
+    for t in tensors:
+        parts.append(t._spec)
+        if recorded:
+            parts.append((t.requires_grad, t.is_leaf))
+    full_key = tuple(parts)
     choices = current().choices
     found: Product | None = choices.get(full_key)
     if found is None:
         common_mesh(cls, name, list(tensors))
-        found = choices.add(full_key, _decide(name, rule, infer, specs, asked, needs[:2], leaf))
+        specs = [t._spec for t in tensors]
+        needs, leaf = [recorded and t.requires_grad for t in tensors[:2]], [t.is_leaf for t in tensors[:2]]
+        found = choices.add(full_key, _decide(name, rule, infer, specs, asked, needs, leaf))
     return found
 
 

@@ -28,6 +28,9 @@ def local_product(a: Term, b: Term, out: Term) -> LocalProduct:
         found = _linear(a, b, out) or _matmul(a, b, out) or _weight_gradient(a, b, out)
         if found is not None:
             return found
+        turned = _matmul(b, a, out)
+        if turned is not None:
+            return lambda x, y: turned(y, x)
     return _einsum(a, b, out)
 
 
