@@ -1,0 +1,274 @@
+"""Products by every schedule, by the dispatcher's choice, and by torch's DTensor, timed in turns.
+
+    python benchmarks/matmul.py [--netlab netlab.py] [--write] [--only N]
+
+On four gloo ranks of this machine, and with --netlab (a program that runs ranks on emulated hosts with slow links, as
+root) on two hosts of two ranks. First the topology is measured; then every case runs with every pair of
+loops in turn, from the same operands to the same layout of the result. The regret of the choice is its time over that
+of the fastest. A turn takes as long as its slowest rank; of the turns the faster half counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from section import markdown_table, write_section
+from torch import Tensor
+from torch.distributed import tensor as incumbent
+
+import dshard
+from dshard import DTensor, Partial, Placement, Replicate, Schedule, Shard, matmul, use_topology
+from dshard.calibrate import measure, typical
+from dshard.calibrate.rounds import Clock
+from dshard.comm import DeviceMesh, bind, init_device_mesh, runtime_of
+from dshard.ops.matmul.named import STRATEGIES
+from dshard.ops.observe import Decision, observing
+from dshard.tables import text_table
+from dshard.testing import RankPool
+from dshard.topology import Topology
+
+LETTERS: dict[str, Placement] = {"R": Replicate(), "P": Partial(), "S0": Shard(0), "S1": Shard(1)}
+THEIRS = {
+    "R": incumbent.Replicate(),
+    "P": incumbent.Partial(),
+    "S0": incumbent.Shard(0),
+    "S1": incumbent.Shard(1),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product: sizes, and where operands and result lie on a mesh of two axes."""
+
+    name: str
+    sizes: tuple[int, int, int]
+    a: str
+    b: str
+    out: str
+
+
+CASES = (
+    Case("SUMMA layouts", (1024, 1024, 1024), "S0 S1", "S0 S1", "S0 S1"),
+    Case("SUMMA layouts, tall", (8192, 256, 256), "S0 S1", "S0 S1", "S0 S1"),
+    Case("SUMMA layouts, wide weight", (256, 1024, 4096), "S0 S1", "S0 S1", "S0 S1"),
+    Case("SUMMA layouts, deep", (512, 4096, 512), "S0 S1", "S0 S1", "S0 S1"),
+    Case("data and column", (1024, 512, 2048), "S0 R", "R S1", "S0 S1"),
+    Case("data and row", (1024, 2048, 512), "S0 S1", "R S0", "S0 R"),
+    Case("sequence and column", (1024, 512, 2048), "S0 S0", "R S1", "S0 S1"),
+    Case("sharded weight", (2048, 1024, 1024), "S0 S0", "S0 S1", "S0 S0"),
+    Case("ATP layouts", (1024, 512, 2048), "R S1", "S1 S0", "S1 R"),
+    Case("rows by columns", (512, 2048, 512), "S0 S0", "S1 S1", "S0 S0"),
+    Case("a small batch", (32, 2048, 2048), "S0 R", "S0 S1", "S0 R"),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Two hosts of two ranks, or one of four without a `rate`; seconds to measure the topology, turns of each case."""
+
+    name: str
+    rate: str | None
+    seconds: float
+    turns: int
+
+
+SETTINGS = (
+    Setting("one host", None, 16, 16),
+    Setting("2 hosts, 1gbit", "1gbit", 16, 10),
+    Setting("2 hosts, 200mbit", "200mbit", 18, 7),
+)
+
+
+# -- on every rank
+
+
+def as_rank(seconds: float, turns: int) -> list[dict[str, Any]]:
+    """All cases; the same rows on every rank."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    topology = measure(bind(device_mesh), seconds=seconds)
+    with use_topology(topology), torch.no_grad():
+        return [run_case(case, device_mesh, topology, turns) for case in CASES]
+
+
+def run_case(case: Case, device_mesh: DeviceMesh, topology: Topology, turns: int) -> dict[str, Any]:
+    mesh = bind(device_mesh)
+    m, k, n = case.sizes
+    a, b = torch.randn(m, k), torch.randn(k, n)
+    x, y = (distributed(t, device_mesh, text) for t, text in ((a, case.a), (b, case.b)))
+    out = placed(case.out)
+    runs: dict[str, Callable[[], object]] = {}
+    rows: dict[tuple[Any, ...], str] = {}
+    for loops in product("mnk", repeat=2):
+        schedule = Schedule(loops, ("R", "R"))
+        name = name_of(schedule)
+        rows[rows_of(x, y, schedule, out)] = name
+        runs[name] = partial(matmul, x, y, strategy=schedule, out_placements=out)
+    chosen = rows.setdefault(rows_of(x, y, None, out), "one more")
+    if chosen not in runs:
+        runs[chosen] = partial(matmul, x, y, out_placements=out)
+    ends = [THEIRS[word] for word in case.out.split()]
+    theirs = [
+        incumbent.distribute_tensor(t, device_mesh, [THEIRS[word] for word in text.split()])
+        for t, text in ((a, case.a), (b, case.b))
+    ]
+    runs["torch"] = lambda: (theirs[0] @ theirs[1]).redistribute(placements=ends)
+    times = in_turns(runs, Clock(mesh, runtime_of(mesh)), turns)  # type: ignore[arg-type]  # there are processes
+    torch_time = times.pop("torch")
+    best = min(times, key=lambda name: typical(times[name]))
+    return {
+        "case": case.name,
+        "chosen": chosen,
+        "best": best,
+        "strategies": len(times),
+        "seconds": typical(times[chosen]),
+        "least": typical(times[best]),
+        "torch": typical(torch_time),
+        "regret": typical(times[chosen]) / typical(times[best]),
+        "ratio": typical(times[chosen]) / typical(torch_time),
+    }
+
+
+def in_turns(runs: dict[str, Callable[[], object]], clock: Clock, turns: int) -> dict[str, list[float]]:
+    """Seconds of each run, all of them once in every turn; the first two turns are not counted."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(turns + 2):
+        took = clock.slowest([clock.seconds(run) for run in runs.values()])
+        if turn > 1:
+            for name, seconds in zip(runs, took, strict=True):
+                times[name].append(seconds)
+    return times
+
+
+def name_of(schedule: Schedule) -> str:
+    """The loops of the two axes, and the names that go with them."""
+    names = [row.name for row in STRATEGIES.values() if row.schedule.loops == schedule.loops and row.name != "cannon"]
+    return " ".join(schedule.loops) + (f" ({', '.join(names)})" if names else "")
+
+
+def rows_of(x: DTensor, y: DTensor, name: Schedule | None, out: Sequence[Placement]) -> tuple[Any, ...]:
+    """What each mesh axis does, and in which layouts: strategies alike in this are the same here."""
+    ((decision,),) = [decisions_of(lambda: matmul(x, y, strategy=name, out_placements=out))]
+    assert decision.strategy is not None
+    return decision.strategy.rows, decision.strategy.inputs
+
+
+def decisions_of(call: Callable[[], object]) -> list[Decision]:
+    """What is decided within `call`."""
+    found: list[Decision] = []
+
+    def note(decision: Decision) -> contextlib.AbstractContextManager[object]:
+        found.append(decision)
+        return contextlib.nullcontext()
+
+    with observing(note):
+        call()
+    return found
+
+
+def placed(text: str) -> list[Placement]:
+    return [LETTERS[word] for word in text.split()]
+
+
+def distributed(x: Tensor, mesh: DeviceMesh, text: str) -> DTensor:
+    return dshard.distribute_tensor(x, mesh, placed(text), src_data_rank=None)
+
+
+# -- on the machine that starts them
+
+
+def run_setting(setting: Setting, netlab: str | None) -> list[dict[str, Any]] | None:
+    """What one setting found, or None where it needs emulated hosts and there is no program for them."""
+    if setting.rate is None:
+        with RankPool(4, timeout=400) as pool:
+            return pool.run(as_rank, setting.seconds, setting.turns)[0]
+    if netlab is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        options = f"run --hosts 2 --ranks 2 --rate {setting.rate} --show rank0 --timeout 400".split()
+        own = [sys.executable, __file__, "--rank", json.dumps([setting.seconds, setting.turns, str(result)])]
+        subprocess.run([sys.executable, netlab, *options, "--", *own], check=True)
+        found: list[dict[str, Any]] = json.loads(result.read_text())
+        return found
+
+
+def join_and_run(seconds: float, turns: int, result: str) -> None:
+    dist.init_process_group("gloo")
+    found = as_rank(seconds, turns)
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+HEADER = ("ranks", "case", "chosen", "ms", "fastest of", "ms", "regret", "torch ms", "dshard / torch")
+
+
+def cells(name: str, row: dict[str, Any]) -> list[str]:
+    return [
+        name,
+        row["case"],
+        row["chosen"],
+        f"{row['seconds'] * 1e3:.1f}",
+        f"{row['best']} of {row['strategies']}",
+        f"{row['least'] * 1e3:.1f}",
+        f"{row['regret']:.2f}",
+        f"{row['torch'] * 1e3:.1f}",
+        f"{row['ratio']:.2f}",
+    ]
+
+
+def summary(name: str, rows: Sequence[dict[str, Any]]) -> str:
+    regrets, ratios = [row["regret"] for row in rows], [row["ratio"] for row in rows]
+    return (
+        f"{name}: regret median {median(regrets):.2f}, worst {max(regrets):.2f}; dshard / torch geometric mean "
+        f"{geometric_mean(ratios):.2f}, worst {max(ratios):.2f}, best {min(ratios):.2f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--netlab", metavar="FILE", help="the program that emulates hosts")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
+    parser.add_argument("--only", type=int, metavar="N", help="the N-th setting alone, from 0")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        join_and_run(*json.loads(options.rank))
+        return
+    found: dict[str, list[dict[str, Any]]] = {}
+    for setting in SETTINGS if options.only is None else [SETTINGS[options.only]]:
+        result = run_setting(setting, options.netlab)
+        if result is None:
+            print(f"{setting.name}: left out, as it needs --netlab", file=sys.stderr)
+        else:
+            found[setting.name] = result
+    table = [cells(name, row) for name, rows in found.items() for row in rows]
+    lines = [summary(name, rows) for name, rows in found.items()]
+    print(text_table(HEADER, table), *lines, sep="\n")
+    if options.write:
+        write_section("matmul", "\n\n".join([*lines, markdown_table(HEADER, table)]))
+
+
+if __name__ == "__main__":
+    main()
