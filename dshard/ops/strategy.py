@@ -9,10 +9,10 @@ from math import prod
 from dshard.cost import work_seconds
 from dshard.layout import Layout, Shape
 from dshard.ops.expand import Allowed, Expansion, Operand, Order, Row, expansions, sizes_of
-from dshard.ops.least import Least
 from dshard.ops.rule import Pending, Rule
 from dshard.placements import Partial, Replicate, Shard
 from dshard.redistribute import plan
+from dshard.redistribute.least import Least
 from dshard.topology import Topology
 
 
@@ -143,7 +143,8 @@ class _Price:
         self.rule, self.operands, self.outputs, self.topology, self.wanted = rule, operands, outputs, topology, wanted
         self.sizes = sizes_of(rule, operands, outputs)
         self.mesh = operands[0].layout.mesh
-        self.least = Least(self.mesh, topology)
+        self.least = [Least(self.mesh, topology, o.shape, o.itemsize) for o in operands]
+        self.first_least = Least(self.mesh, topology, *outputs[0]) if outputs else None
         self.idle = frozenset(
             axis
             for axis in range(self.mesh.ndim)
@@ -152,10 +153,25 @@ class _Price:
 
     def at_least(self, found: Expansion) -> float:
         """Seconds that no price of this expansion is below."""
-        least = self.compute(found)
-        for i, (operand, layout) in enumerate(zip(self.operands, found.inputs, strict=True)):
-            least += self.least(operand.layout, layout, operand.shape, operand.itemsize) * (1 + self.moved_again(i))
-        return least
+        gradients = self.wanted.gradients
+        seconds = self.compute(found) * (1 + sum(gradients))
+        for i, (least, operand, layout) in enumerate(zip(self.least, self.operands, found.inputs, strict=True)):
+            seconds += least(operand.layout, layout) * (1 + self.moved_again(i))
+            if gradients and gradients[i]:
+                seconds += least(found.gradients[i], operand.layout.cotangent())
+        if self.rule.loops and self.first_least is not None and self.wanted.reduced is None:
+            seconds += self._end_at_least(found.outputs[0], self.first_least) * (1 + any(gradients))
+        return seconds
+
+    def _end_at_least(self, layout: Layout, least: Least) -> float:
+        """The same for bringing a product's result to its end: of a sum each rank receives its part at least."""
+        if self.wanted.result is not None:
+            return least(layout, self.wanted.result)
+        if not layout.partial_axes():
+            return 0.0
+        terms = prod(self.mesh.shape[axis] for axis in layout.partial_axes())
+        nbytes = layout.local_numel(least.shape) * least.itemsize * (terms - 1) / terms
+        return least.limits.latency + nbytes / least.limits.rate if terms > 1 else 0.0
 
     def moved_again(self, i: int) -> bool:
         """Whether operand `i` is moved once more for the gradient of another."""

@@ -14,6 +14,7 @@ from typing_extensions import assert_never
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial, ReduceOp, Replicate
+from dshard.redistribute.least import Least
 from dshard.redistribute.price import busiest, senders, step_seconds
 from dshard.redistribute.step import (
     AllGather,
@@ -135,11 +136,11 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
 def _search(
     src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, room: int | None
 ) -> tuple[tuple[Step, ...], float] | None:
-    """Uniform-cost search over layouts, with a bound on the steps still needed."""
+    """Best-first search over layouts, with a bound on what is still needed."""
     dims, pending, ticket = useful_dims(src, dst, shape), _pending(dst), count()
     targets = {dst: None, before_pending(src, dst): None}
     settled: set[Layout] = set()
-    best = {src: 0.0}
+    least, best, found = Least(dst.mesh, topology, shape, itemsize), {src: 0.0}, float("inf")
     queue: list[tuple[float, int, float, Layout, tuple[Step, ...]]] = [(0.0, next(ticket), 0.0, src, ())]
     while queue and len(settled) < MAX_STATES:
         _, _, seconds, layout, steps = heapq.heappop(queue)
@@ -152,11 +153,14 @@ def _search(
             there = after(step, layout)
             if there in settled or (room is not None and there.local_numel(shape) > room):
                 continue
+            rest = least(there, dst) + topology.launch * _distance(there, dst)
+            if seconds + topology.launch + rest > found:
+                continue
             total = seconds + step_seconds(step, layout, shape, itemsize, topology)
-            if total < best.get(there, float("inf")):
+            if total + rest <= found and total < best.get(there, float("inf")):
                 best[there] = total
-                bound = total + topology.launch * _distance(there, dst)
-                heapq.heappush(queue, (bound, next(ticket), total, there, (*steps, step)))
+                found = min(found, total) if there == dst else found
+                heapq.heappush(queue, (total + rest, next(ticket), total, there, (*steps, step)))
     return None
 
 
