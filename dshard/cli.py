@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -31,6 +32,7 @@ from dshard.topology import PRESETS, Topology, default_topology
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
+AUTO = "auto"
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -49,17 +51,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _demo(arguments: argparse.Namespace) -> int:
     ranks = launch.choose_ranks(arguments.ranks, arguments.device)
+    device = launch.choose_device(arguments.device, ranks)
     settings = demo.Settings(
-        strategies=tuple(_strategies(arguments.strategy)),
+        strategies=_strategies(arguments.strategy, ranks, device, DTYPES[arguments.dtype]),
         ranks=ranks,
         steps=arguments.steps,
         dtype=DTYPES[arguments.dtype],
         seed=arguments.seed,
-        device=launch.choose_device(arguments.device, ranks),
+        device=device,
     )
     with report.demo_progress(settings, visible=launch.reporting()) as tell:
         rows = demo.run(settings, tell)
     if launch.reporting():
+        if arguments.plot is not None:
+            arguments.plot.write_text(demo.draw(rows))
         if arguments.json:
             report.data(report.demo_data(rows))
         else:
@@ -184,8 +189,16 @@ def _topology(arguments: argparse.Namespace) -> Topology:
     return Topology.load(name) if name.endswith(".json") else Topology.preset(name, nodes=arguments.nodes or 1)
 
 
-def _strategies(asked: list[str] | None) -> list[str]:
-    return demo.names() if asked is None or "all" in asked else asked
+def _strategies(asked: list[str] | None, ranks: int, device: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """Those asked for; none for all of them. For "auto", the one that is predicted to communicate the shortest time."""
+    if asked is None or "all" in asked:
+        return ()
+    if AUTO not in asked:
+        return tuple(asked)
+    ranked = demo.rank(ranks, demo.BATCH, device, dtype)
+    if launch.reporting():
+        report.note(report.predictions(ranked))
+    return tuple(ranked[0].strategy if name == AUTO else name for name in asked)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -336,8 +349,10 @@ def _add_demo(commands: Commands) -> None:
         action="append",
         type=_strategy,
         metavar="NAME",
-        help=f"may be repeated; all, or one of {', '.join(name.replace(' ', '-') for name in demo.names())}",
+        help="may be repeated; all, auto for the one predicted to communicate the shortest time, or one of "
+        + ", ".join(name.replace(" ", "-") for name in demo.names()),
     )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses of all strategies as an SVG")
     parser.add_argument("--seed", type=int, metavar="N", default=defaults.seed, help="default: %(default)s")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print the rows for machines")
@@ -352,7 +367,7 @@ def _positive(text: str) -> int:
 
 def _strategy(text: str) -> str:
     try:
-        return text if text == "all" else demo.find(text).name
+        return text if text in ("all", AUTO) else demo.find(text).name
     except DShardError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

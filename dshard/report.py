@@ -20,7 +20,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from dshard.demo import Progress, Row, Settings
+from dshard.demo import Predicted, Progress, Row, Settings
 from dshard.errors import NotationError
 from dshard.explain import Explanation, Report
 from dshard.explain.values import NOTHING, figures
@@ -97,6 +97,11 @@ def error(message: str) -> None:
         console.print(escape(rest.strip("\n")), style="dim")
 
 
+def note(message: str) -> None:
+    """Print what is worth knowing where it does not mix with results."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(escape(message), style="dim")
+
+
 def data(value: object) -> None:
     """Print a value for machines."""
     print(json.dumps(value, indent=2), file=sys.stdout, flush=True)
@@ -148,7 +153,7 @@ def demo_table(rows: Sequence[Row], settings: Settings) -> Table:
     )
     for heading in ("strategy", "mesh"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("final\nloss", "loss\ndiff.", "test\naccuracy", "collec-\ntives", "bytes", "time/s"):
+    for heading in ("final\nloss", "loss\ndiff.", "accu-\nracy", "collec-\ntives", "bytes", "time/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*_cells(row))
@@ -166,6 +171,17 @@ def _cells(row: Row) -> tuple[str, ...]:
         human_bytes(row.bytes_per_step),
         f"{row.seconds:.1f}",
     )
+
+
+def predictions(ranked: Sequence[Predicted]) -> str:
+    """What each strategy is predicted to send in a step, the cheapest first.
+
+    >>> predictions([Predicted("data", 34, 1 << 20, 0.01), Predicted("megatron", 8, 6 << 20, 0.02)])
+    'auto: data, predicted to communicate for 10.0 ms in a step (megatron 20.0 ms)'
+    """
+    first, *rest = (f"{found.seconds * 1e3:.1f} ms" for found in ranked)
+    others = ", ".join(f"{found.strategy} {ms}" for found, ms in zip(ranked[1:], rest, strict=True))
+    return f"auto: {ranked[0].strategy}, predicted to communicate for {first} in a step ({others})"
 
 
 def demo_data(rows: Sequence[Row]) -> dict[str, object]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from dshard.errors import RankError
 
 ROWS = [
     Row("single", "1 device", 0.072, 0.0, 0.975, 0, 0, 3.6),
-    Row("data x tensor", "dp=2 tp=2", 0.0720001, 2.4e-07, 0.975, 1041, 2_202_009, 116.04),
+    Row("data x tensor", "dp=2 tp=2", 0.0720001, 2.4e-07, 0.975, 1041, 2_202_009, 116.04, (2.3, 0.0720001)),
 ]
 
 
@@ -71,6 +72,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "the following arguments are required: command"),
         (["dance"], "invalid choice: 'dance'"),
         (["demo", "--strategy", "zero"], "no strategy is called 'zero'; there are single, data, megatron"),
+        (["demo", "--strategy", "2.5d"], "there are single, data, megatron, data x tensor, summa, atp, tesseract"),
         (["demo", "--steps", "0"], "'0' is not a whole number above zero"),
         (["demo", "--ranks", "-1"], "'-1' is not a whole number above zero"),
         (["demo", "--dtype", "int8"], "invalid choice: 'int8'"),
@@ -96,6 +98,26 @@ def test_all_strategies_unless_some_are_named(options: list[str], asked: list[Se
     main(["demo", "--device", "cpu", *options])
 
     assert asked == [Settings()]
+
+
+def test_auto_is_the_strategy_that_is_predicted_to_communicate_the_shortest(
+    asked: list[Settings], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranked = [demo.Predicted("summa", 9, 9, 0.001), demo.Predicted("data", 1, 1, 0.002)]
+    monkeypatch.setattr(demo, "rank", lambda *of: ranked if of == (3, demo.BATCH, "cpu", torch.float32) else [])
+
+    main(["demo", "--ranks", "3", "--device", "cpu", "--strategy", "atp", "--strategy", "auto", "--json"])
+
+    assert asked[0].strategies == ("atp", "summa")
+    captured = capsys.readouterr()
+    assert "auto: summa, predicted to communicate for 1.0 ms in a step (data 2.0 ms)" in captured.err
+    assert json.loads(captured.out)["rows"]
+
+
+def test_a_plot_is_written_on_request(asked: list[Settings], tmp_path: Path) -> None:
+    main(["demo", "--plot", str(tmp_path / "losses.svg")])
+
+    assert (tmp_path / "losses.svg").read_text() == demo.draw(ROWS)
 
 
 def test_json_is_all_that_is_printed(asked: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +165,7 @@ def test_the_table_fits_a_terminal() -> None:
     text = printed(report.demo_table(ROWS, Settings()))
 
     assert "…" not in text
-    assert "data x tensor  dp=2 tp=2  0.07200  2.4e-07     97.5%    1,041  2.1 MiB   116.0" in text
+    assert "data x tensor  dp=2 tp=2  0.07200  2.4e-07  97.5%    1,041  2.1 MiB   116.0" in text
 
 
 @pytest.mark.ranks
@@ -154,7 +176,7 @@ def test_the_demo_from_end_to_end() -> None:
 
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
-    assert [row["mesh"] for row in rows] == ["1 device", "dp=4", "tp=4", "dp=2 tp=2"]
+    assert [row["mesh"] for row in rows] == ["1 device", "dp=4", "tp=4", "dp=2 tp=2", "r=2 c=2", "d1=2 d2=2"]
     assert max(row["max_loss_diff"] for row in rows) < 1e-5
 
 

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from dshard.demo import Progress, Settings
+from dshard import trace
+from dshard.demo import (
+    BATCH,
+    Progress,
+    Row,
+    Settings,
+    draw,
+    names,
+    predict,
+    rank,
+)
 from dshard.demo import data as data_module
 from dshard.demo.data import Digits, MissingExtra, batches, load
 from dshard.demo.launch import run
+from dshard.demo.laying import lay_out
 from dshard.demo.model import build
 from dshard.demo.strategies import SINGLE, STRATEGIES, Strategy, UnknownStrategy, find
 from dshard.demo.train import train, train_all
+from dshard.layout import parse_layout
 from dshard.placements import Replicate, Shard
-from dshard.testing import RankPool, rank_pool
+from dshard.testing import RankPool, distribute, rank_pool, simulated, whole
 
 WAIT = 120.0  # seconds for ranks to start on a busy machine
 
@@ -136,11 +150,23 @@ class TestStrategies:
             ("data x tensor", 4, "dp=2 tp=2"),
             ("data x tensor", 3, "dp=1 tp=3"),
             ("data x tensor", 1, "dp=1 tp=1"),
+            ("summa", 4, "r=2 c=2"),
+            ("summa", 3, "r=1 c=3"),
+            ("atp", 8, "d1=4 d2=2"),
+            ("tesseract", 8, "d=2 r=2 c=2"),
+            ("tesseract", 16, "d=4 r=2 c=2"),
+            ("tesseract", 4, "d=1 r=2 c=2"),
             ("single", 4, "None"),
         ],
     )
     def test_a_mesh_uses_all_ranks(self, name: str, ranks: int, mesh: str) -> None:
         assert str(find(name).on(ranks)) == mesh
+
+    def test_tesseract_takes_part_where_it_has_a_depth(self) -> None:
+        four, eight = ([strategy.name for strategy in Settings(ranks=ranks).chosen()] for ranks in (4, 8))
+
+        assert four == ["single", "data", "megatron", "data x tensor", "summa", "atp"]
+        assert eight == [*four, "tesseract"]
 
     def test_hyphens_stand_for_spaces(self) -> None:
         assert find("data-x-tensor") is find("data x tensor")
@@ -163,12 +189,77 @@ class TestLayouts:
     ) -> None:
         rows, *others = ranks.run(train_all, Settings(steps=4, dtype=dtype), ignore, timeout=WAIT)
 
-        assert [row.strategy for row in rows] == ["single", "data", "megatron", "data x tensor"]
+        assert [row.strategy for row in rows] == names(4)
         assert max(row.max_loss_diff for row in rows) < tolerance
-        assert all(row.collectives_per_step and row.bytes_per_step for row in rows[1:])
+        assert all(len(row.losses) == 4 and row.losses[-1] == row.final_loss for row in rows)
         assert others == [[], [], []]
+        for row in rows[1:]:
+            predicted = predict(find(row.strategy), 4, BATCH, dtype=dtype)
+            assert row.collectives_per_step == predicted.collectives
+            assert 0.9 * predicted.nbytes < row.bytes_per_step <= predicted.nbytes  # of rank 0, and of the busiest
 
     def test_ranks_that_divide_nothing_follow_too(self) -> None:
         rows, *_ = rank_pool(3).run(train_all, Settings(steps=2, ranks=3), ignore, timeout=WAIT)
 
         assert max(row.max_loss_diff for row in rows) < 1e-5
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_the_losses_of_one_device_and_of_both_tesseracts_coincide() -> None:
+    """Tesseract, figure 7, in miniature: fifty steps on one device, [2, 2, 1] and [2, 2, 2]."""
+    settings = [Settings(("tesseract",), ranks=ranks, steps=50, dtype=torch.float64) for ranks in (4, 8)]
+
+    found = [rank_pool(s.ranks).run(train_all, s, ignore, timeout=5 * WAIT)[0][1] for s in settings]
+
+    assert [row.mesh for row in found] == ["d=1 r=2 c=2", "d=2 r=2 c=2"]
+    assert max(row.max_loss_diff for row in found) < 1e-9
+    assert found[0].losses[0] > 2 * found[0].losses[-1]
+
+
+class TestAtp:
+    def test_nothing_is_moved_between_the_layers_of_a_perceptron(self) -> None:
+        """ATP, section 3.2: a block that is column-first then row-first reduces twice, once on each axis."""
+        strategy, model = find("atp"), build(seed=0, dtype=torch.float64)
+        mesh = strategy.on(4)
+        assert mesh is not None
+        x = torch.randn(4, 16, 64, dtype=torch.float64)
+        expected = F.gelu(model.blocks[0].up(x))
+        expected = model.blocks[0].down(expected).detach()
+        with simulated(mesh):
+            lay_out(model, strategy, mesh)
+            block, laid = model.blocks[0], distribute(x, parse_layout("d1:R d2:S(2)", mesh))
+            with trace() as sent:
+                y = block.down(F.gelu(block.up(laid))).redistribute(placements=laid.placements)
+            found = whole(y.detach())
+
+        assert [(event.collective, event.axis) for event in sent.events] == [("all_reduce", "d2"), ("all_reduce", "d1")]
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+
+
+class TestPredictions:
+    def test_the_shortest_communication_comes_first(self) -> None:
+        ranked = rank(2, batch=16)
+
+        assert {found.strategy for found in ranked} == set(names(2)) - {"single"}
+        assert [found.seconds for found in ranked] == sorted(found.seconds for found in ranked)
+
+
+class TestCurves:
+    ROWS = (
+        Row("single", "1 device", 1.0, 0.0, 0.5, 0, 0, 1.0, (4.0, 2.0, 1.0)),
+        Row("a < b", "x=2", 1.0, 0.0, 0.5, 0, 0, 1.0, (4.0, 2.0, 1.0)),
+    )
+
+    def test_equal_losses_are_one_curve(self) -> None:
+        root = ElementTree.fromstring(draw(self.ROWS))
+        first, second = (line.attrib["points"] for line in root.iter("{http://www.w3.org/2000/svg}polyline"))
+
+        assert first == second
+        heights = [float(point.split(",")[1]) for point in first.split()]
+        assert heights == sorted(heights)  # y grows downwards, and the losses fall
+
+    def test_names_are_escaped(self) -> None:
+        texts = [node.text for node in ElementTree.fromstring(draw(self.ROWS)).iter("{http://www.w3.org/2000/svg}text")]
+
+        assert "a < b (x=2), 50.0% right" in texts

@@ -5,8 +5,22 @@
 The model (`model.py`) is an ordinary `nn.Module`; the layouts (`strategies.py`) are a table of placements.
 """
 
+from dshard.demo.curves import draw
 from dshard.demo.launch import run
+from dshard.demo.predict import Predicted, predict, rank
 from dshard.demo.strategies import find, names
-from dshard.demo.train import Progress, Row, Settings
+from dshard.demo.train import BATCH, Progress, Row, Settings
 
-__all__ = ["Progress", "Row", "Settings", "find", "names", "run"]
+__all__ = [
+    "BATCH",
+    "Predicted",
+    "Progress",
+    "Row",
+    "Settings",
+    "draw",
+    "find",
+    "names",
+    "predict",
+    "rank",
+    "run",
+]

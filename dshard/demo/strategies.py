@@ -12,7 +12,7 @@ from dshard.mesh import Mesh
 from dshard.placements import Placement, Replicate, Shard
 
 Placements = tuple[Placement, ...]
-REST = 0  # as the size of a mesh axis: all ranks that the axes before it left over
+REST = 0  # as the size of a mesh axis: all ranks that the other axes leave over
 
 
 class UnknownStrategy(DShardError, ValueError):
@@ -25,25 +25,30 @@ class Strategy:
 
     `mesh` gives the size of each named axis; `parameters` the placements by a pattern of the parameter's name. The
     first pattern that matches counts; a parameter that matches none is replicated. No mesh: one device, plain tensors.
+    `matmul` is the strategy of all products, by its name; without one each product takes its cheapest. On fewer ranks
+    than `least` the mesh is that of another row, so this one is left out unless it is asked for.
     """
 
     name: str
     mesh: Mapping[str, int] = field(default_factory=dict)
     inputs: Placements = ()
     parameters: Mapping[str, Placements] = field(default_factory=dict)
+    matmul: str | None = None
+    least: int = 1
 
     def on(self, ranks: int) -> Mesh | None:
         """The mesh over `ranks` ranks; an axis shrinks to a size that divides them. None for one device.
 
-        >>> str(find("data x tensor").on(8)), str(find("data x tensor").on(3))
-        ('dp=2 tp=4', 'dp=1 tp=3')
+        >>> str(find("data x tensor").on(8)), str(find("data x tensor").on(3)), str(find("tesseract").on(8))
+        ('dp=2 tp=4', 'dp=1 tp=3', 'd=2 r=2 c=2')
         """
         if not self.mesh:
             return None
         sizes: list[int] = []
         for size in self.mesh.values():
-            left = ranks // prod(sizes)
-            sizes.append(left if size == REST else gcd(size, left))
+            sizes.append(1 if size == REST else gcd(size, ranks // prod(sizes)))
+        left = ranks // prod(sizes)
+        sizes = [left if size == REST else fixed for size, fixed in zip(self.mesh.values(), sizes, strict=True)]
         return Mesh(tuple(sizes), tuple(self.mesh))
 
     def placements(self, parameter: str) -> Placements:
@@ -58,9 +63,13 @@ class Strategy:
         return (Replicate(),) * len(self.mesh)
 
 
-def names() -> list[str]:
-    """The names of all strategies, in the order of the table."""
-    return [strategy.name for strategy in STRATEGIES]
+def names(ranks: int | None = None) -> list[str]:
+    """The names of all strategies, or of those worth training on so many ranks, in the order of the table.
+
+    >>> sorted(set(names()) - set(names(ranks=4)))
+    ['tesseract']
+    """
+    return [strategy.name for strategy in STRATEGIES if ranks is None or strategy.least <= ranks]
 
 
 def find(name: str) -> Strategy:
@@ -84,6 +93,31 @@ MEGATRON: dict[str, Placement] = {
     "*.down.weight": Shard(1),
 }
 
+# Optimus: activations in blocks, the batch over the rows and the hidden dim over the columns; weights in blocks, too.
+SUMMA: dict[str, Placements] = {
+    "*norm*": (Replicate(), Shard(0)),
+    "*position": (Replicate(), Shard(1)),
+    "*.weight": (Shard(1), Shard(0)),
+    "*.bias": (Replicate(), Shard(0)),
+}
+
+# ATP: activations whole on d1, their hidden dim over d2. `qkv` and `up` are column-first, `out` and `down` row-first:
+# what the first of a pair leaves is what the second takes, so nothing is moved between them.
+ATP: dict[str, Placements] = {
+    "*norm*": (Replicate(), Shard(0)),
+    "*position": (Replicate(), Shard(1)),
+    "embed.*": (Replicate(), Shard(0)),
+    "*.qkv.weight": (Shard(0), Shard(1)),
+    "*.qkv.bias": (Shard(0), Replicate()),
+    "*.out.weight": (Shard(1), Shard(0)),
+    "*.out.bias": (Replicate(), Shard(0)),
+    "*.up.weight": (Shard(0), Shard(1)),
+    "*.up.bias": (Shard(0), Replicate()),
+    "*.down.weight": (Shard(1), Shard(0)),
+    "*.down.bias": (Replicate(), Shard(0)),
+    "head.weight": (Replicate(), Shard(1)),
+}
+
 SINGLE = Strategy("single")
 
 STRATEGIES: tuple[Strategy, ...] = (
@@ -104,5 +138,26 @@ STRATEGIES: tuple[Strategy, ...] = (
         mesh={"dp": 2, "tp": REST},
         inputs=(Shard(0), Replicate()),
         parameters={pattern: (Replicate(), placement) for pattern, placement in MEGATRON.items()},
+    ),
+    Strategy(
+        "summa",
+        mesh={"r": 2, "c": REST},
+        inputs=(Shard(0), Replicate()),
+        parameters=SUMMA,
+        matmul="summa",
+    ),
+    Strategy(
+        "atp",
+        mesh={"d1": REST, "d2": 2},
+        inputs=(Replicate(), Replicate()),
+        parameters=ATP,
+    ),
+    Strategy(
+        "tesseract",
+        mesh={"d": REST, "r": 2, "c": 2},
+        inputs=(Shard(0), Shard(0), Replicate()),
+        parameters={pattern: (Replicate(), *placements) for pattern, placements in SUMMA.items()},
+        matmul="tesseract",
+        least=8,
     ),
 )

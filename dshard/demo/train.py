@@ -10,26 +10,26 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from dshard import DeviceMesh, DTensor, distribute_module, distribute_tensor, init_device_mesh
+from dshard import DTensor, init_device_mesh
 from dshard.comm import Event, listen
 from dshard.demo.data import Digits, batches, load
+from dshard.demo.laying import Place, lay_out
 from dshard.demo.model import build
-from dshard.demo.strategies import SINGLE, Placements, Strategy, find, names
+from dshard.demo.strategies import SINGLE, Strategy, find, names
+from dshard.ops.matmul import use_strategy
 
 BATCH = 128
 # Adam divides each gradient by its size: an epsilon well above rounding keeps rounding from becoming whole steps.
 RATE, EPSILON = 5e-3, 1e-6
 
-Place = Callable[[Tensor], Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to train, on what, and for how long."""
+    """What to train, on what, and for how long. No strategies: all that are worth it on so many ranks."""
 
-    strategies: tuple[str, ...] = tuple(names())
+    strategies: tuple[str, ...] = ()
     ranks: int = 4
     steps: int = 100
     dtype: torch.dtype = torch.float32
@@ -38,7 +38,8 @@ class Settings:
 
     def chosen(self) -> list[Strategy]:
         """The strategies to train, each once. A single device comes first: the others are compared with it."""
-        return [find(name) for name in dict.fromkeys([SINGLE.name, *(find(name).name for name in self.strategies)])]
+        asked = self.strategies or names(self.ranks)
+        return [find(name) for name in dict.fromkeys([SINGLE.name, *(find(name).name for name in asked)])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a strategy came to. Collectives, and the bytes received, are those of one rank."""
+    """What a strategy came to. Collectives, and the bytes received, are those of one rank; `losses` of each step."""
 
     strategy: str
     mesh: str
@@ -72,6 +73,7 @@ class Row:
     collectives_per_step: int
     bytes_per_step: int
     seconds: float
+    losses: tuple[float, ...] = ()
 
 
 Tell = Callable[[Progress], None]
@@ -97,7 +99,7 @@ def train(strategy: Strategy, settings: Settings, tell: Tell) -> Run:
     losses: list[float] = []
     events: list[Event] = []
     start = time.perf_counter()
-    with listen(events.append):
+    with listen(events.append), use_strategy(matmul=strategy.matmul):
         for batch in batches(training, BATCH, settings.steps, settings.seed):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(place(batch.images)), place(batch.labels))
@@ -107,7 +109,8 @@ def train(strategy: Strategy, settings: Settings, tell: Tell) -> Run:
             losses.append(loss.item())
             tell(Progress(strategy.name, len(losses), losses[-1]))
     seconds = time.perf_counter() - start
-    return Run(losses, _accuracy(model, test, place), events, seconds)
+    with use_strategy(matmul=strategy.matmul):
+        return Run(losses, _accuracy(model, test, place), events, seconds)
 
 
 def _lay_out(strategy: Strategy, settings: Settings) -> tuple[nn.Module, Place]:
@@ -117,20 +120,8 @@ def _lay_out(strategy: Strategy, settings: Settings) -> tuple[nn.Module, Place]:
     mesh = strategy.on(settings.ranks)
     if mesh is None:
         return model, lambda batch: batch.to(device)
-    device_mesh = init_device_mesh(device.type, mesh.shape, mesh_dim_names=mesh.names)
-
-    def distribute(name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        for own, parameter in list(module.named_parameters(recurse=False)):
-            placements = strategy.placements(f"{name}.{own}")
-            module.register_parameter(own, nn.Parameter(_distribute(parameter.data, device_mesh, placements)))
-
-    distribute_module(model, device_mesh, distribute)
-    return model, lambda batch: _distribute(batch.to(device), device_mesh, strategy.inputs)
-
-
-def _distribute(tensor: Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
-    """Every rank has the same tensor already, so each keeps its part and nothing is sent."""
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+    place = lay_out(model, strategy, init_device_mesh(device.type, mesh.shape, mesh_dim_names=mesh.names))
+    return model, lambda batch: place(batch.to(device))
 
 
 @torch.no_grad()
@@ -159,4 +150,5 @@ def _row(strategy: Strategy, run: Run, reference: Run, ranks: int) -> Row:
         collectives_per_step=round(len(run.events) / steps),
         bytes_per_step=round(sum(event.nbytes for event in run.events) / steps),
         seconds=run.seconds,
+        losses=tuple(run.losses),
     )
