@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 
 from dshard.errors import LayoutError, NotationError
@@ -106,7 +107,11 @@ class Layout:
 
     def local_numel(self, shape: Sequence[int]) -> int:
         """The number of elements of the largest part: that of the rank at coordinate 0, 0, ..."""
-        return prod(self.local_shape(shape, (0,) * self.mesh.ndim))
+        return _first_part(self, tuple(shape))[1]
+
+    def first_region(self, shape: Sequence[int]) -> Region:
+        """The part of the rank at coordinate 0, 0, ..., the largest."""
+        return _first_part(self, tuple(shape))[0]
 
     def names_of(self, dim: int) -> tuple[str, ...]:
         """The names of the mesh axes that shard tensor dim `dim`, from major to minor."""
@@ -139,6 +144,12 @@ class Layout:
         text = format_placements(self.placements, self.mesh.names)
         orders = " ".join(f"{dim}:{','.join(self.mesh.names[a] for a in axes)}" for dim, axes in self.order)
         return f"{text}; {orders}" if orders else text
+
+
+@lru_cache(maxsize=65536)
+def _first_part(layout: Layout, shape: Shape) -> tuple[Region, int]:
+    region = layout.region(shape, (0,) * layout.mesh.ndim)
+    return region, prod(map(len, region))
 
 
 def layout_of(mesh: Mesh, placements: Iterable[Placement], ndim: int) -> Layout:

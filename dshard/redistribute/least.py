@@ -24,7 +24,7 @@ class Least:
 
     def __init__(self, mesh: Mesh, topology: Topology, shape: Shape, itemsize: int) -> None:
         self.limits = limits(mesh, topology)
-        self.shape, self.itemsize, self.first = shape, itemsize, (0,) * mesh.ndim
+        self.shape, self.itemsize = shape, itemsize
         self.known: dict[tuple[Layout, Layout], float] = {}
 
     def __call__(self, src: Layout, dst: Layout) -> float:
@@ -44,8 +44,7 @@ class Least:
         if any(isinstance(a, Partial) and a != b and n > 1 for a, b, n in pairs):
             return needed
         held = 1
-        for dim, size in enumerate(self.shape):
-            a, b = src.dim_range(dim, size, self.first), dst.dim_range(dim, size, self.first)
+        for a, b in zip(src.first_region(self.shape), dst.first_region(self.shape), strict=True):
             held *= max(0, min(a.stop, b.stop) - max(a.start, b.start))
         return needed - held
 

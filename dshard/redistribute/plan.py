@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import count
+from itertools import chain, count
 from math import prod
+from typing import TypeAlias
 
 from typing_extensions import assert_never
 
@@ -137,9 +138,10 @@ def _search(
     src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, room: int | None
 ) -> tuple[tuple[Step, ...], float] | None:
     """Best-first search over layouts, with a bound on what is still needed."""
-    dims, pending, ticket = useful_dims(src, dst, shape), _pending(dst), count()
+    dims, pending, ticket = useful_dims(src, dst, shape), tuple(_pending(dst).items()), count()
     targets = {dst: None, before_pending(src, dst): None}
     settled: set[Layout] = set()
+    rest: dict[Layout, float] = {}
     least, best, found = Least(dst.mesh, topology, shape, itemsize), {src: 0.0}, float("inf")
     queue: list[tuple[float, int, float, Layout, tuple[Step, ...]]] = [(0.0, next(ticket), 0.0, src, ())]
     while queue and len(settled) < MAX_STATES:
@@ -149,27 +151,50 @@ def _search(
         if layout in settled:
             continue
         settled.add(layout)
-        for step in possible_steps(layout, targets, dims, pending):
-            there = after(step, layout)
-            if there in settled or (room is not None and there.local_numel(shape) > room):
+        direct = [_straight(layout, target, shape, itemsize, topology) for target in targets]
+        for step, there, numel, cost in chain(*direct, _onward(layout, dims, pending, shape, itemsize, topology)):
+            if there in settled or (room is not None and numel > room):
                 continue
-            rest = least(there, dst) + topology.launch * _distance(there, dst)
-            if seconds + topology.launch + rest > found:
+            total = seconds + cost
+            if total >= best.get(there, float("inf")):
                 continue
-            total = seconds + step_seconds(step, layout, shape, itemsize, topology)
-            if total + rest <= found and total < best.get(there, float("inf")):
+            if there not in rest:
+                rest[there] = least(there, dst) + topology.launch * _distance(there, dst)
+            if total + rest[there] <= found:
                 best[there] = total
                 found = min(found, total) if there == dst else found
-                heapq.heappush(queue, (total + rest, next(ticket), total, there, (*steps, step)))
+                heapq.heappush(queue, (total + rest[there], next(ticket), total, there, (*steps, step)))
     return None
 
 
-def possible_steps(
-    layout: Layout, targets: Iterable[Layout], dims: Sequence[int], pending: dict[int, ReduceOp]
-) -> list[Step]:
-    """The steps that lead on from `layout`: on one axis, and straight to one of `targets`."""
-    direct = [find(layout, target) for target in targets for find in (exchange_to, reduce_exchange_to)]
-    return steps_from(layout, dims, pending) + [step for step in direct if step is not None]
+Edge: TypeAlias = tuple[Step, Layout, int, float]
+"""A step, the layout that it leads to, the elements that a rank holds there, and the seconds that it takes."""
+
+
+@lru_cache(maxsize=65536)
+def _onward(
+    layout: Layout,
+    dims: tuple[int, ...],
+    pending: tuple[tuple[int, ReduceOp], ...],
+    shape: Shape,
+    itemsize: int,
+    topology: Topology,
+) -> tuple[Edge, ...]:
+    """The steps on one axis, whatever the search is looking for: other searches come by here, too."""
+    steps = steps_from(layout, dims, dict(pending))
+    return tuple(_edge(step, layout, shape, itemsize, topology) for step in steps)
+
+
+@lru_cache(maxsize=65536)
+def _straight(layout: Layout, target: Layout, shape: Shape, itemsize: int, topology: Topology) -> tuple[Edge, ...]:
+    """The steps straight to `target`."""
+    steps = (exchange_to(layout, target), reduce_exchange_to(layout, target))
+    return tuple(_edge(step, layout, shape, itemsize, topology) for step in steps if step is not None)
+
+
+def _edge(step: Step, layout: Layout, shape: Shape, itemsize: int, topology: Topology) -> Edge:
+    there = after(step, layout)
+    return step, there, there.local_numel(shape), step_seconds(step, layout, shape, itemsize, topology)
 
 
 def before_pending(src: Layout, dst: Layout) -> Layout:
