@@ -20,7 +20,7 @@ from dshard.functional import linear, matmul
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.ops import cache_info, get_rng_state, manual_seed, register_rule, set_rng_state, use_topology
-from dshard.ops.matmul import Schedule, strategies, use_strategy
+from dshard.ops.matmul import Schedule, Stream, strategies, use_strategy
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor, distribute_tensor
 from dshard.topology import Topology
@@ -47,6 +47,7 @@ __all__ = [
     "ShapeError",
     "Shard",
     "StrategyError",
+    "Stream",
     "Topology",
     "TopologyError",
     "cache_info",

@@ -12,8 +12,9 @@ from torch import Tensor
 from dshard import joint
 from dshard.errors import MixedError
 from dshard.layout import layout_of
-from dshard.ops.matmul.asked import Asked, Saved, asked_now
+from dshard.ops.matmul.asked import Asked, Saved, asked_now, stream_of
 from dshard.ops.matmul.schedule import Schedule
+from dshard.ops.matmul.stream import Stream
 from dshard.placements import Placement
 from dshard.tensor import DTensor
 
@@ -25,18 +26,20 @@ def matmul(
     strategy: str | Schedule | None = None,
     out_placements: Sequence[Placement] | None = None,
     saved: Saved | None = None,
+    panels: int | Stream | None = None,
 ) -> DTensor:
     """`torch.matmul` of distributed tensors, by the cheapest strategy or the one asked for.
 
     `strategy` is a name (see `strategies`) or a `Schedule`; `out_placements` say where the result should lie, which
-    counts in the choice; `saved` which operands the backward pass keeps (see `use_strategy`).
+    counts in the choice; `saved` which operands the backward pass keeps (see `use_strategy`); with `panels`, or a
+    `Stream`, the product runs in so many panels, one multiplied while the next moves, and so do those of its gradients.
 
     Raises:
-        StrategyError: there is no such strategy, or not on this mesh.
+        StrategyError: there is no such strategy, or not on this mesh, or less than one panel.
         LayoutError: placements that do not fit the result.
     """
     ndim = len(torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])) + (input.ndim > 1) + (other.ndim > 1)
-    asked = _asked((input, other), ndim, strategy, out_placements, saved)
+    asked = _asked((input, other), ndim, strategy, out_placements, saved, panels)
     return joint.matmul(DTensor, torch.matmul, (input, other), {}, asked)  # type: ignore[no-any-return]
 
 
@@ -48,14 +51,15 @@ def linear(
     strategy: str | Schedule | None = None,
     out_placements: Sequence[Placement] | None = None,
     saved: Saved | None = None,
+    panels: int | Stream | None = None,
 ) -> DTensor:
     """`torch.nn.functional.linear` of distributed tensors, in the same way. `weight` is stored [out, in].
 
     Raises:
-        StrategyError: there is no such strategy, or not on this mesh.
+        StrategyError: there is no such strategy, or not on this mesh, or less than one panel.
         LayoutError: placements that do not fit the result.
     """
-    asked = _asked((input, weight), input.ndim - 2 + weight.ndim, strategy, out_placements, saved)
+    asked = _asked((input, weight), input.ndim - 2 + weight.ndim, strategy, out_placements, saved, panels)
     return joint.linear(DTensor, F.linear, (input, weight, bias), {}, asked)  # type: ignore[no-any-return]
 
 
@@ -65,6 +69,7 @@ def _asked(
     strategy: str | Schedule | None,
     out_placements: Sequence[Placement] | None,
     saved: Saved | None,
+    panels: int | Stream | None,
 ) -> Asked:
     now = asked_now()
     distributed = [t for t in tensors if isinstance(t, DTensor)]
@@ -75,4 +80,5 @@ def _asked(
         )
     mesh = distributed[0].layout.mesh
     result = None if out_placements is None else layout_of(mesh, out_placements, ndim)
-    return Asked(now.strategy if strategy is None else strategy, result, now.saved if saved is None else saved)
+    stream = now.stream if panels is None else stream_of(panels)
+    return Asked(now.strategy if strategy is None else strategy, result, now.saved if saved is None else saved, stream)

@@ -8,6 +8,7 @@ gathered going forward is reduced going back. They are made by the same function
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.autograd import distributed, left_pending, redistribute
-from dshard.comm import LocalTensor, run, runner, runtime_of
+from dshard.comm import LocalTensor, Program, Session, perform, run, runner, runtime_of
 from dshard.dispatch import common_mesh
 from dshard.layout import Layout, replicated
 from dshard.mesh import Coordinate
@@ -23,7 +24,10 @@ from dshard.ops.expand import Operand, Order, Row, expand, sizes_of
 from dshard.ops.matmul.asked import Asked
 from dshard.ops.matmul.local import LocalProduct, local_product
 from dshard.ops.matmul.refine import Cut, cut_contraction
+from dshard.ops.matmul.ring import executor
 from dshard.ops.matmul.rules import same_dtype
+from dshard.ops.matmul.stream import Stream
+from dshard.ops.matmul.streamed import Streamed
 from dshard.ops.moving import coordinate_of, run_on_ranks
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.rule import Pending, Rule
@@ -50,9 +54,10 @@ class Product:
         strategy: Strategy,
         wanted: Wanted,
         cut: Cut | None = None,
+        stream: Stream | None = None,
     ) -> None:
         self.name, self.rule, self.specs, self.bias, self.out = name, rule, specs, bias, out
-        self.strategy, self.wanted, self.cut = strategy, wanted, cut
+        self.strategy, self.wanted, self.cut, self.stream = strategy, wanted, cut, stream
         self.mesh = specs[0].layout.mesh
         self.plans = tuple(_plan(spec, layout) for spec, layout in zip(specs, strategy.inputs, strict=True))
         computed = out.with_layout(strategy.outputs[0])
@@ -61,8 +66,30 @@ class Product:
         self.kept = tuple(keep and sends(p) for keep, p in zip(wanted.kept, self.plans, strict=True))
         self.bias_plan = None if bias is None else _plan(bias, self.bias_layout())
         self.cotangent = out.layout.cotangent()
+        self.streamed = self._streamed()
+        self.beside: Streamed | None = None
         self.warm: Callable[..., Tensor] | None = None
         self.gradients: dict[tuple[Any, ...], Product] = {}
+
+    def _streamed(self) -> Streamed | None:
+        """The executor in panels, where they are asked for and anything moves."""
+        if self.stream is None or not any(sends(p) for p in (*self.plans, self.end)):
+            return None
+        plans = self.plans[0], self.plans[1], self.end
+        return executor(self.rule, plans, self.out.dtype, self.stream, self.bias_plan)
+
+    def overlaps(self) -> bool:
+        """Whether its result is reduced beside the next product; not if that could share a moved first operand."""
+        return sends(self.end) and (self.streamed is not None or not self.plans[0].steps)
+
+    def executor(self) -> Streamed:
+        """What runs the product in panels, or whole, beside others."""
+        if self.streamed is not None:
+            return self.streamed
+        if self.beside is None:
+            plans = self.plans[0], self.plans[1], self.end
+            self.beside = Streamed(self.rule, plans, self.out.dtype, Stream(1), self.bias_plan)
+        return self.beside
 
     def bias_layout(self) -> Layout:
         """Where a bias along the last dim of the result must lie to be added to a rank's part."""
@@ -90,6 +117,8 @@ class Product:
     def __call__(self, tensors: Sequence[Any]) -> tuple[Tensor, Sequence[Tensor]]:
         """The local result, and the two operands as they were multiplied."""
         a, b = tensors[0]._local, tensors[1]._local
+        if self.streamed is not None:
+            return self.streamed([t._local for t in tensors]), (a, b)
         if type(a) is LocalTensor or type(b) is LocalTensor or a.is_meta or runtime_of(self.mesh) is None:
             return self.slow(tensors)
         if self.warm is None:
@@ -137,7 +166,10 @@ class Product:
         rule = Rule(terms, (self.rule.inputs[i],), pending=self.rule.pending, loops=True)
         target = self.specs[i]
         rows = tuple(_turned(row, i) for row in self.strategy.rows)
-        return product_of(f"{self.name} backward", rule, specs, target, rows, self.strategy.order)
+        name, order = f"{self.name} backward", self.strategy.order
+        return product_of(
+            name, rule, specs, target, rows, order, self.stream, complete=self.stream is not None and not i
+        )
 
 
 def product_of(
@@ -147,16 +179,23 @@ def product_of(
     like: Spec,
     rows: tuple[Row, ...],
     order: Order,
+    stream: Stream | None = None,
+    complete: bool = False,
 ) -> Product:
-    """The product with these rows, its result a gradient for `like`: laid out like it, but for sums left pending."""
+    """The product with these rows, its result a gradient for `like`: laid out like it, but for sums left pending.
+
+    With `complete` none are: they are reduced at once, beside the product that comes next.
+    """
     operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs]
     sizes = sizes_of(rule, operands, [(like.shape, like.itemsize)])
     found = expand(rule, operands, rows, order, sizes)
     assert found is not None, "the gradient's factors are those of the product"
-    end = left_pending(found.outputs[0], like.layout.cotangent())
+    target = like.layout.cotangent()
+    end = target if complete else left_pending(found.outputs[0], target)
     out = spec_of(end, like.shape, contiguous_stride(like.shape), like.dtype, like.device)
     strategy = Strategy(found.inputs, found.outputs, rows, found.gradients, (end,), order)
-    return Product(name, rule, specs, None, out, strategy, Wanted(result=end, kept=NEITHER))
+    stream = None if stream is None else replace(stream, axis=None)  # which loop moves most differs
+    return Product(name, rule, specs, None, out, strategy, Wanted(result=end, kept=NEITHER), None, stream)
 
 
 def _turned(row: Row, i: int) -> Row:
@@ -205,16 +244,47 @@ class Multiply(torch.autograd.Function):
         found: list[Any] = [None] * (2 if product.bias is None else 3)
         if product.bias is not None and ctx.needs_input_grad[4]:
             found[2] = grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
-        if ctx.needs_input_grad[2]:
+        need_a, need_b, plain = ctx.needs_input_grad[2], ctx.needs_input_grad[3], not torch.is_grad_enabled()
+        if need_a:
             other: Any = torch.conj_physical(b) if b.is_complex() else b
             first = product.gradient(0, grad._spec, other._spec)
+            if need_b and plain and first.overlaps():
+                given: Any = torch.conj_physical(a) if a.is_complex() else a
+                second = product.gradient(1, grad._spec, given._spec)
+                found[:2] = both(cls, (first, (grad, other)), (second, (given, grad)))
+                return (None, None, *found)
             found[0], moved = multiply_keeping(cls, first, (grad, other))
-            if not torch.is_grad_enabled():  # both products want it in one layout, so it is moved once
+            if plain and first.streamed is None:  # both products want it in one layout, so it is moved once
                 grad = first.wrap_moved(cls, 0, moved)
-        if ctx.needs_input_grad[3]:
+        if need_b:
             other = torch.conj_physical(a) if a.is_complex() else a
             found[1] = multiply(cls, product.gradient(1, grad._spec, other._spec), (other, grad))
         return (None, None, *found)
+
+
+def both(cls: Any, first: tuple[Product, Sequence[Any]], second: tuple[Product, Sequence[Any]]) -> list[Any]:
+    """Two products, of which the second is computed while the result of the first is reduced."""
+    run: Callable[..., Any] = _both
+    args: tuple[Any, ...] = (cls, first, second)
+    if OBSERVERS:
+        for product, _ in (first, second):
+            run, args = observed, (product.decision(), run, args)
+    return run(*args)  # type: ignore[no-any-return]
+
+
+def _both(cls: Any, first: tuple[Product, Sequence[Any]], second: tuple[Product, Sequence[Any]]) -> list[Any]:
+    programs = [product.executor().program for product, _ in (first, second)]
+    n = len(first[1])
+
+    def program(at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[tuple[Tensor, ...]]:
+        rest = yield from programs[0](at, space, tensors[:n])
+        other = yield from (yield from programs[1](at, space, tensors[n:]))
+        return (yield from rest), other
+
+    tensors = [t._local for _, given in (first, second) for t in given]
+    plans = [p for product, _ in (first, second) for p in (*product.plans, product.end)]
+    found = perform(first[0].mesh, program, tensors, plans)
+    return [cls._wrap(x, product.out) for x, (product, _) in zip(found, (first, second), strict=True)]
 
 
 def multiply(cls: Any, product: Product, tensors: Sequence[Any]) -> Any:
@@ -302,7 +372,8 @@ def _decide(
     asked_where = wanted.result is not None or wanted.reduced is not None
     layout = strategy.ends[0] if asked_where else strategy.outputs[0]
     out_spec = spec_of(layout, shape, contiguous_stride(shape), out.dtype, specs[0].device)
-    return Product(name, found, pair, specs[2] if len(specs) > 2 else None, out_spec, strategy, wanted, cut)
+    bias = specs[2] if len(specs) > 2 else None
+    return Product(name, found, pair, bias, out_spec, strategy, wanted, cut, asked.streamed())
 
 
 def _cut_spec(spec: Spec, operand: Operand) -> Spec:

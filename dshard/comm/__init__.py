@@ -3,6 +3,8 @@
 from dshard.comm.agree import checked_shape, global_shape, same_replicas, same_topology
 from dshard.comm.debug import compare_draws
 from dshard.comm.events import Event, listen
+from dshard.comm.legs import Flight, Leg, Program, Request, begin, finish, flat, legs_of, passing, same_memory
+from dshard.comm.perform import drive, perform, rehearse
 from dshard.comm.run import run, runner
 from dshard.comm.runtime import (
     FORGET,
@@ -18,29 +20,48 @@ from dshard.comm.runtime import (
 )
 from dshard.comm.simulate import each, plain, stack, unstack
 from dshard.comm.spread import cut, device_of, local_of, spread
+from dshard.comm.transfer import Local
+from dshard.comm.workspace import WORKSPACE, Session, Workspace
 
 __all__ = [
     "FORGET",
+    "WORKSPACE",
     "DeviceMesh",
     "Event",
+    "Flight",
+    "Leg",
+    "Local",
     "LocalTensor",
+    "Program",
+    "Request",
     "Runtime",
+    "Session",
+    "Workspace",
+    "begin",
     "bind",
     "checked_shape",
     "compare_draws",
     "cut",
     "device_mesh_of",
     "device_of",
+    "drive",
     "each",
+    "finish",
+    "flat",
     "global_shape",
     "init_device_mesh",
+    "legs_of",
     "listen",
     "local_of",
+    "passing",
+    "perform",
     "plain",
     "ranks_per_host",
+    "rehearse",
     "run",
     "runner",
     "runtime_of",
+    "same_memory",
     "same_replicas",
     "same_topology",
     "simulated_ranks",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
-from dshard.comm.transfer import Transfer
+from dshard.comm.transfer import Message
 from dshard.comm.transport import reduce
 
 
@@ -43,7 +43,7 @@ def each(function: Callable[[int, Tensor], Tensor], x: Tensor) -> Tensor:
         return stack({rank: function(rank, t) for rank, t in unstack(x).items()})
 
 
-def exchange(transfers: Mapping[int, Transfer], buffers: Mapping[int, Tensor]) -> dict[int, Tensor]:
+def exchange(transfers: Mapping[int, Message], buffers: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """What each rank's buffer becomes when all ranks run their transfers."""
     out: dict[int, Tensor] = {}
     for rank, transfer in transfers.items():
@@ -63,7 +63,7 @@ def exchange(transfers: Mapping[int, Transfer], buffers: Mapping[int, Tensor]) -
     return out
 
 
-def _piece(transfers: Mapping[int, Transfer], buffers: Mapping[int, Tensor], peer: int, index: int) -> Tensor:
+def _piece(transfers: Mapping[int, Message], buffers: Mapping[int, Tensor], peer: int, index: int) -> Tensor:
     """What `peer` sends to the rank number `index` of its group."""
     piece: Tensor = buffers[peer].split(list(transfers[peer].send))[index]
     return piece

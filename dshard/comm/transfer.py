@@ -37,8 +37,11 @@ Local = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """One collective as one rank sees it: flat buffers, with sizes in elements for each rank of its group."""
+class Message:
+    """One collective as one rank sees it: flat buffers, with sizes in elements for each rank of its group.
+
+    `received` are the elements that come from peers.
+    """
 
     collective: Collective
     mesh: Mesh
@@ -49,6 +52,12 @@ class Transfer:
     send: tuple[int, ...]
     recv: tuple[int, ...]
     received: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer(Message):
+    """A collective, and how a local tensor becomes its buffer and its result a local tensor."""
+
     pack: Local
     unpack: Local
 
@@ -115,7 +124,7 @@ def _same(x: Tensor) -> Tensor:
 def _pack(pieces: Sequence[Region], shape: Shape) -> Local:
     """The pieces of a local tensor of `shape`, one after the other; a view where they lie so."""
     full = [piece for piece in pieces if numel(piece)]
-    span = _span(full, shape)
+    span = span_of(full, shape)
     if span is not None:
         return lambda x: x.reshape(-1)[span.start : span.stop]
     sizes, shapes = [numel(piece) for piece in full], [tuple(map(len, piece)) for piece in full]
@@ -132,7 +141,7 @@ def _pack(pieces: Sequence[Region], shape: Shape) -> Local:
 def _unpack(pieces: Sequence[Region], shape: Shape) -> Local:
     """The local tensor of `shape` that the pieces, one after the other, make up; a view where they lie so."""
     full = [piece for piece in pieces if numel(piece)]
-    if _span(full, shape) is not None:
+    if span_of(full, shape) is not None:
         return lambda flat: flat.view(shape)
     sizes, shapes = [numel(piece) for piece in full], [tuple(map(len, piece)) for piece in full]
 
@@ -145,10 +154,10 @@ def _unpack(pieces: Sequence[Region], shape: Shape) -> Local:
     return place
 
 
-def _span(pieces: Sequence[Region], shape: Shape) -> range | None:
+def span_of(pieces: Sequence[Region], shape: Shape) -> range | None:
     """Where the pieces lie in the memory of a contiguous tensor of `shape`, if they follow each other there.
 
-    >>> _span([(range(1, 2), range(3)), (range(2, 3), range(3))], (4, 3))
+    >>> span_of([(range(1, 2), range(3)), (range(2, 3), range(3))], (4, 3))
     range(3, 9)
     """
     found = range(0)

@@ -13,7 +13,7 @@ from dshard.errors import ShapeError
 from dshard.placements import ReduceOp
 
 _c10d = torch.ops._c10d_functional
-_HALF = {torch.float16, torch.bfloat16}
+HALF = {torch.float16, torch.bfloat16}
 # dtypes that every backend moves; the others travel as bytes
 _MOVES = {
     torch.float64,
@@ -77,7 +77,7 @@ def reduce_scatter(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -
 
 def exchange_terms(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -> Tensor:
     """Flat pieces for each rank -> the terms of this rank's piece, or their reduction where the backend has made it."""
-    if group.backend == "nccl" and len(set(send)) == 1 and _reduces(x, op, group):
+    if group.backend == "nccl" and len(set(send)) == 1 and reduces(x.dtype, op, group.backend):
         pieces = x if group.slots is None else to_slots(x, send, group.slots)
         return _wait(_c10d.reduce_scatter_tensor(pieces, op, len(send), group.name))
     return all_to_all(x, send, [send[group.index]] * len(send), group)
@@ -90,7 +90,7 @@ def reduced(terms: Tensor, size: int, op: ReduceOp) -> Tensor:
 
 def all_reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
     """Flat terms -> the flat reduction of the terms of all ranks, the same to the bit on each."""
-    if _reduces(x, op, group):
+    if reduces(x.dtype, op, group.backend):
         return _wait(_c10d.all_reduce(x, op, group.name))
     n, size = len(group.ranks), x.numel()
     step = -(-size // n)
@@ -113,12 +113,12 @@ def scatter(x: Tensor | None, sizes: Sequence[int], source: int, like: Tensor, g
         parts = x.split(list(sizes))
         out.copy_(parts[source])
         works = [
-            dist.isend(_movable(part), rank, group.process_group)
+            dist.isend(movable(part), rank, group.process_group)
             for i, (part, rank) in enumerate(zip(parts, group.ranks, strict=True))
             if i != source and part.numel()
         ]
     else:
-        works = [dist.irecv(_movable(out), group.ranks[source], group.process_group)] if out.numel() else []
+        works = [dist.irecv(movable(out), group.ranks[source], group.process_group)] if out.numel() else []
     for work in works:
         if work is not None:
             work.wait()
@@ -140,7 +140,7 @@ def reduce(terms: Tensor, op: ReduceOp) -> Tensor:
         ShapeError: the max or min of complex numbers, or the mean of integers.
     """
     dtype = terms.dtype
-    wide = terms.to(torch.float32) if dtype in _HALF else terms
+    wide = terms.to(torch.float32) if dtype in HALF else terms
     match op:
         case "sum":
             return wide.sum(0).ne(0) if dtype == torch.bool else wide.sum(0, dtype=wide.dtype).to(dtype)
@@ -182,12 +182,13 @@ def _wait(x: Tensor) -> Tensor:
     return out
 
 
-def _reduces(x: Tensor, op: ReduceOp, group: Group) -> bool:
+def reduces(dtype: torch.dtype, op: ReduceOp, backend: str) -> bool:
     """Whether the backend itself reduces as torch does on one device: in this dtype, and keeping NaNs."""
-    if op in ("max", "min") or (op == "avg" and not x.is_floating_point()):
+    if op in ("max", "min") or (op == "avg" and not dtype.is_floating_point):
         return False
-    return x.dtype in _SUMS or (group.backend == "nccl" and x.dtype in _HALF)
+    return dtype in _SUMS or (backend == "nccl" and dtype in HALF)
 
 
-def _movable(x: Tensor) -> Tensor:
+def movable(x: Tensor) -> Tensor:
+    """The same memory, in a dtype that every backend moves."""
     return x if x.dtype in _MOVES else x.view(torch.uint8)

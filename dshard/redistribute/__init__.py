@@ -1,5 +1,6 @@
 """From one layout to another: steps as values, their price, and the cheapest sequence of them."""
 
+from dshard.redistribute.panel import Panel, Ranges, cuts, owned, slices, turns
 from dshard.redistribute.plan import Plan, plan, plan_of_fewest_bytes
 from dshard.redistribute.step import (
     AllGather,
@@ -20,6 +21,7 @@ from dshard.redistribute.step import (
     messages_received,
     numel,
     received,
+    received_of,
 )
 
 __all__ = [
@@ -28,20 +30,27 @@ __all__ = [
     "AllToAll",
     "Exchange",
     "Messages",
+    "Panel",
     "Pend",
     "Plan",
+    "Ranges",
     "ReduceExchange",
     "ReduceScatter",
     "Slice",
     "Step",
     "after",
     "axes_of",
+    "cuts",
     "describe",
     "inside",
     "messages",
     "messages_received",
     "numel",
+    "owned",
     "plan",
     "plan_of_fewest_bytes",
     "received",
+    "received_of",
+    "slices",
+    "turns",
 ]

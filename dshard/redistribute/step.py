@@ -193,6 +193,11 @@ def received(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coord
     moved = messages(step, layout, shape, coordinate)
     if moved is None:
         return 0
+    return received_of(step, moved, layout, coordinate)
+
+
+def received_of(step: Step, moved: Messages, layout: Layout, coordinate: Coordinate) -> int:
+    """The elements that the rank at `coordinate` receives from its peers with these messages."""
     n, here = _place(step, layout, coordinate)
     if isinstance(step, AllReduce):
         size = numel(moved.recv[0])

@@ -12,6 +12,7 @@ from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.ops.matmul.named import among_of, named
 from dshard.ops.matmul.schedule import Schedule
+from dshard.ops.matmul.stream import Stream
 from dshard.ops.rule import Rule
 from dshard.ops.strategy import Wanted
 
@@ -26,6 +27,13 @@ class Asked:
     strategy: str | Schedule | None = None
     result: Layout | None = None
     saved: Saved = "auto"
+    stream: Stream | None = None
+
+    def streamed(self) -> Stream | None:
+        """The panels asked for, or those of the strategy."""
+        if self.stream is not None or self.strategy is None:
+            return self.stream
+        return (self.strategy if isinstance(self.strategy, Schedule) else named(self.strategy).schedule).stream
 
     def wanted(self, rule: Rule, mesh: Mesh, needs: Sequence[bool], leaf: Sequence[bool]) -> Wanted:
         """The same for one product: `needs` are which operands need a gradient, `leaf` which are leaves of autograd.
@@ -38,6 +46,8 @@ class Asked:
                 kept = tuple(not (is_leaf and needed) for is_leaf, needed in zip(leaf, needs, strict=True))
             case "moved" | "stored":
                 kept = (self.saved == "moved",) * 2
+        if self.streamed() is not None:
+            kept = (False, False)  # the whole operands are never there
         among, reduced = None, None
         if self.strategy is not None:
             among = among_of(self.strategy, rule, mesh)
@@ -64,23 +74,36 @@ def asked_now() -> Asked:
 
 
 @contextmanager
-def use_strategy(*, matmul: str | Schedule | None = None, saved: Saved = "auto") -> Iterator[None]:
-    """Within the block products use this strategy instead of the cheapest.
+def use_strategy(
+    *, matmul: str | Schedule | None = None, saved: Saved = "auto", panels: int | Stream | None = None
+) -> Iterator[None]:
+    """Within the block products use this strategy instead of the cheapest, and run in so many panels.
 
     `saved` says which operands are kept for the backward pass where they had to be moved: "moved" keeps the moved
     copies, so that nothing is sent twice; "stored" keeps only what is stored and moves it again; "auto" keeps moved
-    activations, but moves parameters again, of which the whole would otherwise pile up over the layers.
+    activations, but moves parameters again, of which the whole would otherwise pile up over the layers. In panels only
+    what is stored is kept.
 
     Raises:
-        StrategyError: there is no strategy of this name.
+        StrategyError: there is no strategy of this name, or no such stream.
     """
     if isinstance(matmul, str):
         named(matmul)
     if saved not in ("auto", "moved", "stored"):
         raise StrategyError(f"saved={saved!r}: use 'auto', 'moved' or 'stored'")
     before = _Current.asked
-    _Current.asked = replace(before, strategy=before.strategy if matmul is None else matmul, saved=saved)
+    strategy, stream = before.strategy if matmul is None else matmul, stream_of(panels)
+    _Current.asked = replace(before, strategy=strategy, saved=saved, stream=before.stream if stream is None else stream)
     try:
         yield
     finally:
         _Current.asked = before
+
+
+def stream_of(panels: int | Stream | None) -> Stream | None:
+    """A number of panels as a stream.
+
+    Raises:
+        StrategyError: less than one panel.
+    """
+    return Stream(panels) if isinstance(panels, int) else panels

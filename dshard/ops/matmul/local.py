@@ -76,6 +76,28 @@ def _weight_gradient(a: Term, b: Term, out: Term) -> LocalProduct | None:
     return None
 
 
+def accumulating(a: Term, b: Term, out: Term) -> Callable[[Tensor, Tensor, Tensor], object]:
+    """The function that adds the product of tensors of terms `a` and `b` to one of term `out`, in place.
+
+    >>> row, column, both = (("m",), ("k",)), (("k",), ("n",)), (("m",), ("n",))
+    >>> total = torch.ones(2, 4)
+    >>> accumulating(row, column, both)(total, torch.ones(2, 3), torch.ones(3, 4))[0].tolist()
+    [4.0, 4.0, 4.0, 4.0]
+    """
+    if len(a) == len(b) == len(out) == 2 and () not in (*a, *b, *out):
+        m, n = out if out[0] in a else out[::-1]
+        shared = set(a) & set(b) - set(out)
+        if len(shared) == 1 and {m, *shared} == set(a) and {n, *shared} == set(b):
+            turn_out, turn_a, turn_b = out[0] != m, a[0] != m, b[1] != n
+
+            def add(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
+                return (total.t() if turn_out else total).addmm_(x.t() if turn_a else x, y.t() if turn_b else y)
+
+            return add
+    product = local_product(a, b, out)
+    return lambda total, x, y: total.add_(product(x, y))
+
+
 def _einsum(a: Term, b: Term, out: Term) -> LocalProduct:
     letters: dict[str, str] = {}
     for term in (a, b, out):

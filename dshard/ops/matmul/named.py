@@ -11,6 +11,7 @@ from dshard.errors import StrategyError
 from dshard.mesh import Mesh
 from dshard.ops.expand import Allowed, Row
 from dshard.ops.matmul.schedule import Loop, Schedule, Stored
+from dshard.ops.matmul.stream import Stream
 from dshard.ops.rule import Rule
 
 
@@ -29,10 +30,12 @@ class Named:
         return f"{self.name:18} {axes:22} {self.schedule!s:34} {self.source}"
 
 
-def _named(name: str, roles: str, loops: str, stored: str, source: str, square: bool = False) -> Named:
+def _named(
+    name: str, roles: str, loops: str, stored: str, source: str, square: bool = False, stream: Stream | None = None
+) -> Named:
     loop: tuple[Loop, ...] = tuple(loops)  # type: ignore[arg-type]  # letters of the table below
     where: tuple[Stored, ...] = tuple(stored)  # type: ignore[arg-type]
-    return Named(name, tuple(roles.split()), Schedule(loop, where), source, square)
+    return Named(name, tuple(roles.split()), Schedule(loop, where, stream), source, square)
 
 
 STRATEGIES: dict[str, Named] = {
@@ -47,7 +50,7 @@ STRATEGIES: dict[str, Named] = {
         _named("summa", "r c", "mn", "kk", "Optimus algorithm 1, C = AB, C stationary"),
         _named("summa-abt", "r c", "mk", "nn", "Optimus algorithm 2, A stationary"),
         _named("summa-atb", "r c", "kn", "mm", "Optimus algorithm 3, B stationary"),
-        _named("cannon", "r c", "mn", "kk", "Cannon: SUMMA with rings", square=True),
+        _named("cannon", "r c", "mn", "kk", "Cannon: SUMMA with rings", True, Stream(1, "k", "ring")),
         _named("tesseract", "depth r c", "mmn", "Rkk", "Tesseract algorithm 3"),
         _named("2.5d", "depth r c", "kmn", "Rkk", "Solomonik and Demmel: the depth splits k"),
         _named("3d", "x y z", "mnk", "kmm", "Agarwal; Colossal-AI 3D"),

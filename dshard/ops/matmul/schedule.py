@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 from dshard.errors import LayoutError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
+from dshard.ops.matmul.stream import Stream
 from dshard.placements import Partial, Placement, Replicate, Shard
 
 Loop: TypeAlias = Literal["m", "n", "k"]
@@ -41,12 +42,15 @@ class Schedule:
     >>> [str(layout) for layout in summa.layouts(Mesh((2, 2), ("r", "c")))]
     ['r:S(0) c:S(1)', 'r:S(0) c:S(1)', 'r:S(0) c:S(1)']
 
+    `stream` says in which panels it runs; None moves every tensor whole.
+
     Raises:
         LayoutError: a storage that its loop does not have.
     """
 
     loops: tuple[Loop, ...]
     stored: tuple[Stored, ...]
+    stream: Stream | None = None
 
     def __post_init__(self) -> None:
         if len(self.loops) != len(self.stored):

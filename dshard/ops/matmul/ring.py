@@ -1,0 +1,302 @@
+"""Products around rings: each rank multiplies what it holds while it passes it on.
+
+Of an operand gathered along one mesh axis every rank begins with its own chunk, passes what it has multiplied to the
+rank before it and takes on what the one after it has: the collective matmul (Wang et al., ASPLOS 2023). Where both
+operands are gathered, along axes of one size, each chunk is first brought to where it meets its counterpart: Cannon's
+algorithm. A result that is scattered travels itself: each rank adds its term to a chunk and passes it on, last to its
+owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+
+from dshard.comm import Flight, Program, Request, Runtime, Session, begin, finish, flat, passing, same_memory
+from dshard.layout import Shape
+from dshard.mesh import Coordinate
+from dshard.ops.expand import Operand, sizes_of
+from dshard.ops.matmul.named import factors_of
+from dshard.ops.matmul.stream import Stream
+from dshard.ops.matmul.streamed import HALF, Compiled, Streamed, place, selected
+from dshard.ops.rule import Rule
+from dshard.placements import Partial, Replicate, Shard
+from dshard.redistribute import Panel, Plan, Ranges, owned
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a rank multiplies in one turn: where the panel lies in what it computes with, and the shapes there."""
+
+    held: tuple[Ranges | None, ...]
+    shapes: tuple[Shape, ...]
+
+
+def executor(
+    rule: Rule, plans: tuple[Plan, Plan, Plan], dtype: torch.dtype, stream: Stream, bias: Plan | None
+) -> Streamed | None:
+    """What runs this product in panels, or None where nothing that could be cut moves.
+
+    Where there is no ring a collective is used: along several axes, of sizes that differ, or to sum in half precision,
+    which would round at every rank.
+    """
+    if stream.transport == "ring":
+        axes = ring_axes(rule, plans, dtype, stream)
+        if axes:
+            return Ringed(rule, plans, dtype, stream, bias, axes)
+        stream = replace(stream, transport="collective")
+    found = Streamed(rule, plans, dtype, stream, bias)
+    return None if found.factor is None else found
+
+
+def ring_axes(rule: Rule, plans: Sequence[Plan], dtype: torch.dtype, stream: Stream) -> dict[int, int]:
+    """The mesh axis around which each tensor is passed on: of one operand, of both, or of the result (2).
+
+    Both are if the same factor of both is gathered, along two axes of one size. Else the one that moves most.
+    """
+    allowed = {f for loop, names in factors_of(rule).items() if stream.axis in (None, loop) for f in names}
+    found = {i: axis for i, plan in enumerate(plans) if (axis := _axis(plan, i == 2)) is not None}
+    if dtype in HALF:
+        found.pop(2, None)
+    found = {i: axis for i, axis in found.items() if _factor(rule, plans[i], i, axis) in allowed}
+    if 0 in found and 1 in found and _meets(rule, plans, found[0], found[1]):
+        return {0: found[0], 1: found[1]}
+    return dict(sorted(found.items(), key=lambda pair: -plans[pair[0]].busiest())[:1])
+
+
+def _axis(plan: Plan, reduces: bool) -> int | None:
+    """The one axis on which a plan gathers, or scatters a pending sum; None where it does anything else."""
+    pairs = enumerate(zip(plan.src.placements, plan.dst.placements, strict=True))
+    changed = [axis for axis, (a, b) in pairs if a != b]
+    if len(changed) != 1 or not plan.busiest():
+        return None
+    (axis,) = changed
+    whole, split = (plan.src, plan.dst) if reduces else (plan.dst, plan.src)
+    before = Partial() if reduces else Replicate()
+    placement = split.placements[axis]
+    if whole.placements[axis] != before or not isinstance(placement, Shard):
+        return None
+    return axis if whole.replace(axis, placement) == split else None
+
+
+def _factor(rule: Rule, plan: Plan, i: int, axis: int) -> str:
+    placement = (plan.dst if i == 2 else plan.src).placements[axis]
+    assert isinstance(placement, Shard)
+    (name,) = (*rule.inputs, *rule.outputs)[i][placement.dim]
+    return name
+
+
+def _meets(rule: Rule, plans: Sequence[Plan], a: int, b: int) -> bool:
+    factor = _factor(rule, plans[0], 0, a)
+    if a == b or factor != _factor(rule, plans[1], 1, b):
+        return False
+    dims = [term.index((factor,)) for term in rule.inputs]
+    size = plans[0].shape[dims[0]]
+    return owned(plans[0].src, dims[0], size, a, 1) == owned(plans[1].src, dims[1], size, b, 1)
+
+
+class Ringed(Streamed):
+    """A product around rings."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        plans: tuple[Plan, Plan, Plan],
+        dtype: torch.dtype,
+        stream: Stream,
+        bias: Plan | None,
+        axes: dict[int, int],
+    ) -> None:
+        super().__init__(rule, plans, dtype, replace(stream, transport="collective"), bias)
+        self.axes = axes
+        first = min(axes)
+        self.factor = _factor(rule, plans[first], first, axes[first])
+        self.dims = tuple(term.index((self.factor,)) if (self.factor,) in term else None for term in self.terms)
+        operands = [Operand(plan.src, plan.shape, dtype.itemsize) for plan in plans[:2]]
+        size = sizes_of(rule, operands, [(plans[2].shape, dtype.itemsize)])[self.factor]
+        dim = self.dims[first]
+        assert dim is not None
+        stored = plans[2].dst if first == 2 else plans[first].src
+        self.length = self.mesh.shape[axes[first]]
+        self.owned = owned(stored, dim, size, axes[first], stream.panels)
+        self.each = stream.panels
+        self.panels = ()
+        self.turns: dict[Coordinate, tuple[Turn, ...]] = {}
+
+    def _compile(self, at: Coordinate, runtime: Runtime | None) -> Compiled:
+        """All that does not go around moves whole."""
+        rest = self.dims
+        self.dims = tuple(0 if i in self.axes else None for i in range(3))
+        try:
+            return super()._compile(at, runtime)
+        finally:
+            self.dims = rest
+
+    def turns_of(self, at: Coordinate) -> tuple[Turn, ...]:
+        """What the rank at `at` multiplies, in order: of one owner after the other all panels."""
+        found = self.turns.get(at)
+        if found is None:
+            found = self.turns[at] = tuple(self._turn(at, ranges) for ranges in self._order(at))
+        return found
+
+    def _order(self, at: Coordinate) -> Iterator[Ranges]:
+        n, here = self.length, sum(at[axis] for axis in self.axes.values())
+        for hop, panel in product(range(n), range(self.each)):
+            owner = (here - 1 - hop if 2 in self.axes else here + hop) % n
+            yield self.owned[owner * self.each + panel]
+
+    def _turn(self, at: Coordinate, ranges: Ranges) -> Turn:
+        held: list[Ranges | None] = []
+        shapes: list[Shape] = []
+        for i, (plan, dim) in enumerate(zip(self.plans, self.dims, strict=True)):
+            layout = plan.src if i == 2 else plan.dst
+            panel = None if dim is None else Panel(dim, ranges)
+            held.append(None if panel is None else panel.within(layout.region(plan.shape, at)[panel.dim]))
+            shapes.append((panel or Panel(0, ())).shape(layout, plan.shape, at))
+        return Turn(tuple(held), tuple(shapes))
+
+    def program(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[Program[Tensor]]:
+        """The product of this rank's parts, up to where its last collective has begun; returns what remains."""
+        todo = self.compiled(at, space.runtime)
+        flights = []
+        for legs, x in zip((*todo.whole[:2], todo.bias), tensors, strict=False):
+            flights.append((yield from begin(legs, x, space)))
+        whole: list[Tensor] = []
+        for flight in flights:
+            whole += [(yield from finish(flight, space))]
+        bias = whole[2] if todo.adds else None
+        if 2 in self.axes:
+            return (yield from self._scattered(at, todo, space, whole[:2], bias))
+        return (yield from self._gathered(at, todo, space, whole[:2], bias))
+
+    def _gathered(
+        self, at: Coordinate, todo: Compiled, space: Session, whole: Sequence[Tensor], bias: Tensor | None
+    ) -> Program[Program[Tensor]]:
+        turns = self.turns_of(at)
+        out = self.plans[2].src.local_shape(self.plans[2].shape, at)
+        dim = self.dims[2]
+        wide = torch.float32 if dim is None and self.dtype in HALF else self.dtype
+        total = whole[0].new_zeros(out, dtype=wide) if dim is None else whole[0].new_empty(out)
+        arriving: dict[tuple[int, int], Flight] = {}
+        for i in self.axes:
+            for panel in range(self.each):
+                arriving[i, panel] = yield from self._first(i, panel, at, whole[i], space)
+        for number, turn in enumerate(turns):
+            panel, left = number % self.each, number + self.each < len(turns)
+            pair: list[Tensor] = []
+            for i in (0, 1):
+                if i in self.axes:
+                    flight = arriving.pop((i, panel))
+                    pair += [(yield from finish(flight, space))]
+                    if left:
+                        arriving[i, panel] = yield from self._pass(
+                            i, at, pair[i], turns[number + self.each].shapes[i], space
+                        )
+                else:
+                    pair += [_cut(whole[i], self.dims[i], turn.held[i], space)]
+            self._use(total, turn, pair, bias if dim is not None else None, space)
+            for i, x in enumerate(pair):
+                if (i in self.axes and not left) or (i not in self.axes and not same_memory(x, whole[i])):
+                    space.give(x)
+        if dim is None and bias is not None:
+            total.add_(bias)
+        flight = yield from begin(todo.whole[2], total.to(self.dtype), space)
+
+        def rest() -> Program[Tensor]:
+            end = yield from finish(flight, space)
+            return end.clone() if todo.whole[2] else end
+
+        return rest()
+
+    def _use(self, total: Tensor, turn: Turn, pair: list[Tensor], bias: Tensor | None, space: Session) -> None:
+        dim, held = self.dims[2], turn.held[2]
+        if dim is None and total.dtype == self.dtype:
+            self.add(total, *pair)
+        elif dim is None:
+            total.add_(self.multiply(*pair))
+        else:
+            assert held is not None
+            place(total, dim, held, self._term(pair, held, bias, space))
+
+    def _term(self, pair: list[Tensor], held: Ranges, bias: Tensor | None, space: Session) -> Tensor:
+        found = self.multiply(*pair)
+        if bias is not None:
+            found.add_(selected(bias, 0, held, space) if self.dims[2] == found.ndim - 1 else bias)
+        return found
+
+    def _first(self, i: int, panel: int, at: Coordinate, x: Tensor, space: Session) -> Program[Flight]:
+        """A rank's own panel, brought to where it meets its counterpart: as far as the other ring's index says."""
+        plan, axis, dim = self.plans[i], self.axes[i], self.dims[i]
+        assert dim is not None
+        mine = Panel(dim, self.owned[at[axis] * self.each + panel])
+        own = selected(x, dim, mine.within(plan.src.region(plan.shape, at)[dim]), space)
+        skew = sum(at[other] for j, other in self.axes.items() if j != i)
+        if len(self.axes) == 1:
+            return Flight(own, None, _nothing, ())
+        shape = self.turns_of(at)[panel].shapes[i]
+        n, here = self.length, at[axis]
+        return (yield from self._send(axis, at, (here - skew) % n, (here + skew) % n, own, shape, space))
+
+    def _pass(self, i: int, at: Coordinate, x: Tensor, shape: Shape, space: Session) -> Program[Flight]:
+        n, axis = self.length, self.axes[i]
+        to, source = (at[axis] - 1) % n, (at[axis] + 1) % n
+        if i == 2:
+            to, source = source, to
+        return (yield from self._send(axis, at, to, source, x, shape, space))
+
+    def _send(
+        self, axis: int, at: Coordinate, to: int, source: int, x: Tensor, shape: Shape, space: Session
+    ) -> Program[Flight]:
+        """Pass `x` on; when that has ended its buffer is returned."""
+        runtime = space.runtime
+        leg = passing(
+            self.mesh, axis, at, to, source, x, shape, (lambda axes: None) if runtime is None else runtime.group
+        )
+        buffer = flat(None, x, space)
+        request = Request(leg, buffer, space.take((prod(shape),), x), buffer)
+        wait = yield request
+        return Flight(x, request, wait, ())
+
+    def _scattered(
+        self, at: Coordinate, todo: Compiled, space: Session, whole: Sequence[Tensor], bias: Tensor | None
+    ) -> Program[Program[Tensor]]:
+        turns, dim, plan = self.turns_of(at), self.dims[2], self.plans[2]
+        assert dim is not None
+        result = whole[0].new_empty(todo.out)
+        arriving: dict[int, Flight] = {}
+        for number, turn in enumerate(turns):
+            panel, held = number % self.each, turn.held[2]
+            assert held is not None
+            pair = [_cut(x, d, h, space) for x, d, h in zip(whole, self.dims[:2], turn.held[:2], strict=True)]
+            found = self._term(pair, held, bias, space)
+            for x, y in zip(pair, whole, strict=True):
+                if not same_memory(x, y):
+                    space.give(x)
+            if panel in arriving:
+                other = yield from finish(arriving.pop(panel), space)
+                found.add_(other)
+                space.give(other)
+            if number + self.each < len(turns):
+                shape = turns[number + self.each].shapes[2]
+                arriving[panel] = yield from self._pass(2, at, found, shape, space)
+            else:
+                own = Panel(dim, self.owned[at[self.axes[2]] * self.each + panel])
+                place(result, dim, own.within(plan.dst.region(plan.shape, at)[dim]), found)
+
+        def rest() -> Program[Tensor]:
+            return result
+            yield
+
+        return rest()
+
+
+def _cut(x: Tensor, dim: int | None, ranges: Ranges | None, space: Session) -> Tensor:
+    return x if dim is None or ranges is None else selected(x, dim, ranges, space)
+
+
+def _nothing() -> None: ...

@@ -1,0 +1,147 @@
+"""Panels: parts of one tensor dim that move one after the other.
+
+A panel is a set of indices of a dim, the same set for every tensor that has the dim, however it is sharded. A rank
+holds of a panel what lies in its own part. As that part is a range, and the panel is kept in ascending order, each
+piece that a step sends is again a range within the panel: so every step of every plan can be run panel by panel, with
+the messages of the whole, counted within the panel. Over all panels just the bytes of the whole are moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+from dshard.layout import Layout, Region, Shape
+from dshard.mesh import Coordinate
+from dshard.placements import chunk
+from dshard.redistribute.step import Messages, Step, after, messages
+
+Ranges = tuple[range, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """The indices of tensor dim `dim` in `ranges`, which ascend and do not overlap.
+
+    >>> panel = Panel(0, (range(0, 2), range(4, 6)))
+    >>> panel.count(5), panel.within(range(1, 5))
+    (3, (range(0, 1), range(3, 4)))
+    """
+
+    dim: int
+    ranges: Ranges
+
+    def count(self, end: int) -> int:
+        """How many of the indices are below `end`."""
+        return sum(max(0, min(part.stop, end) - part.start) for part in self.ranges)
+
+    def within(self, held: range) -> Ranges:
+        """The indices in `held`, counted from where it begins."""
+        both = (range(max(part.start, held.start), min(part.stop, held.stop)) for part in self.ranges)
+        return tuple(range(part.start - held.start, part.stop - held.start) for part in both if part)
+
+    def shape(self, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> Shape:
+        """The shape of what the rank at `coordinate` holds of this panel of a tensor of global `shape`."""
+        held = layout.region(shape, coordinate)
+        return tuple(len(part) if dim != self.dim else self._length(part) for dim, part in enumerate(held))
+
+    def _length(self, held: range) -> int:
+        return self.count(held.stop) - self.count(held.start)
+
+    def messages(self, step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> Messages | None:
+        """What the rank at `coordinate` sends and receives in `step` of this panel alone."""
+        moved = messages(step, layout, shape, coordinate)
+        if moved is None:
+            return None
+        before = layout.dim_range(self.dim, shape[self.dim], coordinate).start
+        there = after(step, layout).dim_range(self.dim, shape[self.dim], coordinate).start
+        send = tuple(self.region(region, before) for region in moved.send)
+        return Messages(send, tuple(self.region(region, there) for region in moved.recv))
+
+    def region(self, region: Region, origin: int) -> Region:
+        """What of this panel lies in `region` of a local tensor that begins at `origin`, counted within the panel."""
+        part, start = region[self.dim], self.count(origin)
+        if not part:
+            return region
+        kept = range(self.count(origin + part.start) - start, self.count(origin + part.stop) - start)
+        return (*region[: self.dim], kept, *region[self.dim + 1 :])
+
+
+def cuts(size: int, tensors: Iterable[tuple[Layout, int]]) -> tuple[int, ...]:
+    """Where some rank's part of a dim of this size begins or ends, in tensors of these layouts with this dim.
+
+    >>> from dshard.mesh import Mesh
+    >>> from dshard.placements import Shard
+    >>> mesh = Mesh((2, 3), ("r", "c"))
+    >>> cuts(12, [(Layout(mesh, (Shard(0), Shard(1))), 0), (Layout(mesh, (Shard(0), Shard(1))), 1)])
+    (0, 4, 6, 8, 12)
+    """
+    found = {0, size}
+    for layout, dim in tensors:
+        for at in _coordinates(layout, dim):
+            held = layout.dim_range(dim, size, at)
+            found |= {held.start, held.stop}
+    return tuple(sorted(found))
+
+
+def slices(points: Sequence[int], n: int) -> tuple[Ranges, ...]:
+    """`n` panels, each with a part of every segment between these points: all ranks send a part of each panel.
+
+    MeshSlice (ISCA 2025) slices like this, where all parts are equal.
+
+    >>> slices((0, 4, 6), 2)
+    ((range(0, 2), range(4, 5)), (range(2, 4), range(5, 6)))
+    """
+    return tuple(_merged(_part(segment, n, i) for segment in _segments(points)) for i in range(n))
+
+
+def turns(points: Sequence[int], bounds: Sequence[int], n: int) -> tuple[Ranges, ...]:
+    """`n` panels of every segment between `points`, in turn: the one who holds a segment sends all of each of them.
+
+    The segments within one range between two of `bounds`, where the work is split, follow each other; those of
+    different ranges are taken at the same time. This is the order of SUMMA (van de Geijn and Watts, 1997).
+
+    >>> turns((0, 2, 4, 6, 8), (0, 4, 8), 1)
+    ((range(0, 2), range(4, 6)), (range(2, 4), range(6, 8)))
+    """
+    rows = [[s for s in _segments(points) if a <= s.start and s.stop <= b] for a, b in pairwise(bounds)]
+    return tuple(
+        _merged(_part(row[turn], n, i) for row in rows if turn < len(row))
+        for turn in range(max(map(len, rows), default=0))
+        for i in range(n)
+    )
+
+
+def owned(layout: Layout, dim: int, size: int, axis: int, n: int) -> tuple[Ranges, ...]:
+    """`n` panels of what the ranks at index 0 of mesh axis `axis` hold, then of those at index 1, and so on."""
+    held: list[dict[range, None]] = [{} for _ in range(layout.mesh.shape[axis])]
+    for at in _coordinates(layout, dim):
+        held[at[axis]][layout.dim_range(dim, size, at)] = None
+    return tuple(_merged(_part(part, n, i) for part in parts) for parts in held for i in range(n))
+
+
+def _coordinates(layout: Layout, dim: int) -> Iterable[Coordinate]:
+    """The places that differ in what they hold of `dim`."""
+    axes = layout.axes_of(dim)
+    return product(*(range(n) if axis in axes else (0,) for axis, n in enumerate(layout.mesh.shape)))
+
+
+def _segments(points: Sequence[int]) -> list[range]:
+    return [range(start, stop) for start, stop in pairwise(points)]
+
+
+def _part(segment: range, n: int, i: int) -> range:
+    part = chunk(len(segment), n, i)
+    return segment[part.start : part.stop]
+
+
+def _merged(parts: Iterable[range]) -> Ranges:
+    """The same indices in as few ranges as possible, ascending."""
+    found: list[range] = []
+    for part in sorted((part for part in parts if part), key=lambda part: part.start):
+        if found and found[-1].stop == part.start:
+            found[-1] = range(found[-1].start, part.stop)
+        else:
+            found.append(part)
+    return tuple(found)
