@@ -159,6 +159,17 @@ def test_summa_moves_its_closed_form_in_the_memory_of_two_panels(panels: int, tr
             assert found.transient_bytes(at) <= 2 * gathered / parts
 
 
+@pytest.mark.parametrize("schedule", [SUMMA, ABT, Schedule(("n", "k"), ("k", "R"))], ids=str)
+def test_twice_the_panels_take_half_the_memory(schedule: Schedule) -> None:
+    mesh, taken = Mesh((4, 4), ("r", "c")), []
+    for panels in (2, 4, 8):
+        found = executor_of(mesh, schedule, (128, 128, 128), Stream(panels))
+        assert found is not None
+        taken.append(found.transient_bytes((1, 2)))
+
+    assert taken[0] == 2 * taken[1] == 4 * taken[2]
+
+
 def test_sixty_four_ranks_in_one_process() -> None:
     mesh, (m, k, n) = Mesh((8, 8), ("r", "c")), (16, 24, 19)
     asked = Stream(2), Stream(1, None, "broadcast"), Stream(2, None, "ring")
