@@ -23,6 +23,7 @@ from dshard.ops.matmul.ring import Ringed, executor
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.ops.matmul.stream import best_panels, streamed_seconds
 from dshard.ops.matmul.streamed import Streamed
+from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import AllReduce, Plan, cuts, plan, slices, turns
 from dshard.testing import RankPool, distribute, simulated, whole
 from dshard.topology import BYTES
@@ -115,6 +116,46 @@ def test_values_and_gradients_are_those_of_one_device(
     for mine, right in zip(wholes, expected(*shape), strict=True):
         torch.testing.assert_close(mine, right, atol=1e-10, rtol=1e-10)
     assert [t.layout for t in (c, x.grad, y.grad)] == [schedule.layouts(mesh)[2], x.layout, y.layout]
+
+
+EQUATIONS = ["bij,bjk->bik", "bij,bkj->bik", "bij,jk->bik", "ij,j->i", "i,i->", "i,j->ij", "abij,bjk->aik"]
+
+
+@settings(max_examples=settings().max_examples)
+@given(st.sampled_from(MESHES[:3]), st.sampled_from(EQUATIONS), streams, st.data())
+def test_batches_vectors_and_operands_in_any_layout(
+    mesh: Mesh, equation: str, stream: Stream, data: st.DataObject
+) -> None:
+    """`whole` also compares replicas to the bit: ranks around a ring add up in different orders."""
+    left, right = equation.partition("->")[0].split(",")
+    extent = {letter: data.draw(st.integers(1, 8)) for letter in sorted({*left, *right})}
+    a, b = (reals(*(extent[letter] for letter in side)).requires_grad_() for side in (left, right))
+    layouts = [
+        Layout(mesh, tuple(data.draw(st.lists(placements(t.ndim), min_size=mesh.ndim, max_size=mesh.ndim))))
+        for t in (a, b)
+    ]
+    c = torch.einsum(equation, a, b)
+    c.sum().backward()
+    with simulated(mesh), use_topology(BYTES), use_strategy(panels=stream):
+        x, y = (distribute(t.detach(), at).requires_grad_() for t, at in zip((a, b), layouts, strict=True))
+        found = torch.einsum(equation, x, y)
+        found.sum().backward()
+        wholes = [whole(t.detach()) for t in (found, x.grad, y.grad)]
+
+    for mine, right_one in zip(wholes, (c.detach(), a.grad, b.grad), strict=True):
+        torch.testing.assert_close(mine, right_one, atol=1e-9, rtol=1e-9)
+
+
+def placements(ndim: int) -> st.SearchStrategy[Placement]:
+    return st.sampled_from([Replicate(), Partial(), *map(Shard, range(ndim))])
+
+
+def test_replicas_are_not_added_up_around_a_ring() -> None:
+    mesh, (b, i, j, k) = MESHES[2], (8, 3, 8, 3)
+    x_at, y_at = Layout(mesh, (Shard(0), Shard(1))), Layout(mesh, (Shard(1), Partial()))
+    with simulated(mesh), use_topology(BYTES), use_strategy(panels=Stream(3, None, "ring")):
+        found = torch.einsum("bij,bkj->bik", distribute(reals(b, i, j), x_at), distribute(reals(b, k, j), y_at))
+        whole(found)  # compares them
 
 
 @given(schedules_on_meshes(), sizes, streams)

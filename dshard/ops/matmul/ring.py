@@ -42,8 +42,8 @@ def executor(
 ) -> Streamed | None:
     """What runs this product in panels, or None where nothing that could be cut moves.
 
-    Where there is no ring a collective is used: along several axes, of sizes that differ, or to sum in half precision,
-    which would round at every rank.
+    Where there is no ring a collective is used: along several axes, to sum in half precision, which would round at
+    every rank, and to add up replicas of one result, which would differ in their last bits.
     """
     if stream.transport == "ring":
         axes = ring_axes(rule, plans, dtype, stream)
@@ -63,10 +63,19 @@ def ring_axes(rule: Rule, plans: Sequence[Plan], dtype: torch.dtype, stream: Str
     found = {i: axis for i, plan in enumerate(plans) if (axis := _axis(plan, i == 2)) is not None}
     if dtype in HALF:
         found.pop(2, None)
-    found = {i: axis for i, axis in found.items() if _factor(rule, plans[i], i, axis) in allowed}
+    found = {
+        i: axis
+        for i, axis in found.items()
+        if (factor := _factor(rule, plans[i], i, axis)) in allowed and _same_on_replicas(rule, plans[2], factor, axis)
+    }
     if 0 in found and 1 in found and _meets(rule, plans, found[0], found[1]):
         return {0: found[0], 1: found[1]}
     return dict(sorted(found.items(), key=lambda pair: -plans[pair[0]].busiest())[:1])
+
+
+def _same_on_replicas(rule: Rule, end: Plan, factor: str, axis: int) -> bool:
+    """Whether results that ought to be equal are: around a ring each rank adds up in another order."""
+    return (factor,) in rule.outputs[0] or isinstance(end.src.placements[axis], Shard)
 
 
 def _axis(plan: Plan, reduces: bool) -> int | None:
