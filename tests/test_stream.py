@@ -154,8 +154,11 @@ def test_replicas_are_not_added_up_around_a_ring() -> None:
     mesh, (b, i, j, k) = MESHES[2], (8, 3, 8, 3)
     x_at, y_at = Layout(mesh, (Shard(0), Shard(1))), Layout(mesh, (Shard(1), Partial()))
     with simulated(mesh), use_topology(BYTES), use_strategy(panels=Stream(3, None, "ring")):
-        found = torch.einsum("bij,bkj->bik", distribute(reals(b, i, j), x_at), distribute(reals(b, k, j), y_at))
-        whole(found)  # compares them
+        x, y = (distribute(reals(*shape), at).requires_grad_() for shape, at in (((b, i, j), x_at), ((b, k, j), y_at)))
+        torch.einsum("bij,bkj->bik", x, y).backward(distribute(reals(b, i, k), Layout(mesh, (Replicate(),) * 2)))
+        for gradient in (x.grad, y.grad):
+            assert gradient is not None
+            whole(gradient)  # compares them
 
 
 @given(schedules_on_meshes(), sizes, streams)
