@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from dshard.comm import LocalTensor, device_of, plain, run, runner, runtime_of, unstack
-from dshard.errors import MeshError, MixedError
+from dshard.comm import LocalTensor, device_of, run, runner, runtime_of, same_replicas, unstack
+from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Coordinate, Mesh
-from dshard.ops.call import Call, LocalOp, Op
+from dshard.ops.call import Call, LocalOp, Op, views_first, writes_first
+from dshard.ops.checks import infer
+from dshard.ops.custom import UNREPEATABLE, check, decomposed
+from dshard.ops.decompositions import decomposition_of
 from dshard.ops.expand import Operand
-from dshard.ops.moving import coordinate_of, leaves, move, replace_leaves, run_on_ranks, write_local
+from dshard.ops.moving import coordinate_of, leaves, move, on_all_ranks, replace_leaves, run_on_ranks, write_local
 from dshard.ops.observe import OBSERVERS, Decision, observed
+from dshard.ops.origin import SCATTERS, Origin, Terms, mark, remember, settle
 from dshard.ops.random import is_random, seeded_op
-from dshard.ops.registry import Known, known, views_first, writes_first
+from dshard.ops.registry import Known, known
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.ops.strategy import Strategy, Wanted, choose
@@ -74,13 +77,8 @@ def _key(cls: Any, arg: Any, values: bool) -> Any:
     if isinstance(arg, cls):
         return arg._spec
     if isinstance(arg, Tensor):
-        return Tensor, arg.dtype, arg.shape, _in_backward()
+        return Tensor, arg.dtype, arg.shape
     return arg
-
-
-def _in_backward() -> bool:
-    """Whether autograd calls: it makes plain tensors itself, of zeros, which are the same on all ranks."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _build(cls: Any, func: OpOverload, op: Op | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:
@@ -93,49 +91,25 @@ def _build(cls: Any, func: OpOverload, op: Op | None, args: tuple[Any, ...], kwa
     spec_args, spec_kwargs = replace_leaves(
         (args, kwargs), lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf
     )
-    result = _infer(func, spec_args, spec_kwargs)
+    result = infer(
+        func, *replace_leaves((spec_args, spec_kwargs), lambda leaf: leaf.meta() if isinstance(leaf, Spec) else leaf)
+    )
     outs = tuple(t for t in leaves(result) if isinstance(t, Tensor))
     call = Call(func, spec_args, spec_kwargs, specs, outs)
     return Run(cls, op, call, result, args, kwargs)
 
 
 def _without_rule(cls: Any, func: OpOverload) -> Executor:
-    if func._can_decompose():
-        return lambda args, kwargs: func.decompose(*args, **kwargs)
-    return lambda args, kwargs: replicate(cls, func, args, kwargs)
+    decomposition = decomposition_of(func)
+    if decomposition is None:
+        return lambda args, kwargs: replicate(cls, func, args, kwargs)
+    run_decomposed = decomposed(decomposition)
 
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = run_decomposed(cls, func, args, kwargs)
+        return replicate(cls, func, args, kwargs) if out is NotImplemented else out
 
-def _infer(func: OpOverload, args: Any, kwargs: Any) -> Any:
-    """What single-device torch gives, without data. Raises torch's own errors."""
-    meta_args, meta_kwargs = replace_leaves(
-        (args, kwargs), lambda leaf: leaf.meta() if isinstance(leaf, Spec) else leaf
-    )
-    if meta_kwargs.get("device") is not None:
-        meta_kwargs["device"] = torch.device("meta")
-    with plain():
-        return func(*meta_args, **meta_kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a view that had to be gathered comes from: its base, and the moved copy of the base that it shows."""
-
-    base: Any
-    local: Tensor
-    spec: Spec
-
-    def write_back(self) -> None:
-        """Bring the copy, written through the view, back to the base."""
-        write_local(self.base._local, move(self.local, self.spec, self.base._spec.layout))
-        settle(self.base)
-
-
-def settle(written: Any) -> None:
-    """After a write: where it went through gathered views, let it reach their bases."""
-    for t in written if isinstance(written, list | tuple) else (written,):
-        origin: Origin | None = getattr(t, "_origin", None)
-        if origin is not None:
-            origin.write_back()
+    return run
 
 
 class Run:
@@ -157,7 +131,10 @@ class Run:
         self.rewrites = self.inplace and bool(self.plans[0].steps)
         self.views = views_first(call.func)
         self.gathers = self.views and bool(self.plans[0].steps)
-        self.warm = _Warm(self, args) if self.flat and not self.rewrites and not self.gathers else None
+        self.leaves_terms = self.views and call.func in SCATTERS and _begins(self.strategy)
+        self.warm = (
+            _Warm(self, args) if self.flat and not (self.rewrites or self.gathers or self.leaves_terms) else None
+        )
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         warm = self.warm
@@ -170,22 +147,25 @@ class Run:
         local_args, local_kwargs = self.moved(args, kwargs)
         out = run_on_ranks(self.mesh, self.local_op, local_args, local_kwargs)
         wrapped = self.wrapped(out, args)
-        if self.gathers:
-            origin = Origin(args[0], local_args[0], args[0]._spec.with_layout(self.strategy.inputs[0]))
-            _mark(wrapped, origin)
+        if isinstance(args[0], self.cls):
+            if self.leaves_terms:
+                remember(wrapped, Terms(args[0], wrapped._local, wrapped._spec, self.call.func, args[1:]))
+            elif self.gathers:
+                layout = self.strategy.inputs[0]
+                remember(wrapped, Origin(args[0], local_args[0], args[0]._spec.with_layout(layout)))
         return wrapped
 
     def wrapped(self, out: Any, args: tuple[Any, ...]) -> Any:
         """The distributed outputs; of an in-place operator, the operand itself."""
         outputs = self._wrapped(out, args)
-        if self.views and args[0]._origin is not None:
-            _mark(outputs, args[0]._origin)
+        if self.views and getattr(args[0], "_origin", None) is not None:
+            mark(outputs, args[0]._origin)
         return outputs
 
     def _wrapped(self, out: Any, args: tuple[Any, ...]) -> Any:
         if self.inplace:
-            if self.rewrites:
-                write_local(args[0]._local, run(_plan(self.out_specs[0], args[0]._spec.layout), out))
+            if self.rewrites or not isinstance(args[0], self.cls):
+                write_local(_local(self.cls, args[0]), run(_plan(self.out_specs[0], self.call.specs[0].layout), out))
             return args[0]
         if isinstance(out, Tensor):
             return self.cls._wrap(out, self.out_specs[0])
@@ -202,7 +182,7 @@ class Run:
         def move_leaf(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return run(next(plans), leaf._local if isinstance(leaf, self.cls) else leaf)
+            return run(next(plans), leaf._local if isinstance(leaf, self.cls) else on_all_ranks(leaf, self.mesh))
 
         return replace_leaves((args, kwargs), move_leaf)
 
@@ -218,9 +198,13 @@ class Run:
         return self.call.func if self.op.kernel is None else self.op.kernel(self.call, self.strategy, coordinate)
 
 
-def _mark(outputs: Any, origin: Origin) -> None:
-    for t in outputs if isinstance(outputs, list | tuple) else (outputs,):
-        t._origin = origin
+def _begins(strategy: Strategy) -> bool:
+    """Whether the output is pending where the first operand is not."""
+    return strategy.outputs[0].partial_axes() != strategy.inputs[0].partial_axes()
+
+
+def _local(cls: Any, x: Any) -> Tensor:
+    return x._local if isinstance(x, cls) else x  # type: ignore[no-any-return]
 
 
 class _Warm:
@@ -281,6 +265,7 @@ def replicate(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
         warnings.warn(f"{func} has no rule: its operands are gathered and every rank computes all of it", stacklevel=2)
     tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
     whole = replicated(common_mesh(cls, func, tensors))
+    check(cls, func, args, kwargs)
     if OBSERVERS:
         specs = [spec_like(cls, t, whole.mesh) for t in tensors]
         operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs)
@@ -296,14 +281,29 @@ def _replicate(cls: Any, func: OpOverload, args: Any, kwargs: Any, whole: Layout
     )
     local_op = seeded_op(func, whole.mesh, device_of(whole.mesh), kwargs) if random else func
     result = run_on_ranks(whole.mesh, lambda coordinate: local_op, local_args, local_kwargs)
+    _refuse_sparse(func, result)
+    if func in UNREPEATABLE:
+        result = replace_leaves(result, lambda leaf: same_replicas(leaf, whole) if isinstance(leaf, Tensor) else leaf)
     for given, argument, local in zip(args, func._schema.arguments, local_args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, cls):
             write_local(given._local, move(local, given._spec.with_layout(whole), given._spec.layout))
     if writes_first(func):
         return args[0]
-    return replace_leaves(
+    out = replace_leaves(
         result, lambda leaf: cls._wrap(leaf, _whole_spec(leaf, whole)) if isinstance(leaf, Tensor) else leaf
     )
+    if views_first(func) and isinstance(args[0], cls):
+        remember(out, Origin(args[0], local_args[0], args[0]._spec.with_layout(whole)))
+    return out
+
+
+def _refuse_sparse(func: OpOverload, result: Any) -> None:
+    kinds = {t.layout for t in leaves(result) if isinstance(t, Tensor)} - {torch.strided}
+    if kinds:
+        raise LayoutError(
+            f"{func} gives a tensor of layout {kinds.pop()}: a distributed tensor is strided; "
+            "call it on x.full_tensor(), or on the local parts"
+        )
 
 
 def _whole_spec(local: Tensor, whole: Layout) -> Spec:
@@ -316,25 +316,17 @@ def common_mesh(cls: Any, func: object, tensors: list[Tensor]) -> Mesh:
 
     Raises:
         MeshError: they lie on different meshes.
-        MixedError: a plain tensor with dims is among them, outside a backward pass.
     """
     meshes = {t._spec.layout.mesh for t in tensors if isinstance(t, cls)}
     if len(meshes) > 1:
         listed = " and ".join(f"({mesh}) of ranks {mesh.ranks}" for mesh in meshes)
         raise MeshError(f"{func}: operands on the meshes {listed}; redistribute them to one mesh first")
-    for t in tensors:
-        if not isinstance(t, cls) and t.dim() > 0 and not _in_backward():
-            raise MixedError(
-                f"{func}: a plain torch.Tensor of shape {tuple(t.shape)} among distributed tensors; wrap it with "
-                "distribute_tensor(x, mesh, placements), or DTensor.from_local if each rank has a part; "
-                "0-d tensors are taken as they are"
-            )
     mesh: Mesh = meshes.pop()
     return mesh
 
 
 def spec_like(cls: Any, t: Any, mesh: Mesh) -> Spec:
-    """The spec of an operand; a plain 0-d tensor counts as replicated."""
+    """The spec of an operand; a plain tensor, which a composite operator made alike on all ranks, is replicated."""
     if isinstance(t, cls):
         return t._spec  # type: ignore[no-any-return]
     return spec_of(replicated(mesh), tuple(t.shape), contiguous_stride(tuple(t.shape)), t.dtype, t.device)

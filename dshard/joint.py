@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.autograd import FromLocal, ToLocal, distributed, redistribute
-from dshard.comm import LocalTensor, plain
+from dshard.comm import LocalTensor, plain, unstack
 from dshard.dispatch import common_mesh, spec_like
 from dshard.layout import replicated
 from dshard.ops.attention import attention_rule
@@ -315,6 +315,17 @@ def _complete(func: Any, x: Any) -> Any:
         return redistribute(x, completed(x._spec.layout), func.__name__)
 
 
+def tensor_split(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.tensor_split`: where to split may be a tensor, whose numbers torch would read from memory."""
+    x, where, dim = _bound(("input", "tensor_indices_or_sections", "dim"), args, kwargs)
+    if not isinstance(where, cls):
+        return _plain(func, args, kwargs)
+    numbers = where.full_tensor()
+    if type(numbers) is LocalTensor:
+        numbers = next(iter(unstack(numbers).values()))
+    return _plain(torch.tensor_split, (x, numbers, 0 if dim is None else dim), {})
+
+
 def _replicated(cls: Any, values: list[Any], like: Any) -> Any:
     local = torch.tensor(values, device=like._spec.device)
     layout = replicated(like._spec.layout.mesh)
@@ -372,6 +383,8 @@ _CLOSING: dict[Any, Callable[..., Any]] = {
     Tensor.__rmatmul__: rmatmul,
     F.linear: linear,
     F.scaled_dot_product_attention: attention,
+    torch.tensor_split: tensor_split,
+    Tensor.tensor_split: tensor_split,
     Tensor.__getitem__: getitem,
     Tensor.__setitem__: getitem,
 }

@@ -17,6 +17,7 @@ from dshard.comm import Event, listen
 from dshard.layout import parse_layout
 from dshard.placements import ReduceOp
 from dshard.testing import distribute, simulated, whole
+from dshard.testing.choices import layouts_of
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 Function: TypeAlias = Callable[..., Any]
@@ -328,3 +329,67 @@ def test_complex_views() -> None:
         assert_same(x.conj(), value.conj().resolve_conj())
         assert_same(x.conj().imag, value.conj().imag.resolve_neg())
         assert_same(torch.view_as_real(x), torch.view_as_real(value))
+
+
+def _add_to_a_row(x: Any) -> Any:
+    x[1].add_(10)
+    return x.clone()
+
+
+def _read_a_row_after_its_base_was_written(x: Any) -> Any:
+    y = x[1]
+    x.mul_(2)
+    return y.clone()
+
+
+def _write_through_a_view_of_a_view(x: Any) -> Any:
+    y = x[1]
+    z = y[2:]
+    z.mul_(3)
+    x.add_(1)
+    y[0] = 5
+    return torch.cat([x.reshape(-1), y, z])
+
+
+def _write_both_ways(x: Any) -> Any:
+    y = x[1:3]
+    z = y[:, 0]
+    z.fill_(7)
+    x[2, 0] = 1
+    return torch.cat([x.reshape(-1), y.reshape(-1), z])
+
+
+def _write_one_view_and_read_another(x: Any) -> Any:
+    y = x[:, 1]
+    x[0] += 100
+    row = x[0]
+    row *= 2
+    return torch.cat([x.reshape(-1), y, row])
+
+
+def _write_pieces(x: Any) -> Any:
+    a, b = x.unbind(0)[:2]
+    a += b
+    x[3, 3] = 0
+    return torch.cat([x.reshape(-1), a, b])
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (3,)])
+@pytest.mark.parametrize(
+    "program",
+    [
+        _add_to_a_row,
+        _read_a_row_after_its_base_was_written,
+        _write_through_a_view_of_a_view,
+        _write_both_ways,
+        _write_one_view_and_read_another,
+        _write_pieces,
+    ],
+)
+def test_views_and_their_base_are_one_tensor(program: Function, shape: tuple[int, ...]) -> None:
+    x = rows(4, 5)
+    for layout in layouts_of(x, Mesh(shape)):
+        with simulated(Mesh(shape)):
+            found = whole(program(distribute(x, layout)))
+
+        assert torch.allclose(found, program(x.clone())), layout

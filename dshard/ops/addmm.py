@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dshard.mesh import Coordinate
-from dshard.ops.call import Call, LocalOp, Op, aligned
+from dshard.ops.call import Call, LocalOp, Op, aligned, out_local_shape
 from dshard.ops.rule import LINEAR, Pending, Rule
 from dshard.ops.strategy import Strategy
 
@@ -24,6 +24,9 @@ def plus(a: str, b: str, out: str) -> Op:
 
 def once(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     """The first rank along each axis that splits the contraction adds the bias, the others give a product alone."""
+    shape = out_local_shape(call, strategy, coordinate)
+    if 0 in shape:  # of nothing, torch does not broadcast the bias
+        return lambda bias, *_, **__: bias.new_empty(shape)
     if all(row not in CONTRACTED or coordinate[axis] == 0 for axis, row in enumerate(strategy.rows)):
         return call.func
     return lambda *args, **kwargs: call.func(*args, **{**kwargs, "beta": 0})

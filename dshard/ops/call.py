@@ -109,3 +109,15 @@ def pending_all(n: int, ops: Any) -> tuple[Pending, ...]:
 def like_first(call: Call) -> torch.dtype:
     """The dtype of the first output."""
     return call.outs[0].dtype
+
+
+def writes_first(func: OpOverload) -> bool:
+    """Whether the operator writes to its first operand, a tensor or a list of them."""
+    arguments = func._schema.arguments
+    return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+
+
+def views_first(func: OpOverload) -> bool:
+    """Whether the output shows memory of the first operand."""
+    arguments = func._schema.arguments
+    return bool(arguments) and arguments[0].alias_info is not None and not arguments[0].alias_info.is_write

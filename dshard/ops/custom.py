@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from dshard.comm import LocalTensor, plain, unstack
+from dshard.comm import LocalTensor, unstack
+from dshard.errors import LayoutError
 from dshard.layout import replicated
+from dshard.ops.checks import accept
 from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
 from dshard.ops.foreach import FOREACH
-from dshard.ops.moving import move, replace_leaves
+from dshard.ops.moving import leaves, move, replace_leaves
+from dshard.ops.spec import spec_of
 
 Custom: TypeAlias = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 MAX_CHECKED = 16384
@@ -24,11 +27,32 @@ def decomposed(function: Callable[..., Any]) -> Custom:
     """Run `function`, made of operators on distributed tensors, once torch has accepted the arguments."""
 
     def run(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check(cls, func, args, kwargs)
+        if not func._can_decompose():
+            check(cls, func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
+            out = function(*args, **kwargs)
+        return wrapped(cls, out, (args, kwargs))
 
     return run
+
+
+def wrapped(cls: Any, out: Any, given: Any) -> Any:
+    """`out`, plain tensors in it, which every rank made alike, as replicated ones on the mesh of the arguments."""
+    had = set(map(id, leaves(given)))
+    if not any(_is_new_plain(cls, leaf, had) for leaf in leaves(out)):
+        return out
+    layout = replicated(next(leaf._spec.layout.mesh for leaf in leaves(given) if isinstance(leaf, cls)))
+
+    def wrap(leaf: Any) -> Any:
+        if not _is_new_plain(cls, leaf, had):
+            return leaf
+        return cls._wrap(leaf, spec_of(layout, tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device))
+
+    return replace_leaves(out, wrap)
+
+
+def _is_new_plain(cls: Any, leaf: Any, had: set[int]) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, cls) and id(leaf) not in had
 
 
 def answered(function: Callable[..., Any]) -> Custom:
@@ -46,9 +70,11 @@ def check(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     key = (func, _key(cls, args), _key(cls, tuple(kwargs.items())))
     if key in _CHECKED:
         return
-    meta_args, meta_kwargs = replace_leaves((args, kwargs), lambda leaf: _meta(cls, leaf))
-    with plain():
-        func(*meta_args, **meta_kwargs)
+    known: dict[int, Tensor] = {}
+    meta_args, meta_kwargs = replace_leaves(
+        (args, kwargs), lambda leaf: known.setdefault(id(leaf), _meta(cls, leaf)) if isinstance(leaf, Tensor) else leaf
+    )
+    accept(func, meta_args, meta_kwargs)
     if len(_CHECKED) >= MAX_CHECKED:
         _CHECKED.clear()
     _CHECKED.add(key)
@@ -62,10 +88,10 @@ def _key(cls: Any, tree: Any) -> Any:
     return (tree.dtype, tree.shape) if isinstance(tree, Tensor) else (type(tree), tree)
 
 
-def _meta(cls: Any, leaf: Any) -> Any:
-    if isinstance(leaf, cls):
-        return leaf._spec.meta()
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+def _meta(cls: Any, x: Any) -> Tensor:
+    if isinstance(x, cls):
+        return x._spec.meta()  # type: ignore[no-any-return]
+    return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device="meta")
 
 
 def number(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,10 +102,29 @@ def number(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     return one.item()
 
 
+def no_resize(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """resize_: only to the shape that the tensor has."""
+    x, shape = args[0], args[1].shape if isinstance(args[1], Tensor) else args[1]
+    if tuple(shape) != tuple(x.shape):
+        raise LayoutError(
+            f"{func}: a distributed tensor of shape {tuple(x.shape)} is not resized to {tuple(shape)}: "
+            "make a new one, by reshape, narrow or torch.nn.functional.pad"
+        )
+    return x
+
+
 CUSTOM: dict[OpOverload, Custom] = {
     **{func: decomposed(function) for func, function in DECOMPOSITIONS.items()},
     **{func: answered(function) for func, function in QUESTIONS.items()},
     **FOREACH,
     torch.ops.aten._local_scalar_dense.default: number,
+    torch.ops.aten.resize_.default: no_resize,
+    torch.ops.aten.resize_as_.default: no_resize,
 }
 """What runs instead of these operators."""
+
+RULED: frozenset[Custom] = frozenset({*FOREACH.values(), number})
+"""Those of them that are local work by themselves."""
+
+UNREPEATABLE = frozenset({torch.ops.aten.linalg_lstsq.default})
+"""Operators whose results differ in the last bits from call to call: all ranks take those of the first."""

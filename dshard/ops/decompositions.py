@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import inf, prod
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch._ops import OpOverload
+
+from dshard.ops.moving import settled
 
 aten = torch.ops.aten
 Dims: TypeAlias = int | Sequence[int] | None
@@ -47,7 +51,7 @@ def std_mean(
 def _moments(x: Tensor, dim: Dims, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
     """Variance and mean by two small reductions, half precision in single."""
     dims, wide = _dims(x, dim), widened(x)
-    mean = wide.mean(dims, keepdim=True)
+    mean = settled(wide.mean(dims, keepdim=True), "aten.mean.dim")
     distance = wide - mean
     squares = distance.real.square() + distance.imag.square() if x.is_complex() else distance.square()
     freedom = max(prod(x.shape[d] for d in dims) - (1 if correction is None else correction), 0)
@@ -175,3 +179,35 @@ QUESTIONS: dict[OpOverload, Callable[..., Any]] = {
     aten.is_same_size.default: is_same_size,
 }
 """Operators whose answer is no tensor."""
+
+
+NOT_TAKEN_APART = frozenset({aten.as_strided_scatter.default, aten.narrow_copy.default})
+"""Operators of which torch has a decomposition that leads back to them, or refuses otherwise than they do."""
+
+
+@cache
+def decomposition_of(func: OpOverload) -> Callable[..., Any] | None:
+    """How torch itself takes `func` apart into other operators, or None where it does not."""
+    if func in NOT_TAKEN_APART:
+        return None
+    if func._can_decompose():
+        return func.decompose
+    if func.namespace == "prims":
+        return getattr(func, "impl_aten", None)
+    return decomposition_table.get(func) or _functional(func)
+
+
+def _functional(func: OpOverload) -> Callable[..., Any] | None:
+    """An operator that writes to its first operand as the one that does not, and a copy."""
+    schema = func._schema
+    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    if not schema.name.endswith("_") or sum(writes) != 1 or not writes[0] or len(schema.returns) != 1:
+        return None
+    name = schema.name.removeprefix(f"{func.namespace}::").removesuffix("_")
+    packet = getattr(getattr(torch.ops, func.namespace), name, None)
+    if packet is None or func._overloadname not in packet.overloads():
+        return None
+    functional = getattr(packet, func._overloadname)
+    if [a.name for a in functional._schema.arguments] != [a.name for a in schema.arguments]:
+        return None
+    return lambda x, *args, **kwargs: x.copy_(functional(x, *args, **kwargs))

@@ -1,6 +1,7 @@
 """Operators that read and write elements at given indices.
 
-A dim that is indexed stays whole. The dims of the indices may be split where elements are read.
+A dim that is indexed may be split: what is read leaves a pending sum, what is written goes to the rank that holds it.
+The dims of the indices may be split where elements are read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dshard.layout import Shape
+from dshard.ops import lookup
 from dshard.ops.call import Call, Op
 from dshard.ops.joins import SAME_WHEN_EQUAL
 from dshard.ops.rule import ANY, LINEAR, Pending, Rule, Term
@@ -36,7 +38,12 @@ def gather(call: Call) -> Rule:
     dim = call.dim()
     term = _shared(dim, src, index)
     out = (*term[:dim], ("index",), *term[dim + 1 :])
-    return Rule((term, out), (out,), pending=PASS)
+    return Rule((_at(term, dim), out), (out,), pending=PASS)
+
+
+def _at(term: Term, dim: int) -> Term:
+    """The term of the operand in which is looked up, or to which is written: that dim may be split."""
+    return (*term[:dim], ("v",), *term[dim + 1 :])
 
 
 def scatter(call: Call) -> Rule:
@@ -45,7 +52,8 @@ def scatter(call: Call) -> Rule:
     if len(set(map(len, call.shapes))) > 1 or not call.shapes[0]:
         return Rule(_whole(*call.shapes), _whole(*call.out_shapes), pending=pending)
     term = _shared(call.dim(), *call.shapes)
-    return Rule((term,) * len(call.specs), (term,), pending=pending)
+    held = _at(term, call.dim())
+    return Rule((held, *(term,) * (len(call.specs) - 1)), (held,), pending=pending)
 
 
 def _scatter_pending(call: Call) -> tuple[Pending, ...]:
@@ -69,7 +77,8 @@ def index_select(call: Call) -> Rule:
         return Rule(_whole(src, index), _whole(*call.out_shapes), pending=PASS)
     dim = call.dim()
     term = kept(len(src), (dim,))
-    return Rule((term, (("index",),)), ((*term[:dim], ("index",), *term[dim + 1 :]),), pending=PASS)
+    out = (*term[:dim], ("index",), *term[dim + 1 :])
+    return Rule((_at(term, dim), (("index",),)), (out,), pending=PASS)
 
 
 def index_write(call: Call) -> Rule:
@@ -79,14 +88,16 @@ def index_write(call: Call) -> Rule:
     pending = (Pending(frozenset({0, 2}), LINEAR if adds else ANY),)
     term = kept(len(src), (call.dim(),))
     rows_term = term if len(rows) == len(src) else _whole(rows)[0]
-    return Rule((term, *_whole(index), rows_term), (term,), pending=pending)
+    held = _at(term, call.dim()) if src else term
+    return Rule((held, *_whole(index), rows_term), (held,), pending=pending)
 
 
 def index_fill(call: Call) -> Rule:
     """One value is written at some indices."""
     term = kept(len(call.shapes[0]), (call.dim(),))
     pending = _overwritten(call) if len(call.specs) == 2 else ()
-    return Rule((term, *_whole(*call.shapes[1:])), (term,), pending=pending)
+    held = _at(term, call.dim()) if term else term
+    return Rule((held, *_whole(*call.shapes[1:])), (held,), pending=pending)
 
 
 # -- x[i, :, j]
@@ -99,7 +110,7 @@ def index(call: Call) -> Rule:
     inner = tuple((f"i{k}",) for k in range(len(spread)))
     terms = tuple(_right(shape, spread, inner) for shape in shapes)
     where = _positions(call)
-    return Rule((kept(len(src), where), *terms), (_result(len(src), where, inner),), pending=PASS)
+    return Rule((_held(src, where), *terms), (_result(len(src), where, inner),), pending=PASS)
 
 
 def index_put(call: Call) -> Rule:
@@ -110,8 +121,13 @@ def index_put(call: Call) -> Rule:
     out = _result(len(src), where, ((),) * len(spread))
     sizes = _result(len(src), where, spread, src)
     pending = (Pending(frozenset({0, len(call.specs) - 1}), LINEAR if call.argument("accumulate") else ANY),)
-    inputs = (kept(len(src), where), *_whole(*shapes), _right(values, sizes, out))
+    inputs = (_held(src, where), *_whole(*shapes), _right(values, sizes, out))
     return Rule(inputs, (inputs[0],), pending=pending)
+
+
+def _held(src: Shape, where: list[int]) -> Term:
+    """The term of the operand that is indexed: these dims have factors that nothing else has."""
+    return tuple((f"v{i}",) if i in where else dim for i, dim in enumerate(kept(len(src))))
 
 
 def _positions(call: Call) -> list[int]:
@@ -158,15 +174,15 @@ MASKED: dict[Any, Callable[..., Any]] = dict.fromkeys((_ATEN.index.Tensor, *_WRI
 """What replaces an operator when an index is a mask."""
 
 RULES: dict[str, Op] = {
-    "aten::gather": Op(gather),
-    "aten::scatter": Op(scatter),
-    "aten::scatter_add": Op(scatter),
-    "aten::scatter_reduce": Op(scatter),
-    "aten::index_select": Op(index_select),
-    "aten::index_add": Op(index_write),
-    "aten::index_copy": Op(index_write),
-    "aten::index_fill": Op(index_fill),
-    "aten::index": Op(index),
-    "aten::index_put": Op(index_put),
-    "aten::_index_put_impl": Op(index_put),
+    "aten::gather": Op(gather, lookup.reading),
+    "aten::scatter": Op(scatter, lookup.writing),
+    "aten::scatter_add": Op(scatter, lookup.writing),
+    "aten::scatter_reduce": Op(scatter, lookup.writing),
+    "aten::index_select": Op(index_select, lookup.reading),
+    "aten::index_add": Op(index_write, lookup.writing),
+    "aten::index_copy": Op(index_write, lookup.writing),
+    "aten::index_fill": Op(index_fill, lookup.writing),
+    "aten::index": Op(index, lookup.indexing),
+    "aten::index_put": Op(index_put, lookup.putting),
+    "aten::_index_put_impl": Op(index_put, lookup.putting),
 }

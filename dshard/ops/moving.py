@@ -8,19 +8,42 @@ from typing import Any
 
 from torch import Tensor
 
-from dshard.comm import LocalTensor, plain, run, runtime_of, stack, unstack
+from dshard.comm import LocalTensor, plain, run, runtime_of, simulated_ranks, stack, unstack
 from dshard.errors import MeshError
 from dshard.layout import Layout
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.call import LocalOp
+from dshard.ops.expand import Operand
+from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec
+from dshard.ops.strategy import completed
 from dshard.redistribute import plan
 
 
 def move(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
     """The local tensor under another layout; not recorded by autograd."""
     return run(plan(spec.layout, layout, spec.shape, spec.itemsize, current().topology_of(layout.mesh)), local)
+
+
+def relaid(x: Any, layout: Layout, op: str) -> Any:
+    """The distributed tensor `x` in another layout, as the operator named `op` needs it; not recorded by autograd."""
+    spec: Spec = x._spec
+    if spec.layout == layout:
+        return x
+    topology = current().topology_of(layout.mesh)
+    found = plan(spec.layout, layout, spec.shape, spec.itemsize, topology)
+    if OBSERVERS:
+        operand = Operand(spec.layout, spec.shape, spec.itemsize)
+        local = observed(Decision(op, (operand,), (), None, None, (found,), topology), run, (found, x._local))
+    else:
+        local = run(found, x._local)
+    return type(x)._wrap(local, spec.with_layout(layout))
+
+
+def settled(x: Any, op: str) -> Any:
+    """`x` with nothing pending: what is used more than once is completed once. Plain tensors are as they are."""
+    return relaid(x, completed(x._spec.layout), op) if hasattr(x, "_spec") else x
 
 
 def write_local(target: Tensor, value: Tensor) -> None:
@@ -31,6 +54,13 @@ def write_local(target: Tensor, value: Tensor) -> None:
                 unstack(target)[rank].copy_(t)
     else:
         target.copy_(value)
+
+
+def on_all_ranks(x: Tensor, mesh: Mesh) -> Tensor:
+    """A plain tensor, alike on all ranks, as the local tensor of each: where ranks are simulated, of every one."""
+    if simulated_ranks() is None or type(x) is LocalTensor:
+        return x
+    return stack(dict.fromkeys(mesh.ranks, x))
 
 
 def coordinate_of(mesh: Mesh) -> Coordinate:

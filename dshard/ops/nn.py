@@ -10,8 +10,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from dshard.mesh import Coordinate
-from dshard.ops.call import Call, LocalOp, Op, names
-from dshard.ops.rule import Rule, linear
+from dshard.ops.call import Call, Kernel, LocalOp, Op, names
+from dshard.ops.lookup import refuse
+from dshard.ops.rule import Rule, Term, linear
 from dshard.ops.strategy import Strategy
 
 
@@ -55,6 +56,7 @@ def embedding_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> 
         return call.func
 
     def lookup(weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        refuse(indices, (indices < 0) | (indices >= call.shapes[0][0]), call.shapes[0][0], 0)
         here = (indices >= rows.start) & (indices < rows.stop)
         if not rows:
             return weight.new_zeros((*indices.shape, weight.shape[1]))
@@ -71,31 +73,62 @@ def embedding_backward(call: Call) -> Rule:
 
 
 def nll_loss(call: Call) -> Rule:
-    """Log-probabilities, target (and class weights) -> loss and total weight: classes stay whole."""
-    ndim = len(call.shapes[0])
-    if ndim == 1:
-        return Rule(((("c",),), (), *((("c",),),) * (len(call.specs) - 2)), ((), ()), frozenset({"c"}))
-    batch, rest = ("n",), names(ndim - 2, "d")
-    inputs = ((batch, ("c",), *rest), (batch, *rest), *((("c",),),) * (len(call.specs) - 2))
-    loss = (batch, *rest) if call.argument("reduction") == 0 else ()
-    return Rule(inputs, (loss, ()), frozenset({"c"}))
+    """Log-probabilities, target (and class weights) -> loss and total weight: split classes leave both pending."""
+    x, target, weights = _loss_terms(call, len(call.shapes[0]), len(call.specs) - 2)
+    loss = target if call.argument("reduction") == 0 else ()
+    return Rule((x, target, *weights), (loss, ()))
 
 
 def nll_loss_backward(call: Call) -> Rule:
     """Loss gradient, log-probabilities, target (class weights), total weight -> gradient of the log-probabilities."""
-    ndim = len(call.shapes[1])
-    batch, rest = ("n",), names(ndim - 2, "d")
-    if ndim == 1:
-        return Rule(
-            ((), (("c",),), (), *((("c",),),) * (len(call.specs) - 4), ()),
-            ((("c",),),),
-            frozenset({"c"}),
-            pending=linear(0),
-        )
-    loss = (batch, *rest) if call.argument("reduction") == 0 else ()
-    full = (batch, ("c",), *rest)
-    inputs = (loss, full, (batch, *rest), *((("c",),),) * (len(call.specs) - 4), ())
-    return Rule(inputs, (full,), frozenset({"c"}), pending=linear(0))
+    x, target, weights = _loss_terms(call, len(call.shapes[1]), len(call.specs) - 4)
+    loss = target if call.argument("reduction") == 0 else ()
+    return Rule((loss, x, target, *weights, ()), (x,), pending=linear(0))
+
+
+def _loss_terms(call: Call, ndim: int, weights: int) -> tuple[Term, Term, tuple[Term, ...]]:
+    """The terms of log-probabilities, target and class weights, if there are any."""
+    batch: Term = () if ndim == 1 else (("n",),)
+    rest = names(ndim - 2, "d")
+    return (*batch, ("c",), *rest), (*batch, *rest), ((("c",),),) * weights
+
+
+def nll_kernel(operand: int) -> Kernel:
+    """Targets whose class another rank has count as ignored; operand number `operand` holds the log-probabilities."""
+
+    def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+        shape, ignored = call.shapes[operand], call.argument("ignore_index")
+        dim = 0 if len(shape) == 1 else 1
+        if not strategy.inputs[operand].axes_of(dim):
+            return call.func
+        held = strategy.inputs[operand].dim_range(dim, shape[dim], coordinate)
+
+        def run(*args: Any) -> Any:
+            given = list(args)
+            target = args[operand + 1]
+            elsewhere = (target >= 0) & (target < shape[dim]) & ~((target >= held.start) & (target < held.stop))
+            given[operand + 1] = torch.where(elsewhere | (target == ignored), ELSEWHERE, target - held.start)
+            given[operand + 4] = ELSEWHERE
+            if not held:
+                return _no_class(call, given, operand)
+            return call.func(*given)
+
+        return run
+
+    return kernel
+
+
+def _no_class(call: Call, given: list[Any], operand: int) -> Any:
+    """What a rank gives that has no class at all."""
+    x, target = given[operand], given[operand + 1]
+    if operand:
+        return torch.zeros_like(x)
+    losses = target.shape if call.argument("reduction") == NONE else ()
+    return x.new_zeros(losses), x.new_zeros(())
+
+
+ELSEWHERE = -(2**31)
+"""The target that a split loss ignores."""
 
 
 def mean_nll_loss(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,8 +164,8 @@ RULES: dict[str, Op] = {
     "aten::native_layer_norm_backward": Op(layer_norm_backward),
     "aten::embedding": Op(embedding, embedding_kernel),
     "aten::embedding_dense_backward": Op(embedding_backward),
-    "aten::nll_loss_forward": Op(nll_loss),
-    "aten::nll_loss2d_forward": Op(nll_loss),
-    "aten::nll_loss_backward": Op(nll_loss_backward),
-    "aten::nll_loss2d_backward": Op(nll_loss_backward),
+    "aten::nll_loss_forward": Op(nll_loss, nll_kernel(0)),
+    "aten::nll_loss2d_forward": Op(nll_loss, nll_kernel(0)),
+    "aten::nll_loss_backward": Op(nll_loss_backward, nll_kernel(1)),
+    "aten::nll_loss2d_backward": Op(nll_loss_backward, nll_kernel(1)),
 }

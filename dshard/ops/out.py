@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from dshard.errors import LayoutError, ShapeError
+from dshard.ops.custom import check
 from dshard.ops.moving import leaves
 
 
@@ -27,6 +28,7 @@ def into_out(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     """
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    check(cls, func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         result = without_out(func)(**{name: value for name, value in given.items() if name not in names})
         for name, value in zip(names, leaves(result), strict=True):

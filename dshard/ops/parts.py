@@ -1,6 +1,6 @@
 """Operators that take a part of a tensor's elements, their backward forms, and those that put a part in.
 
-A dim of which a part is taken stays whole: its term carries no factor there.
+A dim of which a part is taken stays whole, its term carrying no factor there, unless the part is a single index.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from dshard.layout import Shape
-from dshard.ops.call import Call, Op, pending_all
+from dshard.ops.call import Call, Op, names, pending_all
+from dshard.ops.lookup import selecting
 from dshard.ops.rule import ANY, LINEAR, Rule, Term
 from dshard.ops.views import kept, moved, with_local_size
 from dshard.placements import ReduceOp
@@ -56,6 +57,12 @@ def taken(part: Part) -> Callable[[Call], Rule]:
     return rule
 
 
+def one_index(call: Call) -> Rule:
+    """One index of a dim, which goes; where it is split, the rank that holds it has the slice, the others zeros."""
+    dim, term = call.dim(), names(len(call.shapes[0]))
+    return moved(term, (*term[:dim], *term[dim + 1 :]))
+
+
 def put_back(part: Part, ops: tuple[ReduceOp, ...] = ANY) -> Callable[[Call], Rule]:
     """Part, or its gradient -> tensor, zero elsewhere; where parts overlap they add up, and only sums pass."""
 
@@ -92,7 +99,7 @@ def unbind(call: Call) -> Rule:
 _BACKWARD = with_local_size("input_sizes")
 
 RULES: dict[str, Op] = {
-    "aten::select": Op(taken(select)),
+    "aten::select": Op(one_index, selecting),
     "aten::slice": Op(taken(slice_)),
     "aten::diagonal": Op(taken(diagonal)),
     "aten::unfold": Op(taken(windows)),

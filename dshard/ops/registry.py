@@ -5,14 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from torch._ops import OpOverload
 
 from dshard.errors import NotationError
-from dshard.ops import addmm, indexing, joins, losses, nn, out, parts, pointwise, random, reductions, views
-from dshard.ops.call import Call, Op
-from dshard.ops.custom import CUSTOM
+from dshard.ops import (
+    addmm,
+    blocks,
+    indexing,
+    joins,
+    losses,
+    nn,
+    out,
+    parts,
+    pointwise,
+    random,
+    reductions,
+    spread,
+    views,
+)
+from dshard.ops.call import Call, Op, writes_first
+from dshard.ops.custom import CUSTOM, RULED
+from dshard.ops.decompositions import decomposition_of
 from dshard.ops.matmul import rules as matmul
 from dshard.ops.rule import Pending, Rule, parse_rule
 from dshard.ops.settings import clear_caches
@@ -129,6 +144,12 @@ def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | 
     custom = CUSTOM.get(func) or views.CUSTOM.get(func) or random.CUSTOM.get(func)
     if custom is not None:
         return lambda args: custom
+    if func in spread.SPREAD:
+        row = spread.SPREAD[func]
+        return lambda args: row.run if row.pays(args) else None
+    if func in blocks.BLOCKS:
+        along = blocks.BLOCKS[func]
+        return lambda args: along.run if along.pays(args) else None
     if func in indexing.MASKED:
         return lambda args: indexing.MASKED[func] if indexing.has_mask(args) else None
     if func in nn.MEANS:
@@ -137,13 +158,15 @@ def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | 
     return None
 
 
-def writes_first(func: OpOverload) -> bool:
-    """Whether the operator writes to its first operand, a tensor or a list of them."""
-    arguments = func._schema.arguments
-    return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+Path: TypeAlias = Literal["rule", "decomposition", "fallback"]
 
 
-def views_first(func: OpOverload) -> bool:
-    """Whether the output shows memory of the first operand."""
-    arguments = func._schema.arguments
-    return bool(arguments) and arguments[0].alias_info is not None and not arguments[0].alias_info.is_write
+def path_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Path:
+    """By which way a call runs: its rule, other operators, or replicated on every rank."""
+    facts = known(func)
+    instead = None if facts.instead is None else facts.instead(args)
+    if instead is not None:
+        return "rule" if instead in RULED or func in blocks.BLOCKS else "decomposition"
+    if facts.op is not None:
+        return "rule"
+    return "fallback" if decomposition_of(func) is None else "decomposition"

@@ -223,6 +223,7 @@ VIEWS_IN_PLACE: dict[Any, Any] = {
     _ATEN.squeeze_.default: _ATEN.squeeze.default,
     _ATEN.squeeze_.dim: _ATEN.squeeze.dim,
     _ATEN.squeeze_.dims: _ATEN.squeeze.dims,
+    _ATEN.as_strided_.default: _ATEN.as_strided.default,
 }
 
 CUSTOM: dict[Any, Callable[..., Any]] = dict.fromkeys(VIEWS_IN_PLACE, in_place)

@@ -1,0 +1,179 @@
+"""Local kernels of indexed operators whose indexed dim is split: each rank looks up, or writes, what it holds.
+
+What another rank holds counts as zero where elements are read, so that the sum over the ranks is pending; where they
+are written it goes to a slot beyond the part, which is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.mesh import Coordinate
+from dshard.ops.call import Call, LocalOp, writes_first
+from dshard.ops.strategy import Strategy
+
+
+def local_index(index: Tensor, held: range, size: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Where `index` points within the indices `held`, and whether it points there; 0 where it does not.
+
+    Raises:
+        IndexError: an index beyond the whole dim, of `size`.
+    """
+    refuse(index, (index >= size) | (index < -size), size, dim)
+    index = torch.where(index < 0, index + size, index)
+    here = (index >= held.start) & (index < held.stop)
+    return torch.where(here, index - held.start, 0), here
+
+
+def refuse(index: Tensor, beyond: Tensor, size: int, dim: int) -> None:
+    """Raise torch's error where an index is beyond the dim; on accelerators, as torch does, when the kernel has run.
+
+    Raises:
+        IndexError: one is.
+    """
+    if index.device.type == "cpu":
+        if bool(beyond.any()):
+            raise IndexError(f"index {int(index[beyond][0])} is out of bounds for dimension {dim} with size {size}")
+    elif not index.is_meta:
+        torch._assert_async(~beyond.any())
+
+
+def reading(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """gather, index_select: along one dim."""
+    dim = call.dim() if call.shapes[0] else 0
+    held = _held(call, strategy, coordinate, dim)
+    if held is None:
+        return call.func
+    size = call.shapes[0][dim]
+    selects = call.func._schema.name == "aten::index_select"
+
+    def read(x: Tensor, _: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        index, here = local_index(index, held, size, dim)
+        if not held:
+            shape = [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]] if selects else index.shape
+            return x.new_zeros(shape)
+        found: Tensor = call.func(x, dim, index, *args, **kwargs)
+        if selects:
+            here = here.reshape(-1, *(1,) * (x.dim() - dim - 1))
+        return found.masked_fill_(~here, 0)
+
+    return read
+
+
+def selecting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """select: the rank that holds the index gives the slice, the others zeros."""
+    dim, index = call.dim(), call.argument("index")
+    held = _held(call, strategy, coordinate, dim)
+    if held is None:
+        return call.func
+    at = index % call.shapes[0][dim]
+    if at in held:
+        return lambda x, *_: x.select(dim, at - held.start).clone()
+    return lambda x, *_: x.new_zeros([n for d, n in enumerate(x.shape) if d != dim])
+
+
+def indexing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """x[i, j]: what all indices point to here, and zeros."""
+    split = _split(call, strategy, coordinate)
+    if not split:
+        return call.func
+
+    def read(x: Tensor, indices: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> Tensor:
+        mapped, here = _mapped(call, indices, split)
+        if any(not held for held in split.values()):
+            here = torch.zeros_like(here)
+            x = x.new_zeros([max(n, 1) if d in split else n for d, n in enumerate(x.shape)])
+        found: Tensor = call.func(x, mapped, *args, **kwargs)
+        where = [d for d, index in enumerate(indices) if index is not None]
+        first = where[0] if where[-1] - where[0] == len(where) - 1 else 0
+        here = here.reshape(*(1,) * first, *here.shape, *(1,) * (found.dim() - first - here.dim()))
+        return found.masked_fill_(~here, 0)
+
+    return read
+
+
+def writing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """scatter, index_add, index_copy, index_fill and their like: along one dim."""
+    dim = call.dim() if call.shapes[0] else 0
+    held = _held(call, strategy, coordinate, dim)
+    if held is None:
+        return call.func
+    size, in_place = call.shapes[0][dim], writes_first(call.func)
+
+    def write(x: Tensor, _: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        index, here = local_index(index, held, size, dim)
+        index = torch.where(here, index, len(held))
+        found = call.func(_with_slot(x, (dim,)), dim, index, *args, **kwargs)
+        return _without_slot(found, x, in_place)
+
+    return write
+
+
+def putting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """x[i, j] = values."""
+    split = _split(call, strategy, coordinate)
+    if not split:
+        return call.func
+    in_place = writes_first(call.func)
+
+    def write(x: Tensor, indices: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> Tensor:
+        mapped, here = _mapped(call, indices, split)
+        mapped = [
+            torch.where(here, index, len(split[d])) if d in split and index is not None else index
+            for d, index in enumerate(mapped)
+        ]
+        found = call.func(_with_slot(x, tuple(split)), mapped, *args, **kwargs)
+        return _without_slot(found, x, in_place)
+
+    return write
+
+
+def _held(call: Call, strategy: Strategy, coordinate: Coordinate, dim: int) -> range | None:
+    """The indices of `dim` of the first operand that are here, or None where all are."""
+    if not call.shapes[0] or not strategy.inputs[0].axes_of(dim):
+        return None
+    return strategy.inputs[0].dim_range(dim, call.shapes[0][dim], coordinate)
+
+
+def _split(call: Call, strategy: Strategy, coordinate: Coordinate) -> dict[int, range]:
+    """The indexed dims that are split, and the indices that are here."""
+    dims = [dim for dim, index in enumerate(call.argument("indices")) if index is not None]
+    found = {dim: _held(call, strategy, coordinate, dim) for dim in dims}
+    return {dim: held for dim, held in found.items() if held is not None}
+
+
+def _mapped(
+    call: Call, indices: Sequence[Tensor | None], split: dict[int, range]
+) -> tuple[list[Tensor | None], Tensor]:
+    """The indices within what is here, and whether all of them point here, broadcast."""
+    mapped, here = list(indices), torch.ones((), dtype=torch.bool, device=_first(indices).device)
+    for dim, held in split.items():
+        index = indices[dim]
+        assert index is not None
+        mapped[dim], one = local_index(index, held, call.shapes[0][dim], dim)
+        here = here & one
+    shape = torch.broadcast_shapes(*(index.shape for index in indices if index is not None))
+    return mapped, here.expand(shape)
+
+
+def _first(indices: Sequence[Tensor | None]) -> Tensor:
+    return next(index for index in indices if index is not None)
+
+
+def _with_slot(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """`x` with one more index in each of these dims."""
+    for dim in dims:
+        slot = x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)])
+        x = torch.cat([x, slot], dim)
+    return x
+
+
+def _without_slot(found: Tensor, x: Tensor, in_place: bool) -> Tensor:
+    """`found` cut to the shape of `x`, and written into it where the operator does."""
+    for dim, n in enumerate(x.shape):
+        found = found.narrow(dim, 0, n)
+    return x.copy_(found) if in_place else found.contiguous()

@@ -1,0 +1,44 @@
+"""Plain tensors among distributed ones: what a user mixes is refused, what torch makes on the way is replicated."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dshard.comm import LocalTensor
+from dshard.errors import MixedError
+from dshard.ops.moving import leaves
+
+PLAIN = frozenset({Tensor, Parameter, LocalTensor, list, tuple})
+"""The types of arguments that are, or may hold, plain tensors."""
+
+MADE_PLAIN = frozenset({Tensor, LocalTensor})
+"""The types of what a composite operator may return though it was given distributed tensors."""
+
+_HARMLESS = frozenset({"backward", "grad", "__set__", "to", "type_as", "view_as", "reshape_as", "expand_as"})
+"""Functions that take a plain tensor for its shape or dtype, or as a gradient that is the same on all ranks."""
+
+
+def refuse_plain(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+    """Refuse what a user mixes: which part of the whole a plain tensor is, only they know.
+
+    Plain tensors that composite operators and backward passes make are alike on all ranks: these count as replicated.
+
+    Raises:
+        MixedError: a plain tensor with dims is among the arguments.
+    """
+    for t in leaves((args, kwargs)):
+        if isinstance(t, Tensor) and not isinstance(t, cls) and t.dim() > 0:
+            name = getattr(func, "__name__", str(func))
+            asker = sys._getframe(2).f_globals.get("__name__", "")
+            if name in _HARMLESS or asker.startswith("torch.masked.") or torch._C._current_graph_task_id() != -1:
+                return
+            raise MixedError(
+                f"{name}: a plain torch.Tensor of shape {tuple(t.shape)} among distributed tensors; wrap it with "
+                "distribute_tensor(x, mesh, placements), or DTensor.from_local if each rank has a part; "
+                "0-d tensors are taken as they are"
+            )

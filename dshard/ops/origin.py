@@ -1,0 +1,87 @@
+"""Views that do not share the memory of their base: a write to either reaches the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from dshard.ops.moving import move, write_local
+from dshard.ops.spec import Spec
+
+
+@dataclass(eq=False)
+class Origin:
+    """Where a view that does not share the memory of its base comes from: a moved copy of the base that it shows."""
+
+    base: Any
+    local: Tensor
+    spec: Spec
+
+    def write_back(self) -> None:
+        """Bring the copy, written through the view, back to the base."""
+        write_local(self.base._local, move(self.local, self.spec, self.base._spec.layout))
+
+    def refresh(self) -> None:
+        """Bring the base, which was written, to the copy."""
+        write_local(self.local, move(self.base._local, self.base._spec, self.spec.layout))
+
+
+@dataclass(eq=False)
+class Terms(Origin):
+    """Where a view comes from of which each rank has a term: the slice on the rank that holds it, zeros elsewhere."""
+
+    func: OpOverload
+    rest: tuple[Any, ...]
+
+    def write_back(self) -> None:
+        """Put the view, written to, into the base."""
+        view = type(self.base)._wrap(self.local, self.spec)
+        whole = SCATTERS[self.func](self.base, view, *self.rest)
+        write_local(self.base._local, move(whole._local, whole._spec, self.base._spec.layout))
+
+    def refresh(self) -> None:
+        """Take the view anew."""
+        again = self.func(self.base, *self.rest)
+        write_local(self.local, move(again._local, again._spec, self.spec.layout))
+
+
+SCATTERS: dict[OpOverload, Callable[..., Any]] = {torch.ops.aten.select.int: torch.ops.aten.select_scatter.default}
+"""Views that may leave a sum pending, and what puts them back."""
+
+
+def settle(written: Any) -> None:
+    """After a write: where it went through views with memory of their own it reaches their bases, and other views."""
+    for t in written if isinstance(written, list | tuple) else (written,):
+        origin: Origin | None = getattr(t, "_origin", None)
+        while origin is not None:
+            origin.write_back()
+            origin = getattr(origin.base, "_origin", None)
+        shown = getattr(_root(t), "_shown", None)
+        if shown is not None:
+            for each in shown:
+                view_origin = each()
+                if view_origin is not None:
+                    view_origin.refresh()
+
+
+def _root(t: Any) -> Any:
+    return t._base if isinstance(t, Tensor) and t._is_view() else t
+
+
+def remember(outputs: Any, origin: Origin) -> None:
+    """Mark views with their origin, which is refreshed when what they show is written."""
+    mark(outputs, origin)
+    root = _root(origin.base)
+    root._shown = [*(each for each in getattr(root, "_shown", None) or () if each() is not None), ref(origin)]
+
+
+def mark(outputs: Any, origin: Origin) -> None:
+    """Note where views come from."""
+    for t in outputs if isinstance(outputs, list | tuple) else (outputs,):
+        t._origin = origin
