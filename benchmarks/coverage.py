@@ -494,11 +494,28 @@ def write_state(path: str, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def table(results: Sequence[Result]) -> str:
+def write(results: Sequence[Result]) -> None:
+    """Put the counts into the page about operators."""
+    rows = ["| operators | count |", "|---|---|", *(f"| {meaning} | {n} |" for meaning, n in counted(results))]
+    begin, end = "<!-- counts -->", "<!-- end of counts -->"
+    body = "\n".join([begin, *rows, end])
+    DOCS.write_text(re.sub(f"{begin}.*{end}", lambda _: body, DOCS.read_text(), flags=re.DOTALL))
+
+
+def counted(results: Sequence[Result]) -> list[tuple[str, int]]:
+    """How many operators are in each class, and how many calls were compared."""
     found = Counter(result.verdict for result in results)
-    rows = [[meaning, str(found[verdict])] for verdict, meaning in CLASSES.items()]
-    rows.append(["all entries of op_db", str(len(results))])
-    return text_table(["operators", "count"], rows)
+    rows = [(meaning, found[verdict]) for verdict, meaning in CLASSES.items()]
+    rows.append(("all entries of op_db", len(results)))
+    rows.append(("calls compared", sum(result.calls for result in results)))
+    rows.append(("of these with gradients", sum(result.gradients for result in results)))
+    rows.append(("of these in place", sum(result.in_place for result in results)))
+    rows.append(("refused arguments compared", sum(result.bad_inputs for result in results)))
+    return rows
+
+
+def table(results: Sequence[Result]) -> str:
+    return text_table(["operators", "count"], [[meaning, str(n)] for meaning, n in counted(results)])
 
 
 def main() -> None:
@@ -513,6 +530,8 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     results = run_all(options)
+    if options.write:
+        write(results)
     if options.json:
         print(json.dumps([{**asdict(result), "verdict": result.verdict} for result in results], indent=1))
         return

@@ -91,12 +91,17 @@ def _build(cls: Any, func: OpOverload, op: Op | None, args: tuple[Any, ...], kwa
     spec_args, spec_kwargs = replace_leaves(
         (args, kwargs), lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf
     )
-    result = infer(
-        func, *replace_leaves((spec_args, spec_kwargs), lambda leaf: leaf.meta() if isinstance(leaf, Spec) else leaf)
-    )
+    try:
+        result = infer(func, *replace_leaves((spec_args, spec_kwargs), _meta))
+    except NotImplementedError:  # torch cannot tell what comes out without data
+        return _without_rule(cls, func)
     outs = tuple(t for t in leaves(result) if isinstance(t, Tensor))
     call = Call(func, spec_args, spec_kwargs, specs, outs)
     return Run(cls, op, call, result, args, kwargs)
+
+
+def _meta(leaf: Any) -> Any:
+    return leaf.meta() if isinstance(leaf, Spec) else leaf
 
 
 def _without_rule(cls: Any, func: OpOverload) -> Executor:

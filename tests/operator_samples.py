@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from batched_samples import BATCHED
 from torch import Tensor
 
 Sample: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -302,6 +303,7 @@ NETWORKS: dict[str, Sample] = {
 }
 
 FAMILIES = {
+    "batched": BATCHED,
     "copy": COPIES,
     "pointwise": POINTWISE,
     "reduction": REDUCTIONS,

@@ -1,7 +1,7 @@
 """Operators: rules in one notation, a table for each family, and the choice of a strategy."""
 
 from dshard.ops.random import get_rng_state, manual_seed, set_rng_state
-from dshard.ops.registry import register_rule
+from dshard.ops.registry import register_rule, rules
 from dshard.ops.settings import cache_info, use_topology
 
-__all__ = ["cache_info", "get_rng_state", "manual_seed", "register_rule", "set_rng_state", "use_topology"]
+__all__ = ["cache_info", "get_rng_state", "manual_seed", "register_rule", "rules", "set_rng_state", "use_topology"]

@@ -15,6 +15,7 @@ def plus(a: str, b: str, out: str) -> Op:
     left, right, result = (tuple((name,) for name in term) for term in (a, b, out))
 
     def rule(call: Call) -> Rule:
+        """A product to which something is added, once."""
         bias = tuple(result[int(dim[0])] if dim else () for dim in aligned(call.shapes[0], call.out_shapes[0]))
         pending = tuple(Pending(frozenset({0, factor}), LINEAR) for factor in (1, 2))
         return Rule((bias, left, right), (result,), pending=pending)

@@ -17,19 +17,21 @@ from dshard.ops.call import Call, LocalOp, writes_first
 from dshard.ops.strategy import Strategy
 
 
-def local_index(index: Tensor, held: range, size: int, dim: int) -> tuple[Tensor, Tensor]:
+def local_index(
+    index: Tensor, held: range, size: int, dim: int, kind: type[Exception] = IndexError
+) -> tuple[Tensor, Tensor]:
     """Where `index` points within the indices `held`, and whether it points there; 0 where it does not.
 
     Raises:
-        IndexError: an index beyond the whole dim, of `size`.
+        IndexError: an index beyond the whole dim, of `size`; or what `kind` says.
     """
-    refuse(index, (index >= size) | (index < -size), size, dim)
+    refuse(index, (index >= size) | (index < -size), size, dim, kind)
     index = torch.where(index < 0, index + size, index)
     here = (index >= held.start) & (index < held.stop)
     return torch.where(here, index - held.start, 0), here
 
 
-def refuse(index: Tensor, beyond: Tensor, size: int, dim: int) -> None:
+def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Exception] = IndexError) -> None:
     """Raise torch's error where an index is beyond the dim; on accelerators, as torch does, when the kernel has run.
 
     Raises:
@@ -37,7 +39,7 @@ def refuse(index: Tensor, beyond: Tensor, size: int, dim: int) -> None:
     """
     if index.device.type == "cpu":
         if bool(beyond.any()):
-            raise IndexError(f"index {int(index[beyond][0])} is out of bounds for dimension {dim} with size {size}")
+            raise kind(f"index {int(index[beyond][0])} is out of bounds for dimension {dim} with size {size}")
     elif not index.is_meta:
         torch._assert_async(~beyond.any())
 
@@ -52,7 +54,7 @@ def reading(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     selects = call.func._schema.name == "aten::index_select"
 
     def read(x: Tensor, _: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        index, here = local_index(index, held, size, dim)
+        index, here = local_index(index, held, size, dim, IndexError if selects else RuntimeError)
         if not held:
             shape = [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]] if selects else index.shape
             return x.new_zeros(shape)
@@ -103,9 +105,10 @@ def writing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     if held is None:
         return call.func
     size, in_place = call.shapes[0][dim], writes_first(call.func)
+    kind = RuntimeError if "scatter" in call.func._schema.name else IndexError
 
     def write(x: Tensor, _: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        index, here = local_index(index, held, size, dim)
+        index, here = local_index(index, held, size, dim, kind)
         index = torch.where(here, index, len(held))
         found = call.func(_with_slot(x, (dim,)), dim, index, *args, **kwargs)
         return _without_slot(found, x, in_place)

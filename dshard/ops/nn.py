@@ -17,7 +17,7 @@ from dshard.ops.strategy import Strategy
 
 
 def along(call: Call) -> Rule:
-    """An operator along one dim, which stays whole: all operands and the output have one shape."""
+    """An operator along one dim, which stays whole."""
     term = names(len(call.shapes[0]))
     whole = frozenset({str(call.dim())}) if call.shapes[0] else frozenset()
     return Rule((term,) * len(call.specs), (term,) * len(call.outs), whole)

@@ -51,6 +51,7 @@ def taken(part: Part) -> Callable[[Call], Rule]:
     """Tensor -> part."""
 
     def rule(call: Call) -> Rule:
+        """A part of a tensor; the dim of which it is taken stays whole."""
         src, out = part(call, call.shapes[0], call.out_shapes[0])
         return moved(src, out)
 
@@ -67,6 +68,7 @@ def put_back(part: Part, ops: tuple[ReduceOp, ...] = ANY) -> Callable[[Call], Ru
     """Part, or its gradient -> tensor, zero elsewhere; where parts overlap they add up, and only sums pass."""
 
     def rule(call: Call) -> Rule:
+        """A part within zeros; the dim where it is put stays whole."""
         out, src = part(call, call.out_shapes[0], call.shapes[0])
         return Rule((src,), (out,), pending=pending_all(1, ops))
 
@@ -77,6 +79,7 @@ def replaced(part: Part) -> Callable[[Call], Rule]:
     """Tensor and another part -> tensor with that part."""
 
     def rule(call: Call) -> Rule:
+        """A tensor with a part replaced; the dim of which it is taken stays whole."""
         src, new = part(call, *call.shapes)
         return Rule((src, new), (src,), pending=pending_all(2, ANY))
 

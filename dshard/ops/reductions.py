@@ -72,6 +72,7 @@ def extreme(op: ReduceOp) -> Callable[[Call], Rule]:
     """max or min, through which pending ones pass. Of two tensors: each element; with positions: along one dim."""
 
     def rule(call: Call) -> Rule:
+        """Largest or smallest: a split dim leaves it pending, and pending ones pass."""
         if call.argument("other") is not None:
             return pointwise(call)
         if 0 in call.shapes[0]:
@@ -90,6 +91,7 @@ def truth(op: ReduceOp) -> Callable[[Call], Rule]:
     """any or all: the max or min of truth values. A list of no dims reduces none."""
 
     def rule(call: Call) -> Rule:
+        """Whether any or all are true: a split dim leaves the max or min of truth values pending."""
         if call.argument("dim") == []:
             return pointwise(call)
         return reduction(call, op, passes=(op,) if call.specs[0].dtype == torch.bool else ())

@@ -12,7 +12,9 @@ from torch._ops import OpOverload
 from dshard.errors import NotationError
 from dshard.ops import (
     addmm,
+    batched,
     blocks,
+    convolution,
     indexing,
     joins,
     losses,
@@ -44,8 +46,11 @@ TABLES: tuple[dict[str, Op], ...] = (
     addmm.RULES,
     nn.RULES,
     losses.RULES,
+    convolution.RULES,
+    batched.RULES,
 )
 _USER: dict[str, Op] = {}
+_TEXTS: dict[str, str] = {}
 
 
 def register_rule(
@@ -78,10 +83,42 @@ def register_rule(
     def of(call: Call) -> Rule:
         return parse_rule(rule, call.shapes, reduce=reduce, pending=pending)
 
-    _USER[op] = Op(of)
+    _USER[op], _TEXTS[op] = Op(of), rule
     find.cache_clear()
     known.cache_clear()
     clear_caches()
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An operator that has a rule: its name, its family, and what the rule says; of one's own, the rule itself."""
+
+    op: str
+    family: str
+    says: str
+
+
+def rules() -> tuple[Listed, ...]:
+    """Every operator that has a rule by name, in the order of the names.
+
+    Beside these, all that torch tags pointwise has the rule of pointwise operators. The rule of a call depends on its
+    shapes: docs/operators.md writes each out for an example.
+
+    >>> next(row.says for row in rules() if row.op == "aten::mm")
+    'A product, linear in its operands.'
+    """
+    found = {name: Listed(name, "yours", text) for name, text in _TEXTS.items()}
+    for table in reversed(TABLES):
+        found |= {name: Listed(name, _family(op), _says(op)) for name, op in table.items() if name not in _TEXTS}
+    return tuple(found[name] for name in sorted(found))
+
+
+def _family(op: Op) -> str:
+    return op.rule.__module__.removeprefix("dshard.ops.").partition(".")[0]
+
+
+def _says(op: Op) -> str:
+    return (op.rule.__doc__ or "").partition("\n")[0]
 
 
 def _check_text(rule: str, operands: int, reduce: ReduceOp | Sequence[ReduceOp]) -> None:

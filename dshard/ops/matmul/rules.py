@@ -16,6 +16,7 @@ def notation(text: str) -> Op:
     """A product, linear in its first two operands."""
 
     def rule(call: Call) -> Rule:
+        """A product, linear in its operands."""
         same_dtype(str(call.func), [spec.dtype for spec in call.specs])
         return parse_rule(text, call.shapes, pending=linear(0, 1), loops=True)
 

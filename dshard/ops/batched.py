@@ -1,0 +1,142 @@
+"""Operators that treat each entry of their leading dims by itself: pooling, resampling, linear algebra, transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from dshard.mesh import Coordinate
+from dshard.ops.call import Call, Kernel, LocalOp, Op, names, out_local_shape
+from dshard.ops.rule import Rule, linear
+from dshard.ops.strategy import Strategy
+from dshard.ops.views import dims_of, kept, with_local_size
+
+
+def leading(count: Callable[[int], int], passes: tuple[int, ...] = ()) -> Callable[[Call], Rule]:
+    """The first `count(ndim)` dims of the first operand are shared by all tensors and split freely; the rest is whole.
+
+    Where a tensor does not share them, all is whole. A pending sum of the operands `passes` passes through.
+    """
+
+    def rule(call: Call) -> Rule:
+        """Leading dims split freely; those on which the operator works stay whole."""
+        first = call.shapes[0]
+        n = count(len(first))
+        shared = all(shape[:n] == first[:n] for shape in (*call.shapes, *call.out_shapes))
+        term = names(n) if shared and n > 0 else ()
+        inputs, outputs = (
+            tuple((*term, *((),) * (len(shape) - len(term))) for shape in shapes)
+            for shapes in (call.shapes, call.out_shapes)
+        )
+        return Rule(inputs, outputs, pending=linear(*(i for i in passes if i < len(inputs))))
+
+    return rule
+
+
+def transformed(call: Call) -> Rule:
+    """Fourier transforms: the dims that are transformed stay whole. They are linear."""
+    term = kept(len(call.shapes[0]), dims_of(call, "dim", len(call.shapes[0])))
+    return Rule((term,), (term,), pending=linear(0))
+
+
+def all_whole(call: Call) -> Rule:
+    """Every rank does all of it."""
+    return Rule(
+        tuple(((),) * len(shape) for shape in call.shapes), tuple(((),) * len(shape) for shape in call.out_shapes)
+    )
+
+
+def or_nothing(kernel: Kernel | None = None) -> Kernel:
+    """The operator, which torch may refuse for no entries at all: a rank that holds none makes none."""
+
+    def choose(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+        held = [
+            layout.local_shape(spec.shape, coordinate) for layout, spec in zip(strategy.inputs, call.specs, strict=True)
+        ]
+        if any(0 in local and 0 not in spec.shape for local, spec in zip(held, call.specs, strict=True)):
+            return _nothing(call, strategy, coordinate)
+        return call.func if kernel is None else kernel(call, strategy, coordinate)
+
+    return choose
+
+
+def _nothing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    shapes = [out_local_shape(call, strategy, coordinate, i) for i in range(len(call.outs))]
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        x: Tensor = next(arg for arg in args if isinstance(arg, Tensor))
+        found = [x.new_zeros(shape, dtype=out.dtype) for shape, out in zip(shapes, call.outs, strict=True)]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    return make
+
+
+def but(trailing: int) -> Callable[[int], int]:
+    """All dims but the last ones."""
+    return lambda ndim: ndim - trailing
+
+
+def _one(ndim: int) -> int:
+    return 1
+
+
+def _pooling(n: int) -> dict[str, Op]:
+    """Operators over `n` spatial dims, and their backward forms."""
+    plain = [f"reflection_pad{n}d", f"replication_pad{n}d"]
+    chosen = []
+    if n > 1:  # torch does the others as ones over two dims
+        plain += [f"avg_pool{n}d", f"_adaptive_avg_pool{n}d"]
+        chosen = [f"max_pool{n}d_with_indices", f"adaptive_max_pool{n}d"]
+        chosen += ["fractional_max_pool2d"] if n == 2 else []
+    modes = {1: ["linear1d"], 2: ["bilinear2d", "bicubic2d"], 3: ["trilinear3d"]}[n]
+    sized = [f"upsample_{mode}" for mode in (f"nearest{n}d", *modes)] + [f"_upsample_nearest_exact{n}d"]
+    sized += ["_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"] if n == 2 else []
+    forward = Op(leading(but(n), (0,)), or_nothing())
+    table = {f"aten::{name}": forward for name in (*plain, *sized)}
+    table |= {f"aten::{name}_backward": forward for name in plain}
+    table |= {f"aten::{name}": Op(leading(but(n)), or_nothing()) for name in chosen}
+    table |= {f"aten::{name}_backward": forward for name in chosen}
+    backward = Op(leading(but(n), (0,)), or_nothing(with_local_size("input_size")))
+    return table | {f"aten::{name}_backward": backward for name in sized}
+
+
+_MATRICES = (
+    "_cdist_forward",
+    "_linalg_det",
+    "_linalg_eigh",
+    "_linalg_eigvals",
+    "_linalg_slogdet",
+    "_linalg_solve_ex",
+    "_linalg_svd",
+    "cholesky",
+    "cholesky_inverse",
+    "cholesky_solve",
+    "linalg_cholesky_ex",
+    "linalg_eig",
+    "linalg_householder_product",
+    "linalg_inv_ex",
+    "linalg_ldl_factor_ex",
+    "linalg_ldl_solve",
+    "linalg_lu",
+    "linalg_lu_factor_ex",
+    "linalg_lu_solve",
+    "linalg_matrix_exp",
+    "linalg_qr",
+    "linalg_solve_triangular",
+    "lu_unpack",
+    "ormqr",
+    "triangular_solve",
+)
+
+RULES: dict[str, Op] = {
+    **_pooling(1),
+    **_pooling(2),
+    **_pooling(3),
+    **{f"aten::{name}": Op(leading(but(2)), or_nothing()) for name in _MATRICES},
+    **{f"aten::_fft_{name}": Op(transformed, or_nothing()) for name in ("c2c", "r2c", "c2r")},
+    **{f"aten::grid_sampler_{n}d": Op(leading(_one, (0,)), or_nothing()) for n in (2, 3)},
+    **{f"aten::grid_sampler_{n}d_backward": Op(leading(_one, (0,)), or_nothing()) for n in (2, 3)},
+    "aten::_linalg_check_errors": Op(all_whole),
+}
