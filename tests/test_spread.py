@@ -14,7 +14,8 @@ from hypothesis import settings
 from torch import Tensor
 
 from dshard import Layout, Mesh, Replicate, Shard, trace, use_topology
-from dshard.testing import check_call, distribute, simulated, whole
+from dshard.comm import bind, init_device_mesh
+from dshard.testing import RankPool, RuleError, check_call, distribute, simulated, whole
 from dshard.testing.choices import layouts_of
 from dshard.topology import default_topology
 
@@ -36,7 +37,7 @@ def ids(high: int, *shape: int) -> Tensor:
 x, far, ties, long = reals(5, 7), reals(5, 7) + 1e4, ids(3, 5, 7), reals(64, 6)
 gaps = torch.where(reals(5, 7) > 1, torch.nan, x)
 weight, bias = reals(7), reals(7)
-logits, target, classes = reals(6, 7), torch.tensor([0, 6, 3, -100, 5, 2]), torch.rand(7, dtype=torch.float64) + 0.1
+logits, target, classes = reals(6, 7), torch.tensor([0, 6, 3, -100, 5, 2]), reals(7).abs() + 0.1
 pixels, labels = reals(2, 5, 3), ids(5, 2, 3)
 image, channels = reals(3, 6, 4, 4) + 1e4, reals(6)
 at, some = torch.tensor([4, 0, -1, 2, 2]), torch.tensor([3, 1, 4])
@@ -74,6 +75,17 @@ CASES: dict[str, Sample] = {
     "topk": (torch.topk, (long, 2, 0)),
     "topk smallest": (torch.topk, (long, 3, 0, False)),
     "select": (lambda x: x[3] * 2, (x,)),
+    "slice": (lambda x: x[1:4], (x,)),
+    "slice with steps": (lambda x: x[:, 1:6:2] * 1, (x,)),
+    "slice of two dims": (lambda x: x[-2:, 3:], (x,)),
+    "narrow": (lambda x: x.narrow(1, 2, 3).exp(), (x,)),
+    "flip": (lambda x: x.flip(0), (x,)),
+    "flip of two dims": (lambda x: x.flip(0, -1), (x,)),
+    "roll": (lambda x: x.roll(2, 0), (x,)),
+    "roll of two dims": (lambda x: x.roll((-3, 4), (1, 0)), (x,)),
+    "cat": (lambda x, y: torch.cat([x, y]), (x, part)),
+    "cat of three": (lambda x, y: torch.cat([x, y, x], -1), (x, reals(5, 2))),
+    "cat of dtypes": (lambda x, y: torch.cat([x, y]), (x, ties)),
     "gather": (torch.gather, (x, 0, many)),
     "index_select": (torch.index_select, (x, 0, at[[0, 1, 3]])),
     "index": (lambda x, i: x[i], (x, at)),
@@ -143,6 +155,10 @@ WIDE = {  # operator -> the bytes that the busiest rank receives, of 64 x 4096 f
     "max": (lambda x: x.max(1), 768 * 3),
     "topk": (lambda x: x.topk(5, 1), 5 * 768 * 3),
     "select": (lambda x: x[:, 7], 0),
+    "slice": (lambda x: x[:, :4000], 72 * 64 * 4),
+    "flip": (lambda x: x.flip(1), 262144),
+    "roll": (lambda x: x.roll(3, 1), 768),
+    "cat": (lambda x: torch.cat([x, x], 1), 524288),
 }
 
 
@@ -169,6 +185,27 @@ def test_cross_entropy_over_split_classes_sends_three_numbers_for_each_row() -> 
 
     one = rows * 4 * 3 // 4 * 2  # an all_reduce of a number for each row
     assert t.nbytes == 3 * one
+
+
+def check_on_ranks(names: list[str]) -> list[str]:
+    """Each case on this rank, its operands laid out at random: what went wrong."""
+    draw, wrong = Random(0), []
+    mesh = bind(init_device_mesh("cpu", (4,), mesh_dim_names=("x",)))
+    for name in names:
+        function, sample = CASES[name]
+        laid = [draw.choice(layouts_of(t, mesh)) for t in sample if isinstance(t, Tensor) and not t.isnan().any()]
+        try:
+            if laid:
+                with use_topology(BYTES):
+                    check_call(function, sample, laid)
+        except RuleError as error:
+            wrong.append(f"{name}: {error}")
+    return wrong
+
+
+@pytest.mark.ranks
+def test_operators_along_split_dims_on_real_ranks(ranks: RankPool) -> None:
+    assert ranks.run(check_on_ranks, list(CASES), timeout=600.0) == [[]] * 4
 
 
 def test_norms_far_from_zero_keep_their_digits() -> None:

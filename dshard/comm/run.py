@@ -15,7 +15,7 @@ from dshard.comm.simulate import exchange, plain, stack, unstack
 from dshard.comm.tell import told
 from dshard.comm.transfer import Local, Transfer, compile_step
 from dshard.errors import MeshError
-from dshard.mesh import Coordinate
+from dshard.mesh import Coordinate, Mesh
 from dshard.redistribute import Plan
 from dshard.redistribute.price import busiest
 
@@ -49,6 +49,47 @@ def _announce(plan: Plan, itemsize: int) -> None:
         stage = compile_step(step, layout, plan.shape, first)
         if isinstance(stage, Transfer):
             emit(stage.collective, stage.mesh, stage.axes, busiest(step, layout, plan.shape) * itemsize)
+
+
+Sizes = Callable[[Coordinate], tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def swap(x: Tensor, mesh: Mesh, axes: tuple[str, ...], sizes: Sizes) -> Tensor:
+    """Flat pieces for each rank of the group along `axes` -> the flat pieces from each, in the order of the group.
+
+    `sizes` says how many elements the rank at a coordinate sends to, and receives from, each.
+
+    Raises:
+        MeshError: the mesh has no processes.
+    """
+
+    def transfer(at: Coordinate) -> Transfer:
+        send, recv = sizes(at)
+        ranks = mesh.group(axes, at)
+        index = ranks.index(mesh.rank(at))
+        return Transfer("all_to_all", mesh, axes, ranks, index, None, send, recv, sum(recv) - recv[index], _same, _same)
+
+    if type(x) is LocalTensor:
+        transfers = {rank: transfer(mesh.coordinate(rank)) for rank in mesh.ranks}
+        with plain():
+            emit("all_to_all", mesh, axes, max(t.received for t in transfers.values()) * x.itemsize)
+            return stack(exchange(transfers, unstack(x)))
+    if x.is_meta:
+        first = (0,) * mesh.ndim
+        if LISTENERS:
+            received = max(transfer(peer).received for peer in mesh.peers(axes, first))
+            emit("all_to_all", mesh, axes, received * x.itemsize)
+        return x.new_empty(sum(sizes(first)[1]))
+    runtime = runtime_of(mesh)
+    if runtime is None or runtime.coordinate is None:
+        raise MeshError(f"the mesh ({mesh}) has no processes here: nothing can be sent; use init_device_mesh")
+    for call in _transfer(transfer(runtime.coordinate), runtime.group(axes)):
+        x = call(x)
+    return x
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def runner(plan: Plan) -> Callable[[Tensor], Tensor]:

@@ -34,7 +34,7 @@ class Origin:
 
 @dataclass(eq=False)
 class Terms(Origin):
-    """Where a view comes from of which each rank has a term: the slice on the rank that holds it, zeros elsewhere."""
+    """Where a view comes from whose memory is its own: of a split dim, sent or pending."""
 
     func: OpOverload
     rest: tuple[Any, ...]
@@ -51,8 +51,11 @@ class Terms(Origin):
         write_local(self.local, move(again._local, again._spec, self.spec.layout))
 
 
-SCATTERS: dict[OpOverload, Callable[..., Any]] = {torch.ops.aten.select.int: torch.ops.aten.select_scatter.default}
-"""Views that may leave a sum pending, and what puts them back."""
+SCATTERS: dict[OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+}
+"""Views that may have memory of their own, and what puts them back."""
 
 
 def settle(written: Any) -> None:

@@ -24,6 +24,7 @@ from dshard.ops import (
     pointwise,
     random,
     reductions,
+    shift,
     spread,
     views,
 )
@@ -187,6 +188,9 @@ def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | 
     if func in blocks.BLOCKS:
         along = blocks.BLOCKS[func]
         return lambda args: along.run if along.pays(args) else None
+    if func in shift.SHIFTS:
+        moves, run = shift.SHIFTS[func]
+        return lambda args: run if moves(args) else None
     if func in indexing.MASKED:
         return lambda args: indexing.MASKED[func] if indexing.has_mask(args) else None
     if func in nn.MEANS:
@@ -203,7 +207,7 @@ def path_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     facts = known(func)
     instead = None if facts.instead is None else facts.instead(args)
     if instead is not None:
-        return "rule" if instead in RULED or func in blocks.BLOCKS else "decomposition"
+        return "rule" if instead in RULED or func in blocks.BLOCKS or func in shift.SHIFTS else "decomposition"
     if facts.op is not None:
         return "rule"
     return "fallback" if decomposition_of(func) is None else "decomposition"
