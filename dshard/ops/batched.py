@@ -52,10 +52,9 @@ def or_nothing(kernel: Kernel | None = None) -> Kernel:
     """The operator, which torch may refuse for no entries at all: a rank that holds none makes none."""
 
     def choose(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-        held = [
-            layout.local_shape(spec.shape, coordinate) for layout, spec in zip(strategy.inputs, call.specs, strict=True)
-        ]
-        if any(0 in local and 0 not in spec.shape for local, spec in zip(held, call.specs, strict=True)):
+        pairs = zip(strategy.inputs, call.specs, strict=True)
+        sizes = (zip(spec.shape, layout.local_shape(spec.shape, coordinate), strict=True) for layout, spec in pairs)
+        if any(n > 0 and not here for shape in sizes for n, here in shape):
             return _nothing(call, strategy, coordinate)
         return call.func if kernel is None else kernel(call, strategy, coordinate)
 
