@@ -21,6 +21,7 @@ from dshard.comm import LocalTensor, plain, unstack
 from dshard.dispatch import common_mesh, spec_like
 from dshard.layout import replicated
 from dshard.ops.attention import attention_rule
+from dshard.ops.custom import accept_call
 from dshard.ops.expand import Operand
 from dshard.ops.matmul.asked import Asked, asked_now
 from dshard.ops.matmul.rules import bmm_rule, einsum_rule, linear_rule, matmul_rule, same_dtype
@@ -305,8 +306,14 @@ def getitem(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def completing(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator that is not linear, above autograd: what is pending is completed once, for the backward pass, too."""
-    args = tuple([_complete(func, arg) if isinstance(arg, cls) and arg._spec.pending else arg for arg in args])
+    """An operator that is not linear, above autograd: what is pending is completed once, for the backward pass, too.
+
+    Not where it may be asked to write to its operand; and torch may refuse the arguments first.
+    """
+    pending = any(isinstance(arg, cls) and arg._spec.pending for arg in args)
+    if pending and not kwargs.get("inplace") and not any(arg is True for arg in args):
+        accept_call(cls, func, args, kwargs)
+        args = tuple([_complete(func, arg) if isinstance(arg, cls) and arg._spec.pending else arg for arg in args])
     return _plain(func, args, kwargs)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from dshard.comm import LocalTensor, unstack
+from dshard.comm import LocalTensor, plain, unstack
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.checks import accept
@@ -78,6 +79,15 @@ def check(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     if len(_CHECKED) >= MAX_CHECKED:
         _CHECKED.clear()
     _CHECKED.add(key)
+
+
+def accept_call(cls: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let torch refuse a call of one of its functions, without data."""
+    meta_args, meta_kwargs = replace_leaves(
+        (args, kwargs), lambda leaf: _meta(cls, leaf) if isinstance(leaf, Tensor) else leaf
+    )
+    with plain(), torch.no_grad(), suppress(NotImplementedError):
+        function(*meta_args, **meta_kwargs)
 
 
 def _key(cls: Any, tree: Any) -> Any:
