@@ -235,10 +235,7 @@ def multinomial(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     """Indices drawn by the weights of each row. Every rank draws all of them, from the gathered weights."""
     x, count, replacement, generator = bound(func, args, kwargs)
     mesh, shape = x._spec.layout.mesh, (*x.shape[:-1], count)
-    with plain():
-        func(x._spec.meta(), count, replacement)
-    if not replacement and count > x.shape[-1]:
-        raise RuntimeError(f"{func}: cannot sample {count} of {x.shape[-1]} without replacement, nor can torch")
+    check(cls, func, (x, count, replacement), {})
     found = draw_for(mesh, func, generator)
     local = move(x._local, x._spec, replicated(mesh))
     sample = partial(_sample, count=count, replacement=replacement and count > 1, found=found)
