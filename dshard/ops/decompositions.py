@@ -50,7 +50,7 @@ def std_mean(
 
 def _moments(x: Tensor, dim: Dims, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
     """Variance and mean by two small reductions, half precision in single."""
-    dims, wide = _dims(x, dim), widened(x)
+    dims, wide = _dims(x, dim), settled(widened(x), "aten.var.correction")
     mean = settled(wide.mean(dims, keepdim=True), "aten.mean.dim")
     distance = wide - mean
     squares = distance.real.square() + distance.imag.square() if x.is_complex() else distance.square()
