@@ -25,7 +25,7 @@ from dshard.ops.custom import accept_call
 from dshard.ops.expand import Operand
 from dshard.ops.matmul.asked import Asked, asked_now
 from dshard.ops.matmul.rules import bmm_rule, einsum_rule, linear_rule, matmul_rule, same_dtype
-from dshard.ops.moving import run_on_ranks
+from dshard.ops.moving import on_all_ranks, run_on_ranks
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.rule import Rule
 from dshard.ops.settings import current
@@ -336,7 +336,8 @@ def tensor_split(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 def _replicated(cls: Any, values: list[Any], like: Any) -> Any:
     local = torch.tensor(values, device=like._spec.device)
     layout = replicated(like._spec.layout.mesh)
-    return cls._wrap(local, spec_of(layout, tuple(local.shape), local.stride(), local.dtype, local.device))
+    spec = spec_of(layout, tuple(local.shape), local.stride(), local.dtype, local.device)
+    return cls._wrap(on_all_ranks(local, layout.mesh), spec)
 
 
 def _bound(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
