@@ -29,8 +29,8 @@ from random import Random
 from typing import Any
 
 import torch
+from hypothesis import settings
 from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard
@@ -40,6 +40,11 @@ from dshard.ops.moving import leaves, replace_leaves
 from dshard.ops.registry import path_of
 from dshard.tables import text_table
 from dshard.testing import distribute, simulated, whole
+
+PROFILE = settings.get_current_profile_name()
+from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402  # loads a profile of its own
+
+settings.load_profile(PROFILE)
 
 MESHES = (Mesh((4,), ("x",)), Mesh((2, 2), ("x", "y")))
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool, torch.bfloat16)

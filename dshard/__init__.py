@@ -19,10 +19,8 @@ from dshard.factories import distribute_module, empty, full, ones, rand, randint
 from dshard.functional import linear, matmul
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.ops import cache_info, get_rng_state, manual_seed, register_rule, set_rng_state, use_topology
-from dshard.ops.matmul import Schedule, Stream, strategies, use_strategy
 from dshard.ops import cache_info, get_rng_state, manual_seed, register_rule, rules, set_rng_state, use_topology
-from dshard.ops.matmul import Schedule, strategies, use_strategy
+from dshard.ops.matmul import Schedule, Stream, strategies, use_strategy
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor, distribute_tensor
 from dshard.topology import Topology

@@ -5,7 +5,6 @@ from dshard.comm.debug import compare_draws
 from dshard.comm.events import Event, listen
 from dshard.comm.legs import Flight, Leg, Program, Request, begin, finish, flat, legs_of, passing, same_memory
 from dshard.comm.perform import drive, perform, rehearse
-from dshard.comm.run import run, runner
 from dshard.comm.run import run, runner, swap
 from dshard.comm.runtime import (
     FORGET,

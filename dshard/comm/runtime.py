@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -39,6 +39,7 @@ class Group:
     """The ranks that a collective joins, in the order of the mesh, and the process group that joins them.
 
     torch sorts the ranks of a process group: `slots` are the places there of `ranks`, or None where both orders agree.
+    `spread` says whether it has several ranks on one of several hosts, which then share a link.
     """
 
     axes: tuple[str, ...]
@@ -46,6 +47,7 @@ class Group:
     index: int
     process_group: dist.ProcessGroup
     slots: tuple[int, ...] | None = None
+    spread: bool = False
 
     @property
     def name(self) -> str:
@@ -89,7 +91,18 @@ class Runtime:
         found = dist.get_process_group_ranks(process_group)
         slots = tuple(map(found.index, ranks))
         in_order = slots == tuple(range(len(ranks)))
-        return Group(axes, ranks, ranks.index(self.rank), process_group, None if in_order else slots)
+        spread = _spread(ranks, os.environ.get("LOCAL_WORLD_SIZE", ""))
+        return Group(axes, ranks, ranks.index(self.rank), process_group, None if in_order else slots, spread)
+
+
+def _spread(ranks: Sequence[int], local: str) -> bool:
+    """Whether of hosts with `local` ranks each several have some of `ranks`, and one has several.
+
+    >>> _spread((0, 1, 2, 3), "2"), _spread((0, 2), "2"), _spread((0, 1), "2")
+    (True, False, False)
+    """
+    hosts = {rank // int(local) for rank in ranks} if local.isdecimal() and int(local) else set()
+    return 1 < len(hosts) < len(ranks)
 
 
 _MADE: Counter[tuple[int, ...]] = Counter()

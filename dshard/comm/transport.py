@@ -27,7 +27,8 @@ _MOVES = {
 }
 _SUMS = {torch.float64, torch.float32, torch.int64, torch.int32}
 # gloo's own all_gather copies what it received once more, so the parts are broadcast into place, all at once; where
-# they are this small, one exchange of copies takes less time than the start of so many broadcasts
+# they are this small, one exchange of copies takes less time than the start of so many broadcasts; between hosts whose
+# ranks share a link, its ring sends least over that link
 _FEW_BYTES = 2**18
 
 
@@ -35,7 +36,7 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     """Flat chunk -> the flat chunks of all ranks, rank `i` giving `sizes[i]` elements; nothing is padded."""
     if x.dtype not in _MOVES:
         return all_gather(x.view(torch.uint8), [size * x.itemsize for size in sizes], group).view(x.dtype)
-    if group.backend == "nccl" and len(set(sizes)) == 1:
+    if (group.backend == "nccl" or group.spread) and len(set(sizes)) == 1:
         out = _wait(_c10d.all_gather_into_tensor(x, len(sizes), group.name))
         return out if group.slots is None else from_slots(out, sizes, group.slots)
     if group.backend != "nccl" and sum(sizes) * x.itemsize <= _FEW_BYTES:

@@ -63,7 +63,7 @@ def linear_rule(x: Shape, weight: Shape) -> Rule:
 def einsum_rule(equation: str, a: Shape, b: Shape) -> Rule | None:
     """`torch.einsum` of two operands, or None where it is more than a product: a diagonal, or a dim summed by itself.
 
-    >>> print(einsum_rule("bij,bjk", (2, 3, 4), (2, 4, 5)))
+    >>> print(einsum_rule("bij,bjk->bik", (2, 3, 4), (2, 4, 5)))
     b i j, b j k -> b i k
     """
     left, arrow, right = equation.replace(" ", "").partition("->")

@@ -1,0 +1,65 @@
+"""Attention at the door."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard.comm import plain
+from dshard.dispatch import common_mesh
+from dshard.joint.run import bound, run_joint
+from dshard.ops.attention import attention_rule
+from dshard.ops.rule import Rule
+
+
+def attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.nn.functional.scaled_dot_product_attention`: local for each head and each batch entry."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    query, k, v, mask, dropout, causal, scale, gqa = bound(names, args, kwargs)
+    causal, gqa = bool(causal), bool(gqa)
+    if dropout:
+        _accepted(cls, query, k, v, mask, dropout, causal, scale, gqa)
+        return _attention_with_dropout(query, k, v, mask, dropout, causal, scale, gqa)
+    tensors = (query, k, v) if mask is None else (query, k, v, mask)
+
+    def local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
+
+    def rule() -> Rule:
+        return attention_rule([tuple(t.shape) for t in tensors], causal, gqa)
+
+    return run_joint(cls, rule, local, tensors, ("attention", causal, scale, gqa))
+
+
+def _accepted(cls: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> None:
+    """Let torch refuse arguments that it would refuse on one device."""
+    tensors = [t._spec.meta() if isinstance(t, cls) else t for t in (query, key, value, mask)]
+    common_mesh(cls, "attention", [t for t in (query, key, value, mask) if t is not None])
+    dropout, causal, scale, gqa = rest
+    q, k, v, m = tensors
+    with torch.no_grad(), plain():
+        F.scaled_dot_product_attention(q, k, v, m, dropout, causal, scale=scale, enable_gqa=gqa)
+
+
+def _attention_with_dropout(
+    query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool
+) -> Any:
+    """Attention by operators on distributed tensors: torch's kernels would draw a mask of their own on each rank."""
+    if gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query * factor) @ key.transpose(-2, -1)
+    if causal:
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -inf)
+    if mask is not None:
+        scores = scores.masked_fill(mask.logical_not(), -inf) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1)
+    if mask is not None:  # a query that sees no key at all gets zeros
+        weights = weights.masked_fill((scores == -inf).all(-1, keepdim=True), 0.0)
+    return F.dropout(weights, dropout) @ value

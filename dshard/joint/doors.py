@@ -1,0 +1,125 @@
+"""What `__torch_function__` catches, and what it does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard.autograd import redistribute
+from dshard.comm import LocalTensor, unstack
+from dshard.joint.attention import attention
+from dshard.joint.products import bmm, einsum, linear, matmul, rmatmul
+from dshard.joint.run import bound, plainly
+from dshard.layout import replicated
+from dshard.ops.custom import accept_call
+from dshard.ops.moving import on_all_ranks
+from dshard.ops.spec import spec_of
+from dshard.ops.strategy import completed
+
+
+def getitem(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x[index]`, `x[index] = value`: a list of positions counts as a replicated tensor."""
+    x, index, *value = args
+    if isinstance(x, cls):
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(part, list) for part in parts):
+            index = tuple(_replicated(cls, part, x) if isinstance(part, list) else part for part in parts)
+    return plainly(func, (x, index, *value), kwargs)
+
+
+def completing(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator that is not linear, above autograd: what is pending is completed once, for the backward pass, too.
+
+    Not where it may be asked to write to its operand; and torch may refuse the arguments first.
+    """
+    pending = any(isinstance(arg, cls) and arg._spec.pending for arg in args)
+    if pending and not kwargs.get("inplace") and not any(arg is True for arg in args):
+        accept_call(cls, func, args, kwargs)
+        args = tuple([_complete(func, arg) if isinstance(arg, cls) and arg._spec.pending else arg for arg in args])
+    return plainly(func, args, kwargs)
+
+
+def _complete(func: Any, x: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return redistribute(x, completed(x._spec.layout), func.__name__)
+
+
+def tensor_split(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.tensor_split`: where to split may be a tensor, whose numbers torch would read from memory."""
+    x, where, dim = bound(("input", "tensor_indices_or_sections", "dim"), args, kwargs)
+    if not isinstance(where, cls):
+        return plainly(func, args, kwargs)
+    numbers = where.full_tensor()
+    if type(numbers) is LocalTensor:
+        numbers = next(iter(unstack(numbers).values()))
+    return plainly(torch.tensor_split, (x, numbers, 0 if dim is None else dim), {})
+
+
+def _replicated(cls: Any, values: list[Any], like: Any) -> Any:
+    local = torch.tensor(values, device=like._spec.device)
+    layout = replicated(like._spec.layout.mesh)
+    spec = spec_of(layout, tuple(local.shape), local.stride(), local.dtype, local.device)
+    return cls._wrap(on_all_ranks(local, layout.mesh), spec)
+
+
+def by_this_door(function: Any) -> Callable[..., Any]:
+    """Run a function of torch's that starts a backward pass: what is recomputed on the way must come in here again.
+
+    `__torch_function__` is usually switched off while a function that it was asked about runs, for that would ask once
+    more. So this runs a copy of the function that does not ask.
+    """
+    names = dict(function.__globals__)
+    names |= dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda operands: False)
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return lambda cls, func, args, kwargs: copy(*args, **kwargs)
+
+
+def closing(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler run with this door closed: what it asks of its operands does not come in here again."""
+
+    def handle(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return handler(cls, func, args, kwargs)
+
+    return handle
+
+
+_CLOSING: dict[Any, Callable[..., Any]] = {
+    torch.matmul: matmul,
+    torch.mm: matmul,
+    Tensor.mm: matmul,
+    torch.bmm: bmm,
+    Tensor.bmm: bmm,
+    torch.einsum: einsum,
+    torch.functional.einsum: einsum,
+    Tensor.matmul: matmul,
+    Tensor.__matmul__: matmul,
+    Tensor.__rmatmul__: rmatmul,
+    F.linear: linear,
+    F.scaled_dot_product_attention: attention,
+    torch.tensor_split: tensor_split,
+    Tensor.tensor_split: tensor_split,
+    Tensor.__getitem__: getitem,
+    Tensor.__setitem__: getitem,
+}
+NONLINEAR = (
+    *(getattr(F, name) for name in ("relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu")),
+    *(
+        getattr(F, name)
+        for name in ("softplus", "hardswish", "hardtanh", "logsigmoid", "glu", "softmax", "log_softmax")
+    ),
+    *(getattr(F, name) for name in ("layer_norm", "rms_norm", "group_norm", "dropout", "cross_entropy", "normalize")),
+    *(getattr(module, name) for module in (torch, Tensor) for name in ("relu", "tanh", "sigmoid", "softmax", "exp")),
+    *(getattr(module, name) for module in (torch, Tensor) for name in ("log_softmax", "log", "sqrt", "rsqrt", "pow")),
+)
+_CLOSING |= dict.fromkeys(NONLINEAR, completing)
+JOINT: dict[Any, Callable[..., Any]] = {
+    **{func: closing(handler) for func, handler in _CLOSING.items()},
+    **{func: by_this_door(func) for func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)},
+}

@@ -1,0 +1,87 @@
+"""Products at the door: by `@`, `matmul`, `mm`, `bmm`, `einsum` and `linear`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard.joint.run import Local, autocast, bound, plainly
+from dshard.ops.matmul.asked import Asked, asked_now
+from dshard.ops.matmul.rules import bmm_rule, einsum_rule, linear_rule, matmul_rule
+from dshard.ops.rule import Rule
+from dshard.product import decide as decide_product
+from dshard.product import multiply, wrapped
+
+
+def multiplied(
+    cls: Any,
+    name: str,
+    rule: Callable[[], Rule],
+    infer: Local,
+    tensors: Sequence[Any],
+    asked: Asked | None = None,
+    key: Any = None,
+) -> Any:
+    """The product of two tensors, and perhaps a bias, by the cheapest strategy, or the one asked for."""
+    tensors = autocast(tensors)
+    for t in tensors:
+        if type(t) is not cls and not isinstance(t, cls):
+            tensors = wrapped(cls, name, tensors)
+            break
+    asked = asked_now() if asked is None else asked
+    return multiply(cls, decide_product(cls, name, rule, infer, tensors, asked, key), tensors)
+
+
+def matmul(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked | None = None) -> Any:
+    """`torch.matmul`, `@`."""
+    a, b, *out = (*args, *kwargs.values())
+    infer = torch.mm if func in (torch.mm, Tensor.mm) else torch.matmul
+    if out or not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dim() == 0 or b.dim() == 0:
+        return plainly(func, args, kwargs)
+    return multiplied(
+        cls, infer.__name__, lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), infer, (a, b), asked=asked
+    )
+
+
+def rmatmul(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Tensor.__rmatmul__`."""
+    return matmul(cls, torch.matmul, (args[1], args[0]), {})
+
+
+def bmm(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.bmm`."""
+    if len(args) != 2 or kwargs:
+        return plainly(func, args, kwargs)
+    a, b = args
+    return multiplied(cls, "bmm", lambda: bmm_rule(tuple(a.shape), tuple(b.shape)), torch.bmm, (a, b))
+
+
+def einsum(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.einsum`: of two operands a product, of others as torch breaks it up."""
+    equation, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = list(operands[0])
+    if kwargs or not isinstance(equation, str) or len(operands) != 2:
+        return plainly(func, args, kwargs)
+    a, b = operands
+    rule = einsum_rule(equation, tuple(a.shape), tuple(b.shape))
+    if rule is None:
+        return plainly(func, args, kwargs)
+
+    def infer(a: Tensor, b: Tensor) -> Tensor:
+        return torch.einsum(equation, a, b)
+
+    return multiplied(cls, "einsum", lambda: rule, infer, (a, b), key=equation)
+
+
+def linear(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked | None = None) -> Any:
+    """`torch.nn.functional.linear`. Of a result left pending one rank adds the bias."""
+    x, weight, bias = args if len(args) == 3 and not kwargs else bound(("input", "weight", "bias"), args, kwargs)
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    return multiplied(
+        cls, "linear", lambda: linear_rule(tuple(x.shape), tuple(weight.shape)), F.linear, tensors, asked=asked
+    )

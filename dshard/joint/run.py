@@ -1,0 +1,179 @@
+"""Composite operators caught whole: laid out once, run on local tensors under torch's own autograd.
+
+The local backward pass gives each operand's gradient in the layout that the strategy says: split like the operand, or a
+pending sum where the work was split and the operand was not. Second derivatives work, for the crossings between
+distributed and local tensors are themselves differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dshard.autograd import FromLocal, ToLocal, distributed, redistribute
+from dshard.comm import LocalTensor
+from dshard.dispatch import common_mesh, spec_like
+from dshard.ops.expand import Operand
+from dshard.ops.matmul.rules import same_dtype
+from dshard.ops.moving import run_on_ranks
+from dshard.ops.observe import OBSERVERS, Decision, observed
+from dshard.ops.rule import Rule
+from dshard.ops.settings import current
+from dshard.ops.spec import Spec, spec_of
+from dshard.ops.strategy import Strategy, choose
+from dshard.redistribute import plan
+
+Local: TypeAlias = Callable[..., Tensor]
+Choice: TypeAlias = tuple[Strategy, Spec]
+
+
+def run_joint(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Any:
+    """`local` on the local parts of `tensors`, as the cheapest strategy of `rule` lays them out.
+
+    `key` tells calls apart whose rule or local operator differ though the specs are alike.
+    """
+    tensors = autocast(tensors)
+    choice = decide(cls, rule, local, tensors, key)
+    return run_choice(cls, key, rule, choice, local, tensors)
+
+
+def autocast(tensors: Sequence[Any]) -> Sequence[Any]:
+    """The operands in the dtype that autocast wants, where it is on."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    wide = (torch.float32, torch.float16, torch.bfloat16)
+    return [t.to(dtype) if t.dtype in wide else t for t in tensors]
+
+
+def run_choice(
+    cls: Any, key: tuple[Any, ...], rule: Callable[[], Rule], choice: Choice, local: Local, tensors: Sequence[Any]
+) -> Any:
+    """The same, decided already."""
+    strategy, out = choice
+    if OBSERVERS:
+        decision = _decision(cls, key, rule(), strategy, out, tensors)
+        return observed(decision, run_strategy, (cls, strategy, out, local, tensors))
+    return run_strategy(cls, strategy, out, local, tensors)
+
+
+def _decision(
+    cls: Any, key: tuple[Any, ...], rule: Rule, strategy: Strategy, out: Spec, tensors: Sequence[Any]
+) -> Decision:
+    specs = [spec_like(cls, t, out.layout.mesh) for t in tensors]
+    operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs)
+    topology = current().topology_of(out.layout.mesh)
+    plans = tuple(
+        plan(spec.layout, layout, spec.shape, spec.itemsize, topology)
+        for spec, layout in zip(specs, strategy.inputs, strict=True)
+    )
+    return Decision(key[0], operands, ((out.shape, out.itemsize),), rule, strategy, plans, topology)
+
+
+def decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Choice:
+    """The cheapest strategy and the spec of the result; looked up where it was decided before."""
+    specs = [t._spec if isinstance(t, cls) else None for t in tensors]
+    full_key = (*key, *specs)
+    choices = current().choices
+    found: Choice | None = choices.get(full_key) if None not in specs else None
+    return choices.add(full_key, _decide(cls, rule, local, tensors, key)) if found is None else found
+
+
+def _decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Choice:
+    mesh = common_mesh(cls, key[0], list(tensors))
+    same_dtype(key[0], [t.dtype for t in tensors[:3]])
+    specs = [spec_like(cls, t, mesh) for t in tensors]
+    with torch.no_grad():
+        out = local(*(spec.meta() for spec in specs))
+    operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs]
+    strategy = choose(rule(), operands, [(tuple(out.shape), out.itemsize)], current().topology_of(mesh))
+    return strategy, spec_of(strategy.outputs[0], tuple(out.shape), out.stride(), out.dtype, specs[0].device)
+
+
+def run_strategy(cls: Any, strategy: Strategy, out: Spec, local: Local, tensors: Sequence[Any]) -> Any:
+    """`local` on the local parts of `tensors` under `strategy`, its result a distributed tensor of spec `out`."""
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    with torch._C.DisableTorchFunctionSubclass():
+        laid = [redistribute(t, layout) for t, layout in zip(tensors, strategy.inputs, strict=True)]
+        if not recorded:
+            result = run_on_ranks(out.layout.mesh, lambda coordinate: local, tuple(t._local for t in laid), {})
+            return cls._wrap(result, out)
+        if any(type(t._local) is LocalTensor for t in laid):
+            return Simulated.apply(cls, strategy, out, local, *laid)  # type: ignore[no-untyped-call]
+        parts = [
+            ToLocal.apply(t, layout) if t.requires_grad else t._local  # type: ignore[no-untyped-call]
+            for t, layout in zip(laid, strategy.gradients, strict=True)
+        ]
+        result = _connected(local(*parts), parts)
+        return FromLocal.apply(result, cls, out, out.layout.cotangent())  # type: ignore[no-untyped-call]
+
+
+def _connected(out: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """`out`, made to depend on all parts: a rank that computes nothing must still meet the others in its backward."""
+    if out.numel() > 0:
+        return out
+    for part in parts:
+        if part.requires_grad:
+            out = out + 0 * part.sum()
+    return out
+
+
+class Simulated(torch.autograd.Function):
+    """The same for all ranks simulated in one process: each rank's backward pass is run from its saved operands."""
+
+    @staticmethod
+    def forward(ctx: Any, cls: Any, strategy: Strategy, out: Spec, local: Local, *tensors: Any) -> Any:
+        ctx.cls, ctx.strategy, ctx.out, ctx.local = cls, strategy, out, local
+        ctx.save_for_backward(*tensors)
+        return cls._wrap(
+            run_on_ranks(out.layout.mesh, lambda coordinate: local, tuple(t._local for t in tensors), {}), out
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:
+        tensors = ctx.saved_tensors
+        layout = ctx.out.layout.cotangent()
+        laid = redistribute(distributed(ctx.cls, grad, layout), layout)
+        pull = _pull_back(ctx.local, ctx.needs_input_grad[4:])
+        grads = run_on_ranks(
+            ctx.out.layout.mesh, lambda coordinate: pull, (laid._local, *(t._local for t in tensors)), {}
+        )
+        rest = iter(grads)
+        wrapped = [
+            ctx.cls._wrap(next(rest), t._spec.with_layout(layout)) if needed else None
+            for t, layout, needed in zip(tensors, ctx.strategy.gradients, ctx.needs_input_grad[4:], strict=True)
+        ]
+        return (None, None, None, None, *wrapped)
+
+
+def _pull_back(local: Local, needed: Sequence[bool]) -> Callable[..., list[Tensor]]:
+    def pull(grad: Tensor, *parts: Tensor) -> list[Tensor]:
+        with torch.enable_grad():
+            inputs = [part.detach().requires_grad_(is_needed) for part, is_needed in zip(parts, needed, strict=True)]
+            out = _connected(local(*inputs), inputs)
+        wanted = [x for x in inputs if x.requires_grad]
+        return list(torch.autograd.grad(out, wanted, grad))
+
+    return pull
+
+
+def bound(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    given = dict(zip(names, args, strict=False)) | kwargs
+    unknown = set(given) - set(names)
+    if unknown or len(args) > len(names):
+        raise TypeError(
+            f"unexpected arguments {sorted(unknown) or args[len(names) :]}; the parameters are {', '.join(names)}"
+        )
+    return [given.get(name) for name in names]
+
+
+def plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
