@@ -95,7 +95,7 @@ def all_reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
         return _wait(_c10d.all_reduce(x, op, group.name))
     n, size = len(group.ranks), x.numel()
     step = -(-size // n)
-    sizes = [min((i + 1) * step, size) - min(i * step, size) for i in range(n)]
+    sizes = [min((i + 1) * step, size) - min(i * step, size) for i in group.slots or range(n)]
     return all_gather(reduce_scatter(x, sizes, op, group), sizes, group)
 
 

@@ -228,6 +228,9 @@ def messages_received(step: Step, layout: Layout, shape: Sequence[int], coordina
 def _place(step: Step, layout: Layout, coordinate: Coordinate) -> tuple[int, int]:
     """The size of the group of the rank at `coordinate`, and which it is of them."""
     mesh = layout.mesh
+    if isinstance(step, AllReduce):  # a process group deals out the chunks, and sorts its ranks
+        ranks = sorted(mesh.group(step.axes, coordinate))
+        return len(ranks), ranks.index(mesh.rank(coordinate))
     n, here = 1, 0
     for name in axes_of(step):
         i = mesh.axis(name)
