@@ -1,6 +1,6 @@
 """Prices on a measured topology, held against times measured apart from it.
 
-    python benchmarks/calibration.py [--netlab netlab.py] [--write docs/benchmarks.md] [--json FILE]
+    python benchmarks/calibration.py [--netlab netlab.py] [--write] [--json FILE]
 
 On four gloo ranks of this machine, and with --netlab (a program that runs ranks on emulated hosts with slow links, as
 root) on two hosts of two and of four ranks at two rates of their links. First the topology is measured. Then single
@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from section import markdown_table, write_section
 
 from dshard.calibrate import measure, typical
 from dshard.calibrate.measure import axes_to_measure
@@ -52,8 +52,6 @@ TOKENS, HIDDEN = 1024, 512
 CHAIN_ROUNDS = 6
 CLEAR = 0.15
 """Meshes whose measured times differ by more than this part must come in the order of their prices."""
-
-BEGIN, END = "<!-- calibration: written by benchmarks/calibration.py -->", "<!-- calibration: end -->"
 
 
 @dataclass(frozen=True)
@@ -247,25 +245,10 @@ ERROR_HEADER = ["ranks", "bytes received", "cases", "median error", "90th percen
 CHAIN_HEADER = ["ranks", "mesh (d1, d2): ms measured / predicted", "clear pairs in order"]
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def write(path: Path, errors: list[list[str]], chains: list[list[str]]) -> None:
-    """Put the tables between the markers of a Markdown file."""
-    body = f"{markdown(ERROR_HEADER, errors)}\n\n{markdown(CHAIN_HEADER, chains)}"
-    text = path.read_text()
-    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-    if not pattern.search(text):
-        raise SystemExit(f"{path} has no lines {BEGIN!r} and {END!r}")
-    path.write_text(pattern.sub(lambda _: f"{BEGIN}\n{body}\n{END}", text))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--netlab", metavar="FILE", help="the program that emulates hosts")
-    parser.add_argument("--write", metavar="FILE", type=Path, help="put the tables into this Markdown file")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks.md")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every time and price")
     parser.add_argument("--only", type=int, metavar="N", help="the N-th setting alone, from 0")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
@@ -285,7 +268,8 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     if options.write:
-        write(options.write, errors, chains)
+        tables = markdown_table(ERROR_HEADER, errors), markdown_table(CHAIN_HEADER, chains)
+        write_section("calibration", "\n\n".join(tables))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from dshard.layout import parse_layout
 from dshard.mesh import Mesh
 from dshard.placements import Partial
 from dshard.redistribute import AllGather, AllReduce, Exchange, ReduceScatter, plan, received
-from dshard.redistribute.plan import possible_steps
+from dshard.redistribute.plan import steps_straight
 from dshard.redistribute.price import busiest, step_seconds
+from dshard.redistribute.step import steps_from
 from dshard.testing import Redistribution, redistributions
 from dshard.topology import BYTES, COLLECTIVES, FLAT_CPU, FLAT_CUDA, Collective, Layer, Link, Measured, Topology
 
@@ -107,7 +108,7 @@ def test_the_busiest_rank_receives_what_the_closed_form_says(case: Redistributio
     src, dst, shape = case
     pending = {i: p.reduce_op for i, p in enumerate(dst.placements) if isinstance(p, Partial)}
 
-    for step in possible_steps(src, [dst], range(len(shape)), pending):
+    for step in (*steps_from(src, range(len(shape)), pending), *steps_straight(src, dst)):
         most = max(received(step, src, shape, at) for at in src.mesh.coordinates())
         found = busiest(step, src, shape)
         assert found <= most if isinstance(step, Exchange) else found == most

@@ -28,8 +28,9 @@ from dshard.redistribute import (
     plan,
     received,
 )
-from dshard.redistribute.plan import _plan, before_pending, possible_steps, useful_dims
+from dshard.redistribute.plan import _plan, before_pending, steps_straight, useful_dims
 from dshard.redistribute.price import step_seconds
+from dshard.redistribute.step import steps_from
 from dshard.testing import Redistribution, layouts, meshes, redistributions, shapes
 from dshard.topology import FLAT_CPU, FLAT_CUDA, Topology
 
@@ -95,7 +96,8 @@ def prices(src: Layout, dst: Layout, shape: Shape, topology: Topology, depth: in
     elif depth:
         pending = {i: p.reduce_op for i, p in enumerate(dst.placements) if i in dst.partial_axes()}  # type: ignore[union-attr]
         targets = (dst, before_pending(src, dst))
-        for step in possible_steps(src, targets, useful_dims(src, dst, shape), pending):
+        straight = [step for target in targets for step in steps_straight(src, target)]
+        for step in (*steps_from(src, useful_dims(src, dst, shape), pending), *straight):
             first = step_seconds(step, src, shape, 4, topology)
             yield from (first + rest for rest in prices(after(step, src), dst, shape, topology, depth - 1))
 

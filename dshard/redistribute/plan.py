@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count
@@ -188,17 +188,11 @@ def _onward(
 @lru_cache(maxsize=65536)
 def _straight(layout: Layout, target: Layout, shape: Shape, itemsize: int, topology: Topology) -> tuple[Edge, ...]:
     """The steps straight to `target`."""
-    return tuple(_edge(step, layout, shape, itemsize, topology) for step in _straight_to(layout, target))
+    return tuple(_edge(step, layout, shape, itemsize, topology) for step in steps_straight(layout, target))
 
 
-def possible_steps(
-    layout: Layout, targets: Iterable[Layout], dims: Sequence[int], pending: dict[int, ReduceOp]
-) -> list[Step]:
-    """The steps that lead on from `layout` in a search: on one axis, and straight to one of `targets`."""
-    return steps_from(layout, dims, pending) + [step for target in targets for step in _straight_to(layout, target)]
-
-
-def _straight_to(layout: Layout, target: Layout) -> list[Step]:
+def steps_straight(layout: Layout, target: Layout) -> list[Step]:
+    """The steps from `layout` straight to `target`."""
     return [step for step in (exchange_to(layout, target), reduce_exchange_to(layout, target)) if step is not None]
 
 
