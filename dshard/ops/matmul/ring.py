@@ -172,16 +172,10 @@ class Ringed(Streamed):
     def program(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[Program[Tensor]]:
         """The product of this rank's parts, up to where its last collective has begun; returns what remains."""
         todo = self.compiled(at, space.runtime)
-        flights = []
-        for legs, x in zip((*todo.whole[:2], todo.bias), tensors, strict=False):
-            flights.append((yield from begin(legs, x, space)))
-        whole: list[Tensor] = []
-        for flight in flights:
-            whole += [(yield from finish(flight, space))]
-        bias = whole[2] if todo.adds else None
+        whole, bias = yield from todo.moved(space, tensors)
         if 2 in self.axes:
-            return (yield from self._scattered(at, todo, space, whole[:2], bias))
-        return (yield from self._gathered(at, todo, space, whole[:2], bias))
+            return (yield from self._scattered(at, todo, space, whole, bias))
+        return (yield from self._gathered(at, todo, space, whole, bias))
 
     def _gathered(
         self, at: Coordinate, todo: Compiled, space: Session, whole: Sequence[Tensor], bias: Tensor | None

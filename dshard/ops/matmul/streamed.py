@@ -57,6 +57,16 @@ class Compiled:
     adds: bool
     out: tuple[int, ...]
 
+    def moved(self, space: Session, tensors: Sequence[Tensor]) -> Program[tuple[list[Tensor], Tensor | None]]:
+        """The two operands, those that are not cut moved whole, and the bias where this rank adds it."""
+        flights = []
+        for legs, x in zip((*self.whole[:2], self.bias), tensors, strict=False):
+            flights.append((yield from begin(legs, x, space)))
+        whole: list[Tensor] = []
+        for flight in flights:
+            whole += [(yield from finish(flight, space))]
+        return whole[:2], whole[2] if self.adds else None
+
 
 class Streamed:
     """A product in panels. `plans` are those of both operands and of the result, and perhaps of a bias.
@@ -137,16 +147,10 @@ class Streamed:
     def program(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[Program[Tensor]]:
         """The product of this rank's parts, up to where its last collective has begun; returns what remains."""
         todo = self.compiled(at, space.runtime)
-        flights = []
-        for legs, x in zip((*todo.whole[:2], todo.bias), tensors, strict=False):
-            flights.append((yield from begin(legs, x, space)))
-        whole: list[Tensor] = []
-        for flight in flights:
-            whole += [(yield from finish(flight, space))]
-        bias = whole[2] if todo.adds else None
+        whole, bias = yield from todo.moved(space, tensors)
         if self.dims[2] is None:
-            return (yield from self._added(todo, space, whole[:2], bias))
-        return (yield from self._placed(todo, space, whole[:2], bias))
+            return (yield from self._added(todo, space, whole, bias))
+        return (yield from self._placed(todo, space, whole, bias))
 
     def _begin(self, todo: Compiled, t: int, space: Session, whole: Sequence[Tensor]) -> Program[list[Program[Tensor]]]:
         """Begin to move panel `t` of the operands; what remains of their way."""
