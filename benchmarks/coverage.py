@@ -6,14 +6,14 @@ Each operator is run on some of torch's samples, in float64 where it has that, i
 of 4 and of 2 x 2 ranks simulated in this process: split, whole and pending, uneven and empty parts included. Values,
 dtypes, shapes and gradients must be those of plain torch; so must those of the in-place form, and what torch refuses
 must be refused with torch's kind of error before anything is sent. With `--state` results are kept in a file, and a run
-that was stopped goes on. `--write` puts the table into docs/operators.md.
+that was stopped goes on. `--write` puts the table into docs/operators.md; with `--torch FILE`, the state of
+`coverage_torch.py`, which runs the same calls on torch's own DTensor, also the counts of both beside each other.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import signal
 import sys
 import time
@@ -21,7 +21,7 @@ import traceback
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,25 +29,30 @@ from random import Random
 from typing import Any
 
 import torch
-from hypothesis import settings
+from operator_cases import (
+    MESHES,
+    Case,
+    Draws,
+    Trial,
+    as_is,
+    bad_inputs_of,
+    compare,
+    described,
+    layout_for,
+    name_of,
+    operators,
+    trials,
+)
+from operator_counts import Kept, Seen, beside, kept_in, put
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard
+from dshard import DTensor, Layout, Replicate
 from dshard.comm import listen
 from dshard.errors import DShardError
-from dshard.ops.moving import leaves, replace_leaves
 from dshard.ops.registry import path_of
 from dshard.tables import text_table
 from dshard.testing import distribute, simulated, whole
 
-PROFILE = settings.get_current_profile_name()
-from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402  # loads a profile of its own
-
-settings.load_profile(PROFILE)
-
-MESHES = (Mesh((4,), ("x",)), Mesh((2, 2), ("x", "y")))
-DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool, torch.bfloat16)
 CLASSES = {
     "rule": "correct by rule",
     "decomposition": "correct by decomposition",
@@ -76,6 +81,7 @@ class Result:
     fallbacks: list[str] = field(default_factory=list)
     random: bool = False
     seconds: float = 0.0
+    seen: list[Seen] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
@@ -96,15 +102,15 @@ class TooSlow(Exception):
 # -- one operator
 
 
-def check_op(op: Any, samples: int, draws: int, seed: int = 0, limit: int = 120) -> Result:
+def check_op(op: Any, samples: int, draws: int, seed: int = 0, limit: int = 120, bad_inputs: int = 1000) -> Result:
     """All that is asked of one entry of op_db."""
     result, start = Result(name_of(op)), time.perf_counter()
-    draw = Random(zlib.crc32(f"{name_of(op)} {seed}".encode()))
     try:
         with time_limit(limit):
-            for sample in samples_of(op, samples):
-                check_sample(op, sample, draws, draw, result)
-            for bad in bad_inputs_of(op)[:samples]:
+            for trial in trials(op, samples, draws, seed):
+                check_trial(trial, result)
+            draw = Random(zlib.crc32(f"{name_of(op)} {seed} refused".encode()))
+            for bad in bad_inputs_of(op)[:bad_inputs]:
                 check_bad_input(op, bad, draw, result)
     except TooSlow:
         result.failures.append(f"took more than {limit} s")
@@ -114,234 +120,69 @@ def check_op(op: Any, samples: int, draws: int, seed: int = 0, limit: int = 120)
     return result
 
 
-def name_of(op: Any) -> str:
-    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
-
-
-def dtype_of(op: Any) -> torch.dtype | None:
-    return next((dtype for dtype in DTYPES if dtype in op.dtypes), None)
-
-
-def samples_of(op: Any, n: int) -> list[Any]:
-    """At most `n` of torch's samples, spread evenly."""
-    dtype = dtype_of(op)
-    if dtype is None:
-        return []
-    gradients = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    torch.manual_seed(0)
-    found = [s for s in op.sample_inputs("cpu", dtype, requires_grad=gradients) if usable(s)]
-    return found[:: max(1, -(-len(found) // n))]
-
-
-def usable(sample: Any) -> bool:
-    tensors = tensors_of((sample.input, sample.args, sample.kwargs))
-    return bool(tensors) and all(
-        x.layout == torch.strided and x.device.type == "cpu" and not x.is_nested and not x.is_quantized for x in tensors
-    )
-
-
-def bad_inputs_of(op: Any) -> list[Any]:
-    if op.error_inputs_func is None:
-        return []
-    return [bad for bad in op.error_inputs("cpu") if usable(bad.sample_input)]
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
-
-
-@dataclass
-class Case:
-    """A call on one device: the arguments, exact in binary so that random terms of a pending sum lose nothing."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @classmethod
-    def of(cls, function: Callable[..., Any], sample: Any) -> Case:
-        args, kwargs = replace_leaves(
-            ((sample.input, *sample.args), sample.kwargs),
-            lambda leaf: exact(leaf) if isinstance(leaf, Tensor) else leaf,
-        )
-        return cls(function, args, kwargs)
-
-    def tensors(self) -> list[Tensor]:
-        return tensors_of((self.args, self.kwargs))
-
-    def run(self, tensors: Sequence[Tensor], wanted: Sequence[bool], weights: list[Tensor] | None) -> Outcome:
-        """The outputs for these operands, and the gradients of the sum of the outputs, weighted."""
-        rest = iter(tensors)
-        args, kwargs = replace_leaves(
-            (self.args, self.kwargs), lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf
-        )
-        outputs = leaves(self.function(*args, **kwargs))
-        with_grad = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
-        if not with_grad or not any(wanted):
-            return Outcome(outputs, [])
-        inputs = [x for x, is_wanted in zip(tensors, wanted, strict=True) if is_wanted]
-        if weights is None:
-            weights = [exact(torch.randn_like(out.detach())) for out in with_grad]
-        else:
-            weights = [
-                distribute(w, Layout(out.layout.mesh, (Replicate(),) * out.layout.mesh.ndim))
-                for w, out in zip(weights, with_grad, strict=True)
-            ]
-        grads = torch.autograd.grad(with_grad, inputs, weights, allow_unused=True)
-        return Outcome(outputs, list(grads), list(weights))
-
-
-@dataclass
-class Outcome:
-    outputs: list[Any]
-    gradients: list[Tensor | None]
-    weights: list[Tensor] = field(default_factory=list)
-
-
-def exact(x: Tensor) -> Tensor:
-    x = x.detach().clone(memory_format=torch.contiguous_format)
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    if x.dtype == torch.float64:
-        return torch.where(x.isfinite(), (x * 2**24).round() / 2**24, x)
-    if x.dtype == torch.complex128:
-        return torch.view_as_complex(exact(torch.view_as_real(x)))
-    return x
-
-
-def check_sample(op: Any, sample: Any, draws: int, draw: Random, result: Result) -> None:
-    for kind, function in (("", op.op), ("in place: ", op.inplace_variant)):
-        if function is None or (kind and not (isinstance(sample.input, Tensor) and changes(function))):
-            continue
-        if kind and sample.broadcasts_input:
-            continue
-        case = Case.of(function, sample)
-        differentiable = not kind and op.supports_autograd
-        try:
-            leafs, wanted = prepared(case, sample, differentiable)
-            expected = case.run(leafs, wanted, None)
-            written = [] if not kind else leafs[:1]
-        except Exception:
-            if not differentiable:
-                continue
-            try:
-                leafs, wanted = prepared(case, sample, False)
-                expected, written = case.run(leafs, wanted, None), []
-            except Exception:
-                continue
-        if not kind and is_random(case, name_of(op)):
-            result.random = True
-        for i in range(draws):
-            check_draw(case, kind, wanted, expected, written, draw, i, result)
-
-
-def changes(function: Any) -> bool:
-    return True
-
-
-def prepared(case: Case, sample: Any, gradients: bool) -> tuple[list[Tensor], list[bool]]:
-    asked = [x.requires_grad for x in tensors_of(((sample.input, *sample.args), sample.kwargs))]
-    wanted = [gradients and a for a in asked]
-    return [x.clone().requires_grad_(w) for x, w in zip(case.tensors(), wanted, strict=True)], wanted
-
-
-class _Draws(TorchDispatchMode):
-    """Notes whether an operator that ran draws random numbers, and how many were done."""
-
-    seen = False
-    done = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
-        out = func(*args, **(kwargs or {}))
-        self.done += 1
-        return out
-
-
-def is_random(case: Case, name: str) -> bool:
-    """Whether the values of a call mean nothing: drawn, or not initialised."""
-    with _Draws() as draws:
-        case.run([x.clone() for x in case.tensors()], [False] * len(case.tensors()), None)
-    return draws.seen or "empty" in name
-
-
-def check_draw(
-    case: Case,
-    kind: str,
-    wanted: list[bool],
-    expected: Outcome,
-    written: list[Tensor],
-    draw: Random,
-    i: int,
-    result: Result,
-) -> None:
-    mesh = MESHES[i % len(MESHES)]
-    laid = [layout_for(x, mesh, draw) for x in case.tensors()]
-    described = f"{kind}{describe(case, laid)}"
+def check_trial(trial: Trial, result: Result) -> None:
+    """One call in the layouts drawn for it."""
+    expected, uninitialised = trial.expected, "empty" in result.op
     paths: set[Any] = set()
+    forward = backward = "error"
+    result.random |= trial.random
     try:
-        with simulated(mesh):
-            tensors = [
-                distribute(x, layout, seed=n) for n, (x, layout) in enumerate(zip(case.tensors(), laid, strict=True))
-            ]
+        with simulated(trial.mesh):
             with torch.enable_grad():
-                tensors = [x.requires_grad_(w) if w else x for x, w in zip(tensors, wanted, strict=True)]
+                tensors = laid_out(trial.case, trial.layouts, trial.wanted)
             with recording(paths):
-                got = case.run(tensors, wanted, expected.weights)
-            gathered = [
-                gather(found, "empty" in result.op) for found in (got.outputs, tensors[: len(written)], got.gradients)
-            ]
-        compare(expected.outputs, gathered[0], "output", result.random)
-        compare(written, gathered[1], "written operand", result.random)
-        if not result.random:
-            compare(expected.gradients, gathered[2], "gradient", False)
+                got = trial.case.run(tensors, trial.wanted, expected.weights, whole_weight)
+            outputs, written, gradients = (
+                gather(found, uninitialised) for found in (got.outputs, tensors[: len(trial.written)], got.gradients)
+            )
+        forward = "wrong"
+        compare(expected.outputs, outputs, "output", trial.random)
+        compare(trial.written, written, "written operand", trial.random)
+        forward, backward = "right", "wrong"
+        if not trial.random:
+            compare(expected.gradients, gradients, "gradient", False)
+        backward = "right"
     except TooSlow:
         raise
     except DShardError as error:
-        note(result.refused, f"{described}: {type(error).__name__}: {error}")
+        note(result.refused, f"{trial}: {type(error).__name__}: {error}")
     except Exception as error:
-        note(result.failures, f"{described}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        note(result.failures, f"{trial}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
     else:
         result.calls += 1
         result.gradients += bool(expected.gradients)
-        result.in_place += bool(kind)
+        result.in_place += trial.in_place
+    if not trial.in_place:
+        result.seen.append((trial.mesh.ndim, forward, backward if expected.gradients else ""))
+    note_paths(paths, trial, result)
+
+
+def note_paths(paths: set[Any], trial: Trial, result: Result) -> None:
+    """Keep the least direct way."""
+    order = ("rule", "decomposition", "fallback")
     for func, path in paths:
         if path == "fallback":
             result.fallbacks = sorted({*result.fallbacks, str(func)})
-        order = ("rule", "decomposition", "fallback")
-        if not kind and order.index(path) > order.index(result.path):
+        if not trial.in_place and order.index(path) > order.index(result.path):
             result.path = path
+
+
+def laid_out(case: Case, layouts: Sequence[Layout], wanted: Sequence[bool]) -> list[Tensor]:
+    """The operands as distributed tensors."""
+    tensors: list[Tensor] = [
+        distribute(x, layout, seed=n) for n, (x, layout) in enumerate(zip(case.tensors(), layouts, strict=True))
+    ]
+    return [x.requires_grad_(w) if w else x for x, w in zip(tensors, wanted, strict=True)]
+
+
+def whole_weight(weight: Tensor, out: Any) -> Tensor:
+    """The weight of an output, whole on all ranks."""
+    return distribute(weight, Layout(out.layout.mesh, (Replicate(),) * out.layout.mesh.ndim))
 
 
 def note(notes: list[str], text: str) -> None:
     if len(notes) < MAX_FAILURES:
         notes.append(text)
-
-
-def layout_for(x: Tensor, mesh: Mesh, draw: Random) -> Layout:
-    sums = [Partial(), Partial(), Partial("avg"), Partial("max"), Partial("min")] if x.is_floating_point() else []
-    if x.is_complex() or x.dtype in (torch.int64, torch.int32):
-        sums = [Partial()]
-    if sums and x.dim() <= 64 and not bool(torch.isfinite(x).all()):
-        sums = [p for p in sums if p.reduce_op in ("max", "min")] if not bool(torch.isnan(x).any()) else []
-    placements: list[Any] = []
-    pending = draw.choice(sums) if sums else None
-    for _ in mesh.shape:
-        kinds = [Replicate(), *map(Shard, range(x.dim())), *map(Shard, range(x.dim()))]
-        if pending is not None and draw.random() < 0.2:
-            placements.append(pending)
-        else:
-            placements.append(draw.choice(kinds))
-    return Layout(mesh, tuple(placements))
-
-
-def describe(case: Case, laid: Sequence[Layout]) -> str:
-    rest = iter(laid)
-    args, kwargs = replace_leaves(
-        (case.args, case.kwargs),
-        lambda leaf: f"{tuple(leaf.shape)}[{next(rest)}]" if isinstance(leaf, Tensor) else leaf,
-    )
-    return f"{args} {kwargs or ''}"
 
 
 @contextmanager
@@ -379,70 +220,46 @@ def gather(values: Sequence[Any], uninitialised: bool) -> list[Any]:
     return found
 
 
-def compare(expected: Sequence[Any], got: Sequence[Any], what: str, shapes_only: bool) -> None:
-    assert len(expected) == len(got), f"{len(got)} {what}s, not {len(expected)}"
-    for right, value in zip(expected, got, strict=True):
-        if not isinstance(right, Tensor):
-            if value is None or isinstance(value, Tensor):
-                assert right is None, f"no {what}"
-                assert value is None or not bool(value.any()), f"{what} {value}, not {right}"
-            elif not shapes_only:
-                assert right == value or (right != right and value != value), f"{what} {value!r}, not {right!r}"
-            continue
-        if value is None:
-            assert not bool(right.any()), f"no {what}"
-            continue
-        assert value.shape == right.shape, f"{what} of shape {tuple(value.shape)}, not {tuple(right.shape)}"
-        assert value.dtype == right.dtype, f"{what} of {value.dtype}, not {right.dtype}"
-        if not shapes_only:
-            loose = {"rtol": 1e-7, "atol": 1e-7} if right.dtype in (torch.float64, torch.complex128) else {}
-            torch.testing.assert_close(value, right.detach(), equal_nan=True, **loose, msg=f"{what}: {{}}".format)
-
-
 def check_bad_input(op: Any, bad: Any, draw: Random, result: Result) -> None:
     """What torch refuses is refused with the same kind of error, before anything is sent.
 
     Not where torch itself computes before it refuses, or where it refuses the values rather than the shapes.
     """
     case = Case.of(op.op, bad.sample_input)
-    copies = [x.clone() for x in case.tensors()]
+    plain = [False] * len(case.tensors())
     try:
-        with _Draws() as before:
-            case.run(copies, [False] * len(copies), None)
+        with Draws() as before:
+            case.run([x.clone() for x in case.tensors()], plain, None, as_is)
         return
     except Exception as error:
         kind = type(error)
     mesh = MESHES[0]
     laid = [layout_for(x, mesh, draw) for x in case.tensors()]
-    described = f"bad input {describe(case, laid)}"
+    told = f"bad input {described(case, laid)}"
     sent: list[Any] = []
     try:
         with simulated(mesh):
-            tensors = [
-                distribute(x, layout, seed=n) for n, (x, layout) in enumerate(zip(case.tensors(), laid, strict=True))
-            ]
+            tensors = laid_out(case, laid, plain)
             with listen(sent.append):
-                case.run(tensors, [False] * len(tensors), None)
+                case.run(tensors, plain, None, as_is)
     except TooSlow:
         raise
     except Exception as error:
         result.bad_inputs += 1
         if not isinstance(error, kind):
-            note(
-                result.failures,
-                f"{described}: {type(error).__name__}, not {kind.__name__}: {' '.join(str(error).split())[:200]}",
-            )
+            message = " ".join(str(error).split())[:200]
+            note(result.failures, f"{told}: {type(error).__name__}, not {kind.__name__}: {message}")
         elif sent and not before.done and not by_value(case):
-            note(result.failures, f"{described}: refused after {len(sent)} collectives ({kind.__name__})")
+            note(result.failures, f"{told}: refused after {len(sent)} collectives ({kind.__name__})")
     else:
-        note(result.failures, f"{described}: not refused ({kind.__name__})")
+        note(result.failures, f"{told}: not refused ({kind.__name__})")
 
 
 def by_value(case: Case) -> bool:
     """Whether other values in tensors of these shapes are not refused: what is in them must be read first."""
     try:
         plain = [torch.ones_like(x) if x.is_floating_point() else torch.zeros_like(x) for x in case.tensors()]
-        case.run(plain, [False] * len(plain), None)
+        case.called(plain)
     except Exception:
         return False
     return True
@@ -465,62 +282,37 @@ def time_limit(seconds: int) -> Iterator[None]:
 # -- all of them
 
 
-def operators(pattern: str) -> list[Any]:
-    return [op for op in op_db if re.search(pattern, name_of(op))]
-
-
 def run_all(options: argparse.Namespace) -> list[Result]:
-    done = read_state(options.state)
+    kept = Kept(options.state, {name: Result(**row) for name, row in kept_in(options.state).items()})
     todo = operators(options.ops)
     results = []
     for i, op in enumerate(todo):
         name = name_of(op)
-        if name not in done:
-            if options.state:
-                write_state(options.state, {"op": name, "failures": ["the process ended"]})
-            done[name] = check_op(op, options.samples, options.draws, options.seed)
-            if options.state:
-                write_state(options.state, asdict(done[name]))
-        results.append(done[name])
+        if name not in kept.rows:
+            kept.write({"op": name, "failures": ["the process ended"]})
+            kept.rows[name] = check_op(op, options.samples, options.draws, options.seed)
+            kept.write(asdict(kept.rows[name]))
+        results.append(kept.rows[name])
         if sys.stderr.isatty():
             print(f"\r{i + 1:4}/{len(todo)} {name:60.60}", end="", file=sys.stderr, flush=True)
     return results
 
 
-def read_state(path: str | None) -> dict[str, Result]:
-    if path is None or not Path(path).exists():
-        return {}
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return {row["op"]: Result(**row) for row in rows}
-
-
-def write_state(path: str, row: dict[str, Any]) -> None:
-    with Path(path).open("a") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def write(results: Sequence[Result]) -> None:
-    """Put the counts into the page about operators."""
-    rows = ["| operators | count |", "|---|---|", *(f"| {meaning} | {n} |" for meaning, n in counted(results))]
-    begin, end = "<!-- counts -->", "<!-- end of counts -->"
-    body = "\n".join([begin, *rows, end])
-    DOCS.write_text(re.sub(f"{begin}.*{end}", lambda _: body, DOCS.read_text(), flags=re.DOTALL))
-
-
-def counted(results: Sequence[Result]) -> list[tuple[str, int]]:
+def counted(results: Sequence[Result]) -> list[list[str]]:
     """How many operators are in each class, and how many calls were compared."""
     found = Counter(result.verdict for result in results)
-    rows = [(meaning, found[verdict]) for verdict, meaning in CLASSES.items()]
-    rows.append(("all entries of op_db", len(results)))
-    rows.append(("calls compared", sum(result.calls for result in results)))
-    rows.append(("of these with gradients", sum(result.gradients for result in results)))
-    rows.append(("of these in place", sum(result.in_place for result in results)))
-    rows.append(("refused arguments compared", sum(result.bad_inputs for result in results)))
-    return rows
-
-
-def table(results: Sequence[Result]) -> str:
-    return text_table(["operators", "count"], [[meaning, str(n)] for meaning, n in counted(results)])
+    asked = len(results) - found["none"]
+    right = asked - found["refused"] - found["wrong"]
+    rows: list[tuple[str, object]] = [(meaning, found[verdict]) for verdict, meaning in CLASSES.items()]
+    rows += [
+        ("all entries of op_db", len(results)),
+        ("correct, of those counted", f"{100 * right / max(asked, 1):.1f} %"),
+        ("calls compared", sum(result.calls for result in results)),
+        ("of these with gradients", sum(result.gradients for result in results)),
+        ("of these in place", sum(result.in_place for result in results)),
+        ("refused arguments compared", sum(result.bad_inputs for result in results)),
+    ]
+    return [[meaning, str(n)] for meaning, n in rows]
 
 
 def main() -> None:
@@ -530,20 +322,27 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=3, help="layouts of each sample")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--state", help="keep results here, and go on from them")
+    parser.add_argument("--torch", help="what coverage_torch.py has kept: shown beside")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/operators.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/operators.md")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     results = run_all(options)
+    tables = {"counts": (["operators", "count"], counted(results))}
+    if options.torch:
+        theirs = {name: row["seen"] for name, row in kept_in(options.torch).items()}
+        tables["beside"] = beside({result.op: result.seen for result in results}, theirs)
     if options.write:
-        write(results)
+        for name, (header, rows) in tables.items():
+            put(DOCS, name, header, rows)
     if options.json:
         print(json.dumps([{**asdict(result), "verdict": result.verdict} for result in results], indent=1))
         return
     for result in results:
         for text in (*result.failures, *result.refused):
             print(f"{result.verdict:8} {result.op}: {text}")
-    print(table(results))
+    for header, rows in tables.values():
+        print(text_table(header, rows))
 
 
 if __name__ == "__main__":

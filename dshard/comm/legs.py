@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dshard.comm.runtime import Group
 from dshard.comm.transfer import Local, Message, span_of, view_of
-from dshard.comm.transport import HALF, reduces
+from dshard.comm.transport import HALF, reduce, reduces
 from dshard.comm.workspace import Session
 from dshard.layout import Layout, Region, Shape
 from dshard.mesh import Coordinate, Mesh
@@ -307,8 +307,12 @@ def _unpack(request: Request, space: Session) -> Tensor:
 
 
 def reduced(terms: Tensor, op: ReduceOp, space: Session) -> Tensor:
-    """The sum or mean of the rows of a buffer, in another one; half precision is summed in single."""
-    assert op in ("sum", "avg"), "products are linear in what is pending"
+    """The rows of a buffer reduced, in another one; half precision is summed in single."""
+    if op not in ("sum", "avg"):  # an operand completed before it is multiplied
+        out = space.take((terms.shape[1],), terms)
+        out.copy_(reduce(terms, op))
+        space.give(terms)
+        return out
     wide = torch.float32 if terms.dtype in HALF else terms.dtype
     total = space.take((terms.shape[1],), terms, wide)
     torch.sum(terms, 0, dtype=wide, out=total)
