@@ -184,7 +184,7 @@ JOINT: dict[str, tuple[Any, Any, list[torch.Tensor]]] = {
     "matmul vector": (matmul_rule, torch.matmul, [reals(5, 3), reals(3)]),
     "linear": (linear_rule, F.linear, [reals(5, 2, 3), reals(7, 3)]),
     "attention": (
-        lambda *shapes: attention_rule(shapes, causal=False, gqa=False),
+        lambda *shapes: attention_rule(shapes, gqa=False),
         F.scaled_dot_product_attention,
         [reals(2, 3, 5, 4), reals(2, 3, 6, 4), reals(2, 3, 6, 2), reals(5, 6)],
     ),

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from dshard.comm import plain
 from dshard.dispatch import common_mesh
-from dshard.joint.run import bound, run_joint
+from dshard.joint.run import Local, autocast, bound, run_joint
+from dshard.mesh import Coordinate
 from dshard.ops.attention import attention_rule
 from dshard.ops.rule import Rule
+from dshard.ops.strategy import Strategy
 
 
 def attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -24,15 +26,26 @@ def attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if dropout:
         _accepted(cls, query, k, v, mask, dropout, causal, scale, gqa)
         return _attention_with_dropout(query, k, v, mask, dropout, causal, scale, gqa)
-    tensors = (query, k, v) if mask is None else (query, k, v, mask)
+    tensors = autocast((query, k, v) if mask is None else (query, k, v, mask))
 
     def local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
 
-    def rule() -> Rule:
-        return attention_rule([tuple(t.shape) for t in tensors], causal, gqa)
+    def kernel(strategy: Strategy, at: Coordinate) -> Local:
+        held = strategy.inputs[0].dim_range(query.dim() - 2, query.shape[-2], at)
+        if not causal or len(held) == query.shape[-2]:
+            return local
 
-    return run_joint(cls, rule, local, tensors, ("attention", causal, scale, gqa))
+        def from_there(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            seen = torch.ones(len(held), k.shape[-2], dtype=torch.bool, device=q.device).tril(held.start)
+            return F.scaled_dot_product_attention(q, k, v, seen, 0.0, scale=scale, enable_gqa=gqa)
+
+        return from_there
+
+    def rule() -> Rule:
+        return attention_rule([tuple(t.shape) for t in tensors], gqa)
+
+    return run_joint(cls, rule, local, tensors, ("attention", causal, scale, gqa), kernel)
 
 
 def _accepted(cls: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dshard.autograd import redistribute
 from dshard.comm import LocalTensor, unstack
 from dshard.joint.attention import attention
+from dshard.joint.embedding import embedding
 from dshard.joint.products import bmm, einsum, linear, matmul, rmatmul
 from dshard.joint.run import bound, plainly
 from dshard.layout import replicated
@@ -103,6 +104,7 @@ _CLOSING: dict[Any, Callable[..., Any]] = {
     Tensor.__rmatmul__: rmatmul,
     F.linear: linear,
     F.scaled_dot_product_attention: attention,
+    F.embedding: embedding,
     torch.tensor_split: tensor_split,
     Tensor.tensor_split: tensor_split,
     Tensor.__getitem__: getitem,

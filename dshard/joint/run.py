@@ -16,9 +16,10 @@ from torch import Tensor
 from dshard.autograd import FromLocal, ToLocal, distributed, redistribute
 from dshard.comm import LocalTensor
 from dshard.dispatch import common_mesh, spec_like
+from dshard.mesh import Coordinate
 from dshard.ops.expand import Operand
 from dshard.ops.matmul.rules import same_dtype
-from dshard.ops.moving import run_on_ranks
+from dshard.ops.moving import coordinate_of, run_on_ranks
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.rule import Rule
 from dshard.ops.settings import current
@@ -27,17 +28,25 @@ from dshard.ops.strategy import Strategy, choose
 from dshard.redistribute import plan
 
 Local: TypeAlias = Callable[..., Tensor]
+Kernel: TypeAlias = Callable[[Strategy, Coordinate], Local]
 Choice: TypeAlias = tuple[Strategy, Spec]
 
 
-def run_joint(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Any:
+def run_joint(
+    cls: Any,
+    rule: Callable[[], Rule],
+    local: Local,
+    tensors: Sequence[Any],
+    key: tuple[Any, ...],
+    kernel: Kernel | None = None,
+) -> Any:
     """`local` on the local parts of `tensors`, as the cheapest strategy of `rule` lays them out.
 
-    `key` tells calls apart whose rule or local operator differ though the specs are alike.
+    `key` tells calls apart whose rule or local operator differ though the specs are alike; `kernel`, where there is
+    one, gives the local operator of each rank.
     """
-    tensors = autocast(tensors)
     choice = decide(cls, rule, local, tensors, key)
-    return run_choice(cls, key, rule, choice, local, tensors)
+    return run_choice(cls, key, rule, choice, local, tensors, kernel)
 
 
 def autocast(tensors: Sequence[Any]) -> Sequence[Any]:
@@ -53,14 +62,20 @@ def autocast(tensors: Sequence[Any]) -> Sequence[Any]:
 
 
 def run_choice(
-    cls: Any, key: tuple[Any, ...], rule: Callable[[], Rule], choice: Choice, local: Local, tensors: Sequence[Any]
+    cls: Any,
+    key: tuple[Any, ...],
+    rule: Callable[[], Rule],
+    choice: Choice,
+    local: Local,
+    tensors: Sequence[Any],
+    kernel: Kernel | None = None,
 ) -> Any:
     """The same, decided already."""
     strategy, out = choice
     if OBSERVERS:
         decision = _decision(cls, key, rule(), strategy, out, tensors)
-        return observed(decision, run_strategy, (cls, strategy, out, local, tensors))
-    return run_strategy(cls, strategy, out, local, tensors)
+        return observed(decision, run_strategy, (cls, strategy, out, local, tensors, kernel))
+    return run_strategy(cls, strategy, out, local, tensors, kernel)
 
 
 def _decision(
@@ -87,7 +102,7 @@ def decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[A
 
 def _decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Choice:
     mesh = common_mesh(cls, key[0], list(tensors))
-    same_dtype(key[0], [t.dtype for t in tensors[:3]])
+    same_dtype(key[0], [t.dtype for t in tensors[:3] if t.is_floating_point() or t.is_complex()])
     specs = [spec_like(cls, t, mesh) for t in tensors]
     with torch.no_grad():
         out = local(*(spec.meta() for spec in specs))
@@ -96,21 +111,30 @@ def _decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[
     return strategy, spec_of(strategy.outputs[0], tuple(out.shape), out.stride(), out.dtype, specs[0].device)
 
 
-def run_strategy(cls: Any, strategy: Strategy, out: Spec, local: Local, tensors: Sequence[Any]) -> Any:
-    """`local` on the local parts of `tensors` under `strategy`, its result a distributed tensor of spec `out`."""
+def run_strategy(
+    cls: Any, strategy: Strategy, out: Spec, local: Local, tensors: Sequence[Any], kernel: Kernel | None = None
+) -> Any:
+    """`local`, or what `kernel` gives each rank, on the local parts of `tensors` under `strategy`.
+
+    The result is a distributed tensor of spec `out`.
+    """
+
+    def local_op(coordinate: Coordinate) -> Local:
+        return local if kernel is None else kernel(strategy, coordinate)
+
+    mesh = out.layout.mesh
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     with torch._C.DisableTorchFunctionSubclass():
         laid = [redistribute(t, layout) for t, layout in zip(tensors, strategy.inputs, strict=True)]
         if not recorded:
-            result = run_on_ranks(out.layout.mesh, lambda coordinate: local, tuple(t._local for t in laid), {})
-            return cls._wrap(result, out)
+            return cls._wrap(run_on_ranks(mesh, local_op, tuple(t._local for t in laid), {}), out)
         if any(type(t._local) is LocalTensor for t in laid):
-            return Simulated.apply(cls, strategy, out, local, *laid)  # type: ignore[no-untyped-call]
+            return Simulated.apply(cls, strategy, out, local_op, *laid)  # type: ignore[no-untyped-call]
         parts = [
             ToLocal.apply(t, layout) if t.requires_grad else t._local  # type: ignore[no-untyped-call]
             for t, layout in zip(laid, strategy.gradients, strict=True)
         ]
-        result = _connected(local(*parts), parts)
+        result = _connected(local_op(coordinate_of(mesh))(*parts), parts)
         return FromLocal.apply(result, cls, out, out.layout.cotangent())  # type: ignore[no-untyped-call]
 
 
@@ -128,12 +152,12 @@ class Simulated(torch.autograd.Function):
     """The same for all ranks simulated in one process: each rank's backward pass is run from its saved operands."""
 
     @staticmethod
-    def forward(ctx: Any, cls: Any, strategy: Strategy, out: Spec, local: Local, *tensors: Any) -> Any:
-        ctx.cls, ctx.strategy, ctx.out, ctx.local = cls, strategy, out, local
+    def forward(
+        ctx: Any, cls: Any, strategy: Strategy, out: Spec, local_op: Callable[[Coordinate], Local], *tensors: Any
+    ) -> Any:
+        ctx.cls, ctx.strategy, ctx.out, ctx.local_op = cls, strategy, out, local_op
         ctx.save_for_backward(*tensors)
-        return cls._wrap(
-            run_on_ranks(out.layout.mesh, lambda coordinate: local, tuple(t._local for t in tensors), {}), out
-        )
+        return cls._wrap(run_on_ranks(out.layout.mesh, local_op, tuple(t._local for t in tensors), {}), out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -141,10 +165,8 @@ class Simulated(torch.autograd.Function):
         tensors = ctx.saved_tensors
         layout = ctx.out.layout.cotangent()
         laid = redistribute(distributed(ctx.cls, grad, layout), layout)
-        pull = _pull_back(ctx.local, ctx.needs_input_grad[4:])
-        grads = run_on_ranks(
-            ctx.out.layout.mesh, lambda coordinate: pull, (laid._local, *(t._local for t in tensors)), {}
-        )
+        needed, operands = ctx.needs_input_grad[4:], (laid._local, *(t._local for t in tensors))
+        grads = run_on_ranks(ctx.out.layout.mesh, lambda at: _pull_back(ctx.local_op(at), needed), operands, {})
         rest = iter(grads)
         wrapped = [
             ctx.cls._wrap(next(rest), t._spec.with_layout(layout)) if needed else None

@@ -9,18 +9,18 @@ from dshard.layout import Shape
 from dshard.ops.rule import Rule, parse_rule
 
 
-def attention_rule(shapes: Sequence[Shape], causal: bool, gqa: bool) -> Rule:
+def attention_rule(shapes: Sequence[Shape], gqa: bool) -> Rule:
     """`scaled_dot_product_attention` of query, key, value and perhaps a mask that is broadcast to the scores.
 
-    A causal mask is about absolute positions, so queries then stay whole, too. With grouped queries, the heads of the
-    query are those of the key times the group that shares one, and split with those.
+    A causal mask is about absolute positions: where queries are split, each rank's kernel knows where its own begin.
+    With grouped queries, the heads of the query are those of the key times the group that shares one, and split with
+    those.
 
-    >>> print(attention_rule([(2, 4, 8, 16), (2, 4, 6, 16), (2, 4, 6, 16)], False, False))
+    >>> print(attention_rule([(2, 4, 8, 16), (2, 4, 6, 16), (2, 4, 6, 16)], False))
     _0 _1 s [d], _0 _1 [t] [d], _0 _1 [t] [e] -> _0 _1 s [e]
     """
-    s = "[s]" if causal else "s"
-    query, key, value, out = f"... {s} [d]", "... [t] [d]", "... [t] [e]", f"... {s} [e]"
-    mask = [f"{'...' if len(shape) > 2 else ''} {s} [t]" for shape in shapes[3:]]
+    query, key, value, out = "... s [d]", "... [t] [d]", "... [t] [e]", "... s [e]"
+    mask = [f"{'...' if len(shape) > 2 else ''} s [t]" for shape in shapes[3:]]
     if not gqa or shapes[0][-3] == shapes[1][-3]:
         return parse_rule(f"{', '.join([query, key, value, *mask])} -> {out}", shapes)
     query, out = (f"... (h [g]) {term[4:]}" for term in (query, out))
@@ -31,10 +31,3 @@ def attention_rule(shapes: Sequence[Shape], causal: bool, gqa: bool) -> Rule:
     ]
     rule = parse_rule(f"{', '.join([query, key, value, *mask])} -> {out}", shapes)
     return replace(rule, sizes=(("g", shapes[0][-3] // shapes[1][-3]),))
-
-
-def _heads(mask: Shape) -> str:
-    """What comes before the scores in a mask for grouped heads."""
-    if len(mask) < 3:
-        return ""
-    return "... 1 " if mask[-3] == 1 else "... (h [g]) "

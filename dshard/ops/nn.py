@@ -45,7 +45,16 @@ def layer_norm_backward(call: Call) -> Rule:
 
 def embedding(call: Call) -> Rule:
     """Table and indices -> rows. A table split over its rows looks up what it has and leaves the sum pending."""
-    indices = names(len(call.shapes[1]), "i")
+    return embedding_rule(len(call.shapes[1]))
+
+
+def embedding_rule(ndim: int) -> Rule:
+    """The rule for indices of `ndim` dims.
+
+    >>> print(embedding_rule(2))
+    v h, i0 i1 -> i0 i1 h
+    """
+    indices = names(ndim, "i")
     return Rule(((("v",), ("h",)), indices), ((*indices, ("h",)),), pending=linear(0))
 
 
