@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dshard.autograd import redistribute
 from dshard.comm import LocalTensor, unstack
+from dshard.joint.along import cross_entropy, rms_norm
 from dshard.joint.attention import attention
 from dshard.joint.embedding import embedding
 from dshard.joint.products import bmm, einsum, linear, matmul, rmatmul
@@ -43,6 +44,16 @@ def completing(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         accept_call(cls, func, args, kwargs)
         args = tuple([_complete(func, arg) if isinstance(arg, cls) and arg._spec.pending else arg for arg in args])
     return plainly(func, args, kwargs)
+
+
+def or_completing(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """What the handler gives, or else `completing`."""
+
+    def handle(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = handler(cls, func, args, kwargs)
+        return completing(cls, func, args, kwargs) if out is None else out
+
+    return handle
 
 
 def _complete(func: Any, x: Any) -> Any:
@@ -121,6 +132,7 @@ NONLINEAR = (
     *(getattr(module, name) for module in (torch, Tensor) for name in ("log_softmax", "log", "sqrt", "rsqrt", "pow")),
 )
 _CLOSING |= dict.fromkeys(NONLINEAR, completing)
+_CLOSING |= {F.cross_entropy: or_completing(cross_entropy), F.rms_norm: or_completing(rms_norm)}
 JOINT: dict[Any, Callable[..., Any]] = {
     **{func: closing(handler) for func, handler in _CLOSING.items()},
     **{func: by_this_door(func) for func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)},

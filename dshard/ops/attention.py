@@ -26,7 +26,7 @@ def attention_rule(shapes: Sequence[Shape], gqa: bool) -> Rule:
     query, out = (f"... (h [g]) {term[4:]}" for term in (query, out))
     key, value = (f"... h {term[4:]}" for term in (key, value))
     mask = [
-        f"... {'(h [g])' if shape[-3] != 1 else '1'} {s} [t]" if len(shape) > 2 else m
+        f"... {'(h [g])' if shape[-3] != 1 else '1'} s [t]" if len(shape) > 2 else m
         for m, shape in zip(mask, shapes[3:], strict=True)
     ]
     rule = parse_rule(f"{', '.join([query, key, value, *mask])} -> {out}", shapes)

@@ -26,6 +26,7 @@ from dshard.ops import (
     reductions,
     shift,
     spread,
+    turn,
     views,
 )
 from dshard.ops.call import Call, Op, writes_first
@@ -185,9 +186,8 @@ def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | 
     if func in spread.SPREAD:
         row = spread.SPREAD[func]
         return lambda args: row.run if row.pays(args) else None
-    if func in blocks.BLOCKS:
-        along = blocks.BLOCKS[func]
-        return lambda args: along.run if along.pays(args) else None
+    if func in blocks.BLOCKS or func in turn.TURNED:
+        return _along(func)
     if func in shift.SHIFTS:
         moves, run = shift.SHIFTS[func]
         return lambda args: run if moves(args) else None
@@ -199,6 +199,14 @@ def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | 
     return None
 
 
+def _along(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None]:
+    """By summaries of blocks, or with the split moved to another dim, where one of these pays."""
+    ways = [(along.pays, along.run) for along in (blocks.BLOCKS.get(func),) if along is not None]
+    if func in turn.TURNED:
+        ways.append((turn.pays(func), turn.run))
+    return lambda args: next((run for pays, run in ways if pays(args)), None)
+
+
 Path: TypeAlias = Literal["rule", "decomposition", "fallback"]
 
 
@@ -207,7 +215,8 @@ def path_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     facts = known(func)
     instead = None if facts.instead is None else facts.instead(args)
     if instead is not None:
-        return "rule" if instead in RULED or func in blocks.BLOCKS or func in shift.SHIFTS else "decomposition"
+        ruled = instead in RULED or any(func in table for table in (blocks.BLOCKS, shift.SHIFTS, turn.TURNED))
+        return "rule" if ruled else "decomposition"
     if facts.op is not None:
         return "rule"
     return "fallback" if decomposition_of(func) is None else "decomposition"

@@ -189,6 +189,56 @@ def slice_backward(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: di
     return shifted(cls, str(func), [grad], dim, (Move(0, range(grad.shape[dim]), first),), out)
 
 
+def slice_scatter(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor with a run of indices replaced: what replaces them comes to where they are."""
+    x, part, dim, start, end, _ = _scatter_arguments(*args, **kwargs)
+    (out,) = _inferred(func, args, kwargs)
+    dim, x = dim % x.dim(), settled(x, str(func))
+    new = relaid(part, x._spec.layout, str(func))
+    put = range(*slice(start, end).indices(x.shape[dim]))
+    before, after = range(put.start), range(put.stop, x.shape[dim])
+    moves = (Move(0, before, 0), Move(1, range(len(put)), put.start), Move(0, after, put.stop))
+    return shifted(cls, str(func), [x, new], dim, tuple(move for move in moves if move.src), out)
+
+
+def _scatter_arguments(
+    x: Any, part: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> tuple[Any, Any, int, int | None, int | None, int]:
+    return x, part, dim, start, end, step
+
+
+def pad(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Dims grow at their ends by a value, or shrink: split ones one by one, the others on each rank."""
+    _inferred(func, args, kwargs)
+    x, pads = args[0], args[1]
+    value = args[2] if len(args) > 2 else kwargs.get("value", 0)
+    x = settled(x, str(func)) if value else x
+    local = list(pads)
+    for i in range(len(pads) // 2):
+        dim, (low, high) = x.dim() - 1 - i, pads[2 * i : 2 * i + 2]
+        if not (low or high) or not split_axes(x._spec.layout, (dim,)):
+            continue
+        local[2 * i : 2 * i + 2] = [0, 0]
+        (out,) = _inferred(func, (x, [0, 0] * i + [low, high], value), {})
+        kept = range(max(0, -low), x.shape[dim] - max(0, -high))
+        x = shifted(cls, str(func), [x], dim, (Move(0, kept, max(0, low)),), out, value)
+    return func(x, local, value) if any(local) else x
+
+
+def repeat(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Dims so many times after themselves: split ones one by one, the others on each rank."""
+    _inferred(func, args, kwargs)
+    x, times = args[0], list(args[1])
+    new = len(times) - x.dim()
+    for dim in range(x.dim()):
+        n = x.shape[dim]
+        if times[new + dim] > 1 and split_axes(x._spec.layout, (dim,)):
+            (out,) = _inferred(func, (x, [times[new + dim] if d == dim else 1 for d in range(x.dim())]), {})
+            x = shifted(cls, str(func), [x], dim, tuple(Move(0, range(n), i * n) for i in range(times[new + dim])), out)
+            times[new + dim] = 1
+    return func(x, times)
+
+
 def flip(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dims in the opposite order, one by one."""
     _inferred(func, args, kwargs)
@@ -266,6 +316,43 @@ def _fills(args: tuple[Any, ...]) -> bool:
     return step == 1 and _is_split(grad, dim) and grad.shape[dim] != sizes[dim]
 
 
+def _replaces(args: tuple[Any, ...]) -> bool:
+    """Whether a run of indices of a split dim is replaced."""
+    x, part, dim, start, end, step = _scatter_arguments(*args)
+    return (
+        step == 1
+        and hasattr(part, "_spec")
+        and _is_split(x, dim)
+        and part.dim() == x.dim()
+        and part.dtype == x.dtype
+        and 0 < part.shape[dim] == len(range(*slice(start, end).indices(x.shape[dim])))
+    )
+
+
+def _pads(args: tuple[Any, ...]) -> bool:
+    """Whether a split dim grows or shrinks, and something of it stays."""
+    x, pads = args[0], args[1]
+    if len(pads) % 2 or len(pads) > 2 * x.dim():
+        return False
+    changed = {x.dim() - 1 - i: pads[2 * i : 2 * i + 2] for i in range(len(pads) // 2) if any(pads[2 * i : 2 * i + 2])}
+    stays = all(max(0, -low) + max(0, -high) < x.shape[dim] for dim, (low, high) in changed.items())
+    return stays and _is_split(x, *changed)
+
+
+def _repeats(args: tuple[Any, ...]) -> bool:
+    """Whether a split dim is repeated, fewer times than it has parts: else every rank needs nearly all of it."""
+    x, times = args
+    new = len(times) - x.dim()
+    more = [dim for dim in range(x.dim()) if new >= 0 and times[new + dim] > 1]
+    return bool(more) and _is_split(x, *more) and min(times) > 0 and all(_few(x, d, times[new + d]) for d in more)
+
+
+def _few(x: Any, dim: int, times: int) -> bool:
+    layout = x._spec.layout
+    axes = split_axes(layout, (dim,))
+    return not axes or times < prod(layout.mesh.shape[axis] for axis in axes)
+
+
 def _turns(args: tuple[Any, ...]) -> bool:
     return _is_split(args[0], *args[1])
 
@@ -287,6 +374,9 @@ When: TypeAlias = Callable[[tuple[Any, ...]], bool]
 SHIFTS: dict[OpOverload, tuple[When, Custom]] = {
     _ATEN.slice.Tensor: (_cuts, slice_),
     _ATEN.slice_backward.default: (_fills, slice_backward),
+    _ATEN.slice_scatter.default: (_replaces, slice_scatter),
+    _ATEN.constant_pad_nd.default: (_pads, pad),
+    _ATEN.repeat.default: (_repeats, repeat),
     _ATEN.flip.default: (_turns, flip),
     _ATEN.roll.default: (_rolls, roll),
     _ATEN.cat.default: (_joins, cat),
