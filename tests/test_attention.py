@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import dshard
 from dshard import Layout, Mesh, Placement, Replicate, Shard, trace
 from dshard.testing import distribute, simulated, whole
+from dshard.trace import Traced
 
 MESH = Mesh((2, 2), ("dp", "tp"))
 
@@ -18,11 +20,11 @@ def reals(*shape: int) -> Tensor:
 
 
 def attended(
-    heads: tuple[int, int], placements: tuple[Placement, ...], *, causal: bool
-) -> tuple[list[Tensor], list[Tensor], list[str]]:
+    heads: tuple[int, int], placements: tuple[Placement, ...], *, causal: bool, queries: int = 6
+) -> tuple[list[Tensor], list[Tensor], list[Traced]]:
     """The result and gradients on ranks, those of one device, and the collectives of both passes."""
-    values = [reals(4, heads[0], 6, 8), reals(4, heads[1], 6, 8), reals(4, heads[1], 6, 8)]
-    grad, options = reals(4, heads[0], 6, 8), {"is_causal": causal, "enable_gqa": heads[0] != heads[1]}
+    values = [reals(4, n, queries, 8) for n in (heads[0], heads[1], heads[1])]
+    grad, options = reals(4, heads[0], queries, 8), {"is_causal": causal, "enable_gqa": heads[0] != heads[1]}
     leaves = [x.clone().requires_grad_() for x in values]
     expected = F.scaled_dot_product_attention(*leaves, **options)  # type: ignore[arg-type]
     expected.backward(grad)
@@ -32,7 +34,7 @@ def attended(
             out = F.scaled_dot_product_attention(*laid, **options)  # type: ignore[arg-type]
             out.backward(distribute(grad, out.layout.cotangent()))
         found = [whole(x.detach()) for x in (out, *(x.grad for x in laid))]
-    return found, [expected.detach(), *(x.grad for x in leaves)], [event.collective for event in sent.events]
+    return found, [expected.detach(), *(x.grad for x in leaves)], sent.events
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -45,10 +47,45 @@ def test_split_heads_send_nothing(heads: tuple[int, int], causal: bool) -> None:
         torch.testing.assert_close(mine, right)
 
 
-def test_split_queries_gather_keys_and_values_alone() -> None:
-    found, expected, sent = attended((4, 4), (Replicate(), Shard(2)), causal=False)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["GPT", "Llama"])
+@pytest.mark.parametrize("queries", [6, 5], ids=["even", "uneven"])
+def test_split_queries_gather_keys_and_values_alone(heads: tuple[int, int], queries: int, causal: bool) -> None:
+    found, expected, sent = attended(heads, (Replicate(), Shard(2)), causal=causal, queries=queries)
 
-    assert sent[:2] == ["all_gather", "all_gather"]
-    assert "all_gather" not in sent[2:], "going back, only gradients of keys and values are reduced"
+    rows = -(-queries // 2)  # of keys, and of values, that the busiest rank lacks
+    assert [event.collective for event in sent] == ["all_gather"] * 2 + ["reduce_scatter"] * 2
+    assert [event.nbytes for event in sent[:2]] == [4 * heads[1] * rows * 8 * 8] * 2
     for mine, right in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, right)
+
+
+def test_a_causal_mask_counts_from_the_first_query_of_the_rank() -> None:
+    """More queries than ranks divide, more keys than queries, a rank without any."""
+    for queries, keys in ((5, 7), (7, 5), (3, 3)):
+        values = [reals(2, 3, queries, 4), reals(2, 3, keys, 4), reals(2, 3, keys, 4)]
+        mesh = Mesh((4,), ("cp",))
+        with simulated(mesh):
+            laid = [distribute(x, Layout(mesh, (Shard(2),))) for x in values]
+            out = F.scaled_dot_product_attention(laid[0], laid[1], laid[2], is_causal=True)
+
+        assert out.placements == (Shard(2),)
+        torch.testing.assert_close(whole(out), F.scaled_dot_product_attention(*values, is_causal=True))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("placements", [(Replicate(), Replicate()), (Shard(0), Replicate()), (Replicate(), Shard(1))])
+@pytest.mark.parametrize("causal", [False, True])
+def test_replicas_of_attention_drop_the_same(placements: tuple[Placement, ...], causal: bool) -> None:
+    """With one-hot values the output is the weights: what was dropped shows, the same on all replicas and meshes."""
+    q, k = reals(4, 2, 6, 8), reals(4, 2, 6, 8) + 1
+    shown = torch.eye(6, dtype=torch.float64).expand(4, 2, 6, 6)
+    masks = []
+    for mesh, laid in ((MESH, placements), (Mesh((1,), ("one",)), (Replicate(),))):
+        with simulated(mesh):
+            dshard.manual_seed(5)
+            operands = [distribute(x, Layout(mesh, laid)) for x in (q, k, shown)]
+            out = F.scaled_dot_product_attention(*operands, dropout_p=0.5, is_causal=causal)
+            masks.append(whole(out) == 0)  # whole: replicas are equal to the bit
+
+    assert torch.equal(masks[0], masks[1])
+    assert 0.3 < masks[0][..., -1, :].double().mean() < 0.7
