@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from single_device import Case, Function, as_tuple, assert_same_as_single_device, rows
+from single_device import Case, Function, as_tuple, assert_same_as_single_device, on_one_device, rows
 from torch import Tensor
 
 from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -341,3 +341,18 @@ def _close(found: Any, expected: Any) -> bool:
     if isinstance(expected, Tensor):
         return found.dtype == expected.dtype and torch.allclose(found, expected, rtol=1e-12, equal_nan=True)
     return bool(found == pytest.approx(expected, rel=1e-12))
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_a_pending_extreme_is_completed_for_a_product_and_for_its_gradient(op: ReduceOp) -> None:
+    mesh = Mesh((4,))
+    a, b = (rows(10, 5, 10).requires_grad_(), rows(10, 10, 5).requires_grad_())
+    expected, cotangents, gradients = on_one_device(torch.bmm, (a, b))
+    with simulated(mesh):
+        x = distribute(a.detach(), Layout(mesh, (Partial(op),))).requires_grad_()
+        y = distribute(b.detach(), Layout(mesh, (Shard(0),))).requires_grad_()
+        out = torch.bmm(x, y)
+        out.backward(distribute(cotangents[0], out.layout.cotangent()))
+
+        for found, right in zip((out.detach(), x.grad, y.grad), (expected[0], *gradients), strict=True):
+            torch.testing.assert_close(whole(found), right)
