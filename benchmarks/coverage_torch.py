@@ -114,8 +114,8 @@ def judged(expected: list[Any], found: list[Any], what: str, trial: Trial, name:
 # -- from here
 
 
-def check_op(pool: RankPool, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What was seen of one operator; after a call that does not return no more are tried."""
+def check_op(pool: RankPool, name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """What was seen of one operator, None if ranks did not start; after a call that does not return none is tried."""
     asked = (name, options.samples, options.draws, options.seed)
     seen: list[tuple[int, str, str]] = []
     notes: list[str] = []
@@ -123,7 +123,8 @@ def check_op(pool: RankPool, name: str, options: argparse.Namespace) -> dict[str
     try:
         kinds = pool.run(prepare, *asked, timeout=START_LIMIT)[0]
     except RankError as error:
-        return {"op": name, "seen": [], "notes": [f"cannot be asked: {str(error)[-500:]}"], "seconds": 0.0}
+        print(f"{name}: ranks did not start: {str(error)[:200]}", file=sys.stderr, flush=True)
+        return None
     for i, (axes, has_gradients) in enumerate(kinds):
         first = call(pool, forward, i, asked, notes, options.limit)
         second = "" if not has_gradients else first
@@ -164,9 +165,10 @@ def main() -> None:
             name = name_of(op)
             if name in kept.rows:
                 continue
-            kept.rows[name] = check_op(pool, name, options)
-            kept.write(kept.rows[name])
-            print(f"{name:60} {kept.rows[name]['seconds']:6.1f} s", file=sys.stderr, flush=True)
+            row = check_op(pool, name, options)
+            if row is not None:  # else the next run asks again
+                kept.write(row)
+                print(f"{name:60} {row['seconds']:6.1f} s", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
