@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
 from dshard.errors import MeshError
@@ -26,6 +26,7 @@ __all__ = [
     "LocalTensor",
     "Runtime",
     "bind",
+    "current_mesh",
     "device_mesh_of",
     "init_device_mesh",
     "ranks_per_host",
@@ -222,6 +223,19 @@ def _pure_of(device_mesh: DeviceMesh, ranks: Any) -> Mesh:
 def runtime_of(mesh: Mesh) -> Runtime | None:
     """The processes behind `mesh`, or None for a mesh that only plans."""
     return _RUNTIMES.get(mesh)
+
+
+def current_mesh() -> DeviceMesh:
+    """torch's mesh whose `with mesh:` block this call is in.
+
+    Raises:
+        MeshError: it is in none.
+    """
+    try:
+        found: DeviceMesh = _mesh_resources.get_current_mesh()
+    except RuntimeError as error:
+        raise MeshError("no mesh was given: pass a DeviceMesh, or call within `with mesh:`") from error
+    return found
 
 
 def ranks_per_host(mesh: Mesh) -> int | None:

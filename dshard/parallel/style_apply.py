@@ -1,0 +1,71 @@
+"""Styles applied to the modules that a plan names."""
+
+from __future__ import annotations
+
+import warnings
+from fnmatch import fnmatch
+
+from torch import nn
+
+from dshard.comm import current_mesh
+from dshard.errors import LayoutError
+from dshard.parallel.style import AnyMesh, ParallelStyle, one_axis
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: AnyMesh | None = None,
+    parallelize_plan: ParallelStyle | dict[str, ParallelStyle] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Lay out a module in place on a mesh of one axis, and return it, as torch's function of this name does.
+
+    The plan is a style for the module itself, or a style for each name of submodules: names may have wildcards in each
+    of their parts ("layers.*.wq"); "" is the module itself. A name that no submodule has is a warning. Without a mesh
+    that of the `with mesh:` block around the call is taken. `src_data_rank`, a rank's number on the mesh, has the
+    parameters that all get; with None each rank keeps its part of its own and nothing is sent.
+
+    Raises:
+        LayoutError: a mesh of several axes, or something that is no style.
+        MeshError: no mesh, or no processes.
+    """
+    mesh = current_mesh() if device_mesh is None else device_mesh
+    one_axis(mesh)
+    if parallelize_plan is None:
+        warnings.warn("parallelize_module has no parallelize_plan, and leaves the module as it is", stacklevel=2)
+        return module
+    plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
+    _check(plan)
+    for name, style in plan.items():
+        found = _matching(module, name.split(".") if name else [])
+        if not found:
+            warnings.warn(
+                f"parallelize_module: {name!r} names no submodule of {type(module).__name__} and does nothing",
+                stacklevel=2,
+            )
+        style.src_data_rank = src_data_rank
+        for submodule in found:
+            style._apply(submodule, mesh)
+    return module
+
+
+def _check(plan: object) -> None:
+    if not isinstance(plan, dict):
+        raise LayoutError(
+            f"parallelize_plan is {type(plan).__name__}: give a ParallelStyle, or a dict of them by module name"
+        )
+    for name, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise LayoutError(
+                f"parallelize_plan[{name!r}] is {style!r}: give a ParallelStyle, such as ColwiseParallel()"
+            )
+
+
+def _matching(module: nn.Module, parts: list[str]) -> list[nn.Module]:
+    """The submodules whose path matches, part by part."""
+    if not parts:
+        return [module]
+    first, *rest = parts
+    children = [child for name, child in module.named_children() if fnmatch(name, first)]
+    return [found for child in children for found in _matching(child, rest)]
