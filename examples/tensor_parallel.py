@@ -11,6 +11,7 @@ from torch import nn
 
 from dshard import Replicate, Shard, init_device_mesh
 from dshard.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+
 from dshard.parallel import loss_parallel, parallelize_module  # isort: skip
 
 WORDS, WIDTH, HEADS, RANKS = 64, 32, 4, 4

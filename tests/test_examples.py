@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LONGEST = {"tensor_parallel": 110}
+"""Lines of an example: 80, but for one that follows a program written for another library."""
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -21,4 +23,4 @@ def test_an_example_runs(example):
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-    assert len(example.read_text().splitlines()) <= 80
+    assert len(example.read_text().splitlines()) <= LONGEST.get(example.stem, 80)
