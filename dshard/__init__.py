@@ -3,6 +3,7 @@
 from dshard import calibrate as calibrate
 from dshard.comm import DeviceMesh, init_device_mesh
 from dshard.errors import (
+    CheckpointError,
     DShardError,
     DtypeError,
     LayoutError,
@@ -29,6 +30,7 @@ from dshard.trace import strict, trace
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "DShardError",
     "DTensor",
     "DeviceMesh",

@@ -9,6 +9,7 @@
     ├── NotationError   text that is no placement, layout or rule       (also a ValueError)
     ├── StrategyError   a strategy that does not exist, or not here     (also a ValueError)
     ├── TopologyError   a network or device that cannot be              (also a ValueError)
+    ├── CheckpointError a checkpoint that cannot be saved or loaded     (also a RuntimeError)
     ├── RankError       a rank of the pool failed                       (also a RuntimeError)
     └── RuleError       check_rule found an operator wrong              (also an AssertionError)
 
@@ -52,6 +53,10 @@ class StrategyError(DShardError, ValueError):
 
 class TopologyError(DShardError, ValueError):
     """A network or device that cannot be, a file that describes none, or one for other ranks."""
+
+
+class CheckpointError(DShardError, RuntimeError):
+    """A checkpoint that cannot be written or read, or is not what is asked for."""
 
 
 class RankError(DShardError, RuntimeError):

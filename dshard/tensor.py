@@ -17,6 +17,7 @@ from dshard.errors import LayoutError, MeshError, ShapeError
 from dshard.joint import JOINT
 from dshard.layout import Layout, layout_of, replicated
 from dshard.mesh import Mesh
+from dshard.ops import stored
 from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
 from dshard.ops.mixed import MADE_PLAIN, PLAIN, refuse_plain
@@ -183,6 +184,17 @@ class DTensor(torch.Tensor):
         with torch.no_grad():
             copy = self._wrap(self._local.clone(), self._spec)
         return _restore(copy, self.requires_grad, isinstance(self, torch.nn.Parameter), memo, self)
+
+    # -- what torch.distributed.checkpoint asks of a tensor
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return stored.write_items(fqn, self._local, self._spec)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return stored.chunks(self._spec)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return stored.part(self._local, self._spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         spec = self._spec

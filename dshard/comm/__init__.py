@@ -1,6 +1,13 @@
 """The one door to torch.distributed: plans run here, and every collective is told to whoever listens."""
 
-from dshard.comm.agree import checked_shape, global_shape, same_replicas, same_topology
+from dshard.comm.agree import (
+    checked_shape,
+    gather_objects,
+    global_shape,
+    group_rank,
+    same_replicas,
+    same_topology,
+)
 from dshard.comm.debug import compare_draws
 from dshard.comm.events import Event, listen
 from dshard.comm.legs import Flight, Leg, Program, Request, begin, finish, flat, legs_of, passing, same_memory
@@ -50,7 +57,9 @@ __all__ = [
     "each",
     "finish",
     "flat",
+    "gather_objects",
     "global_shape",
+    "group_rank",
     "init_device_mesh",
     "legs_of",
     "listen",

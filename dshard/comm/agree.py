@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm import transport
@@ -54,6 +57,20 @@ def checked_shape(local: Tensor, layout: Layout, shape: Shape) -> Shape:
         found = {} if coordinate is None else {coordinate: _shape(local)}
     _check(found, layout, shape)
     return shape
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank of a process group, or of the world, gives; alone, where there is none."""
+    if not dist.is_initialized() or simulated_ranks() is not None:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def group_rank(group: dist.ProcessGroup | None = None) -> int:
+    """The number of this process in a process group, or in the world; 0 where there is none."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def same_replicas(local: Tensor, layout: Layout) -> Tensor:

@@ -1,0 +1,61 @@
+"""A nested state as flat names: those that torch.distributed.checkpoint gives, "optimizer.state.0.exp_avg"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dshard.errors import CheckpointError
+from dshard.tensor import DTensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """A value of the state, and where it stands."""
+
+    name: str
+    container: Any
+    key: Any
+
+    @property
+    def value(self) -> Any:
+        """What stands there now."""
+        return self.container[self.key]
+
+
+def leaves(state: Mapping[str, Any]) -> dict[str, Leaf]:
+    """The leaves of a state by name: of dicts, and of lists that hold tensors or dicts.
+
+    >>> list(leaves({"model": {"w": 1}, "groups": [{"lr": 0.1, "params": [0, 1]}]}))
+    ['model.w', 'groups.0.lr', 'groups.0.params']
+
+    Raises:
+        CheckpointError: two leaves of one name, or a distributed tensor where it cannot be found again.
+    """
+    found: dict[str, Leaf] = {}
+    for leaf in _leaves("", state):
+        if leaf.name in found:
+            raise CheckpointError(f"two values of the state are called {leaf.name!r}: rename one of them")
+        found[leaf.name] = leaf
+    return found
+
+
+def _leaves(prefix: str, container: Any) -> Iterator[Leaf]:
+    pairs = container.items() if isinstance(container, Mapping) else enumerate(container)
+    for key, value in list(pairs):
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) or (isinstance(value, list) and any(map(_is_inner, value))):
+            yield from _leaves(f"{name}.", value)
+            continue
+        if isinstance(value, tuple | set) and any(isinstance(item, DTensor) for item in value):
+            raise CheckpointError(
+                f"{name!r} is a {type(value).__name__} of distributed tensors: put them into a list or a dict"
+            )
+        yield Leaf(name, container, key)
+
+
+def _is_inner(value: Any) -> bool:
+    return isinstance(value, Tensor | Mapping) or (isinstance(value, list) and any(map(_is_inner, value)))

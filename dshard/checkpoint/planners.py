@@ -1,0 +1,71 @@
+"""torch's planners, which tell how far they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Bytes that this rank has written or read, of all that it will."""
+
+    done: int
+    total: int
+
+
+Report = Callable[[Progress], object]
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Each rank writes what the plan gives it, and tells of each tensor that it turns to."""
+
+    def __init__(self, report: Report | None) -> None:
+        super().__init__()
+        self.report, self.done, self.total = report, 0, 0
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        """Know the bytes of the plan."""
+        self.total = sum(item.tensor_storage_size() or 0 for item in new_plan.items)
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: Any) -> Any:
+        """The data of one item."""
+        self.done += write_item.tensor_storage_size() or 0
+        if self.report is not None:
+            self.report(Progress(self.done, self.total))
+        return super().resolve_data(write_item)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Each rank reads what it holds, and tells of each part that it has read."""
+
+    def __init__(self, report: Report | None) -> None:
+        super().__init__()
+        self.report, self.done, self.total = report, 0, 0
+
+    def finish_plan(self, central_plan: Any) -> Any:
+        """Know the bytes of the plan."""
+        self.total = sum(prod(item.lengths) * self._itemsize(item.dest_index.fqn) for item in central_plan.items)
+        return super().finish_plan(central_plan)
+
+    def _itemsize(self, name: str) -> int:
+        assert self.metadata is not None
+        match self.metadata.state_dict_metadata[name]:
+            case TensorStorageMetadata(properties=properties):
+                return properties.dtype.itemsize
+            case _:
+                return 0
+
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+        """Say that this part has been read."""
+        super().commit_tensor(read_item, tensor)
+        self.done += tensor.nbytes
+        if self.report is not None:
+            self.report(Progress(self.done, self.total))

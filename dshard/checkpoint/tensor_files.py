@@ -1,0 +1,221 @@
+"""Files of safetensors: read straight into shards, each rank its own parts alone; written by all ranks at once.
+
+The format (https://huggingface.co/docs/safetensors): eight bytes of the header's length, the header as JSON with name,
+dtype, shape and offsets of each tensor, then the tensors, row-major, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from ctypes import c_ubyte
+from importlib import import_module
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dshard import comm
+from dshard.checkpoint.flat import leaves
+from dshard.checkpoint.store import agree, failing, once, settled_state, states
+from dshard.errors import CheckpointError
+from dshard.layout import Region, Shape
+from dshard.ops.stored import boxes
+from dshard.tensor import DTensor
+
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""What the format calls dtypes."""
+
+
+def load_safetensors(state: dict[str, Any], path: str | os.PathLike[str]) -> int:
+    """Fill the tensors of a state, distributed or plain, from a plain state dict; the bytes that this rank has read.
+
+    `path` is a file, or a directory of files, such as models are published in. Of each tensor a rank reads only the
+    part that it holds. Values are converted to the dtype of the tensor that they fill. Names that the state lacks are left
+    alone. Needs the extra `safetensors`.
+
+    Raises:
+        CheckpointError: a name or file is missing, a shape differs, or safetensors is not installed.
+    """
+    library = _library()
+    found = {name: leaf.value for name, leaf in leaves(states(state)).items() if isinstance(leaf.value, Tensor)}
+    with ExitStack() as stack, failing(f"loading from {path}"):
+        files, problems = _opened(library, Path(path), stack)
+        problems += [problem for name, value in found.items() for problem in _problem(files, name, value)]
+        agree(problems, path, None)
+        return sum(_fill(files[name], name, value) for name, value in found.items())
+
+
+def _library() -> Any:
+    try:
+        return import_module("safetensors")
+    except ImportError:
+        raise CheckpointError("safetensors is not installed: pip install 'dshard[safetensors]'") from None
+
+
+def _opened(library: Any, path: Path, stack: ExitStack) -> tuple[dict[str, Any], list[str]]:
+    """The open file that has each name, and what cannot be opened."""
+    paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files: dict[str, Any] = {}
+    problems = [] if paths else ["it has no file that ends in .safetensors"]
+    for each in paths:
+        try:
+            file = stack.enter_context(library.safe_open(str(each), framework="pt", device="cpu"))
+        except (OSError, library.SafetensorError) as error:
+            problems.append(f"{each.name} cannot be read: {error}")
+            continue
+        files |= dict.fromkeys(file.keys(), file)
+    return files, problems
+
+
+def _problem(files: Mapping[str, Any], name: str, value: Tensor) -> Iterator[str]:
+    if name not in files:
+        yield f"it has no {name!r}; it has {' '.join(sorted(files)[:8]) or 'nothing'}"
+        return
+    shape = tuple(files[name].get_slice(name).get_shape())
+    if shape != tuple(value.shape):
+        yield f"{name!r} has shape {shape} in the file and {tuple(value.shape)} here"
+    if isinstance(value, DTensor) and value.layout.partial_axes():
+        yield f"{name!r} is to lie [{value.layout}], and a pending reduction cannot be loaded: use Shard or Replicate"
+
+
+def _fill(file: Any, name: str, value: Tensor) -> int:
+    """Read what this rank holds, and nothing else."""
+    nbytes = 0
+    target = value._local if isinstance(value, DTensor) else value.detach()
+    for box in boxes(value._spec) if isinstance(value, DTensor) else [tuple(map(range, value.shape))]:
+        if not target.numel():
+            continue
+        part = file.get_slice(name)[tuple(slice(r.start, r.stop) for r in box)] if box else file.get_tensor(name)
+        nbytes += part.nbytes
+        with torch.no_grad():
+            target.copy_(part)
+    return nbytes
+
+
+def save_safetensors(
+    state: Mapping[str, Any], path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Write the tensors of a state as one file of safetensors, whole, on all ranks together.
+
+    Nothing is gathered: of each part one of the ranks that hold it writes the rows where they belong, on a file system
+    that all ranks share. Values that are no tensors are left out. The file takes its place when it is complete.
+
+    Raises:
+        CheckpointError: a dtype that the format does not have, or something could not be written.
+    """
+    path = Path(path)
+    partial = path.parent / f".{path.name}.partial"
+    with torch.no_grad():
+        settled = settled_state(states(dict(state)))
+    found = {name: leaf.value for name, leaf in leaves(settled).items() if isinstance(leaf.value, Tensor)}
+    unknown = [
+        f"{name!r} is {x.dtype}, which the format does not have" for name, x in found.items() if x.dtype not in NAMES
+    ]
+    if unknown:
+        raise CheckpointError(f"cannot save to {path}:\n  " + "\n  ".join(unknown))
+    header, offsets, size = _header(found)
+
+    def begin() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            file.write(header)
+            file.truncate(size)
+
+    with failing(f"saving to {path}: what was there before stays as it was"):
+        once(begin, process_group)
+        with open(partial, "r+b") as file:
+            for name, value in found.items():
+                _write(file.fileno(), offsets[name], value, process_group)
+            os.fsync(file.fileno())
+        comm.gather_objects(None, process_group)
+        once(lambda: os.replace(partial, path), process_group)
+
+
+def _header(found: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
+    """The header, where in the file each tensor begins, and the size of the file; the widest dtypes come first."""
+    ordered = sorted(found, key=lambda name: (-found[name].dtype.itemsize, name))
+    entries, at, begins = {}, 0, {}
+    for name in ordered:
+        x = found[name]
+        begins[name], end = at, at + x.numel() * x.dtype.itemsize
+        entries[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: first + begin for name, begin in begins.items()}, first + at
+
+
+def _write(file: int, offset: int, value: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Write what this rank holds and no rank before it does."""
+    if isinstance(value, DTensor):
+        if not _is_first_holder(value):
+            return
+        local, held = value._local, boxes(value._spec)
+    else:
+        local, held = value.detach(), [tuple(map(range, value.shape))] if comm.group_rank(group) == 0 else []
+    for box in held:
+        local, at = local.contiguous().cpu(), 0
+        data = memoryview((c_ubyte * local.nbytes).from_address(local.data_ptr()) if local.nbytes else b"")
+        for begin, length in runs(tuple(value.shape), box):
+            nbytes = length * value.dtype.itemsize
+            _write_all(file, data[at : at + nbytes], offset + begin * value.dtype.itemsize)
+            at += nbytes
+
+
+def _is_first_holder(value: DTensor) -> bool:
+    """Whether this rank comes first among those that hold the same part: at 0 on every axis that splits nothing."""
+    layout = value.layout
+    runtime = comm.runtime_of(layout.mesh)
+    split = {axis for dim in layout.sharded_dims() for axis in layout.axes_of(dim)}
+    at = None if runtime is None else runtime.coordinate
+    return at is not None and all(at[axis] == 0 for axis in range(layout.mesh.ndim) if axis not in split)
+
+
+def _write_all(file: int, data: Any, offset: int) -> None:
+    while len(data):
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def runs(shape: Shape, box: Region) -> Iterator[tuple[int, int]]:
+    """Where the elements of a box lie in the whole row-major tensor: begin and length of each run of neighbours.
+
+    >>> list(runs((4, 6), (range(1, 3), range(2, 5))))
+    [(8, 3), (14, 3)]
+    >>> list(runs((4, 6), (range(1, 3), range(6))))
+    [(6, 12)]
+    """
+    inner = len(shape)
+    while inner and len(box[inner - 1]) == shape[inner - 1]:
+        inner -= 1
+    rest = prod(shape[inner:])
+    if not inner:
+        yield 0, rest
+        return
+    *outer, last = box[:inner]
+    for at in product(*outer):
+        row = 0
+        for index, size in zip(at, shape, strict=False):
+            row = row * size + index
+        yield (row * shape[inner - 1] + last.start) * rest, len(last) * rest

@@ -1,0 +1,80 @@
+"""How a distributed tensor lies in a checkpoint: the protocol of torch.distributed.checkpoint.
+
+Each rank's part is a box of the whole tensor, whatever the layout: nested and uneven shards, any order of mesh axes. A
+box that several ranks hold alike has one name, and torch's planner has it written once. Empty boxes are left out, but
+a tensor of no elements has one empty box, so that its name is in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.comm import runtime_of
+from dshard.errors import LayoutError, MeshError
+from dshard.layout import Region
+from dshard.ops.spec import Spec
+
+
+def _torch() -> tuple[Any, Any]:
+    """torch's modules for plans and metadata of checkpoints, which take long to import and have asked for this."""
+    base = "torch.distributed.checkpoint."
+    return import_module(base + "planner"), import_module(base + "metadata")
+
+
+def boxes(spec: Spec) -> list[Region]:
+    """The boxes that this rank holds: one or none.
+
+    Raises:
+        LayoutError: a reduction is pending.
+        MeshError: the mesh has no processes.
+    """
+    layout = spec.layout
+    if spec.pending:
+        raise LayoutError(
+            f"a tensor laid out [{layout}] has a reduction pending, and a checkpoint holds values: redistribute it to "
+            "Shard or Replicate first, or save with dshard.checkpoint.save, which does"
+        )
+    runtime = runtime_of(layout.mesh)
+    if runtime is None:
+        raise MeshError(f"the mesh ({layout.mesh}) has no processes: there is nothing to save or to load")
+    if runtime.coordinate is None:
+        return []
+    if 0 in spec.shape:
+        return [tuple(map(range, spec.shape))]
+    region = layout.region(spec.shape, runtime.coordinate)
+    return [region] if all(region) else []
+
+
+def write_items(name: str, local: Tensor, spec: Spec) -> list[Any]:
+    """What this rank would write of a tensor."""
+    planner, metadata = _torch()
+    properties = metadata.TensorProperties.create_from_tensor(local)
+    size = torch.Size(spec.shape)
+    return [
+        planner.WriteItem(
+            index=metadata.MetadataIndex(name, chunk.offsets),
+            type=planner.WriteItemType.SHARD,
+            tensor_data=planner.TensorWriteData(chunk=chunk, properties=properties, size=size),
+        )
+        for chunk in chunks(spec)
+    ]
+
+
+def chunks(spec: Spec) -> list[Any]:
+    """What this rank holds, and so reads."""
+    _, metadata = _torch()
+    return [
+        metadata.ChunkStorageMetadata(
+            offsets=torch.Size(held.start for held in box), sizes=torch.Size(len(held) for held in box)
+        )
+        for box in boxes(spec)
+    ]
+
+
+def part(local: Tensor, spec: Spec) -> Tensor:
+    """The one box of this rank."""
+    return local.new_empty(spec.shape) if 0 in spec.shape else local.detach()

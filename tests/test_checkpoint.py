@@ -1,0 +1,484 @@
+"""Checkpoints: any layout and mesh to any other, to the bit; replaced at once or not at all; errors alike on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dshard.checkpoint import Progress, load, load_safetensors, save, save_safetensors
+from dshard.errors import CheckpointError, RankError
+from dshard.layout import layout_of
+from dshard.ops.spec import contiguous_stride, spec_of
+from dshard.ops.stored import chunks
+from dshard.testing import RankPool, distribute, layouts, rank_pool, shapes, whole
+
+
+@functools.cache
+def mesh_of(*shape: int) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("x", "y", "z")[: len(shape)])
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(1, torch.Size(shape).numel() + 1).reshape(shape).to(dtype)
+
+
+def laid(x: Tensor, layout: Layout) -> DTensor:
+    """`x`, which every rank has, on this rank's mesh of the layout."""
+    mesh_of(*layout.mesh.shape)
+    mesh = DTensor.from_local(torch.zeros(()), mesh_of(*layout.mesh.shape), shape=()).layout.mesh
+    return distribute(x, Layout(mesh, layout.placements, layout.order))
+
+
+# -- any layout to any other
+
+MESHES = [Mesh((4,), ("x",)), Mesh((2, 2), ("x", "y")), Mesh((4, 1), ("x", "y")), Mesh((1, 2, 2), ("x", "y", "z"))]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+
+
+def moved(shape: tuple[int, ...], dtype: torch.dtype, src: Layout, dst: Layout, path: str) -> bool:
+    x = numbers(shape, dtype)
+    save({"x": laid(x, src)}, path)
+    found = laid(torch.zeros_like(x), dst)
+    load({"x": found}, path)
+    return torch.equal(whole(found), x)
+
+
+@pytest.mark.ranks
+@settings(max_examples=20)
+@given(st.data())
+def test_any_layout_loads_what_any_other_saved(ranks: RankPool, data: st.DataObject) -> None:
+    shape, dtype = data.draw(shapes(max_dims=3)), data.draw(st.sampled_from(DTYPES))
+    src, dst = (data.draw(st.sampled_from(MESHES).flatmap(lambda mesh: layouts(mesh, len(shape), pending=()))) for _ in range(2))
+
+    with tempfile.TemporaryDirectory() as folder:
+        assert all(ranks.run(moved, shape, dtype, src, dst, f"{folder}/x"))
+
+
+@given(st.sampled_from(MESHES), shapes(max_dims=3), st.data())
+def test_the_parts_of_all_ranks_cover_a_tensor_once(mesh: Mesh, shape: tuple[int, ...], data: st.DataObject) -> None:
+    layout = data.draw(layouts(mesh, len(shape), pending=()))
+    counted = torch.zeros(shape, dtype=torch.int64)
+    for box in {layout.region(shape, at) for at in mesh.coordinates()}:
+        counted[tuple(slice(held.start, held.stop) for held in box)] += 1
+
+    assert torch.equal(counted, torch.ones_like(counted))
+
+
+# -- models and optimizers between the strategies of the papers
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 10), nn.Linear(10, 6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.down(self.up(x).relu()))
+
+
+LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, list[Any]]]] = {
+    "optimus": ((2, 2), {"weight": [Shard(1), Shard(0)], "bias": [Replicate(), Shard(0)]}),
+    "megatron": ((4,), {"up.weight": [Shard(0)], "up.bias": [Shard(0)], "down.weight": [Shard(1)]}),
+    "tesseract": ((2, 2, 2), {"weight": [Replicate(), Shard(1), Shard(0)], "bias": [Replicate(), Replicate(), Shard(0)]}),
+    "fsdp": ((2, 2), {"weight": [Shard(0), Shard(0)], "bias": [Shard(0), Shard(0)]}),
+    "alone": ((1,), {}),
+}
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+}
+
+
+def trained(layout: str, optimizer: str, steps: int, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    shape, placements = LAYOUTS[layout]
+    torch.manual_seed(seed)
+    net, mesh = Net(), mesh_of(*shape)
+    for path, module in net.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            wanted = placements.get(f"{path}.{name}", placements.get(name, [Replicate()] * len(shape)))
+            module.register_parameter(name, distribute_tensor(parameter, mesh, wanted))
+    made = OPTIMIZERS[optimizer](net.parameters())
+    for _ in range(steps):
+        net(distribute_tensor(numbers((4, 6)), mesh, [Replicate()] * len(shape))).square().sum().backward()
+        made.step()
+        made.zero_grad()
+    return net, made
+
+
+def values(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that training goes on from, whole."""
+    found = {name: whole(p.detach()) for name, p in net.named_parameters()}
+    for i, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            found[f"{i}.{name}"] = whole(value) if isinstance(value, DTensor) else value
+    return found | {"groups": optimizer.state_dict()["param_groups"]}
+
+
+def save_trained(layout: str, optimizer: str, path: str) -> dict[str, Any]:
+    net, made = trained(layout, optimizer, 3)
+    save({"model": net, "optimizer": made, "step": 3, "note": {"seen": [1, 2]}}, path)
+    return values(net, made)
+
+
+def load_trained(layout: str, optimizer: str, path: str) -> dict[str, Any]:
+    if dist.get_rank() >= torch.Size(LAYOUTS[layout][0]).numel():
+        return {}
+    net, made = trained(layout, optimizer, 0, seed=1)
+    state: dict[str, Any] = {"model": net, "optimizer": made, "step": 0, "note": {"seen": []}}
+    load(state, path)
+    assert state["step"] == 3
+    assert state["note"] == {"seen": [1, 2]}
+    return values(net, made)
+
+
+def same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_model_saved_on_a_grid_loads_under_other_strategies_to_the_bit(
+    ranks: RankPool, optimizer: str, tmp_path: Path
+) -> None:
+    saved = ranks.run(save_trained, "optimus", optimizer, str(tmp_path / "model"))[0]
+
+    for layout in ("megatron", "fsdp"):
+        for found in ranks.run(load_trained, layout, optimizer, str(tmp_path / "model")):
+            assert saved.keys() == found.keys()
+            assert all(same(saved[name], found[name]) for name in saved)
+
+
+def load_alone(optimizer: str, path: str) -> dict[str, Any]:
+    """On one device, without a process group: plain tensors."""
+    net = Net()
+    made = OPTIMIZERS[optimizer](net.parameters())
+    load({"model": net, "optimizer": made}, path)
+    found: dict[str, Any] = {name: p.detach() for name, p in net.named_parameters()}
+    for i, state in made.state_dict()["state"].items():
+        found |= {f"{i}.{name}": value for name, value in state.items()}
+    return found | {"groups": made.state_dict()["param_groups"]}
+
+
+@pytest.mark.ranks
+def test_one_device_loads_what_a_grid_saved(ranks: RankPool, tmp_path: Path) -> None:
+    saved = ranks.run(save_trained, "optimus", "adamw", str(tmp_path / "model"))[0]
+
+    found = load_alone("adamw", str(tmp_path / "model"))
+
+    assert saved.keys() == found.keys()
+    assert all(same(saved[name], found[name]) for name in saved)
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks
+def test_eight_ranks_load_what_four_saved(ranks: RankPool, tmp_path: Path) -> None:
+    saved = ranks.run(save_trained, "optimus", "adamw", str(tmp_path / "model"))[0]
+
+    for found in rank_pool(8).run(load_trained, "tesseract", "adamw", str(tmp_path / "model"), timeout=300):
+        assert saved.keys() == found.keys()
+        assert all(same(saved[name], found[name]) for name in saved)
+
+
+def goes_on(path: str) -> bool:
+    """Three steps, a checkpoint and three more are six."""
+    net, optimizer = trained("optimus", "adamw", 3)
+    save({"model": net, "optimizer": optimizer}, path)
+    again, restarted = trained("fsdp", "adamw", 0, seed=1)
+    load({"model": again, "optimizer": restarted}, path)
+    for model, made in ((net, optimizer), (again, restarted)):
+        mesh = next(model.parameters()).device_mesh
+        for _ in range(3):
+            model(distribute_tensor(numbers((4, 6)), mesh, [Replicate()] * mesh.ndim)).square().sum().backward()
+            made.step()
+            made.zero_grad()
+    return all(
+        torch.allclose(whole(a.detach()), whole(b.detach()), rtol=1e-5, atol=1e-6)
+        for a, b in zip(net.parameters(), again.parameters(), strict=True)
+    )
+
+
+@pytest.mark.ranks
+def test_training_goes_on_from_a_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    assert all(ranks.run(goes_on, str(tmp_path / "model")))
+
+
+# -- torch's own save and load
+
+
+def with_torch(path: str) -> tuple[bool, bool]:
+    x = numbers((5, 7))
+    placed = distribute_tensor(x, mesh_of(2, 2), [Shard(0), Shard(0)])
+    dcp.save({"a": {"x": placed}}, checkpoint_id=path)
+    found = distribute_tensor(torch.zeros_like(x), mesh_of(4), [Shard(1)])
+    dcp.load({"a": {"x": found}}, checkpoint_id=path)
+    ours = distribute_tensor(torch.zeros_like(x), mesh_of(2, 2), [Replicate(), Shard(1)])
+    load({"a": {"x": ours}}, path)
+    return torch.equal(whole(found), x), torch.equal(whole(ours), x)
+
+
+@pytest.mark.ranks
+def test_torch_saves_and_loads_distributed_tensors_as_they_are(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(with_torch, str(tmp_path / "x")) == [(True, True)] * 4
+
+
+def items_of(shape: tuple[int, ...], layout: Layout) -> list[Any]:
+    return [tuple(chunk.offsets) for chunk in chunks(laid(numbers(shape), layout)._spec)]
+
+
+def saved_bytes(path: str, placements: list[Any]) -> int:
+    save({"x": distribute_tensor(torch.ones(1 << 16), mesh_of(2, 2), placements)}, path)
+    return sum(file.stat().st_size for file in Path(path).iterdir())
+
+
+@pytest.mark.ranks
+def test_replicas_are_written_once(ranks: RankPool, tmp_path: Path) -> None:
+    for i, placements in enumerate(([Replicate(), Replicate()], [Shard(0), Replicate()], [Shard(0), Shard(0)])):
+        nbytes = ranks.run(saved_bytes, str(tmp_path / str(i)), placements)[0]
+
+        assert 4 << 16 <= nbytes < 5 << 16
+
+
+def pending(path: str) -> tuple[bool, str]:
+    x = numbers((4, 3))
+    term = distribute(x, layout_of(as_pure(mesh_of(2, 2)), [Partial(), Shard(0)], 2))
+    save({"x": term}, path)
+    found = distribute_tensor(torch.zeros_like(x), mesh_of(4), [Shard(0)])
+    load({"x": found}, path)
+    try:
+        dcp.save({"x": term}, checkpoint_id=path + "-torch")
+    except BaseException as error:
+        return torch.equal(whole(found), x), str(error)
+    return False, ""
+
+
+def as_pure(mesh: Any) -> Mesh:
+    return DTensor.from_local(torch.zeros(()), mesh, shape=()).layout.mesh
+
+
+@pytest.mark.ranks
+def test_what_is_pending_is_completed_or_refused(ranks: RankPool, tmp_path: Path) -> None:
+    for is_same, message in ranks.run(pending, str(tmp_path / "x")):
+        assert is_same
+        assert "has a reduction pending, and a checkpoint holds values: redistribute it" in message
+
+
+# -- a crash leaves what was there before
+
+
+def save_two(path: str, then: str, victim: int) -> None:
+    x = distribute_tensor(numbers((64, 8)), mesh_of(2), [Shard(0)])
+    save({"x": x}, path)
+
+    def die(progress: Progress) -> None:
+        if dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        save({"x": x + 1}, path, progress=die)
+    except CheckpointError as error:
+        Path(then, str(dist.get_rank())).write_text(str(error))
+        raise
+
+
+def load_one(path: str) -> Tensor:
+    x = distribute_tensor(torch.zeros(64, 8), mesh_of(2), [Shard(0)])
+    load({"x": x}, path)
+    save({"x": x + 2}, path)
+    load({"x": x}, path)
+    return whole(x) - 2
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.thorough)])
+def test_a_killed_rank_leaves_the_earlier_checkpoint_and_the_others_raise(victim: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "model")
+    with RankPool(2, timeout=120) as pool:
+        with pytest.raises(RankError, match=rf"rank {victim} exited with code -9 \(SIGKILL\)"):
+            pool.run(save_two, path, str(tmp_path), victim)
+        survivor = (tmp_path / str(1 - victim)).read_text()
+
+        assert survivor.startswith(f"saving to {path}: what was there before stays as it was")
+        assert all(torch.equal(found, numbers((64, 8))) for found in pool.run(load_one, path))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(["model", str(1 - victim)])
+
+
+def save_failing(path: str) -> str:
+    x = distribute_tensor(numbers((4, 4)), mesh_of(4), [Shard(0)])
+    save({"x": x}, path)
+
+    def fail(progress: Progress) -> None:
+        if dist.get_rank() == 2:
+            raise OSError("no space left on device")
+
+    try:
+        save({"x": x + 1}, path, progress=fail)
+    except CheckpointError as error:
+        load({"x": x}, path)
+        return f"{error} {torch.equal(whole(x), numbers((4, 4)))}"
+    return ""
+
+
+@pytest.mark.ranks
+def test_a_failing_rank_is_an_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run(save_failing, str(tmp_path / "x")):
+        assert "rank 2: OSError: no space left on device" in found
+        assert found.endswith("True")
+
+
+def test_a_crash_between_the_two_renames_leaves_the_earlier_checkpoint_loadable(tmp_path: Path) -> None:
+    save({"x": numbers((3,))}, tmp_path / "model")
+    (tmp_path / "model").rename(tmp_path / ".model.previous")
+    found = torch.zeros(3)
+
+    load({"x": found}, tmp_path / "model")
+
+    assert torch.equal(found, numbers((3,)))
+    save({"x": numbers((3,)) + 1}, tmp_path / "model")
+    load({"x": found}, tmp_path / "model")
+    assert torch.equal(found, numbers((3,)) + 1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+# -- errors
+
+
+def refused(path: str, what: str) -> str:
+    x = distribute_tensor(numbers((8, 4)), mesh_of(4), [Shard(0)])
+    save({"x": x, "n": 1}, path)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        data = sorted(Path(path).glob("*.distcp"))
+        match what:
+            case "damaged data":
+                data[-1].write_bytes(data[-1].read_bytes()[:40])
+            case "missing data":
+                data[-1].unlink()
+            case "damaged metadata":
+                Path(path, ".metadata").write_bytes(b"nothing")
+            case "missing metadata":
+                Path(path, ".metadata").unlink()
+    dist.barrier()
+    states: dict[str, dict[str, Any]] = {
+        "name": {"y": x},
+        "shape": {"x": distribute_tensor(numbers((4, 8)), mesh_of(4), [Shard(0)])},
+        "dtype": {"x": x.double()},
+        "kind": {"n": x},
+        "pending": {"x": distribute(numbers((8, 4)), layout_of(as_pure(mesh_of(4)), [Partial()], 2))},
+    }
+    try:
+        load(states.get(what, {"x": x}), path)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("name", "it has no 'y'; it has n x"),
+        ("shape", "'x' has shape (8, 4) in the checkpoint and (4, 8) here"),
+        ("dtype", "'x' is torch.float32 in the checkpoint and torch.float64 here: load it as it was saved"),
+        ("kind", "'n' is another value in the checkpoint and a tensor here"),
+        ("pending", "a pending reduction cannot be loaded: use Shard or Replicate"),
+        ("damaged data", "rank "),
+        ("missing data", "rank "),
+        ("damaged metadata", "its file .metadata cannot be read"),
+        ("missing metadata", "is no checkpoint: it has no file .metadata"),
+    ],
+)
+def test_errors_are_alike_on_all_ranks(ranks: RankPool, what: str, message: str, tmp_path: Path) -> None:
+    found = ranks.run(refused, str(tmp_path / "x"), what)
+
+    assert message in found[0]
+    assert found == [found[0]] * 4
+
+
+def test_a_state_that_cannot_be_told_apart_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"two values of the state are called 'a\.b'"):
+        save({"a": {"b": 1}, "a.b": 2}, tmp_path / "x")
+    with pytest.raises(CheckpointError, match="does not exist; give the directory that a checkpoint was saved to"):
+        load({"a": 1}, tmp_path / "nothing")
+
+
+def test_progress_ends_with_all_bytes(tmp_path: Path) -> None:
+    saved: list[Progress] = []
+    loaded: list[Progress] = []
+    state = {"x": numbers((8, 4)), "y": numbers((3,), torch.float64), "n": 1}
+
+    save(state, tmp_path / "x", progress=saved.append)
+    load(state, tmp_path / "x", progress=loaded.append)
+
+    assert saved[-1] == loaded[-1] == Progress(8 * 4 * 4 + 3 * 8, 8 * 4 * 4 + 3 * 8)
+    assert [p.done for p in loaded] == sorted(p.done for p in loaded)
+
+
+# -- safetensors
+
+
+def through_safetensors(path: str, dtype: torch.dtype) -> list[Any]:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    whole_state = {"a": numbers((5, 6), dtype), "b": numbers((7,), dtype), "c": numbers((), dtype), "d": numbers((0, 3), dtype)}
+    if dist.get_rank() == 0:
+        save_file(whole_state, path + ".safetensors")
+    dist.barrier()
+    placements: dict[str, list[Any]] = {"a": [Shard(1), Shard(0)], "b": [Shard(0), Shard(0)]}
+    target = {
+        name: distribute_tensor(torch.zeros_like(x), mesh_of(2, 2), placements.get(name, [Replicate()] * 2))
+        for name, x in whole_state.items()
+    }
+    nbytes = load_safetensors(target, path + ".safetensors")
+    held = sum(x.to_local().nbytes for x in target.values())
+    save_safetensors({"inner": target, "step": 3}, path + "-ours.safetensors")
+    same_ = [torch.equal(whole(target[name]), x) for name, x in whole_state.items()]
+    return [nbytes == held, all(same_)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_safetensors_are_read_and_written_in_parts(ranks: RankPool, dtype: torch.dtype, tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+
+    assert ranks.run(through_safetensors, str(tmp_path / "x"), dtype) == [[True, True]] * 4
+
+    theirs, ours = load_file(tmp_path / "x.safetensors"), load_file(tmp_path / "x-ours.safetensors")
+    assert {f"inner.{name}" for name in theirs} == ours.keys()
+    assert all(torch.equal(ours[f"inner.{name}"], x) and ours[f"inner.{name}"].dtype == x.dtype for name, x in theirs.items())
+
+
+def test_safetensors_of_several_files_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("safetensors")
+    save_safetensors({"a": numbers((2, 3))}, tmp_path / "one.safetensors")
+    save_safetensors({"b": numbers((4,), torch.bfloat16)}, tmp_path / "two.safetensors")
+    state = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+
+    assert load_safetensors(state, tmp_path) == 2 * 3 * 4 + 4 * 2
+
+    assert torch.equal(state["a"], numbers((2, 3)))
+    assert torch.equal(state["b"], numbers((4,)))
+    with pytest.raises(CheckpointError, match=r"'a' has shape \(2, 3\) in the file and \(3, 2\) here"):
+        load_safetensors({"a": torch.zeros(3, 2)}, tmp_path)
+    with pytest.raises(CheckpointError, match="it has no 'c'; it has a b"):
+        load_safetensors({"c": torch.zeros(3, 2)}, tmp_path)
+    (tmp_path / "two.safetensors").write_bytes(b"nothing at all")
+    with pytest.raises(CheckpointError, match=r"two\.safetensors cannot be read"):
+        load_safetensors(state, tmp_path)
+    with pytest.raises(CheckpointError, match=r"'x' is torch\.complex64, which the format does not have"):
+        save_safetensors({"x": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "x.safetensors")
+    monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'dshard\[safetensors\]'"):
+        load_safetensors(state, tmp_path)
