@@ -139,6 +139,28 @@ def measure_progress(visible: bool) -> Iterator[Callable[[tuple[float, str]], No
         yield lambda told: bars.update(task, completed=told[0], description=told[1])
 
 
+@contextmanager
+def checkpoint_progress(visible: bool = True, what: str = "checkpoint") -> Iterator[Callable[[int, int], None]]:
+    """One bar; the function given, `progress=` of `save` and `load`, moves it by the bytes of this rank."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[done]}"))
+    with Bars(*columns, console=Console(stderr=True), disable=not visible) as bars:
+        task = bars.add_task(what, total=1.0, done="")
+
+        def move(done: int, total: int) -> None:
+            share = done / total if total else 1.0
+            bars.update(task, completed=share, done=f"{human_bytes(done)} of {human_bytes(total)}")
+
+        yield move
+
+
+def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Rows under headings."""
+    table = Table(*heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
 def demo_table(rows: Sequence[Row], settings: Settings) -> Table:
     """One line for each strategy; it fits a terminal of 80 columns."""
     scale = f"{count(settings.steps, 'step')}, {count(settings.ranks, 'rank')}, {settings.device}"

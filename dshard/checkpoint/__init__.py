@@ -5,8 +5,7 @@ Distributed tensors speak the protocol of torch.distributed.checkpoint: its `sav
 reductions, and compare what is asked with what is there before anything is read. See docs/checkpoint.md.
 """
 
-from dshard.checkpoint.planners import Progress
 from dshard.checkpoint.store import load, save
 from dshard.checkpoint.tensor_files import load_safetensors, save_safetensors
 
-__all__ = ["Progress", "load", "load_safetensors", "save", "save_safetensors"]
+__all__ = ["load", "load_safetensors", "save", "save_safetensors"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 
 from dshard.errors import CheckpointError
 from dshard.tensor import DTensor
@@ -53,6 +54,10 @@ def _leaves(prefix: str, container: Any) -> Iterator[Leaf]:
         if isinstance(value, tuple | set) and any(isinstance(item, DTensor) for item in value):
             raise CheckpointError(
                 f"{name!r} is a {type(value).__name__} of distributed tensors: put them into a list or a dict"
+            )
+        if isinstance(value, Stateful):
+            raise CheckpointError(
+                f"{name!r} is a {type(value).__name__} inside the state: put it at the top, or give its state_dict()"
             )
         yield Leaf(name, container, key)
 

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Bytes that this rank has written or read, of all that it will."""
-
-    done: int
-    total: int
-
-
-Report = Callable[[Progress], object]
+Report = Callable[[int, int], object]
+"""Called with the bytes that this rank has written or read, and with all that it will."""
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -39,7 +30,7 @@ class SavePlanner(DefaultSavePlanner):
         """The data of one item."""
         self.done += write_item.tensor_storage_size() or 0
         if self.report is not None:
-            self.report(Progress(self.done, self.total))
+            self.report(self.done, self.total)
         return super().resolve_data(write_item)
 
 
@@ -68,4 +59,4 @@ class LoadPlanner(DefaultLoadPlanner):
         super().commit_tensor(read_item, tensor)
         self.done += tensor.nbytes
         if self.report is not None:
-            self.report(Progress(self.done, self.total))
+            self.report(self.done, self.total)

@@ -45,7 +45,7 @@ def save(
 
     The checkpoint is written beside `path` and takes its place when all ranks have written. Where a rank fails or dies
     before, what was at `path` stays as it was, and the other ranks raise within the time limit of the process group.
-    `progress` is called with the bytes done, as in `dshard.report.checkpoint_progress`.
+    `progress(done, total)` is called with this rank's bytes, as by `dshard.report.checkpoint_progress`.
 
     Raises:
         CheckpointError: something could not be written, or a rank failed.
@@ -83,9 +83,9 @@ def load(
     """Load into a state what `save`, or torch.distributed.checkpoint, has saved to `path`, on all ranks together.
 
     `state` says what to load and how it lies: each rank reads only what it holds, whatever layout and mesh it was
-    saved from. Tensors are written to in place; other values are replaced; modules and optimizers get theirs. An optimizer that has
-    made no step yet gets its state first, by a step with gradients and a learning rate of zero. What the checkpoint
-    has beyond `state` is left alone. Everything is compared before anything is read.
+    saved from. Tensors are written to in place; other values are replaced; modules and optimizers get theirs. An
+    optimizer that has made no step yet gets its state first, by a step with gradients and a learning rate of zero. What
+    the checkpoint has beyond `state` is left alone. Everything is compared before anything is read.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it has other names, shapes or dtypes, or cannot be read.

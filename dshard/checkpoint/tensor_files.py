@@ -50,8 +50,8 @@ def load_safetensors(state: dict[str, Any], path: str | os.PathLike[str]) -> int
     """Fill the tensors of a state, distributed or plain, from a plain state dict; the bytes that this rank has read.
 
     `path` is a file, or a directory of files, such as models are published in. Of each tensor a rank reads only the
-    part that it holds. Values are converted to the dtype of the tensor that they fill. Names that the state lacks are left
-    alone. Needs the extra `safetensors`.
+    part that it holds. Values are converted to the dtype of the tensor that they fill. Names that the state lacks are
+    left alone. Needs the extra `safetensors`.
 
     Raises:
         CheckpointError: a name or file is missing, a shape differs, or safetensors is not installed.

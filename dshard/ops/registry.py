@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, TypeAlias
@@ -51,7 +51,7 @@ TABLES: tuple[dict[str, Op], ...] = (
     convolution.RULES,
     batched.RULES,
 )
-_USER: dict[str, Op] = {}
+_USER: dict[str | OpOverload, Op] = {}
 _TEXTS: dict[str, str] = {}
 
 
@@ -85,7 +85,12 @@ def register_rule(
     def of(call: Call) -> Rule:
         return parse_rule(rule, call.shapes, reduce=reduce, pending=pending)
 
-    _USER[op], _TEXTS[op] = Op(of), rule
+    register(op, Op(of), rule)
+
+
+def register(op: str | OpOverload, found: Op, says: str) -> None:
+    """Let all overloads of the operator of this name, or the one overload, have `found` in place of dshard's own."""
+    _USER[op], _TEXTS[str(op)] = found, says
     find.cache_clear()
     known.cache_clear()
     clear_caches()
@@ -145,7 +150,10 @@ def _ndim(tokens: list[str]) -> int:
 def find(func: OpOverload) -> Op | None:
     """What the tables say of `func`, an in-place operator having the rule of its functional form."""
     name = func._schema.name
-    for table in (_USER, *TABLES):
+    if func in _USER:
+        return _USER[func]
+    tables: tuple[Mapping[Any, Op], ...] = (_USER, *TABLES)
+    for table in tables:
         found = table.get(name) or (table.get(name[:-1]) if name.endswith("_") and not name.endswith("__") else None)
         if found is not None:
             return found
@@ -180,6 +188,8 @@ def known(func: OpOverload) -> Known:
 def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | None:
     if out.has_out(func):
         return lambda args: out.into_out
+    if func in _USER or func._schema.name in _USER:
+        return None
     custom = CUSTOM.get(func) or views.CUSTOM.get(func) or random.CUSTOM.get(func)
     if custom is not None:
         return lambda args: custom

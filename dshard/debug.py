@@ -1,0 +1,165 @@
+"""torch's debugging helpers by their names: what was sent, counted, and how a tensor lies, drawn."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from dshard import report
+from dshard.layout import Region
+from dshard.tables import human_bytes, text_table
+from dshard.tensor import DTensor
+from dshard.trace import Trace, trace
+
+__all__ = ["CommDebugMode", "visualize_sharding"]
+
+_OPS = torch.ops.c10d_functional
+NAMES: dict[str, Any] = {
+    "all_gather": _OPS.all_gather_into_tensor,
+    "reduce_scatter": _OPS.reduce_scatter_tensor,
+    "all_reduce": _OPS.all_reduce,
+    "all_to_all": _OPS.all_to_all_single,
+    "exchange": _OPS.all_to_all_single,
+    "broadcast": _OPS.broadcast,
+}
+"""What torch calls our collectives; those that it does not know keep our names."""
+
+
+class CommDebugMode:
+    """Counts the collectives that dshard runs within the block: a front of `dshard.trace`, by torch's names.
+
+        with CommDebugMode() as comm:
+            model(x).sum().backward()
+        comm.get_comm_counts()[torch.ops.c10d_functional.all_reduce]
+
+    The counts are by torch's functional collectives, as in torch; `comm.trace` has bytes, predicted seconds and lines.
+    A collective counts once, however a backend carries it out. What programs send by themselves is not counted.
+    """
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+        self._stack = ExitStack()
+        self._modules: dict[str, nn.Module] = {}
+
+    def __enter__(self) -> CommDebugMode:
+        self._stack = ExitStack()
+        self._modules = {}
+        self.trace = self._stack.enter_context(trace())
+        self._stack.callback(register_module_forward_pre_hook(self._note).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _note(self, module: nn.Module, args: Any) -> None:
+        if not any(module is known for known in self._modules.values()):
+            self._modules |= dict(module.named_modules(prefix=type(module).__name__))
+
+    def get_comm_counts(self) -> dict[Any, int]:
+        """How many of each collective ran."""
+        return defaultdict(int, Counter(NAMES.get(event.collective, event.collective) for event in self.trace.events))
+
+    def get_total_counts(self) -> int:
+        """How many collectives ran."""
+        return len(self.trace.events)
+
+    def get_parameter_info(self) -> dict[str, dict[str, Any]]:
+        """The parameters of each module that ran, by its path and their names."""
+        found = {path: dict(module.named_parameters(recurse=False)) for path, module in self._modules.items()}
+        return {path: {name: p.data for name, p in own.items()} for path, own in found.items() if own}
+
+    def get_sharding_info(self) -> dict[str, Any]:
+        """The placements of each distributed parameter, by its path."""
+        return {
+            f"{path}.{name}": p.placements
+            for path, own in self.get_parameter_info().items()
+            for name, p in own.items()
+            if isinstance(p, DTensor)
+        }
+
+    def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
+        """What ran, by module: collectives at noise level 0, also layouts of parameters from 1, all details from 2."""
+        by_module: Counter[tuple[str, str]] = Counter()
+        nbytes: Counter[tuple[str, str]] = Counter()
+        for event in self.trace.events:
+            key = event.module or "Global", event.collective
+            by_module[key] += 1
+            nbytes[key] += event.nbytes
+        rows = [[*key, str(count), human_bytes(nbytes[key])] for key, count in by_module.items()]
+        tables = [text_table(["module", "collective", "count", "received"], rows)]
+        if noise_level >= 1:
+            layouts = [[name, " ".join(map(str, placements))] for name, placements in self.get_sharding_info().items()]
+            tables.append(text_table(["parameter", "placements"], layouts))
+        if noise_level >= 2:
+            tables.append(self.trace.summary())
+        return "\n\n".join(tables)
+
+    def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
+        """Write that table to a file."""
+        Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n")
+
+    def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
+        """Write the events to a file as JSON, and from noise level 1 the placements of the parameters."""
+        found = json.loads(self.trace.to_json())
+        if noise_level >= 1:
+            found["sharding"] = {name: list(map(str, p)) for name, p in self.get_sharding_info().items()}
+        Path(file_name).write_text(json.dumps(found, indent=2))
+
+    def __repr__(self) -> str:
+        return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"
+
+
+def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
+    """Print which ranks hold which rows and columns of a tensor of one or two dims, on the mesh's first rank.
+
+    Nothing is printed for an empty tensor. `use_rich` draws the table in colour.
+
+    Raises:
+        RuntimeError: the tensor has no dim, or more than two.
+    """
+    if dtensor.numel() == 0:
+        return
+    if not 1 <= dtensor.ndim <= 2:
+        raise RuntimeError(f"visualize_sharding draws tensors of one or two dims, and this one has {dtensor.ndim}")
+    if not is_first(dtensor):
+        return
+    heads, rows = table_of(dtensor)
+    if header:
+        print(header)
+    if use_rich:
+        report.show(report.plain_table(heads, rows))
+    else:
+        print(text_table(heads, rows))
+
+
+def is_first(x: DTensor) -> bool:
+    """Whether this process is the first rank of the mesh, or stands for all."""
+    mesh = x.device_mesh
+    coordinate = getattr(mesh, "get_coordinate", lambda: [0])()
+    return coordinate is not None and not any(coordinate)
+
+
+def table_of(x: DTensor) -> tuple[list[str], list[list[str]]]:
+    """Headings, and for each range of rows the ranks that hold each range of columns."""
+    layout = x.layout
+    held: defaultdict[Region, list[int]] = defaultdict(list)
+    for at in layout.mesh.coordinates():
+        region = layout.region(tuple(x.shape), at)
+        if all(region):
+            held[region if len(region) == 2 else (*region, range(1))].append(layout.mesh.rank(at))
+    down, across = (sorted({region[dim] for region in held}, key=lambda r: r.start) for dim in range(2))
+    heads = ["", *(f"Col {r.start}-{r.stop - 1}" for r in across)]
+    device = layout.mesh.device_type
+    rows = [
+        [f"Row {r.start}-{r.stop - 1}"]
+        + [f"{device}:{','.join(map(str, held[r, c]))}" if (r, c) in held else "" for c in across]
+        for r in down
+    ]
+    return heads, rows

@@ -1,0 +1,276 @@
+"""torch's experimental helpers by their names: functions on local tensors, and shardings of operators as rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from dshard.comm import DeviceMesh
+from dshard.errors import LayoutError, ShapeError
+from dshard.layout import Shape, format_of, layout_of
+from dshard.mesh import Mesh
+from dshard.ops.call import Call, Op
+from dshard.ops.moving import leaves
+from dshard.ops.registry import register
+from dshard.ops.rule import Pending, Rule, Term
+from dshard.ops.spec import Spec
+from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
+from dshard.tensor import DTensor
+
+Placements: TypeAlias = Sequence[Placement] | None
+Row: TypeAlias = tuple[Sequence[Placement | None], Sequence[Placement | None]]
+
+__all__ = ["TensorLike", "local_map", "register_sharding"]
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: Placements | tuple[Placements, ...] = None,
+    in_placements: tuple[Placements, ...] | None = None,
+    in_grad_placements: tuple[Placements, ...] | None = None,
+    device_mesh: DeviceMesh | Mesh | None = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[..., Any]:
+    """`func`, written for plain tensors, as a function of DTensors: it gets the local parts, and returns local parts.
+
+    `out_placements` say how each output lies, in the order of the flattened result: a sequence of placements for one
+    tensor, a tuple of those for several, None for what is no tensor. `in_placements` say how each argument must lie,
+    None for any; with `redistribute_inputs` it is brought there. `in_grad_placements` say how the gradients of the
+    local arguments lie, like the arguments by default. Where no argument is a DTensor, `func` is called as it is.
+    Without `func` this is a decorator. The ranks tell each other the sizes of split outputs, which may be uneven.
+
+    Raises:
+        LayoutError: an argument lies otherwise than it must, or placements that do not fit.
+        ShapeError: not one entry for each argument or output.
+    """
+    if func is None:
+        return partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+
+    @wraps(func)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        flat, tree = pytree.tree_flatten(args)
+        given = [arg for arg in flat if isinstance(arg, DTensor)]
+        if not given:
+            return func(*args, **kwargs)
+        _check_count("in_placements", in_placements, len(flat), "arguments")
+        _check_count("in_grad_placements", in_grad_placements, len(flat), "arguments")
+        wanted, grads = in_placements or (None,) * len(flat), in_grad_placements or (None,) * len(flat)
+        moved = [_lying(arg, i, wanted[i], redistribute_inputs) for i, arg in enumerate(flat)]
+        local = [
+            arg.to_local(grad_placements=grad) if isinstance(arg, DTensor) else arg
+            for arg, grad in zip(moved, grads, strict=True)
+        ]
+        out, out_tree = pytree.tree_flatten(func(*pytree.tree_unflatten(local, tree), **kwargs))
+        ends: tuple[Any, ...] = tuple(out_placements or ()) if _is_several(out_placements) else (out_placements,)
+        _check_count("out_placements", ends, len(out), "outputs")
+        mesh = given[0].device_mesh if device_mesh is None else device_mesh
+        laid = [_wrapped(x, i, end, mesh) for i, (x, end) in enumerate(zip(out, ends, strict=True))]
+        return pytree.tree_unflatten(laid, out_tree)
+
+    return run
+
+
+def _is_several(placements: Any) -> bool:
+    """Whether these are placements of several outputs, and not of one."""
+    return isinstance(placements, tuple) and not any(isinstance(p, Shard | Replicate | Partial) for p in placements)
+
+
+def _check_count(name: str, entries: Any, n: int, what: str) -> None:
+    if entries is not None and len(entries) != n:
+        raise ShapeError(
+            f"local_map: {name} has {len(entries)} entries for {n} {what}: give one for each, None for no tensor"
+        )
+
+
+def _lying(arg: Any, i: int, wanted: Placements, move: bool) -> Any:
+    """An argument, lying as it must."""
+    if wanted is None or not isinstance(arg, Tensor):
+        if wanted is not None:
+            raise LayoutError(f"local_map: argument {i} is no tensor, but in_placements lays it out: give None for it")
+        return arg
+    if not isinstance(arg, DTensor) or arg.layout == layout_of(arg.layout.mesh, wanted, arg.ndim):
+        return arg
+    if not move:
+        raise LayoutError(
+            f"local_map: argument {i} lies [{arg.layout}], and in_placements say [{format_of(wanted)}]: "
+            "redistribute it, or set redistribute_inputs=True"
+        )
+    return arg.redistribute(placements=wanted)
+
+
+def _wrapped(x: Any, i: int, placements: Placements, mesh: DeviceMesh | Mesh) -> Any:
+    if not isinstance(x, Tensor):
+        if placements is not None:
+            raise LayoutError(f"local_map: output {i} is no tensor, but out_placements lay it out: give None for it")
+        return x
+    if isinstance(x, DTensor) or placements is None:
+        raise LayoutError(
+            f"local_map: output {i} is {'a DTensor' if placements is not None else 'a tensor without out_placements'}: "
+            "the function must return plain tensors, and out_placements say how each lies"
+        )
+    shape = None if any(isinstance(p, Shard) for p in placements) else x.shape
+    return DTensor.from_local(x, mesh, placements, shape=shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLike:
+    """What a sharding function gets for a tensor: what it is, and how it lies now."""
+
+    shape: Shape
+    dtype: torch.dtype
+    placements: tuple[Placement, ...]
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+
+def register_sharding(
+    op: OpOverload | list[OpOverload],
+) -> Callable[[Callable[..., Sequence[Row]]], Callable[..., Sequence[Row]]]:
+    """A decorator: the function tells in what placements on one mesh axis the operator may run.
+
+    It gets the operator's arguments, a `TensorLike` for each tensor, and returns pairs of lists: the placements of the
+    outputs, and those of the arguments, None for what is no tensor. The rows become a rule, which replaces dshard's
+    own; dshard expands it to whole meshes, prices it, and takes the cheapest. All whole is always allowed.
+
+    A rule splits each dim of a tensor in one way. Of rows that cannot go together the first is kept, with a warning.
+
+        @register_sharding(torch.ops.mylib.gated.default)
+        def rows(x, gate):
+            return [([Shard(dim)], [Shard(dim), Shard(dim)]) for dim in range(x.ndim)]
+
+    Raises:
+        LayoutError: at a call, a row with not one placement for each argument or output.
+    """
+    overloads = op if isinstance(op, list) else [op]
+
+    def decorate(function: Callable[..., Sequence[Row]]) -> Callable[..., Sequence[Row]]:
+        for overload in overloads:
+            register(
+                overload, Op(partial(_rule_of, function)), (function.__doc__ or "as registered").partition("\n")[0]
+            )
+        return function
+
+    return decorate
+
+
+def _rule_of(function: Callable[..., Sequence[Row]], call: Call) -> Rule:
+    args, kwargs = pytree.tree_map_only(Spec, _like, (call.args, call.kwargs))
+    rule = _Rows(call)
+    for outs, ins in function(*args, **kwargs):
+        rule.add(list(outs), rule.of_tensors(list(ins)))
+    return rule.rule()
+
+
+def _like(spec: Spec) -> TensorLike:
+    return TensorLike(spec.shape, spec.dtype, spec.layout.placements)
+
+
+class _Rows:
+    """A rule made of rows: each row that splits something is a factor, shared by the dims that it splits."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.shapes = (*call.out_shapes, *call.shapes)
+        self.terms: list[list[tuple[str, ...]]] = [
+            [(f"t{i}d{dim}",) for dim in range(len(shape))] for i, shape in enumerate(self.shapes)
+        ]
+        self.whole = {name for term in self.terms for dim in term for name in dim}
+        self.reduce: dict[int, ReduceOp] = {}
+        self.sizes: list[tuple[str, int]] = []
+        self.pending: list[Pending] = []
+        self.factors = 0
+
+    def of_tensors(self, ins: list[Placement | None]) -> list[Placement | None]:
+        """The placements of the tensors among all arguments."""
+        flat = leaves((self.call.args, self.call.kwargs))
+        tensors = [i for i, leaf in enumerate(flat) if isinstance(leaf, Spec)]
+        if len(ins) == len(flat):
+            return [ins[i] for i in tensors]
+        if len(ins) >= len(tensors) and all(p is None for p in ins[len(tensors) :]):
+            return ins[: len(tensors)]
+        raise LayoutError(
+            f"register_sharding of {self.call.func}: [{format_of(ins)}] for {len(flat)} arguments: "
+            "give a placement for each, None for what is no tensor"
+        )
+
+    def add(self, outs: list[Placement | None], ins: list[Placement | None]) -> None:
+        """Take in one row, if it goes together with those before."""
+        if len(outs) != len(self.call.outs):
+            raise LayoutError(
+                f"register_sharding of {self.call.func}: [{format_of(outs)}] for {len(self.call.outs)} outputs"
+            )
+        n = len(outs)
+        split = {(i, p.dim % len(self.shapes[i])) for i, p in enumerate((*outs, *ins)) if isinstance(p, Shard)}
+        given = [(i, p.reduce_op) for i, p in enumerate(ins) if isinstance(p, Partial)]
+        left = {i: p.reduce_op for i, p in enumerate(outs) if isinstance(p, Partial)}
+        if given:
+            ops = {op for _, op in given} | set(left.values())
+            if split or len(left) != n or len(ops) > 1:
+                self.drop(outs, ins)
+            else:
+                self.pending.append(Pending(frozenset(i for i, _ in given), (given[0][1],)))
+        elif split:
+            agrees = all(self.reduce.get(i, op) == op for i, op in left.items())
+            whole_out = any(isinstance(p, Replicate) for p in outs)
+            if whole_out or not agrees or any(self.terms[i][dim][0] not in self.whole for i, dim in split):
+                self.drop(outs, ins)
+            else:
+                self.split(split, left)
+
+    def split(self, dims: set[tuple[int, int]], left: dict[int, ReduceOp]) -> None:
+        """One factor for all these dims; a dim that is larger than the smallest has an inner factor beside it."""
+        size = min(self.shapes[i][dim] for i, dim in dims)
+        if size == 0 or any(self.shapes[i][dim] % size for i, dim in dims):
+            return
+        name = f"f{self.factors}"
+        self.factors += 1
+        self.sizes.append((name, size))
+        self.reduce |= left
+        for i, dim in dims:
+            self.terms[i][dim] = (name,)
+            if self.shapes[i][dim] > size:
+                inner = f"{name}t{i}d{dim}"
+                self.terms[i][dim] = (name, inner)
+                self.whole.add(inner)
+                self.sizes.append((inner, self.shapes[i][dim] // size))
+
+    def drop(self, outs: list[Placement | None], ins: list[Placement | None]) -> None:
+        """Leave out a row that a rule cannot say together with the others: it costs a choice, never the result."""
+        warnings.warn(
+            f"register_sharding of {self.call.func}: the row [{format_of(ins)}] -> [{format_of(outs)}] does not go "
+            "together with those before it and is left out",
+            stacklevel=2,
+        )
+
+    def rule(self) -> Rule:
+        """The rule."""
+        n = len(self.call.outs)
+        terms: list[Term] = [tuple(term) for term in self.terms]
+        reduce = tuple(self.reduce.get(i, "sum") for i in range(n))
+        return Rule(
+            tuple(terms[n:]),
+            tuple(terms[:n]),
+            frozenset(self.whole),
+            reduce,
+            tuple(self.pending),
+            sizes=tuple(self.sizes),
+        )
