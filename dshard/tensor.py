@@ -11,13 +11,12 @@ from torch import Tensor
 
 from dshard import comm
 from dshard.autograd import FromLocal, ToLocal, distributed, redistribute
-from dshard.comm import DeviceMesh
+from dshard.comm import DeviceMesh, stored
 from dshard.dispatch import dispatch
 from dshard.errors import LayoutError, MeshError, ShapeError
 from dshard.joint import JOINT
 from dshard.layout import Layout, layout_of, replicated
 from dshard.mesh import Mesh
-from dshard.ops import stored
 from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
 from dshard.ops.mixed import MADE_PLAIN, PLAIN, refuse_plain
@@ -188,13 +187,13 @@ class DTensor(torch.Tensor):
     # -- what torch.distributed.checkpoint asks of a tensor
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return stored.write_items(fqn, self._local, self._spec)
+        return stored.write_items(fqn, self._local, self._spec.layout, self._spec.shape)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return stored.chunks(self._spec)
+        return stored.chunks(self._spec.layout, self._spec.shape)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return stored.part(self._local, self._spec)
+        return stored.part(self._local, self._spec.shape)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         spec = self._spec

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from ctypes import c_ubyte
-from importlib import import_module
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -24,9 +23,9 @@ from torch import Tensor
 from dshard import comm
 from dshard.checkpoint.flat import leaves
 from dshard.checkpoint.store import agree, failing, once, settled_state, states
+from dshard.comm.stored import boxes
 from dshard.errors import CheckpointError
 from dshard.layout import Region, Shape
-from dshard.ops.stored import boxes
 from dshard.tensor import DTensor
 
 NAMES = {
@@ -67,9 +66,10 @@ def load_safetensors(state: dict[str, Any], path: str | os.PathLike[str]) -> int
 
 def _library() -> Any:
     try:
-        return import_module("safetensors")
+        import safetensors  # noqa: PLC0415
     except ImportError:
         raise CheckpointError("safetensors is not installed: pip install 'dshard[safetensors]'") from None
+    return safetensors
 
 
 def _opened(library: Any, path: Path, stack: ExitStack) -> tuple[dict[str, Any], list[str]]:
@@ -98,13 +98,16 @@ def _problem(files: Mapping[str, Any], name: str, value: Tensor) -> Iterator[str
         yield f"{name!r} is to lie [{value.layout}], and a pending reduction cannot be loaded: use Shard or Replicate"
 
 
+def _held(value: Tensor) -> list[Region]:
+    """The boxes that this rank holds."""
+    shape = tuple(value.shape)
+    return boxes(value.layout, shape) if isinstance(value, DTensor) else [tuple(map(range, shape))]
+
+
 def _fill(file: Any, name: str, value: Tensor) -> int:
     """Read what this rank holds, and nothing else."""
-    nbytes = 0
-    target = value._local if isinstance(value, DTensor) else value.detach()
-    for box in boxes(value._spec) if isinstance(value, DTensor) else [tuple(map(range, value.shape))]:
-        if not target.numel():
-            continue
+    nbytes, target = 0, value._local if isinstance(value, DTensor) else value.detach()
+    for box in _held(value) if target.numel() else ():
         part = file.get_slice(name)[tuple(slice(r.start, r.stop) for r in box)] if box else file.get_tensor(name)
         nbytes += part.nbytes
         with torch.no_grad():
@@ -168,15 +171,11 @@ def _header(found: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
 
 def _write(file: int, offset: int, value: Tensor, group: dist.ProcessGroup | None) -> None:
     """Write what this rank holds and no rank before it does."""
-    if isinstance(value, DTensor):
-        if not _is_first_holder(value):
-            return
-        local, held = value._local, boxes(value._spec)
-    else:
-        local, held = value.detach(), [tuple(map(range, value.shape))] if comm.group_rank(group) == 0 else []
-    for box in held:
-        local, at = local.contiguous().cpu(), 0
-        data = memoryview((c_ubyte * local.nbytes).from_address(local.data_ptr()) if local.nbytes else b"")
+    if not (_is_first_holder(value) if isinstance(value, DTensor) else comm.group_rank(group) == 0):
+        return
+    local = (value._local if isinstance(value, DTensor) else value.detach()).contiguous().cpu()
+    data, at = memoryview((c_ubyte * local.nbytes).from_address(local.data_ptr()) if local.nbytes else b""), 0
+    for box in _held(value):
         for begin, length in runs(tuple(value.shape), box):
             nbytes = length * value.dtype.itemsize
             _write_all(file, data[at : at + nbytes], offset + begin * value.dtype.itemsize)

@@ -7,33 +7,31 @@ a tensor of no elements has one empty box, so that its name is in the checkpoint
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dshard.comm import runtime_of
+from dshard.comm.runtime import runtime_of
 from dshard.errors import LayoutError, MeshError
-from dshard.layout import Region
-from dshard.ops.spec import Spec
+from dshard.layout import Layout, Region, Shape
 
 
 def _torch() -> tuple[Any, Any]:
-    """torch's modules for plans and metadata of checkpoints, which take long to import and have asked for this."""
-    base = "torch.distributed.checkpoint."
-    return import_module(base + "planner"), import_module(base + "metadata")
+    """torch's modules for plans and metadata of checkpoints: long to import, and imported by who asks for this."""
+    from torch.distributed.checkpoint import metadata, planner  # noqa: PLC0415
+
+    return planner, metadata
 
 
-def boxes(spec: Spec) -> list[Region]:
+def boxes(layout: Layout, shape: Shape) -> list[Region]:
     """The boxes that this rank holds: one or none.
 
     Raises:
         LayoutError: a reduction is pending.
         MeshError: the mesh has no processes.
     """
-    layout = spec.layout
-    if spec.pending:
+    if layout.partial_axes():
         raise LayoutError(
             f"a tensor laid out [{layout}] has a reduction pending, and a checkpoint holds values: redistribute it to "
             "Shard or Replicate first, or save with dshard.checkpoint.save, which does"
@@ -43,38 +41,38 @@ def boxes(spec: Spec) -> list[Region]:
         raise MeshError(f"the mesh ({layout.mesh}) has no processes: there is nothing to save or to load")
     if runtime.coordinate is None:
         return []
-    if 0 in spec.shape:
-        return [tuple(map(range, spec.shape))]
-    region = layout.region(spec.shape, runtime.coordinate)
+    if 0 in shape:
+        return [tuple(map(range, shape))]
+    region = layout.region(shape, runtime.coordinate)
     return [region] if all(region) else []
 
 
-def write_items(name: str, local: Tensor, spec: Spec) -> list[Any]:
+def write_items(name: str, local: Tensor, layout: Layout, shape: Shape) -> list[Any]:
     """What this rank would write of a tensor."""
     planner, metadata = _torch()
     properties = metadata.TensorProperties.create_from_tensor(local)
-    size = torch.Size(spec.shape)
+    size = torch.Size(shape)
     return [
         planner.WriteItem(
             index=metadata.MetadataIndex(name, chunk.offsets),
             type=planner.WriteItemType.SHARD,
             tensor_data=planner.TensorWriteData(chunk=chunk, properties=properties, size=size),
         )
-        for chunk in chunks(spec)
+        for chunk in chunks(layout, shape)
     ]
 
 
-def chunks(spec: Spec) -> list[Any]:
+def chunks(layout: Layout, shape: Shape) -> list[Any]:
     """What this rank holds, and so reads."""
     _, metadata = _torch()
     return [
         metadata.ChunkStorageMetadata(
             offsets=torch.Size(held.start for held in box), sizes=torch.Size(len(held) for held in box)
         )
-        for box in boxes(spec)
+        for box in boxes(layout, shape)
     ]
 
 
-def part(local: Tensor, spec: Spec) -> Tensor:
+def part(local: Tensor, shape: Shape) -> Tensor:
     """The one box of this rank."""
-    return local.new_empty(spec.shape) if 0 in spec.shape else local.detach()
+    return local.new_empty(shape) if 0 in shape else local.detach()
