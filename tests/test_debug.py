@@ -69,7 +69,7 @@ def test_a_model_is_told_by_module(tmp_path: Path) -> None:
         net[0].weight = nn.Parameter(distribute(net[0].weight.detach(), Layout(GRID, (Replicate(), Shard(0)))))
         net[2].weight = nn.Parameter(distribute(net[2].weight.detach(), Layout(GRID, (Replicate(), Shard(1)))))
         net[0].bias = net[2].bias = None
-        x = distribute(torch.ones(64, 64), Layout(GRID, (Shard(0), Replicate())))
+        x = distribute(torch.ones(4096, 64), Layout(GRID, (Shard(0), Replicate())))
         with CommDebugMode() as comm:
             net(x).redistribute(placements=[Shard(0), Replicate()])
 
