@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dshard.checkpoint import load, load_safetensors, save, save_safetensors
@@ -199,7 +200,7 @@ def test_one_device_loads_what_a_grid_saved(ranks: RankPool, tmp_path: Path) -> 
 @pytest.mark.thorough
 @pytest.mark.ranks
 def test_eight_ranks_load_what_four_saved(ranks: RankPool, tmp_path: Path) -> None:
-    saved = ranks.run(save_trained, "optimus", "adamw", str(tmp_path / "model"))[0]
+    saved = ranks.run(save_trained, "optimus", "adamw", str(tmp_path / "model"), timeout=300)[0]
 
     for found in rank_pool(8).run(load_trained, "tesseract", "adamw", str(tmp_path / "model"), timeout=300):
         assert saved.keys() == found.keys()
@@ -246,6 +247,29 @@ def with_torch(path: str) -> tuple[bool, bool]:
 @pytest.mark.ranks
 def test_torch_saves_and_loads_distributed_tensors_as_they_are(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(with_torch, str(tmp_path / "x")) == [(True, True)] * 4
+
+
+def with_torchs_state_dicts(path: str) -> bool:
+    """torch's own functions for the states of models and optimizers, saved while training would go on."""
+    net, optimizer = trained("optimus", "adamw", 2)
+    model, made = get_state_dict(net, optimizer)
+    dcp.async_save({"model": model, "made": made}, checkpoint_id=path, process_group=group_of_all()).result()
+    again, fresh = trained("fsdp", "adamw", 0, seed=1)
+    model, made = get_state_dict(again, fresh)
+    dcp.load({"model": model, "made": made}, checkpoint_id=path)
+    set_state_dict(again, fresh, model_state_dict=model, optim_state_dict=made)
+    saved, found = values(net, optimizer), values(again, fresh)
+    return all(same(saved[name], found[name]) for name in saved if name != "groups")
+
+
+@functools.cache
+def group_of_all() -> Any:
+    return dist.new_group(backend="gloo")
+
+
+@pytest.mark.ranks
+def test_torchs_state_dicts_and_async_save_take_distributed_tensors(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(with_torchs_state_dicts, str(tmp_path / "x"), timeout=120) == [True] * 4
 
 
 def saved_bytes(path: str, placements: list[Any]) -> int:
