@@ -43,6 +43,10 @@ def laid(x: Tensor, layout: Layout) -> DTensor:
     return distribute(x, Layout(mesh, layout.placements, layout.order))
 
 
+WAIT = 300.0
+"""Seconds that the ranks get where torch, making its first optimizer, imports half of itself."""
+
+
 # -- any layout to any other
 
 MESHES = [Mesh((4,), ("x",)), Mesh((2, 2), ("x", "y")), Mesh((4, 1), ("x", "y")), Mesh((1, 2, 2), ("x", "y", "z"))]
@@ -168,7 +172,7 @@ def same(a: Any, b: Any) -> bool:
 def test_a_model_saved_on_a_grid_loads_under_other_strategies_to_the_bit(
     ranks: RankPool, optimizer: str, tmp_path: Path
 ) -> None:
-    saved = ranks.run(save_trained, "optimus", optimizer, str(tmp_path / "model"))[0]
+    saved = ranks.run(save_trained, "optimus", optimizer, str(tmp_path / "model"), timeout=WAIT)[0]
 
     for layout in ("megatron", "fsdp"):
         for found in ranks.run(load_trained, layout, optimizer, str(tmp_path / "model")):
@@ -189,7 +193,7 @@ def load_alone(optimizer: str, path: str) -> dict[str, Any]:
 
 @pytest.mark.ranks
 def test_one_device_loads_what_a_grid_saved(ranks: RankPool, tmp_path: Path) -> None:
-    saved = ranks.run(save_trained, "optimus", "adamw", str(tmp_path / "model"))[0]
+    saved = ranks.run(save_trained, "optimus", "adamw", str(tmp_path / "model"), timeout=WAIT)[0]
 
     found = load_alone("adamw", str(tmp_path / "model"))
 
@@ -200,9 +204,9 @@ def test_one_device_loads_what_a_grid_saved(ranks: RankPool, tmp_path: Path) -> 
 @pytest.mark.thorough
 @pytest.mark.ranks
 def test_eight_ranks_load_what_four_saved(ranks: RankPool, tmp_path: Path) -> None:
-    saved = ranks.run(save_trained, "optimus", "adamw", str(tmp_path / "model"), timeout=300)[0]
+    saved = ranks.run(save_trained, "optimus", "adamw", str(tmp_path / "model"), timeout=WAIT)[0]
 
-    for found in rank_pool(8).run(load_trained, "tesseract", "adamw", str(tmp_path / "model"), timeout=300):
+    for found in rank_pool(8).run(load_trained, "tesseract", "adamw", str(tmp_path / "model"), timeout=WAIT):
         assert saved.keys() == found.keys()
         assert all(same(saved[name], found[name]) for name in saved)
 
@@ -269,7 +273,7 @@ def group_of_all() -> Any:
 
 @pytest.mark.ranks
 def test_torchs_state_dicts_and_async_save_take_distributed_tensors(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(with_torchs_state_dicts, str(tmp_path / "x"), timeout=120) == [True] * 4
+    assert ranks.run(with_torchs_state_dicts, str(tmp_path / "x"), timeout=WAIT) == [True] * 4
 
 
 def saved_bytes(path: str, placements: list[Any]) -> int:
