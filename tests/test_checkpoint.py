@@ -231,7 +231,7 @@ def goes_on(path: str) -> bool:
 
 @pytest.mark.ranks
 def test_training_goes_on_from_a_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    assert all(ranks.run(goes_on, str(tmp_path / "model")))
+    assert all(ranks.run(goes_on, str(tmp_path / "model"), timeout=WAIT))
 
 
 # -- torch's own save and load
