@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from held import Held
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dshard import Mesh
 from dshard.comm import DeviceMesh, bind, run, transport
@@ -34,24 +31,6 @@ MESHES = (
     Mesh((4,), ("x",), (3, 1, 0, 2)),
 )
 DTYPE = torch.float64
-
-
-class Held(TorchDispatchMode):
-    """Bytes of all storages made within the block: the most that were alive after any operator."""
-
-    def __init__(self, given: Tensor) -> None:
-        super().__init__()
-        self.sizes: dict[StorageWeakRef, int] = {StorageWeakRef(given.untyped_storage()): 0}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                self.sizes.setdefault(StorageWeakRef(storage), storage.nbytes())
-        self.most = max(self.most, sum(size for ref, size in self.sizes.items() if not ref.expired()))
-        return out
 
 
 @cache

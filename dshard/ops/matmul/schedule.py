@@ -73,25 +73,75 @@ class Schedule:
         return a, b, c
 
     def volume(self, mesh: Mesh, m: int, k: int, n: int) -> float:
-        """Elements that each rank receives, where all sizes divide: the sum over A and B gathered and C reduced."""
-        held = {loop: prod(self._sizes(mesh, loop)) for loop in STORAGES}
+        """Elements that each rank receives, where all sizes divide: the sum over A and B gathered and C reduced.
+
+        A ring over g ranks brings each the (g - 1) / g of the whole that it has not; an all_reduce is two of them
+        (Patarasuk and Yuan, 2009), and of what was gathered or scattered before, along other axes, only a part moves.
+        """
+        a, b, c = self._computed(mesh, m, k, n)
         gathered_a = prod(self._sizes(mesh, "n", "m", "k"))
         gathered_b = prod(self._sizes(mesh, "m", "k", "n"))
         scattered = prod(self._sizes(mesh, "k", "m", "n"))
         reduced = prod(self._sizes(mesh, "k", "R"))
-        a, b, c = m * k / (held["m"] * held["k"]), k * n / (held["k"] * held["n"]), m * n / (held["m"] * held["n"])
         return (
             a * (1 - 1 / gathered_a)
             + b * (1 - 1 / gathered_b)
             + c * ((1 - 1 / scattered) + 2 / scattered * (1 - 1 / reduced))
         )
 
+    def messages(self, mesh: Mesh) -> int:
+        """Messages that each rank receives: a ring along every axis on which something moves, two to all_reduce C.
+
+        Of plans that move `volume` none has fewer: an axis of g ranks takes g - 1 messages by itself, and more together
+        with another. Where the start of a collective costs more than a message, one over both may be cheaper.
+
+        >>> Schedule(("m", "n"), ("k", "k")).messages(Mesh((4, 4), ("r", "c")))
+        6
+        """
+        axes = zip(mesh.shape, self.loops, self.stored, strict=True)
+        return sum((n - 1) * _rings(loop, stored) for n, loop, stored in axes)
+
+    def peak(self, mesh: Mesh, m: int, k: int, n: int) -> float:
+        """Elements that a rank has at once at most, beside what it is given, where all sizes divide.
+
+        What is gathered stays, for the backward pass may want it, and so does the product until it is reduced. To
+        gather along columns takes a second copy, as the parts do not lie in a row. A sum over g ranks arrives as g
+        parts, of which the g-th of the whole is made; to scatter columns they are first copied into rows; an all_reduce
+        takes one copy. It is what gloo's collectives take that fill a buffer in place; small ones take a copy more.
+        """
+        a, b, c = self._computed(mesh, m, k, n)
+        most, held = 0.0, 0.0
+        parts_of_a = self._sizes(mesh, "n", "m"), self._sizes(mesh, "n", "k")
+        parts_of_b = self._sizes(mesh, "m", "k"), self._sizes(mesh, "m", "n")
+        for whole, (by_row, by_column) in ((a, parts_of_a), (b, parts_of_b)):
+            most = max(most, held + whole * _gathering(by_row, by_column))
+            held += whole * (prod((*by_row, *by_column)) > 1)
+        return max(most, held + c * (1 + self._reducing(mesh, m, n)))
+
+    def _reducing(self, mesh: Mesh, m: int, n: int) -> float:
+        """How much the reduction of C takes at once, beside C as it is multiplied, as a part of that.
+
+        Sums over several axes that all ranks want are scattered first, by rows unless there is a reason for columns.
+        """
+        rows, columns, everywhere = (self._sizes(mesh, "k", stored) for stored in ("m", "n", "R"))
+        if everywhere and not rows and len(everywhere) + len(columns) > 1:
+            by_column = not columns and set(self.loops) == {"k"} and n > m
+            rows, columns = ([], everywhere) if by_column else ([max(everywhere)], columns)
+        if rows:
+            return 1 + 1 / rows[0]
+        return 2.0 if columns else float(bool(everywhere))
+
+    def _computed(self, mesh: Mesh, m: int, k: int, n: int) -> tuple[float, float, float]:
+        """Elements of A, B and C as a rank multiplies them."""
+        over_m, over_n, over_k = (prod(self._sizes(mesh, loop)) for loop in ("m", "n", "k"))
+        return m * k / (over_m * over_k), k * n / (over_k * over_n), m * n / (over_m * over_n)
+
     def _sizes(self, mesh: Mesh, loop: Loop, *stored: Stored) -> list[int]:
-        """The sizes of the axes with this loop, and with one of these storages if any are given."""
+        """The sizes above one of the axes with this loop, and with one of these storages if any are given."""
         return [
             size
             for size, mine, where in zip(mesh.shape, self.loops, self.stored, strict=True)
-            if mine == loop and (not stored or where in stored)
+            if size > 1 and mine == loop and (not stored or where in stored)
         ]
 
     def __str__(self) -> str:
@@ -111,6 +161,20 @@ def schedules(axes: int) -> Iterator[Schedule]:
     options = [(loop, stored) for loop, storages in STORAGES.items() for stored in storages]
     for picked in product(options, repeat=axes):
         yield Schedule(tuple(loop for loop, _ in picked), tuple(stored for _, stored in picked))
+
+
+def _rings(loop: Loop, stored: Stored) -> int:
+    """How often something passes around the ranks of an axis."""
+    if stored == "P" or (stored == "R" and loop != "k"):
+        return 0
+    return 2 if stored == "R" else 1
+
+
+def _gathering(rows: list[int], columns: list[int]) -> float:
+    """How much a gather takes at once, as a part of what it makes, its own operand apart: of axes the first is last."""
+    if rows:
+        return 1 + 1 / rows[0] if len(rows) + len(columns) > 1 else 1.0
+    return 2.0 if columns else 0.0
 
 
 def _layout(mesh: Mesh, loops: tuple[Loop, ...], stored: tuple[Stored, ...], tensor: int) -> Layout:
