@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -11,11 +13,12 @@ import torch.distributed as dist
 import torch.distributed.tensor as theirs
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import dshard as ours
-from dshard import Layout, Mesh
+from dshard import Layout, Mesh, Shard, matmul
 from dshard.autograd import redistribute
-from dshard.comm import DeviceMesh, Event, bind, init_device_mesh, listen, run
+from dshard.comm import DeviceMesh, Event, bind, init_device_mesh, listen, run, runtime_of, transport
 from dshard.ops.settings import current
 from dshard.placements import REDUCE_OPS
 from dshard.redistribute import Plan, after, plan
@@ -26,6 +29,7 @@ from dshard.testing import (
     distribute,
     rank_pool,
     redistributions,
+    whole,
     whole_numbers,
 )
 from dshard.topology import BYTES
@@ -122,6 +126,66 @@ def test_what_is_planned_is_what_is_moved(ranks: RankPool, cases_run: Counter[st
     cases_run["plans held to a count"] += len(batch)
 
     assert ranks.run(hold, batch) == [[]] * 4
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[RankPool]:
+    """Four ranks that are told that they are on two hosts."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("LOCAL_WORLD_SIZE", "2")
+        with RankPool(4) as pool:
+            pool.run(dist.get_rank)
+            yield pool
+
+
+@pytest.mark.ranks
+@settings(max_examples=settings().max_examples // 10, phases=[Phase.generate])
+@given(st.data())
+def test_what_is_planned_is_what_hosts_move(hosts: RankPool, cases_run: Counter[str], data: st.DataObject) -> None:
+    batch = data.draw(st.lists(cases(FOUR), min_size=20, max_size=20))
+    cases_run["plans held to a count between hosts"] += len(batch)
+
+    assert hosts.run(hold, batch) == [[]] * 4
+
+
+def late_exchange(late: int) -> bool:
+    """On hosts of two ranks: whether all have what the others sent, one host beginning later than the other."""
+    mesh = Mesh((2, 2), ("host", "rank"))
+    device_mesh(mesh)
+    runtime = runtime_of(mesh)
+    assert runtime is not None
+    assert runtime.group(("host",)).hosts == 2
+    src, dst = (Layout(mesh, (Shard(i), Shard(1 - i))) for i in (0, 1))
+    x = distribute(whole_numbers((256, 256), torch.float64), src)
+    if dist.get_rank() // 2 == late:
+        time.sleep(0.05)
+    y = redistribute(x, dst)
+    product = matmul(x, y, panels=2)
+    return torch.equal(whole(y), whole(x)) and torch.equal(whole(product), whole(x) @ whole(x))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("late", [0, 1])
+def test_hosts_that_begin_late_get_and_give_all(hosts: RankPool, late: int) -> None:
+    assert hosts.run(late_exchange, late) == [True] * 4
+
+
+def test_what_hosts_exchange_is_asked_for_before_anything_is_sent() -> None:
+    asked: list[tuple[str, int]] = []
+
+    class Group:
+        def recv(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+            asked.append(("recv", peer))
+
+        def send(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+            asked.append(("send", peer))
+
+    pieces, parts = ([torch.full((size,), 1.0) for size in (1, 2, 0)] for _ in range(2))
+    transport.exchange(pieces, parts, 1, Group())  # type: ignore[arg-type]  # all that is asked of one
+
+    assert asked == [("recv", 0), ("send", 0)]
+    transport.exchange(pieces, parts, 2, Group())  # type: ignore[arg-type]
+    assert asked[2:] == [("recv", 1), ("recv", 0), ("send", 0), ("send", 1)]
 
 
 @pytest.mark.thorough

@@ -16,7 +16,8 @@ from dshard.comm.legs import Program, Request, Wait
 from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of
 from dshard.comm.simulate import exchange, plain, stack, unstack
 from dshard.comm.tell import told
-from dshard.comm.transport import movable
+from dshard.comm.transport import exchange as exchange_pairs
+from dshard.comm.transport import in_pairs, movable, wait_all
 from dshard.comm.workspace import WORKSPACE, Session, Workspace
 from dshard.errors import MeshError
 from dshard.mesh import Coordinate, Mesh
@@ -122,11 +123,11 @@ def _launch_on(runtime: Runtime, request: Request) -> Wait:
     works = _works(request, group)
     if len(works) == 1:
         return works[0].wait
-    return partial(_wait_all, works)
+    return partial(wait_all, works)
 
 
 def _at_once(request: Request, group: Group) -> Tensor:
-    _wait_all(_works(request, group))
+    wait_all(_works(request, group))
     return request.out
 
 
@@ -143,9 +144,13 @@ def _works(request: Request, group: Group) -> list[dist.Work]:
     buffer, out = movable(request.buffer), movable(request.out)
     scale = request.buffer.itemsize // buffer.itemsize
     works: list[dist.Work | None] = []
+    pairs = in_pairs(group)
     match message.collective:
         case "all_gather" if not any(message.recv):
             pass
+        case "all_gather" if pairs and not group.spread:
+            parts = out.split([size * scale for size in message.recv])
+            works += exchange_pairs([buffer] * len(parts), parts, message.index, pg)
         case "all_gather" if len(set(message.recv)) == 1:
             works.append(_all_gather(out, buffer, pg, async_op=True))
         case "all_gather":
@@ -153,7 +158,10 @@ def _works(request: Request, group: Group) -> list[dist.Work]:
             works += [dist.broadcast(part, rank, pg, async_op=True) for part, rank in parts if part.numel()]
         case "all_to_all":
             send, recv = ([size * scale for size in sizes] for sizes in (message.send, message.recv))
-            works.append(dist.all_to_all_single(out, buffer, recv, send, pg, async_op=True))
+            if pairs:
+                works += exchange_pairs(buffer.split(send), out.split(recv), message.index, pg)
+            else:
+                works.append(dist.all_to_all_single(out, buffer, recv, send, pg, async_op=True))
         case "reduce_scatter":
             works.append(_reduce_scatter(out, buffer, _op(message.op), pg, async_op=True))
         case "all_reduce":
@@ -164,11 +172,6 @@ def _works(request: Request, group: Group) -> list[dist.Work]:
 
 def _op(op: str | None) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
-
-
-def _wait_all(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _done() -> None: ...

@@ -40,7 +40,7 @@ class Group:
     """The ranks that a collective joins, in the order of the mesh, and the process group that joins them.
 
     torch sorts the ranks of a process group: `slots` are the places there of `ranks`, or None where both orders agree.
-    `spread` says whether it has several ranks on one of several hosts, which then share a link.
+    `hosts` is on how many hosts it has ranks, one where nobody says.
     """
 
     axes: tuple[str, ...]
@@ -48,7 +48,12 @@ class Group:
     index: int
     process_group: dist.ProcessGroup
     slots: tuple[int, ...] | None = None
-    spread: bool = False
+    hosts: int = 1
+
+    @property
+    def spread(self) -> bool:
+        """Whether it has several ranks on one of several hosts, which then share a link."""
+        return 1 < self.hosts < len(self.ranks)
 
     @property
     def name(self) -> str:
@@ -92,18 +97,17 @@ class Runtime:
         found = dist.get_process_group_ranks(process_group)
         slots = tuple(map(found.index, ranks))
         in_order = slots == tuple(range(len(ranks)))
-        spread = _spread(ranks, os.environ.get("LOCAL_WORLD_SIZE", ""))
-        return Group(axes, ranks, ranks.index(self.rank), process_group, None if in_order else slots, spread)
+        hosts = _hosts(ranks, os.environ.get("LOCAL_WORLD_SIZE", ""))
+        return Group(axes, ranks, ranks.index(self.rank), process_group, None if in_order else slots, hosts)
 
 
-def _spread(ranks: Sequence[int], local: str) -> bool:
-    """Whether of hosts with `local` ranks each several have some of `ranks`, and one has several.
+def _hosts(ranks: Sequence[int], local: str) -> int:
+    """On how many hosts with `local` ranks each there are some of `ranks`; one, where that is not said.
 
-    >>> _spread((0, 1, 2, 3), "2"), _spread((0, 2), "2"), _spread((0, 1), "2")
-    (True, False, False)
+    >>> _hosts((0, 1, 2, 3), "2"), _hosts((0, 2), "2"), _hosts((0, 1), "2"), _hosts((0, 1), "")
+    (2, 2, 1, 1)
     """
-    hosts = {rank // int(local) for rank in ranks} if local.isdecimal() and int(local) else set()
-    return 1 < len(hosts) < len(ranks)
+    return len({rank // int(local) for rank in ranks}) if local.isdecimal() and int(local) else 1
 
 
 _MADE: Counter[tuple[int, ...]] = Counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from dshard.comm.runtime import Group
 from dshard.errors import ShapeError
 from dshard.placements import ReduceOp
 
+T = TypeVar("T")
 _c10d = torch.ops._c10d_functional
 HALF = {torch.float16, torch.bfloat16}
 # dtypes that every backend moves; the others travel as bytes
@@ -39,6 +41,8 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     if (group.backend == "nccl" or group.spread) and len(set(sizes)) == 1:
         out = _wait(_c10d.all_gather_into_tensor(x, len(sizes), group.name))
         return out if group.slots is None else from_slots(out, sizes, group.slots)
+    if in_pairs(group):
+        return _exchanged([x] * len(sizes), x, sizes, group)
     if group.backend != "nccl" and sum(sizes) * x.itemsize <= _FEW_BYTES:
         return all_to_all(x.repeat(len(sizes)), [x.numel()] * len(sizes), sizes, group)
     out = x.new_empty(sum(sizes))
@@ -46,9 +50,42 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     parts[group.index].copy_(x)
     slots = range(len(sizes)) if group.slots is None else group.slots
     works = [group.process_group.broadcast(part, slot) for part, slot in zip(parts, slots, strict=True) if part.numel()]
+    wait_all(works)
+    return out
+
+
+def in_pairs(group: Group) -> bool:
+    """Whether what a group's ranks exchange is better sent between each two of them by itself: see `exchange`."""
+    return group.hosts > 1 and group.backend == "gloo"
+
+
+def exchange(send: Sequence[Tensor], recv: Sequence[Tensor], here: int, pg: dist.ProcessGroup) -> list[dist.Work]:
+    """Begin to send a piece to each rank of a process group, of which this is number `here`, and to receive its part.
+
+    gloo says over the connection of two ranks that one of them may send, after all that is on its way there. In its own
+    all_to_all ranks send before they say so: of two ranks that do not begin at the same moment the earlier one must
+    wait until the later one has sent all it has, and a slow link is used in one direction at a time. Here they say so
+    first. Nothing that is empty is sent.
+    """
+    peers = [*range(here + 1, len(recv)), *range(here)]
+    works = [pg.recv([recv[peer]], peer, 0) for peer in reversed(peers) if recv[peer].numel()]
+    works += [pg.send([send[peer]], peer, 0) for peer in peers if send[peer].numel()]
+    recv[here].copy_(send[here])
+    return works
+
+
+def _exchanged(send: Sequence[Tensor], like: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    """What each rank of the group has sent, one after the other, of these `sizes`."""
+    out = like.new_empty(sum(sizes))
+    recv, slots = out.split(list(sizes)), group.slots or range(len(sizes))
+    wait_all(exchange(by_slot(send, slots), by_slot(recv, slots), slots[group.index], group.process_group))
+    return out
+
+
+def wait_all(works: Sequence[dist.Work]) -> None:
+    """Wait for what was begun."""
     for work in works:
         work.wait()
-    return out
 
 
 def all_to_all(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> Tensor:
@@ -57,6 +94,8 @@ def all_to_all(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group
         scale = x.itemsize
         moved = all_to_all(x.view(torch.uint8), [s * scale for s in send], [r * scale for r in recv], group)
         return moved.view(x.dtype)
+    if in_pairs(group):
+        return _exchanged(x.split(list(send)), x, recv, group)
     if group.slots is None:
         return _wait(_c10d.all_to_all_single(x, list(recv), list(send), group.name))
     moved = _wait(
@@ -120,9 +159,7 @@ def scatter(x: Tensor | None, sizes: Sequence[int], source: int, like: Tensor, g
         ]
     else:
         works = [dist.irecv(movable(out), group.ranks[source], group.process_group)] if out.numel() else []
-    for work in works:
-        if work is not None:
-            work.wait()
+    wait_all([work for work in works if work is not None])
     return out
 
 
@@ -157,8 +194,8 @@ def reduce(terms: Tensor, op: ReduceOp) -> Tensor:
             return (wide.amax(0) if op == "max" else wide.amin(0)).to(dtype)
 
 
-def by_slot(sizes: Sequence[int], slots: Sequence[int]) -> list[int]:
-    """Sizes for each rank of the group -> in the order of the process group.
+def by_slot(sizes: Sequence[T], slots: Sequence[int]) -> list[T]:
+    """What is for each rank of the group -> in the order of the process group.
 
     >>> by_slot([10, 20, 30], [2, 0, 1])
     [20, 30, 10]
