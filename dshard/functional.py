@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,14 @@ def matmul(
     strategy: str | Schedule | None = None,
     out_placements: Sequence[Placement] | None = None,
     saved: Saved | None = None,
-    panels: int | Stream | None = None,
+    panels: int | Literal["auto"] | Stream | None = None,
 ) -> DTensor:
     """`torch.matmul` of distributed tensors, by the cheapest strategy or the one asked for.
 
     `strategy` is a name (see `strategies`) or a `Schedule`; `out_placements` say where the result should lie, which
     counts in the choice; `saved` which operands the backward pass keeps (see `use_strategy`); with `panels`, or a
-    `Stream`, the product runs in so many panels, one multiplied while the next moves, and so do those of its gradients.
+    `Stream`, the product runs in so many panels, one multiplied while the next moves, and so do those of its gradients;
+    "auto" takes the number that is priced to be the fastest.
 
     Raises:
         StrategyError: there is no such strategy, or not on this mesh, or less than one panel.
@@ -51,7 +52,7 @@ def linear(
     strategy: str | Schedule | None = None,
     out_placements: Sequence[Placement] | None = None,
     saved: Saved | None = None,
-    panels: int | Stream | None = None,
+    panels: int | Literal["auto"] | Stream | None = None,
 ) -> DTensor:
     """`torch.nn.functional.linear` of distributed tensors, in the same way. `weight` is stored [out, in].
 
@@ -69,7 +70,7 @@ def _asked(
     strategy: str | Schedule | None,
     out_placements: Sequence[Placement] | None,
     saved: Saved | None,
-    panels: int | Stream | None,
+    panels: int | Literal["auto"] | Stream | None,
 ) -> Asked:
     now = asked_now()
     distributed = [t for t in tensors if isinstance(t, DTensor)]

@@ -23,10 +23,11 @@ from dshard.mesh import Coordinate
 from dshard.ops.expand import Operand, Order, Row, expand, sizes_of
 from dshard.ops.matmul.asked import Asked
 from dshard.ops.matmul.local import LocalProduct, local_product
+from dshard.ops.matmul.priced import Panelled, cheapest, in_panels
 from dshard.ops.matmul.refine import Cut, cut_contraction
 from dshard.ops.matmul.ring import executor
 from dshard.ops.matmul.rules import same_dtype
-from dshard.ops.matmul.stream import Stream
+from dshard.ops.matmul.stream import Auto, Stream
 from dshard.ops.matmul.streamed import Streamed
 from dshard.ops.moving import coordinate_of, run_on_ranks
 from dshard.ops.observe import OBSERVERS, Decision, observed
@@ -54,7 +55,7 @@ class Product:
         strategy: Strategy,
         wanted: Wanted,
         cut: Cut | None = None,
-        stream: Stream | None = None,
+        stream: Stream | Auto | None = None,
     ) -> None:
         self.name, self.rule, self.specs, self.bias, self.out = name, rule, specs, bias, out
         self.strategy, self.wanted, self.cut, self.stream = strategy, wanted, cut, stream
@@ -66,7 +67,10 @@ class Product:
         self.kept = tuple(keep and sends(p) for keep, p in zip(wanted.kept, self.plans, strict=True))
         self.bias_plan = None if bias is None else _plan(bias, self.bias_layout())
         self.cotangent = out.layout.cotangent()
+        self.priced: tuple[Panelled, ...] | None = None
         self.streamed = self._streamed()
+        if self.streamed is not None:
+            self.kept = NEITHER
         self.beside: Streamed | None = None
         self.warm: Callable[..., Tensor] | None = None
         self.gradients: dict[tuple[Any, ...], Product] = {}
@@ -76,7 +80,20 @@ class Product:
         if self.stream is None or not any(sends(p) for p in (*self.plans, self.end)):
             return None
         plans = self.plans[0], self.plans[1], self.end
-        return executor(self.rule, plans, self.out.dtype, self.stream, self.bias_plan)
+        stream = self.stream
+        if isinstance(stream, Auto):
+            panels = cheapest(self.in_panels(), stream.limit).panels
+            if panels == 1:
+                return None
+            stream = Stream(panels)
+        return executor(self.rule, plans, self.out.dtype, stream, self.bias_plan)
+
+    def in_panels(self) -> tuple[Panelled, ...]:
+        """What it takes in each of the numbers of panels worth trying; priced once."""
+        if self.priced is None:
+            plans = self.plans[0], self.plans[1], self.end
+            self.priced = in_panels(self.rule, plans, self.out.dtype, current().topology_of(self.mesh))
+        return self.priced
 
     def overlaps(self) -> bool:
         """Whether its result is reduced beside the next product; not if that could share a moved first operand."""
@@ -148,7 +165,13 @@ class Product:
         outputs = ((self.out.shape, self.out.itemsize),)
         topology = current().topology_of(self.mesh)
         plans = (*self.plans, *([self.bias_plan] if self.bias_plan is not None else []), self.end)
-        return Decision(self.name, operands, outputs, self.rule, self.strategy, plans, topology, wanted=self.wanted)
+        strategy, wanted = self.strategy, self.wanted
+        return Decision(
+            *(self.name, operands, outputs, self.rule, strategy, plans, topology),
+            wanted=wanted,
+            panels=self.in_panels(),
+            run_in=1 if self.streamed is None else self.streamed.stream.panels,
+        )
 
     # -- gradients
 
@@ -167,9 +190,8 @@ class Product:
         target = self.specs[i]
         rows = tuple(_turned(row, i) for row in self.strategy.rows)
         name, order = f"{self.name} backward", self.strategy.order
-        return product_of(
-            name, rule, specs, target, rows, order, self.stream, complete=self.stream is not None and not i
-        )
+        complete = not i and (isinstance(self.stream, Stream) or self.streamed is not None)
+        return product_of(name, rule, specs, target, rows, order, self.stream, complete=complete)
 
 
 def product_of(
@@ -179,7 +201,7 @@ def product_of(
     like: Spec,
     rows: tuple[Row, ...],
     order: Order,
-    stream: Stream | None = None,
+    stream: Stream | Auto | None = None,
     complete: bool = False,
 ) -> Product:
     """The product with these rows, its result a gradient for `like`: laid out like it, but for sums left pending.
@@ -194,7 +216,8 @@ def product_of(
     end = target if complete else left_pending(found.outputs[0], target)
     out = spec_of(end, like.shape, contiguous_stride(like.shape), like.dtype, like.device)
     strategy = Strategy(found.inputs, found.outputs, rows, found.gradients, (end,), order)
-    stream = None if stream is None else replace(stream, axis=None)  # which loop moves most differs
+    if isinstance(stream, Stream):
+        stream = replace(stream, axis=None)  # which loop moves most differs
     return Product(name, rule, specs, None, out, strategy, Wanted(result=end, kept=NEITHER), None, stream)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from itertools import product
-from math import prod
+from math import inf, prod
 
 import pytest
 import torch
@@ -14,21 +15,34 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dshard import DTensor, Mesh, Schedule, Stream, init_device_mesh, linear, matmul, trace, use_strategy, use_topology
+from dshard import (
+    DTensor,
+    Mesh,
+    Schedule,
+    Stream,
+    explain,
+    init_device_mesh,
+    linear,
+    matmul,
+    trace,
+    use_strategy,
+    use_topology,
+)
 from dshard.comm import WORKSPACE, Leg, bind, perform
 from dshard.errors import RankError, StrategyError
 from dshard.layout import Layout
 from dshard.ops.matmul import schedules
+from dshard.ops.matmul.priced import Panelled, cheapest, in_panels
 from dshard.ops.matmul.ring import Ringed, executor
 from dshard.ops.matmul.rules import matmul_rule
-from dshard.ops.matmul.stream import best_panels, streamed_seconds
 from dshard.ops.matmul.streamed import Streamed
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import AllReduce, Plan, cuts, plan, slices, turns
 from dshard.testing import RankPool, distribute, simulated, whole
-from dshard.topology import BYTES
+from dshard.topology import BYTES, Device, Topology
 
 MESHES = [Mesh((4,), ("x",)), Mesh((2, 2), ("x", "y")), Mesh((2, 3), ("x", "y")), Mesh((2, 2, 2), ("x", "y", "z"))]
+Prices = tuple[Panelled, ...]
 SUMMA = Schedule(("m", "n"), ("k", "k"))
 ABT = Schedule(("m", "k"), ("n", "n"))
 sizes = st.tuples(*(st.integers(0, 9) for _ in range(3)))
@@ -503,13 +517,61 @@ def test_half_precision_is_added_up_in_single(schedule: Schedule, transport: str
 # -- prices, errors
 
 
-@given(st.floats(0, 1), st.floats(0, 1), st.sampled_from([1, 2, 4, 8]))
-def test_panels_hide_the_lesser_of_moving_and_multiplying(move: float, compute: float, panels: int) -> None:
-    seconds = streamed_seconds(move, compute, panels)
+def priced(topology: Topology, schedule: Schedule = SUMMA, shape: tuple[int, int, int] = (64, 64, 64)) -> Prices:
+    """The product on (4, 4) in each number of panels."""
+    m, k, n = shape
+    plans = plans_of(Mesh((4, 4), ("r", "c")), schedule, m, k, n)
+    return in_panels(matmul_rule((m, k), (k, n)), plans, torch.float64, topology)
 
-    assert seconds == pytest.approx(max(move, compute) + min(move, compute) / panels)
-    assert streamed_seconds(move, compute, panels, latency=0.1) >= seconds - 1e-12
-    assert best_panels(move, compute, latency=move, launch=compute) == 1
+
+@given(st.floats(1, 1e6), st.floats(1, 1e6))
+def test_panels_hide_the_lesser_of_moving_and_multiplying(bandwidth: float, flops: float) -> None:
+    topology = Topology.flat(bandwidth, device=Device("one", (("float64", flops),), memory_bandwidth=inf, launch=0.0))
+    move, compute = 8 * SUMMA.volume(Mesh((4, 4), ("r", "c")), 64, 64, 64) / bandwidth, 2 * 64**3 / 16 / flops
+
+    for found in priced(topology):
+        hidden = max(move, compute) + min(move, compute) / found.panels
+        assert found.seconds == pytest.approx(hidden)
+
+
+def test_where_messages_are_dear_a_product_runs_in_bulk() -> None:
+    assert cheapest(priced(Topology.flat(1e9, latency=1.0))).panels == 1
+
+
+@pytest.mark.parametrize("schedule", [SUMMA, ABT], ids=str)
+def test_what_buffers_may_take_bounds_the_panels(schedule: Schedule) -> None:
+    found = priced(BYTES, schedule)
+    for limit in (*(each.buffer_bytes for each in found), 0):
+        chosen = cheapest(found, limit)
+        fits = [each for each in found if each.buffer_bytes <= limit]
+        assert chosen in (fits or found)
+        assert all(chosen.seconds <= each.seconds for each in fits)
+        assert fits or chosen.buffer_bytes == min(each.buffer_bytes for each in found)
+
+
+@pytest.mark.parametrize("schedule", [SUMMA, ABT, Schedule(("n", "k"), ("k", "R"))], ids=str)
+def test_the_number_of_panels_chosen_is_the_cheapest_of_all(schedule: Schedule) -> None:
+    mesh, shape = Mesh((2, 2), ("x", "y")), (16, 24, 32)
+    slow = Topology.flat(
+        1e9, latency=1e-9, device=Device("one", (("float64", 1e12),), memory_bandwidth=inf, launch=0.0)
+    )
+    with simulated(mesh), use_topology(slow):
+        x, y, grad = placed(mesh, schedule, *shape)
+        report = explain(lambda: matmul(x, y, strategy=schedule, panels="auto"))
+        with use_strategy(panels="auto", buffer_bytes=0):
+            least = explain(lambda: matmul(x, y, strategy=schedule))
+        c = matmul(x, y, strategy=schedule, panels="auto")
+        c.backward(grad)
+        wholes = [whole(t.detach()) for t in (c, x.grad, y.grad)]
+
+    for mine, right in zip(wholes, expected(*shape), strict=True):
+        torch.testing.assert_close(mine, right, atol=1e-10, rtol=1e-10)
+    (asked,), (bounded,) = report.operators, least.operators
+    assert asked.run_in == min(asked.panels, key=lambda each: each.seconds).panels > 1
+    assert bounded.run_in == min(asked.panels, key=lambda each: each.buffer_bytes).panels
+    assert f"{asked.run_in}: " in str(report)
+    assert "(as it runs)" in str(report)
+    assert json.loads(report.to_json())[0]["panels"][0]["panels"] == 1
 
 
 @pytest.mark.parametrize(
@@ -523,6 +585,19 @@ def test_panels_hide_the_lesser_of_moving_and_multiplying(move: float, compute: 
 def test_streams_that_cannot_be(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(StrategyError, match=message):
         Stream(*arguments)  # type: ignore[arg-type]
+
+
+def test_moved_operands_cannot_be_kept_of_panels() -> None:
+    with simulated(MESHES[1]), use_topology(BYTES):
+        x, y, _ = placed(MESHES[1], SUMMA, 8, 8, 8)
+        with pytest.raises(StrategyError, match="saved='moved': in panels no operand is ever there whole"):
+            matmul(x, y, panels=2, saved="moved")
+        with pytest.raises(StrategyError, match="use saved='stored' or 'auto', or leave the panels out"):
+            matmul(x, y, panels="auto", saved="moved")
+        with pytest.raises(StrategyError, match="panels='four': give a number of them, or 'auto'"):
+            matmul(x, y, panels="four")  # type: ignore[arg-type]
+        with pytest.raises(StrategyError, match="a limit needs a choice, panels='auto'"), use_strategy(buffer_bytes=8):
+            pass
 
 
 def test_panels_can_be_asked_for_in_a_block_and_by_a_schedule() -> None:

@@ -66,6 +66,8 @@ def explanation(decision: Decision, topology_why: str) -> Explanation:
         len(every),
         chosen,
         why_chosen(chosen, every),
+        panels=decision.panels,
+        run_in=decision.run_in,
     )
 
 

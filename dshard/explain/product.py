@@ -24,10 +24,12 @@ from dshard.ops.expand import Operand
 from dshard.ops.matmul import Schedule, schedules
 from dshard.ops.matmul.bound import matmul_lower_bound
 from dshard.ops.matmul.named import ORDERED, STRATEGIES
+from dshard.ops.matmul.priced import Plans, in_panels
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.ops.matmul.schedule import STORAGES
 from dshard.ops.settings import current
 from dshard.ops.strategy import choose, strategies
+from dshard.redistribute import plan
 from dshard.topology import Topology
 
 
@@ -77,30 +79,33 @@ def explain_matmul(
     why = current().why_topology(mesh) if topology is None else "as given"
     asked = Product(m, k, n, mesh, dtype, current().topology_of(mesh) if topology is None else topology)
     if a is None and b is None:
-        found = (c for c in _ways(asked) if c.one_copy or not one_copy)
-        candidates = sorted(found, key=lambda c: (c.seconds, c.bytes_moved, c.peak_bytes, "P" in c.name, c.name))
-        return _explained(asked, why, ("A", "B"), candidates, candidates[0])
+        ways = {found: plans for found, plans in _ways(asked) if found.one_copy or not one_copy}
+        candidates = sorted(ways, key=lambda c: (c.seconds, c.bytes_moved, c.peak_bytes, "P" in c.name, c.name))
+        return _explained(asked, why, ("A", "B"), candidates, candidates[0], ways[candidates[0]])
     if a is None or b is None:
         raise LayoutError(f"only the layout of {'b' if a is None else 'a'} is given: give both, or neither to search")
     return _explained(asked, why, (f"A [{a}]", f"B [{b}]"), *_given(asked, a, b))
 
 
 def _explained(
-    asked: Product, why: str, operands: tuple[str, str], candidates: list[Candidate], chosen: Candidate
+    asked: Product, why: str, operands: tuple[str, str], candidates: list[Candidate], chosen: Candidate, plans: Plans
 ) -> Explanation:
     m, k, n, mesh, dtype, topology = asked
     described = tuple(
         f"{name} {shape} {str(dtype).removeprefix('torch.')} on {mesh}"
         for name, shape in zip(operands, ((m, k), (k, n)), strict=True)
     )
-    rule = str(matmul_rule((m, k), (k, n)))
+    rule = matmul_rule((m, k), (k, n))
+    panels = in_panels(rule, plans, dtype, topology)
     reason = why_chosen(chosen, candidates)
     return Explanation(
-        "matmul", described, rule, topology.name, str(topology), why, tuple(candidates), len(candidates), chosen, reason
+        *("matmul", described, str(rule), topology.name, str(topology), why),
+        *(tuple(candidates), len(candidates), chosen, reason),
+        panels=panels,
     )
 
 
-def _given(asked: Product, a: Layout, b: Layout) -> tuple[list[Candidate], Candidate]:
+def _given(asked: Product, a: Layout, b: Layout) -> tuple[list[Candidate], Candidate, Plans]:
     """What the library considers for operands that lie like this, and what it takes."""
     m, k, n, _, dtype, topology = asked
     operands = (Operand(a, (m, k), dtype.itemsize), Operand(b, (k, n), dtype.itemsize))
@@ -108,11 +113,14 @@ def _given(asked: Product, a: Layout, b: Layout) -> tuple[list[Candidate], Candi
     rule = matmul_rule((m, k), (k, n))
     priced = sorted(strategies(rule, operands, outputs, topology), key=lambda s: (s.seconds, s.moves))
     found = {strategy: candidate(rule, strategy, operands, outputs, topology) for strategy in priced}
-    return list(found.values()), found[choose(rule, operands, outputs, topology)]
+    chosen = choose(rule, operands, outputs, topology)
+    ends = ((a, chosen.inputs[0], (m, k)), (b, chosen.inputs[1], (k, n)), (chosen.outputs[0], chosen.ends[0], (m, n)))
+    first, second, end = (plan(src, dst, shape, dtype.itemsize, topology) for src, dst, shape in ends)
+    return list(found.values()), found[chosen], (first, second, end)
 
 
-def _ways(asked: Product) -> Iterator[Candidate]:
-    """Every schedule of the mesh, the operands lying where it stores them."""
+def _ways(asked: Product) -> Iterator[tuple[Candidate, Plans]]:
+    """Every schedule of the mesh, the operands lying where it stores them, and how they and the result move."""
     bound = matmul_lower_bound(asked.m, asked.k, asked.n, asked.mesh.size) * asked.dtype.itemsize
     for schedule in schedules(asked.mesh.ndim):
         stored = schedule.layouts(asked.mesh)
@@ -121,7 +129,7 @@ def _ways(asked: Product) -> Iterator[Candidate]:
         moves = (_moved(asked, "mk", stored[0], a), _moved(asked, "kn", stored[1], b))
         ends = (_moved(asked, "mn", c, whole.layouts(asked.mesh)[2]) for whole in _completions(schedule))
         end = min(ends, key=lambda move: (move.plan.seconds, move.nbytes))
-        yield combined(
+        found = combined(
             _name(schedule, asked.mesh),
             f"{stored[0]}, {stored[1]} -> {stored[2]}",
             (sum(move.plan.seconds for move in moves), _compute(asked, schedule, *moves, end), end.plan.seconds, 0.0),
@@ -130,6 +138,7 @@ def _ways(asked: Product) -> Iterator[Candidate]:
             bound,
             once(stored),
         )
+        yield found, (moves[0].plan, moves[1].plan, end.plan)
 
 
 def _completions(schedule: Schedule) -> Iterator[Schedule]:

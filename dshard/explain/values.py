@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from dshard.ops.matmul.priced import Panelled
 from dshard.tables import human_bytes, text_table
 
 
@@ -58,6 +59,7 @@ class Explanation:
 
     `topology` is the name of the one that priced them, `network` what it joins, `topology_why` how it came to be used.
     Of `considered` candidates `candidates` are those to show. `line` is the line of the program that called it.
+    `panels` is what the chosen one takes in each number of panels, of which it runs in `run_in`.
     """
 
     op: str
@@ -71,6 +73,8 @@ class Explanation:
     chosen: Candidate
     why: str
     line: str = ""
+    panels: tuple[Panelled, ...] = ()
+    run_in: int = 1
 
     def top(self, n: int) -> Explanation:
         """The same with the `n` cheapest candidates, and the chosen one, if that is none of them."""
@@ -88,6 +92,8 @@ class Explanation:
             "chosen": self.chosen.data(),
             "why": self.why,
             "line": self.line,
+            "panels": [asdict(found) for found in self.panels],
+            "run_in": self.run_in,
         }
 
     def to_json(self) -> str:
@@ -106,7 +112,12 @@ class Explanation:
         hidden = self.considered - len(self.candidates)
         more = [f"{hidden:,} dearer candidates are not shown"] if hidden else []
         steps = [f"  {i}. {step}" for i, step in enumerate(self.chosen.steps, 1)] or ["  nothing is sent"]
-        return [*more, f"chosen: {self.chosen.name}, {self.why}", *steps]
+        panels = [] if len(self.panels) < 2 else [f"in panels, forward: {', '.join(map(self._panels, self.panels))}"]
+        return [*more, f"chosen: {self.chosen.name}, {self.why}", *steps, *panels]
+
+    def _panels(self, found: Panelled) -> str:
+        mark = " (as it runs)" if found.panels == self.run_in else ""
+        return f"{found.panels}: {found.seconds * 1e6:.1f} us, {human_bytes(found.buffer_bytes)} in buffers{mark}"
 
     def __str__(self) -> str:
         rows = [

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from dshard.layout import Shape
 from dshard.ops.expand import Operand
+from dshard.ops.matmul.priced import Panelled
 from dshard.ops.rule import Rule
 from dshard.ops.strategy import ANY, Strategy, Wanted
 from dshard.redistribute import Plan
@@ -20,7 +21,8 @@ class Decision:
     """One operator on given operands, and what was chosen for it.
 
     `rule` and `strategy` are None for an operator that only moves data or has no rule; `plans` are the redistributions
-    of the operands, `explicit` whether the user asked for them by name.
+    of the operands, `explicit` whether the user asked for them by name. `panels` are what a product takes in each
+    number of panels, `run_in` the number that it runs in.
     """
 
     op: str
@@ -32,6 +34,8 @@ class Decision:
     topology: Topology
     explicit: bool = False
     wanted: Wanted = ANY
+    panels: tuple[Panelled, ...] = ()
+    run_in: int = 1
 
 
 Observer: TypeAlias = Callable[[Decision], AbstractContextManager[object]]

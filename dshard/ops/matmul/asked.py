@@ -12,7 +12,7 @@ from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.ops.matmul.named import among_of, named
 from dshard.ops.matmul.schedule import Schedule
-from dshard.ops.matmul.stream import Stream
+from dshard.ops.matmul.stream import Auto, Stream
 from dshard.ops.rule import Rule
 from dshard.ops.strategy import Wanted
 
@@ -27,9 +27,9 @@ class Asked:
     strategy: str | Schedule | None = None
     result: Layout | None = None
     saved: Saved = "auto"
-    stream: Stream | None = None
+    stream: Stream | Auto | None = None
 
-    def streamed(self) -> Stream | None:
+    def streamed(self) -> Stream | Auto | None:
         """The panels asked for, or those of the strategy."""
         if self.stream is not None or self.strategy is None:
             return self.stream
@@ -39,14 +39,20 @@ class Asked:
         """The same for one product: `needs` are which operands need a gradient, `leaf` which are leaves of autograd.
 
         Raises:
-            StrategyError: there is no such strategy, or not on this mesh.
+            StrategyError: there is no such strategy, or not on this mesh; moved operands are to be kept of panels.
         """
+        stream = self.streamed()
+        if stream is not None and self.saved == "moved":
+            raise StrategyError(
+                f"{stream} with saved='moved': in panels no operand is ever there whole, so none can be "
+                "kept as it was multiplied; use saved='stored' or 'auto', or leave the panels out"
+            )
         match self.saved:
             case "auto":
                 kept = tuple(not (is_leaf and needed) for is_leaf, needed in zip(leaf, needs, strict=True))
             case "moved" | "stored":
                 kept = (self.saved == "moved",) * 2
-        if self.streamed() is not None:
+        if isinstance(stream, Stream):
             kept = (False, False)  # the whole operands are never there
         among, reduced = None, None
         if self.strategy is not None:
@@ -75,9 +81,16 @@ def asked_now() -> Asked:
 
 @contextmanager
 def use_strategy(
-    *, matmul: str | Schedule | None = None, saved: Saved = "auto", panels: int | Stream | None = None
+    *,
+    matmul: str | Schedule | None = None,
+    saved: Saved = "auto",
+    panels: int | Literal["auto"] | Stream | None = None,
+    buffer_bytes: int | None = None,
 ) -> Iterator[None]:
     """Within the block products use this strategy instead of the cheapest, and run in so many panels.
+
+    With `panels` "auto" each runs in the number of panels that is priced to take the fewest seconds, or in bulk; of
+    those whose buffers take at most `buffer_bytes` on a rank, if that is given, or else that which takes the least.
 
     `saved` says which operands are kept for the backward pass where they had to be moved: "moved" keeps the moved
     copies, so that nothing is sent twice; "stored" keeps only what is stored and moves it again; "auto" keeps moved
@@ -92,7 +105,7 @@ def use_strategy(
     if saved not in ("auto", "moved", "stored"):
         raise StrategyError(f"saved={saved!r}: use 'auto', 'moved' or 'stored'")
     before = _Current.asked
-    strategy, stream = before.strategy if matmul is None else matmul, stream_of(panels)
+    strategy, stream = before.strategy if matmul is None else matmul, stream_of(panels, buffer_bytes)
     _Current.asked = replace(before, strategy=strategy, saved=saved, stream=before.stream if stream is None else stream)
     try:
         yield
@@ -100,10 +113,14 @@ def use_strategy(
         _Current.asked = before
 
 
-def stream_of(panels: int | Stream | None) -> Stream | None:
-    """A number of panels as a stream.
+def stream_of(panels: int | Literal["auto"] | Stream | None, limit: int | None = None) -> Stream | Auto | None:
+    """A number of panels as a stream, or as a choice within a limit of bytes in buffers.
 
     Raises:
-        StrategyError: less than one panel.
+        StrategyError: less than one panel, or no number; a limit, but no choice.
     """
-    return Stream(panels) if isinstance(panels, int) else panels
+    if panels == "auto":
+        return Auto(limit)
+    if limit is not None:
+        raise StrategyError(f"buffer_bytes={limit} with panels={panels!r}: a limit needs a choice, panels='auto'")
+    return panels if panels is None or isinstance(panels, Stream) else Stream(panels)

@@ -9,6 +9,8 @@ from dshard.errors import StrategyError
 
 Transport: TypeAlias = Literal["collective", "broadcast", "ring"]
 TRANSPORTS: tuple[Transport, ...] = ("collective", "broadcast", "ring")
+PANELS = (1, 2, 4, 8, 16)
+"""The numbers of panels that "auto" chooses from; one is the product in bulk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Stream:
     transport: Transport = "collective"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.panels, int):
+            raise StrategyError(f"panels={self.panels!r}: give a number of them, or 'auto'")
         if self.panels < 1:
             raise StrategyError(f"{self.panels} panels: a stream has at least one")
         if self.axis not in ("m", "n", "k", None):
@@ -38,24 +42,19 @@ class Stream:
             raise StrategyError(f"there is no transport {self.transport!r}: use {', '.join(TRANSPORTS)}")
 
 
-def streamed_seconds(move: float, compute: float, panels: int, latency: float = 0.0, launch: float = 0.0) -> float:
-    """Seconds of a product in so many panels, of which one is multiplied while the next moves.
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """As many panels, of `PANELS`, as are priced to take the fewest seconds; one of them is the product in bulk.
 
-    `move` and `compute` are seconds of the product in bulk, of which `latency` and `launch` are spent on each panel
-    anew. The first panel is moved and the last one multiplied alone; in between the slower of the two counts.
+    Only numbers count whose buffers take at most `limit` bytes on a rank; where none do, the one that takes the least.
+    Each gradient has a number of its own.
 
-    >>> streamed_seconds(4.0, 4.0, 1), streamed_seconds(4.0, 4.0, 4)
-    (8.0, 5.0)
+    Raises:
+        StrategyError: a limit below zero.
     """
-    w = latency + (move - latency) / panels
-    g = launch + (compute - launch) / panels
-    return w + (panels - 1) * max(w, g) + g
 
+    limit: int | None = None
 
-def best_panels(move: float, compute: float, latency: float = 0.0, launch: float = 0.0) -> int:
-    """The number of panels, of 1, 2, 4 and 8, that takes the fewest seconds.
-
-    >>> best_panels(4.0, 4.0), best_panels(4.0, 4.0, latency=4.0)
-    (8, 1)
-    """
-    return min((1, 2, 4, 8), key=lambda panels: streamed_seconds(move, compute, panels, latency, launch))
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 0:
+            raise StrategyError(f"buffer_bytes={self.limit}: buffers take no less than nothing")
