@@ -173,12 +173,16 @@ def alone() -> Iterator[RankPool]:
 def test_bytes_messages_and_memory_of_a_rank_are_the_closed_form(
     alone: RankPool, mesh: Mesh, every: int, rank: int, sizes: tuple[int, int, int]
 ) -> None:
-    assert alone.run(as_one_of, rank, mesh, list(schedules(mesh.ndim))[::every], sizes) == [[]]
+    picked = list(schedules(mesh.ndim))[::every]
+
+    assert alone.run(as_one_of, rank, mesh, picked, sizes, timeout=600) == [[]]
 
 
 @pytest.mark.ranks
 def test_bytes_messages_and_memory_of_four_ranks_are_the_closed_form(ranks: RankPool) -> None:
-    assert ranks.run(off_the_closed_form, MESHES["4"], list(schedules(1)), (48, 24, 72)) == [[]] * 4
+    found = ranks.run(off_the_closed_form, MESHES["4"], list(schedules(1)), (48, 24, 72), timeout=300)
+
+    assert found == [[]] * 4
 
 
 @pytest.mark.ranks
