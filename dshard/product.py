@@ -169,7 +169,7 @@ class Product:
         return Decision(
             *(self.name, operands, outputs, self.rule, strategy, plans, topology),
             wanted=wanted,
-            panels=self.in_panels(),
+            panels=self.in_panels,
             run_in=1 if self.streamed is None else self.streamed.stream.panels,
         )
 

@@ -66,7 +66,7 @@ def explanation(decision: Decision, topology_why: str) -> Explanation:
         len(every),
         chosen,
         why_chosen(chosen, every),
-        panels=decision.panels,
+        panels=decision.panels(),
         run_in=decision.run_in,
     )
 

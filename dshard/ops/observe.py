@@ -21,8 +21,8 @@ class Decision:
     """One operator on given operands, and what was chosen for it.
 
     `rule` and `strategy` are None for an operator that only moves data or has no rule; `plans` are the redistributions
-    of the operands, `explicit` whether the user asked for them by name. `panels` are what a product takes in each
-    number of panels, `run_in` the number that it runs in.
+    of the operands, `explicit` whether the user asked for them by name. `panels` tells what a product takes in
+    each number of panels, `run_in` the number that it runs in.
     """
 
     op: str
@@ -34,7 +34,7 @@ class Decision:
     topology: Topology
     explicit: bool = False
     wanted: Wanted = ANY
-    panels: tuple[Panelled, ...] = ()
+    panels: Callable[[], tuple[Panelled, ...]] = tuple
     run_in: int = 1
 
 
