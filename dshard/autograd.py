@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.layout import Layout, replicated
+from dshard.layout import Layout, interned, replicated
 from dshard.ops.expand import Operand
-from dshard.ops.moving import move
+from dshard.ops.moving import Move, move_of
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec, spec_of
 from dshard.placements import Partial, Replicate
-from dshard.redistribute import plan
 
 
 class ToLocal(torch.autograd.Function):
@@ -50,14 +49,17 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout, op: str | None) -> Any:
-        ctx.cls, ctx.back = type(x), x._spec.layout.cotangent()
-        local = observed(_decision(x._spec, layout, op), _move, (x, layout)) if OBSERVERS else _move(x, layout)
-        return type(x)._wrap(local, x._spec.with_layout(layout))
+        ctx.cls, ctx.move = type(x), move_of(x._spec, layout)
+        return _moved(x, ctx.move, op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, None, None]:
-        grad = distributed(ctx.cls, grad, ctx.back)
-        return redistribute(grad, left_pending(grad._spec.layout, ctx.back)), None, None
+        move: Move = ctx.move
+        grad = distributed(ctx.cls, grad, move.back)
+        target = move.targets.get(grad._spec)
+        if target is None:
+            target = move.targets[grad._spec] = interned(left_pending(grad._spec.layout, move.back))
+        return redistribute(grad, target), None, None
 
 
 def distributed(cls: Any, grad: Any, layout: Layout) -> Any:
@@ -68,16 +70,16 @@ def distributed(cls: Any, grad: Any, layout: Layout) -> Any:
     return cls._wrap(grad, spec_of(whole, tuple(grad.shape), grad.stride(), grad.dtype, grad.device))
 
 
-def _move(x: Any, layout: Layout) -> Tensor:
-    return move(x._local, x._spec, layout)
+def _moved(x: Any, move: Move, op: str | None) -> Any:
+    local = observed(_decision(x._spec, move, op), move, (x._local,)) if OBSERVERS else move(x._local)
+    return type(x)._wrap(local, move.spec)
 
 
-def _decision(spec: Spec, layout: Layout, op: str | None) -> Decision:
-    topology = current().topology_of(layout.mesh)
+def _decision(spec: Spec, move: Move, op: str | None) -> Decision:
+    topology = current().topology_of(spec.layout.mesh)
     operand = Operand(spec.layout, spec.shape, spec.itemsize)
-    moved = plan(spec.layout, layout, spec.shape, spec.itemsize, topology)
     outputs = ((spec.shape, spec.itemsize),)
-    return Decision(op or "redistribute", (operand,), outputs, None, None, (moved,), topology, explicit=op is None)
+    return Decision(op or "redistribute", (operand,), outputs, None, None, (move.plan,), topology, explicit=op is None)
 
 
 def redistribute(x: Any, layout: Layout, op: str | None = None) -> Any:
@@ -85,7 +87,13 @@ def redistribute(x: Any, layout: Layout, op: str | None = None) -> Any:
 
     `op` names the operator that needs it so, where the user did not ask for it.
     """
-    return x if x._spec.layout == layout else Redistribute.apply(x, layout, op)  # type: ignore[no-untyped-call]
+    held = x._spec.layout
+    if held is layout or held == layout:
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        if torch.is_grad_enabled() and x.requires_grad:
+            return Redistribute.apply(x, layout, op)  # type: ignore[no-untyped-call]
+        return _moved(x, move_of(x._spec, layout), op)
 
 
 def left_pending(layout: Layout, target: Layout) -> Layout:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ from dshard.redistribute import Plan, plan
 Executor = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _WARNED: set[OpOverload] = set()
 _NUMBERS = frozenset({float, int, bool, complex})
+Seen: TypeAlias = tuple[Any, Any, tuple[Any, ...], dict[str, Any], Any]
+"""What ran: an executor or a product, the operator and its arguments, and what came out."""
+SEEN: list[list[Seen]] = []
+"""Where what runs is written down, for as long as somebody watches."""
 
 
 def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,9 +67,19 @@ def _dispatch(cls: Any, func: OpOverload, facts: Known, args: tuple[Any, ...], k
     executor = executors.get(key)
     if executor is None:
         executor = executors.add(key, _build(cls, func, facts.op, args, kwargs))
+    if SEEN:
+        return _seen(executor, func, args, kwargs)
     if OBSERVERS and isinstance(executor, Run):
         return observed(executor.decision(), executor, (args, kwargs))
     return executor(args, kwargs)
+
+
+def _seen(executor: Executor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = executor(args, kwargs)
+    if isinstance(executor, Run):
+        for seen in SEEN:
+            seen.append((executor, func, args, kwargs, out))
+    return out
 
 
 def _key(cls: Any, arg: Any, values: bool) -> Any:
@@ -125,7 +139,7 @@ class Run:
     ) -> None:
         self.cls, self.op, self.call, self.result = cls, op, call, result
         self.mesh = call.specs[0].layout.mesh
-        self.inplace = writes_first(call.func)
+        self.inplace, self.values = writes_first(call.func), op.values
         self.strategy = strategy_of(op, call, keep=self.inplace)
         self.plans = [_plan(spec, layout) for spec, layout in zip(call.specs, self.strategy.inputs, strict=True)]
         self.out_specs = [
@@ -137,6 +151,8 @@ class Run:
         self.views = views_first(call.func)
         self.gathers = self.views and bool(self.plans[0].steps)
         self.leaves_terms = self.views and call.func in SCATTERS and _begins(self.strategy)
+        self.single = isinstance(result, Tensor) and not (self.inplace or self.views)
+        self.places = _places(result, self.out_specs) if not (self.inplace or self.views) else None
         self.warm = (
             _Warm(self, args) if self.flat and not (self.rewrites or self.gathers or self.leaves_terms) else None
         )
@@ -148,7 +164,18 @@ class Run:
             for i in warm.tensors:
                 local[i] = args[i]._local
             if type(local[warm.tensors[0]]) is not LocalTensor:
-                return self.wrapped(warm.run(self, local, kwargs), args)
+                if warm.operator is None:
+                    warm.prepare(self, local)
+                for i, mover in warm.moves:
+                    local[i] = mover(local[i])
+                out = warm.operator(*local, **kwargs)  # type: ignore[misc]  # prepared above
+                if self.single:
+                    return self.cls._wrap(out, self.out_specs[0])
+                if self.places is not None:
+                    wrap = self.cls._wrap
+                    pairs = zip(out, self.places, strict=True)
+                    return tuple([x if spec is None else wrap(x, spec) for x, spec in pairs])
+                return self.wrapped(out, args)
         local_args, local_kwargs = self.moved(args, kwargs)
         out = run_on_ranks(self.mesh, self.local_op, local_args, local_kwargs)
         wrapped = self.wrapped(out, args)
@@ -203,6 +230,14 @@ class Run:
         return self.call.func if self.op.kernel is None else self.op.kernel(self.call, self.strategy, coordinate)
 
 
+def _places(result: Any, specs: list[Spec]) -> list[Spec | None] | None:
+    """For each of several outputs its spec, or None where it is no tensor; None if they are nested."""
+    if not isinstance(result, tuple) or not all(x is None or isinstance(x, Tensor) for x in result):
+        return None
+    rest = iter(specs)
+    return [next(rest) if isinstance(x, Tensor) else None for x in result]
+
+
 def _begins(strategy: Strategy) -> bool:
     """Whether the output is pending where the first operand is not."""
     return strategy.outputs[0].partial_axes() != strategy.inputs[0].partial_axes()
@@ -219,14 +254,6 @@ class _Warm:
         self.tensors = [i for i, arg in enumerate(args) if isinstance(arg, call.cls)]
         self.operator: LocalOp | None = None
         self.moves: list[tuple[int, Callable[[Tensor], Tensor]]] = []
-
-    def run(self, call: Run, local: list[Any], kwargs: dict[str, Any]) -> Any:
-        """The local outputs."""
-        if self.operator is None:
-            self.prepare(call, local)
-        for i, mover in self.moves:
-            local[i] = mover(local[i])
-        return self.operator(*local, **kwargs)  # type: ignore[misc]  # prepared above
 
     def prepare(self, call: Run, local: list[Any]) -> None:
         """Look up groups and operator, once."""

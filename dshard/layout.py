@@ -152,6 +152,12 @@ def _first_part(layout: Layout, shape: Shape) -> tuple[Region, int]:
     return region, prod(map(len, region))
 
 
+@lru_cache(maxsize=65536)
+def interned(layout: Layout) -> Layout:
+    """The same object for all layouts that are equal to this one, which are then found equal at once."""
+    return layout
+
+
 def layout_of(mesh: Mesh, placements: Iterable[Placement], ndim: int) -> Layout:
     """The layout of a tensor of `ndim` dims with these placements; negative dims count from the end.
 
@@ -159,9 +165,18 @@ def layout_of(mesh: Mesh, placements: Iterable[Placement], ndim: int) -> Layout:
         LayoutError: not one placement for each mesh axis, or a Shard of a dim that the tensor does not have.
     """
     placements = tuple(placements)
+    try:
+        return _layout_of(mesh, placements, ndim)
+    except TypeError:  # no placements, but something that has no hash
+        _check_placements(mesh, placements)
+        raise
+
+
+@lru_cache(maxsize=4096)
+def _layout_of(mesh: Mesh, placements: tuple[Placement, ...], ndim: int) -> Layout:
     _check_placements(mesh, placements)
     resolved = tuple(_resolve(placement, ndim) for placement in placements)
-    return Layout(mesh, resolved)
+    return interned(Layout(mesh, resolved))
 
 
 def parse_layout(text: str, mesh: Mesh) -> Layout:

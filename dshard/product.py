@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dshard.autograd import distributed, left_pending, redistribute
 from dshard.comm import LocalTensor, Program, Session, perform, run, runner, runtime_of
-from dshard.dispatch import common_mesh
+from dshard.dispatch import SEEN, common_mesh
 from dshard.layout import Layout, replicated
 from dshard.mesh import Coordinate
 from dshard.ops.expand import Operand, Order, Row, expand, sizes_of
@@ -138,15 +138,23 @@ class Product:
             return self.streamed([t._local for t in tensors]), (a, b)
         if type(a) is LocalTensor or type(b) is LocalTensor or a.is_meta or runtime_of(self.mesh) is None:
             return self.slow(tensors)
+        return self.on_local(a, b, None if self.bias is None else tensors[2]._local)
+
+    def on_local(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Sequence[Tensor]]:
+        """The same for the local parts of operands that have data and processes."""
         if self.warm is None:
             self.warm = self.local(coordinate_of(self.mesh))
-            self.movers = [runner(p) if p.steps else None for p in (*self.plans, self.end)]
-        move_a, move_b, finish = self.movers
+            plans = (*self.plans, self.end, *([] if self.bias_plan is None else [self.bias_plan]))
+            self.movers = [runner(p) if p.steps else None for p in plans]
+        move_a, move_b, finish, *move_bias = self.movers
         if move_a is not None:
             a = move_a(a)
         if move_b is not None:
             b = move_b(b)
-        out = self.warm(a, b) if self.bias_plan is None else self.warm(a, b, run(self.bias_plan, tensors[2]._local))
+        if bias is None:
+            out = self.warm(a, b)
+        else:
+            out = self.warm(a, b, bias if move_bias[0] is None else move_bias[0](bias))
         return (out if finish is None else finish(out)), (a, b)
 
     def slow(self, tensors: Sequence[Any]) -> tuple[Tensor, Sequence[Tensor]]:
@@ -324,7 +332,11 @@ def multiply_keeping(cls: Any, product: Product, tensors: Sequence[Any]) -> tupl
     if OBSERVERS:
         found: tuple[Any, Sequence[Tensor]] = observed(product.decision(), _multiply, (cls, product, tensors))
         return found
-    return _multiply(cls, product, tensors)
+    out = _multiply(cls, product, tensors)
+    if SEEN and cut is None:
+        for seen in SEEN:
+            seen.append((product, None, tuple(tensors), {}, out[0]))
+    return out
 
 
 def _multiply(cls: Any, product: Product, tensors: Sequence[Any]) -> tuple[Any, Sequence[Tensor]]:

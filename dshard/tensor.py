@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard import comm
+from dshard import comm, shortcut
 from dshard.autograd import FromLocal, ToLocal, distributed, redistribute
 from dshard.comm import DeviceMesh, stored
 from dshard.dispatch import dispatch
@@ -129,29 +129,21 @@ class DTensor(torch.Tensor):
             MeshError: another mesh.
         """
         del async_op
-        mesh = self.layout.mesh if device_mesh is None else as_mesh(device_mesh)
-        if mesh != self.layout.mesh:
-            raise MeshError(
-                f"cannot redistribute from the mesh ({self.layout.mesh}) to the mesh ({mesh}): stay on one mesh"
-            )
+        here = self._spec.layout.mesh
+        mesh = here if device_mesh is None else as_mesh(device_mesh)
+        if mesh is not here and mesh != here:
+            raise MeshError(f"cannot redistribute from the mesh ({here}) to the mesh ({mesh}): stay on one mesh")
         if placements is None:
             raise LayoutError(
                 f"redistribute needs the placements to go to: {mesh.ndim} of them, one for each axis of ({mesh})"
             )
-        return redistribute(self, layout_of(mesh, placements, self.ndim))  # type: ignore[no-any-return]
+        return redistribute(self, layout_of(mesh, placements, len(self._spec.shape)))  # type: ignore[no-any-return]
 
     # -- what torch asks of a tensor subclass
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not PLAIN.isdisjoint(map(type, args)) or kwargs:
-            refuse_plain(cls, func, args, kwargs)
-        joint = JOINT.get(func)
-        if joint is not None:
-            return joint(cls, func, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **(kwargs or {}))
-        return wrapped(cls, out, (args, kwargs)) if type(out) in MADE_PLAIN else out
+        return shortcut.call(DTensor, func, args, kwargs or {}, _through)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -199,6 +191,18 @@ class DTensor(torch.Tensor):
         spec = self._spec
         parts = (self._local, spec.layout, spec.shape, spec.stride, spec.dtype, spec.device)
         return _unpickle, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
+
+
+def _through(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of torch's: what is caught whole, or as torch breaks it up into operators."""
+    if not PLAIN.isdisjoint(map(type, args)) or kwargs:
+        refuse_plain(cls, func, args, kwargs)
+    joint = JOINT.get(func)
+    if joint is not None:
+        return joint(cls, func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        out = func(*args, **kwargs)
+    return wrapped(cls, out, (args, kwargs)) if type(out) in MADE_PLAIN else out
 
 
 support(DTensor)

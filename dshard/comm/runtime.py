@@ -40,7 +40,8 @@ class Group:
     """The ranks that a collective joins, in the order of the mesh, and the process group that joins them.
 
     torch sorts the ranks of a process group: `slots` are the places there of `ranks`, or None where both orders agree.
-    `hosts` is on how many hosts it has ranks, one where nobody says.
+    `hosts` is on how many hosts it has ranks, one where nobody says. `backend` is torch's name of what carries the bytes:
+    gloo, nccl, fake, ...
     """
 
     axes: tuple[str, ...]
@@ -49,6 +50,7 @@ class Group:
     process_group: dist.ProcessGroup
     slots: tuple[int, ...] | None = None
     hosts: int = 1
+    backend: str = ""
 
     @property
     def spread(self) -> bool:
@@ -59,11 +61,6 @@ class Group:
     def name(self) -> str:
         """What torch's functional collectives call the process group."""
         return self.process_group.group_name
-
-    @property
-    def backend(self) -> str:
-        """The name of the backend: gloo, nccl, fake, ..."""
-        return dist.get_backend(self.process_group)
 
 
 @dataclass(slots=True)
@@ -98,7 +95,8 @@ class Runtime:
         slots = tuple(map(found.index, ranks))
         in_order = slots == tuple(range(len(ranks)))
         hosts = _hosts(ranks, os.environ.get("LOCAL_WORLD_SIZE", ""))
-        return Group(axes, ranks, ranks.index(self.rank), process_group, None if in_order else slots, hosts)
+        backend = dist.get_backend(process_group)
+        return Group(axes, ranks, ranks.index(self.rank), process_group, None if in_order else slots, hosts, backend)
 
 
 def _hosts(ranks: Sequence[int], local: str) -> int:

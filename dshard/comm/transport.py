@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dshard.comm import collectives
 from dshard.comm.runtime import Group
 from dshard.errors import ShapeError
 from dshard.placements import ReduceOp
 
 T = TypeVar("T")
-_c10d = torch.ops._c10d_functional
 HALF = {torch.float16, torch.bfloat16}
 # dtypes that every backend moves; the others travel as bytes
 _MOVES = {
@@ -39,7 +39,7 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     if x.dtype not in _MOVES:
         return all_gather(x.view(torch.uint8), [size * x.itemsize for size in sizes], group).view(x.dtype)
     if (group.backend == "nccl" or group.spread) and len(set(sizes)) == 1:
-        out = _wait(_c10d.all_gather_into_tensor(x, len(sizes), group.name))
+        out = collectives.gather(x, len(sizes), group)
         return out if group.slots is None else from_slots(out, sizes, group.slots)
     if in_pairs(group):
         return _exchanged([x] * len(sizes), x, sizes, group)
@@ -97,12 +97,9 @@ def all_to_all(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group
     if in_pairs(group):
         return _exchanged(x.split(list(send)), x, recv, group)
     if group.slots is None:
-        return _wait(_c10d.all_to_all_single(x, list(recv), list(send), group.name))
-    moved = _wait(
-        _c10d.all_to_all_single(
-            to_slots(x, send, group.slots), by_slot(recv, group.slots), by_slot(send, group.slots), group.name
-        )
-    )
+        return collectives.swap(x, send, recv, group)
+    slots = group.slots
+    moved = collectives.swap(to_slots(x, send, slots), by_slot(send, slots), by_slot(recv, slots), group)
     return from_slots(moved, recv, group.slots)
 
 
@@ -119,7 +116,7 @@ def exchange_terms(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -
     """Flat pieces for each rank -> the terms of this rank's piece, or their reduction where the backend has made it."""
     if group.backend == "nccl" and len(set(send)) == 1 and reduces(x.dtype, op, group.backend):
         pieces = x if group.slots is None else to_slots(x, send, group.slots)
-        return _wait(_c10d.reduce_scatter_tensor(pieces, op, len(send), group.name))
+        return collectives.scatter(pieces, op, len(send), group)
     return all_to_all(x, send, [send[group.index]] * len(send), group)
 
 
@@ -131,7 +128,7 @@ def reduced(terms: Tensor, size: int, op: ReduceOp) -> Tensor:
 def all_reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
     """Flat terms -> the flat reduction of the terms of all ranks, the same to the bit on each."""
     if reduces(x.dtype, op, group.backend):
-        return _wait(_c10d.all_reduce(x, op, group.name))
+        return collectives.reduce(x, op, group)
     n, size = len(group.ranks), x.numel()
     step = -(-size // n)
     sizes = [min((i + 1) * step, size) - min(i * step, size) for i in group.slots or range(n)]
@@ -142,7 +139,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     """Flat tensor -> the flat tensor of the group's rank number `source`, on all ranks."""
     if x.dtype not in _MOVES:
         return broadcast(x.view(torch.uint8), source, group).view(x.dtype)
-    return _wait(_c10d.broadcast(x, source if group.slots is None else group.slots[source], group.name))
+    return collectives.broadcast(x, source if group.slots is None else group.slots[source], group)
 
 
 def scatter(x: Tensor | None, sizes: Sequence[int], source: int, like: Tensor, group: Group) -> Tensor:
@@ -213,11 +210,6 @@ def from_slots(x: Tensor, sizes: Sequence[int], slots: Sequence[int]) -> Tensor:
     """Flat pieces in the order of the process group -> in the order of the group, where they have these sizes."""
     pieces = x.split(by_slot(sizes, slots))
     return torch.cat([pieces[slot] for slot in slots])
-
-
-def _wait(x: Tensor) -> Tensor:
-    out: Tensor = _c10d.wait_tensor(x)
-    return out
 
 
 def reduces(dtype: torch.dtype, op: ReduceOp, backend: str) -> bool:

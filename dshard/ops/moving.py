@@ -6,9 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from dshard.comm import LocalTensor, plain, run, runtime_of, simulated_ranks, stack, unstack
+from dshard.comm import LocalTensor, plain, run, runner, runtime_of, simulated_ranks, stack, unstack
 from dshard.errors import MeshError
 from dshard.layout import Layout
 from dshard.mesh import Coordinate, Mesh
@@ -21,9 +22,41 @@ from dshard.ops.strategy import completed
 from dshard.redistribute import plan
 
 
+class Move:
+    """A tensor of one spec brought to another layout: planned once for each topology, then looked up.
+
+    `spec` is that of the moved tensor, `back` the layout of the gradient that comes back.
+    """
+
+    __slots__ = ("back", "plan", "runner", "source", "spec", "targets")
+
+    def __init__(self, source: Spec, layout: Layout) -> None:
+        topology = current().topology_of(layout.mesh)
+        self.plan = plan(source.layout, layout, source.shape, source.itemsize, topology)
+        self.source, self.spec, self.back = source, source.with_layout(layout), source.layout.cotangent()
+        self.runner: Callable[[Tensor], Tensor] | None = None
+        self.targets: dict[Spec, Layout] = {}
+
+    def __call__(self, local: Tensor) -> Tensor:
+        """The local tensor in the new layout; not recorded by autograd."""
+        if type(local) is LocalTensor or local.is_meta or not self.plan.steps:
+            return run(self.plan, local)
+        if self.runner is None:
+            self.runner = runner(self.plan)
+        with torch.no_grad():
+            return self.runner(local)
+
+
+def move_of(spec: Spec, layout: Layout) -> Move:
+    """How a tensor of this spec comes to lie so."""
+    moves = current().moves
+    found: Move | None = moves.get((spec, layout))
+    return moves.add((spec, layout), Move(spec, layout)) if found is None else found
+
+
 def move(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
     """The local tensor under another layout; not recorded by autograd."""
-    return run(plan(spec.layout, layout, spec.shape, spec.itemsize, current().topology_of(layout.mesh)), local)
+    return move_of(spec, layout)(local)
 
 
 def relaid(x: Any, layout: Layout, op: str) -> Any:

@@ -31,6 +31,8 @@ class Settings:
         self.topology = topology
         self.executors = Cache()
         self.choices = Cache()
+        self.shortcuts = Cache()
+        self.moves = Cache()
 
     def topology_of(self, mesh: Mesh) -> Topology:
         """The topology on which choices for this mesh are priced."""
@@ -81,6 +83,8 @@ def clear_caches() -> None:
     for settings in _ALL.values():
         settings.executors.clear()
         settings.choices.clear()
+        settings.shortcuts.clear()
+        settings.moves.clear()
 
 
 FORGET.append(clear_caches)

@@ -6,7 +6,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from dshard.layout import Layout, Shape
+from dshard.layout import Layout, Shape, interned
 
 
 class Spec:
@@ -55,7 +55,7 @@ def spec_of(layout: Layout, shape: Shape, stride: tuple[int, ...], dtype: torch.
     key = (layout, shape, stride, dtype, device)
     found = _SPECS.get(key)
     if found is None:
-        found = _SPECS[key] = Spec(layout, shape, stride, dtype, device)
+        found = _SPECS[key] = Spec(interned(layout), shape, stride, dtype, device)
     return found
 
 

@@ -1,0 +1,82 @@
+"""One collective on flat buffers: asked of the process group itself, or written down where torch.compile traces.
+
+torch's functional collectives pass several layers of Python, which cost more than the start of the collective. What is
+traced has no memory yet: that goes by them, for they are what torch.compile knows. A wait lets the current stream of a
+device wait, not the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dshard.comm.runtime import Group
+from dshard.placements import ReduceOp
+
+_c10d = torch.ops._c10d_functional
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT}
+
+
+def _all_reduce_options(op: str) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = _OPS[op]
+    return options
+
+
+def _reduce_scatter_options(op: str) -> dist.ReduceScatterOptions:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = _OPS[op]
+    return options
+
+
+_ALL_REDUCE = {op: _all_reduce_options(op) for op in _OPS}
+_REDUCE_SCATTER = {op: _reduce_scatter_options(op) for op in _OPS}
+
+
+def gather(x: Tensor, n: int, group: Group) -> Tensor:
+    """Flat chunk -> the chunks of all `n` ranks, in the order of the process group; all of one size."""
+    if type(x) is not Tensor:
+        return _wait(_c10d.all_gather_into_tensor(x, n, group.name))
+    out = x.new_empty(n * x.numel())
+    group.process_group._allgather_base(out, x).wait()
+    return out
+
+
+def swap(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> Tensor:
+    """Flat pieces for each rank -> flat pieces from each, in the order of the process group."""
+    if type(x) is not Tensor:
+        return _wait(_c10d.all_to_all_single(x, list(recv), list(send), group.name))
+    out = x.new_empty(sum(recv))
+    group.process_group.alltoall_base(out, x, recv, send).wait()
+    return out
+
+
+def scatter(x: Tensor, op: ReduceOp, n: int, group: Group) -> Tensor:
+    """Equal flat pieces for each of `n` ranks, in the order of the process group -> the reduction of this rank's."""
+    if type(x) is not Tensor:
+        return _wait(_c10d.reduce_scatter_tensor(x, op, n, group.name))
+    out = x.new_empty(x.numel() // n)
+    group.process_group._reduce_scatter_base(out, x, _REDUCE_SCATTER[op]).wait()
+    return out
+
+
+def reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
+    """Flat terms -> their reduction over all ranks."""
+    if type(x) is not Tensor:
+        return _wait(_c10d.all_reduce(x, op, group.name))
+    out = x.clone()
+    group.process_group.allreduce([out], _ALL_REDUCE[op]).wait()
+    return out
+
+
+def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
+    """Flat tensor -> that of the rank number `source` of the process group, on all its ranks."""
+    return _wait(_c10d.broadcast(x, source, group.name))
+
+
+def _wait(x: Tensor) -> Tensor:
+    out: Tensor = _c10d.wait_tensor(x)
+    return out
