@@ -1,9 +1,11 @@
 """What one operator call costs, beside torch's own DTensor in the same run: microseconds and their ratio.
 
-    python benchmarks/dispatch.py [--json]
+    python benchmarks/dispatch.py [--json] [--write]
 
-A fake process group of four ranks, so that nothing is sent; one thread; medians of interleaved repeats. `listening` is
-dshard with a listener that hears every collective: without one, warm calls do not pay for it.
+A fake process group of eight ranks, so that nothing is sent; one thread; medians of interleaved repeats. Choices are
+made by bytes alone, and gradients are brought to the layouts of their tensors by both, so both send the same.
+`listening` is dshard with a listener that hears every collective: without one, warm calls do not pay for it. `--write`
+puts the tables into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -21,19 +25,31 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
 import torch.nn.functional as F
+from gpt import Size, block, block_parameters, distributed, local_part
+from section import markdown_table, write_section
 
 import dshard as ours
 from dshard.comm import listen
-from dshard.tables import text_table
+from dshard.topology import BYTES
 
 REPEATS, CALLS = 9, 200
+BLOCK_CALLS = 20
 Call = Callable[[], Any]
 MESH: Any = None
+GRID: Any = None
 
 
 def tensor(lib: Any, shape: tuple[int, ...], *placements: Any, grad: bool = False) -> Any:
     laid = lib.distribute_tensor(torch.randn(shape), MESH, list(placements))
     return laid.requires_grad_() if grad else laid
+
+
+def settled(lib: Any, *leaves: Any) -> None:
+    """Gradients laid out like their tensors, as dshard leaves them, and then forgotten."""
+    for leaf in leaves:
+        if lib is theirs:
+            leaf.grad.redistribute(leaf.device_mesh, leaf.placements)
+        leaf.grad = None
 
 
 def add(lib: Any) -> Call:
@@ -62,17 +78,17 @@ def layer_norm(lib: Any) -> Call:
 
 
 def linear(lib: Any) -> Call:
-    x, w = tensor(lib, (4, 8, 8), lib.Replicate()), tensor(lib, (16, 8), lib.Shard(0))
+    x, w = tensor(lib, (4, 8, 8), lib.Replicate()), tensor(lib, (128, 8), lib.Shard(0))
     return lambda: F.linear(x, w)
 
 
 def linear_and_backward(lib: Any) -> Call:
-    x, w = tensor(lib, (4, 8, 8), lib.Replicate(), grad=True), tensor(lib, (16, 8), lib.Shard(0), grad=True)
-    grad = tensor(lib, (4, 8, 16), lib.Shard(2))
+    x, w = tensor(lib, (4, 8, 8), lib.Replicate(), grad=True), tensor(lib, (128, 8), lib.Shard(0), grad=True)
+    grad = tensor(lib, (4, 8, 128), lib.Shard(2))
 
     def run() -> None:
         F.linear(x, w).backward(grad)
-        x.grad = w.grad = None
+        settled(lib, x, w)
 
     return run
 
@@ -93,49 +109,146 @@ def all_to_all(lib: Any) -> Call:
 
 
 CASES = [add, view, mm, sum_, layer_norm, linear, linear_and_backward, from_local, gather, all_to_all]
+LIBRARIES = {"dshard": ours, "torch": theirs}
 
 
-def microseconds(call: Call) -> float:
+def gpt_blocks(lib: Any, depth: int) -> tuple[Call, Call]:
+    """Blocks on a mesh of 2 x 4 ranks, forward without recording, and forward and backward; `lib` None is one rank."""
+    size = Size()
+    if lib is None:
+        place, complete = local_part(2, 4), lambda x: x
+    else:
+        layout = [lib.Shard(0), lib.Replicate()]
+        place, complete = distributed(lib, GRID), lambda x: x.redistribute(GRID, layout)
+    parameters = [block_parameters(size, place) for _ in range(depth)]
+    x, grad = (place(torch.randn(size.batch, size.length, size.width), "batch") for _ in range(2))
+
+    def run() -> Any:
+        y = x
+        for w in parameters:
+            y = block(y, w, size.width // size.heads, complete)
+        return y
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return run()
+
+    def both() -> None:
+        run().backward(grad)
+        settled(lib, *(leaf for w in parameters for leaf in w.values()))
+
+    return forward, both
+
+
+def microseconds(call: Call, calls: int) -> float:
     begin = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(calls):
         call()
-    return (time.perf_counter() - begin) / CALLS * 1e6
+    return (time.perf_counter() - begin) / calls * 1e6
 
 
-def measure(case: Callable[[Any], Call]) -> dict[str, Any]:
-    """Medians of interleaved repeats."""
-    calls = {"dshard": case(ours), "listening": case(ours), "torch": case(theirs)}
+def interleaved(calls: dict[str, Call], each: int) -> dict[str, float]:
+    """Medians of repeats in turn."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(REPEATS + 1):
         for name, call in calls.items():
             with listen(lambda event: None) if name == "listening" else nullcontext():
-                took = microseconds(call)
+                took = microseconds(call, each)
             if turn:
                 times[name].append(took)
-    found = {name: statistics.median(values) for name, values in times.items()}
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(case: Callable[[Any], Call]) -> dict[str, Any]:
+    found = interleaved({"dshard": case(ours), "listening": case(ours), "torch": case(theirs)}, CALLS)
     return {"case": case.__name__.strip("_"), **found, "ratio": found["dshard"] / found["torch"]}
+
+
+def measure_blocks() -> list[dict[str, Any]]:
+    """The block of a GPT, forward, and forward and backward; beside the block that one rank computes, plain."""
+    made = {"dshard": gpt_blocks(ours, 1), "torch": gpt_blocks(theirs, 1), "plain": gpt_blocks(None, 1)}
+    rows = []
+    for i, what in enumerate(("GPT block", "GPT block and backward")):
+        found = interleaved({name: calls[i] for name, calls in made.items()}, BLOCK_CALLS)
+        ratio, over = found["dshard"] / found["torch"], found["dshard"] / found["plain"]
+        rows.append({"case": what, **found, "ratio": ratio, "over_plain": over})
+    return rows
+
+
+def cold(name: str) -> float:
+    """Seconds of the first step of two blocks in a fresh process: all that is planned, looked up and compiled."""
+    start()
+    step = gpt_blocks(LIBRARIES[name], 2)[1]
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def measure_cold() -> dict[str, float]:
+    """Medians of three fresh processes for each library, in turn."""
+    times: dict[str, list[float]] = {name: [] for name in LIBRARIES}
+    for _ in range(3):
+        for name, found in times.items():
+            done = subprocess.run(
+                [sys.executable, __file__, "--cold", name], capture_output=True, text=True, check=True
+            )
+            found.append(float(done.stdout))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def start() -> None:
+    global MESH, GRID
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=8)
+    MESH = ours.init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
+    GRID = ours.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+
+
+def tables(rows: list[dict[str, Any]], blocks: list[dict[str, Any]], first: dict[str, float], overall: float) -> str:
+    names, plain = ("dshard", "listening", "torch"), ("dshard", "torch", "plain")
+    cells = [
+        [row["case"].replace("_", " "), *(f"{row[name]:.1f}" for name in names), f"{row['ratio']:.2f}"] for row in rows
+    ]
+    whole = [
+        [row["case"], *(f"{row[name]:.0f}" for name in plain), f"{row['ratio']:.2f}", f"{row['over_plain']:.1f}"]
+        for row in blocks
+    ]
+    return "\n\n".join(
+        [
+            markdown_table(["case", "dshard us", "listening us", "torch DTensor us", "dshard / torch"], cells),
+            markdown_table(
+                ["case, mesh 2 x 4", "dshard us", "torch DTensor us", "plain us", "dshard / torch", "dshard / plain"],
+                whole,
+            ),
+            f"Geometric mean of the ratios to torch's DTensor: {overall:.2f}. First step of two blocks in a fresh "
+            f"process: {first['dshard']:.2f} s, torch's DTensor {first['torch']:.2f} s.",
+        ]
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks.md")
+    parser.add_argument("--cold", choices=LIBRARIES, help="print the seconds of one library's first step")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=4)
-    global MESH
-    MESH = ours.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    rows = [measure(case) for case in CASES]
-    overall = statistics.geometric_mean(row["ratio"] for row in rows)
-    if options.json:
-        print(json.dumps({"rows": rows, "geometric_mean_ratio": overall}))
+    if options.cold:
+        with ours.use_topology(BYTES):
+            print(cold(options.cold))
         return
-    cells = [
-        [row["case"], *(f"{row[name]:.1f}" for name in ("dshard", "listening", "torch")), f"{row['ratio']:.2f}"]
-        for row in rows
-    ]
-    print(text_table(["case", "dshard us", "listening us", "torch us", "dshard / torch"], cells))
-    print(f"geometric mean of the ratios: {overall:.2f}")
+    first = measure_cold()
+    start()
+    with ours.use_topology(BYTES):
+        rows, blocks = [measure(case) for case in CASES], measure_blocks()
+    overall = statistics.geometric_mean(row["ratio"] for row in (*rows, *blocks))
+    if options.json:
+        print(json.dumps({"rows": rows, "blocks": blocks, "cold": first, "geometric_mean_ratio": overall}))
+        return
+    text = tables(rows, blocks, first, overall)
+    print(text)
+    if options.write:
+        write_section("dispatch", text)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dshard.dispatch import SEEN, common_mesh
 from dshard.layout import Layout, replicated
 from dshard.mesh import Coordinate
 from dshard.ops.expand import Operand, Order, Row, expand, sizes_of
-from dshard.ops.matmul.asked import Asked
+from dshard.ops.matmul.asked import NOTHING, Asked
 from dshard.ops.matmul.local import LocalProduct, local_product
 from dshard.ops.matmul.priced import Panelled, cheapest, in_panels
 from dshard.ops.matmul.refine import Cut, cut_contraction
@@ -74,6 +74,7 @@ class Product:
         self.beside: Streamed | None = None
         self.warm: Callable[..., Tensor] | None = None
         self.gradients: dict[tuple[Any, ...], Product] = {}
+        self.backs: dict[tuple[Any, ...], Back | None] = {}
 
     def _streamed(self) -> Streamed | None:
         """The executor in panels, where they are asked for and anything moves."""
@@ -191,6 +192,13 @@ class Product:
             found = self.gradients[key] = self._gradient(i, grad, other)
         return found
 
+    def back(self, grad: Spec, a: Spec | None, b: Spec | None) -> Back | None:
+        """Both gradients, of the operands whose other is given, where nothing is run beside them or conjugated."""
+        key = (grad, a, b)
+        if key not in self.backs:
+            self.backs[key] = back_of(self, grad, a, b)
+        return self.backs[key]
+
     def _gradient(self, i: int, grad: Spec, other: Spec) -> Product:
         (a, b), (out,) = self.rule.inputs, self.rule.outputs
         terms, specs = ((out, b), (grad, other)) if i == 0 else ((a, out), (other, grad))
@@ -200,6 +208,38 @@ class Product:
         name, order = f"{self.name} backward", self.strategy.order
         complete = not i and (isinstance(self.stream, Stream) or self.streamed is not None)
         return product_of(name, rule, specs, target, rows, order, self.stream, complete=complete)
+
+
+class Back:
+    """The gradients of both operands of a product, decided: two products, the second of what the first moved."""
+
+    __slots__ = ("first", "second")
+
+    def __init__(self, first: Product | None, second: Product | None) -> None:
+        self.first, self.second = first, second
+
+    def __call__(self, cls: Any, grad: Tensor, a: Any, b: Any) -> tuple[Any, Any]:
+        """The gradients, of the local part of the result's."""
+        for_a = for_b = None
+        if self.first is not None:
+            out, (grad, _) = self.first.on_local(grad, b._local)
+            for_a = cls._wrap(out, self.first.out)
+        if self.second is not None:
+            for_b = cls._wrap(self.second.on_local(a._local, grad)[0], self.second.out)
+        return for_a, for_b
+
+
+def back_of(product: Product, grad: Spec, a: Spec | None, b: Spec | None) -> Back | None:
+    """Both gradients, where nothing is run beside them or conjugated."""
+    if grad.dtype.is_complex or runtime_of(product.mesh) is None:
+        return None
+    first = None if b is None else product.gradient(0, grad, b)
+    if first is not None:
+        if first.streamed is not None or (a is not None and first.overlaps()):
+            return None
+        grad = grad.with_layout(first.strategy.inputs[0])
+    second = None if a is None else product.gradient(1, grad, a)
+    return None if second is not None and second.streamed is not None else Back(first, second)
 
 
 def product_of(
@@ -259,8 +299,8 @@ class Multiply(torch.autograd.Function):
         ctx.save_for_backward(
             a if need_a else None,
             b if need_b else None,
-            product.wrap_moved(cls, 0, moved) if need_a and keep_a else None,
-            product.wrap_moved(cls, 1, moved) if need_b and keep_b else None,
+            product.wrap_moved(cls, 0, moved) if keep_a and need_a else None,
+            product.wrap_moved(cls, 1, moved) if keep_b and need_b else None,
         )
         return cls._wrap(out, product.out)
 
@@ -270,27 +310,41 @@ class Multiply(torch.autograd.Function):
         a, b, moved_a, moved_b = ctx.saved_tensors
         layout = product.cotangent
         grad = redistribute(distributed(cls, grad, layout), layout)
-        if not torch.is_grad_enabled():
+        plain = not torch.is_grad_enabled()
+        if plain:
             a, b = (a if moved_a is None else moved_a), (b if moved_b is None else moved_b)
         found: list[Any] = [None] * (2 if product.bias is None else 3)
         if product.bias is not None and ctx.needs_input_grad[4]:
-            found[2] = grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
-        need_a, need_b, plain = ctx.needs_input_grad[2], ctx.needs_input_grad[3], not torch.is_grad_enabled()
-        if need_a:
-            other: Any = torch.conj_physical(b) if b.is_complex() else b
-            first = product.gradient(0, grad._spec, other._spec)
-            if need_b and plain and first.overlaps():
-                given: Any = torch.conj_physical(a) if a.is_complex() else a
-                second = product.gradient(1, grad._spec, given._spec)
-                found[:2] = both(cls, (first, (grad, other)), (second, (given, grad)))
+            dims = len(product.out.shape) - 1
+            found[2] = grad.sum(tuple(range(dims))) if dims else grad
+        if plain and not OBSERVERS and type(grad._local) is Tensor and not grad._local.is_meta:
+            back = product.back(grad._spec, None if a is None else a._spec, None if b is None else b._spec)
+            if back is not None:
+                found[:2] = back(cls, grad._local, a, b)
                 return (None, None, *found)
-            found[0], moved = multiply_keeping(cls, first, (grad, other))
-            if plain and first.streamed is None:  # both products want it in one layout, so it is moved once
-                grad = first.wrap_moved(cls, 0, moved)
-        if need_b:
-            other = torch.conj_physical(a) if a.is_complex() else a
-            found[1] = multiply(cls, product.gradient(1, grad._spec, other._spec), (other, grad))
+        found[:2] = _gradients(ctx, cls, product, grad, a, b, plain)
         return (None, None, *found)
+
+
+def _gradients(ctx: Any, cls: Any, product: Product, grad: Any, a: Any, b: Any, plain: bool) -> list[Any]:
+    """The gradients of both operands: observed, recorded, beside each other, of complex numbers, or without data."""
+    found: list[Any] = [None, None]
+    need_a, need_b = ctx.needs_input_grad[2], ctx.needs_input_grad[3]
+    if need_a:
+        other: Any = torch.conj_physical(b) if b.is_complex() else b
+        first = product.gradient(0, grad._spec, other._spec)
+        if need_b and plain and first.overlaps():
+            given: Any = torch.conj_physical(a) if a.is_complex() else a
+            second = product.gradient(1, grad._spec, given._spec)
+            found[:2] = both(cls, (first, (grad, other)), (second, (given, grad)))
+            return found
+        found[0], moved = multiply_keeping(cls, first, (grad, other))
+        if plain and first.streamed is None:  # both products want it in one layout, so it is moved once
+            grad = first.wrap_moved(cls, 0, moved)
+    if need_b:
+        other = torch.conj_physical(a) if a.is_complex() else a
+        found[1] = multiply(cls, product.gradient(1, grad._spec, other._spec), (other, grad))
+    return found
 
 
 def both(cls: Any, first: tuple[Product, Sequence[Any]], second: tuple[Product, Sequence[Any]]) -> list[Any]:
@@ -358,7 +412,7 @@ def decide(
         DtypeError: operands of different dtypes.
     """
     recorded = torch.is_grad_enabled()
-    parts: list[Any] = [name, key, asked]
+    parts: list[Any] = [name, key, None if asked is NOTHING else asked]  # which has no hash at hand
     for t in tensors:
         parts.append(t._spec)
         if recorded:

@@ -35,6 +35,7 @@ _is_compiling = torch.compiler.is_compiling
 _modes, _autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
 _recording, _door_closed = torch.is_grad_enabled, torch._C.DisableTorchFunctionSubclass
 _NUMBERS = frozenset({int, float, bool, complex})
+_INT = frozenset({int})
 _VALUES = frozenset({type(None), str, torch.dtype})
 _NEVER: set[Any] = set()
 """Functions that run no operator, write to their operand or show its memory: autograd has to see those."""
@@ -71,7 +72,7 @@ def _key(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | N
             parts.append(kind if by_kind else (kind, arg))
         elif kind in _VALUES:
             parts.append(arg)
-        elif (kind is tuple or kind is list) and all([type(item) is int for item in arg]):
+        elif (kind is tuple or kind is list) and set(map(type, arg)) <= _INT:
             parts.append(tuple(arg))
         else:
             return None
@@ -163,7 +164,8 @@ def _of_operator(
     out: Any,
     first: bool,
 ) -> Shortcut | None:
-    assert run.warm is not None and run.warm.operator is not None
+    assert run.warm is not None
+    assert run.warm.operator is not None
     spec, operator = out._spec, run.warm.operator
     shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
     slots = [i for i, arg in enumerate(op_args) if isinstance(arg, Tensor)]

@@ -195,7 +195,7 @@ class DTensor(torch.Tensor):
 
 def _through(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of torch's: what is caught whole, or as torch breaks it up into operators."""
-    if not PLAIN.isdisjoint(map(type, args)) or kwargs:
+    if not (PLAIN.isdisjoint(map(type, args)) and PLAIN.isdisjoint(map(type, kwargs.values()))):
         refuse_plain(cls, func, args, kwargs)
     joint = JOINT.get(func)
     if joint is not None:

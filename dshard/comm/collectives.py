@@ -8,6 +8,7 @@ device wait, not the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from dshard.comm.runtime import Group
 from dshard.placements import ReduceOp
 
 _c10d = torch.ops._c10d_functional
-_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT}
+_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT}
 
 
 def _all_reduce_options(op: str) -> dist.AllreduceOptions:
@@ -50,7 +51,7 @@ def swap(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> T
     if type(x) is not Tensor:
         return _wait(_c10d.all_to_all_single(x, list(recv), list(send), group.name))
     out = x.new_empty(sum(recv))
-    group.process_group.alltoall_base(out, x, recv, send).wait()
+    group.process_group.alltoall_base(out, x, list(recv), list(send)).wait()
     return out
 
 

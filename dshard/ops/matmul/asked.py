@@ -70,16 +70,16 @@ class Asked:
         return (next((stored for loop, stored in pairs if loop == "k"), "P"),) * mesh.ndim
 
 
-_NOTHING = Asked()
+NOTHING = Asked()
 
 
 class _Current:
-    asked = _NOTHING
+    asked = NOTHING
 
 
 def nothing_asked() -> bool:
     """Whether no `use_strategy` is in force."""
-    return _Current.asked is _NOTHING
+    return _Current.asked is NOTHING
 
 
 def asked_now() -> Asked:
