@@ -141,10 +141,10 @@ def gpt_blocks(lib: Any, depth: int) -> tuple[Call, Call]:
 
 
 def microseconds(call: Call, calls: int) -> float:
-    begin = time.perf_counter()
+    begin = time.process_time()
     for _ in range(calls):
         call()
-    return (time.perf_counter() - begin) / calls * 1e6
+    return (time.process_time() - begin) / calls * 1e6
 
 
 def interleaved(calls: dict[str, Call], each: int) -> dict[str, float]:
@@ -179,9 +179,9 @@ def cold(name: str) -> float:
     """Seconds of the first step of two blocks in a fresh process: all that is planned, looked up and compiled."""
     start()
     step = gpt_blocks(LIBRARIES[name], 2)[1]
-    begin = time.perf_counter()
+    begin = time.process_time()
     step()
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def measure_cold() -> dict[str, float]:

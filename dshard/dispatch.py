@@ -27,7 +27,7 @@ from dshard.ops.moving import coordinate_of, leaves, move, on_all_ranks, replace
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.origin import SCATTERS, Origin, Terms, mark, remember, settle
 from dshard.ops.random import is_random, seeded_op
-from dshard.ops.registry import Known, known
+from dshard.ops.registry import FACTS, known
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.ops.strategy import Strategy, Wanted, choose
@@ -44,21 +44,17 @@ SEEN: list[list[Seen]] = []
 
 def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on distributed tensors of class `cls`, with the result of single-device torch on the whole tensors."""
-    facts = known(func)
-    if facts.writes:
-        out = _dispatch(cls, func, facts, args, kwargs)
-        settle(args[0])
-        return out
-    return _dispatch(cls, func, facts, args, kwargs)
-
-
-def _dispatch(cls: Any, func: OpOverload, facts: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    number = id(func)  # its own hash is slow, and what is known of it keeps it alive
+    facts = FACTS.get(number) or known(func)
     if facts.instead is not None:
         instead = facts.instead(args)
         if instead is not None:
-            return instead(cls, func, args, kwargs)
+            out = instead(cls, func, args, kwargs)
+            if facts.writes:
+                settle(args[0])
+            return out
     values = facts.values
-    parts: list[Any] = [func]
+    parts: list[Any] = [number]
     parts += [arg._spec if type(arg) is cls else _key(cls, arg, values) for arg in args]
     if kwargs:
         parts += [(name, _key(cls, arg, values)) for name, arg in kwargs.items()]
@@ -68,10 +64,14 @@ def _dispatch(cls: Any, func: OpOverload, facts: Known, args: tuple[Any, ...], k
     if executor is None:
         executor = executors.add(key, _build(cls, func, facts.op, args, kwargs))
     if SEEN:
-        return _seen(executor, func, args, kwargs)
-    if OBSERVERS and isinstance(executor, Run):
-        return observed(executor.decision(), executor, (args, kwargs))
-    return executor(args, kwargs)
+        out = _seen(executor, func, args, kwargs)
+    elif OBSERVERS and isinstance(executor, Run):
+        out = observed(executor.decision(), executor, (args, kwargs))
+    else:
+        out = executor(args, kwargs)
+    if facts.writes:
+        settle(args[0])
+    return out
 
 
 def _seen(executor: Executor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,7 +151,7 @@ class Run:
         self.views = views_first(call.func)
         self.gathers = self.views and bool(self.plans[0].steps)
         self.leaves_terms = self.views and call.func in SCATTERS and _begins(self.strategy)
-        self.single = isinstance(result, Tensor) and not (self.inplace or self.views)
+        self.single = isinstance(result, Tensor) and not self.inplace
         self.places = _places(result, self.out_specs) if not (self.inplace or self.views) else None
         self.warm = (
             _Warm(self, args) if self.flat and not (self.rewrites or self.gathers or self.leaves_terms) else None
@@ -170,7 +170,10 @@ class Run:
                     local[i] = mover(local[i])
                 out = warm.operator(*local, **kwargs)  # type: ignore[misc]  # prepared above
                 if self.single:
-                    return self.cls._wrap(out, self.out_specs[0])
+                    found = self.cls._wrap(out, self.out_specs[0])
+                    if self.views and args[0]._origin is not None:
+                        mark(found, args[0]._origin)
+                    return found
                 if self.places is not None:
                     wrap = self.cls._wrap
                     pairs = zip(out, self.places, strict=True)

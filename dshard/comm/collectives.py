@@ -42,7 +42,7 @@ def gather(x: Tensor, n: int, group: Group) -> Tensor:
     if type(x) is not Tensor:
         return _wait(_c10d.all_gather_into_tensor(x, n, group.name))
     out = x.new_empty(n * x.numel())
-    group.process_group._allgather_base(out, x).wait()
+    group.process_group._allgather_base(out, x.contiguous()).wait()
     return out
 
 
@@ -51,7 +51,7 @@ def swap(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> T
     if type(x) is not Tensor:
         return _wait(_c10d.all_to_all_single(x, list(recv), list(send), group.name))
     out = x.new_empty(sum(recv))
-    group.process_group.alltoall_base(out, x, list(recv), list(send)).wait()
+    group.process_group.alltoall_base(out, x.contiguous(), list(recv), list(send)).wait()
     return out
 
 
@@ -60,7 +60,7 @@ def scatter(x: Tensor, op: ReduceOp, n: int, group: Group) -> Tensor:
     if type(x) is not Tensor:
         return _wait(_c10d.reduce_scatter_tensor(x, op, n, group.name))
     out = x.new_empty(x.numel() // n)
-    group.process_group._reduce_scatter_base(out, x, _REDUCE_SCATTER[op]).wait()
+    group.process_group._reduce_scatter_base(out, x.contiguous(), _REDUCE_SCATTER[op]).wait()
     return out
 
 
@@ -68,7 +68,7 @@ def reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
     """Flat terms -> their reduction over all ranks."""
     if type(x) is not Tensor:
         return _wait(_c10d.all_reduce(x, op, group.name))
-    out = x.clone()
+    out = x.clone(memory_format=torch.contiguous_format)
     group.process_group.allreduce([out], _ALL_REDUCE[op]).wait()
     return out
 

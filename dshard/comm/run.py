@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from dshard.comm import debug, transport
+from dshard.comm import collectives, debug, transport
 from dshard.comm.events import LISTENERS, emit
 from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of
 from dshard.comm.simulate import exchange, plain, stack, unstack
@@ -117,6 +117,27 @@ def _runner(plan: Plan, runtime: Runtime, coordinate: Coordinate) -> Local:
         calls.insert(0, partial(_compared, plan, runtime))
     if len(calls) == 1:
         return calls[0]
+    if len(stages) == 1 and isinstance(stages[0], Transfer) and stages[0].collective == "all_reduce":
+        return _all_reduce(stages[0], runtime.group(stages[0].axes), calls)
+    return _in_turn(calls)
+
+
+def _all_reduce(transfer: Transfer, group: Group, calls: list[Local]) -> Local:
+    """An all_reduce alone, which needs no flat buffer, where the backend itself reduces what comes."""
+    general, op = _in_turn(calls), transfer.op
+    assert op is not None
+    if len(calls) > 3:  # compared before
+        return general
+
+    def reduce(x: Tensor) -> Tensor:
+        if LISTENERS or type(x) is not Tensor or not transport.reduces(x.dtype, op, group.backend):
+            return general(x)
+        return collectives.reduce(x, op, group)
+
+    return reduce
+
+
+def _in_turn(calls: list[Local]) -> Local:
 
     def run_all(x: Tensor) -> Tensor:
         held = [x]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,17 @@ from dshard.ops.moving import leaves
 
 PLAIN = frozenset({Tensor, Parameter, LocalTensor, list, tuple})
 """The types of arguments that are, or may hold, plain tensors."""
+
+_INT = frozenset({int})
+
+
+def may_hold_plain(values: Iterable[Any]) -> bool:
+    """Whether there may be a plain tensor among these arguments."""
+    for value in values:
+        if type(value) in PLAIN and not (type(value) is tuple and _INT.issuperset(map(type, value))):
+            return True
+    return False
+
 
 MADE_PLAIN = frozenset({Tensor, LocalTensor})
 """The types of what a composite operator may return though it was given distributed tensors."""

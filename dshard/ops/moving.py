@@ -43,6 +43,8 @@ class Move:
             return run(self.plan, local)
         if self.runner is None:
             self.runner = runner(self.plan)
+        if not torch.is_grad_enabled():
+            return self.runner(local)
         with torch.no_grad():
             return self.runner(local)
 

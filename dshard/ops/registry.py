@@ -92,7 +92,7 @@ def register(op: str | OpOverload, found: Op, says: str) -> None:
     """Let all overloads of the operator of this name, or the one overload, have `found` in place of dshard's own."""
     _USER[op], _TEXTS[str(op)] = found, says
     find.cache_clear()
-    known.cache_clear()
+    FACTS.clear()
     clear_caches()
 
 
@@ -172,17 +172,24 @@ class Known:
     rule depends on the values of scalar arguments; `writes` whether the first operand is written to.
     """
 
+    func: OpOverload
     op: Op | None
     instead: Callable[[tuple[Any, ...]], Instead | None] | None
     values: bool
     writes: bool
 
 
-@cache
+FACTS: dict[int, Known] = {}
+"""What is known of operators, by their identity."""
+
+
 def known(func: OpOverload) -> Known:
     """What the tables say of `func`."""
-    op = find(func)
-    return Known(op, _instead(func), op is None or op.values, writes_first(func))
+    found = FACTS.get(id(func))
+    if found is None:
+        op = find(func)
+        found = FACTS[id(func)] = Known(func, op, _instead(func), op is None or op.values, writes_first(func))
+    return found
 
 
 def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | None:
