@@ -1,6 +1,7 @@
 """dshard: declare how tensors lie on a mesh of devices, and run ordinary PyTorch code on them."""
 
 from dshard import calibrate as calibrate
+from dshard.caches import CacheInfo, cache_info, clear_caches
 from dshard.comm import DeviceMesh, init_device_mesh
 from dshard.errors import (
     CheckpointError,
@@ -20,7 +21,7 @@ from dshard.factories import distribute_module, empty, full, ones, rand, randint
 from dshard.functional import linear, matmul
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.ops import cache_info, get_rng_state, manual_seed, register_rule, rules, set_rng_state, use_topology
+from dshard.ops import get_rng_state, manual_seed, register_rule, rules, set_rng_state, use_topology
 from dshard.ops.matmul import Schedule, Stream, strategies, use_strategy
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor, distribute_tensor
@@ -30,6 +31,7 @@ from dshard.trace import strict, trace
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheInfo",
     "CheckpointError",
     "DShardError",
     "DTensor",
@@ -53,6 +55,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "cache_info",
+    "clear_caches",
     "distribute_module",
     "distribute_tensor",
     "empty",

@@ -63,6 +63,8 @@ def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     executor = executors.get(key)
     if executor is None:
         executor = executors.add(key, _build(cls, func, facts.op, args, kwargs))
+    else:
+        executors.hits += 1
     if SEEN:
         out = _seen(executor, func, args, kwargs)
     elif OBSERVERS and isinstance(executor, Run):

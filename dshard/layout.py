@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import prod
 
+from dshard.caches import remembered
 from dshard.errors import LayoutError, NotationError
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import (
@@ -146,13 +146,13 @@ class Layout:
         return f"{text}; {orders}" if orders else text
 
 
-@lru_cache(maxsize=65536)
+@remembered("local parts", 65536)
 def _first_part(layout: Layout, shape: Shape) -> tuple[Region, int]:
     region = layout.region(shape, (0,) * layout.mesh.ndim)
     return region, prod(map(len, region))
 
 
-@lru_cache(maxsize=65536)
+@remembered("layouts", 65536)
 def interned(layout: Layout) -> Layout:
     """The same object for all layouts that are equal to this one, which are then found equal at once."""
     return layout
@@ -172,7 +172,7 @@ def layout_of(mesh: Mesh, placements: Iterable[Placement], ndim: int) -> Layout:
         raise
 
 
-@lru_cache(maxsize=4096)
+@remembered("placements", 4096)
 def _layout_of(mesh: Mesh, placements: tuple[Placement, ...], ndim: int) -> Layout:
     _check_placements(mesh, placements)
     resolved = tuple(_resolve(placement, ndim) for placement in placements)

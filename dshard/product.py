@@ -425,6 +425,8 @@ def decide(
         specs = [t._spec for t in tensors]
         needs, leaf = [recorded and t.requires_grad for t in tensors[:2]], [t.is_leaf for t in tensors[:2]]
         found = choices.add(full_key, _decide(name, rule, infer, specs, asked, needs, leaf))
+    else:
+        choices.hits += 1
     return found
 
 

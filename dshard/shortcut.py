@@ -50,8 +50,10 @@ def call(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through) -> A
     with _door_closed():
         key = _key(cls, func, args, kwargs)
         if key is not None:
-            found = current().shortcuts.get(key)
+            shortcuts = current().shortcuts
+            found = shortcuts.get(key)
             if found:
+                shortcuts.hits += 1
                 return found(args, kwargs)
     if key is None or found is not None:
         return through(cls, func, args, kwargs)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from dshard.caches import remembered
 from dshard.comm import collectives, debug, transport
 from dshard.comm.events import LISTENERS, emit
 from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of
@@ -102,8 +103,11 @@ def runner(plan: Plan) -> Callable[[Tensor], Tensor]:
     if runtime is None or runtime.coordinate is None:
         why = "has no processes" if runtime is None else f"does not contain this rank, {runtime.rank}"
         raise MeshError(f"the mesh ({plan.src.mesh}) {why}: nothing can be sent; use init_device_mesh under torchrun")
-    found = runtime.runners.get(plan)
-    return runtime.runners.setdefault(plan, _runner(plan, runtime, runtime.coordinate)) if found is None else found
+    found: Local | None = runtime.runners.get(plan)
+    if found is None:
+        return runtime.runners.add(plan, _runner(plan, runtime, runtime.coordinate))  # type: ignore[no-any-return]
+    runtime.runners.hits += 1
+    return found
 
 
 def _runner(plan: Plan, runtime: Runtime, coordinate: Coordinate) -> Local:
@@ -154,7 +158,7 @@ def _compared(plan: Plan, runtime: Runtime, x: Tensor) -> Tensor:
     return x
 
 
-@lru_cache(maxsize=65536)
+@remembered("stages", 65536)
 def stages_of(plan: Plan, coordinate: Coordinate) -> tuple[Stage, ...]:
     """What the rank at `coordinate` does, in order; axes of one rank fall out."""
     found: list[Stage] = []

@@ -10,15 +10,14 @@ from math import prod
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
+from dshard.caches import Cache
 from dshard.errors import MeshError
 from dshard.mesh import Coordinate, Mesh
-from dshard.redistribute import Plan
 
 __all__ = [
     "DeviceMesh",
@@ -73,7 +72,7 @@ class Runtime:
     rank: int
     coordinate: Coordinate | None
     groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
-    runners: dict[Plan, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    runners: Cache = field(default_factory=lambda: Cache("runners"))
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The group of this rank along `axes`; made on first use, by all its ranks together."""

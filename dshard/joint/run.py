@@ -97,7 +97,11 @@ def decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[A
     full_key = (*key, *specs)
     choices = current().choices
     found: Choice | None = choices.get(full_key) if None not in specs else None
-    return choices.add(full_key, _decide(cls, rule, local, tensors, key)) if found is None else found
+    if found is None:
+        found = choices.add(full_key, _decide(cls, rule, local, tensors, key))
+    else:
+        choices.hits += 1
+    return found
 
 
 def _decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Choice:

@@ -53,7 +53,11 @@ def move_of(spec: Spec, layout: Layout) -> Move:
     """How a tensor of this spec comes to lie so."""
     moves = current().moves
     found: Move | None = moves.get((spec, layout))
-    return moves.add((spec, layout), Move(spec, layout)) if found is None else found
+    if found is None:
+        found = moves.add((spec, layout), Move(spec, layout))
+    else:
+        moves.hits += 1
+    return found
 
 
 def move(local: Tensor, spec: Spec, layout: Layout) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch._ops import OpOverload
 
+from dshard.caches import clear_caches
 from dshard.errors import NotationError
 from dshard.ops import (
     addmm,
@@ -34,7 +35,6 @@ from dshard.ops.custom import CUSTOM, RULED
 from dshard.ops.decompositions import decomposition_of
 from dshard.ops.matmul import rules as matmul
 from dshard.ops.rule import Pending, Rule, parse_rule
-from dshard.ops.settings import clear_caches
 from dshard.placements import ReduceOp
 
 TABLES: tuple[dict[str, Op], ...] = (

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from dshard.caches import Cache, clear_caches
 from dshard.comm import FORGET, DeviceMesh, bind, ranks_per_host, same_topology
 from dshard.mesh import Mesh
 from dshard.topology import Topology, default_topology
-
-MAX_ENTRIES = 16384
-
-
-class Cache(dict[Any, Any]):
-    """A dict that forgets its oldest entry when it is full."""
-
-    def add(self, key: Any, value: Any) -> Any:
-        """Remember `value`, and return it."""
-        if len(self) >= MAX_ENTRIES:
-            del self[next(iter(self))]
-        self[key] = value
-        return value
 
 
 class Settings:
@@ -29,10 +16,10 @@ class Settings:
 
     def __init__(self, topology: Topology | None = None) -> None:
         self.topology = topology
-        self.executors = Cache()
-        self.choices = Cache()
-        self.shortcuts = Cache()
-        self.moves = Cache()
+        self.executors = Cache("executors")
+        self.choices = Cache("choices")
+        self.shortcuts = Cache("shortcuts")
+        self.moves = Cache("moves")
 
     def topology_of(self, mesh: Mesh) -> Topology:
         """The topology on which choices for this mesh are priced."""
@@ -78,22 +65,4 @@ def use_topology(topology: Topology, *, mesh: DeviceMesh | Mesh | None = None) -
         _Current.settings = before
 
 
-def clear_caches() -> None:
-    """Forget all that was decided; it is decided anew when needed."""
-    for settings in _ALL.values():
-        settings.executors.clear()
-        settings.choices.clear()
-        settings.shortcuts.clear()
-        settings.moves.clear()
-
-
 FORGET.append(clear_caches)
-
-
-def cache_info() -> dict[str, int]:
-    """How many decisions are remembered, over all topologies: executors of operators, and choices of joint ones."""
-    return {
-        "executors": sum(len(settings.executors) for settings in _ALL.values()),
-        "choices": sum(len(settings.choices) for settings in _ALL.values()),
-        "capacity": MAX_ENTRIES,
-    }

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any, TypeAlias
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from dshard.caches import remembered
 from dshard.comm import swap
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
@@ -123,7 +123,7 @@ class Shift:
         return run
 
 
-@lru_cache(maxsize=16384)
+@remembered("shifts", 16384)
 def _sizes(shift: Shift, at: Coordinate) -> tuple[tuple[int, ...], tuple[int, ...]]:
     peers, others = shift.layout.mesh.peers(shift.axes, at), shift.others(at)
     send = tuple(sum(len(places) for _, places in shift.pieces(at, peer)) * others for peer in peers)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
 from torch._decomp import decomposition_table
 from torch._ops import OpOverload
 
+from dshard.caches import remembered
 from dshard.layout import Layout
 from dshard.ops.custom import decomposed
 from dshard.ops.moving import settled
@@ -45,7 +45,7 @@ class Spread:
         return pays(spec, self.dims(args, len(spec.shape)), self.reductions, current().topology_of(spec.layout.mesh))
 
 
-@lru_cache(maxsize=16384)
+@remembered("spread", 16384)
 def pays(spec: Spec, dims: tuple[int, ...], reductions: tuple[ReduceOp, ...], topology: Topology) -> bool:
     """Whether `reductions` over `dims`, completed on all ranks, cost less than gathering these dims."""
     axes = split_axes(spec.layout, dims)

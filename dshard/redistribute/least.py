@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import combinations
 from typing import NamedTuple
 
+from dshard.caches import remembered
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial
@@ -49,7 +49,7 @@ class Least:
         return needed - held
 
 
-@lru_cache(maxsize=256)
+@remembered("limits", 256)
 def limits(mesh: Mesh, topology: Topology) -> Limits:
     """The fastest link along any axes of the mesh, and the least latency."""
     names = [name for name, n in zip(mesh.names, mesh.shape, strict=True) if n > 1]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain, count
 from math import prod
 from typing import TypeAlias
 
 from typing_extensions import assert_never
 
+from dshard.caches import remembered
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial, ReduceOp, Replicate
@@ -117,7 +117,7 @@ def plan_of_fewest_bytes(moved: Plan, itemsize: int, topology: Topology) -> Plan
     )
 
 
-@lru_cache(maxsize=16384)
+@remembered("plans", 16384)
 def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, lean: bool) -> Plan:
     if src.mesh != dst.mesh:
         raise MeshError(f"cannot redistribute from the mesh ({src.mesh}) to the mesh ({dst.mesh}): use one mesh")
@@ -171,7 +171,7 @@ Edge: TypeAlias = tuple[Step, Layout, int, float]
 """A step, the layout that it leads to, the elements that a rank holds there, and the seconds that it takes."""
 
 
-@lru_cache(maxsize=65536)
+@remembered("plan steps", 65536)
 def _onward(
     layout: Layout,
     dims: tuple[int, ...],
@@ -185,7 +185,7 @@ def _onward(
     return tuple(_edge(step, layout, shape, itemsize, topology) for step in steps)
 
 
-@lru_cache(maxsize=65536)
+@remembered("plan ends", 65536)
 def _straight(layout: Layout, target: Layout, shape: Shape, itemsize: int, topology: Topology) -> tuple[Edge, ...]:
     """The steps straight to `target`."""
     return tuple(_edge(step, layout, shape, itemsize, topology) for step in steps_straight(layout, target))

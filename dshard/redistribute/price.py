@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import product
 from math import prod
 
 from typing_extensions import assert_never
 
+from dshard.caches import remembered
 from dshard.cost import collective_seconds, copy_seconds
 from dshard.layout import Layout, Shape
 from dshard.placements import chunk
@@ -122,14 +122,14 @@ def _most_of_all_to_all(layout: Layout, shape: Shape, n: int, axis: str, src: in
     )
 
 
-@lru_cache(maxsize=16384)
+@remembered("exchange sizes", 16384)
 def _most_of_exchange(layout: Layout, shape: Shape, axes: tuple[str, ...], dst: Layout) -> int:
     mesh = layout.mesh
     places = [{0, n // 2, n - 1} if name in axes else {0} for name, n in zip(mesh.names, mesh.shape, strict=True)]
     return max(numel(dst.region(shape, at)) - kept(layout, dst, shape, at) for at in product(*places))
 
 
-@lru_cache(maxsize=16384)
+@remembered("local shapes", 16384)
 def _first_part(layout: Layout, shape: Shape) -> Shape:
     """The local shape of the first rank, which is the largest."""
     return layout.local_shape(shape, (0,) * layout.mesh.ndim)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import inf, prod
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
+from dshard.caches import remembered
 from dshard.errors import TopologyError
 from dshard.mesh import Mesh
 from dshard.topology import files
@@ -248,7 +248,7 @@ def _check_ranks(topology: Topology, mesh: Mesh, where: str = "") -> None:
         )
 
 
-@lru_cache(maxsize=8192)
+@remembered("links", 8192)
 def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Collective | None) -> Link:
     if collective is not None and collective not in COLLECTIVES:
         raise TopologyError(f"collective: {collective!r} is none; use {', '.join(COLLECTIVES)}, or None for any")
@@ -262,7 +262,7 @@ def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Col
     return link
 
 
-@lru_cache(maxsize=256)
+@remembered("topology layers", 256)
 def _bytes_only(topology: Topology) -> Topology:
     return replace(
         topology,

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import permutations
 from math import inf
 from typing import TypeAlias
 
 from typing_extensions import assert_never
 
+from dshard.caches import remembered
 from dshard.mesh import Mesh
 from dshard.topology.values import Collective, Layer, Link, Measured
 from dshard.topology.wiring import Edge, least_rate, wiring_of
@@ -51,7 +51,7 @@ def groups_of(mesh: Mesh, axes: Iterable[str]) -> Groups:
     return _groups_of(mesh, frozenset(mesh.axis(axis) for axis in axes))
 
 
-@lru_cache(maxsize=1024)
+@remembered("link sharing", 1024)
 def _groups_of(mesh: Mesh, inside: frozenset[int]) -> Groups:
     starts, offsets, stride = [0], [0], 1
     for axis in reversed(range(mesh.ndim)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from string import ascii_letters
 from typing import TypeAlias
 
@@ -11,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dshard.caches import remembered
 from dshard.ops.rule import Term
 
 LocalProduct: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
-@lru_cache(maxsize=4096)
+@remembered("local products", 4096)
 def local_product(a: Term, b: Term, out: Term) -> LocalProduct:
     """The function that multiplies tensors of terms `a` and `b` into one of term `out`; each dim is one factor or none.
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import torch
 from torch import Tensor
 
+from dshard.caches import remembered
 from dshard.layout import Region, Shape
 from dshard.ops.random.distributions import Distribution
 from dshard.ops.random.philox import words
@@ -54,7 +54,7 @@ class Runs:
         return None if any(stride % per_block for _, stride in self.outer) else self.base % per_block
 
 
-@lru_cache(maxsize=4096)
+@remembered("draws", 4096)
 def runs(shape: Shape, region: Region) -> Runs:
     """The elements of a region that is not empty, of a tensor of this shape.
 

@@ -1,0 +1,164 @@
+"""What is remembered is bounded, counted and forgotten on demand; and a warm call plans nothing."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dshard
+from dshard import Replicate, Shard, distribute_tensor, init_device_mesh
+from dshard.caches import Cache, cache_info, clear_caches, remembered
+from dshard.testing import RankPool
+
+
+def test_a_cache_forgets_its_oldest_entry_beyond_its_bound() -> None:
+    found = Cache("three", bound=3)
+
+    for i in range(5):
+        found.add(i, str(i))
+
+    assert list(found) == [2, 3, 4]
+    assert cache_info()["three"] == (3, 0, 5, 3)
+
+
+def test_functions_are_remembered_up_to_their_bound() -> None:
+    calls = []
+
+    @remembered("one of two", 2)
+    def double(x: int) -> int:
+        calls.append(x)
+        return 2 * x
+
+    assert [double(x) for x in (1, 2, 2, 3, 1)] == [2, 4, 4, 6, 2]
+    assert calls == [1, 2, 3, 1]
+    assert cache_info()["one of two"] == (2, 1, 4, 2)
+
+
+def test_no_cache_is_without_a_bound() -> None:
+    assert all(0 < found.bound <= 65536 and found.entries <= found.bound for found in dshard.cache_info().values())
+
+
+@cache
+def mesh() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def laid(shape: tuple[int, ...], *placements: Any, grad: bool = False) -> Any:
+    x = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) / 7
+    out = distribute_tensor(x, mesh(), placements, src_data_rank=None)
+    return out.requires_grad_() if grad else out
+
+
+def step(x: Any, w: Any, b: Any) -> Any:
+    h = F.layer_norm(x, (x.shape[-1],), w)
+    h = (F.linear(F.gelu(h), b) * 0.5 + 1).softmax(-1)
+    return h.redistribute(mesh(), [Replicate(), Replicate()]).sum(0)
+
+
+def operands(grad: bool) -> list[Any]:
+    column = laid((6, 4), Replicate(), Shard(0), grad=grad)
+    return [laid((4, 4), Shard(0), Replicate(), grad=grad), laid((4,), Replicate(), Replicate(), grad=grad), column]
+
+
+def warm_and_cold() -> list[str]:
+    """What is wrong with the counts of a second and a third step, and of one after all is forgotten."""
+    wrong = []
+    for grad in (False, True):
+        given = operands(grad)
+        clear_caches()
+        results = []
+        for turn in range(4):
+            if turn == 3:
+                clear_caches()
+                left = {name: found.entries for name, found in cache_info().items() if found.entries}
+                wrong += [f"after all was forgotten: {left}"] if left else []
+            before = cache_info()
+            out = step(*given)
+            if grad:
+                out.sum().backward()
+            results.append(out.full_tensor())
+            after = cache_info()
+            new = {name: found.misses - before[name].misses for name, found in after.items() if name in before}
+            grown = {name: count for name, count in new.items() if count}
+            if turn == 2 and grown:
+                wrong.append(f"a warm step with grad={grad} looked up what it did not find: {grown}")
+            if turn == 2 and after["executors"].hits + after["shortcuts"].hits <= 8:
+                wrong.append(f"hits are not counted: {after}")
+        wrong += [f"turn {i} differs" for i, found in enumerate(results) if not found.equal(results[0])]
+    return wrong
+
+
+@pytest.mark.ranks
+def test_a_warm_step_finds_all_that_it_looks_up(ranks: RankPool) -> None:
+    assert ranks.run(warm_and_cold) == [[]] * 4
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def beside_shortcuts() -> list[str]:
+    """Who wants to see, record or change what runs does so, though shortcuts for the same calls are known."""
+    x, y = laid((4, 6), Shard(0), Shard(1)), laid((6, 4), Shard(1), Replicate())
+    calls = [lambda: x * 2, lambda: x.softmax(-1), lambda: x @ y, lambda: F.gelu(x), lambda: torch.add(x, x, alpha=2)]
+    plain = [call().full_tensor() for call in calls]
+    wrong = [] if dshard.cache_info()["shortcuts"].entries else ["no shortcuts were learned"]
+    again = [call().full_tensor() for call in calls]
+    wrong += [f"call {i} differs" for i, (a, b) in enumerate(zip(plain, again, strict=True)) if not a.equal(b)]
+    with dshard.trace() as traced:
+        _ = [call() for call in calls]
+    wrong += [] if len(traced.events) else ["trace sees no collective of a product"]
+    with Seen() as seen:
+        _ = x * 2
+    wrong += [] if "mul" in seen.names else [f"a mode sees {seen.names}"]
+    with dshard.use_strategy(matmul="summa-abt"):
+        asked = (x @ y).placements
+    wrong += [] if asked != (x @ y).placements else ["use_strategy has no effect on a product that is known"]
+    with torch.autocast("cpu", torch.bfloat16):
+        wrong += [] if (x.float() @ y.float()).dtype == torch.bfloat16 else ["autocast has no effect"]
+    leaf = x.detach().requires_grad_()
+    (leaf * 2).sum().backward()
+    wrong += [] if leaf.grad is not None and leaf.grad.full_tensor().eq(2).all() else ["nothing is recorded"]
+    wrong += [] if (x * 3).full_tensor().equal(plain[0] * 1.5) else ["a number that was seen before is used again"]
+    view = x.view(-1, 3)
+    view.add_(1)
+    wrong += [] if (x * 2).full_tensor().equal(plain[0] + 2) else ["a view lost its base"]
+    return wrong
+
+
+@pytest.mark.ranks
+def test_shortcuts_hide_nothing(ranks: RankPool) -> None:
+    assert ranks.run(beside_shortcuts) == [[]] * 4
+
+
+def mixed(x: Tensor) -> str:
+    try:
+        _ = laid((4, 4), Shard(0), Replicate()) + x
+    except dshard.MixedError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.ranks
+def test_a_plain_tensor_is_refused_though_a_shortcut_is_known(ranks: RankPool) -> None:
+    found = ranks.run(plain_after_distributed)
+    assert all("a plain torch.Tensor of shape (4, 4) among distributed tensors" in text for text in found)
+
+
+def plain_after_distributed() -> str:
+    x = laid((4, 4), Shard(0), Replicate())
+    _ = x + x
+    _ = x + x
+    return mixed(torch.ones(4, 4))
