@@ -92,7 +92,8 @@ class Layout:
     def dim_range(self, dim: int, size: int, coordinate: Coordinate) -> range:
         """The indices of tensor dim `dim`, of global size `size`, that the rank at `coordinate` holds."""
         held = range(size)
-        for axis in self.axes_of(dim):
+        assert self._axes is not None
+        for axis in self._axes.get(dim, ()):
             part = chunk(len(held), self.mesh.shape[axis], coordinate[axis])
             held = held[part.start : part.stop]
         return held

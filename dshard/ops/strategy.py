@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 from dshard.cost import work_seconds
 from dshard.layout import Layout, Shape
@@ -93,7 +93,7 @@ def choose(
         found = [e for e in found if e.inputs[0] == wanted.keep == e.outputs[0]] or found
     price = _Price(rule, operands, outputs, topology, wanted)
     if len(found) == 1:
-        return price(found[0])
+        return price.of(found[0])
     first = operands[0].layout
     queue = sorted(((price.at_least(e), i) for i, e in enumerate(found)), key=lambda pair: pair)
     best: Strategy | None = None
@@ -101,7 +101,9 @@ def choose(
     for least, i in queue:
         if best is not None and _digits(least) > best_key[0]:
             break
-        strategy = price(found[i])
+        strategy = price(found[i], best_key[0] * (1 + 1e-8) if best_key else inf)
+        if strategy is None:
+            continue
         pending = sum(len(layout.partial_axes()) for layout in strategy.outputs)
         alike = strategy.outputs[:1] != (first,)
         key = (_digits(strategy.seconds), pending, strategy.moves, strategy.rows.count(None), alike, i)
@@ -126,7 +128,7 @@ def strategies(
     """All strategies of `rule` worth trying, priced."""
     price = _Price(rule, operands, outputs, topology, wanted)
     for found in expansions(rule, operands, outputs, wanted.among, wanted.result):
-        yield price(found)
+        yield price.of(found)
 
 
 class _Price:
@@ -179,13 +181,31 @@ class _Price:
         needed = any(gradient for j, gradient in enumerate(wanted.gradients) if j != i)
         return needed and not wanted.kept[i]
 
-    def __call__(self, found: Expansion) -> Strategy:
+    def of(self, found: Expansion) -> Strategy:
         """The expansion as a strategy, with its price."""
-        gather, reduce, backward, moves = 0.0, 0.0, 0.0, 0
+        strategy = self(found, inf)
+        assert strategy is not None
+        return strategy
+
+    def __call__(self, found: Expansion, most: float) -> Strategy | None:
+        """The same, or None as soon as it is seen to cost more than `most` seconds."""
+        compute, wanted = self.compute(found), self.wanted
+        least = self.at_least(found)
+        gather, reduce, backward, moves = 0.0, 0.0, compute * sum(wanted.gradients), 0
         for i, (operand, layout) in enumerate(zip(self.operands, found.inputs, strict=True)):
             move = plan(operand.layout, layout, operand.shape, operand.itemsize, self.topology)
+            times = 1 + self.moved_again(i)
             gather, moves = gather + move.seconds, moves + len(move.steps)
-            backward += move.seconds * self.moved_again(i)
+            backward += move.seconds * (times - 1)
+            least += (move.seconds - self.least[i](operand.layout, layout)) * times
+            if least > most:
+                return None
+        for operand, layout, target, needed, bound in self.backward_moves(found):
+            if needed:
+                seconds = plan(layout, target, operand.shape, operand.itemsize, self.topology).seconds
+                backward, least = backward + seconds, least + seconds - bound(layout, target)
+                if least > most:
+                    return None
         ends = tuple(
             self.end(i, found, layout, shape, itemsize)
             for i, ((shape, itemsize), layout) in enumerate(zip(self.outputs, found.outputs, strict=True))
@@ -194,9 +214,8 @@ class _Price:
         debt = self.topology if passes else self.topology.bytes_only()
         for (shape, itemsize), layout, end in zip(self.outputs, found.outputs, ends, strict=True):
             reduce += plan(layout, end, shape, itemsize, debt).seconds
-        compute = self.compute(found)
-        if any(self.wanted.gradients):
-            backward += compute * sum(self.wanted.gradients) + self.gradients(found, ends)
+            if any(wanted.gradients):
+                backward += plan(end.cotangent(), layout.cotangent(), shape, itemsize, self.topology).seconds
         return Strategy(
             found.inputs,
             found.outputs,
@@ -211,6 +230,13 @@ class _Price:
             moves,
         )
 
+    def backward_moves(self, found: Expansion) -> Iterator[tuple[Operand, Layout, Layout, bool, Least]]:
+        """For each operand: where its gradient arises and belongs, whether it is needed, and the least to move it."""
+        for operand, layout, needed, least in zip(
+            self.operands, found.gradients, self.wanted.gradients, self.least, strict=False
+        ):
+            yield operand, layout, operand.layout.cotangent(), needed, least
+
     def compute(self, found: Expansion) -> float:
         """Seconds of the local work."""
         nbytes = sum(
@@ -224,17 +250,6 @@ class _Price:
             for factor, size in self.sizes.items()
         )
         return work_seconds(2.0 * prod(local), nbytes, self.topology)
-
-    def gradients(self, found: Expansion, ends: Sequence[Layout]) -> float:
-        """Seconds to bring the gradients to where their operands lie, and that of the output to where it is needed."""
-        seconds = 0.0
-        for operand, layout, needed in zip(self.operands, found.gradients, self.wanted.gradients, strict=True):
-            if needed:
-                target = operand.layout.cotangent()
-                seconds += plan(layout, target, operand.shape, operand.itemsize, self.topology).seconds
-        for end, layout, (shape, itemsize) in zip(ends, found.outputs, self.outputs, strict=True):
-            seconds += plan(end.cotangent(), layout.cotangent(), shape, itemsize, self.topology).seconds
-        return seconds
 
     def end(self, i: int, found: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:
         """Where output `i` is charged to come to lie."""

@@ -13,7 +13,7 @@ from typing_extensions import assert_never
 
 from dshard.caches import remembered
 from dshard.errors import LayoutError, MeshError
-from dshard.layout import Layout, Shape
+from dshard.layout import Layout, Shape, interned
 from dshard.placements import Partial, ReduceOp, Replicate
 from dshard.redistribute.least import Least
 from dshard.redistribute.price import busiest, senders, step_seconds
@@ -123,7 +123,8 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
         raise MeshError(f"cannot redistribute from the mesh ({src.mesh}) to the mesh ({dst.mesh}): use one mesh")
     src.check(shape)
     dst.check(shape)
-    if src == dst:
+    src, dst = interned(src), interned(dst)
+    if src is dst:
         return Plan(src, dst, shape, (), 0.0)
     room = max(src.local_numel(shape), dst.local_numel(shape)) if lean else None
     found = _search(src, dst, shape, itemsize, topology, room) or _search(src, dst, shape, itemsize, topology, None)
@@ -139,7 +140,7 @@ def _search(
 ) -> tuple[tuple[Step, ...], float] | None:
     """Best-first search over layouts, with a bound on what is still needed."""
     dims, pending, ticket = useful_dims(src, dst, shape), tuple(_pending(dst).items()), count()
-    targets = {dst: None, before_pending(src, dst): None}
+    targets = {dst: None, interned(before_pending(src, dst)): None}
     settled: set[Layout] = set()
     rest: dict[Layout, float] = {}
     least, best, found = Least(dst.mesh, topology, shape, itemsize), {src: 0.0}, float("inf")
@@ -197,7 +198,7 @@ def steps_straight(layout: Layout, target: Layout) -> list[Step]:
 
 
 def _edge(step: Step, layout: Layout, shape: Shape, itemsize: int, topology: Topology) -> Edge:
-    there = after(step, layout)
+    there = interned(after(step, layout))
     return step, there, there.local_numel(shape), step_seconds(step, layout, shape, itemsize, topology)
 
 
@@ -241,6 +242,10 @@ def _distance(layout: Layout, dst: Layout) -> int:
     """A lower bound on the steps still needed: an exchange does all at once, but completes or begins no reduction."""
     if layout == dst:
         return 0
-    ends = any(isinstance(a, Partial) and a != b for a, b in zip(layout.placements, dst.placements, strict=True))
-    begins = sum(isinstance(b, Partial) and a != b for a, b in zip(layout.placements, dst.placements, strict=True))
+    ends, begins = False, 0
+    for a, b in zip(layout.placements, dst.placements, strict=True):
+        if isinstance(a, Partial):
+            ends = ends or a != b
+        if isinstance(b, Partial):
+            begins += a != b
     return max(1, ends + begins)

@@ -11,6 +11,7 @@ from typing_extensions import assert_never
 from dshard.caches import remembered
 from dshard.cost import collective_seconds, copy_seconds
 from dshard.layout import Layout, Shape
+from dshard.mesh import Coordinate
 from dshard.placements import chunk
 from dshard.redistribute.step import (
     AllGather,
@@ -23,8 +24,6 @@ from dshard.redistribute.step import (
     Slice,
     Step,
     axes_of,
-    kept,
-    numel,
 )
 from dshard.topology import Topology
 
@@ -124,9 +123,32 @@ def _most_of_all_to_all(layout: Layout, shape: Shape, n: int, axis: str, src: in
 
 @remembered("exchange sizes", 16384)
 def _most_of_exchange(layout: Layout, shape: Shape, axes: tuple[str, ...], dst: Layout) -> int:
-    mesh = layout.mesh
+    """Of the corners of the mesh; what is needed and held of a dim is looked up by the axes that split it."""
+    mesh, fixed = layout.mesh, 1
     places = [{0, n // 2, n - 1} if name in axes else {0} for name, n in zip(mesh.names, mesh.shape, strict=True)]
-    return max(numel(dst.region(shape, at)) - kept(layout, dst, shape, at) for at in product(*places))
+    tables: list[tuple[tuple[int, ...], dict[Coordinate, tuple[int, int]]]] = []
+    for dim, size in enumerate(shape):
+        split = tuple(sorted({*layout.axes_of(dim), *dst.axes_of(dim)}))
+        if not split:
+            fixed *= size
+            continue
+        table: dict[Coordinate, tuple[int, int]] = {}
+        for picked in product(*(places[i] for i in split)):
+            at = [0] * mesh.ndim
+            for i, place in zip(split, picked, strict=True):
+                at[i] = place
+            have, want = layout.dim_range(dim, size, tuple(at)), dst.dim_range(dim, size, tuple(at))
+            both = min(have.stop, want.stop) - max(have.start, want.start)
+            table[picked] = len(want), max(0, both)
+        tables.append((split, table))
+    most = 0
+    for corner in product(*places):
+        needed = kept = fixed
+        for split, table in tables:
+            want_size, both = table[tuple([corner[i] for i in split])]
+            needed, kept = needed * want_size, kept * both
+        most = max(most, needed - kept)
+    return most
 
 
 @remembered("local shapes", 16384)
