@@ -1,6 +1,9 @@
 """dshard: declare how tensors lie on a mesh of devices, and run ordinary PyTorch code on them."""
 
-from dshard import calibrate as calibrate
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from dshard.caches import CacheInfo, cache_info, clear_caches
 from dshard.comm import DeviceMesh, init_device_mesh
 from dshard.errors import (
@@ -81,3 +84,13 @@ __all__ = [
     "use_topology",
     "zeros",
 ]
+
+if TYPE_CHECKING:
+    from dshard import calibrate as calibrate
+
+
+def __getattr__(name: str) -> ModuleType:
+    """What few programs need is imported when it is asked for."""
+    if name == "calibrate":
+        return import_module("dshard.calibrate")
+    raise AttributeError(f"module 'dshard' has no attribute {name!r}")

@@ -48,18 +48,18 @@ class Redistribute(torch.autograd.Function):
     """One layout -> another; backward: the gradient goes back, still pending where the operand is whole."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, layout: Layout, op: str | None) -> Any:
-        ctx.cls, ctx.move = type(x), move_of(x._spec, layout)
-        return _moved(x, ctx.move, op)
+    def forward(ctx: Any, x: Any, layout: Layout, op: str | None, later: bool) -> Any:
+        ctx.cls, ctx.move, ctx.later = type(x), move_of(x._spec, layout), later
+        return _moved(x, ctx.move, op, later)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Any, None, None]:
+    def backward(ctx: Any, grad: Any) -> tuple[Any, None, None, None]:
         move: Move = ctx.move
         grad = distributed(ctx.cls, grad, move.back)
         target = move.targets.get(grad._spec)
         if target is None:
             target = move.targets[grad._spec] = interned(left_pending(grad._spec.layout, move.back))
-        return redistribute(grad, target), None, None
+        return redistribute(grad, target, later=ctx.later), None, None, None
 
 
 def distributed(cls: Any, grad: Any, layout: Layout) -> Any:
@@ -70,7 +70,12 @@ def distributed(cls: Any, grad: Any, layout: Layout) -> Any:
     return cls._wrap(grad, spec_of(whole, tuple(grad.shape), grad.stride(), grad.dtype, grad.device))
 
 
-def _moved(x: Any, move: Move, op: str | None) -> Any:
+def _moved(x: Any, move: Move, op: str | None, later: bool) -> Any:
+    if later:
+        start = move.later
+        coming = observed(_decision(x._spec, move, op), start, (x._local,)) if OBSERVERS else start(x._local)
+        if coming is not None:
+            return type(x)._wrap_later(coming, move.spec)
     local = observed(_decision(x._spec, move, op), move, (x._local,)) if OBSERVERS else move(x._local)
     return type(x)._wrap(local, move.spec)
 
@@ -82,18 +87,19 @@ def _decision(spec: Spec, move: Move, op: str | None) -> Decision:
     return Decision(op or "redistribute", (operand,), outputs, None, None, (move.plan,), topology, explicit=op is None)
 
 
-def redistribute(x: Any, layout: Layout, op: str | None = None) -> Any:
+def redistribute(x: Any, layout: Layout, op: str | None = None, *, later: bool = False) -> Any:
     """`x` in another layout; `x` itself where it lies so already. Differentiable.
 
-    `op` names the operator that needs it so, where the user did not ask for it.
+    `op` names the operator that needs it so, where the user did not ask for it. With `later` it may still be on its way
+    on return, and so may the gradient.
     """
     held = x._spec.layout
     if held is layout or held == layout:
         return x
     with torch._C.DisableTorchFunctionSubclass():
         if torch.is_grad_enabled() and x.requires_grad:
-            return Redistribute.apply(x, layout, op)  # type: ignore[no-untyped-call]
-        return _moved(x, move_of(x._spec, layout), op)
+            return Redistribute.apply(x, layout, op, later)  # type: ignore[no-untyped-call]
+        return _moved(x, move_of(x._spec, layout), op, later)
 
 
 def left_pending(layout: Layout, target: Layout) -> Layout:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dshard import comm, shortcut
 from dshard.autograd import FromLocal, ToLocal, distributed, redistribute
-from dshard.comm import DeviceMesh, stored
+from dshard.comm import DeviceMesh, Later, stored
 from dshard.dispatch import dispatch
 from dshard.errors import LayoutError, MeshError, ShapeError
 from dshard.joint import JOINT
@@ -34,6 +34,7 @@ class DTensor(torch.Tensor):
 
     _local: Tensor
     _spec: Spec
+    _coming: Later
     _origin: Origin | None = None
 
     @staticmethod
@@ -48,6 +49,23 @@ class DTensor(torch.Tensor):
         out._local = local
         out._spec = spec
         return out
+
+    @classmethod
+    def _wrap_later(cls, coming: Later, spec: Spec) -> DTensor:
+        """The same with a local part that is still to come: `_local` is missing, and `__getattr__` waits for it."""
+        out: DTensor = torch.Tensor._make_wrapper_subclass(
+            cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=spec.device
+        )
+        out._coming = coming
+        out._spec = spec
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_local" and "_coming" in self.__dict__:
+            self._local = self._coming()
+            del self._coming
+            return self._local
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- what it is
 
@@ -122,13 +140,14 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """The same tensor laid out otherwise, by the cheapest sequence of collectives. Differentiable.
 
-        `async_op` is accepted for torch's sake; the result is ready on return.
+        With `async_op` the first collective has only begun on return. The result is waited for where it is first used,
+        by any operator, `to_local`, `full_tensor` or a backward pass; until then this tensor must not be written. An
+        error of the collective is raised there. The gradient comes back in the same way.
 
         Raises:
             LayoutError: placements that do not fit the tensor or the mesh.
             MeshError: another mesh.
         """
-        del async_op
         here = self._spec.layout.mesh
         mesh = here if device_mesh is None else as_mesh(device_mesh)
         if mesh is not here and mesh != here:
@@ -137,7 +156,8 @@ class DTensor(torch.Tensor):
             raise LayoutError(
                 f"redistribute needs the placements to go to: {mesh.ndim} of them, one for each axis of ({mesh})"
             )
-        return redistribute(self, layout_of(mesh, placements, len(self._spec.shape)))  # type: ignore[no-any-return]
+        layout = layout_of(mesh, placements, len(self._spec.shape))
+        return redistribute(self, layout, later=async_op)  # type: ignore[no-any-return]
 
     # -- what torch asks of a tensor subclass
 
@@ -147,6 +167,8 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is _DETACH and "_coming" in args[0].__dict__:  # what is accumulated may be on its way, too
+            return DTensor._wrap_later(args[0]._coming, args[0]._spec)
         return dispatch(DTensor, func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -205,6 +227,7 @@ def _through(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return wrapped(cls, out, (args, kwargs)) if type(out) in MADE_PLAIN else out
 
 
+_DETACH = torch.ops.aten.detach.default
 support(DTensor)
 
 
@@ -215,7 +238,9 @@ def keep_gradient_layout(x: DTensor) -> None:
     layout = x._spec.layout.cotangent()
 
     def bring(grad: Tensor | None) -> Tensor | None:
-        found: Tensor | None = None if grad is None else redistribute(distributed(DTensor, grad, layout), layout)
+        found: Tensor | None = (
+            None if grad is None else redistribute(distributed(DTensor, grad, layout), layout, later=True)
+        )
         return found
 
     with torch._C.DisableTorchFunctionSubclass():

@@ -10,6 +10,7 @@ from dshard.comm.agree import (
 )
 from dshard.comm.debug import compare_draws
 from dshard.comm.events import Event, listen
+from dshard.comm.later import Later, start
 from dshard.comm.legs import Flight, Leg, Program, Request, begin, finish, flat, legs_of, passing, same_memory
 from dshard.comm.perform import drive, perform, rehearse
 from dshard.comm.run import run, runner, swap
@@ -37,6 +38,7 @@ __all__ = [
     "DeviceMesh",
     "Event",
     "Flight",
+    "Later",
     "Leg",
     "Local",
     "LocalTensor",
@@ -78,6 +80,7 @@ __all__ = [
     "simulated_ranks",
     "spread",
     "stack",
+    "start",
     "swap",
     "unstack",
 ]

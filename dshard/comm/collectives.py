@@ -68,9 +68,15 @@ def reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
     """Flat terms -> their reduction over all ranks."""
     if type(x) is not Tensor:
         return _wait(_c10d.all_reduce(x, op, group.name))
-    out = x.clone(memory_format=torch.contiguous_format)
-    group.process_group.allreduce([out], _ALL_REDUCE[op]).wait()
+    out, work = begin_reduce(x, op, group)
+    work.wait()
     return out
+
+
+def begin_reduce(x: Tensor, op: ReduceOp, group: Group) -> tuple[Tensor, dist.Work]:
+    """The same begun: where the reduction will be, and what to wait for."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    return out, group.process_group.allreduce([out], _ALL_REDUCE[op])
 
 
 def broadcast(x: Tensor, source: int, group: Group) -> Tensor:

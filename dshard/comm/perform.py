@@ -55,7 +55,7 @@ def perform(mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[P
             for plan in plans:
                 debug.compare(plan, runtime)
         with WORKSPACE.session(runtime) as space:
-            return drive(make(runtime.coordinate, space, tensors), partial(_launch_on, runtime))
+            return drive(make(runtime.coordinate, space, tensors), partial(launch_on, runtime))
 
 
 def rehearse(make: Make, tensors: Sequence[Tensor], coordinate: Coordinate) -> tuple[Results, int]:
@@ -111,7 +111,8 @@ def _exchange(requests: dict[int, Request]) -> None:
         request.out.copy_(moved[rank].view(request.out.shape))
 
 
-def _launch_on(runtime: Runtime, request: Request) -> Wait:
+def launch_on(runtime: Runtime, request: Request) -> Wait:
+    """Begin a collective, and return what waits for it."""
     leg, group = request.leg, runtime.group(request.leg.message.axes)
     nbytes = leg.elements * request.buffer.itemsize
     if MEASURING and leg.event:

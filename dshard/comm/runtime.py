@@ -73,6 +73,7 @@ class Runtime:
     coordinate: Coordinate | None
     groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
     runners: Cache = field(default_factory=lambda: Cache("runners"))
+    legs: Cache = field(default_factory=lambda: Cache("legs"))
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The group of this rank along `axes`; made on first use, by all its ranks together."""

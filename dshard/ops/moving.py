@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import LocalTensor, plain, run, runner, runtime_of, simulated_ranks, stack, unstack
+from dshard.comm import Later, LocalTensor, plain, run, runner, runtime_of, simulated_ranks, stack, start, unstack
 from dshard.errors import MeshError
 from dshard.layout import Layout
 from dshard.mesh import Coordinate, Mesh
@@ -47,6 +47,10 @@ class Move:
             return self.runner(local)
         with torch.no_grad():
             return self.runner(local)
+
+    def later(self, local: Tensor) -> Later | None:
+        """The same begun, to be waited for at its first use; None where it cannot run beside the computation."""
+        return start(self.plan, local) if self.plan.steps else None
 
 
 def move_of(spec: Spec, layout: Layout) -> Move:

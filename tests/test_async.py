@@ -1,0 +1,200 @@
+"""Redistributions that are waited for at their first use, and gradients reduced behind the backward pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import dshard
+from dshard import DTensor, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor
+from dshard.comm import DeviceMesh, bind, collectives
+from dshard.placements import REDUCE_OPS
+from dshard.testing import RankPool, Redistribution, distribute, redistributions, shapes, whole_numbers
+
+MESHES = (Mesh((4,), ("tp",)), Mesh((2, 2), ("dp", "tp")), Mesh((4,), ("x",), (3, 1, 0, 2)))
+WHOLE, ROWS = [Replicate(), Replicate()], [Shard(0), Replicate()]
+
+
+@cache
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    made = DeviceMesh("cpu", torch.tensor(mesh.ranks).view(mesh.shape), mesh_dim_names=mesh.names)
+    assert bind(made) == mesh
+    return made
+
+
+def grid() -> DeviceMesh:
+    return device_mesh(MESHES[1])
+
+
+def on_its_way(x: DTensor) -> bool:
+    return "_local" not in x.__dict__
+
+
+def against_the_plain_call(batch: list[Redistribution]) -> list[str]:
+    wrong = []
+    for src, dst, shape in batch:
+        mesh = device_mesh(src.mesh)
+        x = distribute(whole_numbers(shape, torch.float64), src)
+        expected = x.redistribute(mesh, dst.placements)
+        found = x.redistribute(mesh, dst.placements, async_op=True)
+        if (found.shape, found.placements) != (expected.shape, expected.placements):
+            wrong.append(f"{src} -> {dst}: {found.shape}, {found.placements}")
+        if not found.to_local().equal(expected.to_local()) or on_its_way(found):
+            wrong.append(f"{src} -> {dst} of {shape}: {found.to_local()} is not {expected.to_local()}")
+    return wrong
+
+
+@pytest.mark.ranks
+@settings(max_examples=settings().max_examples // 10, phases=[Phase.generate])
+@given(st.data())
+def test_what_is_waited_for_later_is_the_same(ranks: RankPool, cases_run: Counter[str], data: st.DataObject) -> None:
+    cases = redistributions(st.sampled_from(MESHES), shapes(max_size=7), pending=REDUCE_OPS)  # type: ignore[arg-type]
+    batch = data.draw(st.lists(cases, min_size=20, max_size=20))
+    cases_run["asynchronous redistributions"] += len(batch)
+
+    assert ranks.run(against_the_plain_call, batch) == [[]] * 4
+
+
+def laid(shape: tuple[int, ...], placements: list[Any], grad: bool = False) -> Any:
+    x = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) / 9
+    out = distribute_tensor(x, grid(), placements, src_data_rank=None)
+    return out.requires_grad_() if grad else out
+
+
+def uses() -> list[str]:
+    """What does not wait, and what does."""
+    x, wrong = laid((4, 6), ROWS), []
+
+    def fresh() -> DTensor:
+        found: DTensor = x.redistribute(grid(), WHOLE, async_op=True)
+        return found
+
+    y = fresh()
+    _ = y.shape, y.dtype, y.placements, y.layout, y.device_mesh, y.ndim, y.requires_grad
+    wrong += [] if on_its_way(y) else ["to look at it waits"]
+    for name, use in (
+        ("an operator", lambda y: y + 1),
+        ("a product", lambda y: y @ y.t()),
+        ("to_local", lambda y: y.to_local()),
+        ("full_tensor", lambda y: y.full_tensor()),
+        ("an operator in place", lambda y: y.add_(0)),
+        ("redistribute", lambda y: y.redistribute(grid(), ROWS)),
+        ("repr", repr),
+    ):
+        y = fresh()
+        was = on_its_way(y)
+        use(y)
+        wrong += [] if was and not on_its_way(y) else [f"{name}: before {was}, after {on_its_way(y)}"]
+    for _ in range(5):
+        fresh()  # never used
+    wrong += [] if fresh().full_tensor().equal(laid((4, 6), WHOLE).to_local()) else ["wrong after unused results"]
+    with dshard.trace() as traced:
+        y = fresh()
+    told = [event.collective for event in traced.events]
+    wrong += [] if told and y.full_tensor() is not None else ["nothing is told"]
+    return wrong
+
+
+@pytest.mark.ranks
+def test_the_first_use_waits(ranks: RankPool) -> None:
+    assert ranks.run(uses) == [[]] * 4
+
+
+def gradients() -> list[str]:
+    wrong, found = [], {}
+    for later in (False, True):
+        x, w = laid((8, 4), ROWS, grad=True), laid((6, 4), [Replicate(), Shard(0)], grad=True)
+        whole = w.redistribute(grid(), WHOLE, async_op=later)
+        out = F.linear(x, whole).softmax(-1).redistribute(grid(), [Shard(1), Shard(0)], async_op=later)
+        loss = (out * out).sum()
+        first = torch.autograd.grad(loss, (x, w), create_graph=True)
+        (first[0].square().sum() + first[1].square().sum()).backward()
+        found[later] = [t.full_tensor() for t in (out, *first, x.grad, w.grad)]
+    for i, (a, b) in enumerate(zip(found[False], found[True], strict=True)):
+        wrong += [] if torch.allclose(a, b, rtol=1e-12) else [f"{i}: {a} is not {b}"]
+    return wrong
+
+
+@pytest.mark.ranks
+def test_gradients_come_back_alike(ranks: RankPool) -> None:
+    assert ranks.run(gradients) == [[]] * 4
+
+
+def reduced_behind() -> list[str]:
+    """Gradients of parameters are reduced while the backward pass goes on."""
+    wrong = []
+    x = laid((64, 4), ROWS)  # more than the weights, whose gradients are therefore what is sent
+    with dshard.use_topology(dshard.Topology.preset("bytes")):
+        weights = [laid((4, 4), WHOLE, grad=True) for _ in range(3)]
+        h = x
+        for w in weights:
+            h = F.linear(h, w)
+        h.sum().backward()
+        coming = [on_its_way(w.grad) for w in weights]
+        wrong += [] if any(coming) else ["no gradient is on its way after the backward pass"]
+        once = [w.grad.full_tensor().clone() for w in weights]
+        h = x
+        for w in weights:
+            h = F.linear(h, w)
+        h.sum().backward()
+    again = [w.grad.full_tensor() for w in weights]
+    wrong += [] if all(torch.allclose(b, 2 * a) for a, b in zip(once, again, strict=True)) else ["they do not add up"]
+    wrong += [] if all(w.grad.placements == w.placements for w in weights) else ["they lie elsewhere"]
+    torch.optim.AdamW(weights, lr=0.1).step()
+    return wrong
+
+
+@pytest.mark.ranks
+def test_gradients_are_reduced_behind_the_backward_pass(ranks: RankPool) -> None:
+    assert ranks.run(reduced_behind) == [[]] * 4
+
+
+class Broken:
+    def wait(self) -> None:
+        raise RuntimeError("connection closed by peer")
+
+
+def errors() -> list[str]:
+    found = []
+    x = DTensor.from_local(torch.ones(3, dtype=torch.float64), grid(), [Partial(), Partial()])
+    try:
+        x.redistribute(grid(), [Shard(5), Replicate()], async_op=True)
+    except LayoutError as error:
+        found.append(str(error))
+    kept = collectives.begin_reduce
+    collectives.begin_reduce = lambda x, op, group: (x.clone(), Broken())  # type: ignore[assignment, return-value]
+    try:
+        with dshard.use_topology(dshard.Topology.preset("bytes")):  # an all_reduce alone
+            y = x.redistribute(grid(), WHOLE, async_op=True)
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as raised:
+                _ = y + 1
+            found.append(str(raised.value))
+    finally:
+        collectives.begin_reduce = kept
+    found.append(str(x.redistribute(grid(), WHOLE, async_op=True).to_local().tolist()))
+    return found
+
+
+@pytest.mark.ranks
+def test_errors_are_raised_at_once_or_at_the_first_use(ranks: RankPool) -> None:
+    for found in ranks.run(errors):
+        assert found[0].startswith("S(5) is out of range: the tensor has 1 dims")
+        assert found[1:] == ["connection closed by peer"] * 2 + ["[4.0, 4.0, 4.0]"]
+
+
+def test_without_processes_it_is_there_at_once() -> None:
+    mesh = Mesh((2, 2), ("dp", "tp"))
+    x = DTensor.from_local(torch.empty(2, 3, device="meta"), mesh, ROWS, shape=(4, 3))
+
+    y = x.redistribute(mesh, WHOLE, async_op=True)
+
+    assert not on_its_way(y)
+    assert y.to_local().shape == (4, 3)
