@@ -1,0 +1,120 @@
+"""A training step of a small GPT on four gloo ranks, beside torch's DTensor: seconds, and the bytes held at the peak.
+
+    python benchmarks/training.py [--write]
+
+The same lines of code, layouts, parameters and optimiser for both; gradients end in the layouts of their parameters.
+The steps of both are interleaved in one run; a step takes as long as its slowest rank. Bytes are those that torch's
+allocator has given out at once on a rank, beyond what it had before the step. `--write` puts the table into
+docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as theirs
+from gpt import GPT, Size, distributed
+from section import markdown_table, write_section
+
+import dshard as ours
+from dshard.testing import rank_pool
+
+REPEATS = 9
+SIZES = {
+    "small": Size(batch=8, length=32, width=64, heads=4, hidden=256, words=128),
+    "wide": Size(batch=8, length=64, width=256, heads=8, hidden=1024, words=512),
+}
+LIBRARIES = {"dshard": ours, "torch": theirs}
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """The most bytes that torch's allocator has given out at once within a step, beyond what it had before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(held, default=0)
+
+
+def training_step(lib: Any, size: Size, mesh: Any) -> Callable[[], float]:
+    place, layout = distributed(lib, mesh), [lib.Shard(0), lib.Replicate()]
+    torch.manual_seed(0)
+    model = GPT(size, 2, place, lambda x: x.redistribute(mesh, layout))
+    parameters = model.parameters()
+    optimiser = torch.optim.SGD(parameters, lr=0.1)
+    words = torch.randint(size.words, (size.batch, size.length + 1))
+    ids, targets = (place(words[:, i : i + size.length].contiguous(), "batch") for i in (0, 1))
+
+    def step() -> float:
+        loss = model.loss(ids, targets)
+        loss.backward()
+        if lib is theirs:
+            for p in parameters:
+                p.grad = p.grad.redistribute(p.device_mesh, p.placements)
+        optimiser.step()
+        optimiser.zero_grad()
+        return float(loss.full_tensor())
+
+    return step
+
+
+def measure(name: str) -> dict[str, Any]:
+    """On each rank: seconds of each step, what is held at the peak, and the losses, by library."""
+    warnings.simplefilter("ignore")
+    mesh = ours.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    steps = {lib: training_step(LIBRARIES[lib], SIZES[name], mesh) for lib in LIBRARIES}
+    losses = {lib: [step() for _ in range(3)] for lib, step in steps.items()}
+    times: dict[str, list[float]] = {lib: [] for lib in steps}
+    for _ in range(REPEATS):
+        for lib, step in steps.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            times[lib].append(time.perf_counter() - begin)
+    peaks = {}
+    for lib, step in steps.items():
+        peaks[lib] = peak_of(step)
+    return {"times": times, "peaks": peaks, "losses": losses}
+
+
+def row_of(name: str, found: list[dict[str, Any]]) -> list[str]:
+    for ours_loss, their_loss in zip(*(found[0]["losses"][lib] for lib in LIBRARIES), strict=True):
+        assert abs(ours_loss - their_loss) < 1e-3 * abs(their_loss), "both libraries train the same model"
+    seconds = {
+        lib: statistics.median(max(each) for each in zip(*(rank["times"][lib] for rank in found), strict=True))
+        for lib in LIBRARIES
+    }
+    peaks = {lib: max(rank["peaks"][lib] for rank in found) for lib in LIBRARIES}
+    least = all(rank["peaks"]["dshard"] <= rank["peaks"]["torch"] for rank in found)
+    return [
+        name,
+        *(f"{seconds[lib] * 1e3:.1f}" for lib in LIBRARIES),
+        f"{seconds['dshard'] / seconds['torch']:.2f}",
+        *(f"{peaks[lib] / 2**10:.0f}" for lib in LIBRARIES),
+        "yes" if least else "no",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
+    options = parser.parse_args()
+    pool = rank_pool(4)
+    rows = [row_of(name, pool.run(measure, name, timeout=900.0)) for name in SIZES]
+    header = ["GPT", "dshard ms", "torch DTensor ms", "ratio", "dshard KiB", "torch DTensor KiB", "no more on any rank"]
+    text = markdown_table(header, rows)
+    print(text)
+    if options.write:
+        write_section("training", text)
+
+
+if __name__ == "__main__":
+    main()
