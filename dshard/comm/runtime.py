@@ -39,8 +39,8 @@ class Group:
     """The ranks that a collective joins, in the order of the mesh, and the process group that joins them.
 
     torch sorts the ranks of a process group: `slots` are the places there of `ranks`, or None where both orders agree.
-    `hosts` is on how many hosts it has ranks, one where nobody says. `backend` is torch's name of what carries the bytes:
-    gloo, nccl, fake, ...
+    `hosts` is on how many hosts it has ranks, one where nobody says. `backend` is torch's name of what carries the
+    bytes: gloo, nccl, fake, ...
     """
 
     axes: tuple[str, ...]
