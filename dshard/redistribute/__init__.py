@@ -23,6 +23,7 @@ from dshard.redistribute.step import (
     received,
     received_of,
 )
+from dshard.redistribute.straight import plan_straight
 
 __all__ = [
     "AllGather",
@@ -49,6 +50,7 @@ __all__ = [
     "owned",
     "plan",
     "plan_of_fewest_bytes",
+    "plan_straight",
     "received",
     "received_of",
     "slices",

@@ -76,6 +76,11 @@ def measured_link(measured: Sequence[Measured], groups: Groups, collective: Coll
 
 def shared_link(layers: Sequence[Layer], groups: Groups, collective: Collective | None) -> Link:
     """The link of one rank of these groups: the least bandwidth, and the latency of the outermost layer crossed."""
+    return _shared_link(tuple(layers), groups, collective if collective in DIRECT else None)
+
+
+@lru_cache(maxsize=4096)
+def _shared_link(layers: tuple[Layer, ...], groups: Groups, collective: Collective | None) -> Link:
     latency, bandwidth = None, inf
     below = _ranks_below(layers)
     for layer, inner in zip(layers, below, strict=True):
@@ -124,11 +129,14 @@ def _least_entering(collective: Collective, inside: int, outside: int, n: int) -
             assert_never(collective)
 
 
+@lru_cache(maxsize=1024)
 def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[Part]:
     """The parts of `groups` that cross `layer`, whose units have `inner` ranks each."""
     found: Counter[Part] = Counter()
     for group in groups:
-        counts = Counter(rank // inner for rank in group)
+        if group[0] // inner == group[-1] // inner:  # ranks are in order: one unit has them all
+            continue
+        counts = Counter(map(inner.__rfloordiv__, group))
         if len(counts) > 1:
             parents: dict[int, list[int]] = {}
             for unit in sorted(counts):

@@ -1,0 +1,240 @@
+"""What one block of a transformer computes and sends under a setup, forward and backward.
+
+Each linear layer is a product with a loop for each mesh axis. Its operands are redistributed to where the loops want
+them, multiplied, and the result redistributed to where the next layer reads it; the two products of the backward pass
+are the same with the roles of the tensors exchanged (Optimus equations 1-3). All of it is planned and priced by
+`dshard.redistribute`, so a form is nothing but its layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dshard.cost import work_seconds
+from dshard.layout import Layout
+from dshard.mesh import Mesh
+from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.redistribute import Plan, axes_of, plan, plan_straight
+from dshard.simulate.forms import Placements
+from dshard.simulate.model import Linear, Model
+from dshard.simulate.setup import Setup
+from dshard.simulate.timeline import Event, Phase
+from dshard.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What prices a block: the model, how it is spread, the machine, and the dtype of activations and weights."""
+
+    model: Model
+    setup: Setup
+    topology: Topology
+    dtype: str = "bfloat16"
+    itemsize: int = 2
+    exact: bool = True
+
+    def plan(self, src: Layout, dst: Layout, shape: tuple[int, int], itemsize: int | None = None) -> Plan:
+        """The cheapest plan; where thousands of setups are compared, one found without a search."""
+        planner = plan if self.exact else plan_straight
+        return planner(src, dst, shape, self.itemsize if itemsize is None else itemsize, self.topology)
+
+    def moved(
+        self, name: str, phase: Phase, src: Layout, dst: Layout, shape: tuple[int, int], *, waits: bool = True
+    ) -> list[Event]:
+        """A redistribution, if anything must be sent."""
+        found = self.plan(src, dst, shape)
+        return [move_event(name, phase, found, self.itemsize, waits=waits)] if found.steps else []
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether weights are gathered from the replicas, which may happen while the product before runs."""
+        return self.setup.sharded == "all"
+
+    def worked(self, name: str, phase: Phase, flops: float, nbytes: float) -> Event:
+        """Local work."""
+        seconds = work_seconds(flops, nbytes, self.topology, self.dtype)
+        return Event(name, phase, "compute", seconds, flops=flops, nbytes=0)
+
+
+def move_event(name: str, phase: Phase, found: Plan, itemsize: int, *, waits: bool = True) -> Event:
+    """A plan as an event."""
+    axes = tuple(dict.fromkeys(axis for step in found.steps for axis in axes_of(step)))
+    nbytes = found.busiest() * itemsize
+    return Event(name, phase, "network", found.seconds, 0.0, nbytes, len(found.steps), axes, waits)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`y = x w` on a mesh: where the three are stored, and the loop of each mesh axis (a blank: none).
+
+    `sums` is where the gradient of the weight is left; what the replicas still have to sum is summed once a step.
+    """
+
+    linear: Linear
+    tokens: int
+    x: Layout
+    w: Layout
+    y: Layout
+    sums: Layout
+    loops: str
+
+    @property
+    def flops(self) -> float:
+        """Operations of each rank, forward."""
+        ranks = 1
+        for size, loop in zip(self.x.mesh.shape, self.loops, strict=True):
+            ranks *= size if loop != " " else 1
+        return 2.0 * self.tokens * self.linear.parameters / ranks
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        """Of x, w and y."""
+        linear = self.linear
+        return (
+            (self.tokens, linear.features_in),
+            (linear.features_in, linear.features_out),
+            (self.tokens, linear.features_out),
+        )
+
+    def forward(self, costs: Costs) -> list[Event]:
+        """Operands there, the product, its result to where it is read."""
+        name = self.linear.name
+        (at_x, at_w, at_y), (shape_x, shape_w, shape_y) = worked_layouts(self.x.mesh, self.loops), self.shapes
+        return [
+            *costs.moved(f"{name} x", "forward", self.x, at_x, shape_x),
+            *costs.moved(f"{name} w", "forward", self.w, at_w, shape_w, waits=not costs.prefetches),
+            costs.worked(name, "forward", self.flops, self._touched(costs)),
+            *costs.moved(f"{name} y", "forward", at_y, self.y, shape_y),
+        ]
+
+    def backward(self, costs: Costs) -> list[Event]:
+        """The gradient of y there, operands once more, both products, their results to the operands' layouts."""
+        name = self.linear.name
+        (at_x, at_w, at_y), (shape_x, shape_w, shape_y) = worked_layouts(self.x.mesh, self.loops), self.shapes
+        grad_x, grad_w = gradient_layouts(self.x.mesh, self.loops)
+        return [
+            *costs.moved(f"{name} dy", "backward", self.y.cotangent(), at_y.cotangent(), shape_y),
+            *costs.moved(f"{name} w", "backward", self.w, at_w, shape_w, waits=not costs.prefetches),
+            costs.worked(f"{name} dx", "backward", self.flops, self._touched(costs)),
+            *costs.moved(f"{name} dx", "backward", grad_x, self.x.cotangent(), shape_x),
+            *costs.moved(f"{name} x", "backward", self.x, at_x, shape_x),
+            costs.worked(f"{name} dw", "backward", self.flops, self._touched(costs)),
+            *costs.moved(f"{name} dw", "backward", grad_w, self.sums, shape_w, waits=False),
+        ]
+
+    def _touched(self, costs: Costs) -> float:
+        layouts = worked_layouts(self.x.mesh, self.loops)
+        parts = (layout.local_numel(shape) for layout, shape in zip(layouts, self.shapes, strict=True))
+        return float(sum(parts) * costs.itemsize)
+
+
+@lru_cache(maxsize=4096)
+def worked_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout, Layout]:
+    """Where x, w and y must lie for local products to be the whole product's parts.
+
+    >>> [str(layout) for layout in worked_layouts(Mesh((2, 2), ("r", "c")), "mn")]
+    ['r:S(0) c:R', 'r:R c:S(1)', 'r:S(0) c:S(1)']
+    """
+    x = {"m": Shard(0), "k": Shard(1)}
+    w = {"k": Shard(0), "n": Shard(1)}
+    y: dict[str, Placement] = {"m": Shard(0), "n": Shard(1), "k": Partial()}
+    return tuple(Layout(mesh, tuple(dims.get(loop, Replicate()) for loop in loops)) for dims in (x, w, y))  # type: ignore[return-value,attr-defined]
+
+
+@lru_cache(maxsize=4096)
+def gradient_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout]:
+    """Where the gradients of x and w arise: pending on the axes that the other operand alone is split over."""
+    x: dict[str, Placement] = {"m": Shard(0), "k": Shard(1), "n": Partial()}
+    w: dict[str, Placement] = {"k": Shard(0), "n": Shard(1), "m": Partial()}
+    first, second = (Layout(mesh, tuple(dims.get(loop, Replicate()) for loop in loops)) for dims in (x, w))
+    return first, second
+
+
+def products(model: Model, setup: Setup, tokens: int) -> tuple[Product, ...]:
+    """The four linear layers of a block, for so many tokens on all replicas together."""
+    form = setup.form
+    qkv, out, up, down = model.linears
+
+    def product(linear: Linear, x: Placements, w: Placements, y: Placements, loops: str) -> Product:
+        stored = setup.stored(w)
+        sums = stored.cotangent() if setup.sharded == "all" else setup.weight(w).replace(1, Partial())
+        places = setup.activation(x), stored, setup.activation(y), sums
+        return Product(linear, tokens, *places, f" m{loops}")
+
+    return (
+        product(qkv, form.residual, form.first, form.core, form.first_loops),
+        product(out, form.core, form.second, form.residual, form.second_loops),
+        product(up, form.residual, form.first, form.inner, form.first_loops),
+        product(down, form.inner, form.second, form.residual, form.second_loops),
+    )
+
+
+def block_events(costs: Costs, sequences: int) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+    """The events of one block, forward and backward, for so many sequences on all replicas together."""
+    model, setup = costs.model, costs.setup
+    rest = _Rest(costs, sequences)
+    qkv, out, up, down = products(model, setup, sequences * model.sequence)
+    forward = [
+        *rest.norm("forward"),
+        *qkv.forward(costs),
+        rest.attention("forward"),
+        *out.forward(costs),
+        *rest.norm("forward"),
+        *up.forward(costs),
+        rest.activation("forward"),
+        *down.forward(costs),
+    ]
+    backward = [
+        *down.backward(costs),
+        rest.activation("backward"),
+        *up.backward(costs),
+        *rest.norm("backward"),
+        *out.backward(costs),
+        rest.attention("backward"),
+        *qkv.backward(costs),
+        *rest.norm("backward"),
+    ]
+    return tuple(forward), tuple(backward)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """What stands between the products: norms with the residual sum, the activation function, attention itself."""
+
+    costs: Costs
+    sequences: int
+
+    def norm(self, phase: Phase) -> list[Event]:
+        """A norm and a residual sum; where features are split, two sums a token complete the statistics."""
+        costs, setup = self.costs, self.costs.setup
+        tokens = self.sequences * costs.model.sequence
+        lies = setup.activation(setup.form.residual)
+        held = lies.local_numel((tokens, costs.model.hidden)) * costs.itemsize
+        pending = tuple(Partial() if p == Shard(1) else p for p in lies.placements)
+        whole = tuple(Replicate() if p == Shard(1) else p for p in lies.placements)
+        src, dst = Layout(lies.mesh, pending), Layout(lies.mesh, whole)
+        found = costs.plan(src, dst, (tokens, 2), 4)
+        sums = [move_event("norm", phase, found, 4)] if found.steps else []
+        return [*sums, costs.worked("norm", phase, 0.0, held * (5 if phase == "forward" else 7))]
+
+    def activation(self, phase: Phase) -> Event:
+        """The function between the layers of a pair: reads its input, or input and gradient, and writes one."""
+        costs, setup = self.costs, self.costs.setup
+        tokens, features = self.sequences * costs.model.sequence, costs.model.linears[2].features_out
+        held = setup.activation(setup.form.inner).local_numel((tokens, features)) * costs.itemsize
+        return costs.worked("activation", phase, 0.0, held * (2 if phase == "forward" else 3))
+
+    def attention(self, phase: Phase) -> Event:
+        """Scores, softmax and values; a fused backward pass computes the scores once more (2.5 times the forward)."""
+        costs, setup, model = self.costs, self.costs.setup, self.costs.model
+        core = setup.activation(setup.form.core)
+        share = core.local_numel((self.sequences, model.heads)) / (self.sequences * model.heads)
+        tokens = self.sequences * model.sequence
+        nbytes = 2.0 * tokens * model.qkv * costs.itemsize
+        if not model.fused:
+            nbytes += 4.0 * self.sequences * model.heads * model.sequence**2 * costs.itemsize
+        times = 1.0 if phase == "forward" else 2.5 if model.fused else 2.0
+        return costs.worked(
+            "attention", phase, times * share * model.core_flops(self.sequences), times * share * nbytes
+        )

@@ -1,0 +1,89 @@
+"""Bytes that a rank of the first stage holds: weights, gradients, optimiser, activations kept for the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dshard.layout import Layout
+from dshard.simulate.block import Costs, Product, products, worked_layouts
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank at the peak of a step, part by part."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    transient: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.transient
+
+
+def memory_of(costs: Costs, sequences: int, *, state: int = 8, master: int | None = None) -> Memory:
+    """The memory of the busiest rank: one of the first stage, whose microbatches are in flight the longest.
+
+    `sequences` are those of one microbatch on all replicas together; `state` the optimiser's bytes for each element of
+    a weight, 8 for the two fp32 moments of Adam; `master` the bytes of a copy of the weights in higher precision, 4 by
+    default where weights have fewer bytes.
+    """
+    model, setup = costs.model, costs.setup
+    found = products(model, setup, sequences * model.sequence)
+    blocks = model.layers // setup.stages
+    stored = sum(p.w.local_numel(p.shapes[1]) for p in found) * blocks
+    shared = sum(_shared(costs, p).local_numel(p.shapes[1]) for p in found) * blocks
+    ends = (setup.form.first, (model.vocabulary, model.hidden))
+    tables = 1 if model.tied and setup.stages == 1 else 1 + (setup.stages == 1)
+    if model.vocabulary:
+        stored += tables * setup.stored(ends[0]).local_numel(ends[1])
+        shared += tables * setup.shared(ends[0]).local_numel(ends[1])
+    extra = state + ((4 if costs.itemsize < 4 else 0) if master is None else master)
+    in_flight = min(setup.microbatches, setup.stages)
+    kept = _residual(costs, sequences) if setup.recompute else kept_by_block(costs, found, sequences)
+    activations = kept * blocks * in_flight + (kept_by_block(costs, found, sequences) if setup.recompute else 0)
+    return Memory(
+        stored * costs.itemsize,
+        stored * costs.itemsize,
+        shared * extra,
+        activations,
+        max(_transient(costs, p) for p in found),
+    )
+
+
+def kept_by_block(costs: Costs, found: tuple[Product, ...], sequences: int) -> int:
+    """Bytes of what one block keeps for its backward pass.
+
+    The inputs of both norms, of the four linear layers and of the activation function, queries, keys and values, and
+    the scores where attention is not fused. Operands are kept as they are stored, not as they are gathered.
+    """
+    model, setup = costs.model, costs.setup
+    qkv, out, up, down = found
+    numel = sum(p.x.local_numel(p.shapes[0]) for p in found)
+    numel += qkv.y.local_numel(qkv.shapes[2]) + up.y.local_numel(up.shapes[2])
+    nbytes = numel * costs.itemsize + 2 * _residual(costs, sequences)
+    if not model.fused:
+        scores = setup.activation(setup.form.core).local_numel((sequences, model.heads)) * model.sequence**2
+        nbytes += 2 * scores * costs.itemsize
+    return nbytes
+
+
+def _residual(costs: Costs, sequences: int) -> int:
+    model, setup = costs.model, costs.setup
+    lies = setup.activation(setup.form.residual)
+    return lies.local_numel((sequences * model.sequence, model.hidden)) * costs.itemsize
+
+
+def _shared(costs: Costs, found: Product) -> Layout:
+    form = costs.setup.form
+    return costs.setup.shared(form.first if found.linear.name in ("qkv", "up") else form.second)
+
+
+def _transient(costs: Costs, found: Product) -> int:
+    """Bytes of operands gathered for one product, and of its result before it is redistributed."""
+    worked = worked_layouts(found.x.mesh, found.loops)
+    held = zip((found.x, found.w, found.y), worked, found.shapes, strict=True)
+    return sum(at.local_numel(shape) for own, at, shape in held if own != at) * costs.itemsize

@@ -1,0 +1,132 @@
+"""How a model is spread over devices: the mesh of stages, data and tensor parallelism, and what is kept or sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Literal, TypeAlias
+
+from dshard.errors import ShapeError, StrategyError
+from dshard.layout import Layout
+from dshard.mesh import Mesh
+from dshard.placements import Placement, Replicate, Shard
+from dshard.simulate.forms import Form, Placements
+from dshard.simulate.model import Model
+
+Sharded: TypeAlias = Literal["none", "optimizer", "all"]
+"""What the ranks of data parallelism share out: nothing, the optimiser's state, or weights and gradients as well."""
+
+STAGES, DATA = "pp", "dp"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One way to train a model: a form of tensor parallelism, within data parallelism, within pipeline stages.
+
+    Ranks of one tensor-parallel group are neighbours, those of one stage lie together.
+
+    Attributes:
+        form: How each block is split.
+        tensor: The sizes of the form's mesh axes.
+        data: Replicas that take other sequences.
+        stages: Pipeline stages, of `layers / stages` blocks each.
+        microbatches: Into how many a batch is cut; their gradients are summed.
+        sharded: What the replicas share out.
+        recompute: Whether each block keeps its input alone and runs again for its backward pass.
+        ranks: Which rank has each place of the mesh, in order; 0, 1, 2, ... unless given.
+    """
+
+    form: Form
+    tensor: tuple[int, ...] = ()
+    data: int = 1
+    stages: int = 1
+    microbatches: int = 1
+    sharded: Sharded = "none"
+    recompute: bool = False
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of all devices.
+
+        >>> from dshard.simulate.forms import form_of
+        >>> str(Setup(form_of("optimus"), (2, 2), data=3).mesh)
+        'pp=1 dp=3 r=2 c=2'
+        """
+        return _mesh((self.stages, self.data, *self.tensor), (STAGES, DATA, *self.form.roles), self.ranks)
+
+    @property
+    def devices(self) -> int:
+        """How many devices."""
+        return self.stages * self.data * prod(self.tensor)
+
+    def check(self, model: Model, batch: int) -> None:
+        """Refuse what cannot run on this setup.
+
+        Raises:
+            StrategyError: sizes that are not the form's, or heads fewer than the ranks that share them.
+            ShapeError: a batch or layers that do not divide into microbatches, replicas or stages.
+        """
+        if len(self.tensor) != len(self.form.roles):
+            raise StrategyError(
+                f"{self.form.name!r} has {len(self.form.roles)} mesh axes ({', '.join(self.form.roles)}), "
+                f"but {self.tensor} are given: give one size each"
+            )
+        if problem := self.problem(model, batch):
+            raise ShapeError(problem)
+
+    def problem(self, model: Model, batch: int) -> str:
+        """Why the model or a batch of so many sequences does not fit; empty where it does."""
+        if model.layers % self.stages:
+            return f"{model.layers} layers do not divide into {self.stages} stages"
+        if batch % self.microbatches:
+            return f"a batch of {batch} sequences does not divide into {self.microbatches} microbatches"
+        ways = {"heads": self._ways(self.form.core, 1), "sequences": self.data * self._ways(self.form.core, 0)}
+        if model.heads % ways["heads"] or (model.kv_heads or model.heads) % ways["heads"]:
+            heads = f"{model.heads} heads" + (f" ({model.kv_heads} of keys)" if model.kv_heads else "")
+            return f"{heads} do not divide among {ways['heads']} ranks"
+        if batch // self.microbatches % ways["sequences"]:
+            return f"{batch // self.microbatches} sequences at a time do not divide among {ways['sequences']} ranks"
+        return ""
+
+    def _ways(self, placements: Placements, dim: int) -> int:
+        """Into how many parts these placements split a dim."""
+        found = 1
+        for size, placement in zip(self.tensor, placements, strict=True):
+            found *= size if placement == Shard(dim) else 1
+        return found
+
+    def activation(self, placements: Placements) -> Layout:
+        """The layout of activations that lie like this within a replica; replicas have tokens of their own."""
+        return self._layout(Shard(0), placements)
+
+    def weight(self, placements: Placements) -> Layout:
+        """The layout of a weight `[in, out]` that lies like this within a replica."""
+        return self._layout(Replicate(), placements)
+
+    def stored(self, placements: Placements) -> Layout:
+        """The same as it is stored: replicas may share it out, as the last split of its rows."""
+        layout = self.weight(placements)
+        return layout.replace(1, Shard(0)) if self.sharded == "all" else layout
+
+    def shared(self, placements: Placements) -> Layout:
+        """The same as the optimiser's state is stored."""
+        layout = self.weight(placements)
+        return layout if self.sharded == "none" else layout.replace(1, Shard(0))
+
+    def _layout(self, data: Placement, placements: Placements) -> Layout:
+        return Layout(self.mesh, (Replicate(), data, *placements))
+
+    def __str__(self) -> str:
+        sizes = [f"{axis}={size}" for axis, size in zip(self.mesh.names, self.mesh.shape, strict=True) if size > 1]
+        words = [self.form.name, " ".join(sizes)]
+        words += [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
+        words += [f"{self.sharded} sharded"] * (self.sharded != "none") + ["recompute"] * self.recompute
+        return ", ".join(word for word in words if word)
+
+
+@lru_cache(maxsize=1024)
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> Mesh:
+    """One value for equal meshes: that of thousands of ranks takes a while to make."""
+    return Mesh(shape, names, ranks)

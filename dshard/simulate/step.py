@@ -1,0 +1,206 @@
+"""A training step: blocks, pipeline, gradient sums of the replicas, optimiser; its seconds and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dshard.cost import collective_seconds, work_seconds
+from dshard.simulate.block import Costs, Product, block_events, move_event, products
+from dshard.simulate.forms import Placements
+from dshard.simulate.memory import Memory, memory_of
+from dshard.simulate.model import Linear, Model
+from dshard.simulate.setup import STAGES, Setup
+from dshard.simulate.timeline import Event, Slot, makespan, placed
+from dshard.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What one rank does in a step: seconds on each queue, operations, bytes received, collectives."""
+
+    compute: float
+    network: float
+    flops: float
+    nbytes: int
+    collectives: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A simulated training step of a rank of the first stage."""
+
+    setup: Setup
+    batch: int
+    seconds: float
+    memory: Memory
+    totals: Totals
+    bubble: float
+
+    @property
+    def sequences_per_second(self) -> float:
+        """Throughput of all devices together."""
+        return self.batch / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The events of a step: one microbatch through one block, forward and backward, and what a step ends with."""
+
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    ends: tuple[Event, ...]
+    sums: tuple[Event, ...]
+    update: Event
+    hop: float
+
+
+def simulate_step(
+    model: Model,
+    setup: Setup,
+    topology: Topology,
+    batch: int,
+    *,
+    dtype: str = "bfloat16",
+    itemsize: int = 2,
+    overlap: bool = True,
+    exact: bool = True,
+) -> Step:
+    """A step on so many sequences: the fast path for standard blocks, all of it from layouts and plans.
+
+    Plans are the cheapest, or with `exact=False` those found without a search.
+
+    Microbatches run one after the other through the stages (1F1B: `microbatches + stages - 1` turns); the gradients of
+    the replicas are summed once, behind the last backward pass where `overlap`.
+
+    Raises:
+        StrategyError: the form's sizes do not fit it.
+        ShapeError: batch, layers or heads that do not divide.
+        TopologyError: the topology has fewer ranks.
+    """
+    setup.check(model, batch)
+    costs = Costs(model, setup, topology, dtype, itemsize, exact)
+    sequences = batch // setup.microbatches
+    parts = parts_of(costs, sequences)
+    blocks, turns = model.layers // setup.stages, setup.microbatches + setup.stages - 1
+    forward, backward = _seconds(parts.forward, overlap), _seconds(parts.backward, overlap)
+    again = forward if setup.recompute else 0.0
+    ends = _seconds(parts.ends, overlap)
+    turn = blocks * (forward + again + backward) + ends + 2 * parts.hop
+    slots = _finish(parts, blocks, backward + again, overlap)
+    seconds = turns * turn + makespan(slots) - blocks * (backward + again)
+    return Step(
+        setup,
+        batch,
+        seconds,
+        memory_of(costs, sequences),
+        _totals(parts, blocks, setup),
+        1 - setup.microbatches / turns,
+    )
+
+
+def timeline(
+    model: Model,
+    setup: Setup,
+    topology: Topology,
+    batch: int,
+    *,
+    dtype: str = "bfloat16",
+    itemsize: int = 2,
+    overlap: bool = True,
+) -> tuple[Slot, ...]:
+    """One microbatch of a stage, block by block, and the end of the step, each event with its begin.
+
+    Raises:
+        StrategyError, ShapeError, TopologyError: as `simulate_step`.
+    """
+    setup.check(model, batch)
+    parts = parts_of(Costs(model, setup, topology, dtype, itemsize), batch // setup.microbatches)
+    blocks = model.layers // setup.stages
+    again = parts.forward if setup.recompute else ()
+    events = [*parts.forward * blocks, *parts.ends]
+    for _ in range(blocks):
+        events += [*again, *parts.backward, *parts.sums]
+    return placed([*events, _barrier(), parts.update], overlap=overlap)
+
+
+def parts_of(costs: Costs, sequences: int) -> Parts:
+    """The events of a step on microbatches of so many sequences, on all replicas together."""
+    setup, model = costs.setup, costs.model
+    forward, backward = block_events(costs, sequences)
+    found = products(model, setup, sequences * model.sequence)
+    held = sum(setup.shared(_weight(setup, p)).local_numel(p.shapes[1]) for p in found) * model.layers // setup.stages
+    update = Event("optimizer", "step", "compute", work_seconds(0.0, 16.0 * held, costs.topology))
+    residual = setup.activation(setup.form.residual)
+    nbytes = residual.local_numel((sequences * model.sequence, model.hidden)) * costs.itemsize
+    hop = collective_seconds("permute", nbytes, setup.mesh, [STAGES], costs.topology) if setup.stages > 1 else 0.0
+    return Parts(forward, backward, _ends(costs, sequences), tuple(_sums(costs, found)), update, hop)
+
+
+def _weight(setup: Setup, product: Product) -> Placements:
+    form = setup.form
+    return form.first if product.linear.name in ("qkv", "up") else form.second
+
+
+def _sums(costs: Costs, found: Sequence[Product]) -> list[Event]:
+    """The gradients of a block's weights, summed over the replicas once a step."""
+    events = []
+    for product in found:
+        shape, target = product.shapes[1], costs.setup.shared(_weight(costs.setup, product)).cotangent()
+        moved = costs.plan(product.sums, target, shape)
+        events += (
+            [move_event(f"{product.linear.name} sum", "step", moved, costs.itemsize, waits=False)]
+            if moved.steps
+            else []
+        )
+        if costs.setup.sharded == "optimizer":  # the new weights go back to all replicas
+            back = costs.plan(target, product.w, shape)
+            events += (
+                [move_event(f"{product.linear.name} weight", "step", back, costs.itemsize, waits=False)]
+                if back.steps
+                else []
+            )
+    return events
+
+
+def _ends(costs: Costs, sequences: int) -> tuple[Event, ...]:
+    """The head, a product with the vocabulary, forward and backward; the embedding reads rows and is not counted."""
+    model, setup = costs.model, costs.setup
+    if not model.vocabulary:
+        return ()
+    form, tokens = setup.form, sequences * model.sequence
+    stored = setup.stored(form.first)
+    sums = stored.cotangent() if setup.sharded == "all" else stored
+    linear = Linear("head", model.hidden, model.vocabulary)
+    x, y = setup.activation(form.residual), setup.activation(form.inner)
+    head = Product(linear, tokens, x, stored, y, sums, f" m{form.first_loops}")
+    return (*head.forward(costs), *head.backward(costs))
+
+
+def _seconds(events: Sequence[Event], overlap: bool) -> float:
+    return makespan(placed(events, overlap=overlap))
+
+
+def _finish(parts: Parts, blocks: int, backward: float, overlap: bool) -> tuple[Slot, ...]:
+    """The last backward pass, the sums of its gradients behind it, and the optimiser once all are there."""
+    block = [Event("backward", "backward", "compute", backward), *parts.sums]
+    return placed([*block * blocks, _barrier(), parts.update], overlap=overlap)
+
+
+def _barrier() -> Event:
+    return Event("gradients", "step", "network", 0.0)
+
+
+def _totals(parts: Parts, blocks: int, setup: Setup) -> Totals:
+    again = parts.forward if setup.recompute else ()
+    each = [*parts.forward, *again, *parts.backward]
+    compute = network = flops = 0.0
+    nbytes = collectives = 0
+    for events, times in ((each, blocks * setup.microbatches), (parts.ends, setup.microbatches), (parts.sums, blocks)):
+        for event in events:
+            compute += times * event.seconds * (event.queue == "compute")
+            network += times * event.seconds * (event.queue == "network")
+            flops += times * event.flops
+            nbytes += times * event.nbytes
+            collectives += times * event.collectives
+    return Totals(compute + parts.update.seconds, network, flops, nbytes, collectives)

@@ -1,0 +1,93 @@
+"""When each thing of a step begins and ends: local work on one queue, collectives on another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Phase: TypeAlias = Literal["forward", "backward", "step"]
+Queue: TypeAlias = Literal["compute", "network"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Local work, or a redistribution: its seconds, operations, and bytes that the busiest rank receives.
+
+    `waits`: whether what follows needs it at once. A gradient's reduction, say, may run behind the rest of the backward
+    pass. `collectives` is how many there are, `axes` on which mesh axes.
+    """
+
+    name: str
+    phase: Phase
+    queue: Queue
+    seconds: float
+    flops: float = 0.0
+    nbytes: int = 0
+    collectives: int = 0
+    axes: tuple[str, ...] = ()
+    waits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An event and when it begins, in seconds from the first."""
+
+    event: Event
+    begin: float
+
+    @property
+    def end(self) -> float:
+        """When it ends."""
+        return self.begin + self.event.seconds
+
+
+def placed(events: Iterable[Event], *, overlap: bool = False) -> tuple[Slot, ...]:
+    """Events in the order of the program, each as early as its queue allows.
+
+    Work and collectives wait for each other; with `overlap`, collectives that nothing needs at once do not hold up the
+    work that follows.
+
+    >>> a, b = Event("reduce", "backward", "network", 2.0, waits=False), Event("gemm", "backward", "compute", 3.0)
+    >>> [slot.begin for slot in placed((a, b))], [slot.begin for slot in placed((a, b), overlap=True)]
+    ([0.0, 2.0], [0.0, 0.0])
+    """
+    free: dict[Queue, float] = {"compute": 0.0, "network": 0.0}
+    found = []
+    for event in events:
+        begin = max(free["compute"], free[event.queue])
+        slot = Slot(event, begin)
+        found.append(slot)
+        free[event.queue] = slot.end
+        if event.queue == "network" and (event.waits or not overlap):
+            free["compute"] = slot.end
+    return tuple(found)
+
+
+def makespan(slots: Sequence[Slot]) -> float:
+    """Seconds until the last event ends."""
+    return max((slot.end for slot in slots), default=0.0)
+
+
+def to_chrome(slots: Sequence[Slot], rank: int = 0) -> str:
+    """The timeline in the Chrome trace format, for Perfetto or a browser's about:tracing."""
+    queues: tuple[Queue, ...] = ("compute", "network")
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": rank, "tid": i, "args": {"name": queue}}
+        for i, queue in enumerate(queues)
+    ]
+    slices = [
+        {
+            "name": slot.event.name,
+            "cat": slot.event.phase,
+            "ph": "X",
+            "ts": slot.begin * 1e6,
+            "dur": slot.event.seconds * 1e6,
+            "pid": rank,
+            "tid": queues.index(slot.event.queue),
+            "args": {"bytes": slot.event.nbytes, "flops": slot.event.flops, "axes": " ".join(slot.event.axes)},
+        }
+        for slot in slots
+    ]
+    return json.dumps({"traceEvents": [*names, *slices]})
