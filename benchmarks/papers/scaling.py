@@ -18,7 +18,7 @@ from math import exp, log
 from pathlib import Path
 from statistics import correlation
 
-from dshard.simulate import Model, Setup, bunched, form_of
+from dshard.simulate import Event, Model, Setup, bunched, form_of
 from dshard.simulate.block import Costs
 from dshard.simulate.step import parts_of
 from dshard.topology import Device, Layer, Topology
@@ -115,14 +115,12 @@ def predict(row: Row, machine: Machine) -> tuple[float, float]:
     """Seconds per sequence, forward and backward; the backward pass runs each block again, as in the papers."""
     model = Model(LAYERS, row.hidden, row.heads, TOKENS, head_size=row.hidden // row.heads, fused=False)
     parts = parts_of(Costs(model, row.setup(), machine.topology(row.gpus), "float32", 4, exact=False), row.batch)
-    times = broadcast_over_gather(row.shape[0]) if row.system != "megatron" else 1.0
-    forward, backward = (
-        sum(
-            event.seconds * (times if event.queue == "network" and set(event.axes) <= {"r", "c"} else 1.0)
-            for event in events
-        )
-        for events in (parts.forward, parts.backward)
-    )
+    times = broadcast_over_gather(row.shape[0])
+
+    def seconds(event: Event) -> float:
+        return event.seconds * (times if event.axes and set(event.axes) <= {"r", "c"} else 1.0)
+
+    forward, backward = (sum(map(seconds, events)) for events in (parts.forward, parts.backward))
     return LAYERS * forward / row.batch, LAYERS * (forward + backward) / row.batch
 
 
@@ -154,14 +152,8 @@ def fit(rows: Sequence[Row]) -> Machine:
     while step > 1.02:
         tried = [
             Machine(best.flops * f, best.inside * i, best.between * b)
-            for f, i, b in (
-                (step, 1, 1),
-                (1 / step, 1, 1),
-                (1, step, 1),
-                (1, 1 / step, 1),
-                (1, 1, step),
-                (1, 1, 1 / step),
-            )
+            for times in (step, 1 / step)
+            for f, i, b in ((times, 1, 1), (1, times, 1), (1, 1, times))
         ]
         found = min(tried, key=lambda machine: misfit(machine, rows))
         if (now := misfit(found, rows)) < least:
@@ -194,6 +186,5 @@ if __name__ == "__main__":
         print("  spearman", spearman(pred, [row.seconds for row in rows]))
         for row in read(name):
             f, b = predict(row, machine)
-            print(
-                f"  {row.system:10} {row.shape!s:10} b={row.batch:4} h={row.hidden:5} {row.forward:.4f} {f:.4f}  {row.backward:.4f} {b:.4f}  {(f + b) / row.seconds - 1:+.0%} {row.flag}"
-            )
+            times = f"{row.forward:.4f} {f:.4f}  {row.backward:.4f} {b:.4f}  {(f + b) / row.seconds - 1:+.0%}"
+            print(f"  {row.system:10} {row.shape!s:10} b={row.batch:4} h={row.hidden:5} {times} {row.flag}")

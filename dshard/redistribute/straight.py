@@ -37,7 +37,8 @@ def plan_straight(src: Layout, dst: Layout, shape: Shape, itemsize: int, topolog
         ways = list(_nearer(layout, dst, shape))
         if not ways:
             return plan(src, dst, shape, itemsize, topology)
-        least, prices = min(there.local_numel(shape) for _, there in ways), []
+        least = min(there.local_numel(shape) for _, there in ways)
+        prices: list[tuple[float, int, float, Step, Layout]] = []
         for step, there in ways:
             if there.local_numel(shape) == least:
                 cost = step_seconds(step, layout, shape, itemsize, topology)

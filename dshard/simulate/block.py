@@ -139,7 +139,7 @@ def worked_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout, Layout]:
     x = {"m": Shard(0), "k": Shard(1)}
     w = {"k": Shard(0), "n": Shard(1)}
     y: dict[str, Placement] = {"m": Shard(0), "n": Shard(1), "k": Partial()}
-    return tuple(Layout(mesh, tuple(dims.get(loop, Replicate()) for loop in loops)) for dims in (x, w, y))  # type: ignore[return-value,attr-defined]
+    return tuple(Layout(mesh, tuple(dims.get(loop, Replicate()) for loop in loops)) for dims in (x, w, y))  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=4096)
@@ -234,7 +234,5 @@ class _Rest:
         nbytes = 2.0 * tokens * model.qkv * costs.itemsize
         if not model.fused:
             nbytes += 4.0 * self.sequences * model.heads * model.sequence**2 * costs.itemsize
-        times = 1.0 if phase == "forward" else 2.5 if model.fused else 2.0
-        return costs.worked(
-            "attention", phase, times * share * model.core_flops(self.sequences), times * share * nbytes
-        )
+        share *= 1.0 if phase == "forward" else 2.5 if model.fused else 2.0
+        return costs.worked("attention", phase, share * model.core_flops(self.sequences), share * nbytes)

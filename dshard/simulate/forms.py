@@ -37,15 +37,8 @@ class Form:
     source: str
 
     def __post_init__(self) -> None:
-        for part in (
-            self.residual,
-            self.inner,
-            self.core,
-            self.first,
-            self.second,
-            self.first_loops,
-            self.second_loops,
-        ):
+        places = (self.residual, self.inner, self.core, self.first, self.second)
+        for part in (*places, self.first_loops, self.second_loops):
             assert len(part) == len(self.roles), self.name
 
     def shapes(self, ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -73,11 +66,8 @@ def _places(text: str) -> Placements:
 
 def _form(name: str, roles: str, layouts: str, loops: str, source: str) -> Form:
     residual, inner, core, first, second = map(_places, layouts.split())
-    first_loops, second_loops = loops.split()
-    axes = tuple(roles.split())
-    return Form(
-        name, axes, residual, inner, core, first, second, first_loops.strip("-"), second_loops.strip("-"), source
-    )
+    first_loops, second_loops = (text.strip("-") for text in loops.split())
+    return Form(name, tuple(roles.split()), residual, inner, core, first, second, first_loops, second_loops, source)
 
 
 FORMS: dict[str, Form] = {

@@ -61,7 +61,7 @@ def kept_by_block(costs: Costs, found: tuple[Product, ...], sequences: int) -> i
     the scores where attention is not fused. Operands are kept as they are stored, not as they are gathered.
     """
     model, setup = costs.model, costs.setup
-    qkv, out, up, down = found
+    qkv, up = found[0], found[2]
     numel = sum(p.x.local_numel(p.shapes[0]) for p in found)
     numel += qkv.y.local_numel(qkv.shapes[2]) + up.y.local_numel(up.shapes[2])
     nbytes = numel * costs.itemsize + 2 * _residual(costs, sequences)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from dshard.errors import ShapeError
 
@@ -80,9 +81,8 @@ class Model:
 
     def __post_init__(self) -> None:
         sizes = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "sequence": self.sequence}
-        sizes |= {
-            name: value for name in ("kv_heads", "ffn", "head_size") if (value := getattr(self, name)) is not None
-        }
+        optional = {"kv_heads": self.kv_heads, "ffn": self.ffn, "head_size": self.head_size}
+        sizes |= {name: size for name, size in optional.items() if size is not None}
         for name, size in sizes.items():
             if size < 1:
                 raise ShapeError(f"a model of {size} {name}: all sizes must be above zero")
@@ -157,7 +157,8 @@ class Model:
             raise ShapeError(f"the model lacks {', '.join(f'{n} ({_KEYS[n][1]})' for n in missing)}")
         gated = found.get("gated", found.get("hidden_act") in GATED or found.get("feed_forward_proj") in GATED)
         tied = found.get("tied", found.get("tie_word_embeddings", True))
-        return cls(**{k: v for k, v in values.items() if v is not None}, gated=bool(gated), tied=bool(tied))
+        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        return cls(**given, gated=bool(gated), tied=bool(tied))
 
     @classmethod
     def load(cls, path: str | PathLike[str], **changes: int) -> Model:

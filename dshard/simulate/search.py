@@ -1,4 +1,4 @@
-"""Every way to spread a model over devices, simulated; the fastest that fit in memory, and the front of time and memory."""
+"""Every way to spread a model over devices, simulated: the fastest that fit, and the front of time and memory."""
 
 from __future__ import annotations
 

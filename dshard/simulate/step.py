@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dshard.cost import collective_seconds, work_seconds
-from dshard.simulate.block import Costs, Product, block_events, move_event, products
+from dshard.simulate.block import Costs, Product, block_events, products
 from dshard.simulate.forms import Placements
 from dshard.simulate.memory import Memory, memory_of
 from dshard.simulate.model import Linear, Model
@@ -147,19 +147,10 @@ def _sums(costs: Costs, found: Sequence[Product]) -> list[Event]:
     events = []
     for product in found:
         shape, target = product.shapes[1], costs.setup.shared(_weight(costs.setup, product)).cotangent()
-        moved = costs.plan(product.sums, target, shape)
-        events += (
-            [move_event(f"{product.linear.name} sum", "step", moved, costs.itemsize, waits=False)]
-            if moved.steps
-            else []
-        )
+        name = product.linear.name
+        events += costs.moved(f"{name} sum", "step", product.sums, target, shape, waits=False)
         if costs.setup.sharded == "optimizer":  # the new weights go back to all replicas
-            back = costs.plan(target, product.w, shape)
-            events += (
-                [move_event(f"{product.linear.name} weight", "step", back, costs.itemsize, waits=False)]
-                if back.steps
-                else []
-            )
+            events += costs.moved(f"{name} weight", "step", target, product.w, shape, waits=False)
     return events
 
 
