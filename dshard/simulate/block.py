@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dshard.cost import work_seconds
-from dshard.layout import Layout
+from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import Plan, axes_of, plan, plan_straight
@@ -34,13 +34,13 @@ class Costs:
     itemsize: int = 2
     exact: bool = True
 
-    def plan(self, src: Layout, dst: Layout, shape: tuple[int, int], itemsize: int | None = None) -> Plan:
+    def plan(self, src: Layout, dst: Layout, shape: Shape, itemsize: int | None = None) -> Plan:
         """The cheapest plan; where thousands of setups are compared, one found without a search."""
         planner = plan if self.exact else plan_straight
         return planner(src, dst, shape, self.itemsize if itemsize is None else itemsize, self.topology)
 
     def moved(
-        self, name: str, phase: Phase, src: Layout, dst: Layout, shape: tuple[int, int], *, waits: bool = True
+        self, name: str, phase: Phase, src: Layout, dst: Layout, shape: Shape, *, waits: bool = True
     ) -> list[Event]:
         """A redistribution, if anything must be sent."""
         found = self.plan(src, dst, shape)
@@ -66,7 +66,8 @@ def move_event(name: str, phase: Phase, found: Plan, itemsize: int, *, waits: bo
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`y = x w` on a mesh: where the three are stored, and the loop of each mesh axis (a blank: none).
+    """`y = x w` on a mesh: where the three are stored, and the loop of each mesh axis (s: stages,
+    which have products of their own).
 
     `sums` is where the gradient of the weight is left; what the replicas still have to sum is summed once a step.
     """
@@ -84,17 +85,17 @@ class Product:
         """Operations of each rank, forward."""
         ranks = 1
         for size, loop in zip(self.x.mesh.shape, self.loops, strict=True):
-            ranks *= size if loop != " " else 1
+            ranks *= size if loop != "s" else 1
         return 2.0 * self.tokens * self.linear.parameters / ranks
 
     @property
-    def shapes(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    def shapes(self) -> tuple[Shape, Shape, Shape]:
         """Of x, w and y."""
-        linear = self.linear
+        linear, stages = self.linear, self.x.mesh.shape[0]
         return (
-            (self.tokens, linear.features_in),
-            (linear.features_in, linear.features_out),
-            (self.tokens, linear.features_out),
+            (stages, self.tokens, linear.features_in),
+            (stages, linear.features_in, linear.features_out),
+            (stages, self.tokens, linear.features_out),
         )
 
     def forward(self, costs: Costs) -> list[Event]:
@@ -134,19 +135,19 @@ def worked_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout, Layout]:
     """Where x, w and y must lie for local products to be the whole product's parts.
 
     >>> [str(layout) for layout in worked_layouts(Mesh((2, 2), ("r", "c")), "mn")]
-    ['r:S(0) c:R', 'r:R c:S(1)', 'r:S(0) c:S(1)']
+    ['r:S(1) c:R', 'r:R c:S(2)', 'r:S(1) c:S(2)']
     """
-    x = {"m": Shard(0), "k": Shard(1)}
-    w = {"k": Shard(0), "n": Shard(1)}
-    y: dict[str, Placement] = {"m": Shard(0), "n": Shard(1), "k": Partial()}
+    x = {"s": Shard(0), "m": Shard(1), "k": Shard(2)}
+    w = {"s": Shard(0), "k": Shard(1), "n": Shard(2)}
+    y: dict[str, Placement] = {"s": Shard(0), "m": Shard(1), "n": Shard(2), "k": Partial()}
     return tuple(Layout(mesh, tuple(dims.get(loop, Replicate()) for loop in loops)) for dims in (x, w, y))  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=4096)
 def gradient_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout]:
     """Where the gradients of x and w arise: pending on the axes that the other operand alone is split over."""
-    x: dict[str, Placement] = {"m": Shard(0), "k": Shard(1), "n": Partial()}
-    w: dict[str, Placement] = {"k": Shard(0), "n": Shard(1), "m": Partial()}
+    x: dict[str, Placement] = {"s": Shard(0), "m": Shard(1), "k": Shard(2), "n": Partial()}
+    w: dict[str, Placement] = {"s": Shard(0), "k": Shard(1), "n": Shard(2), "m": Partial()}
     first, second = (Layout(mesh, tuple(dims.get(loop, Replicate()) for loop in loops)) for dims in (x, w))
     return first, second
 
@@ -160,7 +161,7 @@ def products(model: Model, setup: Setup, tokens: int) -> tuple[Product, ...]:
         stored = setup.stored(w)
         sums = stored.cotangent() if setup.sharded == "all" else setup.weight(w).replace(1, Partial())
         places = setup.activation(x), stored, setup.activation(y), sums
-        return Product(linear, tokens, *places, f" m{loops}")
+        return Product(linear, tokens, *places, f"sm{loops}")
 
     return (
         product(qkv, form.residual, form.first, form.core, form.first_loops),
@@ -210,11 +211,11 @@ class _Rest:
         costs, setup = self.costs, self.costs.setup
         tokens = self.sequences * costs.model.sequence
         lies = setup.activation(setup.form.residual)
-        held = lies.local_numel((tokens, costs.model.hidden)) * costs.itemsize
-        pending = tuple(Partial() if p == Shard(1) else p for p in lies.placements)
-        whole = tuple(Replicate() if p == Shard(1) else p for p in lies.placements)
+        held = lies.local_numel(setup.shape(tokens, costs.model.hidden)) * costs.itemsize
+        pending = tuple(Partial() if p == Shard(2) else p for p in lies.placements)
+        whole = tuple(Replicate() if p == Shard(2) else p for p in lies.placements)
         src, dst = Layout(lies.mesh, pending), Layout(lies.mesh, whole)
-        found = costs.plan(src, dst, (tokens, 2), 4)
+        found = costs.plan(src, dst, setup.shape(tokens, 2), 4)
         sums = [move_event("norm", phase, found, 4)] if found.steps else []
         return [*sums, costs.worked("norm", phase, 0.0, held * (5 if phase == "forward" else 7))]
 
@@ -222,14 +223,14 @@ class _Rest:
         """The function between the layers of a pair: reads its input, or input and gradient, and writes one."""
         costs, setup = self.costs, self.costs.setup
         tokens, features = self.sequences * costs.model.sequence, costs.model.linears[2].features_out
-        held = setup.activation(setup.form.inner).local_numel((tokens, features)) * costs.itemsize
+        held = setup.activation(setup.form.inner).local_numel(setup.shape(tokens, features)) * costs.itemsize
         return costs.worked("activation", phase, 0.0, held * (2 if phase == "forward" else 3))
 
     def attention(self, phase: Phase) -> Event:
         """Scores, softmax and values; a fused backward pass computes the scores once more (2.5 times the forward)."""
         costs, setup, model = self.costs, self.costs.setup, self.costs.model
         core = setup.activation(setup.form.core)
-        share = core.local_numel((self.sequences, model.heads)) / (self.sequences * model.heads)
+        share = core.local_numel(setup.shape(self.sequences, model.heads)) / (self.sequences * model.heads)
         tokens = self.sequences * model.sequence
         nbytes = 2.0 * tokens * model.qkv * costs.itemsize
         if not model.fused:

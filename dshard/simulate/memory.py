@@ -36,7 +36,7 @@ def memory_of(costs: Costs, sequences: int, *, state: int = 8, master: int | Non
     blocks = model.layers // setup.stages
     stored = sum(p.w.local_numel(p.shapes[1]) for p in found) * blocks
     shared = sum(_shared(costs, p).local_numel(p.shapes[1]) for p in found) * blocks
-    ends = (setup.form.first, (model.vocabulary, model.hidden))
+    ends = (setup.form.first, setup.shape(model.hidden, model.vocabulary))
     tables = 1 if model.tied and setup.stages == 1 else 1 + (setup.stages == 1)
     if model.vocabulary:
         stored += tables * setup.stored(ends[0]).local_numel(ends[1])
@@ -66,7 +66,7 @@ def kept_by_block(costs: Costs, found: tuple[Product, ...], sequences: int) -> i
     numel += qkv.y.local_numel(qkv.shapes[2]) + up.y.local_numel(up.shapes[2])
     nbytes = numel * costs.itemsize + 2 * _residual(costs, sequences)
     if not model.fused:
-        scores = setup.activation(setup.form.core).local_numel((sequences, model.heads)) * model.sequence**2
+        scores = setup.activation(setup.form.core).local_numel(setup.shape(sequences, model.heads)) * model.sequence**2
         nbytes += 2 * scores * costs.itemsize
     return nbytes
 
@@ -74,7 +74,7 @@ def kept_by_block(costs: Costs, found: tuple[Product, ...], sequences: int) -> i
 def _residual(costs: Costs, sequences: int) -> int:
     model, setup = costs.model, costs.setup
     lies = setup.activation(setup.form.residual)
-    return lies.local_numel((sequences * model.sequence, model.hidden)) * costs.itemsize
+    return lies.local_numel(setup.shape(sequences * model.sequence, model.hidden)) * costs.itemsize
 
 
 def _shared(costs: Costs, found: Product) -> Layout:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Literal, TypeAlias
 
 from dshard.errors import ShapeError, StrategyError
-from dshard.layout import Layout
+from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Placement, Replicate, Shard
 from dshard.simulate.forms import Form, Placements
@@ -82,7 +82,7 @@ class Setup:
             return f"{model.layers} layers do not divide into {self.stages} stages"
         if batch % self.microbatches:
             return f"a batch of {batch} sequences does not divide into {self.microbatches} microbatches"
-        ways = {"heads": self._ways(self.form.core, 1), "sequences": self.data * self._ways(self.form.core, 0)}
+        ways = {"heads": self._ways(self.form.core, 2), "sequences": self.data * self._ways(self.form.core, 1)}
         if model.heads % ways["heads"] or (model.kv_heads or model.heads) % ways["heads"]:
             heads = f"{model.heads} heads" + (f" ({model.kv_heads} of keys)" if model.kv_heads else "")
             return f"{heads} do not divide among {ways['heads']} ranks"
@@ -99,24 +99,28 @@ class Setup:
 
     def activation(self, placements: Placements) -> Layout:
         """The layout of activations that lie like this within a replica; replicas have tokens of their own."""
-        return self._layout(Shard(0), placements)
+        return self._layout(Shard(1), placements)
 
     def weight(self, placements: Placements) -> Layout:
-        """The layout of a weight `[in, out]` that lies like this within a replica."""
+        """The layout of a weight `[stage, in, out]` that lies like this within a replica."""
         return self._layout(Replicate(), placements)
 
     def stored(self, placements: Placements) -> Layout:
         """The same as it is stored: replicas may share it out, as the last split of its rows."""
         layout = self.weight(placements)
-        return layout.replace(1, Shard(0)) if self.sharded == "all" else layout
+        return layout.replace(1, Shard(1)) if self.sharded == "all" else layout
 
     def shared(self, placements: Placements) -> Layout:
         """The same as the optimiser's state is stored."""
         layout = self.weight(placements)
-        return layout if self.sharded == "none" else layout.replace(1, Shard(0))
+        return layout if self.sharded == "none" else layout.replace(1, Shard(1))
+
+    def shape(self, rows: int, columns: int) -> Shape:
+        """The shape of a matrix that each stage has one of. Stages are a dim, so that none can send another's part."""
+        return (self.stages, rows, columns)
 
     def _layout(self, data: Placement, placements: Placements) -> Layout:
-        return Layout(self.mesh, (Replicate(), data, *placements))
+        return Layout(self.mesh, (Shard(0), data, *placements))
 
     def __str__(self) -> str:
         sizes = [f"{axis}={size}" for axis, size in zip(self.mesh.names, self.mesh.shape, strict=True) if size > 1]

@@ -132,7 +132,7 @@ def parts_of(costs: Costs, sequences: int) -> Parts:
     held = sum(setup.shared(_weight(setup, p)).local_numel(p.shapes[1]) for p in found) * model.layers // setup.stages
     update = Event("optimizer", "step", "compute", work_seconds(0.0, 16.0 * held, costs.topology))
     residual = setup.activation(setup.form.residual)
-    nbytes = residual.local_numel((sequences * model.sequence, model.hidden)) * costs.itemsize
+    nbytes = residual.local_numel(setup.shape(sequences * model.sequence, model.hidden)) * costs.itemsize
     hop = collective_seconds("permute", nbytes, setup.mesh, [STAGES], costs.topology) if setup.stages > 1 else 0.0
     return Parts(forward, backward, _ends(costs, sequences), tuple(_sums(costs, found)), update, hop)
 
@@ -164,7 +164,7 @@ def _ends(costs: Costs, sequences: int) -> tuple[Event, ...]:
     sums = stored.cotangent() if setup.sharded == "all" else stored
     linear = Linear("head", model.hidden, model.vocabulary)
     x, y = setup.activation(form.residual), setup.activation(form.inner)
-    head = Product(linear, tokens, x, stored, y, sums, f" m{form.first_loops}")
+    head = Product(linear, tokens, x, stored, y, sums, f"sm{form.first_loops}")
     return (*head.forward(costs), *head.backward(costs))
 
 

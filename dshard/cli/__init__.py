@@ -1,0 +1,40 @@
+"""The command line: arguments -> one call of the library -> a report."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+
+from dshard import __version__, report
+from dshard.cli.demo import add_demo
+from dshard.cli.plan import add_explain, add_plan
+from dshard.cli.simulate import add_simulate
+from dshard.cli.topology import add_topology
+from dshard.errors import DShardError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.command(arguments)
+    except DShardError as error:
+        report.error(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dshard", description="Declarative sharding for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"dshard {__version__}, torch {torch.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    add_demo(commands)
+    add_plan(commands)
+    add_explain(commands)
+    add_topology(commands)
+    add_simulate(commands)
+    return parser

@@ -1,0 +1,7 @@
+"""`python -m dshard.cli`."""
+
+import sys
+
+from dshard.cli import main
+
+sys.exit(main())

@@ -1,0 +1,121 @@
+"""What the arguments of several commands have in common: their types, and what is printed for them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from dshard import report
+from dshard.mesh import Mesh
+from dshard.topology import PRESETS, Topology, default_topology
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def told(arguments: argparse.Namespace, value: object, table: report.Drawing) -> int:
+    """Print a value, and write the files that were asked for."""
+    if arguments.json:
+        report.data(value)
+    else:
+        report.show(table)
+    for form in ("html", "svg"):
+        if getattr(arguments, form) is not None:
+            report.export(table, getattr(arguments, form), form=form)
+    return 0
+
+
+def named(topology: Topology, why: str) -> dict[str, str]:
+    """What a topology is, for machines."""
+    return {"topology": topology.name, "network": str(topology), "topology_why": why}
+
+
+def planned_on(arguments: argparse.Namespace, ranks: int) -> tuple[Topology, str]:
+    """The topology to plan on, and how it came to be used: a file or preset, of as many nodes as these ranks need."""
+    name, nodes = arguments.topology, arguments.nodes
+    if name is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        inside = None if nodes in (None, 1) or ranks % nodes else ranks // nodes
+        hosts = "" if inside is None else f" with {inside} on each of {nodes} hosts"
+        return default_topology(
+            device, inside
+        ), f"the default for {device} ranks{hosts}; choose another with --topology"
+    if name.endswith(".json"):
+        return Topology.load(name), f"read from {name}"
+    size = Topology.preset(name).size
+    if nodes is not None or size is None:
+        return Topology.preset(name, nodes=nodes or 1), "as given"
+    needed = -(-ranks // size)
+    why = "as given" if needed == 1 else f"as given; {needed} nodes hold the {ranks} ranks"
+    return Topology.preset(name, nodes=needed), why
+
+
+def add_common(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
+    """The arguments that all plans have."""
+    known = ", ".join(PRESETS)
+    parser.add_argument("--topology", metavar="NAME", help=f"a .json file, or one of {known}")
+    parser.add_argument("--nodes", type=parse_positive, metavar="N", help="how many of these machines")
+    parser.add_argument("--itemsize", type=parse_positive, default=2, metavar="N", help="bytes of one element (2)")
+    parser.add_argument("--json", action="store_true", help="print for machines")
+    parser.set_defaults(command=command)
+
+
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """Files to write the table to."""
+    for form in ("html", "svg"):
+        parser.add_argument(f"--{form}", metavar="FILE", help=f"write the table as {form.upper()} too")
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """A dtype, and how many candidates to show."""
+    parser.add_argument("--dtype", default="bf16", metavar="NAME", help="such as fp32 or int64; default: %(default)s")
+    parser.add_argument(
+        "--top", type=parse_positive, default=12, metavar="N", help="how many candidates to show; default: %(default)s"
+    )
+
+
+def sentence(text: str) -> str:
+    """A summary as a sentence."""
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def parse_mesh(text: str) -> Mesh:
+    """A mesh such as 2x4 or dp=2,tp=4."""
+    if all(size.isdecimal() for size in text.split("x")):
+        return Mesh(tuple(map(int, text.split("x"))))
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and size.isdecimal() for name, _, size in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh: write its axes like 2x4 or dp=2,tp=4")
+    return Mesh(tuple(int(size) for _, _, size in pairs), tuple(name for name, _, _ in pairs))
+
+
+def parse_any_mesh(text: str) -> Mesh:
+    """The same, or sizes alone of any number of axes."""
+    return parse_mesh(text) if "=" in text else Mesh(parse_shape(text))
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds above zero."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above zero")
+    return seconds
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """A shape such as 2048x2048."""
+    if not all(part.isdecimal() for part in text.split("x")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape: write its sizes like 2048x2048")
+    return tuple(map(int, text.split("x")))
+
+
+def parse_positive(text: str) -> int:
+    """A whole number above zero."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return int(text)

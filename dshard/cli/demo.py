@@ -1,0 +1,83 @@
+"""`dshard demo`: a model trained under several layouts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from dshard import demo, launch, report
+from dshard.cli.arguments import Commands, parse_positive, sentence
+from dshard.errors import DShardError
+
+AUTO = "auto"
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def add_demo(commands: Commands) -> None:
+    summary = "train a small vision transformer under several layouts and compare every loss"
+    parser = commands.add_parser("demo", help=summary, description=sentence(summary))
+    defaults = demo.Settings()
+    parser.add_argument(
+        "--ranks", type=parse_positive, metavar="N", help="how many ranks to start (4, or one for each GPU)"
+    )
+    parser.add_argument(
+        "--steps", type=parse_positive, metavar="N", default=defaults.steps, help="default: %(default)s"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    parser.add_argument(
+        "--strategy",
+        action="append",
+        type=_strategy,
+        metavar="NAME",
+        help="may be repeated; all, auto for the one predicted to communicate the shortest time, or one of "
+        + ", ".join(name.replace(" ", "-") for name in demo.names()),
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses of all strategies as an SVG")
+    parser.add_argument("--seed", type=int, metavar="N", default=defaults.seed, help="default: %(default)s")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print the rows for machines")
+    parser.set_defaults(command=_demo)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    ranks = launch.choose_ranks(arguments.ranks, arguments.device)
+    device = launch.choose_device(arguments.device, ranks)
+    settings = demo.Settings(
+        strategies=_strategies(arguments.strategy, ranks, device, DTYPES[arguments.dtype]),
+        ranks=ranks,
+        steps=arguments.steps,
+        dtype=DTYPES[arguments.dtype],
+        seed=arguments.seed,
+        device=device,
+    )
+    with report.demo_progress(settings, visible=launch.reporting()) as tell:
+        rows = demo.run(settings, tell)
+    if launch.reporting():
+        if arguments.plot is not None:
+            arguments.plot.write_text(demo.draw(rows))
+        if arguments.json:
+            report.data(report.demo_data(rows))
+        else:
+            report.show(report.demo_table(rows, settings))
+    return 0
+
+
+def _strategies(asked: list[str] | None, ranks: int, device: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """Those asked for; none for all of them. For "auto", the one that is predicted to communicate the shortest time."""
+    if asked is None or "all" in asked:
+        return ()
+    if AUTO not in asked:
+        return tuple(asked)
+    ranked = demo.rank(ranks, demo.BATCH, device, dtype)
+    if launch.reporting():
+        report.note(report.predictions(ranked))
+    return tuple(ranked[0].strategy if name == AUTO else name for name in asked)
+
+
+def _strategy(text: str) -> str:
+    try:
+        return text if text in ("all", AUTO) else demo.find(text).name
+    except DShardError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,74 @@
+"""`dshard topology`: the network and devices of a machine, shown or measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from functools import partial
+
+from dshard import calibrate, launch, report
+from dshard.cli.arguments import Commands, add_common, parse_any_mesh, parse_positive, parse_seconds, sentence
+from dshard.errors import MeshError
+from dshard.mesh import Mesh
+from dshard.topology import Topology
+
+
+def add_topology(commands: Commands) -> None:
+    summary = "the network and devices of a machine"
+    parser = commands.add_parser("topology", help=summary, description=sentence(summary))
+    parser.add_argument("--save", metavar="FILE", help="write it as JSON, to be measured or edited")
+    add_common(parser, _show_topology)
+    kinds = parser.add_subparsers(title="other than showing one", metavar="command")
+    summary = "measure the ranks that torchrun has started, or ranks of this host, with real collectives"
+    parser = kinds.add_parser("measure", help=summary, description=sentence(summary))
+    parser.add_argument(
+        "--ranks", type=parse_positive, metavar="N", help="how many ranks to start (4, or one for each GPU)"
+    )
+    parser.add_argument(
+        "--mesh", type=parse_any_mesh, metavar="AXES", help="such as 2x2 or dp=2,tp=2 (one axis of all ranks)"
+    )
+    parser.add_argument(
+        "--seconds", type=parse_seconds, default=calibrate.SECONDS, metavar="S", help="default: %(default)s"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    parser.add_argument("--out", metavar="FILE", help="write it as JSON")
+    parser.add_argument("--json", action="store_true", help="print for machines")
+    parser.set_defaults(command=_measure_topology)
+
+
+def _show_topology(arguments: argparse.Namespace) -> int:
+    topology = _topology(arguments)
+    if arguments.save is not None:
+        topology.save(arguments.save)
+    if arguments.json:
+        report.data(json.loads(topology.to_json()))
+    else:
+        report.show(report.topology_table(topology))
+    return 0
+
+
+def _measure_topology(arguments: argparse.Namespace) -> int:
+    asked, mesh = arguments.ranks, arguments.mesh
+    if mesh is not None and asked not in (None, mesh.size):
+        raise MeshError(f"the mesh ({mesh}) has {mesh.size} ranks, not {asked}: leave --ranks out")
+    ranks = launch.choose_ranks(mesh.size if mesh is not None else asked, arguments.device)
+    device = launch.choose_device(arguments.device, ranks)
+    mesh = replace(mesh or Mesh((ranks,)), device_type=device)
+    with report.measure_progress(visible=launch.reporting()) as tell:
+        work = partial(calibrate.measure_world, mesh, arguments.seconds)
+        topology = launch.run(work, tell, ranks=ranks, device=device)
+    if launch.reporting():
+        if arguments.out is not None:
+            topology.save(arguments.out)
+        if arguments.json:
+            report.data(json.loads(topology.to_json()))
+        else:
+            report.show(report.measured_table(topology))
+    return 0
+
+
+def _topology(arguments: argparse.Namespace) -> Topology:
+    """A preset by name, or a file."""
+    name: str = arguments.topology or "cpu"
+    return Topology.load(name) if name.endswith(".json") else Topology.preset(name, nodes=arguments.nodes or 1)

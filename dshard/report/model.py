@@ -1,0 +1,83 @@
+"""Simulated training steps, as people see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from dshard.simulate import Found, Slot, Step
+from dshard.tables import human_bytes
+from dshard.topology import Topology
+
+
+@contextmanager
+def search_progress(visible: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar of the setups that were simulated; on a terminal only."""
+    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not (visible and console.is_terminal)) as bars:
+        task = bars.add_task("setups", total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def setups_table(found: Found, topology: Topology, why: str, top: int) -> Group:
+    """The fastest setups; those that no other beats in both time and memory are marked."""
+    table = Table("", "setup", "seconds", "sequences/s", "idle", "memory", "network s", "received", box=box.SIMPLE_HEAD)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    front = set(map(id, found.front))
+    shown = [step for i, step in enumerate(found.steps) if i < top or id(step) in front]
+    for step in shown:
+        table.add_row(
+            "*" if id(step) in front else "",
+            str(step.setup),
+            f"{step.seconds:.4g}",
+            f"{step.sequences_per_second:.4g}",
+            f"{step.bubble:.0%}",
+            human_bytes(step.memory.total),
+            f"{step.totals.network:.3g}",
+            human_bytes(step.totals.nbytes),
+        )
+    counts = f"{found.tried} setups, {found.fitting} fit in memory, {len(found.steps)} simulated"
+    note = "* no other setup is both faster and smaller; idle: what the pipeline waits"
+    return Group(Text(f"{counts}, on {topology.name} ({why})", style="italic"), table, Text(note, style="dim"))
+
+
+def step_table(step: Step, slots: Sequence[Slot], topology: Topology, why: str) -> Group:
+    """What a step takes, sends and holds; and what it does, by the name of the event."""
+    sums = Table("", "", box=box.SIMPLE_HEAD, show_header=False)
+    rows = [
+        ("seconds", f"{step.seconds:.4g}, {step.sequences_per_second:.4g} sequences per second"),
+        ("computing", f"{step.totals.compute:.4g} s, {step.totals.flops:.3g} operations"),
+        ("network", f"{step.totals.network:.4g} s, {human_bytes(step.totals.nbytes)} received"),
+        ("collectives", str(step.totals.collectives)),
+        ("pipeline waits", f"{step.bubble:.0%}"),
+    ]
+    memory = step.memory
+    for name in ("weights", "gradients", "optimizer", "activations", "transient", "total"):
+        rows.append((f"memory: {name}", human_bytes(getattr(memory, name))))
+    for row in rows:
+        sums.add_row(*row)
+    parts = Table("event", "phase", "count", "seconds", "received", "axes", box=box.SIMPLE_HEAD)
+    for column in parts.columns[2:5]:
+        column.justify = "right"
+    for (name, phase, axes), events in _grouped(slots).items():
+        seconds = sum(slot.event.seconds for slot in events)
+        nbytes = sum(slot.event.nbytes for slot in events)
+        parts.add_row(name, phase, str(len(events)), f"{seconds:.3g}", human_bytes(nbytes) if nbytes else "", axes)
+    head = Text(f"{step.setup}, a batch of {step.batch}, on {topology.name} ({why})", style="italic")
+    return Group(head, sums, Text("one microbatch of one stage, and the end of the step", style="italic"), parts)
+
+
+def _grouped(slots: Sequence[Slot]) -> dict[tuple[str, str, str], list[Slot]]:
+    found: dict[tuple[str, str, str], list[Slot]] = {}
+    for slot in slots:
+        event = slot.event
+        found.setdefault((event.name, event.phase, " ".join(event.axes)), []).append(slot)
+    return found
