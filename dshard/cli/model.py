@@ -39,9 +39,7 @@ def add_simulate_step(kinds: Commands) -> None:
     for name, what in ("data", "replicas"), ("stages", "pipeline stages"), ("microbatches", "microbatches"):
         parser.add_argument(f"--{name}", type=parse_positive, default=1, metavar="N", help=f"{what} (1)")
     shares = ("none", "optimizer", "all")
-    parser.add_argument(
-        "--sharded", choices=shares, default="none", help="what replicas share out; default: %(default)s"
-    )
+    parser.add_argument("--sharded", choices=shares, default="none", help="what replicas share out (none)")
     parser.add_argument("--recompute", action="store_true", help="run each block again for its backward pass")
     parser.add_argument("--no-overlap", action="store_true", help="collectives and work wait for each other")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline as a Chrome trace")
@@ -51,9 +49,7 @@ def add_simulate_step(kinds: Commands) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", required=True, metavar="FILE", help="its sizes as JSON, or a Hugging Face config.json"
-    )
+    parser.add_argument("--model", required=True, metavar="FILE", help="its sizes, or a Hugging Face config.json")
     parser.add_argument("--batch", type=parse_positive, required=True, metavar="N", help="sequences of a step")
     parser.add_argument("--sequence", type=parse_positive, metavar="N", help="tokens of one, if not the model's")
     parser.add_argument("--dtype", default="bfloat16", metavar="NAME", help="of the products; default: %(default)s")

@@ -60,19 +60,19 @@ def step_table(step: Step, slots: Sequence[Slot], topology: Topology, why: str) 
         ("pipeline waits", f"{step.bubble:.0%}"),
     ]
     memory = step.memory
-    for name in ("weights", "gradients", "optimizer", "activations", "transient", "total"):
-        rows.append((f"memory: {name}", human_bytes(getattr(memory, name))))
+    parts = ("weights", "gradients", "optimizer", "activations", "transient", "total")
+    rows += [(f"memory: {name}", human_bytes(getattr(memory, name))) for name in parts]
     for row in rows:
         sums.add_row(*row)
-    parts = Table("event", "phase", "count", "seconds", "received", "axes", box=box.SIMPLE_HEAD)
-    for column in parts.columns[2:5]:
+    named = Table("event", "phase", "count", "seconds", "received", "axes", box=box.SIMPLE_HEAD)
+    for column in named.columns[2:5]:
         column.justify = "right"
     for (name, phase, axes), events in _grouped(slots).items():
         seconds = sum(slot.event.seconds for slot in events)
         nbytes = sum(slot.event.nbytes for slot in events)
-        parts.add_row(name, phase, str(len(events)), f"{seconds:.3g}", human_bytes(nbytes) if nbytes else "", axes)
+        named.add_row(name, phase, str(len(events)), f"{seconds:.3g}", human_bytes(nbytes) if nbytes else "", axes)
     head = Text(f"{step.setup}, a batch of {step.batch}, on {topology.name} ({why})", style="italic")
-    return Group(head, sums, Text("one microbatch of one stage, and the end of the step", style="italic"), parts)
+    return Group(head, sums, Text("one microbatch of one stage, and the end of the step", style="italic"), named)
 
 
 def _grouped(slots: Sequence[Slot]) -> dict[tuple[str, str, str], list[Slot]]:

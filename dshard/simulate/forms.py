@@ -1,8 +1,8 @@
 """The forms of tensor parallelism of a transformer, as layouts: a new form is a new row of the table below.
 
 A block is two pairs of linear layers. Between blocks lies the residual stream, between the layers of a pair the inner
-features, in attention's own work the core. Layouts are those of tensors `[stage, tokens, features]` and of
-weights `[stage, in, out]`, a placement for each mesh axis of the form; loops say what each axis splits of a product, as in
+features, in attention's own work the core. Layouts are those of tensors `[stage, tokens, features]` and of weights
+`[stage, in, out]`, a placement for each mesh axis of the form; loops say what each axis splits of a product, as in
 `dshard.ops.matmul.schedule`.
 """
 

@@ -83,12 +83,9 @@ def simulate_step(
     sequences = batch // setup.microbatches
     parts = parts_of(costs, sequences)
     blocks, turns = model.layers // setup.stages, setup.microbatches + setup.stages - 1
-    forward, backward = _seconds(parts.forward, overlap), _seconds(parts.backward, overlap)
-    again = forward if setup.recompute else 0.0
-    ends = _seconds(parts.ends, overlap)
-    turn = blocks * (forward + again + backward) + ends + 2 * parts.hop
-    slots = _finish(parts, blocks, backward + again, overlap)
-    seconds = turns * turn + makespan(slots) - blocks * (backward + again)
+    turn = makespan(placed(_turn(parts, blocks, setup), overlap=overlap))
+    last = makespan(placed([*_turn(parts, blocks, setup, parts.sums), _BARRIER, parts.update], overlap=overlap))
+    seconds = (turns - 1) * turn + last + turns * 2 * parts.hop
     return Step(
         setup,
         batch,
@@ -116,12 +113,8 @@ def timeline(
     """
     setup.check(model, batch)
     parts = parts_of(Costs(model, setup, topology, dtype, itemsize), batch // setup.microbatches)
-    blocks = model.layers // setup.stages
-    again = parts.forward if setup.recompute else ()
-    events = [*parts.forward * blocks, *parts.ends]
-    for _ in range(blocks):
-        events += [*again, *parts.backward, *parts.sums]
-    return placed([*events, _barrier(), parts.update], overlap=overlap)
+    events = _turn(parts, model.layers // setup.stages, setup, parts.sums)
+    return placed([*events, _BARRIER, parts.update], overlap=overlap)
 
 
 def parts_of(costs: Costs, sequences: int) -> Parts:
@@ -168,18 +161,14 @@ def _ends(costs: Costs, sequences: int) -> tuple[Event, ...]:
     return (*head.forward(costs), *head.backward(costs))
 
 
-def _seconds(events: Sequence[Event], overlap: bool) -> float:
-    return makespan(placed(events, overlap=overlap))
+_BARRIER = Event("gradients", "step", "network", 0.0)
+"""The optimiser waits for the last of them."""
 
 
-def _finish(parts: Parts, blocks: int, backward: float, overlap: bool) -> tuple[Slot, ...]:
-    """The last backward pass, the sums of its gradients behind it, and the optimiser once all are there."""
-    block = [Event("backward", "backward", "compute", backward), *parts.sums]
-    return placed([*block * blocks, _barrier(), parts.update], overlap=overlap)
-
-
-def _barrier() -> Event:
-    return Event("gradients", "step", "network", 0.0)
+def _turn(parts: Parts, blocks: int, setup: Setup, sums: Sequence[Event] = ()) -> list[Event]:
+    """One microbatch through one stage, there and back; `sums` follow the backward pass of each block."""
+    again = parts.forward if setup.recompute else ()
+    return [*parts.forward * blocks, *parts.ends, *[*again, *parts.backward, *sums] * blocks]
 
 
 def _totals(parts: Parts, blocks: int, setup: Setup) -> Totals:

@@ -1,0 +1,234 @@
+"""Simulated steps: the published volumes, the search against all setups, files, errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from math import isclose, log2
+
+import pytest
+
+from dshard.cli import main
+from dshard.errors import MeshError, ShapeError, StrategyError
+from dshard.simulate import FORMS, Model, Setup, bunched, form_of, search, simulate_step, timeline
+from dshard.simulate.block import Costs, block_events
+from dshard.simulate.files import read_setup, setup_data, setup_from
+from dshard.simulate.memory import memory_of
+from dshard.simulate.search import MOST_TENSOR, setups
+from dshard.simulate.step import parts_of
+from dshard.simulate.timeline import Event, makespan, placed
+from dshard.topology import BYTES, Topology
+
+MODEL = Model(layers=4, hidden=64, heads=16, sequence=32, vocabulary=0)
+DGX = Topology.preset("dgx-h100", nodes=4)
+SEQUENCES = 64
+
+
+def received(setup: Setup, *, skip: str = "norm") -> tuple[float, float]:
+    """Elements that a rank receives in a block, forward and backward, norms apart."""
+    costs = Costs(MODEL, setup, BYTES, "float32", 1)
+    forward, backward = block_events(costs, SEQUENCES)
+    return tuple(float(sum(e.nbytes for e in events if e.name != skip)) for events in (forward, backward))  # type: ignore[return-value]
+
+
+BSH = SEQUENCES * MODEL.sequence * MODEL.hidden
+HH = MODEL.hidden**2
+
+
+@pytest.mark.parametrize("p", [2, 4, 8, 16])
+def test_megatron_moves_what_its_paper_says(p: int) -> None:
+    """Claim M4: two all_reduces of b s h each way; sequence parallelism gathers its inputs once more."""
+    once = (p - 1) / p * BSH
+    assert received(Setup(form_of("megatron"), (p,))) == pytest.approx((4 * once, 4 * once))
+    assert received(Setup(form_of("megatron-sequence"), (p,))) == pytest.approx((4 * once, 6 * once))
+
+
+@pytest.mark.parametrize("q", [2, 4, 8])
+def test_optimus_moves_the_volumes_of_its_table_1(q: int) -> None:
+    """Claim S9: (q - 1) / q^2 (7 b s h + 12 h^2) forward, twice that backward without recomputation."""
+    volume = (q - 1) / q**2 * (7 * BSH + 12 * HH)
+    assert received(Setup(form_of("optimus"), (q, q))) == pytest.approx((volume, 2 * volume))
+
+
+@pytest.mark.parametrize(("q", "depth"), [(2, 2), (2, 4), (4, 2), (4, 4)])
+def test_tesseract_gathers_less_the_deeper_it_is(q: int, depth: int) -> None:
+    """Activations are split over the depth, weights are not; their gradients are summed over it once."""
+    forward, backward = received(Setup(form_of("tesseract"), (depth, q, q)))
+    activations, weights = (q - 1) / q**2 * 7 * BSH / depth, (q - 1) / q**2 * 12 * HH
+    summed = 2 * (depth - 1) / depth * 12 * HH / q**2
+    assert forward == pytest.approx(activations + weights)
+    assert backward == pytest.approx(2 * (activations + weights) + summed)
+
+
+def test_a_stage_never_sends_the_weights_of_another() -> None:
+    setup = Setup(form_of("megatron"), (2,), data=4, stages=2, microbatches=2, sharded="optimizer")
+    parts = parts_of(Costs(MODEL, setup, DGX), SEQUENCES)
+    assert {axis for event in (*parts.forward, *parts.backward, *parts.sums) for axis in event.axes} == {"dp", "tp"}
+
+
+@pytest.mark.parametrize("sharded", ["none", "optimizer", "all"])
+@pytest.mark.parametrize("form", FORMS)
+def test_plans_without_a_search_are_never_cheaper(form: str, sharded: str) -> None:
+    for shape in form_of(form).shapes(4) or form_of(form).shapes(8) or form_of(form).shapes(1):
+        setup = Setup(form_of(form), shape, data=4, sharded=sharded)  # type: ignore[arg-type]
+        exact, straight = (simulate_step(MODEL, setup, DGX, SEQUENCES, exact=exact).seconds for exact in (True, False))
+        assert exact <= straight * (1 + 1e-12)
+
+
+def test_the_search_finds_the_fastest_of_all_setups() -> None:
+    found = search(MODEL, 8, DGX, 16, keep=5)
+    every = [
+        simulate_step(MODEL, setup, DGX, 16, exact=False).seconds
+        for setup in setups(MODEL, 8, 16, list(FORMS.values()), MOST_TENSOR)
+    ]
+    assert len(every) == found.tried
+    assert [step.seconds for step in found.steps[:5]] == pytest.approx(sorted(every)[:5])
+    front = found.front
+    assert all(a.seconds < b.seconds and a.memory.total > b.memory.total for a, b in pairwise(front))
+
+
+def test_the_search_keeps_to_the_memory_and_says_what_is_least() -> None:
+    most = sorted(step.memory.total for step in search(MODEL, 8, DGX, 16, keep=1000).steps)
+    found = search(MODEL, 8, DGX, 16, memory=most[len(most) // 2], keep=1000)
+    assert 0 < found.fitting < found.tried
+    assert all(step.memory.total <= most[len(most) // 2] for step in found.steps)
+    with pytest.raises(StrategyError, match=f"the least is {most[0]} bytes"):
+        search(MODEL, 8, DGX, 16, memory=1000)
+
+
+def test_memory_shrinks_by_what_is_shared_out() -> None:
+    setup = Setup(form_of("megatron"), (2,), data=4)
+    costs = Costs(MODEL, setup, DGX)
+    whole = memory_of(costs, SEQUENCES)
+    assert whole.weights == MODEL.parameters * 2 // 2
+    assert whole.optimizer == MODEL.parameters * 12 // 2
+    shared = memory_of(replace(costs, setup=replace(setup, sharded="optimizer")), SEQUENCES)
+    assert (shared.optimizer, shared.weights) == (whole.optimizer // 4, whole.weights)
+    every = memory_of(replace(costs, setup=replace(setup, sharded="all")), SEQUENCES)
+    assert (every.optimizer, every.weights) == (whole.optimizer // 4, whole.weights // 4)
+    again = memory_of(replace(costs, setup=replace(setup, recompute=True)), SEQUENCES)
+    assert again.activations < whole.activations
+
+
+def test_a_timeline_is_as_long_as_the_step_says() -> None:
+    setup = Setup(form_of("optimus"), (2, 2), data=2)
+    for overlap in (False, True):
+        slots = timeline(MODEL, setup, DGX, SEQUENCES, overlap=overlap)
+        step = simulate_step(MODEL, setup, DGX, SEQUENCES, overlap=overlap)
+        assert isclose(makespan(slots), step.seconds)
+        assert sum(s.event.nbytes for s in slots) == step.totals.nbytes
+        assert all(a.begin >= 0 for a in slots)
+
+
+def test_overlap_never_takes_longer_and_hides_no_more_than_there_is() -> None:
+    events = [Event("a", "forward", "compute", 1.0), Event("b", "forward", "network", 2.0, waits=False)] * 3
+    blocking, hidden = (makespan(placed(events, overlap=overlap)) for overlap in (False, True))
+    assert (blocking, hidden) == (9.0, 7.0)
+
+
+@pytest.mark.parametrize(("rows", "columns", "host"), [(4, 4, 4), (8, 8, 4), (4, 6, 2), (6, 6, 4), (8, 8, 8)])
+def test_bunched_hosts_are_blocks(rows: int, columns: int, host: int) -> None:
+    """Claim S14: with 4 GPUs a node and q = 4, each column and row of the mesh crosses two nodes, not four."""
+    ranks = bunched(rows, columns, host)
+    assert sorted(ranks) == list(range(rows * columns))
+    grid = [ranks[i * columns : (i + 1) * columns] for i in range(rows)]
+    rowwise = [range(i * columns, (i + 1) * columns) for i in range(rows)]
+    crossed = [len({rank // host for rank in line}) for line in (*grid, *zip(*grid, strict=True))]
+    plain = [len({rank // host for rank in line}) for line in zip(*rowwise, strict=True)]
+    assert max(crossed) <= max(plain)
+    if (rows, columns, host) == (4, 4, 4):
+        assert set(crossed) == {2}
+        assert set(plain) == {4}
+
+
+def test_hosts_that_do_not_tile_are_refused() -> None:
+    with pytest.raises(MeshError, match="hosts of 4 ranks do not tile a mesh of"):
+        bunched(3, 3, 4)
+
+
+def test_isoefficiency() -> None:
+    """Claim S10: the work that keeps efficiency grows as p^3 for Megatron and as p^1.5 for SUMMA.
+
+    Efficiency stays where communication over computation does. For Megatron that is p / h, so h grows with p and the
+    work h^3 with p^3; for SUMMA with gathers it is sqrt(p) / h (Optimus section 3.1.1 has a log p from its trees).
+    """
+    ratios = {"megatron": [], "optimus": []}  # type: dict[str, list[float]]
+    sizes = [64, 256, 1024]
+    for p in sizes:
+        q = round(p**0.5)
+        for form, shape, hidden in (("megatron", (p,), 64 * p), ("optimus", (q, q), 64 * q)):
+            model = Model(1, hidden, p, hidden, head_size=hidden // p)
+            setup = Setup(form_of(form), shape)
+            events = block_events(Costs(model, setup, BYTES, "float32", 1, exact=False), 256)[0]
+            flops = sum(e.flops for e in events if e.name != "attention")
+            ratios[form].append(sum(e.nbytes for e in events if e.name != "norm") / flops)
+    slopes = {form: log2(found[-1] / found[0]) / log2(sizes[-1] / sizes[0]) for form, found in ratios.items()}
+    assert slopes == pytest.approx({"megatron": 0.0, "optimus": 0.0}, abs=0.06)
+
+
+def test_setups_survive_files(tmp_path: object) -> None:
+    for setup in setups(MODEL, 8, 16, list(FORMS.values()), MOST_TENSOR):
+        assert setup_from(json.loads(json.dumps(setup_data(setup)))) == setup
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"strategy": 3}, "strategy: give the name"),
+        ({"strategy": "best"}, "no form of tensor parallelism 'best': use data, megatron"),
+        ({"tensor": [0]}, "tensor: .* is no list of sizes above zero"),
+        ({"tensor": [2, 2]}, "tensor: 'megatron' has 1 mesh axes, but 2 sizes"),
+        ({"data": True}, "data: True is no whole number"),
+        ({"sharded": "some"}, "sharded: 'some' is none of"),
+        ({"recompute": 1}, "recompute: 1 is neither true nor false"),
+    ],
+)
+def test_plans_with_a_wrong_field_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        setup_from(setup_data(Setup(form_of("megatron"), (2,))) | changes)
+
+
+def test_unreadable_plans_and_models_are_refused(tmp_path: object) -> None:
+    with pytest.raises(StrategyError, match="cannot be read"):
+        read_setup(f"{tmp_path}/none.json")
+    with pytest.raises(ShapeError, match="cannot be read"):
+        Model.load(f"{tmp_path}/none.json")
+    with pytest.raises(ShapeError, match=r"lacks layers \(num_hidden_layers\), heads"):
+        Model.from_json('{"hidden": 8, "sequence": 4}')
+    with pytest.raises(ShapeError, match=r"hidden \(hidden_size\) is 'eight'"):
+        Model.from_json('{"hidden_size": "eight"}')
+    with pytest.raises(ShapeError, match="heads do not divide the hidden size"):
+        Model(1, 10, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("setup", "message"),
+    [
+        (Setup(form_of("megatron"), (32,)), "16 heads do not divide among 32 ranks"),
+        (Setup(form_of("data"), data=3), "64 sequences at a time do not divide among 3 ranks"),
+        (Setup(form_of("data"), stages=3), "4 layers do not divide into 3 stages"),
+        (Setup(form_of("data"), microbatches=5), "64 sequences does not divide into 5 microbatches"),
+    ],
+)
+def test_setups_that_cannot_run_say_why(setup: Setup, message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        simulate_step(MODEL, setup, DGX, SEQUENCES)
+
+
+def test_the_command_line_plans_and_simulates(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"n_layer": 4, "n_embd": 64, "n_head": 16, "n_positions": 32, "vocab_size": 128}
+    with open(f"{tmp_path}/model.json", "w") as file:
+        json.dump(config, file)
+    common = ["--model", f"{tmp_path}/model.json", "--batch", "16", "--topology", "dgx-h100", "--json"]
+    assert main(["plan", "model", "--devices", "8", "--memory", "1GB", "--out", f"{tmp_path}/plan.json", *common]) == 0
+    found = json.loads(capsys.readouterr().out)
+    fastest = found["setups"][0]
+    assert fastest["memory"]["total"] <= 1e9
+    command = ["simulate", "step", "--plan", f"{tmp_path}/plan.json", "--trace", f"{tmp_path}/trace.json", *common]
+    assert main(command) == 0
+    step = json.loads(capsys.readouterr().out)
+    assert step["setup"] == fastest["setup"]
+    assert step["totals"]["nbytes"] == fastest["totals"]["nbytes"]
+    with open(f"{tmp_path}/trace.json") as file:
+        assert json.load(file)["traceEvents"]
