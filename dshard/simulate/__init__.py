@@ -4,6 +4,7 @@ from dshard.simulate.arrange import bunched
 from dshard.simulate.forms import FORMS, Form, form_of
 from dshard.simulate.memory import Memory
 from dshard.simulate.model import Model
+from dshard.simulate.recording import Recorded, record
 from dshard.simulate.search import Found, search
 from dshard.simulate.setup import Setup
 from dshard.simulate.step import Step, simulate_step, timeline
@@ -16,11 +17,13 @@ __all__ = [
     "Found",
     "Memory",
     "Model",
+    "Recorded",
     "Setup",
     "Slot",
     "Step",
     "bunched",
     "form_of",
+    "record",
     "search",
     "simulate_step",
     "timeline",

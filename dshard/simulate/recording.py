@@ -1,0 +1,136 @@
+"""Any step as a timeline: what it computes, sends and holds, operator by operator, on meta tensors or real ones.
+
+The closed forms of this package know standard blocks only. Here the program itself runs: on tensors without data and a
+mesh without processes, of any number of ranks, or on the ranks of a process group. Local work is priced by the roofline
+from torch's own counts of operations, collectives as the planner prices them; storages alive after each operator make
+the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from dshard.comm import Event as Sent
+from dshard.comm import listen
+from dshard.cost import collective_seconds, work_seconds
+from dshard.mesh import Mesh
+from dshard.ops.settings import current
+from dshard.simulate.timeline import Event, Slot, makespan, placed
+from dshard.tensor import DTensor
+from dshard.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A step as it ran: its events in order, and bytes held.
+
+    Attributes:
+        slots: Each event and when it begins.
+        peak: The most bytes of storages alive after any operator, of those made within the step.
+        held: Of these, the bytes still alive at its end.
+    """
+
+    slots: tuple[Slot, ...]
+    peak: int
+    held: int
+
+    @property
+    def seconds(self) -> float:
+        """Of all of it."""
+        return makespan(self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank receives, on simulated ranks those of the busiest."""
+        return sum(slot.event.nbytes for slot in self.slots)
+
+    @property
+    def flops(self) -> float:
+        """Operations of this rank."""
+        return sum(slot.event.flops for slot in self.slots)
+
+
+def record(step: Callable[[], object], topology: Topology | None = None, *, warm: bool = False) -> Recorded:
+    """Run `step` and record what it does; without a topology, that in use for each mesh.
+
+    The first call of an operator with new layouts asks torch for the shapes of its results, which is recorded as work
+    too. So unless the step is `warm`, having run before, it runs twice, and the second run counts.
+
+    >>> x = torch.empty(4, 8, device="meta")
+    >>> found = record(lambda: x @ x.T)
+    >>> found.flops, found.peak
+    (256.0, 64)
+    """
+    if not warm:
+        step()
+    recorder = _Recorder(topology)
+    with listen(recorder.sent), recorder:
+        result = step()
+    held = recorder.alive()
+    del result
+    return Recorded(placed(recorder.events), recorder.most, held)
+
+
+_EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.new_empty, torch.ops.aten.empty_like}
+"""Operators that reserve memory and do not touch it."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every local operator: distributed ones come apart below it."""
+
+    def __init__(self, topology: Topology | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.topology, self.most = topology, 0
+        self.events: list[Event] = []
+        self.sizes: dict[StorageWeakRef, int] = {}
+        self.known: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        before = {StorageWeakRef(tensor.untyped_storage()) for tensor in given}
+        out = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.known |= before - self.sizes.keys()
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            ref = StorageWeakRef(storage)
+            if ref not in self.known:
+                self.sizes.setdefault(ref, storage.nbytes())
+        self.most = max(self.most, self.alive())
+        fresh = [t for t in made if StorageWeakRef(t.untyped_storage()) not in before]
+        if (fresh or func._schema.is_mutable) and func.overloadpacket not in _EMPTY:
+            self.worked(func, args, kwargs, out, given, fresh)
+        return out
+
+    def worked(self, func: Any, args: Any, kwargs: Any, out: Any, given: list[Tensor], fresh: list[Tensor]) -> None:
+        """Local work that makes or changes memory; views do neither."""
+        count = flop_registry.get(func.overloadpacket)
+        flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
+        nbytes = sum(t.numel() * t.element_size() for t in (*given, *fresh))
+        topology = self.topology or current().topology_of(Mesh((1,)))
+        dtype = str((fresh or given)[0].dtype).removeprefix("torch.")
+        seconds = work_seconds(flops, nbytes, topology, dtype)
+        self.events.append(Event(str(func.overloadpacket.__name__), "step", "compute", seconds, flops))
+
+    def sent(self, event: Sent) -> None:
+        """A collective."""
+        axes, mesh = tuple(event.axis.split(",")), event.mesh
+        topology = self.topology or current().topology_of(mesh)
+        seconds = collective_seconds(event.collective, event.nbytes, mesh, axes, topology)  # type: ignore[arg-type]
+        self.events.append(Event(event.collective, "step", "network", seconds, 0.0, event.nbytes, 1, axes))
+
+    def alive(self) -> int:
+        """Bytes of the storages made within the step that are still there."""
+        return sum(size for ref, size in self.sizes.items() if not ref.expired())
