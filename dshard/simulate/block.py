@@ -9,8 +9,8 @@ are the same with the roles of the tensors exchanged (Optimus equations 1-3). Al
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
+from dshard.caches import remembered
 from dshard.cost import work_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
@@ -130,7 +130,7 @@ class Product:
         return float(sum(parts) * costs.itemsize)
 
 
-@lru_cache(maxsize=4096)
+@remembered("worked layouts", 4096)
 def worked_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout, Layout]:
     """Where x, w and y must lie for local products to be the whole product's parts.
 
@@ -143,7 +143,7 @@ def worked_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout, Layout]:
     return tuple(Layout(mesh, tuple(dims.get(loop, Replicate()) for loop in loops)) for dims in (x, w, y))  # type: ignore[return-value]
 
 
-@lru_cache(maxsize=4096)
+@remembered("gradient layouts", 4096)
 def gradient_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout]:
     """Where the gradients of x and w arise: pending on the axes that the other operand alone is split over."""
     x: dict[str, Placement] = {"s": Shard(0), "m": Shard(1), "k": Shard(2), "n": Partial()}

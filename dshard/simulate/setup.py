@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Literal, TypeAlias
 
+from dshard.caches import remembered
 from dshard.errors import ShapeError, StrategyError
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
@@ -130,7 +130,7 @@ class Setup:
         return ", ".join(word for word in words if word)
 
 
-@lru_cache(maxsize=1024)
+@remembered("simulated meshes", 1024)
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> Mesh:
     """One value for equal meshes: that of thousands of ranks takes a while to make."""
     return Mesh(shape, names, ranks)

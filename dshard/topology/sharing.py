@@ -79,7 +79,7 @@ def shared_link(layers: Sequence[Layer], groups: Groups, collective: Collective 
     return _shared_link(tuple(layers), groups, collective if collective in DIRECT else None)
 
 
-@lru_cache(maxsize=4096)
+@remembered("shared links", 4096)
 def _shared_link(layers: tuple[Layer, ...], groups: Groups, collective: Collective | None) -> Link:
     latency, bandwidth = None, inf
     below = _ranks_below(layers)
@@ -129,7 +129,7 @@ def _least_entering(collective: Collective, inside: int, outside: int, n: int) -
             assert_never(collective)
 
 
-@lru_cache(maxsize=1024)
+@remembered("crossings", 1024)
 def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[Part]:
     """The parts of `groups` that cross `layer`, whose units have `inner` ranks each."""
     found: Counter[Part] = Counter()
