@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard import comm
 from dshard.layout import Layout, interned, replicated
+from dshard.mesh import Mesh
 from dshard.ops.expand import Operand
 from dshard.ops.moving import Move, move_of
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec, spec_of
 from dshard.placements import Partial, Replicate
+from dshard.reshard import plan_reshard
 
 
 class ToLocal(torch.autograd.Function):
@@ -62,6 +65,42 @@ class Redistribute(torch.autograd.Function):
         return redistribute(grad, target, later=ctx.later), None, None, None
 
 
+class Reshard(torch.autograd.Function):
+    """A layout on one mesh -> a layout on another; backward: the gradient goes back the other way.
+
+    A rank outside a mesh has an empty local tensor there. What it gives as its part of a gradient is not looked at, and
+    it gets none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, layout: Layout) -> Any:
+        ctx.cls, ctx.back, ctx.there = type(x), x._spec.layout.cotangent(), layout.cotangent()
+        return type(x)._wrap(_cross(x._local, x._spec, layout), x._spec.with_layout(layout))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
+        grad = distributed(ctx.cls, grad, ctx.there)
+        if _outside(ctx.there.mesh):
+            grad = ctx.cls._wrap(grad._local.new_empty(0), grad._spec.with_layout(ctx.there))
+        back = redistribute(redistribute(grad, ctx.there), ctx.back)
+        return None if _outside(ctx.back.mesh) else back, None
+
+
+def _outside(mesh: Mesh) -> bool:
+    """Whether this process is a rank outside the mesh."""
+    runtime = comm.runtime_of(mesh)
+    return runtime is not None and runtime.coordinate is None and comm.simulated_ranks() is None
+
+
+def _cross(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
+    """The local tensor under a layout on another mesh; empty where this rank is not in that."""
+    crossing = plan_reshard(spec.layout, layout, spec.shape, spec.itemsize, current().topology_of(spec.layout.mesh))
+    if local.is_meta:
+        return local.new_empty(layout.local_shape(spec.shape, (0,) * layout.mesh.ndim))
+    out = comm.reshard(crossing, local.to(spec.dtype))  # outside the source mesh, an empty one of any dtype
+    return local.new_empty(0, dtype=spec.dtype) if out is None else out
+
+
 def distributed(cls: Any, grad: Any, layout: Layout) -> Any:
     """A gradient; where autograd made it plain, of zeros, the whole one on every rank."""
     if isinstance(grad, cls):
@@ -88,7 +127,7 @@ def _decision(spec: Spec, move: Move, op: str | None) -> Decision:
 
 
 def redistribute(x: Any, layout: Layout, op: str | None = None, *, later: bool = False) -> Any:
-    """`x` in another layout; `x` itself where it lies so already. Differentiable.
+    """`x` in another layout, on its mesh or another; `x` itself where it lies so already. Differentiable.
 
     `op` names the operator that needs it so, where the user did not ask for it. With `later` it may still be on its way
     on return, and so may the gradient.
@@ -96,6 +135,8 @@ def redistribute(x: Any, layout: Layout, op: str | None = None, *, later: bool =
     held = x._spec.layout
     if held is layout or held == layout:
         return x
+    if held.mesh is not layout.mesh and held.mesh != layout.mesh:
+        return Reshard.apply(x, layout)  # type: ignore[no-untyped-call]
     with torch._C.DisableTorchFunctionSubclass():
         if torch.is_grad_enabled() and x.requires_grad:
             return Redistribute.apply(x, layout, op, later)  # type: ignore[no-untyped-call]

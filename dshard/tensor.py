@@ -144,14 +144,16 @@ class DTensor(torch.Tensor):
         by any operator, `to_local`, `full_tensor` or a backward pass; until then this tensor must not be written. An
         error of the collective is raised there. The gradient comes back in the same way.
 
+        To another mesh, which may share ranks with this one, every rank of either calls it, and it is over on return. A
+        rank outside a mesh has an empty local tensor there: before, with `distribute_tensor` or
+        `from_local(torch.empty(0), ..., shape=...)`, and as the result; backward it gives any gradient, such as
+        `y.backward(y)`.
+
         Raises:
             LayoutError: placements that do not fit the tensor or the mesh.
-            MeshError: another mesh.
+            MeshError: a mesh of other devices, or without processes.
         """
-        here = self._spec.layout.mesh
-        mesh = here if device_mesh is None else as_mesh(device_mesh)
-        if mesh is not here and mesh != here:
-            raise MeshError(f"cannot redistribute from the mesh ({here}) to the mesh ({mesh}): stay on one mesh")
+        mesh = self._spec.layout.mesh if device_mesh is None else as_mesh(device_mesh)
         if placements is None:
             raise LayoutError(
                 f"redistribute needs the placements to go to: {mesh.ndim} of them, one for each axis of ({mesh})"
@@ -298,7 +300,8 @@ def _from_local(
         raise ShapeError(
             "from_local takes this rank's plain local tensor, not a DTensor: use redistribute to change placements"
         )
-    layout = replicated(mesh) if placements is None else layout_of(mesh, placements, local.ndim)
+    ndim = local.ndim if shape is None else len(tuple(shape))
+    layout = replicated(mesh) if placements is None else layout_of(mesh, placements, ndim)
     known = comm.global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, tuple(shape))
     strides = contiguous_stride(known) if stride is None else tuple(stride)
     spec = spec_of(layout, known, strides, local.dtype, local.device)
@@ -306,7 +309,7 @@ def _from_local(
         local = comm.same_replicas(local, layout)
     if not (torch.is_grad_enabled() and local.requires_grad):
         return DTensor._wrap(local.detach(), spec)
-    back = layout.cotangent() if grad_placements is None else layout_of(mesh, grad_placements, local.ndim)
+    back = layout.cotangent() if grad_placements is None else layout_of(mesh, grad_placements, ndim)
     out: DTensor = FromLocal.apply(local, DTensor, spec, back)  # type: ignore[no-untyped-call]
     return out
 

@@ -13,6 +13,7 @@ from dshard.comm.events import Event, listen
 from dshard.comm.later import Later, start
 from dshard.comm.legs import Flight, Leg, Program, Request, begin, finish, flat, legs_of, passing, same_memory
 from dshard.comm.perform import drive, perform, rehearse
+from dshard.comm.reshard import Resharding, begin_reshard, reshard
 from dshard.comm.run import run, runner, swap
 from dshard.comm.runtime import (
     FORGET,
@@ -44,10 +45,12 @@ __all__ = [
     "LocalTensor",
     "Program",
     "Request",
+    "Resharding",
     "Runtime",
     "Session",
     "Workspace",
     "begin",
+    "begin_reshard",
     "bind",
     "checked_shape",
     "compare_draws",
@@ -71,6 +74,7 @@ __all__ = [
     "plain",
     "ranks_per_host",
     "rehearse",
+    "reshard",
     "run",
     "runner",
     "runtime_of",

@@ -8,7 +8,7 @@ from collections import defaultdict
 import torch
 
 from dshard.comm import transport
-from dshard.comm.runtime import Runtime, runtime_of, simulated_ranks
+from dshard.comm.runtime import Group, Runtime, runtime_of, simulated_ranks
 from dshard.comm.spread import device_of
 from dshard.errors import MeshError
 from dshard.mesh import Mesh
@@ -29,7 +29,16 @@ def compare(plan: Plan, runtime: Runtime) -> None:
     Raises:
         MeshError: on every rank, naming who is about to run what.
     """
-    found = _told(f"{tuple(plan.shape)} {plan}", runtime)
+    compare_on(f"{tuple(plan.shape)} {plan}", runtime.group(runtime.mesh.names), device_of(runtime.mesh))
+
+
+def compare_on(text: str, group: Group, device: torch.device) -> None:
+    """Go on only if every rank of the group is about to run the same plan, which `text` describes.
+
+    Raises:
+        MeshError: on every rank, naming who is about to run what.
+    """
+    found = _told(text, group, device)
     if len(found) > 1:
         listed = "; ".join(f"ranks {ranks} run {text}" for text, ranks in found.items())
         raise MeshError(f"the ranks are about to run different plans, so their programs have diverged: {listed}")
@@ -44,7 +53,7 @@ def compare_draws(text: str, mesh: Mesh) -> None:
     runtime = runtime_of(mesh) if enabled() and simulated_ranks() is None else None
     if runtime is None or runtime.coordinate is None:
         return
-    found = _told(text, runtime)
+    found = _told(text, runtime.group(mesh.names), device_of(mesh))
     if len(found) > 1:
         listed = "; ".join(f"ranks {ranks} make {text}" for text, ranks in found.items())
         raise MeshError(
@@ -53,11 +62,10 @@ def compare_draws(text: str, mesh: Mesh) -> None:
         )
 
 
-def _told(text: str, runtime: Runtime) -> dict[str, list[int]]:
-    """What the ranks of the mesh tell each other, and who says it."""
+def _told(text: str, group: Group, device: torch.device) -> dict[str, list[int]]:
+    """What the ranks of the group tell each other, and who says it."""
     row = text.encode()[:WIDTH].ljust(WIDTH)
-    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device_of(runtime.mesh))
-    group = runtime.group(runtime.mesh.names)
+    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
     rows = transport.all_gather(mine, [WIDTH] * len(group.ranks), group).view(-1, WIDTH).cpu()
     found: defaultdict[str, list[int]] = defaultdict(list)
     for rank, said in zip(group.ranks, rows, strict=True):

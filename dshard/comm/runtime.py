@@ -27,6 +27,7 @@ __all__ = [
     "bind",
     "current_mesh",
     "device_mesh_of",
+    "group_of",
     "init_device_mesh",
     "ranks_per_host",
     "runtime_of",
@@ -129,6 +130,17 @@ def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         return made
     finally:
         c10d._process_group_name = named
+
+
+_UNIONS: dict[tuple[int, ...], tuple[Any, Group]] = {}
+
+
+def group_of(ranks: tuple[int, ...], runtime: Runtime) -> Group:
+    """The group of these ranks, in ascending order, in the world of `runtime`; made on first use, by all its ranks."""
+    found = _UNIONS.get(ranks)
+    if found is None or found[0] is not runtime.world:
+        found = _UNIONS[ranks] = (runtime.world, Group((), ranks, ranks.index(runtime.rank), _new_group(ranks)))
+    return found[1]
 
 
 _RUNTIMES: dict[Mesh, Runtime] = {}

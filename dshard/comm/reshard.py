@@ -1,0 +1,214 @@
+"""Plans between meshes run: chains of ranks that pass on chunks, all of them beside each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dshard.comm import debug
+from dshard.comm.landing import Buffers
+from dshard.comm.run import run
+from dshard.comm.runtime import Group, LocalTensor, Runtime, group_of, runtime_of
+from dshard.comm.simulate import plain, stack, unstack
+from dshard.comm.spread import device_of
+from dshard.errors import MeshError
+from dshard.mesh import Mesh
+from dshard.reshard import ReshardPlan
+
+MAX_CHAINS = 1 << 16
+"""Chains of one plan that have tags of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A chunk that this rank sends or receives: chunk `index` of a chain, on the hop of that number."""
+
+    time: float
+    chain: int
+    index: int
+    hop: int
+    sends: bool
+    peer: int
+
+    @property
+    def position(self) -> int:
+        """Where on the chain this rank stands."""
+        return self.hop if self.sends else self.hop + 1
+
+
+def reshard(plan: ReshardPlan, x: Tensor) -> Tensor | None:
+    """The local tensor of this rank under `plan.dst`, from its local tensor `x` under `plan.src`.
+
+    Every rank of either mesh calls it, no other has to. On a rank outside the source mesh `x` tells the dtype and the
+    device alone, and may be empty; one outside the destination mesh gets None.
+
+    Raises:
+        MeshError: a mesh has no processes, or this rank is in neither.
+    """
+    if type(x) is LocalTensor:
+        return _simulate(plan, x)
+    return begin_reshard(plan, x).finish()
+
+
+def begin_reshard(plan: ReshardPlan, x: Tensor, *, tag: int = 0) -> Resharding:
+    """Begin to run a plan: what this rank sends of its own is on its way, and what it waits for may arrive.
+
+    What it is to pass on to others moves on in `finish`; until then `x` must not change. Several may be under way
+    between the same ranks, each with a `tag` of its own, and begin in any order (on NCCL, which knows no tags, in the
+    same order on all ranks).
+
+    Raises:
+        MeshError: a mesh has no processes, or this rank is in neither.
+    """
+    runtime = _runtime(plan)
+    with torch.no_grad():
+        group = group_of(plan.ranks, runtime)
+        if debug.enabled():
+            debug.compare_on(f"{tuple(plan.shape)} {plan}", group, device_of(plan.src.mesh))
+        if runtime.rank in plan.src.mesh and plan.first is not None:
+            x = run(plan.first, x)
+        return Resharding(plan, runtime.rank, x, group, tag)
+
+
+class Resharding:
+    """A plan between meshes that is under way on this rank."""
+
+    def __init__(self, plan: ReshardPlan, rank: int, x: Tensor, group: Group, tag: int) -> None:
+        self._plan, self._group = plan, group.process_group
+        self._ops = ops_of(plan, rank)
+        self._buffers = Buffers(plan, rank, x)
+        self._tag = tag * MAX_CHAINS
+        self._arriving: dict[tuple[int, int, int], dist.Work] = {}
+        self._works: list[dist.Work] = []
+        self._in_step = group.backend == "nccl"
+        if self._in_step:
+            self._run_in_step()
+        else:
+            self._post()
+
+    def finish(self) -> Tensor | None:
+        """Wait for the end; the local tensor of this rank on the destination mesh, or None if it is not in that."""
+        with torch.no_grad():
+            if not self._in_step:
+                for op in self._ops:
+                    if op.sends and op.hop > 0:
+                        self._await(op)
+                        self._works.append(self._start(op))
+            for key in list(self._arriving):
+                self._arrived(key)
+            for work in self._works:
+                work.wait()
+            out = self._buffers.landed()
+            return out if out is None or self._plan.last is None else run(self._plan.last, out)
+
+    def _post(self) -> None:
+        """All receives, then all sends of what this rank holds: the backend's threads move what can move."""
+        for op in self._ops:
+            if not op.sends:
+                self._arriving[op.chain, op.index, op.hop] = self._start(op)
+        self._works += [self._start(op) for op in self._ops if op.sends and op.hop == 0]
+
+    def _run_in_step(self) -> None:
+        """What ranks do at one time of the model is one group of sends and receives: none waits for a later one."""
+        for _, now in groupby(self._ops, key=lambda op: op.time):
+            ops = list(now)
+            for op in ops:
+                if op.sends and op.hop > 0:
+                    self._await(op)
+            works = dist.batch_isend_irecv([self._call(op) for op in ops])
+            if len(works) == 1:  # one for all of them
+                works *= len(ops)
+            for op, work in zip(ops, works, strict=True):
+                if op.sends:
+                    self._works.append(work)
+                else:
+                    self._arriving[op.chain, op.index, op.hop] = work
+
+    def _await(self, op: Op) -> None:
+        """Wait for the chunk that is to be sent on."""
+        key = (op.chain, op.index, op.hop - 1)
+        if key in self._arriving:
+            self._arrived(key)
+
+    def _arrived(self, key: tuple[int, int, int]) -> None:
+        self._arriving.pop(key).wait()
+        chain, index, hop = key
+        self._buffers.add(chain, index, hop + 1)
+
+    def _start(self, op: Op) -> dist.Work:
+        chunk = self._buffers.chunk(op.chain, op.index, op.position)
+        work = (dist.isend if op.sends else dist.irecv)(chunk, op.peer, self._group, self._tag + op.chain % MAX_CHAINS)
+        assert work is not None
+        return work
+
+    def _call(self, op: Op) -> dist.P2POp:
+        chunk = self._buffers.chunk(op.chain, op.index, op.position)
+        return dist.P2POp(
+            dist.isend if op.sends else dist.irecv, chunk, op.peer, self._group, self._tag + op.chain % MAX_CHAINS
+        )
+
+
+@lru_cache(maxsize=65536)
+def ops_of(plan: ReshardPlan, rank: int) -> tuple[Op, ...]:
+    """What a rank sends and receives, in the order of the model's time, in which no chunk is sent on before it came."""
+    found = []
+    for number, chain in enumerate(plan.chains):
+        for hop, (sender, receiver) in enumerate(chain.hops):
+            if rank in (sender, receiver):
+                peer = receiver if rank == sender else sender
+                found += [
+                    Op(chain.begins(index, hop), number, index, hop, rank == sender, peer)
+                    for index in range(len(chain.pieces()))
+                ]
+    return tuple(sorted(found, key=lambda op: (op.time, op.hop, op.chain, op.index)))
+
+
+def _runtime(plan: ReshardPlan) -> Runtime:
+    """The processes of a mesh that this rank is in."""
+    own: Runtime | None = None
+    for mesh in (plan.dst.mesh, plan.src.mesh):
+        runtime = runtime_of(mesh)
+        if runtime is None:
+            raise MeshError(
+                f"the mesh ({mesh}) has no processes: nothing can be sent; make both meshes as torch DeviceMesh, on "
+                "every rank of the world, under torchrun"
+            )
+        own = runtime if runtime.coordinate is not None or own is None else own
+    assert own is not None
+    _check_worlds(plan.src.mesh, plan.dst.mesh)
+    if own.coordinate is None:
+        raise MeshError(
+            f"rank {own.rank} is in neither mesh, ({plan.src.mesh}) nor ({plan.dst.mesh}), and takes no part: "
+            "call this on the ranks of either alone"
+        )
+    return own
+
+
+def _check_worlds(src: Mesh, dst: Mesh) -> None:
+    a, b = runtime_of(src), runtime_of(dst)
+    if a is not None and b is not None and a.world is not b.world:
+        raise MeshError(
+            f"the meshes ({src}) and ({dst}) belong to different process groups, one of which has ended: make both "
+            "after init_process_group"
+        )
+
+
+def _simulate(plan: ReshardPlan, x: Tensor) -> Tensor:
+    """All ranks in one process: chunk by chunk, along each chain."""
+    with plain(), torch.no_grad():
+        tensors = unstack(x if plan.first is None else run(plan.first, x))
+        like = next(iter(tensors.values()))
+        buffers = {rank: Buffers(plan, rank, tensors.get(rank, like)) for rank in plan.ranks}
+        for number, chain in enumerate(plan.chains):
+            for hop, (sender, receiver) in enumerate(chain.hops):
+                for index in range(len(chain.pieces())):
+                    buffers[receiver].chunk(number, index, hop + 1).copy_(buffers[sender].chunk(number, index, hop))
+                    buffers[receiver].add(number, index, hop + 1)
+        landed = {rank: buffers[rank].landed() for rank in plan.dst.mesh.ranks}
+        out = stack({rank: part for rank, part in landed.items() if part is not None})
+    return out if plan.last is None else run(plan.last, out)

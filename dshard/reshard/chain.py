@@ -1,0 +1,60 @@
+"""What crosses between meshes, as values: chains of ranks along which a part of the tensor is passed on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from dshard.layout import Region
+from dshard.placements import chunk
+from dshard.redistribute import numel
+
+Form: TypeAlias = Literal["send", "local_all_gather", "global_all_gather", "broadcast", "multi_rail", "reduce"]
+"""How a part reaches its receivers: they differ in how it is split, and in which order its pieces visit them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A piece of a region, passed on from rank to rank in `chunks`: each rank sends on what it has received so far.
+
+    The piece is the elements `span` of the region, flattened. The first `terms` ranks each hold a term of its sum: from
+    the first on, each adds its own to what comes. The last of them has the value, which all ranks after it receive. By
+    the model it begins `start` seconds after the first chain, and keeps its slowest link busy for `seconds`.
+
+    >>> chain = Chain((range(2), range(4)), range(0, 8), (0, 4, 5), "broadcast", chunks=2)
+    >>> chain.hops, list(chain.pieces())
+    (((0, 4), (4, 5)), [range(0, 4), range(4, 8)])
+    """
+
+    region: Region
+    span: range
+    ranks: tuple[int, ...]
+    form: Form
+    terms: int = 1
+    chunks: int = 1
+    start: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def hops(self) -> tuple[tuple[int, int], ...]:
+        """Who sends to whom."""
+        return tuple(zip(self.ranks, self.ranks[1:], strict=False))
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """The ranks that receive the value."""
+        return self.ranks[self.terms :]
+
+    def pieces(self) -> tuple[range, ...]:
+        """The elements of each chunk, counted in the flattened region; none is empty."""
+        parts = (chunk(len(self.span), self.chunks, i) for i in range(self.chunks))
+        return tuple(range(self.span.start + part.start, self.span.start + part.stop) for part in parts if part)
+
+    def begins(self, index: int, hop: int) -> float:
+        """When a chunk is to be sent on, by the model: a chunk's time later for each chunk and each hop before it."""
+        return self.start + (index + hop) * self.seconds / self.chunks
+
+
+def whole_span(region: Region) -> range:
+    """All elements of a region."""
+    return range(numel(region))
