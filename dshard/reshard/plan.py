@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from dshard.errors import MeshError
 from dshard.layout import Layout, Shape
-from dshard.placements import Partial, Replicate
+from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import Plan, plan
-from dshard.reshard.chain import Chain, whole_span
-from dshard.reshard.tasks import pending_axes, tasks
+from dshard.reshard.bound import lower_bound
+from dshard.reshard.chain import Chain, Form
+from dshard.reshard.forms import FORMS, Draft, drafts, forms_of
+from dshard.reshard.price import chains_seconds, scheduled
+from dshard.reshard.tasks import Task, pending_axes, tasks
+from dshard.reshard.wires import Wires, wires_of
 from dshard.topology import Topology
+
+WIDE = 4
+"""Elements of at least so many bytes are added up on the way: narrower ones are rounded too often there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +28,8 @@ class ReshardPlan:
     """How a tensor of global `shape` gets from `src` to `dst`, on another mesh.
 
     `first`, if any, runs on the source mesh, then `chains` send from mesh to mesh, then `last`, if any, runs on the
-    destination mesh. What a rank of both meshes holds already it keeps.
+    destination mesh. What a rank of both meshes holds already it keeps. By the model of the paper (`makespan`, and its
+    lower `bound`, in seconds) links within hosts and messages take no time; `seconds` counts them, and `first`.
     """
 
     src: Layout
@@ -31,6 +39,10 @@ class ReshardPlan:
     first: Plan | None
     chains: tuple[Chain, ...]
     last: Plan | None
+    wires: Wires
+    makespan: float
+    bound: float
+    seconds: float
 
     @property
     def held(self) -> Layout:
@@ -47,15 +59,61 @@ class ReshardPlan:
         """The ranks of either mesh: those that take part."""
         return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
 
+    @property
+    def ratio(self) -> float:
+        """The makespan over its lower bound."""
+        return self.makespan / self.bound if self.bound else 1.0
+
+    def received(self, rank: int) -> int:
+        """The elements that a rank receives in the chains."""
+        return sum(len(chain.span) for chain in self.chains for _, receiver in chain.hops if receiver == rank)
+
+    def crossing(self) -> dict[tuple[int, int], int]:
+        """The bytes that cross from host to host, for each pair of hosts between which some do."""
+        found: Counter[tuple[int, int]] = Counter()
+        for chain in self.chains:
+            for sender, receiver in chain.hops:
+                if self.wires.crosses(sender, receiver):
+                    found[self.wires.host(sender), self.wires.host(receiver)] += len(chain.span) * self.itemsize
+        return dict(found)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.src} on ({self.src.mesh})  ->  {self.dst} on ({self.dst.mesh})   ({self.seconds * 1e6:.1f} us)"
+        ]
+        lines += [f"  first {line}" for line in str(self.first).splitlines()[1:]] if self.first else []
+        lines += [f"  {i}. {_line(chain, self.itemsize)}" for i, chain in enumerate(self.chains, 1)]
+        lines += [f"  last {line}" for line in str(self.last).splitlines()[1:]] if self.last else []
+        lines.append(f"  makespan {self.makespan * 1e6:.1f} us, {self.ratio:.2f} of the lower bound")
+        return "\n".join(lines)
+
+
+def _line(chain: Chain, itemsize: int) -> str:
+    where = ",".join(f"{part.start}:{part.stop}" for part in chain.region)
+    return f"{chain.form:16}  [{where}]  {len(chain.span) * itemsize} B  {'>'.join(map(str, chain.ranks))}"
+
 
 def plan_reshard(
     src: Layout, dst: Layout, shape: Sequence[int], itemsize: int, topology: Topology, *, seed: int = 0
 ) -> ReshardPlan:
     """The plan from `src` to `dst` for a tensor of global `shape` with elements of `itemsize` bytes.
 
+    Each unit task takes the cheapest of its forms, unless one form for all is cheaper in the end; senders and order are
+    those of `dshard.reshard.order`, the same for the same seed. A pending sum is added up on the way, or completed on
+    the source mesh first, whichever is cheaper.
+
+    >>> from dshard.mesh import Mesh
+    >>> topology = Topology.preset("cpu", nodes=4, ranks=2)
+    >>> src = Layout(Mesh((2, 2)), (Shard(0), Replicate()))
+    >>> dst = Layout(Mesh((2, 2), ranks=(4, 5, 6, 7)), (Replicate(), Replicate()))
+    >>> found = plan_reshard(src, dst, (1024, 1024), 4, topology)
+    >>> found.ratio, found.crossing()
+    (1.0, {(0, 2): 2097152, (2, 3): 4194304, (1, 2): 2097152})
+
     Raises:
         MeshError: meshes of different device types.
         LayoutError: a layout shards a dim that the tensor does not have.
+        TopologyError: a mesh has ranks that the topology has not.
     """
     return _plan(src, dst, tuple(shape), itemsize, topology, seed)
 
@@ -69,23 +127,78 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
         )
     src.check(shape)
     dst.check(shape)
-    whole = _settled(src)
-    first = None if whole == src else plan(src, whole, shape, itemsize, topology)
-    landed = _settled(dst)
+    for mesh in (src.mesh, dst.mesh):
+        topology.link(mesh, mesh.names)  # refuses ranks that it has not
+    wires, landed = wires_of(topology), _whole(dst, Replicate())
     last = None if landed == dst else plan(landed, dst, shape, itemsize, topology)
-    load: Counter[int] = Counter()
-    chains = []
-    for task in tasks(whole, landed, shape):
-        for rank in task.receivers:
-            sender = min(task.holders[0], key=lambda holder: load[holder])
-            load[sender] += len(whole_span(task.region))
-            chains.append(Chain(task.region, whole_span(task.region), (sender, rank), "send"))
-    return ReshardPlan(src, dst, shape, itemsize, first, tuple(chains), last)
+    firsts = _firsts(src, shape, itemsize, topology)
+    found = [_sent((src, dst), shape, itemsize, (first, last), wires, seed) for first in firsts]
+    return min(found, key=lambda plan: plan.seconds)
 
 
-def _settled(layout: Layout) -> Layout:
-    """The layout with each pending reduction completed."""
-    if not pending_axes(layout) and not layout.partial_axes():
-        return layout
-    done = tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
-    return Layout(layout.mesh, done, layout.order)
+def _firsts(src: Layout, shape: Shape, itemsize: int, topology: Topology) -> Iterator[Plan | None]:
+    """The ways to deal with what is pending: leave it to the chains, or complete it on the source mesh first."""
+    if not pending_axes(src):
+        yield None
+        return
+    ops = {p.reduce_op for p in src.placements if isinstance(p, Partial)}
+    if ops == {"sum"} and itemsize >= WIDE:
+        yield None
+    choices: list[Placement] = [Replicate(), *(Shard(dim) for dim, size in enumerate(shape) if size > 1)]
+    for target in dict.fromkeys(_whole(src, choice) for choice in choices):
+        yield plan(src, target, shape, itemsize, topology)
+
+
+def _whole(layout: Layout, placement: Placement) -> Layout:
+    """The layout with `placement` wherever a reduction is pending."""
+    for axis in layout.partial_axes():
+        layout = layout.replace(axis, placement)
+    return layout
+
+
+def _sent(
+    ends: tuple[Layout, Layout],
+    shape: Shape,
+    itemsize: int,
+    around: tuple[Plan | None, Plan | None],
+    wires: Wires,
+    seed: int,
+) -> ReshardPlan:
+    """The best plan between these layouts, with these plans before and after the chains."""
+    (src, dst), (first, last) = ends, around
+    held, landed = src if first is None else first.dst, dst if last is None else last.src
+    asked = tasks(held, landed, shape)
+    bound = lower_bound(asked, itemsize, wires)
+    before = 0.0 if first is None else first.seconds
+    found = []
+    for chosen in _mixes(asked, itemsize, wires):
+        chains, makespan = scheduled(chosen, itemsize, wires, bound, seed)
+        seconds = before + chains_seconds(chains, itemsize, wires) + (0.0 if last is None else last.seconds)
+        found.append(ReshardPlan(src, dst, shape, itemsize, first, chains, last, wires, makespan, bound, seconds))
+    return min(found, key=lambda plan: (plan.seconds, len(plan.chains)))
+
+
+def _mixes(asked: tuple[Task, ...], itemsize: int, wires: Wires) -> list[list[Draft]]:
+    """The cheapest form for each task by itself, and each form for all of them."""
+    options = [forms_of(task, wires) for task in asked]
+    cheapest = []
+    for turn, (task, forms) in enumerate(zip(asked, options, strict=True)):
+        priced = [(_alone(task, form, itemsize, wires, turn), i, form) for i, form in enumerate(forms)]
+        cheapest.append(min(priced)[2])
+    mixes = [tuple(cheapest)] + [
+        tuple(form if form in forms else own for forms, own in zip(options, cheapest, strict=True)) for form in FORMS
+    ]
+    return [
+        [
+            draft
+            for turn, (task, form) in enumerate(zip(asked, mix, strict=True))
+            for draft in drafts(task, form, wires, turn)
+        ]
+        for mix in dict.fromkeys(mixes)
+    ]
+
+
+def _alone(task: Task, form: Form, itemsize: int, wires: Wires, turn: int) -> float:
+    """Seconds of a task that has all links to itself."""
+    chains, _ = scheduled(drafts(task, form, wires, turn), itemsize, wires, 0.0, None)
+    return chains_seconds(chains, itemsize, wires)

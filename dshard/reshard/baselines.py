@@ -1,0 +1,51 @@
+"""What others do, in the same model: strategies of "On Optimizing the Communication of Model Parallelism"."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, get_args
+
+from dshard.layout import Layout
+from dshard.reshard.chain import Form
+from dshard.reshard.forms import drafts
+from dshard.reshard.order import Choice, Use, balanced, in_order, uses_of
+from dshard.reshard.tasks import Task, tasks
+from dshard.reshard.wires import Resource, Wires, wires_of
+from dshard.topology import Topology
+
+Baseline: TypeAlias = Literal["send/recv", "local all-gather", "naive broadcast", "balanced broadcast"]
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
+
+
+def baseline_seconds(
+    baseline: Baseline, src: Layout, dst: Layout, shape: Sequence[int], itemsize: int, topology: Topology
+) -> float:
+    """The makespan of a published strategy, links within hosts and messages taking no time.
+
+    "send/recv" sends each receiver its own copy, and "local all-gather" each host one, from the sender with the least
+    to send (sections 3.1 and 5.1.2); a slice that several hosts need is sent as by "send/recv", as their implementation
+    does. Both are granted that nothing waits. Both broadcasts send one slice after the other in the order of the
+    source's parts: "naive" from the first replica, "balanced" from the sender with the least to send (section 3.2).
+    """
+    wires, asked = wires_of(topology), tasks(src, dst, shape)
+    made = [draft for task in asked for draft in drafts(task, _form(baseline, task, wires), wires, 0)]
+    uses = uses_of(made, itemsize, wires)
+    if baseline in ("send/recv", "local all-gather"):
+        return _busiest(uses, balanced(uses))
+    choices = balanced(uses) if baseline == "balanced broadcast" else [(job, 0) for job in range(len(uses))]
+    return in_order(uses, choices).makespan
+
+
+def _form(baseline: Baseline, task: Task, wires: Wires) -> Form:
+    if baseline == "local all-gather" and len(wires.by_host(task.receivers)) == 1:
+        return "local_all_gather"
+    return "broadcast" if baseline.endswith("broadcast") else "send"
+
+
+def _busiest(uses: Sequence[Sequence[Use]], choices: Sequence[Choice]) -> float:
+    load: defaultdict[Resource, float] = defaultdict(float)
+    for job, head in choices:
+        for resource, seconds in uses[job][head].items():
+            load[resource] += seconds
+    return max(load.values(), default=0.0)

@@ -1,0 +1,194 @@
+"""Who sends each piece, and when: the schedule that ends first, by search and by randomised greedy choice.
+
+The model is that of section 3.2 of "On Optimizing the Communication of Model Parallelism": a chain occupies the network
+cards of its sender and receivers from its start until its bytes are through, and starts when all of them are free;
+links within hosts take no time.
+Finding the best order is hard (an open shop), so what is found is reported beside a lower bound. Both searches count
+their nodes instead of seconds, so that every rank finds the same schedule for the same seed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from random import Random
+from typing import TypeAlias
+
+from dshard.reshard.forms import Draft
+from dshard.reshard.wires import Resource, Wires
+
+Use: TypeAlias = dict[Resource, float]
+"""Seconds for which a chain occupies each resource."""
+
+Choice: TypeAlias = tuple[int, int]
+"""The number of a job, and that of its head."""
+
+NODES = 4000
+"""What the depth-first search visits at most."""
+
+DEEP = 10
+"""The most jobs that are searched in depth."""
+
+RESTARTS, EVALUATIONS = 24, 50_000
+"""Randomised greedy attempts, and the starts that they weigh in all, at most."""
+
+EXACT = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The choices in the order of their starts, and when the last has ended."""
+
+    choices: tuple[Choice, ...]
+    starts: tuple[float, ...]
+    makespan: float
+
+
+def use_of(ranks: Sequence[int], nbytes: float, wires: Wires) -> Use:
+    """What a chain of these ranks occupies."""
+    found: defaultdict[Resource, float] = defaultdict(float)
+    for sender, receiver in pairwise(ranks):
+        if wires.crosses(sender, receiver):
+            found[wires.card(sender), "tx"] += nbytes / wires.bandwidth
+            found[wires.card(receiver), "rx"] += nbytes / wires.bandwidth
+    return dict(found)
+
+
+def uses_of(drafts: Sequence[Draft], itemsize: int, wires: Wires) -> list[list[Use]]:
+    """What each draft occupies, for each of its heads."""
+    return [
+        [use_of(draft.ranks(head), len(draft.span) * itemsize, wires) for head in range(len(draft.heads))]
+        for draft in drafts
+    ]
+
+
+def in_order(uses: Sequence[Sequence[Use]], choices: Sequence[Choice]) -> Schedule:
+    """The schedule in which each chain starts as soon as all before it leave its cards free."""
+    free: defaultdict[Resource, float] = defaultdict(float)
+    starts, end = [], 0.0
+    for job, head in choices:
+        use = uses[job][head]
+        start = _start(use, free)
+        end = max(end, _occupy(use, start, free))
+        starts.append(start)
+    return Schedule(tuple(choices), tuple(starts), end)
+
+
+def balanced(uses: Sequence[Sequence[Use]], order: Sequence[int] | None = None) -> list[Choice]:
+    """Each job in this order from the sender that has least to send so far; in the order of the tasks by default."""
+    load: defaultdict[Resource, float] = defaultdict(float)
+    found = []
+    for job in range(len(uses)) if order is None else order:
+        head = min(range(len(uses[job])), key=lambda head: _peak(uses[job][head], load))
+        for resource, seconds in uses[job][head].items():
+            load[resource] += seconds
+        found.append((job, head))
+    return found
+
+
+def best(uses: Sequence[Sequence[Use]], bound: float, seed: int) -> Schedule:
+    """The best schedule found: by size, by randomised greedy choice, then in depth; the first to meet the bound."""
+    found: Schedule | None = None
+    for attempt in _attempts(uses, seed):
+        if found is None or attempt.makespan < found.makespan * (1 - EXACT):
+            found = attempt
+        if found.makespan <= bound * (1 + EXACT):
+            return found
+    assert found is not None
+    return in_depth(uses, found, bound) if len(uses) <= DEEP else found
+
+
+def _attempts(uses: Sequence[Sequence[Use]], seed: int) -> Iterator[Schedule]:
+    """In the order of the tasks, by size, then greedy ones."""
+    yield in_order(uses, balanced(uses))
+    sizes = [max(use[0].values(), default=0.0) for use in uses]
+    yield in_order(uses, balanced(uses, sorted(range(len(uses)), key=lambda job: -sizes[job])))
+    random, cost = Random(seed), max(1, sum(map(len, uses)) * len(uses) // 2)
+    for i in range(min(RESTARTS, EVALUATIONS // cost)):
+        yield greedy(uses, random, noise=0.0 if i == 0 else 0.5)
+
+
+def greedy(uses: Sequence[Sequence[Use]], random: Random, noise: float) -> Schedule:
+    """What can start first is next; of several, that whose busiest card has most bytes left, more or less."""
+    free: defaultdict[Resource, float] = defaultdict(float)
+    left: defaultdict[Resource, float] = defaultdict(float)
+    for heads in uses:
+        for use in heads:
+            for resource, seconds in use.items():
+                left[resource] += seconds / len(heads)
+    jobs, choices = set(range(len(uses))), []
+    while jobs:
+        blur = {job: 1.0 + noise * random.random() for job in sorted(jobs)}
+        _, _, job, head = min(
+            (_start(use, free), -max((left[r] for r in use), default=0.0) * blur[job], job, head)
+            for job in blur
+            for head, use in enumerate(uses[job])
+        )
+        jobs.remove(job)
+        choices.append((job, head))
+        _occupy(uses[job][head], _start(uses[job][head], free), free)
+        for use in uses[job]:
+            for resource, seconds in use.items():
+                left[resource] -= seconds / len(uses[job])
+    return in_order(uses, choices)
+
+
+def in_depth(uses: Sequence[Sequence[Use]], found: Schedule, bound: float) -> Schedule:
+    """A better schedule than `found`, if one turns up: depth first, without branches that cannot be better."""
+    search = _Search(uses, found, bound)
+    search.descend([], frozenset(range(len(uses))), {})
+    return search.found
+
+
+class _Search:
+    def __init__(self, uses: Sequence[Sequence[Use]], found: Schedule, bound: float) -> None:
+        self.uses, self.found, self.bound, self.nodes = uses, found, bound, 0
+        # what a job occupies whoever sends it
+        self.certain = [{r: min(use[r] for use in heads) for r in set.intersection(*map(set, heads))} for heads in uses]
+
+    def descend(self, choices: list[Choice], left: frozenset[int], free: dict[Resource, float]) -> None:
+        """Try each next job, from each sender; of equal ones only the first."""
+        self.nodes += 1
+        if not left:
+            self.found = in_order(self.uses, choices)
+            return
+        seen = []
+        for job in sorted(left):
+            if self.uses[job] in seen:
+                continue
+            seen.append(self.uses[job])
+            for head, use in enumerate(self.uses[job]):
+                if self.nodes >= NODES or self.found.makespan <= self.bound * (1 + EXACT):
+                    return
+                then = defaultdict(float, free)
+                _occupy(use, _start(use, then), then)
+                if self._least(left - {job}, then) < self.found.makespan * (1 - EXACT):
+                    self.descend([*choices, (job, head)], left - {job}, dict(then))
+
+    def _least(self, left: frozenset[int], free: dict[Resource, float]) -> float:
+        """The end of the busiest resource, if nothing ever waits."""
+        busy = dict(free)
+        for job in left:
+            for resource, seconds in self.certain[job].items():
+                busy[resource] = busy.get(resource, 0.0) + seconds
+        return max(busy.values(), default=inf)
+
+
+def _start(use: Use, free: dict[Resource, float]) -> float:
+    return max((free.get(resource, 0.0) for resource in use), default=0.0)
+
+
+def _occupy(use: Use, start: float, free: dict[Resource, float]) -> float:
+    """Keep what is used busy from `start` on; when the last of it is free again."""
+    for resource, seconds in use.items():
+        free[resource] = start + seconds
+    return start + max(use.values(), default=0.0)
+
+
+def _peak(use: Use, load: dict[Resource, float]) -> tuple[float, float]:
+    """The most that a card has to do if this is added, senders' before all others."""
+    sums = [(resource[1] == "tx", load.get(resource, 0.0) + seconds) for resource, seconds in use.items()]
+    return max((s for tx, s in sums if tx), default=0.0), max((s for _, s in sums), default=0.0)
