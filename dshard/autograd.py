@@ -97,7 +97,8 @@ def _cross(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
     crossing = plan_reshard(spec.layout, layout, spec.shape, spec.itemsize, current().topology_of(spec.layout.mesh))
     if local.is_meta:
         return local.new_empty(layout.local_shape(spec.shape, (0,) * layout.mesh.ndim))
-    out = comm.reshard(crossing, local.to(spec.dtype))  # outside the source mesh, an empty one of any dtype
+    typed = local if local.dtype == spec.dtype else local.new_empty(0, dtype=spec.dtype)  # empty, of a rank outside
+    out = comm.reshard(crossing, typed)
     return local.new_empty(0, dtype=spec.dtype) if out is None else out
 
 

@@ -32,8 +32,10 @@ def unstack(x: Tensor) -> dict[int, Tensor]:
 
 
 def stack(tensors: Mapping[int, Tensor]) -> Tensor:
-    """The tensors of the ranks as one."""
-    out: Tensor = LocalTensor(dict(tensors))
+    """The tensors of the ranks as one; simulated ranks without one, as they are outside the mesh, get an empty one."""
+    mode, like = local_tensor_mode(), next(iter(tensors.values()))
+    others = frozenset() if mode is None else mode.ranks - tensors.keys()
+    out: Tensor = LocalTensor({**tensors, **{rank: like.new_zeros((0,) * like.ndim) for rank in others}})
     return out
 
 

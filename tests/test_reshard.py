@@ -1,0 +1,200 @@
+"""Tensors cross between meshes, and their gradients come back: on simulated ranks, and on real ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import TypeAlias
+
+import pytest
+import torch
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+from reshards import Case, meshes_of, paper_network, reshards
+
+from dshard import DTensor, Layout, Mesh, Partial, Shard, Topology, distribute_tensor
+from dshard.autograd import redistribute
+from dshard.comm import DeviceMesh, bind
+from dshard.ops import use_topology
+from dshard.placements import REDUCE_OPS
+from dshard.reshard import plan_reshard
+from dshard.testing import RankPool, count_traffic, distribute, parts, rank_pool, simulated, whole, whole_numbers
+
+WORLD = 4
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+Run: TypeAlias = tuple[Case, torch.dtype, Topology]
+
+TOPOLOGIES = (
+    Topology.flat(1e9, 1e-5),
+    Topology.preset("cpu", nodes=4, ranks=2),
+    Topology.preset("cpu", nodes=2, ranks=4),
+    paper_network(4, cards=4),
+)
+
+
+def ordered(case: Case) -> bool:
+    """Whether the values must have an order, which complex numbers lack."""
+    return any(isinstance(p, Partial) and p.reduce_op in ("max", "min") for end in case[:2] for p in end.placements)
+
+
+@st.composite
+def runs(draw: st.DrawFn, mesh: st.SearchStrategy[Mesh]) -> Run:
+    case = draw(reshards(mesh, REDUCE_OPS))  # type: ignore[arg-type]
+    assume(case[0].mesh != case[1].mesh)
+    dtype = draw(st.sampled_from(DTYPES))
+    if dtype.is_complex and ordered(case):
+        dtype = torch.float64
+    return case, dtype, draw(st.sampled_from(TOPOLOGIES))
+
+
+def assert_value(x: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal; a mean may be rounded."""
+    exact = not x.dtype.is_floating_point and not x.dtype.is_complex
+    torch.testing.assert_close(x, expected, **({"rtol": 0, "atol": 0} if exact else {}))
+
+
+# -- simulated ranks
+
+
+@given(runs(meshes_of(8)))
+def test_any_layout_to_any_layout_on_another_mesh_keeps_the_tensor(run: Run) -> None:
+    (src, dst, shape), dtype, topology = run
+    value = whole_numbers(shape, dtype)
+    with simulated(8), use_topology(topology):
+        x = distribute(value, src)
+
+        moved = redistribute(x, dst)
+
+        assert moved.layout == dst
+        assert_value(whole(moved), value)
+        assert_value(whole(x), value)
+
+
+@given(runs(meshes_of(8)))
+def test_the_gradient_comes_back_from_another_mesh(run: Run) -> None:
+    (src, dst, shape), _, topology = run
+    incoming = whole_numbers(shape, seed=1)
+    with simulated(8), use_topology(topology):
+        x = distribute(whole_numbers(shape), src).requires_grad_()
+
+        redistribute(x, dst).backward(distribute(incoming, dst.cotangent()))
+
+        assert x.grad is not None
+        assert x.grad.layout == src.cotangent()
+        assert_value(whole(x.grad), incoming)
+
+
+@given(runs(meshes_of(8)))
+def test_what_crossed_shares_no_memory(run: Run) -> None:
+    (src, dst, shape), dtype, topology = run
+    with simulated(8), use_topology(topology):
+        x = distribute(whole_numbers(shape, dtype), src)
+        moved = redistribute(x, dst)
+
+    ours, theirs = (
+        {part.untyped_storage().data_ptr() for part in parts(t).values() if part.numel()} for t in (x, moved)
+    )
+    assert not ours & theirs
+
+
+def test_without_data_it_plans() -> None:
+    src, dst = Mesh((2,)), Mesh((3,), ranks=(2, 3, 4))
+    x = distribute_tensor(torch.empty(7, 4, device="meta"), src, [Shard(0)])
+
+    moved = x.redistribute(dst, [Shard(0)])
+
+    assert moved.layout == Layout(dst, (Shard(0),))
+    assert moved.to_local().shape == (3, 4)
+
+
+# -- real ranks
+
+
+@cache
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    """torch's mesh of the same ranks; every rank of the world must come here."""
+    made = DeviceMesh("cpu", torch.tensor(mesh.ranks).view(mesh.shape), mesh_dim_names=mesh.names)
+    assert bind(made) == mesh
+    return made
+
+
+MESHES = {
+    4: (
+        Mesh((2,), ("x",), (0, 1)),
+        Mesh((2,), ("x",), (2, 3)),
+        Mesh((3,), ("x",), (3, 1, 2)),
+        Mesh((2, 2), ("x", "y"), (3, 1, 0, 2)),
+        Mesh((4,), ("x",)),
+        Mesh((1,), ("x",), (2,)),
+    ),
+    8: (
+        Mesh((4,), ("x",), (0, 1, 2, 3)),
+        Mesh((2, 2), ("x", "y"), (4, 5, 6, 7)),
+        Mesh((2, 3), ("x", "y"), (7, 0, 3, 2, 5, 6)),
+        Mesh((8,), ("x",)),
+        Mesh((2, 2, 2), ("x", "y", "z"), (7, 6, 5, 4, 3, 2, 1, 0)),
+        Mesh((3,), ("x",), (1, 4, 6)),
+        Mesh((5,), ("x",), (6, 1, 0, 7, 3)),
+        Mesh((2,), ("x",), (2, 5)),
+    ),
+}
+
+
+def cross(batch: list[Run], meshes: tuple[Mesh, ...]) -> list[str]:
+    """Cross between meshes on this rank and back; what went wrong in each case."""
+    for mesh in meshes:
+        device_mesh(mesh)
+    return [cross_one(run) if torch.distributed.get_rank() in {*run[0][0].mesh.ranks, *run[0][1].mesh.ranks} else ""
+            for run in batch]  # fmt: skip
+
+
+def cross_one(run: Run) -> str:
+    (src, dst, shape), dtype, topology = run
+    rank, with_grad = torch.distributed.get_rank(), dtype.is_floating_point or dtype.is_complex
+    value, incoming = (whole_numbers(shape, dtype, seed) for seed in (0, 1))
+    x = distribute(value, src)
+    x = DTensor._wrap(x._local.to(dtype), x._spec).requires_grad_(with_grad)
+    with use_topology(topology), count_traffic() as traffic:
+        moved = redistribute(x, dst)
+    plan = plan_reshard(src, dst, shape, dtype.itemsize, topology)
+    try:
+        if plan.first is None and plan.last is None:
+            expected = plan.received(rank) * dtype.itemsize
+            assert traffic.nbytes == expected, f"{traffic.nbytes} bytes received, {expected} planned"
+        if rank in dst.mesh:
+            assert_value(whole(moved.detach()), value)
+        else:
+            assert moved._local.numel() == 0
+        if with_grad:
+            with use_topology(topology):
+                moved.backward(distribute(incoming, dst.cotangent()) if rank in dst.mesh else moved)
+            if rank in src.mesh:
+                assert_value(whole(x.grad), incoming)
+            else:
+                assert x.grad is None
+    except AssertionError as error:
+        return f"{plan}\nshape {shape}, {dtype}, rank {rank}: {error}"
+    return ""
+
+
+def check_batch(pool: RankPool, batch: list[Run], meshes: tuple[Mesh, ...]) -> None:
+    results = pool.run(cross, batch, meshes, timeout=300.0)
+
+    assert not [problem for result in results for problem in result if problem]
+
+
+@pytest.mark.ranks
+@settings(max_examples=3, phases=[Phase.generate])
+@given(st.lists(runs(st.sampled_from(MESHES[4])), min_size=20, max_size=20))
+def test_real_ranks_cross(ranks: RankPool, cases_run: Counter[str], batch: list[Run]) -> None:
+    cases_run["reshards on real ranks"] += len(batch)
+    check_batch(ranks, batch, MESHES[4])
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@settings(max_examples=80, phases=[Phase.generate])
+@given(st.lists(runs(st.sampled_from(MESHES[8])), min_size=25, max_size=25))
+def test_eight_real_ranks_cross(cases_run: Counter[str], batch: list[Run]) -> None:
+    cases_run["reshards on eight real ranks"] += len(batch)
+    check_batch(rank_pool(8), batch, MESHES[8])
