@@ -68,8 +68,9 @@ def meshes_of(draw: st.DrawFn, world: int) -> Mesh:
 
 @st.composite
 def reshards(draw: st.DrawFn, mesh: st.SearchStrategy[Mesh], pending: tuple[ReduceOp, ...] = ("sum",)) -> Case:
-    """Layouts on two meshes, which may be disjoint, overlap, or be equal; at most one kind of pending reduction."""
+    """Layouts on two meshes, which may be disjoint, overlap, or have the same ranks; one kind of pending reduction."""
     shape = draw(shapes(max_dims=3))
     op = draw(st.sampled_from(pending))
-    src, dst = (draw(layouts(draw(mesh), len(shape), pending=(op,))) for _ in range(2))
+    meshes = draw(st.tuples(mesh, mesh).filter(lambda pair: pair[0] != pair[1]))
+    src, dst = (draw(layouts(where, len(shape), pending=(op,))) for where in meshes)
     return src, dst, shape

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from dshard.errors import MeshError
+from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import Plan, plan
@@ -23,7 +23,7 @@ WIDE = 4
 """Elements of at least so many bytes are added up on the way: narrower ones are rounded too often there."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReshardPlan:
     """How a tensor of global `shape` gets from `src` to `dst`, on another mesh.
 
@@ -43,6 +43,17 @@ class ReshardPlan:
     makespan: float
     bound: float
     seconds: float
+
+    def __post_init__(self) -> None:
+        ends = (self.src, self.dst, self.shape, self.itemsize, self.wires, self.makespan, self.seconds)
+        object.__setattr__(self, "_hash", hash((*ends, len(self.chains))))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]  # set once: plans are keys of warm caches
+
+    def __reduce__(self) -> tuple[type[ReshardPlan], tuple[object, ...]]:
+        parts = (self.src, self.dst, self.shape, self.itemsize, self.first, self.chains, self.last)
+        return ReshardPlan, (*parts, self.wires, self.makespan, self.bound, self.seconds)  # hashes differ elsewhere
 
     @property
     def held(self) -> Layout:
@@ -120,6 +131,37 @@ def plan_reshard(
 
 @lru_cache(maxsize=4096)
 def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, seed: int) -> ReshardPlan:
+    _check(src, dst, shape, topology)
+    wires, landed = wires_of(topology), _whole(dst, Replicate())
+    last = None if landed == dst else plan(landed, dst, shape, itemsize, topology)
+    firsts = _firsts(src, shape, itemsize, topology)
+    found = [_sent((src, dst), shape, itemsize, (first, last), wires, seed) for first in firsts]
+    return min(found, key=lambda plan: plan.seconds)
+
+
+def plan_of_form(
+    src: Layout, dst: Layout, shape: Sequence[int], itemsize: int, topology: Topology, form: Form, *, balance: bool
+) -> ReshardPlan:
+    """A simple plan, to hold others against: every task in one form, in the order of the source's parts.
+
+    Each piece comes from the sender with the least to send so far, or without `balance` from the first replica.
+
+    Raises:
+        LayoutError: a reduction is pending, or a layout shards a dim that the tensor does not have.
+        MeshError: meshes of different device types.
+    """
+    _check(src, dst, tuple(shape), topology)
+    if src.partial_axes() or dst.partial_axes():
+        raise LayoutError(f"a plan of one form moves values, not terms: [{src}] -> [{dst}]; use plan_reshard")
+    wires, asked = wires_of(topology), tasks(src, dst, shape)
+    made = [draft for turn, task in enumerate(asked) for draft in drafts(task, form, wires, turn if balance else 0)]
+    made = made if balance else [replace(draft, heads=draft.heads[:1]) for draft in made]
+    chains, makespan = scheduled(made, itemsize, wires, 0.0, None)
+    seconds, bound = chains_seconds(chains, itemsize, wires), lower_bound(asked, itemsize, wires)
+    return ReshardPlan(src, dst, tuple(shape), itemsize, None, chains, None, wires, makespan, bound, seconds)
+
+
+def _check(src: Layout, dst: Layout, shape: Shape, topology: Topology) -> None:
     if src.mesh.device_type != dst.mesh.device_type:
         raise MeshError(
             f"cannot reshard from the mesh ({src.mesh}) on {src.mesh.device_type} to the mesh ({dst.mesh}) on "
@@ -129,11 +171,6 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
     dst.check(shape)
     for mesh in (src.mesh, dst.mesh):
         topology.link(mesh, mesh.names)  # refuses ranks that it has not
-    wires, landed = wires_of(topology), _whole(dst, Replicate())
-    last = None if landed == dst else plan(landed, dst, shape, itemsize, topology)
-    firsts = _firsts(src, shape, itemsize, topology)
-    found = [_sent((src, dst), shape, itemsize, (first, last), wires, seed) for first in firsts]
-    return min(found, key=lambda plan: plan.seconds)
 
 
 def _firsts(src: Layout, shape: Shape, itemsize: int, topology: Topology) -> Iterator[Plan | None]:
