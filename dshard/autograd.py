@@ -94,11 +94,15 @@ def _outside(mesh: Mesh) -> bool:
 
 def _cross(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
     """The local tensor under a layout on another mesh; empty where this rank is not in that."""
-    crossing = plan_reshard(spec.layout, layout, spec.shape, spec.itemsize, current().topology_of(spec.layout.mesh))
-    if local.is_meta:
-        return local.new_empty(layout.local_shape(spec.shape, (0,) * layout.mesh.ndim))
+    topology = current().topology_of(spec.layout.mesh)
+    crossing = plan_reshard(spec.layout, layout, spec.shape, spec.itemsize, topology)
     typed = local if local.dtype == spec.dtype else local.new_empty(0, dtype=spec.dtype)  # empty, of a rank outside
-    out = comm.reshard(crossing, typed)
+    if OBSERVERS:
+        operand = Operand(spec.layout, spec.shape, spec.itemsize)
+        decision = Decision("redistribute", (operand,), (), None, None, (), topology, explicit=True, crossing=crossing)
+        out = observed(decision, comm.reshard, (crossing, typed))
+    else:
+        out = comm.reshard(crossing, typed)
     return local.new_empty(0, dtype=spec.dtype) if out is None else out
 
 

@@ -177,6 +177,8 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
 
 
 def _predicted(event: Event) -> float:
+    if event.predicted is not None:
+        return event.predicted
     topology, axes = current().topology_of(event.mesh), tuple(event.axis.split(","))
     if event.collective in COLLECTIVES:
         return collective_seconds(event.collective, event.nbytes, event.mesh, axes, topology)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 from dshard import report
@@ -26,9 +27,12 @@ from dshard.explain import LEGEND, Report, describe_tensor, explain_matmul, expl
 from dshard.ops import use_topology
 from dshard.parallel.search import Transformer, rank_meshes
 from dshard.redistribute import plan
+from dshard.reshard import plan_reshard
+from dshard.reshard.rows import data_of
 
 
 def add_plan(commands: Commands) -> None:
+    """Add the command to those of the parser."""
     summary = "what a choice costs, before anything is launched"
     kinds = commands.add_parser("plan", help=summary, description=sentence(summary)).add_subparsers(
         title="what to plan", metavar="kind", required=True
@@ -36,11 +40,8 @@ def add_plan(commands: Commands) -> None:
     summary = "the steps from one layout of a tensor to another"
     parser = kinds.add_parser("redistribute", help=summary, description=sentence(summary))
     parser.add_argument("--mesh", type=parse_mesh, required=True, metavar="AXES", help="such as 2x4 or dp=2,tp=4")
-    parser.add_argument("--shape", type=parse_shape, required=True, metavar="SIZES", help="such as 2048x2048")
-    parser.add_argument("--from", dest="src", required=True, metavar="LAYOUT", help="such as 'dp:P(sum) tp:S(0)'")
-    parser.add_argument("--to", dest="dst", required=True, metavar="LAYOUT", help="such as 'dp:S(0) tp:S(0)'")
-    add_common(parser, _plan_redistribute)
-    add_files(parser)
+    _add_ends(parser, _plan_redistribute)
+    _add_reshard(kinds)
 
     summary = "meshes of two axes for the layers of a transformer, the cheapest first"
     parser = kinds.add_parser("mesh", help=summary, description=sentence(summary))
@@ -52,6 +53,23 @@ def add_plan(commands: Commands) -> None:
     add_files(parser)
     _add_matmul(kinds)
     add_plan_model(kinds)
+
+
+def _add_reshard(kinds: Commands) -> None:
+    summary = "who sends what to whom, and when, from a layout on one mesh to a layout on another"
+    parser = kinds.add_parser("reshard", help=summary, description=sentence(summary))
+    parser.add_argument("--mesh", type=parse_mesh, required=True, metavar="AXES", help="of the source: dp=2,tp=4, say")
+    parser.add_argument("--to-mesh", type=parse_mesh, required=True, metavar="AXES", help="the destination")
+    parser.add_argument("--to-first", type=int, metavar="RANK", help="its first rank (the next after the source)")
+    _add_ends(parser, _plan_reshard)
+
+
+def _add_ends(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
+    parser.add_argument("--shape", type=parse_shape, required=True, metavar="SIZES", help="such as 2048x2048")
+    parser.add_argument("--from", dest="src", required=True, metavar="LAYOUT", help="such as 'dp:P(sum) tp:S(0)'")
+    parser.add_argument("--to", dest="dst", required=True, metavar="LAYOUT", help="such as 'dp:S(0) tp:S(0)'")
+    add_common(parser, command)
+    add_files(parser)
 
 
 def _add_matmul(kinds: Commands) -> None:
@@ -69,6 +87,7 @@ def _add_matmul(kinds: Commands) -> None:
 
 
 def add_explain(commands: Commands) -> None:
+    """Add the command to those of the parser."""
     summary = "the candidates for each operator of an expression or function, and why one is chosen"
     parser = commands.add_parser("explain", help=summary, description=sentence(summary))
     parser.add_argument("source", metavar="WHAT", help="such as 'F.gelu(x @ w)', or file.py:function")
@@ -89,6 +108,17 @@ def _plan_redistribute(arguments: argparse.Namespace) -> int:
     rows = report.plan_rows(moved, arguments.itemsize, topology)
     value = {"src": str(src), "dst": str(dst), "seconds": moved.seconds, "steps": rows}
     return told(arguments, value | named(topology, why), report.plan_table(moved, arguments.itemsize, topology, why))
+
+
+def _plan_reshard(arguments: argparse.Namespace) -> int:
+    source = arguments.mesh
+    first = source.size if arguments.to_first is None else arguments.to_first
+    target = replace(arguments.to_mesh, ranks=tuple(range(first, first + arguments.to_mesh.size)))
+    topology, why = planned_on(arguments, max(*source.ranks, *target.ranks) + 1)
+    src, dst = read_layout(arguments.src, source), read_layout(arguments.dst, target)
+    found = plan_reshard(src, dst, arguments.shape, arguments.itemsize, topology)
+    value = data_of(found, topology) | named(topology, why)
+    return told(arguments, value, report.reshard_table(found, topology, why))
 
 
 def _plan_mesh(arguments: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ class Event:
 
     `axis` names the mesh axes of its groups, `ranks` is the size of one group, `nbytes` what this rank received from
     its peers (the busiest rank's share where all ranks are simulated in one process), `mesh` the mesh of these axes.
+    Between meshes `axis` names both, `mesh` is the source, and `predicted` are the seconds of the plan.
     """
 
     collective: str
@@ -24,6 +25,7 @@ class Event:
     nbytes: int
     mesh: Mesh
     measured: float | None = None
+    predicted: float | None = None
 
 
 Listener = Callable[[Event], None]
@@ -60,6 +62,10 @@ def emit(collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int, measur
     """Tell the listeners, if there are any, of one collective."""
     if LISTENERS:
         ranks = prod(mesh.shape[mesh.axis(axis)] for axis in axes)
-        event = Event(collective, ",".join(axes), ranks, nbytes, mesh, measured)
-        for listener in tuple(LISTENERS):
-            listener(event)
+        tell(Event(collective, ",".join(axes), ranks, nbytes, mesh, measured))
+
+
+def tell(event: Event) -> None:
+    """Tell the listeners of an event."""
+    for listener in tuple(LISTENERS):
+        listener(event)

@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dshard.comm import debug
+from dshard.comm import debug, transport
+from dshard.comm.events import LISTENERS, MEASURING, Event, tell
 from dshard.comm.landing import Buffers
 from dshard.comm.run import run
 from dshard.comm.runtime import Group, LocalTensor, Runtime, group_of, runtime_of
 from dshard.comm.simulate import plain, stack, unstack
 from dshard.comm.spread import device_of
+from dshard.comm.tell import settle
 from dshard.errors import MeshError
 from dshard.mesh import Mesh
 from dshard.reshard import ReshardPlan
@@ -52,7 +55,10 @@ def reshard(plan: ReshardPlan, x: Tensor) -> Tensor | None:
     """
     if type(x) is LocalTensor:
         return _simulate(plan, x)
-    return begin_reshard(plan, x).finish()
+    if x.is_meta:
+        _tell(plan, max(map(plan.received, plan.ranks)) * plan.itemsize)
+        return x.new_empty(plan.dst.local_shape(plan.shape, (0,) * plan.dst.mesh.ndim))
+    return _measure(plan, x) if MEASURING else begin_reshard(plan, x).finish()
 
 
 def begin_reshard(plan: ReshardPlan, x: Tensor, *, tag: int = 0) -> Resharding:
@@ -66,6 +72,8 @@ def begin_reshard(plan: ReshardPlan, x: Tensor, *, tag: int = 0) -> Resharding:
         MeshError: a mesh has no processes, or this rank is in neither.
     """
     runtime = _runtime(plan)
+    if not MEASURING:
+        _tell(plan, plan.received(runtime.rank) * plan.itemsize)
     with torch.no_grad():
         group = group_of(plan.ranks, runtime)
         if debug.enabled():
@@ -198,8 +206,30 @@ def _check_worlds(src: Mesh, dst: Mesh) -> None:
         )
 
 
+def _tell(plan: ReshardPlan, nbytes: int, measured: float | None = None) -> None:
+    """Tell the listeners, if there are any, of the chains of a plan."""
+    if LISTENERS and plan.chains:
+        forms = ",".join(sorted({chain.form for chain in plan.chains}))
+        axis = " -> ".join(",".join(mesh.names) for mesh in (plan.src.mesh, plan.dst.mesh))
+        tell(Event(f"reshard {forms}", axis, len(plan.ranks), nbytes, plan.src.mesh, measured, plan.chains_seconds))
+
+
+def _measure(plan: ReshardPlan, x: Tensor) -> Tensor | None:
+    """Run a plan, with its seconds once it is over; nobody begins before all are here."""
+    runtime = _runtime(plan)
+    group, device = group_of(plan.ranks, runtime), device_of(plan.src.mesh)
+    transport.all_reduce(torch.zeros(1, device=device), "sum", group)
+    settle(device)
+    begin = perf_counter()
+    out = begin_reshard(plan, x).finish()
+    settle(device)
+    _tell(plan, plan.received(runtime.rank) * plan.itemsize, perf_counter() - begin)
+    return out
+
+
 def _simulate(plan: ReshardPlan, x: Tensor) -> Tensor:
     """All ranks in one process: chunk by chunk, along each chain."""
+    _tell(plan, max(map(plan.received, plan.ranks)) * plan.itemsize)
     with plain(), torch.no_grad():
         tensors = unstack(x if plan.first is None else run(plan.first, x))
         like = next(iter(tensors.values()))

@@ -23,15 +23,15 @@ def told(
             emit(collective, mesh, group.axes, nbytes)
         return send()
     transport.all_reduce(torch.zeros(1, device=device), "sum", group)  # nobody begins before all are here
-    _settle(device)
+    settle(device)
     begin = perf_counter()
     out = send()
-    _settle(device)
+    settle(device)
     emit(collective, mesh, group.axes, nbytes, perf_counter() - begin)
     return out
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
     """Wait for what was given to the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

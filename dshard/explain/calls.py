@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from dshard.explain.price import candidate, figures_of
+from dshard.explain.price import candidate, crossing_candidate, figures_of
 from dshard.explain.values import Candidate, Explanation, Report, why_chosen
 from dshard.ops.observe import Decision, observing
 from dshard.ops.settings import current
@@ -45,7 +45,7 @@ def explanation(decision: Decision, topology_why: str) -> Explanation:
     topology = decision.topology
     operands = tuple(f"[{o.layout}] {tuple(o.shape)}" for o in decision.operands)
     if decision.rule is None or decision.strategy is None:
-        only = _moving(decision)
+        only = _moving(decision) if decision.crossing is None else crossing_candidate(decision.crossing)
         why = "asked for" if decision.explicit else "no rule: every rank computes all of it"
         return Explanation(decision.op, operands, "", topology.name, str(topology), topology_why, (only,), 1, only, why)
     rule, outputs = decision.rule, decision.outputs

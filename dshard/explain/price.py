@@ -15,6 +15,7 @@ from dshard.ops.rule import Pending, Rule, factor_sizes
 from dshard.ops.strategy import Strategy
 from dshard.placements import Shard
 from dshard.redistribute import Plan, describe, plan
+from dshard.reshard import ReshardPlan
 from dshard.topology import Topology
 
 Outputs = tuple[tuple[Shape, int], ...]
@@ -100,6 +101,30 @@ def combined(
         nbytes / bound if bound else None,
         one_copy,
         tuple(step for move in every for step in move.steps),
+    )
+
+
+def crossing_candidate(found: ReshardPlan) -> Candidate:
+    """A plan to another mesh; bytes and messages are those of the busiest rank."""
+    messages = dict.fromkeys(found.ranks, 0)
+    for chain in found.chains:
+        for _, receiver in chain.hops:
+            messages[receiver] += chain.chunks
+    around = [figures_of(plan, found.itemsize) for plan in (found.first, found.last) if plan is not None]
+    held = (found.src.local_numel(found.shape) + found.dst.local_numel(found.shape)) * found.itemsize
+    return Candidate(
+        "reshard",
+        f"{found.src} -> {found.dst}",
+        max(map(found.received, found.ranks)) * found.itemsize + sum(move.nbytes for move in around),
+        max(messages.values()) + sum(move.messages for move in around),
+        held + sum(move.after for move in around),
+        found.seconds,
+        0.0,
+        0.0,
+        0.0,
+        None,
+        False,
+        tuple(found.steps()),
     )
 
 

@@ -13,6 +13,7 @@ from dshard.ops.matmul.priced import Panelled
 from dshard.ops.rule import Rule
 from dshard.ops.strategy import ANY, Strategy, Wanted
 from dshard.redistribute import Plan
+from dshard.reshard import ReshardPlan
 from dshard.topology import Topology
 
 
@@ -22,7 +23,7 @@ class Decision:
 
     `rule` and `strategy` are None for an operator that only moves data or has no rule; `plans` are the redistributions
     of the operands, `explicit` whether the user asked for them by name. `panels` tells what a product takes in
-    each number of panels, `run_in` the number that it runs in.
+    each number of panels, `run_in` the number that it runs in. `crossing` is the plan to another mesh.
     """
 
     op: str
@@ -36,6 +37,7 @@ class Decision:
     wanted: Wanted = ANY
     panels: Callable[[], tuple[Panelled, ...]] = tuple
     run_in: int = 1
+    crossing: ReshardPlan | None = None
 
 
 Observer: TypeAlias = Callable[[Decision], AbstractContextManager[object]]

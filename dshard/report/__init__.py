@@ -27,6 +27,8 @@ from dshard.explain.values import NOTHING, figures
 from dshard.parallel.search import MeshChoice
 from dshard.redistribute import Plan, describe, plan_of_fewest_bytes
 from dshard.redistribute.price import busiest, step_seconds
+from dshard.reshard import ReshardPlan
+from dshard.reshard.rows import chain_rows, summary_lines
 from dshard.tables import human_bytes
 from dshard.topology import Topology
 from dshard.trace import HEADINGS, Trace
@@ -267,6 +269,23 @@ def plan_rows(moved: Plan, itemsize: int, topology: Topology) -> list[dict[str, 
         nbytes = busiest(step, layout, moved.shape) * itemsize
         found.append({"step": name, "axes": axes, "change": change, "nbytes": nbytes, "seconds": seconds})
     return found
+
+
+def reshard_table(found: ReshardPlan, topology: Topology, why: str = "as given", most: int = 64) -> Group:
+    """The chains of a plan between meshes, by the time they start, and what crosses from host to host."""
+    src, dst = (f"[{layout}] on ({layout.mesh})" for layout in (found.src, found.dst))
+    title, table = _titled(f"{src} -> {dst}  of {found.shape}\ntopology {topology}; {why}")
+    for heading in ("start us", "busy us", "bytes", "chunks"):
+        table.add_column(heading, justify="right")
+    for heading in ("form", "slice", "ranks"):
+        table.add_column(heading)
+    for row in chain_rows(found)[:most]:
+        ranks = " > ".join(map(str, row.ranks))
+        seconds = (f"{row.start * 1e6:.1f}", f"{row.seconds * 1e6:.1f}")
+        table.add_row(*seconds, human_bytes(row.nbytes), str(row.chunks), row.form, escape(row.slice), ranks)
+    hidden = len(found.chains) - most
+    more = [count(hidden, "chain") + " more"] if hidden > 0 else []
+    return Group(title, table, Text("\n".join([*more, *summary_lines(found, topology)])))
 
 
 def meshes_table(choices: Sequence[MeshChoice], topology: Topology, why: str = "as given") -> Group:

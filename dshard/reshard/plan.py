@@ -10,7 +10,7 @@ from functools import lru_cache
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.redistribute import Plan, plan
+from dshard.redistribute import Plan, describe, plan
 from dshard.reshard.bound import lower_bound
 from dshard.reshard.chain import Chain, Form
 from dshard.reshard.forms import FORMS, Draft, drafts, forms_of
@@ -71,6 +71,11 @@ class ReshardPlan:
         return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
 
     @property
+    def chains_seconds(self) -> float:
+        """The seconds of the chains alone."""
+        return chains_seconds(self.chains, self.itemsize, self.wires)
+
+    @property
     def ratio(self) -> float:
         """The makespan over its lower bound."""
         return self.makespan / self.bound if self.bound else 1.0
@@ -88,15 +93,24 @@ class ReshardPlan:
                     found[self.wires.host(sender), self.wires.host(receiver)] += len(chain.span) * self.itemsize
         return dict(found)
 
+    def steps(self, most: int = 32) -> list[str]:
+        """What is done, a line each; of the chains, the first ones."""
+        first, last = (_described(plan) for plan in (self.first, self.last))
+        more = len(self.chains) - most
+        shown = [_line(chain, self.itemsize) for chain in self.chains[:most]]
+        return [*first, *shown, *([f"and {more:,} chains more"] if more > 0 else []), *last]
+
     def __str__(self) -> str:
-        lines = [
-            f"{self.src} on ({self.src.mesh})  ->  {self.dst} on ({self.dst.mesh})   ({self.seconds * 1e6:.1f} us)"
-        ]
-        lines += [f"  first {line}" for line in str(self.first).splitlines()[1:]] if self.first else []
-        lines += [f"  {i}. {_line(chain, self.itemsize)}" for i, chain in enumerate(self.chains, 1)]
-        lines += [f"  last {line}" for line in str(self.last).splitlines()[1:]] if self.last else []
+        src, dst = (f"{layout} on ({layout.mesh})" for layout in (self.src, self.dst))
+        lines = [f"{src}  ->  {dst}   ({self.seconds * 1e6:.1f} us)"]
+        lines += [f"  {i}. {line}" for i, line in enumerate(self.steps(), 1)]
         lines.append(f"  makespan {self.makespan * 1e6:.1f} us, {self.ratio:.2f} of the lower bound")
         return "\n".join(lines)
+
+
+def _described(moved: Plan | None) -> list[str]:
+    pairs = () if moved is None else zip(moved.steps, moved.layouts(), strict=True)
+    return ["  ".join(describe(step, layout)) for step, layout in pairs]
 
 
 def _line(chain: Chain, itemsize: int) -> str:
