@@ -189,6 +189,29 @@ class TestPlan:
         assert status == 0
         assert "reduce_exchange" in capsys.readouterr().out
 
+    RESHARD = ("plan", "reshard", "--mesh", "2x4", "--to-mesh", "3x4", "--shape", "1024x1024x512", "--nodes", "5")
+
+    def test_reshard_prints_who_sends_what_to_whom(self, capsys):
+        status = main([*self.RESHARD, "--from", "S(0) R", "--to", "S(0) R", "--itemsize", "4"])
+
+        shown = capsys.readouterr().out
+        assert status == 0
+        assert "0 > 8 > 9 > 10 > 11" in shown
+        assert "host 1 -> host 4: 680 MiB" in shown
+        assert "makespan 858993.5 us, 1.00 of the lower bound" in shown
+        assert "naive broadcast: makespan 1717986.9 us" in shown
+
+    def test_reshard_tells_machines_each_chain(self, capsys):
+        main([*self.RESHARD, "--from", "P(sum) S(1)", "--to", "R R", "--to-first", "4", "--json"])
+
+        found = json.loads(capsys.readouterr().out)
+
+        assert found["src"] == "d0:P(sum) d1:S(1)"
+        assert found["ratio"] >= 1.0
+        assert {chain["ranks"][-1] for chain in found["chains"]} <= set(range(4, 16))
+        assert found["baselines"] == {}
+        assert sum(found["hosts"][i]["nbytes"] for i in range(len(found["hosts"]))) > 0
+
     def test_redistribute_tells_machines_the_bytes_of_each_step(self, capsys):
         main([*self.REDISTRIBUTE, "--from", "dp:R tp:S(0)", "--to", "dp:R tp:R", "--itemsize", "4", "--json"])
 
@@ -341,6 +364,7 @@ class TestExplain:
     "command",
     [
         ["plan", "redistribute", "--mesh", "2x4", "--shape", "8x8", "--from", "R S(0)", "--to", "R R"],
+        ["plan", "reshard", "--mesh", "2", "--to-mesh", "3", "--shape", "8x8", "--from", "S(0)", "--to", "R"],
         ["plan", "mesh", "--devices", "8", "--hidden", "64", "--tokens", "128"],
         ["plan", "matmul", "--m", "64", "--k", "64", "--n", "64", "--mesh", "2x4"],
         ["explain", "x.sum()", "--mesh", "2x4", "--tensor", "x: 8x8 R S(0)"],

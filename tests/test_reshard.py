@@ -10,17 +10,29 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from reshards import Case, meshes_of, paper_network, reshards
+from reshards import Case, case_of, meshes_of, paper_network, reshards
 
-from dshard import DTensor, Layout, Mesh, Partial, Shard, Topology, distribute_tensor
+from dshard import (
+    DTensor,
+    Layout,
+    Mesh,
+    MeshError,
+    Partial,
+    Replicate,
+    Shard,
+    Topology,
+    distribute_tensor,
+    explain,
+    strict,
+    trace,
+)
 from dshard.autograd import redistribute
-from dshard.comm import DeviceMesh, bind
+from dshard.comm import DeviceMesh, begin_reshard, bind, reshard
 from dshard.ops import use_topology
 from dshard.placements import REDUCE_OPS
 from dshard.reshard import plan_reshard
 from dshard.testing import RankPool, count_traffic, distribute, parts, rank_pool, simulated, whole, whole_numbers
 
-WORLD = 4
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 Run: TypeAlias = tuple[Case, torch.dtype, Topology]
 
@@ -197,3 +209,154 @@ def test_real_ranks_cross(ranks: RankPool, cases_run: Counter[str], batch: list[
 def test_eight_real_ranks_cross(cases_run: Counter[str], batch: list[Run]) -> None:
     cases_run["reshards on eight real ranks"] += len(batch)
     check_batch(rank_pool(8), batch, MESHES[8])
+
+
+def asked_wrongly() -> list[str]:
+    """What ranks are told that ask for what cannot be, before anything is sent."""
+    first, second = (Mesh((2,), ("x",), ranks) for ranks in ((0, 1), (1, 2)))
+    for mesh in (first, second):
+        device_mesh(mesh)
+    x = distribute_tensor(torch.ones(4), device_mesh(first), [Shard(0)], src_data_rank=None)
+    asks = [lambda: x.redistribute(Mesh((2,), ("planned",), (2, 3)), [Shard(0)])]
+    if torch.distributed.get_rank() == 3:
+        asks.append(lambda: x.redistribute(device_mesh(second), [Shard(0)]))
+    found = []
+    for ask in asks:
+        with pytest.raises(MeshError) as caught:
+            ask()
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.ranks
+def test_what_cannot_be_is_refused(ranks: RankPool) -> None:
+    told = ranks.run(asked_wrongly)
+
+    assert all("the mesh (planned=2) has no processes" in found[0] for found in told)
+    assert "rank 3 is in neither mesh, (x=2) nor (x=2), and takes no part" in told[3][1]
+
+
+def several_at_once() -> bool:
+    """Two tensors under way between the same ranks, begun in another order on the other side."""
+    src, dst = Mesh((2,), ("x",), (0, 1)), Mesh((2,), ("x",), (2, 3))
+    for mesh in (src, dst):
+        device_mesh(mesh)
+    rank, values = torch.distributed.get_rank(), [whole_numbers((5, 3), seed=seed) for seed in (1, 2)]
+    layout, there = Layout(src, (Shard(0),)), Layout(dst, (Replicate(),))
+    plan = plan_reshard(layout, there, (5, 3), 8, Topology.flat(1e9))
+    locals_of = [distribute(value, layout)._local.double() for value in values]
+    order = (0, 1) if rank in src else (1, 0)
+    flights = {i: begin_reshard(plan, locals_of[i], tag=i) for i in order}
+    found = [flights[i].finish() for i in (1, 0)][::-1]
+    return all(
+        out is None if rank in src else out is not None and torch.equal(out, value)
+        for out, value in zip(found, values, strict=True)
+    )
+
+
+@pytest.mark.ranks
+def test_several_tensors_are_under_way_at_once(ranks: RankPool) -> None:
+    assert ranks.run(several_at_once) == [True] * 4
+
+
+def twice() -> list[float] | None:
+    """The gradient of a tensor that crosses to another mesh, is computed with, and crosses back."""
+    src, dst = Mesh((2,), ("x",), (0, 1)), Mesh((3,), ("x",), (1, 2, 3))
+    for mesh in (src, dst):
+        device_mesh(mesh)
+    rank = torch.distributed.get_rank()
+    x = distribute(torch.arange(5.0), Layout(src, (Shard(0),))).requires_grad_()
+    there = x.redistribute(device_mesh(dst), [Shard(0)])
+    if rank in dst:
+        there = there * there
+    back = there.redistribute(device_mesh(src), [Replicate()])
+    back.backward(distribute(torch.ones(5), Layout(src, (Replicate(),))) if rank in src else back)
+    if rank not in src:
+        return None
+    assert x.grad is not None
+    found: list[float] = whole(x.grad).tolist()
+    return found
+
+
+@pytest.mark.ranks
+def test_what_is_computed_on_another_mesh_is_differentiated(ranks: RankPool) -> None:
+    assert ranks.run(twice) == [[0.0, 2.0, 4.0, 6.0, 8.0]] * 2 + [None, None]
+
+
+def diverge() -> str:
+    """In debug mode, ranks that are about to run different plans."""
+    src, dst = Mesh((2,), ("x",), (0, 1)), Mesh((2,), ("x",), (2, 3))
+    for mesh in (src, dst):
+        device_mesh(mesh)
+    rows = 4 if torch.distributed.get_rank() else 6
+    plan = plan_reshard(Layout(src, (Shard(0),)), Layout(dst, (Shard(0),)), (rows,), 4, Topology.flat(1e9))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSHARD_DEBUG", "1")
+        with pytest.raises(MeshError) as caught:
+            reshard(plan, torch.zeros(rows // 2))
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_ranks_that_plan_differently_are_told(ranks: RankPool) -> None:
+    for told in ranks.run(diverge):
+        assert "different plans" in told
+        assert "ranks [0] run (6,)" in told
+        assert "ranks [1, 2, 3] run (4,)" in told
+
+
+@pytest.mark.parametrize("name", ["1", "2", "3", "4", "5", "6 uneven", "7", "8 of the paper", "9"])
+def test_the_papers_cases_keep_their_tensor(name: str) -> None:
+    src, dst, shape = case_of(name, scale=64)
+    value = whole_numbers(shape)
+    with simulated(20), use_topology(paper_network()):
+        moved = redistribute(distribute(value, src), dst)
+
+        assert torch.equal(whole(moved), value)
+
+
+# -- seen before and after
+
+
+def test_what_crosses_is_explained() -> None:
+    src, dst = Mesh((2,), ("a",)), Mesh((2, 2), ("b", "c"), ranks=(2, 3, 4, 5))
+    x = distribute_tensor(torch.empty(8, 4, device="meta"), src, [Shard(0)])
+
+    with use_topology(Topology.flat(1e9, 1e-5)):
+        found = explain(x.redistribute, dst, [Shard(0), Replicate()])
+
+    assert found.chosen.name == "reshard"
+    assert found.chosen.placements == "a:S(0) -> b:S(0) c:R"
+    assert found.chosen.bytes_moved == 64
+    assert len(found.chosen.steps) == 4
+    assert "send" in found.chosen.steps[0]
+    assert "0>2" in " ".join(found.chosen.steps)
+
+
+def test_what_crosses_is_traced_and_allowed_by_strict() -> None:
+    src, dst = Layout(Mesh((2,), ("a",)), (Partial(),)), Layout(Mesh((2,), ("b",), (2, 3)), (Replicate(),))
+    with simulated(4), use_topology(paper_network(2)), trace() as t, strict():
+        redistribute(distribute(whole_numbers((4, 4)), src), dst)
+
+    (event,) = t.events
+    plan = plan_reshard(src, dst, (4, 4), 8, paper_network(2))
+    assert (event.op, event.collective, event.axis) == ("redistribute", "reshard reduce", "a -> b")
+    assert event.nbytes == 128
+    assert event.seconds == plan.seconds
+    assert "reshard reduce" in t.summary()
+
+
+def timed() -> tuple[int, bool]:
+    """Events and their seconds of a crossing, where they are measured."""
+    src, dst = Mesh((2,), ("x",), (0, 1)), Mesh((2,), ("x",), (2, 3))
+    for mesh in (src, dst):
+        device_mesh(mesh)
+    x = distribute(torch.arange(6.0), Layout(src, (Shard(0),)))
+    with trace(measure=True) as t:
+        x.redistribute(device_mesh(dst), [Replicate()])
+    return t.nbytes, all(event.measured is not None and event.measured > 0 for event in t.events)
+
+
+@pytest.mark.ranks
+def test_what_crosses_is_measured(ranks: RankPool) -> None:
+    assert ranks.run(timed) == [(0, True), (0, True), (24, True), (24, True)]
