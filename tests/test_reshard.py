@@ -204,9 +204,10 @@ def test_real_ranks_cross(ranks: RankPool, cases_run: Counter[str], batch: list[
 
 @pytest.mark.ranks
 @pytest.mark.thorough
-@settings(max_examples=80, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-@given(st.lists(runs(st.sampled_from(MESHES[8])), min_size=25, max_size=25))
-def test_eight_real_ranks_cross(cases_run: Counter[str], batch: list[Run]) -> None:
+@pytest.mark.parametrize("turn", range(8))  # each within the time limit of one test
+@settings(max_examples=10, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(batch=st.lists(runs(st.sampled_from(MESHES[8])), min_size=25, max_size=25))
+def test_eight_real_ranks_cross(cases_run: Counter[str], batch: list[Run], turn: int) -> None:
     cases_run["reshards on eight real ranks"] += len(batch)
     check_batch(rank_pool(8), batch, MESHES[8])
 

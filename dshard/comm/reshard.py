@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from time import perf_counter
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -88,12 +91,12 @@ class Resharding:
 
     def __init__(self, plan: ReshardPlan, rank: int, x: Tensor, group: Group, tag: int) -> None:
         self._plan, self._group = plan, group.process_group
-        self._ops = ops_of(plan, rank)
         self._buffers = Buffers(plan, rank, x)
         self._tag = tag * MAX_CHAINS
         self._arriving: dict[tuple[int, int, int], dist.Work] = {}
         self._works: list[dist.Work] = []
         self._in_step = group.backend == "nccl"
+        self._ops = ops_of(plan, rank, self._in_step)
         if self._in_step:
             self._run_in_step()
         else:
@@ -162,18 +165,45 @@ class Resharding:
 
 
 @lru_cache(maxsize=65536)
-def ops_of(plan: ReshardPlan, rank: int) -> tuple[Op, ...]:
-    """What a rank sends and receives, in the order of the model's time, in which no chunk is sent on before it came."""
-    found = []
-    for number, chain in enumerate(plan.chains):
+def ops_of(plan: ReshardPlan, rank: int, in_step: bool) -> tuple[Op, ...]:
+    """What a rank sends and receives, in an order in which no chunk is sent on before it came."""
+    found, times = [], _in_step(plan) if in_step else _together(plan)
+    for number, (chain, time) in enumerate(zip(plan.chains, times, strict=True)):
         for hop, (sender, receiver) in enumerate(chain.hops):
             if rank in (sender, receiver):
                 peer = receiver if rank == sender else sender
                 found += [
-                    Op(chain.begins(index, hop), number, index, hop, rank == sender, peer)
+                    Op(time(index, hop), number, index, hop, rank == sender, peer)
                     for index in range(len(chain.pieces()))
                 ]
     return tuple(sorted(found, key=lambda op: (op.time, op.hop, op.chain, op.index)))
+
+
+Time: TypeAlias = Callable[[int, int], float]
+"""When a chunk is on a hop: they differ by more than nothing from hop to hop, so that ranks cannot wait in a circle."""
+
+
+def _in_step(plan: ReshardPlan) -> list[Time]:
+    """The times of the model, in which one chain waits for another."""
+    return [chain.begins for chain in plan.chains]
+
+
+@lru_cache(maxsize=4096)
+def _together(plan: ReshardPlan) -> list[Time]:
+    """Times in bytes, where nobody makes a rank wait with what it holds: the first hops of all pairs share the network.
+
+    Of two chains from different senders, chunks of the same number arrive together, whatever the model says.
+    """
+    sent: defaultdict[tuple[int, int], int] = defaultdict(int)
+    found: list[Time] = []
+    for chain in plan.chains:
+        found.append(partial(_passes, sent[chain.hops[0]], len(chain.span) / chain.chunks))
+        sent[chain.hops[0]] += len(chain.span)
+    return found
+
+
+def _passes(before: int, chunk: float, index: int, hop: int) -> float:
+    return before + (index + hop) * chunk
 
 
 def _runtime(plan: ReshardPlan) -> Runtime:
