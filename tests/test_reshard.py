@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TypeAlias
 
@@ -29,12 +31,14 @@ from dshard import (
 from dshard.autograd import redistribute
 from dshard.comm import DeviceMesh, begin_reshard, bind, reshard
 from dshard.ops import use_topology
+from dshard.ops.strategy import completed
 from dshard.placements import REDUCE_OPS
-from dshard.reshard import plan_reshard
+from dshard.reshard import Form, plan_of_form, plan_reshard, price
+from dshard.reshard.forms import FORMS
 from dshard.testing import RankPool, count_traffic, distribute, parts, rank_pool, simulated, whole, whole_numbers
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
-Run: TypeAlias = tuple[Case, torch.dtype, Topology]
+Run: TypeAlias = tuple[Case, torch.dtype, Topology, Form]
 
 TOPOLOGIES = (
     Topology.flat(1e9, 1e-5),
@@ -55,7 +59,7 @@ def runs(draw: st.DrawFn, mesh: st.SearchStrategy[Mesh]) -> Run:
     dtype = draw(st.sampled_from(DTYPES))
     if dtype.is_complex and ordered(case):
         dtype = torch.float64
-    return case, dtype, draw(st.sampled_from(TOPOLOGIES))
+    return case, dtype, draw(st.sampled_from(TOPOLOGIES)), draw(st.sampled_from(FORMS))
 
 
 def assert_value(x: torch.Tensor, expected: torch.Tensor) -> None:
@@ -69,7 +73,7 @@ def assert_value(x: torch.Tensor, expected: torch.Tensor) -> None:
 
 @given(runs(meshes_of(8)))
 def test_any_layout_to_any_layout_on_another_mesh_keeps_the_tensor(run: Run) -> None:
-    (src, dst, shape), dtype, topology = run
+    (src, dst, shape), dtype, topology, _ = run
     value = whole_numbers(shape, dtype)
     with simulated(8), use_topology(topology):
         x = distribute(value, src)
@@ -83,7 +87,7 @@ def test_any_layout_to_any_layout_on_another_mesh_keeps_the_tensor(run: Run) -> 
 
 @given(runs(meshes_of(8)))
 def test_the_gradient_comes_back_from_another_mesh(run: Run) -> None:
-    (src, dst, shape), _, topology = run
+    (src, dst, shape), _, topology, _ = run
     incoming = whole_numbers(shape, seed=1)
     with simulated(8), use_topology(topology):
         x = distribute(whole_numbers(shape), src).requires_grad_()
@@ -96,8 +100,30 @@ def test_the_gradient_comes_back_from_another_mesh(run: Run) -> None:
 
 
 @given(runs(meshes_of(8)))
+def test_every_form_keeps_the_tensor(run: Run) -> None:
+    (src, dst, shape), dtype, topology, form = run
+    src, dst = completed(src), completed(dst)
+    value = whole_numbers(shape, dtype)
+    with simulated(8), many_chunks():
+        x = distribute(value, src)
+        plan = plan_of_form(src, dst, shape, dtype.itemsize, topology, form, balance=True)
+
+        moved = DTensor._wrap(reshard(plan, x._local), x._spec.with_layout(dst))
+
+        assert_value(whole(moved), value)
+
+
+@contextmanager
+def many_chunks() -> Iterator[None]:
+    """Within the block chains may have chunks of a single element."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(price, "LEAST_BYTES", 1)
+        yield
+
+
+@given(runs(meshes_of(8)))
 def test_what_crossed_shares_no_memory(run: Run) -> None:
-    (src, dst, shape), dtype, topology = run
+    (src, dst, shape), dtype, topology, _ = run
     with simulated(8), use_topology(topology):
         x = distribute(whole_numbers(shape, dtype), src)
         moved = redistribute(x, dst)
@@ -160,7 +186,7 @@ def cross(batch: list[Run], meshes: tuple[Mesh, ...]) -> list[str]:
 
 
 def cross_one(run: Run) -> str:
-    (src, dst, shape), dtype, topology = run
+    (src, dst, shape), dtype, topology, form = run
     rank, with_grad = torch.distributed.get_rank(), dtype.is_floating_point or dtype.is_complex
     value, incoming = (whole_numbers(shape, dtype, seed) for seed in (0, 1))
     x = distribute(value, src)
@@ -183,6 +209,13 @@ def cross_one(run: Run) -> str:
                 assert_value(whole(x.grad), incoming)
             else:
                 assert x.grad is None
+        ends, value = (completed(src), completed(dst)), value.to(dtype)
+        with many_chunks():
+            plan = plan_of_form(*ends, shape, dtype.itemsize, topology, form, balance=True)
+        out = reshard(plan, distribute(value, ends[0])._local.to(dtype))
+        if out is not None:
+            spec = moved._spec.with_layout(ends[1])
+            assert_value(whole(DTensor._wrap(out, spec)), value)
     except AssertionError as error:
         return f"{plan}\nshape {shape}, {dtype}, rank {rank}: {error}"
     return ""

@@ -39,7 +39,7 @@ class Buffers:
         """Add this rank's term to a chunk that arrived; the sum lands here if it is whole, and needed."""
         along = self._chains[chain]
         if 0 < position < along.terms:
-            piece = along.pieces()[index]
+            piece = along.piece(index)
             total = self._chunk(chain, index, position)
             total += self._holding(along.region)[piece.start : piece.stop]
             if position == along.terms - 1 and self._needs(along):
@@ -56,7 +56,7 @@ class Buffers:
 
     def _chunk(self, chain: int, index: int, position: int) -> Tensor:
         along = self._chains[chain]
-        piece = along.pieces()[index]
+        piece = along.piece(index)
         if 0 < position < along.terms:
             if chain not in self._sums:
                 self._sums[chain] = self._like.new_empty(len(along.span))

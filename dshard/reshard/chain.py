@@ -45,10 +45,14 @@ class Chain:
         """The ranks that receive the value."""
         return self.ranks[self.terms :]
 
+    def piece(self, index: int) -> range:
+        """The elements of a chunk, counted in the flattened region."""
+        part = chunk(len(self.span), self.chunks, index)
+        return range(self.span.start + part.start, self.span.start + part.stop)
+
     def pieces(self) -> tuple[range, ...]:
-        """The elements of each chunk, counted in the flattened region; none is empty."""
-        parts = (chunk(len(self.span), self.chunks, i) for i in range(self.chunks))
-        return tuple(range(self.span.start + part.start, self.span.start + part.stop) for part in parts if part)
+        """Those of all chunks that are not empty: the empty ones come last."""
+        return tuple(piece for piece in map(self.piece, range(self.chunks)) if piece)
 
     def begins(self, index: int, hop: int) -> float:
         """When a chunk is to be sent on, by the model: a chunk's time later for each chunk and each hop before it."""
