@@ -83,9 +83,9 @@ def test_redistribute_wants_placements():
         planned(4, 4).redistribute()
 
 
-def test_redistribute_stays_on_its_mesh():
-    with pytest.raises(MeshError, match=r"from the mesh \(dp=2 tp=2\) to the mesh \(x=4\)"):
-        planned(4, 4).redistribute(Mesh((4,), ("x",)), [Replicate()])
+def test_redistribute_stays_on_its_type_of_device():
+    with pytest.raises(MeshError, match=r"from the mesh \(dp=2 tp=2\) on cpu to the mesh \(x=4\) on cuda: move"):
+        planned(4, 4).redistribute(Mesh((4,), ("x",), device_type="cuda"), [Replicate()])
 
 
 def test_operands_on_different_meshes():
