@@ -204,7 +204,8 @@ def main() -> None:
     table = [cells(case, run_case(case, options.netlab)) for case in chosen]
     print(text_table(HEADER, table))
     if options.write:
-        write_section("reshard", markdown_table(HEADER, table))
+        load = f"Load average {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores, torch {torch.__version__}."
+        write_section("reshard", f"{load}\n\n{markdown_table(HEADER, table)}")
 
 
 if __name__ == "__main__":
