@@ -139,7 +139,9 @@ def group_of(ranks: tuple[int, ...], runtime: Runtime) -> Group:
     """The group of these ranks, in ascending order, in the world of `runtime`; made on first use, by all its ranks."""
     found = _UNIONS.get(ranks)
     if found is None or found[0] is not runtime.world:
-        group = Group((), ranks, ranks.index(runtime.rank), _new_group(ranks))
+        process_group = _new_group(ranks)
+        backend = dist.get_backend(process_group)
+        group = Group((), ranks, ranks.index(runtime.rank), process_group, backend=backend)
         if group.backend == "nccl":
             dist.barrier(group.process_group)  # its first call must be one that all ranks make
         found = _UNIONS[ranks] = (runtime.world, group)
