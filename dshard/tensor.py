@@ -19,7 +19,7 @@ from dshard.layout import Layout, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
-from dshard.ops.mixed import MADE_PLAIN, may_hold_plain, refuse_plain
+from dshard.ops.mixed import MADE_PLAIN, may_hold_plain, settle_plain
 from dshard.ops.origin import Origin
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.placements import Partial, Placement
@@ -220,7 +220,7 @@ class DTensor(torch.Tensor):
 def _through(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of torch's: what is caught whole, or as torch breaks it up into operators."""
     if may_hold_plain(args) or (kwargs and may_hold_plain(kwargs.values())):
-        refuse_plain(cls, func, args, kwargs)
+        args, kwargs = settle_plain(cls, func, args, kwargs)
     joint = JOINT.get(func)
     if joint is not None:
         return joint(cls, func, args, kwargs)

@@ -1,9 +1,15 @@
-"""Plain tensors among distributed ones: what a user mixes is refused, what torch makes on the way is replicated."""
+"""Plain tensors among distributed ones: what a user mixes is refused, what torch makes on the way is replicated.
+
+So is what a module makes on its way, where `alike` says so: its inputs are distributed, and every rank runs the same
+program, so positions and masks made of nothing but shapes are the same on all ranks.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from threading import local
 from typing import Any
 
 import torch
@@ -12,7 +18,9 @@ from torch.nn import Parameter
 
 from dshard.comm import LocalTensor
 from dshard.errors import MixedError
-from dshard.ops.moving import leaves
+from dshard.layout import replicated
+from dshard.ops.moving import leaves, on_all_ranks, replace_leaves
+from dshard.ops.spec import contiguous_stride, spec_of
 
 PLAIN = frozenset({Tensor, Parameter, LocalTensor, list, tuple})
 """The types of arguments that are, or may hold, plain tensors."""
@@ -35,6 +43,51 @@ _HARMLESS = frozenset({"backward", "grad", "__set__", "to", "type_as", "view_as"
 """Functions that take a plain tensor for its shape or dtype, or as a gradient that is the same on all ranks."""
 
 
+class _Alike(local):
+    depth = 0
+
+
+_ALIKE = _Alike()
+
+
+@contextmanager
+def alike() -> Iterator[None]:
+    """Within the block plain tensors among distributed ones are the same on all ranks of the mesh: replicated ones."""
+    _ALIKE.depth += 1
+    try:
+        yield
+    finally:
+        _ALIKE.depth -= 1
+
+
+def settle_plain(
+    cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
+    """The arguments, plain tensors among them replicated where they are known to be `alike`, and else refused.
+
+    Raises:
+        MixedError: a plain tensor with dims is among the arguments.
+    """
+    if not _ALIKE.depth:
+        refuse_plain(cls, func, args, kwargs)
+        return args, kwargs
+    found = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
+    meshes = [t._spec.layout.mesh for t in found if isinstance(t, cls)]
+    if not meshes or len(meshes) == len(found):
+        return args, kwargs
+    layout = replicated(meshes[0])
+
+    def wrap(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, cls) or leaf.dim() == 0 or leaf.requires_grad:
+            return leaf
+        shape = tuple(leaf.shape)
+        spec = spec_of(layout, shape, contiguous_stride(shape), leaf.dtype, leaf.device)
+        return cls._wrap(on_all_ranks(leaf, layout.mesh), spec)
+
+    given: tuple[tuple[Any, ...], dict[str, Any] | None] = replace_leaves((args, kwargs), wrap)
+    return given
+
+
 def refuse_plain(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
     """Refuse what a user mixes: which part of the whole a plain tensor is, only they know.
 
@@ -46,7 +99,7 @@ def refuse_plain(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     for t in leaves((args, kwargs)):
         if isinstance(t, Tensor) and not isinstance(t, cls) and t.dim() > 0:
             name = getattr(func, "__name__", str(func))
-            asker = sys._getframe(2).f_globals.get("__name__", "")
+            asker = sys._getframe(3).f_globals.get("__name__", "")
             if name in _HARMLESS or asker.startswith("torch.masked.") or torch._C._current_graph_task_id() != -1:
                 return
             raise MixedError(

@@ -1,0 +1,269 @@
+"""What the dims of parameters and activations have in common, found by running a module on tensors without data.
+
+Every operator's rule says which dims of its tensors carry the same factor. Joined over all operators of a forward pass,
+factors become classes: the batch, the features of the residual stream, the heads of an attention, the vocabulary. No
+class of `nn.Module` is known by name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dshard.errors import LayoutError
+from dshard.layout import replicated
+from dshard.mesh import Mesh
+from dshard.ops.call import Call
+from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
+from dshard.ops.moving import leaves, replace_leaves
+from dshard.ops.registry import find
+from dshard.ops.rule import Rule, Term, factor_sizes
+from dshard.ops.spec import spec_of
+
+ONE = replicated(Mesh((1,), ("one",)))
+Nodes = tuple[int, ...]
+"""The factors of one dim, major first; none where its size is one."""
+
+
+class Classes:
+    """Factors that were found to be the same, as a forest; each has a size."""
+
+    def __init__(self) -> None:
+        self.parent: list[int] = []
+        self.size: list[int] = []
+
+    def new(self, size: int) -> int:
+        """A factor of its own."""
+        self.parent.append(len(self.parent))
+        self.size.append(size)
+        return len(self.parent) - 1
+
+    def find(self, node: int) -> int:
+        """The one that stands for the class of `node`."""
+        while self.parent[node] != node:
+            self.parent[node] = self.parent[self.parent[node]]
+            node = self.parent[node]
+        return node
+
+    def join(self, a: Nodes, b: Nodes) -> None:
+        """The same factors; where one side knows of fewer, the major ones."""
+        for x, y in zip(a, b, strict=False):
+            x, y = self.find(x), self.find(y)
+            if x != y:
+                self.parent[max(x, y)] = min(x, y)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A parameter in a product or a look-up, in a module: which of its dims are summed over, and which are left.
+
+    `indices` are the factors of the positions at which rows were looked up; None in a product.
+    """
+
+    parameter: str
+    module: str
+    summed: tuple[int, ...]
+    left: tuple[int, ...]
+    indices: Nodes | None = None
+
+
+@dataclass
+class Traced:
+    """A forward pass: the classes of every parameter's dims, how each parameter was used, what modules returned."""
+
+    classes: Classes
+    parameters: dict[str, tuple[Nodes, ...]]
+    uses: list[Use] = field(default_factory=list)
+    outputs: dict[str, tuple[Nodes, ...]] = field(default_factory=dict)
+    inputs: list[tuple[Nodes, ...]] = field(default_factory=list)
+
+    def class_of(self, nodes: Nodes) -> int | None:
+        """The class of a dim: that of its major factor."""
+        return self.classes.find(nodes[0]) if nodes else None
+
+    def counts(self) -> Counter[int]:
+        """How many dims of parameters are of each class."""
+        found = (self.class_of(nodes) for dims in self.parameters.values() for nodes in dims)
+        return Counter(c for c in found if c is not None)
+
+
+class Tracer(TorchDispatchMode):
+    """Joins the factors of each operator's tensors as its rule says."""
+
+    def __init__(self, found: Traced, names: dict[int, str]) -> None:
+        super().__init__()
+        self.found, self.names = found, names
+        self.dims: dict[int, tuple[Nodes, ...]] = {}
+        self.kept: list[Any] = []
+        self.modules: list[str] = []
+
+    def nodes(self, x: Tensor) -> tuple[Nodes, ...]:
+        """The factors of each dim of `x`."""
+        found = self.dims.get(id(x))
+        if found is None:
+            found = tuple(() if n == 1 else (self.found.classes.new(n),) for n in x.shape)
+            self.give(x, found)
+        return found
+
+    def give(self, x: Tensor, nodes: tuple[Nodes, ...]) -> None:
+        """Remember the factors of `x`."""
+        self.dims[id(x)] = nodes
+        self.kept.append(x)  # so that its id stays its own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        op = find(func)
+        tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if op is None and tensors:
+            function = DECOMPOSITIONS.get(func) or decomposition_of(func)
+            if function is not None:
+                with self:
+                    out = function(*args, **kwargs)
+                if out is not NotImplemented:
+                    return out
+        out = func(*args, **kwargs)
+        outs = [t for t in leaves(out) if isinstance(t, Tensor)]
+        if tensors and outs and out is not args[0]:
+            rule = None if op is None else _rule(op.rule, func, args, kwargs, tensors, outs)
+            self.join(rule, tensors, outs)
+        return out
+
+    def join(self, rule: Rule | None, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """What the operator says of its tensors; dims in the same place that it says nothing of are alike, too."""
+        inputs: tuple[Term, ...] = tuple(((),) * t.dim() for t in tensors)
+        outputs: tuple[Term, ...] = tuple(((),) * t.dim() for t in outs)
+        found: dict[str, Nodes] = {}
+        if rule is not None and len(rule.inputs) == len(tensors) and len(rule.outputs) == len(outs):
+            inputs, outputs = rule.inputs, rule.outputs
+            sizes = dict(factor_sizes((*inputs, *outputs), [tuple(t.shape) for t in (*tensors, *outs)], rule))
+            sizes |= dict(rule.sizes)
+            for term, t in zip(inputs, tensors, strict=True):
+                for factors, nodes in zip(term, self.nodes(t), strict=True):
+                    self._read(factors, nodes, sizes, found)
+            for term, t in zip(inputs, tensors, strict=True):
+                self._use(term, t, tensors, outputs)
+        for term, out in zip(outputs, outs, strict=True):
+            self.give(out, tuple(self._made(term, i, out, tensors, inputs, found) for i in range(out.dim())))
+        self._follow(tensors, outs)
+
+    def _read(self, factors: Sequence[str], nodes: Nodes, sizes: Mapping[str, int], found: dict[str, Nodes]) -> None:
+        """Give the factors of a dim the nodes that it has: one each where their sizes agree, else new ones."""
+        factors = [f for f in factors if sizes.get(f, 2) != 1]
+        if not factors or not nodes:
+            return
+        classes = self.found.classes
+        if len(factors) == 1:
+            parts = [nodes]
+        elif [sizes.get(f) for f in factors] == [classes.size[n] for n in nodes]:
+            parts = [(n,) for n in nodes]
+        else:
+            parts = [(classes.new(sizes.get(f, 0)),) for f in factors]
+            classes.join(parts[0], nodes)
+        for factor, part in zip(factors, parts, strict=True):
+            if factor in found:
+                self.found.classes.join(found[factor], part)
+            else:
+                found[factor] = part
+
+    def _made(
+        self, term: Term, i: int, out: Tensor, tensors: Sequence[Tensor], inputs: Sequence[Term], found: Mapping[str, Nodes]
+    ) -> Nodes:
+        if out.shape[i] == 1:
+            return ()
+        nodes = tuple(n for factor in term[i] for n in found.get(factor, ()))
+        if nodes:
+            return nodes
+        if not term[i]:
+            for t, given in zip(tensors, inputs, strict=True):
+                if t.dim() == out.dim() and not given[i] and t.shape[i] != 1:
+                    return self.nodes(t)[i]
+        return (self.found.classes.new(out.shape[i]),)
+
+    def _use(self, term: Term, t: Tensor, tensors: Sequence[Tensor], outputs: Sequence[Term]) -> None:
+        """Note which dims of a parameter, or of a view of one, a product or a look-up sums over."""
+        name = self.names.get(id(t))
+        if name is None or len(tensors) < 2:
+            return
+        made = {factor for out in outputs for dim in out for factor in dim}
+        own = self.found.parameters[name]
+        dims = [(own.index(n), bool(set(dim) & made)) for dim, n in zip(term, self.nodes(t), strict=True) if n in own and dim]
+        summed, left = (tuple(i for i, stays in dims if stays is kept) for kept in (False, True))
+        positions = next((x for x in tensors if not x.is_floating_point()), None)
+        indices = None if positions is None else tuple(n for dim in self.nodes(positions) for n in dim)
+        if summed:
+            self.found.uses.append(Use(name, self.modules[-1], summed, left, indices))
+
+    def _follow(self, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """A view of a parameter, or rows chosen from it, is that parameter still."""
+        name = self.names.get(id(tensors[0]))
+        if name is None:
+            return
+        own = {nodes for nodes in self.found.parameters[name] if nodes}
+        for out in outs:
+            if len(own & set(self.nodes(out))) >= min(2, len(own)):
+                self.names[id(out)] = name
+
+
+def _rule(
+    of: Callable[[Call], Rule], func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[Tensor], outs: Any
+) -> Rule | None:
+    specs = tuple(spec_of(ONE, tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors)
+    rest = iter(specs)
+    spec_args, spec_kwargs = replace_leaves(
+        (args, kwargs), lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf
+    )
+    return of(Call(func, spec_args, spec_kwargs, specs, tuple(outs)))
+
+
+def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    """Run the forward pass of `model` without data; nothing of the model is changed.
+
+    Raises:
+        LayoutError: the forward pass depends on the values of tensors.
+    """
+    state = {name: _meta(p) for name, p in (*model.named_parameters(), *model.named_buffers())}
+    parameters = {name: state[name] for name, _ in model.named_parameters()}
+    classes = Classes()
+    found = Traced(classes, {})
+    tracer = Tracer(found, {id(p): name for name, p in parameters.items()})
+    found.parameters = {name: tracer.nodes(p) for name, p in parameters.items()}
+    args, kwargs = replace_leaves((tuple(args), dict(kwargs)), lambda x: _meta(x) if isinstance(x, Tensor) else x)
+    found.inputs = [tracer.nodes(t) for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
+    hooks = [hook for name, module in model.named_modules() for hook in _followed(tracer, name, module)]
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), tracer:
+            functional_call(model, state, args, kwargs)
+    except NotImplementedError as error:
+        raise LayoutError(
+            f"the forward pass of {type(model).__name__} depends on the values of its tensors ({error}): "
+            "give the placements of its parameters by name, {pattern: placements}"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _meta(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="meta")
+
+
+def _followed(tracer: Tracer, name: str, module: nn.Module) -> list[Any]:
+    def enter(module: nn.Module, args: Any) -> None:
+        tracer.modules.append(name)
+
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        tracer.modules.pop()
+        if isinstance(out, Tensor):
+            tracer.found.outputs[name] = tracer.nodes(out)
+
+    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]

@@ -1,0 +1,33 @@
+"""`plan_model` and `parallelize`: one call lays out any module by a strategy of the papers, or by the cheapest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from dshard import comm
+from dshard.comm import DeviceMesh
+from dshard.errors import LayoutError, StrategyError
+from dshard.layout import layout_of
+from dshard.mesh import Mesh
+from dshard.parallel.factors import trace_factors
+from dshard.parallel.roles import Roles, roles_of
+from dshard.parallel.strategies import Axis, axes_of, check_units
+from dshard.parallel.values import Placements, Plan
+from dshard.parallel.wire import distribute_parameters, wire
+from dshard.placements import Placement, Replicate, Shard
+from dshard.tensor import as_mesh
+
+
+def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
+    """The plan in which each mesh axis does what `axes` say."""
+    parameters = {
+        name: tuple(axis.place(dims) for axis in axes) for name, dims in roles.parameters.items()
+    }
+    outputs = {name: tuple(axis.keep(output) for axis in axes) for name, output in roles.outputs.items()}
+    batch = tuple(Shard(0) if axis.batch else Replicate() for axis in axes)
+    return Plan(name, mesh, parameters, batch, outputs)

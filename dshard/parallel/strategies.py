@@ -1,0 +1,144 @@
+"""Named strategies: what each mesh axis of a strategy splits. A new strategy is a new row of the table at the foot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from dshard.errors import StrategyError
+from dshard.mesh import Mesh
+from dshard.parallel.roles import Kind, Output, Role, Roles
+from dshard.placements import Placement, Replicate, Shard
+
+Weights: TypeAlias = Literal["inner", "residual", "summed", "made", "largest"]
+"""Which dim of a parameter an axis splits: inner or residual features; what a product sums over, or what it makes;
+or the largest dim, whatever it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What one mesh axis does: the batch, the weights, and what the residual stream is split by, if it does any.
+
+    A parameter that no product uses, such as a bias or a norm's, is split by "made" and by its own kind of features.
+    """
+
+    name: str
+    batch: bool = False
+    weights: Weights | None = None
+    residual: Literal["features", "sequence"] | None = None
+
+    def place(self, roles: tuple[Role, ...]) -> Placement:
+        """Where a parameter with these dims lies on the axis."""
+        found = next((i for i, role in enumerate(roles) if self._splits(roles, role)), None)
+        return Replicate() if found is None else Shard(found)
+
+    def _splits(self, roles: tuple[Role, ...], role: Role) -> bool:
+        match self.weights:
+            case None:
+                return False
+            case "largest":
+                return role.size > 1 and role is max(roles, key=lambda r: r.size)
+            case "inner":
+                return role.kind is Kind.INNER
+            case "residual":
+                return role.kind is Kind.RESIDUAL and not _twice(roles, role)
+            case "summed":
+                return role.summed and role.kind is not Kind.OTHER
+            case "made":
+                return not role.summed and role.kind is not Kind.OTHER
+
+    def keep(self, output: Output) -> Placement:
+        """Where what a module adds to the residual stream lies on the axis."""
+        dim = None
+        if self.batch:
+            dim = output.batch
+        elif self.residual == "features":
+            dim = output.residual
+        elif self.residual == "sequence":
+            dim = output.sequence
+        return Replicate() if dim is None else Shard(dim)
+
+
+def _twice(roles: tuple[Role, ...], role: Role) -> bool:
+    """Of two dims of residual features the one that is summed over is split."""
+    return not role.summed and any(r.summed and r.kind is Kind.RESIDUAL for r in roles)
+
+
+DATA = Axis("data", batch=True)
+TENSOR = Axis("tensor", weights="inner")
+SEQUENCE = Axis("tensor", weights="inner", residual="sequence")
+GATHERED = Axis("fsdp", batch=True, weights="largest")
+FEATURES = Axis("features", weights="residual", residual="features")
+ROWS = Axis("rows", batch=True, weights="summed")
+COLUMNS = Axis("columns", weights="made", residual="features")
+
+STRATEGIES: dict[str, tuple[Axis, ...]] = {
+    "data": (DATA,),
+    "fsdp": (GATHERED,),
+    "megatron": (TENSOR,),
+    "megatron-sp": (SEQUENCE,),
+    "atp": (TENSOR, FEATURES),
+    "optimus": (ROWS, COLUMNS),
+    "tesseract": (DATA, ROWS, COLUMNS),
+}
+"""The mesh axes of each strategy, outermost first."""
+
+
+def axes_of(name: str, mesh: Mesh) -> tuple[Axis, ...]:
+    """What each axis of `mesh` does under the strategy `name`; leading axes that it does not need split the batch.
+
+    Strategies are joined by " x ": "fsdp x megatron" takes two axes.
+
+    >>> [axis.name for axis in axes_of("optimus", Mesh((2, 2, 2), ("dp", "r", "c")))]
+    ['data', 'rows', 'columns']
+
+    Raises:
+        StrategyError: no such strategy, or one that needs more axes than the mesh has.
+    """
+    axes: tuple[Axis, ...] = ()
+    for part in name.split(" x "):
+        if part not in STRATEGIES:
+            raise StrategyError(
+                f"no strategy is called {part!r}; there are {', '.join(STRATEGIES)} and auto, and products of them "
+                'such as "data x megatron"; or give placements by name, {pattern: placements}'
+            )
+        axes += STRATEGIES[part]
+    if len(axes) > mesh.ndim:
+        shapes = " x ".join(axis.name for axis in axes)
+        raise StrategyError(
+            f"the strategy {name!r} needs {len(axes)} mesh axes ({shapes}), but the mesh ({mesh}) has {mesh.ndim}: "
+            f"{_nearest(len(axes), mesh)}"
+        )
+    return (DATA,) * (mesh.ndim - len(axes)) + axes
+
+
+def _nearest(ndim: int, mesh: Mesh) -> str:
+    shape = [1] * (ndim - 1) + [mesh.size]
+    while shape[-1] % 2 == 0 and shape[-1] > min(shape[:-1]) * 2:
+        i = shape.index(min(shape[:-1]))
+        shape[i], shape[-1] = shape[i] * 2, shape[-1] // 2
+    return f"make one of the shape ({', '.join(map(str, shape))})"
+
+
+def check_units(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> None:
+    """Refuse to split heads over more ranks than there are heads: some would have nothing to do.
+
+    Raises:
+        StrategyError: too few heads, or inner features; names the parameter and the largest mesh that would do.
+    """
+    for name, dims in roles.parameters.items():
+        for i, role in enumerate(dims):
+            ranks = 1
+            for axis, size in zip(axes, mesh.shape, strict=True):
+                if axis.weights in ("inner", "made") and axis.place(dims) == Shard(i):
+                    ranks *= size
+            if role.kind is Kind.INNER and not role.summed and role.units < ranks:
+                raise StrategyError(
+                    f"{name} has {role.units} {'heads' if role.units < role.size else 'features'} in dim {i}, "
+                    f"split over {ranks} ranks of the mesh ({mesh}): {ranks - role.units} would have none; "
+                    f"use at most {_legal(role.units, ranks)} ranks there, and the other axes for the batch"
+                )
+
+
+def _legal(units: int, ranks: int) -> int:
+    return max(n for n in range(1, ranks + 1) if ranks % n == 0 and n <= units)

@@ -1,0 +1,96 @@
+"""Lay out a module as a plan says: its parameters, its inputs on entry, and the outputs of some of its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from dshard.comm import DeviceMesh
+from dshard.mesh import Mesh
+from dshard.ops.mixed import alike
+from dshard.ops.moving import leaves, replace_leaves
+from dshard.parallel.values import Plan
+from dshard.placements import Replicate, Shard
+from dshard.tensor import DTensor, distribute_tensor
+
+
+def wire(model: nn.Module, plan: Plan) -> list[Any]:
+    """Hooks that lay out inputs and outputs of `model` and its modules as `plan` says."""
+    stack: list[ExitStack] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        within = ExitStack()
+        within.enter_context(alike())
+        stack.append(within)
+        return laid_out((args, kwargs), plan)
+
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        if stack:
+            stack.pop().close()
+
+    hooks: list[Any] = [
+        model.register_forward_pre_hook(enter, with_kwargs=True),
+        model.register_forward_hook(leave, always_call=True),
+    ]
+    hooks += [model.get_submodule(name).register_forward_hook(_placing(plan, name)) for name in plan.outputs]
+    return hooks
+
+
+@contextmanager
+def wired(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """`wire`, for as long as the block lasts."""
+    hooks = wire(model, plan)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _placing(plan: Plan, name: str) -> Any:
+    placements = plan.outputs[name]
+
+    def place(module: nn.Module, args: Any, out: Any) -> Any:
+        if not isinstance(out, DTensor) or out.placements == placements:
+            return out
+        return out.redistribute(placements=placements)
+
+    return place
+
+
+def laid_out(given: Any, plan: Plan) -> Any:
+    """The inputs of a model: plain tensors with the batch as first dim lie as the plan says, others are replicated.
+
+    The batch is the first dim of the first tensor. Tensors must be the same on all ranks; nothing is sent.
+    """
+    tensors = [leaf for leaf in leaves(given) if isinstance(leaf, Tensor)]
+    size = next((t.shape[0] for t in tensors if t.dim()), None)
+
+    def lay(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+            return leaf
+        whole = leaf.dim() == 0 or leaf.shape[0] != size
+        placements = (Replicate(),) * plan.mesh.ndim if whole else plan.batch
+        return distribute_tensor(leaf, plan.mesh, placements, src_data_rank=None)
+
+    return replace_leaves(given, lay)
+
+
+def distribute_parameters(model: nn.Module, plan: Plan) -> None:
+    """Replace parameters and buffers of `model` by distributed ones; tied parameters stay one."""
+    made: dict[int, Any] = {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    whole = (Replicate(),) * plan.mesh.ndim
+    for module in model.modules():
+        for own, parameter in list(module._parameters.items()):
+            if parameter is not None and not isinstance(parameter, DTensor):
+                if id(parameter) not in made:
+                    placements = plan.parameters.get(names[id(parameter)], whole)
+                    made[id(parameter)] = distribute_tensor(parameter, plan.mesh, placements, src_data_rank=None)
+                module._parameters[own] = made[id(parameter)]
+        for own, buffer in list(module._buffers.items()):
+            if buffer is not None and not isinstance(buffer, DTensor):
+                module._buffers[own] = distribute_tensor(buffer, plan.mesh, whole, src_data_rank=None)
