@@ -15,7 +15,7 @@ from dshard.comm import LocalTensor, unstack
 from dshard.joint.along import cross_entropy, rms_norm
 from dshard.joint.attention import attention
 from dshard.joint.embedding import embedding
-from dshard.joint.products import bmm, einsum, linear, matmul, rmatmul
+from dshard.joint.products import addmm, bmm, einsum, linear, matmul, rmatmul
 from dshard.joint.run import bound, plainly
 from dshard.layout import replicated
 from dshard.ops.custom import accept_call
@@ -106,6 +106,8 @@ _CLOSING: dict[Any, Callable[..., Any]] = {
     torch.matmul: matmul,
     torch.mm: matmul,
     Tensor.mm: matmul,
+    torch.addmm: addmm,
+    Tensor.addmm: addmm,
     torch.bmm: bmm,
     Tensor.bmm: bmm,
     torch.einsum: einsum,

@@ -78,6 +78,20 @@ def einsum(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return multiplied(cls, "einsum", lambda: rule, infer, (a, b), key=equation)
 
 
+def addmm(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.addmm` of a bias along the last dim: a product with a bias, as `linear` is."""
+    if len(args) != 3 or kwargs or args[0].dim() != 1 or args[0].dtype != args[1].dtype:
+        return plainly(func, args, kwargs)
+    bias, a, b = args
+    if bias.shape[0] != b.shape[-1]:
+        return plainly(func, args, kwargs)
+
+    def infer(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        return torch.addmm(bias, a, b)
+
+    return multiplied(cls, "addmm", lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), infer, (a, b, bias))
+
+
 def linear(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked | None = None) -> Any:
     """`torch.nn.functional.linear`. Of a result left pending one rank adds the bias."""
     x, weight, bias = args if len(args) == 3 and not kwargs else bound(("input", "weight", "bias"), args, kwargs)

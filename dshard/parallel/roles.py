@@ -45,10 +45,12 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The roles of all parameters' dims by name, and what modules with residual outputs return."""
+    """The roles of all parameters' dims by name, what modules with residual outputs return, and of modules with one
+    product how it uses its weight."""
 
     parameters: dict[str, tuple[Role, ...]]
     outputs: dict[str, Output]
+    products: dict[str, Use]
     width: int
 
 
@@ -70,7 +72,15 @@ def roles_of(found: Traced) -> Roles:
     parameters = {
         name: tuple(role(name, i, nodes) for i, nodes in enumerate(dims)) for name, dims in found.parameters.items()
     }
-    return Roles(parameters, _outputs(found, residual, parameters), width)
+    return Roles(parameters, _outputs(found, residual, parameters), _products(found, parameters), width)
+
+
+def _products(found: Traced, parameters: dict[str, tuple[Role, ...]]) -> dict[str, Use]:
+    uses: defaultdict[str, list[Use]] = defaultdict(list)
+    for use in found.uses:
+        if use.indices is None and len(parameters[use.parameter]) > 1:
+            uses[use.module].append(use)
+    return {module: found[0] for module, found in uses.items() if len({use.parameter for use in found}) == 1}
 
 
 def _width(found: Traced, residual: int) -> int:

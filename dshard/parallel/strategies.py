@@ -7,6 +7,8 @@ from typing import Literal, TypeAlias
 
 from dshard.errors import StrategyError
 from dshard.mesh import Mesh
+from dshard.ops.matmul.schedule import Loop, Stored
+from dshard.parallel.factors import Use
 from dshard.parallel.roles import Kind, Output, Role, Roles
 from dshard.placements import Placement, Replicate, Shard
 
@@ -46,6 +48,22 @@ class Axis:
                 return role.summed and role.kind is not Kind.OTHER
             case "made":
                 return not role.summed and role.kind is not Kind.OTHER
+
+    def loop(self, roles: tuple[Role, ...], use: Use) -> tuple[Loop, Stored] | None:
+        """The loop of a product on the axis, and what becomes of a sum; None where neither batch nor weight is split.
+
+        A sum goes to where the output of the module lies, or to all ranks; but the columns of a table that is summed
+        over, a tied head, leave it split like the rows.
+        """
+        if self.batch:
+            return "m", "R"
+        match self.place(roles):
+            case Shard(dim) if dim in use.summed:
+                return "k", "n" if self.weights == "made" else "R"
+            case Shard(_):
+                return "n", "R"
+            case _:
+                return None
 
     def keep(self, output: Output) -> Placement:
         """Where what a module adds to the residual stream lies on the axis."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from dshard.layout import Layout
 from dshard.mesh import Mesh
+from dshard.ops.matmul import Schedule
 from dshard.placements import Placement
 from dshard.tables import human_bytes, text_table
 
@@ -74,8 +75,8 @@ class Plan:
     """Where the parameters of a model lie on a mesh, where its inputs do, and where some modules put their outputs.
 
     Made by `plan_model`, run by `parallelize`. `parameters` are the placements of each by name; `batch` those of inputs
-    whose first dim is the batch, other inputs are whole; `outputs` those of what modules return. What a plan does not
-    name is replicated.
+    whose first dim is the batch, other inputs are whole; `outputs` those of what modules return, and `products` the
+    loops of the product within a module. What a plan does not name is replicated, or decided by cost.
     """
 
     strategy: str
@@ -83,6 +84,7 @@ class Plan:
     parameters: Mapping[str, Placements]
     batch: Placements
     outputs: Mapping[str, Placements] = field(default_factory=dict)
+    products: Mapping[str, Schedule] = field(default_factory=dict)
     cost: Cost | None = None
 
     def placements(self, parameter: str) -> Placements:

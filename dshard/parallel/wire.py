@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from dshard.comm import DeviceMesh
 from dshard.mesh import Mesh
 from dshard.ops.mixed import alike
+from dshard.ops.matmul import Schedule, use_strategy
 from dshard.ops.moving import leaves, replace_leaves
 from dshard.parallel.values import Plan
 from dshard.placements import Replicate, Shard
-from dshard.tensor import DTensor, distribute_tensor
+from dshard.tensor import DTensor, distribute_tensor, keep_gradient_layout
 
 
 def wire(model: nn.Module, plan: Plan) -> list[Any]:
@@ -36,7 +37,28 @@ def wire(model: nn.Module, plan: Plan) -> list[Any]:
         model.register_forward_hook(leave, always_call=True),
     ]
     hooks += [model.get_submodule(name).register_forward_hook(_placing(plan, name)) for name in plan.outputs]
+    for name, schedule in plan.products.items():
+        hooks += _scheduling(model.get_submodule(name), schedule)
     return hooks
+
+
+def _scheduling(module: nn.Module, schedule: Schedule) -> list[Any]:
+    """Hooks within which products run by `schedule`, and the gradient of what they are given is completed once."""
+    stack: list[ExitStack] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        within = ExitStack()
+        within.enter_context(use_strategy(matmul=schedule))
+        for x in args:
+            if isinstance(x, DTensor) and x.requires_grad and not x.is_leaf:
+                keep_gradient_layout(x)
+        stack.append(within)
+
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        if stack:
+            stack.pop().close()
+
+    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 
 
 @contextmanager
