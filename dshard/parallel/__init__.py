@@ -1,16 +1,22 @@
-"""Lay out whole models: the search over meshes, and torch's own styles of laying out modules."""
+"""Lay out whole models: named strategies, the cheapest, or placements by name; torch's own styles; the search over meshes."""
 
 from dshard.parallel.loss import loss_parallel
+from dshard.parallel.model import parallelize, plan_model
 from dshard.parallel.search import MeshChoice, Move, Transformer, rank_meshes
 from dshard.parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from dshard.parallel.style_apply import parallelize_module
 from dshard.parallel.style_io import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from dshard.parallel.values import Cost, Memory, Moves, Plan
 
 __all__ = [
     "ColwiseParallel",
+    "Cost",
+    "Memory",
     "MeshChoice",
     "Move",
+    "Moves",
     "ParallelStyle",
+    "Plan",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
@@ -18,6 +24,8 @@ __all__ = [
     "SequenceParallel",
     "Transformer",
     "loss_parallel",
+    "parallelize",
     "parallelize_module",
+    "plan_model",
     "rank_meshes",
 ]

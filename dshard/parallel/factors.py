@@ -78,13 +78,15 @@ class Use:
 
 @dataclass
 class Traced:
-    """A forward pass: the classes of every parameter's dims, how each parameter was used, what modules returned."""
+    """A forward pass: the classes of every parameter's dims, how each parameter was used, what modules returned,
+    and which tensor each module was given first, by a number."""
 
     classes: Classes
     parameters: dict[str, tuple[Nodes, ...]]
     uses: list[Use] = field(default_factory=list)
     outputs: dict[str, tuple[Nodes, ...]] = field(default_factory=dict)
     inputs: list[tuple[Nodes, ...]] = field(default_factory=list)
+    given: dict[str, int] = field(default_factory=dict)
 
     def class_of(self, nodes: Nodes) -> int | None:
         """The class of a dim: that of its major factor."""
@@ -260,6 +262,9 @@ def _meta(x: Tensor) -> Tensor:
 def _followed(tracer: Tracer, name: str, module: nn.Module) -> list[Any]:
     def enter(module: nn.Module, args: Any) -> None:
         tracer.modules.append(name)
+        if args and isinstance(args[0], Tensor):
+            tracer.nodes(args[0])
+            tracer.found.given[name] = id(args[0])
 
     def leave(module: nn.Module, args: Any, out: Any) -> None:
         tracer.modules.pop()

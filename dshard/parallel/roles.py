@@ -8,7 +8,7 @@ vocabulary, counts as inner where it is at least as wide as the residual stream;
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from enum import Enum
 
@@ -46,11 +46,13 @@ class Output:
 @dataclass(frozen=True, slots=True)
 class Roles:
     """The roles of all parameters' dims by name, what modules with residual outputs return, and of modules with one
-    product how it uses its weight."""
+    product how it uses its weight; which of these
+    share what they are given with another."""
 
     parameters: dict[str, tuple[Role, ...]]
     outputs: dict[str, Output]
     products: dict[str, Use]
+    shared: frozenset[str]
     width: int
 
 
@@ -72,7 +74,10 @@ def roles_of(found: Traced) -> Roles:
     parameters = {
         name: tuple(role(name, i, nodes) for i, nodes in enumerate(dims)) for name, dims in found.parameters.items()
     }
-    return Roles(parameters, _outputs(found, residual, parameters), _products(found, parameters), width)
+    products = _products(found, parameters)
+    given = Counter(found.given.get(module) for module in products)
+    shared = frozenset(module for module in products if given[found.given.get(module)] > 1)
+    return Roles(parameters, _outputs(found, residual, parameters), products, shared, width)
 
 
 def _products(found: Traced, parameters: dict[str, tuple[Role, ...]]) -> dict[str, Use]:

@@ -23,9 +23,8 @@ def wire(model: nn.Module, plan: Plan) -> list[Any]:
     stack: list[ExitStack] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        within = ExitStack()
-        within.enter_context(alike())
-        stack.append(within)
+        stack.append(ExitStack())
+        stack[-1].enter_context(alike())
         return laid_out((args, kwargs), plan)
 
     def leave(module: nn.Module, args: Any, out: Any) -> None:
@@ -38,27 +37,41 @@ def wire(model: nn.Module, plan: Plan) -> list[Any]:
     ]
     hooks += [model.get_submodule(name).register_forward_hook(_placing(plan, name)) for name in plan.outputs]
     for name, schedule in plan.products.items():
-        hooks += _scheduling(model.get_submodule(name), schedule)
+        hooks += _scheduling(model.get_submodule(name), schedule, name in plan.shared)
     return hooks
 
 
-def _scheduling(module: nn.Module, schedule: Schedule) -> list[Any]:
+def _scheduling(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any]:
     """Hooks within which products run by `schedule`, and the gradient of what they are given is completed once."""
     stack: list[ExitStack] = []
 
-    def enter(module: nn.Module, args: Any) -> None:
-        within = ExitStack()
-        within.enter_context(use_strategy(matmul=schedule))
+    def enter(module: nn.Module, args: Any) -> Any:
+        stack.append(ExitStack())
+        stack[-1].enter_context(use_strategy(matmul=schedule))
         for x in args:
             if isinstance(x, DTensor) and x.requires_grad and not x.is_leaf:
                 keep_gradient_layout(x)
-        stack.append(within)
+        return tuple(_moved_once(x, schedule) if isinstance(x, DTensor) else x for x in args) if shared else args
 
     def leave(module: nn.Module, args: Any, out: Any) -> None:
         if stack:
             stack.pop().close()
 
     return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+
+
+def _moved_once(x: DTensor, schedule: Schedule) -> DTensor:
+    """`x` as the first operand of `schedule`, features last; the same tensor for all that want it so."""
+    placements = tuple(
+        Replicate() if loop == "n" else Shard(x.ndim - 1) if loop == "k" else placement
+        for loop, placement in zip(schedule.loops, x.placements, strict=True)
+    )
+    if placements == x.placements:
+        return x
+    known: dict[Any, DTensor] = x.__dict__.setdefault("_moved", {})
+    if placements not in known:
+        known[placements] = x.redistribute(placements=placements)
+    return known[placements]
 
 
 @contextmanager

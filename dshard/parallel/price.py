@@ -1,0 +1,112 @@
+"""What a training step of a plan costs: traced on tensors without data, on a mesh without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+
+from dshard.mesh import Mesh
+from dshard.ops.moving import leaves
+from dshard.ops.observe import Decision, observing
+from dshard.parallel.values import Cost, Memory, Moves, Plan
+from dshard.parallel.wire import wired
+from dshard.placements import Replicate
+from dshard.tensor import DTensor, distribute_tensor
+from dshard.trace import Trace, Traced, trace
+
+MOMENTS = 2
+"""Tensors of each parameter's size that an optimiser such as Adam keeps."""
+
+
+def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cost:
+    """What a forward and a backward pass of `model` under `plan` move and hold; nothing of the model is changed.
+
+    `seconds` are those of the topology in use.
+    """
+    mesh = Mesh(plan.mesh.shape, plan.mesh.names, device_type=plan.mesh.device_type)  # of no processes
+    state = _state(model, plan, mesh)
+    held, work = Held(state.values()), Work()
+    bare = replace(plan, mesh=mesh)
+    with wired(model, bare), trace() as sent, observing(work):
+        with saved_tensors_hooks(held.pack, lambda x: x):
+            out = functional_call(model, state, tuple(_meta(args)), dict(zip(kwargs, _meta(kwargs.values()), strict=True)))
+        forward = len(sent.events)
+        ends = [t for t in leaves(_values(out)) if isinstance(t, Tensor) and t.requires_grad]
+        torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])
+    parameters = [t for name, t in state.items() if isinstance(t, nn.Parameter)]
+    nbytes = sum(_local_bytes(p) for p in {id(p): p for p in parameters}.values())
+    memory = Memory(nbytes, nbytes, MOMENTS * nbytes, held.nbytes)
+    return Cost(_moves(sent, forward), memory, work.seconds)
+
+
+def _state(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Any]:
+    whole = (Replicate(),) * mesh.ndim
+    made: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        made[name] = distribute_tensor(empty, mesh, plan.parameters.get(name, whole))
+    for name, buffer in model.named_buffers():
+        made[name] = distribute_tensor(torch.empty_like(buffer, device="meta"), mesh, whole)
+    return made
+
+
+def _meta(given: Any) -> list[Any]:
+    return [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in given]
+
+
+def _values(out: Any) -> Any:
+    return list(out.values()) if isinstance(out, Mapping) else out
+
+
+def _local_bytes(x: DTensor) -> int:
+    return x._local.numel() * x._local.element_size()
+
+
+class Held:
+    """Bytes of the activations that autograd saves, each storage once; parameters are not activations."""
+
+    def __init__(self, state: Iterable[DTensor]) -> None:
+        self.kept = [x._local.untyped_storage() for x in state]  # so that none is made anew at the same place
+        self.known = {storage._cdata for storage in self.kept}
+        self.nbytes = 0
+
+    def pack(self, x: Any) -> Any:
+        """Count what is saved."""
+        local = x._local if isinstance(x, DTensor) else x
+        storage = local.untyped_storage()
+        if storage._cdata not in self.known:
+            self.known.add(storage._cdata)
+            self.kept.append(storage)
+            self.nbytes += storage.nbytes()
+        return x
+
+
+class Work:
+    """Seconds of local work of all operators that have a strategy."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self, decision: Decision) -> Any:
+        if decision.strategy is not None:
+            self.seconds += decision.strategy.compute
+        return nullcontext()
+
+
+def _moves(sent: Trace, forward: int) -> tuple[Moves, ...]:
+    groups: dict[tuple[str, str, str, str], list[Traced]] = {}
+    for i, event in enumerate(sent.events):
+        direction = "forward" if i < forward else "backward"
+        module = event.module.partition(".")[2]
+        groups.setdefault((module, direction, event.collective, event.axis), []).append(event)
+    return tuple(
+        Moves(*key, len(events), sum(e.nbytes for e in events), sum(e.seconds for e in events))
+        for key, events in groups.items()
+    )
