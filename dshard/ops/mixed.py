@@ -76,11 +76,13 @@ def settle_plain(
     if not meshes or len(meshes) == len(found):
         return args, kwargs
     layout = replicated(meshes[0])
+    meta = any(t._local.is_meta for t in found if isinstance(t, cls))
 
     def wrap(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, cls) or leaf.dim() == 0 or leaf.requires_grad:
             return leaf
         shape = tuple(leaf.shape)
+        leaf = leaf.to("meta") if meta else leaf
         spec = spec_of(layout, shape, contiguous_stride(shape), leaf.dtype, leaf.device)
         return cls._wrap(on_all_ranks(leaf, layout.mesh), spec)
 

@@ -19,6 +19,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dshard.comm import plain
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.mesh import Mesh
@@ -122,7 +123,7 @@ class Tracer(TorchDispatchMode):
         self.kept.append(x)  # so that its id stays its own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = replace_leaves((args, kwargs or {}), _abstract)  # constants of the model, too
         op = find(func)
         tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
         if op is None and tensors:
@@ -226,25 +227,28 @@ def _rule(
     return of(Call(func, spec_args, spec_kwargs, specs, tuple(outs)))
 
 
+@plain()
 def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
     """Run the forward pass of `model` without data; nothing of the model is changed.
 
     Raises:
         LayoutError: the forward pass depends on the values of tensors.
     """
-    state = {name: _meta(p) for name, p in (*model.named_parameters(), *model.named_buffers())}
+    state = {name: without_data(p) for name, p in (*model.named_parameters(), *model.named_buffers())}
     parameters = {name: state[name] for name, _ in model.named_parameters()}
     classes = Classes()
     found = Traced(classes, {})
     tracer = Tracer(found, {id(p): name for name, p in parameters.items()})
     found.parameters = {name: tracer.nodes(p) for name, p in parameters.items()}
-    args, kwargs = replace_leaves((tuple(args), dict(kwargs)), lambda x: _meta(x) if isinstance(x, Tensor) else x)
+    args, kwargs = replace_leaves((tuple(args), dict(kwargs)), lambda x: without_data(x) if isinstance(x, Tensor) else x)
     found.inputs = [tracer.nodes(t) for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
     hooks = [hook for name, module in model.named_modules() for hook in _followed(tracer, name, module)]
     try:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), tracer:
             functional_call(model, state, args, kwargs)
-    except NotImplementedError as error:
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error):
+            raise
         raise LayoutError(
             f"the forward pass of {type(model).__name__} depends on the values of its tensors ({error}): "
             "give the placements of its parameters by name, {pattern: placements}"
@@ -255,8 +259,13 @@ def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     return found
 
 
-def _meta(x: Tensor) -> Tensor:
-    return torch.empty_like(x, device="meta")
+def _abstract(leaf: Any) -> Any:
+    return without_data(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+
+
+def without_data(x: Tensor) -> Tensor:
+    """A plain tensor without data like the whole of `x`."""
+    return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device="meta")
 
 
 def _followed(tracer: Tracer, name: str, module: nn.Module) -> list[Any]:

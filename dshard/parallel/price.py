@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
+from dshard.comm import plain
 from dshard.mesh import Mesh
 from dshard.ops.moving import leaves
 from dshard.ops.observe import Decision, observing
+from dshard.parallel.factors import without_data
 from dshard.parallel.values import Cost, Memory, Moves, Plan
 from dshard.parallel.wire import wired
 from dshard.placements import Replicate
@@ -25,6 +27,7 @@ MOMENTS = 2
 """Tensors of each parameter's size that an optimiser such as Adam keeps."""
 
 
+@plain()
 def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cost:
     """What a forward and a backward pass of `model` under `plan` move and hold; nothing of the model is changed.
 
@@ -50,15 +53,15 @@ def _state(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Any]:
     whole = (Replicate(),) * mesh.ndim
     made: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
-        empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        empty = nn.Parameter(without_data(parameter), parameter.requires_grad)
         made[name] = distribute_tensor(empty, mesh, plan.parameters.get(name, whole))
     for name, buffer in model.named_buffers():
-        made[name] = distribute_tensor(torch.empty_like(buffer, device="meta"), mesh, whole)
+        made[name] = distribute_tensor(without_data(buffer), mesh, whole)
     return made
 
 
 def _meta(given: Any) -> list[Any]:
-    return [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in given]
+    return [without_data(x) if isinstance(x, Tensor) else x for x in given]
 
 
 def _values(out: Any) -> Any:

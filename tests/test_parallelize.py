@@ -1,0 +1,325 @@
+"""Whole models under every strategy equal single-device torch: logits, all gradients, and twenty steps of AdamW."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dshard
+from dshard import DTensor, LayoutError, Mesh, Replicate, Shard, StrategyError, distribute_tensor, trace
+from dshard.comm import plain
+from dshard.demo.model import build as build_demo
+from dshard.parallel import Plan, parallelize, plan_model
+from dshard.testing import RankPool, rank_pool, simulated, whole
+from tests.models import FAMILIES, InDouble, alone, batch_of, build, train, weights_for
+
+MESHES = {
+    "data": Mesh((4,), ("dp",)),
+    "megatron": Mesh((2, 2), ("dp", "tp")),
+    "megatron-sp": Mesh((2, 2), ("dp", "tp")),
+    "optimus": Mesh((2, 2), ("r", "c")),
+    "tesseract": Mesh((2, 2, 1), ("d", "r", "c")),
+    "atp": Mesh((2, 2), ("d1", "d2")),
+    "fsdp": Mesh((4,), ("x",)),
+}
+EIGHT = {
+    "data": Mesh((8,), ("dp",)),
+    "megatron": Mesh((2, 4), ("dp", "tp")),
+    "megatron-sp": Mesh((2, 4), ("dp", "tp")),
+    "optimus": Mesh((2, 2, 2), ("dp", "r", "c")),
+    "tesseract": Mesh((2, 2, 2), ("d", "r", "c")),
+    "atp": Mesh((2, 2, 2), ("dp", "d1", "d2")),
+    "fsdp": Mesh((8,), ("x",)),
+}
+ALL = [(family, strategy) for family in FAMILIES for strategy in MESHES]
+SAMPLE = [("gpt2", "megatron"), ("llama", "optimus"), ("bert", "atp"), ("vit", "fsdp"), ("t5", "megatron-sp")]
+TOLERANCE = 1e-9
+
+single = cache(alone)
+
+
+def errors(family: str, strategy: Any, mesh: Any, expected: tuple[Tensor, dict[str, Tensor | None]]) -> dict[str, float]:
+    """How far logits and each gradient are from those of one device."""
+    with plain():
+        model = build(family)
+    parallelize(model, mesh, strategy, **batch_of(family))
+    with InDouble():
+        logits = model(**batch_of(family)).logits
+        weights = distribute_tensor(weights_for(logits), mesh, src_data_rank=None)
+        (logits * weights).sum().backward()
+    right, grads = expected
+    found = {"logits": (whole(logits.detach()) - right).abs().max().item()}
+    for name, parameter in model.named_parameters():
+        theirs = grads[name]
+        assert (parameter.grad is None) == (theirs is None), name
+        if theirs is not None:
+            found[name] = (whole(parameter.grad) - theirs).abs().max().item()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy"), [pytest.param(*c, marks=() if c in SAMPLE else pytest.mark.thorough) for c in ALL]
+)
+def test_a_model_under_a_strategy_equals_one_device(family: str, strategy: str) -> None:
+    mesh = MESHES[strategy]
+    with simulated(mesh):
+        found = errors(family, strategy, mesh, single(family))
+
+    worst = max(found, key=found.__getitem__)
+    assert found[worst] < TOLERANCE, worst
+
+
+def on_ranks(family: str, strategy: str, mesh: Mesh) -> dict[str, float]:
+    made = dshard.init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.names)
+    return errors(family, strategy, made, alone(family))
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("n_ranks", [4, 8])
+@pytest.mark.parametrize(("family", "strategy"), ALL)
+def test_the_same_on_real_ranks(family: str, strategy: str, n_ranks: int) -> None:
+    mesh = (MESHES if n_ranks == 4 else EIGHT)[strategy]
+    pool = rank_pool(n_ranks)
+    pool.timeout = 120
+    for found in pool.run(on_ranks, family, strategy, mesh):
+        assert max(found.values()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [pytest.param(*c, marks=() if c == ("vit", "megatron") else pytest.mark.thorough) for c in ALL],
+)
+def test_twenty_steps_of_adamw(family: str, strategy: str) -> None:
+    mesh = MESHES[strategy]
+    expected, model = train(build(family), family, 20), build(family)
+    with simulated(mesh):
+        parallelize(model, mesh, strategy, **batch_of(family))
+        found = train(model, family, 20)
+
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-6
+
+
+# -- without transformers: a plain module, on real ranks
+
+
+@plain()
+def images() -> Tensor:
+    return torch.randn(6, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def demo_on_ranks(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[float, float, int]:
+    mesh = dshard.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    alone, model = build_demo(0, torch.float64), build_demo(0, torch.float64)
+    expected = alone(images())
+    expected.square().mean().backward()
+    parallelize(model, mesh, strategy, images())
+    found = model(images())
+    found.square().mean().backward()
+    gradients = [
+        (whole(mine.grad) - theirs.grad).abs().max().item()
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True)
+    ]
+    split = sum(any(p != Replicate() for p in parameter.placements) for parameter in model.parameters())
+    return (whole(found.detach()) - expected).abs().max().item(), max(gradients), split
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["megatron", "optimus", "atp", "fsdp x megatron-sp"])
+def test_a_plain_module_on_real_ranks(ranks: RankPool, strategy: str) -> None:
+    for error, gradient, split in ranks.run(demo_on_ranks, strategy, (2, 2), ("a", "b")):
+        assert error < TOLERANCE
+        assert gradient < TOLERANCE
+        assert split > 10
+
+
+# -- what plans say
+
+
+def demo_plan(strategy: Any, mesh: Mesh) -> Plan:
+    return plan_model(build_demo(0), mesh, strategy, images().float())
+
+
+def test_roles_are_found_by_what_the_forward_pass_does() -> None:
+    plan = demo_plan("megatron", Mesh((4,), ("tp",)))
+
+    assert {name.rpartition("0.")[2]: p for name, (p,) in plan.parameters.items() if "blocks.0" in name} == {
+        "norm1.weight": Replicate(),
+        "norm1.bias": Replicate(),
+        "attention.qkv.weight": Shard(0),
+        "attention.qkv.bias": Shard(0),
+        "attention.out.weight": Shard(1),
+        "attention.out.bias": Replicate(),
+        "norm2.weight": Replicate(),
+        "norm2.bias": Replicate(),
+        "up.weight": Shard(0),
+        "up.bias": Shard(0),
+        "down.weight": Shard(1),
+        "down.bias": Replicate(),
+    }
+
+
+def test_a_plan_tells_what_each_module_sends() -> None:
+    plan = demo_plan("megatron", Mesh((4,), ("tp",)))
+    text = str(plan)
+
+    assert "blocks.1.down" in text
+    assert "all_reduce tp" in text
+    assert plan.cost is not None
+    assert plan.cost.nbytes == sum(move.nbytes for move in plan.cost.moves) > 0
+
+
+def counted(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> int:
+    mesh = dshard.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = parallelize(build_demo(0), mesh, strategy, images().float())
+    with trace() as sent:
+        out = model(images().float())
+        torch.autograd.backward([out], [torch.empty_like(out)])
+    return sent.nbytes
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["megatron-sp", "optimus", "fsdp"])
+def test_planned_bytes_are_counted_bytes(ranks: RankPool, strategy: str) -> None:
+    planned = demo_plan(strategy, Mesh((2, 2), ("a", "b")))
+
+    assert planned.cost is not None
+    assert ranks.run(counted, strategy, (2, 2), ("a", "b"))[0] == planned.cost.nbytes
+
+
+def test_a_plan_is_a_value_that_parallelize_runs() -> None:
+    mesh = Mesh((2, 2), ("r", "c"))
+    plan = demo_plan("optimus", mesh)
+    with simulated(mesh):
+        model = parallelize(build_demo(0), mesh, plan)
+
+        assert {name: p.placements for name, p in model.named_parameters()} == plan.parameters
+
+
+def test_placements_by_name() -> None:
+    mesh = Mesh((4,), ("tp",))
+    model = build_demo(0)
+    expected = model(images().float())
+    with simulated(mesh):
+        parallelize(model, mesh, {"*.up.*": [Shard(0)], "*.down.weight": [Shard(1)]})
+
+        assert model.blocks[0].up.weight.placements == (Shard(0),)
+        assert model.blocks[0].norm1.weight.placements == (Replicate(),)
+        torch.testing.assert_close(whole(model(images().float()).detach()), expected.detach())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 8)
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.head = nn.Linear(8, 32, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens) + torch.arange(8.0, dtype=self.table.weight.dtype)
+        return self.head(x + self.down(self.up(x).relu()))
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "optimus", "atp"])
+def test_tied_weights_stay_one_and_their_gradients_add_up(strategy: str) -> None:
+    mesh, tokens = Mesh((2, 2), ("a", "b")), torch.arange(12).view(4, 3)
+    torch.manual_seed(0)
+    alone = Tied().double()
+    alone(tokens).square().sum().backward()
+    torch.manual_seed(0)
+    model = Tied().double()
+    with simulated(mesh):
+        parallelize(model, mesh, strategy, tokens)
+        model(tokens).square().sum().backward()
+
+        assert model.head.weight is model.table.weight
+        torch.testing.assert_close(whole(model.table.weight.grad), alone.table.weight.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_plain_tensors_outside_the_model_are_refused_still() -> None:
+    mesh, model = Mesh((2,), ("tp",)), Tied()
+    with simulated(mesh):
+        parallelize(model, mesh, "megatron", torch.arange(4).view(2, 2))
+        out = model(torch.arange(4).view(2, 2))
+        with pytest.raises(dshard.MixedError, match="a plain torch.Tensor of shape"):
+            out + torch.ones(32)
+
+
+class FailsOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.fails = nn.Linear(4, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise KeyError("on purpose")
+        return self.fc(x) + torch.ones(4)
+
+
+def test_a_forward_pass_that_fails_leaves_nothing_behind() -> None:
+    mesh, x, model = Mesh((2,), ("tp",)), torch.ones(2, 4), FailsOnce()
+    with simulated(mesh):
+        parallelize(model, mesh, "data", x)
+        model.fails = True
+        with pytest.raises(KeyError):
+            model(x)
+        model.fails = False
+        out = model(x)
+        with pytest.raises(dshard.MixedError):
+            out + torch.ones(4)
+
+
+# -- errors
+
+
+def test_an_unknown_strategy() -> None:
+    with pytest.raises(StrategyError, match="no strategy is called 'megatorn'; there are data, fsdp, megatron"):
+        demo_plan("megatorn", Mesh((4,), ("tp",)))
+
+
+def test_a_mesh_of_too_few_axes() -> None:
+    with pytest.raises(StrategyError, match=r"needs 2 mesh axes \(rows x columns\).* has 1: make one of the shape \(2, 2\)"):
+        demo_plan("optimus", Mesh((4,), ("tp",)))
+
+
+def test_more_ranks_than_heads() -> None:
+    with pytest.raises(StrategyError, match="has 4 heads in dim 0, split over 8 ranks .* use at most 4 ranks there"):
+        demo_plan("megatron", Mesh((8,), ("tp",)))
+
+
+def test_heads_that_do_not_divide_work() -> None:
+    mesh = Mesh((3,), ("tp",))
+    model = build_demo(0)
+    expected = model(images().float())
+    with simulated(mesh):
+        found = parallelize(model, mesh, "megatron", images().float())(images().float())
+
+        torch.testing.assert_close(whole(found.detach()), expected.detach())
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    with pytest.raises(LayoutError, match=r"the pattern '\*.qvk' matches no parameter of ViT"):
+        demo_plan({"*.qvk": [Shard(0)]}, Mesh((4,), ("tp",)))
+
+
+def test_a_model_that_must_be_traced_needs_an_example() -> None:
+    with pytest.raises(LayoutError, match="give an example batch after the plan"):
+        parallelize(build_demo(0), Mesh((4,), ("tp",)), "megatron")
+
+
+def test_a_forward_pass_that_looks_at_values() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) if x.sum().item() > 0 else x
+
+    with pytest.raises(LayoutError, match="Looks depends on the values of its tensors"):
+        plan_model(Looks(), Mesh((2,), ("tp",)), "data", torch.ones(2, 2))
