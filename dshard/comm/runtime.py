@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -241,7 +242,20 @@ def _pure_of(device_mesh: DeviceMesh, ranks: Any) -> Mesh:
 
 def runtime_of(mesh: Mesh) -> Runtime | None:
     """The processes behind `mesh`, or None for a mesh that only plans."""
-    return _RUNTIMES.get(mesh)
+    return None if _PLANNING else _RUNTIMES.get(mesh)
+
+
+_PLANNING: list[None] = []
+
+
+@contextmanager
+def planning() -> Iterator[None]:
+    """Within the block every mesh only plans, as if it had no processes: so all ranks see what the first would."""
+    _PLANNING.append(None)
+    try:
+        yield
+    finally:
+        _PLANNING.pop()
 
 
 def current_mesh() -> DeviceMesh:

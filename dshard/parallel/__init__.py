@@ -1,5 +1,6 @@
 """Lay out whole models: named strategies, the cheapest, or placements by name; torch's own styles; the search over meshes."""
 
+from dshard.parallel.auto import Auto
 from dshard.parallel.loss import loss_parallel
 from dshard.parallel.model import parallelize, plan_model
 from dshard.parallel.search import MeshChoice, Move, Transformer, rank_meshes
@@ -9,6 +10,7 @@ from dshard.parallel.style_io import PrepareModuleInput, PrepareModuleInputOutpu
 from dshard.parallel.values import Cost, Memory, Moves, Plan
 
 __all__ = [
+    "Auto",
     "ColwiseParallel",
     "Cost",
     "Memory",

@@ -80,7 +80,8 @@ class Use:
 @dataclass
 class Traced:
     """A forward pass: the classes of every parameter's dims, how each parameter was used, what modules returned,
-    and which tensor each module was given first, by a number."""
+    which tensor each module was given first, by a number, the order in which modules began, and the shape and itemsize
+    of what they returned."""
 
     classes: Classes
     parameters: dict[str, tuple[Nodes, ...]]
@@ -88,6 +89,8 @@ class Traced:
     outputs: dict[str, tuple[Nodes, ...]] = field(default_factory=dict)
     inputs: list[tuple[Nodes, ...]] = field(default_factory=list)
     given: dict[str, int] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
 
     def class_of(self, nodes: Nodes) -> int | None:
         """The class of a dim: that of its major factor."""
@@ -271,6 +274,8 @@ def without_data(x: Tensor) -> Tensor:
 def _followed(tracer: Tracer, name: str, module: nn.Module) -> list[Any]:
     def enter(module: nn.Module, args: Any) -> None:
         tracer.modules.append(name)
+        if name not in tracer.found.order:
+            tracer.found.order.append(name)
         if args and isinstance(args[0], Tensor):
             tracer.nodes(args[0])
             tracer.found.given[name] = id(args[0])
@@ -279,5 +284,6 @@ def _followed(tracer: Tracer, name: str, module: nn.Module) -> list[Any]:
         tracer.modules.pop()
         if isinstance(out, Tensor):
             tracer.found.outputs[name] = tracer.nodes(out)
+            tracer.found.shapes[name] = tuple(out.shape), out.itemsize
 
     return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]

@@ -7,25 +7,27 @@ from fnmatch import fnmatchcase
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from dshard.comm import DeviceMesh
-from dshard.errors import LayoutError
+from dshard.errors import LayoutError, MeshError
 from dshard.layout import layout_of
 from dshard.mesh import Mesh
-from dshard.ops.matmul import Schedule
-from dshard.parallel.factors import Use, trace_factors
+from dshard.parallel.auto import Auto, cheapest
+from dshard.parallel.factors import trace_factors
+from dshard.parallel.lay import lay_out
 from dshard.parallel.price import price
-from dshard.parallel.roles import Roles, roles_of
-from dshard.parallel.strategies import Axis, axes_of, check_units
+from dshard.parallel.roles import roles_of
+from dshard.parallel.strategies import axes_of, check_units
 from dshard.parallel.values import Plan
 from dshard.parallel.wire import distribute_parameters, wire
-from dshard.placements import Placement, Replicate, Shard
+from dshard.placements import Placement, Replicate
 from dshard.tensor import as_mesh
 
 
 AUTO = "auto"
-Asked = str | Mapping[str, Sequence[Placement]] | Plan
+Asked = str | Auto | Mapping[str, Sequence[Placement]] | Plan
 
 
 def plan_model(
@@ -43,15 +45,12 @@ def plan_model(
     pure = as_mesh(mesh)
     args, kwargs = _example(model, args, kwargs)
     if isinstance(plan, Plan):
-        found = replace(plan, mesh=pure)
-    elif isinstance(plan, str):
-        roles = roles_of(trace_factors(model, args, kwargs))
-        axes = axes_of(plan, pure)
-        check_units(roles, axes, pure)
-        found = lay_out(roles, plan, axes, pure)
+        found = replace(plan, cost=None)
+    elif isinstance(plan, str | Auto):
+        found = planned(model, pure, plan, args, kwargs)
     else:
         found = by_name(model, pure, plan)
-    return replace(found, cost=price(model, found, args, kwargs))
+    return found if found.cost is not None else replace(found, cost=price(model, found, args, kwargs))
 
 
 def parallelize(
@@ -74,17 +73,42 @@ def parallelize(
     pure = as_mesh(mesh)
     if isinstance(plan, Plan):
         found = plan
-    elif isinstance(plan, str):
-        args, kwargs = _example(model, args, kwargs)
-        roles = roles_of(trace_factors(model, args, kwargs))
-        axes = axes_of(plan, pure)
-        check_units(roles, axes, pure)
-        found = lay_out(roles, plan, axes, pure)
+    elif isinstance(plan, str | Auto):
+        found = planned(model, pure, plan, *_example(model, args, kwargs))
     else:
         found = by_name(model, pure, plan)
-    distribute_parameters(model, replace(found, mesh=pure))
-    wire(model, replace(found, mesh=pure))
+    if found.mesh != pure:
+        found = replace(found, mesh=_folded(mesh, found.mesh))
+    distribute_parameters(model, found)
+    wire(model, found)
     return model
+
+
+def planned(model: nn.Module, mesh: Mesh, plan: str | Auto, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+    """The plan of a strategy by its name, or the cheapest."""
+    roles = roles_of(trace_factors(model, args, kwargs))
+    if plan == AUTO or isinstance(plan, Auto):
+        return cheapest(model, mesh, roles, args, kwargs, plan if isinstance(plan, Auto) else Auto())
+    axes = axes_of(plan, mesh)
+    check_units(roles, axes, mesh)
+    return lay_out(roles, plan, axes, mesh)
+
+
+def _folded(mesh: DeviceMesh | Mesh, found: Mesh) -> Mesh:
+    """The mesh of a plan, made of the same ranks: those of a process group must be known to torch.
+
+    Raises:
+        MeshError: other ranks.
+    """
+    given = as_mesh(mesh)
+    if given.ranks != found.ranks:
+        raise MeshError(
+            f"a plan for the mesh ({found}) was given the mesh ({given}): give one of the same ranks, or plan again"
+        )
+    if isinstance(mesh, Mesh):
+        return found
+    ranks = torch.tensor(found.ranks).view(found.shape)
+    return as_mesh(DeviceMesh(found.device_type, ranks, mesh_dim_names=found.names))
 
 
 def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placement]]) -> Plan:
@@ -118,26 +142,3 @@ def _example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             "parallelize(model, mesh, plan, inputs)"
         )
     return (), dict(dummy)
-
-
-def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
-    """The plan in which each mesh axis does what `axes` say."""
-    parameters = {
-        name: tuple(axis.place(dims) for axis in axes) for name, dims in roles.parameters.items()
-    }
-    outputs = {name: tuple(axis.keep(output) for axis in axes) for name, output in roles.outputs.items()}
-    products = {module: schedule for module, use in roles.products.items() if (schedule := _schedule(roles, module, use, axes))}
-    batch = tuple(Shard(0) if axis.batch else Replicate() for axis in axes)
-    return Plan(name, mesh, parameters, batch, outputs, products, roles.shared)
-
-
-def _schedule(roles: Roles, module: str, use: Use, axes: Sequence[Axis]) -> Schedule | None:
-    """The loops of the product of a module, where every axis has one; sums stay pending for where the output goes."""
-    found = [axis.loop(roles.parameters[use.parameter], use) for axis in axes]
-    rows = [row for row in found if row is not None]
-    if len(rows) < len(found):
-        return None
-    pinned = module in roles.outputs
-    return Schedule(
-        tuple(loop for loop, _ in rows), tuple("P" if loop == "k" and pinned else stored for loop, stored in rows)
-    )

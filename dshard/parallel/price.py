@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
-from dshard.comm import plain
+from dshard.comm import plain, planning
 from dshard.mesh import Mesh
 from dshard.ops.moving import leaves
 from dshard.ops.observe import Decision, observing
@@ -28,16 +27,15 @@ MOMENTS = 2
 
 
 @plain()
+@planning()
 def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cost:
     """What a forward and a backward pass of `model` under `plan` move and hold; nothing of the model is changed.
 
     `seconds` are those of the topology in use.
     """
-    mesh = Mesh(plan.mesh.shape, plan.mesh.names, device_type=plan.mesh.device_type)  # of no processes
-    state = _state(model, plan, mesh)
+    state = _state(model, plan, plan.mesh)
     held, work = Held(state.values()), Work()
-    bare = replace(plan, mesh=mesh)
-    with wired(model, bare), trace() as sent, observing(work):
+    with wired(model, plan), trace() as sent, observing(work):
         with saved_tensors_hooks(held.pack, lambda x: x):
             out = functional_call(model, state, tuple(_meta(args)), dict(zip(kwargs, _meta(kwargs.values()), strict=True)))
         forward = len(sent.events)

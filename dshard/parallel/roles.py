@@ -9,6 +9,7 @@ vocabulary, counts as inner where it is at least as wide as the residual stream;
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -40,20 +41,23 @@ class Output:
     batch: int | None
     sequence: int | None
     residual: int | None
-    ndim: int
+    shape: tuple[int, ...]
+    itemsize: int
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
     """The roles of all parameters' dims by name, what modules with residual outputs return, and of modules with one
     product how it uses its weight; which of these
-    share what they are given with another."""
+    share what they are given with another. Modules in the order of the forward pass, cut
+    into `blocks` after each that adds to the residual stream."""
 
     parameters: dict[str, tuple[Role, ...]]
     outputs: dict[str, Output]
     products: dict[str, Use]
     shared: frozenset[str]
     width: int
+    blocks: tuple[tuple[str, ...], ...]
 
 
 def roles_of(found: Traced) -> Roles:
@@ -77,7 +81,17 @@ def roles_of(found: Traced) -> Roles:
     products = _products(found, parameters)
     given = Counter(found.given.get(module) for module in products)
     shared = frozenset(module for module in products if given[found.given.get(module)] > 1)
-    return Roles(parameters, _outputs(found, residual, parameters), products, shared, width)
+    outputs = _outputs(found, residual, parameters)
+    return Roles(parameters, outputs, products, shared, width, _blocks(found, outputs))
+
+
+def _blocks(found: Traced, outputs: Mapping[str, Output]) -> tuple[tuple[str, ...], ...]:
+    blocks: list[list[str]] = [[]]
+    for module in found.order:
+        blocks[-1].append(module)
+        if module in outputs:
+            blocks.append([])
+    return tuple(tuple(block) for block in blocks if block)
 
 
 def _products(found: Traced, parameters: dict[str, tuple[Role, ...]]) -> dict[str, Use]:
@@ -162,5 +176,6 @@ def _outputs(found: Traced, residual: int | None, parameters: dict[str, tuple[Ro
         features = classes.index(residual)
         first = classes.index(batch) if batch in classes else None
         rest = [i for i in range(len(dims)) if i not in (features, first) and classes[i] is not None]
-        outputs[name] = Output(first, rest[0] if rest else None, features, len(dims))
+        shape, itemsize = found.shapes[name]
+        outputs[name] = Output(first, rest[0] if rest else None, features, shape, itemsize)
     return outputs

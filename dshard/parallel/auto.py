@@ -1,0 +1,156 @@
+"""The cheapest plan: all strategies on all foldings of a mesh, each priced by its whole traced step, and their mixtures.
+
+Operator by operator the cheapest layout may lead into a dear one, so layouts of a block are chosen together. A model is
+cut into blocks where something is added to the residual stream; each block may follow a strategy of its own. The
+sequence of strategies is a shortest path: a node is a block under a strategy, weighed by what the block sends there,
+forward and backward; an edge brings the residual stream and its gradient from the layout of one to that of the next. The
+path is then traced as a whole, and taken only if that is cheaper than every strategy by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from dshard.errors import StrategyError
+from dshard.layout import Layout
+from dshard.mesh import Mesh
+from dshard.ops.settings import current
+from dshard.parallel.lay import lay_out
+from dshard.parallel.price import price
+from dshard.parallel.roles import Roles
+from dshard.parallel.strategies import STRATEGIES, axes_of, check_units
+from dshard.parallel.values import Cost, Plan
+from dshard.redistribute import plan as plan_moves
+from dshard.tables import human_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """Ask for the cheapest plan; `memory` bytes are the most that a rank may hold of what a plan reports."""
+
+    memory: int | None = None
+
+
+def cheapest(
+    model: nn.Module, mesh: Mesh, roles: Roles, args: Sequence[Any], kwargs: Mapping[str, Any], auto: Auto
+) -> Plan:
+    """The plan of the fewest seconds that fits.
+
+    A mesh of one axis is folded into two in every way; of others the axes stay.
+
+    Raises:
+        StrategyError: no plan fits; names the one that needs the least.
+    """
+    found = [
+        replace(plan, cost=price(model, plan, args, kwargs))
+        for folded in foldings(mesh)
+        for plan in uniform(roles, folded)
+    ]
+    for folded in foldings(mesh):
+        mixed = mixture(roles, [plan for plan in found if plan.mesh == folded])
+        if mixed is not None:
+            found.append(replace(mixed, cost=price(model, mixed, args, kwargs)))
+    fitting = [plan for plan in found if auto.memory is None or _cost(plan).memory.total <= auto.memory]
+    if not fitting:
+        least = min(found, key=lambda plan: _cost(plan).memory.total)
+        raise StrategyError(
+            f"no plan on {mesh.size} ranks holds at most {human_bytes(auto.memory or 0)}: {least.strategy!r} on "
+            f"({least.mesh}) needs the least, {human_bytes(_cost(least).memory.total)}; use more ranks or a smaller batch"
+        )
+    return min(fitting, key=lambda plan: _cost(plan).seconds)
+
+
+def _cost(plan: Plan) -> Cost:
+    assert plan.cost is not None
+    return plan.cost
+
+
+def foldings(mesh: Mesh) -> Iterator[Mesh]:
+    """The mesh, and where it has one axis, that axis as two.
+
+    >>> [str(mesh) for mesh in foldings(Mesh((4,), ("x",)))]
+    ['x=4', 'x0=2 x1=2']
+    """
+    yield mesh
+    if mesh.ndim == 1:
+        name, n = mesh.names[0], mesh.size
+        for outer in range(2, n):
+            if n % outer == 0:
+                yield Mesh((outer, n // outer), (f"{name}0", f"{name}1"), mesh.ranks, mesh.device_type)
+
+
+def names(axes: int) -> Iterator[str]:
+    """All products of strategies that use so many mesh axes.
+
+    >>> list(names(1))
+    ['data', 'fsdp', 'megatron', 'megatron-sp']
+    """
+    for name, parts in STRATEGIES.items():
+        if len(parts) == axes:
+            yield name
+        elif len(parts) < axes:
+            yield from (f"{name} x {rest}" for rest in names(axes - len(parts)))
+
+
+def uniform(roles: Roles, mesh: Mesh) -> Iterator[Plan]:
+    """The plans in which all blocks follow one strategy; those that the model's heads do not allow are left out."""
+    for name in names(mesh.ndim):
+        axes = axes_of(name, mesh)
+        try:
+            check_units(roles, axes, mesh)
+        except StrategyError:
+            continue
+        yield lay_out(roles, name, axes, mesh)
+
+
+def mixture(roles: Roles, plans: Sequence[Plan]) -> Plan | None:
+    """The cheapest sequence of strategies over the blocks; None where that is one and the same throughout."""
+    blocks = roles.blocks
+    if len(blocks) < 2 or len(plans) < 2:
+        return None
+    best = [[_seconds(plan, blocks[0]) for plan in plans]]
+    came: list[list[int]] = []
+    for block, before in zip(blocks[1:], blocks, strict=False):
+        steps = [[best[-1][i] + _between(roles, before, p, q) for i, p in enumerate(plans)] for q in plans]
+        came.append([min(range(len(plans)), key=row.__getitem__) for row in steps])
+        best.append([min(row) + _seconds(plan, block) for row, plan in zip(steps, plans, strict=True)])
+    path = [min(range(len(plans)), key=best[-1].__getitem__)]
+    for row in reversed(came):
+        path.append(row[path[-1]])
+    picked = [plans[i] for i in reversed(path)]
+    return None if len({id(plan) for plan in picked}) == 1 else _joined(roles, picked)
+
+
+def _seconds(plan: Plan, block: tuple[str, ...]) -> float:
+    inside = set(block)
+    return sum(move.seconds for move in _cost(plan).moves if move.module in inside)
+
+
+def _between(roles: Roles, block: tuple[str, ...], p: Plan, q: Plan) -> float:
+    """Seconds to bring what a block adds to the residual stream, and its gradient, from one layout to another."""
+    last = roles.outputs.get(block[-1])
+    if last is None or p is q:
+        return 0.0
+    src, dst = (Layout(plan.mesh, plan.outputs[block[-1]]) for plan in (p, q))
+    topology = current().topology_of(p.mesh)
+    return sum(plan_moves(a, b, last.shape, last.itemsize, topology).seconds for a, b in ((src, dst), (dst, src)))
+
+
+def _joined(roles: Roles, picked: Sequence[Plan]) -> Plan:
+    """Each block as its plan says."""
+    parameters, outputs, products = {}, {}, {}
+    for block, plan in zip(roles.blocks, picked, strict=True):
+        inside = set(block)
+        parameters |= {name: p for name, p in plan.parameters.items() if name.rpartition(".")[0] in inside}
+        outputs |= {name: p for name, p in plan.outputs.items() if name in inside}
+        products |= {name: p for name, p in plan.products.items() if name in inside}
+    first = picked[0]
+    counts = Counter(plan.strategy for plan in picked)
+    name = ", ".join(f"{strategy} ({n} block{'s' if n > 1 else ''})" for strategy, n in counts.items())
+    parameters = {own: parameters.get(own, placements) for own, placements in first.parameters.items()}
+    return Plan(name, first.mesh, parameters, first.batch, outputs, products, first.shared)
