@@ -55,7 +55,9 @@ def build(family: str, **changes: Any) -> nn.Module:
         "mixtral": lambda: (
             transformers.MixtralForCausalLM,
             transformers.MixtralConfig(
-                **SIZES | llama | {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
+                **SIZES
+                | llama
+                | {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
                 | changes
             ),
         ),

@@ -19,12 +19,13 @@ from torch import nn
 from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
+from dshard.ops.matmul import Schedule
 from dshard.ops.settings import current
 from dshard.parallel.lay import lay_out
 from dshard.parallel.price import price
 from dshard.parallel.roles import Roles
 from dshard.parallel.strategies import STRATEGIES, axes_of, check_units
-from dshard.parallel.values import Cost, Plan
+from dshard.parallel.values import Cost, Placements, Plan
 from dshard.redistribute import plan as plan_moves
 from dshard.tables import human_bytes
 
@@ -143,7 +144,9 @@ def _between(roles: Roles, block: tuple[str, ...], p: Plan, q: Plan) -> float:
 
 def _joined(roles: Roles, picked: Sequence[Plan]) -> Plan:
     """Each block as its plan says."""
-    parameters, outputs, products = {}, {}, {}
+    parameters: dict[str, Placements] = {}
+    outputs: dict[str, Placements] = {}
+    products: dict[str, Schedule] = {}
     for block, plan in zip(roles.blocks, picked, strict=True):
         inside = set(block)
         parameters |= {name: p for name, p in plan.parameters.items() if name.rpartition(".")[0] in inside}

@@ -181,7 +181,13 @@ class Tracer(TorchDispatchMode):
                 found[factor] = part
 
     def _made(
-        self, term: Term, i: int, out: Tensor, tensors: Sequence[Tensor], inputs: Sequence[Term], found: Mapping[str, Nodes]
+        self,
+        term: Term,
+        i: int,
+        out: Tensor,
+        tensors: Sequence[Tensor],
+        inputs: Sequence[Term],
+        found: Mapping[str, Nodes],
     ) -> Nodes:
         if out.shape[i] == 1:
             return ()
@@ -201,7 +207,11 @@ class Tracer(TorchDispatchMode):
             return
         made = {factor for out in outputs for dim in out for factor in dim}
         own = self.found.parameters[name]
-        dims = [(own.index(n), bool(set(dim) & made)) for dim, n in zip(term, self.nodes(t), strict=True) if n in own and dim]
+        dims = [
+            (own.index(n), bool(set(dim) & made))
+            for dim, n in zip(term, self.nodes(t), strict=True)
+            if n in own and dim
+        ]
         summed, left = (tuple(i for i, stays in dims if stays is kept) for kept in (False, True))
         positions = next((x for x in tensors if not x.is_floating_point()), None)
         indices = None if positions is None else tuple(n for dim in self.nodes(positions) for n in dim)
@@ -243,7 +253,9 @@ def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     found = Traced(classes, {})
     tracer = Tracer(found, {id(p): name for name, p in parameters.items()})
     found.parameters = {name: tracer.nodes(p) for name, p in parameters.items()}
-    args, kwargs = replace_leaves((tuple(args), dict(kwargs)), lambda x: without_data(x) if isinstance(x, Tensor) else x)
+    args, kwargs = replace_leaves(
+        (tuple(args), dict(kwargs)), lambda x: without_data(x) if isinstance(x, Tensor) else x
+    )
     found.inputs = [tracer.nodes(t) for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
     hooks = [hook for name, module in model.named_modules() for hook in _followed(tracer, name, module)]
     try:

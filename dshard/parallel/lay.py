@@ -15,11 +15,11 @@ from dshard.placements import Replicate, Shard
 
 def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
     """The plan in which each mesh axis does what `axes` say."""
-    parameters = {
-        name: tuple(axis.place(dims) for axis in axes) for name, dims in roles.parameters.items()
-    }
+    parameters = {name: tuple(axis.place(dims) for axis in axes) for name, dims in roles.parameters.items()}
     outputs = {name: tuple(axis.keep(output) for axis in axes) for name, output in roles.outputs.items()}
-    products = {module: schedule for module, use in roles.products.items() if (schedule := _schedule(roles, module, use, axes))}
+    products = {
+        module: schedule for module, use in roles.products.items() if (schedule := _schedule(roles, module, use, axes))
+    }
     batch = tuple(Shard(0) if axis.batch else Replicate() for axis in axes)
     return Plan(name, mesh, parameters, batch, outputs, products, roles.shared)
 

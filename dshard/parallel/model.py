@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -25,14 +25,11 @@ from dshard.parallel.wire import distribute_parameters, wire
 from dshard.placements import Placement, Replicate
 from dshard.tensor import as_mesh
 
-
 AUTO = "auto"
 Asked = str | Auto | Mapping[str, Sequence[Placement]] | Plan
 
 
-def plan_model(
-    model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /, *args: Any, **kwargs: Any
-) -> Plan:
+def plan_model(model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /, *args: Any, **kwargs: Any) -> Plan:
     """What `parallelize` would do, and what a training step then sends and holds; nothing is done yet.
 
     `args` and `kwargs` are an example batch: only shapes and dtypes matter. Parameters may be without data. The mesh

@@ -37,7 +37,9 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
     held, work = Held(state.values()), Work()
     with wired(model, plan), trace() as sent, observing(work):
         with saved_tensors_hooks(held.pack, lambda x: x):
-            out = functional_call(model, state, tuple(_meta(args)), dict(zip(kwargs, _meta(kwargs.values()), strict=True)))
+            out = functional_call(
+                model, state, tuple(_meta(args)), dict(zip(kwargs, _meta(kwargs.values()), strict=True))
+            )
         forward = len(sent.events)
         ends = [t for t in leaves(_values(out)) if isinstance(t, Tensor) and t.requires_grad]
         torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])
@@ -66,7 +68,7 @@ def _values(out: Any) -> Any:
     return list(out.values()) if isinstance(out, Mapping) else out
 
 
-def _local_bytes(x: DTensor) -> int:
+def _local_bytes(x: Any) -> int:
     return x._local.numel() * x._local.element_size()
 
 

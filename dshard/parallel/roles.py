@@ -103,7 +103,9 @@ def _products(found: Traced, parameters: dict[str, tuple[Role, ...]]) -> dict[st
 
 
 def _width(found: Traced, residual: int) -> int:
-    sizes = [found.classes.size[d[0]] for dims in found.parameters.values() for d in dims if found.class_of(d) == residual]
+    sizes = [
+        found.classes.size[d[0]] for dims in found.parameters.values() for d in dims if found.class_of(d) == residual
+    ]
     return max(sizes, default=0)
 
 

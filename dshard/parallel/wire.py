@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from math import nan
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from dshard.comm import DeviceMesh
-from dshard.mesh import Mesh
-from dshard.ops.mixed import alike
+from dshard.comm import runtime_of, simulated_ranks
+from dshard.errors import LayoutError
+from dshard.factories import full
 from dshard.ops.matmul import Schedule, use_strategy
+from dshard.ops.mixed import alike
 from dshard.ops.moving import leaves, replace_leaves
-from dshard.parallel.values import Plan
+from dshard.parallel.values import Placements, Plan
 from dshard.placements import Replicate, Shard
 from dshard.tensor import DTensor, distribute_tensor, keep_gradient_layout
 
@@ -115,17 +118,57 @@ def laid_out(given: Any, plan: Plan) -> Any:
 
 
 def distribute_parameters(model: nn.Module, plan: Plan) -> None:
-    """Replace parameters and buffers of `model` by distributed ones; tied parameters stay one."""
+    """Replace parameters and buffers of `model` by distributed ones; tied parameters stay one.
+
+    Those without data get their local part alone, and the values that the modules give them when they are reset: the same
+    on every mesh under `dshard.manual_seed`.
+
+    Raises:
+        LayoutError: a parameter without data that nothing gives values.
+    """
     made: dict[int, Any] = {}
     names = {id(p): name for name, p in model.named_parameters()}
     whole = (Replicate(),) * plan.mesh.ndim
-    for module in model.modules():
+    fresh: dict[str, DTensor] = {}
+    for path, module in model.named_modules():
         for own, parameter in list(module._parameters.items()):
             if parameter is not None and not isinstance(parameter, DTensor):
                 if id(parameter) not in made:
-                    placements = plan.parameters.get(names[id(parameter)], whole)
-                    made[id(parameter)] = distribute_tensor(parameter, plan.mesh, placements, src_data_rank=None)
+                    name = names[id(parameter)]
+                    made[id(parameter)] = _laid(parameter, plan, plan.parameters.get(name, whole), fresh, name)
                 module._parameters[own] = made[id(parameter)]
         for own, buffer in list(module._buffers.items()):
             if buffer is not None and not isinstance(buffer, DTensor):
-                module._buffers[own] = distribute_tensor(buffer, plan.mesh, whole, src_data_rank=None)
+                module._buffers[own] = _laid(buffer, plan, whole, fresh, f"{path}.{own}".lstrip("."))
+    if fresh:
+        _reset(model, fresh)
+
+
+def _laid(x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, DTensor], name: str) -> Any:
+    if not x.is_meta or (runtime_of(plan.mesh) is None and simulated_ranks() is None):
+        return distribute_tensor(x, plan.mesh, placements, src_data_rank=None)
+    unset = nan if x.is_floating_point() else 0
+    made: Any = full(tuple(x.shape), unset, device_mesh=plan.mesh, placements=placements, dtype=x.dtype)
+    if isinstance(x, nn.Parameter):
+        made = nn.Parameter(made, x.requires_grad)
+    fresh[name] = made
+    return made
+
+
+def _reset(model: nn.Module, fresh: dict[str, DTensor]) -> None:
+    """Let the model, or each of its modules, set its values."""
+    whole = getattr(model, "initialize_weights", None) or getattr(model, "init_weights", None)
+    with torch.no_grad(), alike():
+        if callable(whole):
+            whole()
+        else:
+            for module in model.modules():
+                reset = getattr(module, "reset_parameters", None)
+                if callable(reset):
+                    reset()
+        unset = [name for name, x in fresh.items() if x.is_floating_point() and x.isnan().any()]
+    if unset:
+        raise LayoutError(
+            f"parameters without data that no module set: {', '.join(unset[:4])}; give the module that has them a "
+            "reset_parameters(), or build the model with values"
+        )
