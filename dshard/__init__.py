@@ -26,6 +26,7 @@ from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.ops import get_rng_state, manual_seed, register_rule, rules, set_rng_state, use_topology
 from dshard.ops.matmul import Schedule, Stream, strategies, use_strategy
+from dshard.parallel import parallelize, plan_model
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor, distribute_tensor
 from dshard.topology import Topology
@@ -70,6 +71,8 @@ __all__ = [
     "manual_seed",
     "matmul",
     "ones",
+    "parallelize",
+    "plan_model",
     "rand",
     "randint",
     "randn",

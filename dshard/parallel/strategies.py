@@ -12,9 +12,9 @@ from dshard.parallel.factors import Use
 from dshard.parallel.roles import Kind, Output, Role, Roles
 from dshard.placements import Placement, Replicate, Shard
 
-Weights: TypeAlias = Literal["inner", "residual", "summed", "made", "largest"]
+Weights: TypeAlias = Literal["inner", "residual", "summed", "made", "first"]
 """Which dim of a parameter an axis splits: inner or residual features; what a product sums over, or what it makes;
-or the largest dim, whatever it is."""
+or the first dim that has a size, whatever it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Axis:
         match self.weights:
             case None:
                 return False
-            case "largest":
-                return role.size > 1 and role is max(roles, key=lambda r: r.size)
+            case "first":
+                return role.size > 1
             case "inner":
                 return role.kind is Kind.INNER
             case "residual":
@@ -85,7 +85,7 @@ def _twice(roles: tuple[Role, ...], role: Role) -> bool:
 DATA = Axis("data", batch=True)
 TENSOR = Axis("tensor", weights="inner")
 SEQUENCE = Axis("tensor", weights="inner", residual="sequence")
-GATHERED = Axis("fsdp", batch=True, weights="largest")
+GATHERED = Axis("fsdp", batch=True, weights="first")
 FEATURES = Axis("features", weights="residual", residual="features")
 ROWS = Axis("rows", batch=True, weights="summed")
 COLUMNS = Axis("columns", weights="made", residual="features")
