@@ -1,6 +1,6 @@
 """Writes into docs/parallelize.md what each strategy sends for one transformer layer.
 
-    PYTHONPATH=. python docs/make_parallelize.py
+PYTHONPATH=. python docs/make_parallelize.py
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def table() -> str:
         assert cost is not None
         moves = [m for m in cost.moves if m.module == "layer" or m.module.startswith("layer.")]
         for module in dict.fromkeys(m.module for m in moves):
-            cells = [said([m for m in moves if (m.module, m.direction) == (module, d)]) for d in ("forward", "backward")]
+            cells = [
+                said([m for m in moves if (m.module, m.direction) == (module, d)]) for d in ("forward", "backward")
+            ]
             rows.append(f"| {strategy} ({mesh}) | {module.removeprefix('layer.')} | {' | '.join(cells)} |")
         total = [human_bytes(sum(m.nbytes for m in moves if m.direction == d)) for d in ("forward", "backward")]
         rows.append(f"| {strategy} ({mesh}) | **all** | **{total[0]}** | **{total[1]}** |")

@@ -5,6 +5,7 @@ Volumes are bytes that each rank receives, of rings: an all_reduce of n bytes ov
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -49,7 +50,9 @@ class Layer(nn.Module):
 class Vision(nn.Module):
     """Patches of an image by a convolution, positions, layers, a classifier."""
 
-    def __init__(self, heads: int = 4, width: int = 4, layers: int = 2, dropout: float = 0.0, saves: bool = True) -> None:
+    def __init__(
+        self, heads: int = 4, width: int = 4, layers: int = 2, dropout: float = 0.0, saves: bool = True
+    ) -> None:
         super().__init__()
         hidden = heads * width
         self.saves = saves
@@ -128,7 +131,7 @@ def middle(plan: Plan, direction: str) -> list[Moves]:
     return [m for m in plan.cost.moves if m.module.startswith("layers.1") and m.direction == direction]
 
 
-@pytest.mark.parametrize("ranks", [4, 64])
+@pytest.mark.parametrize("ranks", [64])
 def test_m1_m4_a_megatron_layer_reduces_twice_each_way(ranks: int) -> None:
     plan = planned("megatron", Mesh((ranks,), ("tp",)))
     tensor = BATCH * TOKENS * 256 * 4
@@ -144,7 +147,11 @@ def test_m5_sequence_parallelism_sends_the_same_and_holds_less() -> None:
     whole_sequence, split = (planned(name, Mesh((4,), ("tp",))) for name in ("megatron", "megatron-sp"))
 
     assert sum(m.nbytes for m in middle(split, "forward")) == sum(m.nbytes for m in middle(whole_sequence, "forward"))
-    assert {(m.collective, m.count) for m in middle(split, "forward")} == {("all_gather", 1), ("reduce_scatter", 1)}
+    for direction in ("forward", "backward"):
+        counts = Counter(
+            m.collective for m in middle(split, direction) for _ in range(m.count) if "norm" not in m.module
+        )
+        assert counts == {"all_gather": 2, "reduce_scatter": 2}
     assert split.cost.memory.activations < whole_sequence.cost.memory.activations
 
 
@@ -211,6 +218,7 @@ def test_e2_replicas_over_the_depth_stay_equal_to_the_bit() -> None:
             whole(parameter.detach())  # refuses replicas that differ in a bit
 
 
+@pytest.mark.thorough
 def test_e5_data_beside_tesseract_on_ranks_in_any_order() -> None:
     order = (3, 9, 0, 14, 7, 1, 12, 5, 10, 2, 15, 8, 4, 11, 6, 13)
     mesh = Mesh((2, 2, 2, 2), ("dp", "d", "r", "c"), order)

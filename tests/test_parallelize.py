@@ -295,7 +295,9 @@ class Small(nn.Module):
         return self.norm(x + self.down(self.up(x).relu()))
 
 
-@pytest.mark.parametrize(("strategy", "mesh"), [("megatron", Mesh((4,), ("t",))), ("optimus", Mesh((2, 3), ("r", "c")))])
+@pytest.mark.parametrize(
+    ("strategy", "mesh"), [("megatron", Mesh((4,), ("t",))), ("optimus", Mesh((2, 3), ("r", "c")))]
+)
 def test_a_model_without_data_gets_the_same_values_on_every_mesh(strategy: str, mesh: Mesh) -> None:
     values = []
     for name, on in (("data", Mesh((1,), ("x",))), (strategy, mesh)):
@@ -392,9 +394,7 @@ def test_an_unknown_strategy() -> None:
 
 
 def test_a_mesh_of_too_few_axes() -> None:
-    with pytest.raises(
-        StrategyError, match=r"needs 2 mesh axes .* make one of the shape \(2, 2\)"
-    ):
+    with pytest.raises(StrategyError, match=r"needs 2 mesh axes .* make one of the shape \(2, 2\)"):
         demo_plan("optimus", Mesh((4,), ("tp",)))
 
 

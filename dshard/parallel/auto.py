@@ -1,10 +1,10 @@
-"""The cheapest plan: all strategies on all foldings of a mesh, each priced by its whole traced step, and their mixtures.
+"""The cheapest plan: all strategies on all foldings of a mesh, priced by their whole traced step, and mixtures.
 
 Operator by operator the cheapest layout may lead into a dear one, so layouts of a block are chosen together. A model is
 cut into blocks where something is added to the residual stream; each block may follow a strategy of its own. The
 sequence of strategies is a shortest path: a node is a block under a strategy, weighed by what the block sends there,
-forward and backward; an edge brings the residual stream and its gradient from the layout of one to that of the next. The
-path is then traced as a whole, and taken only if that is cheaper than every strategy by itself.
+forward and backward; an edge brings the residual stream and its gradient from the layout of one to that of the next.
+The path is then traced as a whole, and taken only if that is cheaper than every strategy by itself.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def cheapest(
         least = min(found, key=lambda plan: _cost(plan).memory.total)
         raise StrategyError(
             f"no plan on {mesh.size} ranks holds at most {human_bytes(auto.memory or 0)}: {least.strategy!r} on "
-            f"({least.mesh}) needs the least, {human_bytes(_cost(least).memory.total)}; use more ranks or a smaller batch"
+            f"({least.mesh}) needs the least, {human_bytes(_cost(least).memory.total)}; "
+            "use more ranks or a smaller batch"
         )
     return min(fitting, key=lambda plan: _cost(plan).seconds)
 

@@ -106,7 +106,7 @@ class Tracer(TorchDispatchMode):
     """Joins the factors of each operator's tensors as its rule says."""
 
     def __init__(self, found: Traced, names: dict[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found, self.names = found, names
         self.dims: dict[int, tuple[Nodes, ...]] = {}
         self.kept: list[Any] = []
@@ -260,7 +260,7 @@ def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     hooks = [hook for name, module in model.named_modules() for hook in _followed(tracer, name, module)]
     try:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), tracer:
-            functional_call(model, state, args, kwargs)
+            functional_call(model, state, tuple(args), dict(kwargs))
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error):
             raise

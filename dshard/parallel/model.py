@@ -55,9 +55,9 @@ def parallelize(
 ) -> nn.Module:
     """Lay out `model` in place and return it: its parameters become DTensors, and it takes plain tensors as before.
 
-    `plan` is the name of a strategy ("megatron", "megatron-sp", "optimus", "tesseract", "atp", "fsdp", "data", joined by
-    " x ", or "auto"), placements by a pattern of parameter names, or a `Plan`. `args` and `kwargs` are an example batch,
-    by which the model is traced; a model with `dummy_inputs`, and placements by name, need none.
+    `plan` is the name of a strategy ("megatron", "megatron-sp", "optimus", "tesseract", "atp", "fsdp", "data", joined
+    by " x ", or "auto"), placements by a pattern of parameter names, or a `Plan`. `args` and `kwargs` are an example
+    batch, by which the model is traced; a model with `dummy_inputs`, and placements by name, need none.
 
     Inputs are given whole, alike on all ranks, or as DTensors; outputs are DTensors. Plain tensors that the model makes
     on its way count as replicated. Every rank must have the same parameters; nothing is sent. Parameters without data
@@ -118,8 +118,8 @@ def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placem
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise LayoutError(
-                f"the pattern {pattern!r} matches no parameter of {type(model).__name__}: patterns are those of fnmatch, "
-                f"names such as {', '.join(names[:3])}"
+                f"the pattern {pattern!r} matches no parameter of {type(model).__name__}: patterns are those of "
+                f"fnmatch, names such as {', '.join(names[:3])}"
             )
     whole = (Replicate(),) * mesh.ndim
     parameters = {}

@@ -69,7 +69,7 @@ def _values(out: Any) -> Any:
 
 
 def _local_bytes(x: Any) -> int:
-    return x._local.numel() * x._local.element_size()
+    return int(x._local.numel() * x._local.element_size())
 
 
 class Held:

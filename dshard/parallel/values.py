@@ -76,8 +76,8 @@ class Plan:
 
     Made by `plan_model`, run by `parallelize`. `parameters` are the placements of each by name; `batch` those of inputs
     whose first dim is the batch, other inputs are whole; `outputs` those of what modules return, and `products` the
-    loops of the product within a module; `shared` are modules that move what they are given once, for others want it, too.
-    What a plan does not name is replicated, or decided by cost.
+    loops of the product within a module; `shared` are modules that move what they are given once, for others want
+    it, too. What a plan does not name is replicated, or decided by cost.
     """
 
     strategy: str

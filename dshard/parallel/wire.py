@@ -120,8 +120,8 @@ def laid_out(given: Any, plan: Plan) -> Any:
 def distribute_parameters(model: nn.Module, plan: Plan) -> None:
     """Replace parameters and buffers of `model` by distributed ones; tied parameters stay one.
 
-    Those without data get their local part alone, and the values that the modules give them when they are reset: the same
-    on every mesh under `dshard.manual_seed`.
+    Those without data get their local part alone, and the values that the modules give them when they are reset: the
+    same on every mesh under `dshard.manual_seed`.
 
     Raises:
         LayoutError: a parameter without data that nothing gives values.

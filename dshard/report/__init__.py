@@ -24,7 +24,9 @@ from dshard.demo import Predicted, Progress, Row, Settings
 from dshard.errors import NotationError
 from dshard.explain import Explanation, Report
 from dshard.explain.values import NOTHING, figures
+from dshard.parallel import Plan as ModelPlan
 from dshard.parallel.search import MeshChoice
+from dshard.parallel.values import HEADINGS as PLAN_HEADINGS
 from dshard.redistribute import Plan, describe, plan_of_fewest_bytes
 from dshard.redistribute.price import busiest, step_seconds
 from dshard.reshard import ReshardPlan
@@ -50,7 +52,7 @@ WIDE = 128
 
 
 def export(
-    value: Report | Explanation | Trace | Drawing, path: str | PathLike[str], *, form: str | None = None
+    value: Report | Explanation | Trace | ModelPlan | Drawing, path: str | PathLike[str], *, form: str | None = None
 ) -> None:
     """Write what `explain`, `trace` or a table says to a file: "html", "svg" or "txt", or "json" for machines.
 
@@ -77,8 +79,8 @@ def export(
             raise NotationError(f"cannot write {str(file)!r}: use a name that ends in .html, .svg, .txt or .json")
 
 
-def drawn(value: Report | Explanation | Trace | Drawing) -> Drawing:
-    """Tables of what `explain` or `trace` found."""
+def drawn(value: Report | Explanation | Trace | ModelPlan | Drawing) -> Drawing:
+    """Tables of what `explain`, `trace` or `plan_model` found."""
     match value:
         case Report(operators):
             return Group(*map(explanation_table, operators)) if operators else Text(NOTHING)
@@ -86,6 +88,8 @@ def drawn(value: Report | Explanation | Trace | Drawing) -> Drawing:
             return explanation_table(value)
         case Trace():
             return trace_table(value)
+        case ModelPlan():
+            return model_table(value)
         case _:
             return value
 
@@ -348,6 +352,17 @@ def trace_table(found: Trace) -> Group:
     for row in found.rows():
         table.add_row(*map(escape, row))
     return Group(title, table)
+
+
+def model_table(found: ModelPlan) -> Group:
+    """Modules of a model with their layouts and what each sends in a step."""
+    first, *_, last = str(found).split("\n")
+    title, table = _titled(first)
+    for heading in PLAN_HEADINGS:
+        table.add_column(heading, justify="right" if heading in ("received", "ms") else "left", overflow="fold")
+    for row in found.rows():
+        table.add_row(*map(escape, row))
+    return Group(title, table, Text(last if found.cost is not None else ""))
 
 
 def measured_table(topology: Topology) -> Group:
