@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from real_models import FAMILIES, InDouble, alone, batch_of, build, train, weights_for
 from torch import Tensor, nn
 
 import dshard
@@ -20,7 +21,6 @@ from dshard.parallel.factors import trace_factors
 from dshard.parallel.roles import roles_of
 from dshard.parallel.strategies import STRATEGIES
 from dshard.testing import RankPool, rank_pool, simulated, whole
-from real_models import FAMILIES, InDouble, alone, batch_of, build, train, weights_for
 
 MESHES = {
     "data": Mesh((4,), ("dp",)),

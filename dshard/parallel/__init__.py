@@ -1,4 +1,4 @@
-"""Lay out whole models: named strategies, the cheapest, or placements by name; torch's own styles; the search over meshes."""
+"""Lay out whole models: by named strategies, the cheapest, or name by name; torch's own styles; search over meshes."""
 
 from dshard.parallel.auto import Auto
 from dshard.parallel.loss import loss_parallel

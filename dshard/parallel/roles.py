@@ -1,13 +1,14 @@
 """What the parameters of a model are to a strategy: which of their dims are features of the residual stream and which
 are inner ones, what a product sums over and what it makes.
 
-The residual stream is the class that most dims of parameters belong to. A class that some product makes and another
+The residual stream is the class that most dims of parameters belong to, of those that several products make. A class that some product makes and another
 sums over is inner: the heads of an attention, the width of a feed-forward block. A class at an open end, such as a
 vocabulary, counts as inner where it is at least as wide as the residual stream; fewer entries are not worth splitting.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,9 +63,8 @@ class Roles:
 
 def roles_of(found: Traced) -> Roles:
     """What a traced forward pass says of parameters and of the modules that hold them."""
-    counts = found.counts()
-    residual = max(counts, key=lambda c: (counts[c], -c), default=None)
-    width = 0 if residual is None else _width(found, residual)
+    residual = _residual(found)
+    width = sys.maxsize if residual is None else _width(found, residual)
     inner = _inner(found, residual, width)
     units = _units(found)
     summed = {(use.parameter, dim) for use in _main_uses(found).values() for dim in use.summed}
@@ -100,6 +100,14 @@ def _products(found: Traced, parameters: dict[str, tuple[Role, ...]]) -> dict[st
         if use.indices is None and len(parameters[use.parameter]) > 1:
             uses[use.module].append(use)
     return {module: found[0] for module, found in uses.items() if len({use.parameter for use in found}) == 1}
+
+
+def _residual(found: Traced) -> int | None:
+    """The class of most dims among those that several products or look-ups make, to be added up."""
+    made = Counter(found.class_of(found.parameters[use.parameter][i]) for use in found.uses for i in use.left)
+    counts = found.counts()
+    several = [c for c in counts if made[c] > 1]
+    return max(several, key=lambda c: (counts[c], -c), default=None)
 
 
 def _width(found: Traced, residual: int) -> int:
