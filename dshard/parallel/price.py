@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from dshard.comm import plain, planning
 from dshard.mesh import Mesh
 from dshard.ops.moving import leaves
 from dshard.ops.observe import Decision, observing
+from dshard.ops.spec import Spec
 from dshard.parallel.factors import without_data
 from dshard.parallel.values import Cost, Memory, Moves, Plan
 from dshard.parallel.wire import wired
@@ -69,7 +71,8 @@ def _values(out: Any) -> Any:
 
 
 def _local_bytes(x: Any) -> int:
-    return int(x._local.numel() * x._local.element_size())
+    spec: Spec = x._spec
+    return prod(spec.layout.local_shape(spec.shape, (0,) * spec.layout.mesh.ndim)) * spec.itemsize
 
 
 class Held:
