@@ -61,8 +61,8 @@ def alike() -> Iterator[None]:
 
 
 def settle_plain(
-    cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
+    cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, plain tensors among them replicated where they are known to be `alike`, and else refused.
 
     Raises:
@@ -86,7 +86,7 @@ def settle_plain(
         spec = spec_of(layout, shape, contiguous_stride(shape), leaf.dtype, leaf.device)
         return cls._wrap(on_all_ranks(leaf, layout.mesh), spec)
 
-    given: tuple[tuple[Any, ...], dict[str, Any] | None] = replace_leaves((args, kwargs), wrap)
+    given: tuple[tuple[Any, ...], dict[str, Any]] = replace_leaves((args, kwargs), wrap)
     return given
 
 
