@@ -10,6 +10,8 @@
     ├── StrategyError   a strategy that does not exist, or not here     (also a ValueError)
     ├── TopologyError   a network or device that cannot be              (also a ValueError)
     ├── CheckpointError a checkpoint that cannot be saved or loaded     (also a RuntimeError)
+    ├── ScheduleError   stages or a schedule that cannot be             (also a ValueError)
+    ├── PipelineError   a rank failed within a pipeline's step          (also a RuntimeError)
     ├── RankError       a rank of the pool failed                       (also a RuntimeError)
     └── RuleError       check_rule found an operator wrong              (also an AssertionError)
 
@@ -57,6 +59,14 @@ class TopologyError(DShardError, ValueError):
 
 class CheckpointError(DShardError, RuntimeError):
     """A checkpoint that cannot be written or read, or is not what is asked for."""
+
+
+class ScheduleError(DShardError, ValueError):
+    """Stages that do not fit together, a schedule of no known name, one that waits forever or exceeds the memory."""
+
+
+class PipelineError(DShardError, RuntimeError):
+    """A stage failed, or a peer died or did not answer within the time limit, in the midst of a step."""
 
 
 class RankError(DShardError, RuntimeError):

@@ -1,0 +1,50 @@
+"""Pipelines: schedules as values, a simulator that prices them, and stages that run on meshes of their own."""
+
+from dshard.pipeline.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Edge,
+    Forward,
+    Receive,
+    Send,
+)
+from dshard.pipeline.choose import Choice, choose, rank_schedules
+from dshard.pipeline.costs import Costs, EdgeCost, StageCost, uniform
+from dshard.pipeline.flow import chain, edges_of
+from dshard.pipeline.program import Program
+from dshard.pipeline.schedule import SCHEDULES, computes, lead_of
+from dshard.pipeline.simulate import play, simulate
+from dshard.pipeline.timeline import Crossing, Span, Timeline
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Backward",
+    "BackwardInput",
+    "BackwardWeight",
+    "Choice",
+    "Compute",
+    "Costs",
+    "Crossing",
+    "Edge",
+    "EdgeCost",
+    "Forward",
+    "Program",
+    "Receive",
+    "Send",
+    "Span",
+    "StageCost",
+    "Timeline",
+    "chain",
+    "choose",
+    "computes",
+    "edges_of",
+    "lead_of",
+    "play",
+    "rank_schedules",
+    "simulate",
+    "uniform",
+]

@@ -1,0 +1,101 @@
+"""What a stage does, one thing after the other: the values that schedules give, the simulator prices and ranks run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Edge:
+    """A value that crosses between stages: an activation to a later stage, or its gradient back to an earlier one.
+
+    >>> Edge("x", 0, 1).back(), Edge("x", 1, 0).backward
+    (Edge(value='x', src=1, dst=0), True)
+    """
+
+    value: str
+    src: int
+    dst: int
+
+    @property
+    def backward(self) -> bool:
+        """Whether this is the gradient of the value."""
+        return self.src > self.dst
+
+    def back(self) -> Edge:
+        """The same value the other way: the gradient of an activation."""
+        return Edge(self.value, self.dst, self.src)
+
+    def forth(self) -> Edge:
+        """The edge of the activation, of either."""
+        return self.back() if self.backward else self
+
+    def __str__(self) -> str:
+        return f"{'gradient of ' if self.backward else ''}{self.value} {self.src}->{self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The stage's module on one microbatch."""
+
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"F{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The gradients of inputs and weights from those of the outputs."""
+
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"B{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """The gradients of the inputs alone, which earlier stages wait for."""
+
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"I{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """The gradients of the weights, after `BackwardInput` of the same microbatch."""
+
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"W{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """What was computed begins to cross."""
+
+    edge: Edge
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"send {self.edge} of microbatch {self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """The memory for what crosses is given, and it may arrive; whoever computes with it waits for it."""
+
+    edge: Edge
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"receive {self.edge} of microbatch {self.microbatch}"
+
+
+Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
+Action: TypeAlias = Compute | Send | Receive

@@ -1,0 +1,70 @@
+"""The schedule that is fastest within the memory, by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dshard.errors import ScheduleError
+from dshard.pipeline.actions import Edge
+from dshard.pipeline.costs import Costs
+from dshard.pipeline.program import Program
+from dshard.pipeline.schedule import SCHEDULES
+from dshard.pipeline.simulate import simulate
+from dshard.pipeline.timeline import Timeline
+
+DELAYS = (None, 0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A program and what the simulator says of it."""
+
+    program: Program
+    timeline: Timeline
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes on any rank."""
+        return max(map(self.timeline.peak_bytes, range(self.program.n_stages)))
+
+
+def rank_schedules(
+    costs: Costs, n_microbatches: int, edges: Sequence[Edge], delays: Iterable[int | None] = DELAYS
+) -> tuple[Choice, ...]:
+    """All schedules with each of these delays: the fastest first, of equally fast ones that of least memory."""
+    found = []
+    for schedule in SCHEDULES:
+        for delay in delays:
+            program = Program(schedule, len(costs.stages), n_microbatches, tuple(edges), delay)
+            found.append(Choice(program, simulate(program, costs)))
+    return tuple(sorted(found, key=_order))
+
+
+def choose(
+    costs: Costs,
+    n_microbatches: int,
+    edges: Sequence[Edge],
+    budget: int | None = None,
+    delays: Iterable[int | None] = DELAYS,
+) -> Choice:
+    """The fastest schedule of which no rank ever holds more than `budget` bytes.
+
+    Raises:
+        ScheduleError: none fits.
+    """
+    ranked = rank_schedules(costs, n_microbatches, edges, delays)
+    fitting = [choice for choice in ranked if budget is None or choice.peak_bytes <= budget]
+    if not fitting:
+        least = min(ranked, key=lambda choice: choice.peak_bytes)
+        raise ScheduleError(
+            f"no schedule of {n_microbatches} microbatches keeps within {budget:,} bytes on each rank: the least is "
+            f"{least.peak_bytes:,}, with {least.program.schedule}; use smaller microbatches, more ranks or more stages"
+        )
+    return fitting[0]
+
+
+def _order(choice: Choice) -> tuple[float, int, int]:
+    """Times that differ by less than a millionth are equal; then memory, then the simpler backward."""
+    makespan = float(f"{choice.timeline.makespan:.6g}")
+    return makespan, choice.peak_bytes, -1 if choice.program.delay is None else choice.program.delay

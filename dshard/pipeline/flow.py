@@ -1,0 +1,53 @@
+"""Which values cross between which stages: a dataflow by names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from dshard.errors import ScheduleError
+from dshard.pipeline.actions import Edge
+
+Ports = tuple[Sequence[str], Sequence[str]]
+"""The names that a stage takes, and those that it gives."""
+
+
+def edges_of(stages: Sequence[Ports], batch: Collection[str]) -> tuple[Edge, ...]:
+    """The activations that cross: each name that a stage takes comes from the last earlier stage that gives it.
+
+    Names that no earlier stage gives come from the `batch`, which every rank has: nothing is sent for them.
+
+    >>> edges_of([(["x"], ["x", "skip"]), (["x"], ["x"]), (["x", "skip"], ["x"])], batch=["x"])
+    (Edge(value='x', src=0, dst=1), Edge(value='skip', src=0, dst=2), Edge(value='x', src=1, dst=2))
+
+    Raises:
+        ScheduleError: a name that neither the batch nor an earlier stage gives, or that one stage names twice.
+    """
+    givers: dict[str, int] = {}
+    found: list[Edge] = []
+    for stage, (takes, gives) in enumerate(stages):
+        for names, verb in (takes, "takes"), (gives, "gives"):
+            if len(set(names)) < len(names):
+                raise ScheduleError(f"stage {stage} {verb} {', '.join(names)}: name each value once")
+        for name in takes:
+            if name in givers:
+                found.append(Edge(name, givers[name], stage))
+            elif name not in batch:
+                raise ScheduleError(
+                    f"stage {stage} takes {name!r}, which neither an earlier stage gives ({_listed(givers)}) "
+                    f"nor the batch has ({_listed(batch)}): name it in `gives` of an earlier stage, or in the batch"
+                )
+        givers.update(dict.fromkeys(gives, stage))
+    return tuple(sorted(found, key=lambda edge: (edge.src, edge.dst, edge.value)))
+
+
+def chain(n_stages: int) -> tuple[Edge, ...]:
+    """One value that goes from each stage to the next.
+
+    >>> chain(3)
+    (Edge(value='x', src=0, dst=1), Edge(value='x', src=1, dst=2))
+    """
+    return tuple(Edge("x", stage, stage + 1) for stage in range(n_stages - 1))
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(names) or "nothing"

@@ -1,0 +1,115 @@
+"""A schedule with what must cross: the actions of every stage, in order, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dshard.errors import ScheduleError
+from dshard.pipeline.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Edge,
+    Forward,
+    Receive,
+    Send,
+)
+from dshard.pipeline.schedule import computes, lead_of
+
+AHEAD = 2
+"""For how many microbatches beyond the one that is needed a stage gives the memory: under eager-1F1B a stage is so far
+ahead of the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What each of `n_stages` stages does for `n_microbatches` microbatches whose `edges` cross.
+
+    `delay` splits each backward, as `computes` says. With `overlap` a stage goes on while what it sends crosses, else
+    it waits until that has arrived. What a stage receives it expects `ahead` microbatches early.
+
+    >>> from dshard.pipeline.flow import chain
+    >>> print(Program("1f1b", 2, 2, chain(2), ahead=0))
+    stage 0: F0, send x 0->1 of microbatch 0, F1, send x 0->1 of microbatch 1, receive gradient of x 1->0 of microbatch 0, B0, receive gradient of x 1->0 of microbatch 1, B1
+    stage 1: receive x 0->1 of microbatch 0, F0, B0, send gradient of x 1->0 of microbatch 0, receive x 0->1 of microbatch 1, F1, B1, send gradient of x 1->0 of microbatch 1
+
+    Raises:
+        ScheduleError: no such schedule, no stage, no microbatch, a negative delay, or an edge of no stage.
+    """  # noqa: E501
+
+    schedule: str
+    n_stages: int
+    n_microbatches: int
+    edges: tuple[Edge, ...]
+    delay: int | None = None
+    overlap: bool = True
+    ahead: int = AHEAD
+
+    def __post_init__(self) -> None:
+        for what, number in ("stages", self.n_stages), ("microbatches", self.n_microbatches):
+            if number < 1:
+                raise ScheduleError(f"a pipeline of {number} {what}: it needs at least one")
+        lead_of(self.schedule, 0, self.n_stages, self.n_microbatches)
+        if min(self.delay or 0, self.ahead) < 0:
+            raise ScheduleError(f"delay {self.delay}, ahead {self.ahead}: neither can be negative")
+        for edge in self.edges:
+            if not 0 <= edge.src < edge.dst < self.n_stages:
+                raise ScheduleError(f"{edge} must go from a stage to a later one of {self.n_stages}")
+
+    def lead(self, stage: int) -> int:
+        """How many forwards a stage runs before its first backward, and has in flight at most."""
+        return lead_of(self.schedule, stage, self.n_stages, self.n_microbatches)
+
+    def window(self, edge: Edge) -> int:
+        """How many microbatches of `edge` can be on their way at once: those in flight at the earlier of its stages."""
+        return self.lead(min(edge.src, edge.dst))
+
+    def actions(self, stage: int) -> tuple[Action, ...]:
+        """Everything that a stage does, in order."""
+        return _actions(self, stage)
+
+    def takes(self, compute: Compute, stage: int) -> tuple[Edge, ...]:
+        """The edges whose values a stage needs for `compute`."""
+        match compute:
+            case Forward():
+                return tuple(edge for edge in self.edges if edge.dst == stage)
+            case Backward() | BackwardInput():
+                return tuple(edge.back() for edge in self.edges if edge.src == stage)
+            case BackwardWeight():
+                return ()
+
+    def gives(self, compute: Compute, stage: int) -> tuple[Edge, ...]:
+        """The edges that cross once a stage has done `compute`."""
+        match compute:
+            case Forward():
+                return tuple(edge for edge in self.edges if edge.src == stage)
+            case Backward() | BackwardInput():
+                return tuple(edge.back() for edge in self.edges if edge.dst == stage)
+            case BackwardWeight():
+                return ()
+
+    def __str__(self) -> str:
+        return "\n".join(f"stage {i}: {', '.join(map(str, self.actions(i)))}" for i in range(self.n_stages))
+
+
+@lru_cache(maxsize=1024)
+def _actions(program: Program, stage: int) -> tuple[Action, ...]:
+    return tuple(_generate(program, stage))
+
+
+def _generate(program: Program, stage: int) -> Iterator[Action]:
+    ahead, last = program.ahead, program.n_microbatches - 1
+    order = tuple(computes(program.lead(stage), program.n_microbatches, program.delay))
+    for microbatch in range(min(ahead, last + 1)):
+        for first in (Forward(microbatch), Backward(microbatch)):
+            yield from (Receive(edge, microbatch) for edge in program.takes(first, stage))
+    for compute in order:
+        microbatch = compute.microbatch
+        if microbatch + ahead <= last:
+            yield from (Receive(edge, microbatch + ahead) for edge in program.takes(compute, stage))
+        yield compute
+        yield from (Send(edge, microbatch) for edge in program.gives(compute, stage))

@@ -1,0 +1,152 @@
+"""What happened, or would: when each stage computed and each value crossed; and what can be read from that."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from dshard.pipeline.actions import Backward, BackwardInput, BackwardWeight, Compute, Edge, Forward
+from dshard.pipeline.costs import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One stage computes, from `begin` to `end` in seconds since the step began."""
+
+    stage: int
+    compute: Compute
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value crosses; the memory for it was given at `posted`."""
+
+    edge: Edge
+    microbatch: int
+    begin: float
+    end: float
+    posted: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A step of a pipeline, stage by stage: what was computed, in order, what crossed, and the costs behind it."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    crossings: tuple[Crossing, ...]
+    costs: Costs
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the beginning to the last end, of computing or crossing."""
+        ends = [span.end for stage in self.spans for span in stage] + [crossing.end for crossing in self.crossings]
+        return max(ends, default=0.0)
+
+    def busy(self, stage: int) -> float:
+        """Seconds that a stage computes."""
+        return sum(span.end - span.begin for span in self.spans[stage])
+
+    def bubble(self, stage: int) -> float:
+        """The part of the makespan in which a stage does not compute."""
+        return 1 - self.busy(stage) / self.makespan if self.makespan else 0.0
+
+    def in_flight(self, stage: int) -> int:
+        """The most microbatches at once whose forward has begun and whose activations are still needed."""
+        count = most = 0
+        for span in self.spans[stage]:
+            count += isinstance(span.compute, Forward)
+            most = max(most, count)
+            count -= isinstance(span.compute, Backward | BackwardInput)
+        return most
+
+    def peak_bytes(self, stage: int) -> int:
+        """The most bytes at once on the busiest rank of a stage: fixed, activations, and what is received early."""
+        cost = self.costs.stages[stage]
+        changes = [change for span in self.spans[stage] for change in _changes(span, cost.activation, cost.kept)]
+        begins = {(type(span.compute), span.compute.microbatch): span.begin for span in self.spans[stage]}
+        for crossing in self.crossings:
+            if crossing.edge.dst == stage:
+                nbytes = self.costs.of(crossing.edge).nbytes
+                changes += [(crossing.posted, nbytes), (_consumed(crossing, begins), -nbytes)]
+        held = most = cost.fixed
+        for _, change in sorted(changes):  # at one moment memory is first freed
+            held += change
+            most = max(most, held)
+        return most
+
+    def fits(self, budget: int) -> bool:
+        """Whether no stage ever holds more than `budget` bytes on a rank."""
+        return all(self.peak_bytes(stage) <= budget for stage in range(len(self.spans)))
+
+    def data(self) -> dict[str, Any]:
+        """The figures and spans for machines; seconds and bytes."""
+        stages = range(len(self.spans))
+        return {
+            "makespan": self.makespan,
+            "stages": [
+                {
+                    "busy": self.busy(i),
+                    "bubble": self.bubble(i),
+                    "in_flight": self.in_flight(i),
+                    "peak_bytes": self.peak_bytes(i),
+                    "spans": [[str(span.compute), span.begin, span.end] for span in self.spans[i]],
+                }
+                for i in stages
+            ],
+            "crossings": [[str(c.edge), c.microbatch, c.begin, c.end] for c in self.crossings],
+        }
+
+    def to_chrome(self) -> str:
+        """The timeline in the Chrome trace format: a thread for each stage, and one for each pair that sends."""
+        pairs = sorted({(c.edge.src, c.edge.dst) for c in self.crossings})
+        names = [(0, stage, f"stage {stage}") for stage in range(len(self.spans))]
+        names += [(1, thread, f"{src} to {dst}") for thread, (src, dst) in enumerate(pairs)]
+        events = [_named(*name) for name in names]
+        events += [
+            _slice(str(span.compute), type(span.compute).__name__, span.begin, span.end, 0, span.stage)
+            for stage in self.spans
+            for span in stage
+        ]
+        events += [
+            _slice(f"{c.edge} {c.microbatch}", "Crossing", c.begin, c.end, 1, pairs.index((c.edge.src, c.edge.dst)))
+            for c in self.crossings
+        ]
+        return json.dumps({"traceEvents": events})
+
+
+def _changes(span: Span, activation: int, kept: int) -> list[tuple[float, int]]:
+    """Moments within a stage, and by how much the activations that it holds then change."""
+    match span.compute:
+        case Forward():
+            return [(span.begin, activation)]
+        case Backward():
+            return [(span.end, -activation)]
+        case BackwardInput():
+            return [(span.end, kept - activation)]
+        case BackwardWeight():
+            return [(span.end, -kept)]
+
+
+def _consumed(crossing: Crossing, begins: dict[tuple[type, int], float]) -> float:
+    """When the stage begins to compute with what has crossed: from then on it counts as an activation."""
+    kinds = (Backward, BackwardInput) if crossing.edge.backward else (Forward,)
+    return next(begins[kind, crossing.microbatch] for kind in kinds if (kind, crossing.microbatch) in begins)
+
+
+def _named(process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": "thread_name", "ph": "M", "ts": 0, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slice(name: str, category: str, begin: float, end: float, process: int, thread: int) -> dict[str, Any]:
+    return {
+        "name": name,
+        "cat": category,
+        "ph": "X",
+        "ts": begin * 1e6,
+        "dur": (end - begin) * 1e6,
+        "pid": process,
+        "tid": thread,
+    }
