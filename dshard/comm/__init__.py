@@ -12,6 +12,7 @@ from dshard.comm.debug import compare_draws
 from dshard.comm.events import Event, listen
 from dshard.comm.later import Later, start
 from dshard.comm.legs import Flight, Leg, Program, Request, begin, finish, flat, legs_of, passing, same_memory
+from dshard.comm.mail import fetch, leave, peek, share
 from dshard.comm.perform import drive, perform, rehearse
 from dshard.comm.reshard import Resharding, begin_reshard, reshard
 from dshard.comm.run import run, runner, swap
@@ -23,6 +24,7 @@ from dshard.comm.runtime import (
     bind,
     current_mesh,
     device_mesh_of,
+    group_of,
     init_device_mesh,
     planning,
     ranks_per_host,
@@ -61,16 +63,20 @@ __all__ = [
     "device_of",
     "drive",
     "each",
+    "fetch",
     "finish",
     "flat",
     "gather_objects",
     "global_shape",
     "group_rank",
+    "group_of",
     "init_device_mesh",
+    "leave",
     "legs_of",
     "listen",
     "local_of",
     "passing",
+    "peek",
     "perform",
     "plain",
     "planning",
@@ -83,6 +89,7 @@ __all__ = [
     "same_memory",
     "same_replicas",
     "same_topology",
+    "share",
     "simulated_ranks",
     "spread",
     "stack",

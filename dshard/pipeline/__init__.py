@@ -14,9 +14,11 @@ from dshard.pipeline.actions import (
 from dshard.pipeline.choose import Choice, choose, rank_schedules
 from dshard.pipeline.costs import Costs, EdgeCost, StageCost, uniform
 from dshard.pipeline.flow import chain, edges_of
+from dshard.pipeline.pipeline import Pipeline
 from dshard.pipeline.program import Program
 from dshard.pipeline.schedule import SCHEDULES, computes, lead_of
 from dshard.pipeline.simulate import play, simulate
+from dshard.pipeline.stage import Stage
 from dshard.pipeline.timeline import Crossing, Span, Timeline
 
 __all__ = [
@@ -32,10 +34,12 @@ __all__ = [
     "Edge",
     "EdgeCost",
     "Forward",
+    "Pipeline",
     "Program",
     "Receive",
     "Send",
     "Span",
+    "Stage",
     "StageCost",
     "Timeline",
     "chain",

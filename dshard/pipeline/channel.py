@@ -1,0 +1,160 @@
+"""What crosses to and from the stage of this rank: begun early, waited for when it is needed."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.comm import begin_reshard, device_of, fetch, leave
+from dshard.errors import PipelineError
+from dshard.layout import Layout, Shape
+from dshard.ops.settings import current
+from dshard.ops.spec import contiguous_stride, spec_of
+from dshard.pipeline.actions import Edge
+from dshard.reshard import ReshardPlan, plan_reshard
+from dshard.tensor import DTensor
+
+Item = tuple[Edge, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a value that crosses is, where it comes from, and whether a gradient goes back."""
+
+    layout: Layout
+    shape: Shape
+    dtype: torch.dtype
+    differentiable: bool
+
+    def __str__(self) -> str:
+        grad = "" if self.differentiable else ", without gradient"
+        return f"{self.dtype} of {tuple(self.shape)} laid out [{self.layout}]{grad}"
+
+
+class Channels:
+    """What this rank sends and receives for its stage.
+
+    Both ends of an edge begin what crosses in the same order. What a receiver cannot know, it is told once for each
+    shape of a microbatch, by a `Header` left under `name`: only then does receiving wait for sending to begin.
+    """
+
+    def __init__(self, name: str, rank: int, landing: Callable[[Edge, int], Layout]) -> None:
+        self._name, self._rank, self._landing = name, rank, landing
+        self._headers: dict[Hashable, Header] = {}
+        self._shapes: Sequence[Hashable] = ()
+        self._queue: defaultdict[tuple[int, int], deque[Item]] = defaultdict(deque)
+        self._arriving: dict[Item, Any] = {}
+        self._leaving: dict[Item, Any] = {}
+
+    def begin_step(self, shapes: Sequence[Hashable]) -> None:
+        """Begin a step of as many microbatches as there are `shapes`: microbatches of one shape are alike."""
+        self._shapes = shapes
+
+    def header(self, item: Item) -> Header | None:
+        """What crosses, if that is known here."""
+        return self._headers.get(self._key(item))
+
+    def expect(self, item: Item) -> None:
+        """Give memory for what is to arrive, as soon as it is known what that is."""
+        self._queue[_pair(item)].append(item)
+        self._begin_known(_pair(item))
+
+    def arrive(self, item: Item) -> DTensor | None:
+        """Wait for what was expected; None for the gradient of what has none."""
+        queue = self._queue[_pair(item)]
+        while item in queue:
+            first = queue[0]
+            if self.header(first) is None:
+                self._headers[self._key(first)] = fetch(self._post(first))
+            self._begin_known(_pair(item))
+        header = self.header(item)
+        assert header is not None
+        under_way = self._arriving.pop(item)
+        if under_way is None:
+            return None
+        local = under_way.finish()
+        layout = self._plan(item[0], header).dst
+        return DTensor._wrap(
+            local, spec_of(layout, header.shape, contiguous_stride(header.shape), header.dtype, local.device)
+        )
+
+    def send(self, item: Item, x: DTensor) -> None:
+        """Begin to send an activation, or the gradient of one that came."""
+        edge, _ = item
+        header = self.header(item)
+        if not edge.backward:
+            header = self._announced(item, x)
+        assert header is not None
+        if header.differentiable or not edge.backward:
+            self._leaving[item] = self._begin(item, header, x)
+
+    def settle(self, item: Item) -> None:
+        """Wait until what was sent has left."""
+        under_way = self._leaving.pop(item, None)
+        if under_way is not None:
+            under_way.finish()
+
+    def settle_all(self) -> None:
+        """Wait until all has left."""
+        for item in list(self._leaving):
+            self.settle(item)
+
+    def forget(self) -> None:
+        """Let go of all that is under way: after a failure."""
+        self._queue.clear()
+        self._arriving.clear()
+        self._leaving.clear()
+
+    def returning(self, edge: Edge, header: Header) -> Layout:
+        """How the gradient of what came along an edge has to lie to go back."""
+        return self._plan(edge.back(), header).src
+
+    def _announced(self, item: Item, x: DTensor) -> Header:
+        found = Header(x._spec.layout, tuple(x.shape), x.dtype, x.requires_grad)
+        known = self.header(item)
+        if known is None:
+            self._headers[self._key(item)] = found
+            if self._rank == found.layout.mesh.ranks[0]:
+                leave(self._post(item), found)
+            self._begin_known(_pair((item[0].back(), item[1])))
+        elif known != found:
+            raise PipelineError(
+                f"{item[0]} was {known} and is now {found} for a batch of the same shape: what stages give each other "
+                "may depend on the shape of the batch alone"
+            )
+        return found
+
+    def _begin_known(self, pair: tuple[int, int]) -> None:
+        queue = self._queue[pair]
+        while queue and (header := self.header(queue[0])) is not None:
+            item = queue.popleft()
+            expected = header.differentiable or not item[0].backward
+            self._arriving[item] = self._begin(item, header, None) if expected else None
+
+    def _begin(self, item: Item, header: Header, x: DTensor | None) -> Any:
+        plan = self._plan(item[0], header)
+        local: Tensor = torch.empty(0, dtype=header.dtype, device=device_of(plan.dst.mesh)) if x is None else x._local
+        return begin_reshard(plan, local.detach(), tag=int(item[0].backward))
+
+    def _plan(self, edge: Edge, header: Header) -> ReshardPlan:
+        forth = edge.forth()
+        src, dst = header.layout, self._landing(forth, len(header.shape))
+        if edge.backward:
+            src, dst = dst.cotangent(), src.cotangent()
+        topology = current().topology_of(header.layout.mesh)
+        return plan_reshard(src, dst, header.shape, header.dtype.itemsize, topology)
+
+    def _key(self, item: Item) -> Hashable:
+        return item[0].forth(), self._shapes[item[1]]
+
+    def _post(self, item: Item) -> str:
+        return f"{self._name}/{item[0].forth()}/{self._shapes[item[1]]!r}"
+
+
+def _pair(item: Item) -> tuple[int, int]:
+    return item[0].src, item[0].dst

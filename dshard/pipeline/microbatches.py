@@ -1,0 +1,61 @@
+"""A batch, cut into microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+from dshard.errors import MixedError, ShapeError
+from dshard.placements import chunk
+from dshard.tensor import DTensor
+
+TARGET = "target"
+Reduction: TypeAlias = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Microbatch:
+    """Some samples of each value of the batch, and what their loss counts for in that of the batch."""
+
+    values: Mapping[str, Tensor]
+    weight: float
+
+    @property
+    def shapes(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        """Of microbatches for which this is equal, what crosses between stages is of one shape."""
+        return tuple((name, tuple(x.shape), str(x.dtype)) for name, x in sorted(self.values.items()))
+
+
+def cut_batch(values: Mapping[str, Tensor], n_microbatches: int, reduction: Reduction) -> Sequence[Microbatch]:
+    """Cut the batch along dim 0 as `torch.chunk` does; the last microbatch may be smaller.
+
+    The losses of microbatches are means over their samples, so those of smaller ones count for less; or sums.
+
+    Raises:
+        ShapeError: values of different numbers of samples, or a microbatch without any.
+        MixedError: a DTensor.
+    """
+    for name, x in values.items():
+        if isinstance(x, DTensor):
+            raise MixedError(f"{name} is a DTensor: a pipeline takes the whole batch as plain tensors, on every rank")
+    sizes = {x.shape[0] if x.dim() else None for x in values.values()}
+    if len(sizes) != 1 or None in sizes:
+        listed = ", ".join(f"{name} {tuple(x.shape)}" for name, x in values.items())
+        raise ShapeError(f"the batch has {listed or 'nothing'}: give tensors with as many samples each along dim 0")
+    size = sizes.pop() or 0
+    parts = [chunk(size, n_microbatches, i) for i in range(n_microbatches)]
+    if not all(parts):
+        raise ShapeError(
+            f"{size} samples in {n_microbatches} microbatches, as torch.chunk cuts them, leave some without any: "
+            f"use a multiple of {n_microbatches} samples, or fewer microbatches"
+        )
+    return [
+        Microbatch(
+            {name: x[part.start : part.stop] for name, x in values.items()},
+            len(part) / size if reduction == "mean" else 1.0,
+        )
+        for part in parts
+    ]

@@ -1,0 +1,144 @@
+"""`Pipeline`: stages on meshes of their own, run by a schedule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from dshard.comm import group_of, runtime_of
+from dshard.errors import MeshError, ScheduleError
+from dshard.pipeline.choose import choose
+from dshard.pipeline.costs import Costs
+from dshard.pipeline.flow import edges_of
+from dshard.pipeline.microbatches import TARGET, Reduction, cut_batch
+from dshard.pipeline.program import Program
+from dshard.pipeline.run import Runner
+from dshard.pipeline.stage import Stage
+
+AUTO = "auto"
+_MADE: Counter[tuple[int, ...]] = Counter()
+
+
+class Pipeline:
+    """Stages that run microbatch by microbatch, each on its own mesh; made by all ranks of all stages, in one order.
+
+    A stage gets each value that it takes from the last earlier stage that gives it, wherever that is, or from the
+    batch. `loss(*outputs, target)` of the last stage is a mean over samples, or a sum with `reduction="sum"`; without
+    `loss` the last stage returns it. Gradients are those of the whole batch.
+
+    `schedule` is "gpipe", "1f1b", "eager-1f1b", or "auto": by the simulator, the fastest for these `costs` of which no
+    rank holds more than `budget` bytes. `delay` splits each backward, so that gradients of inputs leave first, and
+    those of weights follow after the next `delay` microbatches. Without `overlap` a stage waits for what it sends.
+
+    Raises:
+        ScheduleError: stages or a schedule that cannot be, or a parameter in several stages.
+        MeshError: meshes that share ranks, or this rank is in none.
+        MixedError: a parameter of this rank's stage does not lie on its mesh.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        *,
+        n_microbatches: int,
+        schedule: str = "1f1b",
+        loss: Callable[..., Any] | None = None,
+        batch: Sequence[str] = ("x",),
+        reduction: Reduction = "mean",
+        delay: int | None = None,
+        overlap: bool = True,
+        costs: Costs | None = None,
+        budget: int | None = None,
+    ) -> None:
+        self.stages, self.batch, self._reduction = tuple(stages), tuple(batch), reduction
+        self.edges = edges_of([(stage.takes, stage.gives) for stage in self.stages], self.batch)
+        _check_tied(self.stages)
+        self.number = _number(self.stages)
+        self.stages[self.number].check(self.number)
+        if schedule == AUTO:
+            if costs is None:
+                raise ScheduleError('schedule="auto" chooses by the costs of the stages: give costs=Costs(...)')
+            self.program = choose(costs, n_microbatches, self.edges, budget).program
+        else:
+            self.program = Program(schedule, len(self.stages), n_microbatches, self.edges, delay, overlap)
+        ranks = tuple(sorted(rank for stage in self.stages for rank in stage.layout_mesh.ranks))
+        _MADE[ranks] += 1
+        name = f"dshard.pipeline/{','.join(map(str, ranks))}/{_MADE[ranks]}"
+        self._runner = Runner(self.stages, self.number, name, self.edges, loss)
+        self._group = self._join(ranks)
+
+    @property
+    def module(self) -> Any:
+        """The module of this rank's stage."""
+        return self.stages[self.number].module
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of this rank's stage that are trained: what its optimiser gets."""
+        return self.stages[self.number].parameters()
+
+    def step(self, batch: Tensor | Mapping[str, Tensor], target: Tensor | None = None) -> Tensor:
+        """The loss of the batch, on every rank, its gradients accumulated in the parameters.
+
+        Every rank passes the whole batch: a tensor where it has one name, else a tensor for each name. It is cut into
+        microbatches along dim 0, the last of which may be smaller.
+
+        Raises:
+            ShapeError: a batch that cannot be cut so.
+            PipelineError: a rank died or did not answer; names it and what was being done.
+        """
+        values = dict(batch) if isinstance(batch, Mapping) else dict.fromkeys(self.batch[:1], batch)
+        if set(values) != set(self.batch):
+            raise ScheduleError(f"the batch has {', '.join(values)}, and the pipeline takes {', '.join(self.batch)}")
+        if target is not None:
+            values[TARGET] = target
+        microbatches = cut_batch(values, self.program.n_microbatches, self._reduction)
+        loss = self._runner.run(self.program, microbatches, [microbatch.shapes for microbatch in microbatches])
+        return self._runner.shared(loss, self._group)
+
+    def _join(self, ranks: tuple[int, ...]) -> Any:
+        """Make the groups that edges need, in the same order on all ranks, and the one of all ranks."""
+        runtime = runtime_of(self.stages[self.number].layout_mesh)
+        assert runtime is not None
+        for src, dst in sorted({(edge.src, edge.dst) for edge in self.edges}):
+            if self.number in (src, dst):
+                pair = {*self.stages[src].layout_mesh.ranks, *self.stages[dst].layout_mesh.ranks}
+                group_of(tuple(sorted(pair)), runtime)
+        return group_of(ranks, runtime)
+
+
+def _check_tied(stages: Sequence[Stage]) -> None:
+    seen: dict[int, tuple[int, str]] = {}
+    for number, stage in enumerate(stages):
+        named = stage.module.named_parameters() if isinstance(stage.module, nn.Module) else ()
+        for name, parameter in named:
+            other, there = seen.setdefault(id(parameter), (number, name))
+            if other != number:
+                raise ScheduleError(
+                    f"the parameter {there} of stage {other} is also {name} of stage {number}: each stage would train "
+                    "a copy of its own; keep both uses in one stage, or untie them"
+                )
+
+
+def _number(stages: Sequence[Stage]) -> int:
+    """The stage of this rank."""
+    owner: dict[int, int] = {}
+    here = None
+    for number, stage in enumerate(stages):
+        mesh = stage.layout_mesh
+        for rank in mesh.ranks:
+            if rank in owner:
+                raise MeshError(
+                    f"rank {rank} is in stages {owner[rank]} and {number}: give each stage ranks of its own"
+                )
+            owner[rank] = number
+        runtime = runtime_of(mesh)
+        if runtime is None:
+            raise MeshError(f"the mesh ({mesh}) of stage {number} has no processes: use a DeviceMesh, under torchrun")
+        here = number if runtime.coordinate is not None else here
+        rank_here = runtime.rank
+    if here is None:
+        raise MeshError(f"rank {rank_here} is in no stage, and takes no part: make the Pipeline on the others alone")
+    return here

@@ -1,0 +1,91 @@
+"""A stage: a module on a mesh of its own, and the names of what it takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from dshard.comm import DeviceMesh
+from dshard.errors import MixedError, ScheduleError
+from dshard.layout import Layout, layout_of, replicated
+from dshard.mesh import Mesh
+from dshard.placements import Placement
+from dshard.tensor import DTensor, as_mesh
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A part of a model, on some of the ranks.
+
+    `module` is called with the values that it `takes`, as DTensors on `mesh`, and returns those that it `gives`: one
+    tensor, or as many as there are names, in their order. Its parameters are DTensors on `mesh`, laid out in any way.
+    Ranks outside the mesh pass None, or a module that they do not use. `placements` say how what it takes comes to lie
+    on the mesh, by name, "target" being what the loss is compared with; what is not named is replicated.
+    """
+
+    module: nn.Module | Callable[..., Any] | None
+    mesh: DeviceMesh
+    takes: Sequence[str] = ("x",)
+    gives: Sequence[str] = ("x",)
+    placements: Mapping[str, Sequence[Placement]] = field(default_factory=dict)
+
+    @property
+    def layout_mesh(self) -> Mesh:
+        """The mesh as a value."""
+        return as_mesh(self.mesh)
+
+    def landing(self, name: str, ndim: int) -> Layout:
+        """How a value of `ndim` dims that the stage takes lies on its mesh."""
+        if name in self.placements:
+            return layout_of(self.layout_mesh, self.placements[name], ndim)
+        return replicated(self.layout_mesh)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that are trained."""
+        found = self.module.parameters() if isinstance(self.module, nn.Module) else ()
+        return [parameter for parameter in found if parameter.requires_grad]
+
+    def check(self, number: int) -> None:
+        """Refuse a module that cannot run on the mesh: for the ranks of the mesh alone.
+
+        Raises:
+            ScheduleError: no module.
+            MixedError: a plain parameter, or one on another mesh.
+        """
+        if self.module is None:
+            raise ScheduleError(f"stage {number} has no module on a rank of its mesh: only ranks outside may pass None")
+        if not isinstance(self.module, nn.Module):
+            return
+        for name, parameter in self.module.named_parameters():
+            if not isinstance(parameter, DTensor):
+                raise MixedError(
+                    f"the parameter {name} of stage {number} is a plain tensor: lay the module out with "
+                    "distribute_module(module, mesh) on the ranks of its mesh"
+                )
+            if parameter.layout.mesh != self.layout_mesh:
+                raise MixedError(
+                    f"the parameter {name} of stage {number} lies on the mesh ({parameter.layout.mesh}), not on that "
+                    f"of its stage, ({self.layout_mesh})"
+                )
+
+    def outputs(self, returned: Any, number: int) -> tuple[DTensor, ...]:
+        """What the module returned, one DTensor for each name that the stage gives.
+
+        Raises:
+            ScheduleError: another number of values, or a value that is no DTensor on the mesh.
+        """
+        found = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+        if len(found) != len(self.gives):
+            raise ScheduleError(
+                f"stage {number} returned {len(found)} values, but gives {len(self.gives)} ({', '.join(self.gives)})"
+            )
+        for name, value in zip(self.gives, found, strict=True):
+            if not isinstance(value, DTensor) or value.layout.mesh != self.layout_mesh:
+                where = f"on the mesh ({value.layout.mesh})" if isinstance(value, DTensor) else f"a {type(value)}"
+                raise ScheduleError(
+                    f"stage {number} returned {name} {where}: it must be a DTensor on ({self.layout_mesh})"
+                )
+        return found
