@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from datetime import timedelta
+import time
 from typing import Any
 
 import torch
@@ -13,22 +14,29 @@ from torch.distributed import distributed_c10d
 from dshard.comm import transport
 from dshard.comm.runtime import Group
 
-_LIMIT = timedelta(seconds=300)
+_PAUSE = 0.05  # seconds between two looks, at most
 
 
 def leave(key: str, value: object) -> None:
-    """Leave a value under a key, for any rank to read."""
-    _store().set(key, pickle.dumps(value))
+    """Leave a value under a key, for any rank to read; nothing happens where the store is gone."""
+    with contextlib.suppress(RuntimeError, OSError):
+        _store().set(key, pickle.dumps(value))
 
 
-def fetch(key: str, seconds: float | None = None) -> Any:
-    """The value under a key; waits until some rank has left it.
+def fetch(key: str, seconds: float, unless: str) -> Any:
+    """The value under a key, as soon as some rank has left it.
 
     Raises:
-        RuntimeError: nobody did within the time limit.
+        RuntimeError: one was left under the key `unless` before, nobody did within `seconds`, or the store is gone.
     """
-    store = _store()
-    store.wait([key], _LIMIT if seconds is None else timedelta(seconds=seconds))
+    begin, pause, store = time.monotonic(), 0.001, _store()
+    while not store.check([key]):
+        if store.check([unless]):
+            raise RuntimeError("another rank has failed")
+        if time.monotonic() - begin > seconds:
+            raise RuntimeError(f"nobody has told what is to come after {seconds:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSE)
     return pickle.loads(store.get(key))
 
 

@@ -43,8 +43,8 @@ class Channels:
     shape of a microbatch, by a `Header` left under `name`: only then does receiving wait for sending to begin.
     """
 
-    def __init__(self, name: str, rank: int, landing: Callable[[Edge, int], Layout]) -> None:
-        self._name, self._rank, self._landing = name, rank, landing
+    def __init__(self, name: str, rank: int, landing: Callable[[Edge, int], Layout], timeout: float) -> None:
+        self._name, self._rank, self._landing, self._timeout = name, rank, landing, timeout
         self._headers: dict[Hashable, Header] = {}
         self._shapes: Sequence[Hashable] = ()
         self._queue: defaultdict[tuple[int, int], deque[Item]] = defaultdict(deque)
@@ -70,7 +70,7 @@ class Channels:
         while item in queue:
             first = queue[0]
             if self.header(first) is None:
-                self._headers[self._key(first)] = fetch(self._post(first))
+                self._headers[self._key(first)] = fetch(self._post(first), self._timeout, f"{self._name}/failed")
             self._begin_known(_pair(item))
         header = self.header(item)
         assert header is not None
