@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-import torch
-from pipeline_models import LOSS, Where, batch, errors, mesh_of, parts, staged
-from torch import nn
+from pipeline_models import LOSS, Where, errors, staged
 
-from dshard import DTensor, Shard, distribute_module
-from dshard.errors import MeshError, MixedError, PipelineError, RankError, ScheduleError, ShapeError
-from dshard.pipeline import SCHEDULES, Costs, EdgeCost, Pipeline, Stage, StageCost
-from dshard.testing import RankPool, rank_pool
+from dshard.pipeline import SCHEDULES, Pipeline
+from dshard.testing import rank_pool
 
 TWO = (Where((0, 1), (2,), "data"), Where((2, 3), (2,), "tensor"))
 UNEVEN = (Where((3,), (1,), "replicated"), Where((2, 0, 1), (3,), "data"))

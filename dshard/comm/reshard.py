@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache, partial
 from hashlib import blake2s
 from itertools import groupby
@@ -65,12 +66,13 @@ def reshard(plan: ReshardPlan, x: Tensor) -> Tensor | None:
     return _measure(plan, x) if MEASURING else begin_reshard(plan, x).finish()
 
 
-def begin_reshard(plan: ReshardPlan, x: Tensor, *, tag: int = 0) -> Resharding:
+def begin_reshard(plan: ReshardPlan, x: Tensor, *, tag: int = 0, timeout: float | None = None) -> Resharding:
     """Begin to run a plan: what this rank sends of its own is on its way, and what it waits for may arrive.
 
     What it is to pass on to others moves on in `finish`; until then `x` must not change. Several may be under way
-    between the same ranks, each with a `tag` of its own, and begin in any order (on NCCL, which knows no tags, in the
-    same order on all ranks).
+    between the same ranks, each with a `tag` of its own, and begin in any order (on NCCL, which knows no tags, each tag
+    has a process group, and those of one tag begin in the same order on all ranks). What does not arrive within
+    `timeout` seconds, or those of the process group, is an error.
 
     Raises:
         MeshError: a mesh has no processes, or this rank is in neither.
@@ -79,23 +81,24 @@ def begin_reshard(plan: ReshardPlan, x: Tensor, *, tag: int = 0) -> Resharding:
     if not MEASURING:
         _tell(plan, plan.received(runtime.rank) * plan.itemsize)
     with torch.no_grad():
-        group = group_of(plan.ranks, runtime)
+        group = group_of(plan.ranks, runtime, tag)
         if debug.enabled():
             debug.compare_on(_told_of(plan), group, device_of(plan.src.mesh))
         if runtime.rank in plan.src.mesh and plan.first is not None:
             x = run(plan.first, x)
-        return Resharding(plan, runtime.rank, x, group, tag)
+        return Resharding(plan, runtime.rank, x, group, tag, timeout)
 
 
 class Resharding:
     """A plan between meshes that is under way on this rank."""
 
-    def __init__(self, plan: ReshardPlan, rank: int, x: Tensor, group: Group, tag: int) -> None:
+    def __init__(self, plan: ReshardPlan, rank: int, x: Tensor, group: Group, tag: int, timeout: float | None) -> None:
         self._plan, self._group = plan, group.process_group
         self._buffers = Buffers(plan, rank, x)
         self._tag = tag * MAX_CHAINS
-        self._arriving: dict[tuple[int, int, int], dist.Work] = {}
-        self._works: list[dist.Work] = []
+        self._timeout = timeout
+        self._arriving: dict[tuple[int, int, int], _Awaited] = {}
+        self._works: list[_Awaited] = []
         self._in_step = group.backend == "nccl"
         self._ops = ops_of(plan, rank, self._in_step)
         if self._in_step:
@@ -137,9 +140,9 @@ class Resharding:
                 works *= len(ops)
             for op, work in zip(ops, works, strict=True):
                 if op.sends:
-                    self._works.append(work)
+                    self._works.append(_Awaited(work, op, None))
                 else:
-                    self._arriving[op.chain, op.index, op.hop] = work
+                    self._arriving[op.chain, op.index, op.hop] = _Awaited(work, op, None)
 
     def _await(self, op: Op) -> None:
         """Wait for the chunk that is to be sent on."""
@@ -152,17 +155,36 @@ class Resharding:
         chain, index, hop = key
         self._buffers.add(chain, index, hop + 1)
 
-    def _start(self, op: Op) -> dist.Work:
+    def _start(self, op: Op) -> _Awaited:
         chunk = self._buffers.chunk(op.chain, op.index, op.position)
         work = (dist.isend if op.sends else dist.irecv)(chunk, op.peer, self._group, self._tag + op.chain % MAX_CHAINS)
         assert work is not None
-        return work
+        return _Awaited(work, op, self._timeout)
 
     def _call(self, op: Op) -> dist.P2POp:
         chunk = self._buffers.chunk(op.chain, op.index, op.position)
         return dist.P2POp(
             dist.isend if op.sends else dist.irecv, chunk, op.peer, self._group, self._tag + op.chain % MAX_CHAINS
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """A chunk that is under way, and whom it is for or from."""
+
+    work: dist.Work
+    op: Op
+    timeout: float | None
+
+    def wait(self) -> None:
+        try:
+            if self.timeout is None:
+                self.work.wait()
+            else:
+                self.work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            what = "take what was sent to it" if self.op.sends else "send what was expected from it"
+            raise RuntimeError(f"rank {self.op.peer} did not {what}: {error}") from error
 
 
 @lru_cache(maxsize=65536)

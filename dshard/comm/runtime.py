@@ -113,13 +113,13 @@ def _hosts(ranks: Sequence[int], local: str) -> int:
 _MADE: Counter[tuple[int, ...]] = Counter()
 
 
-def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def _new_group(ranks: tuple[int, ...], own: bool = False) -> dist.ProcessGroup:
     """A process group of these ranks, which alone make it, all together.
 
     torch would name it after the number of groups that this process is in, and the ranks wait forever where they differ
     in that: so it is named after how many groups of just these ranks there are.
     """
-    if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
+    if not own and len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
         return dist.group.WORLD
     _MADE[ranks] += 1
     name = f"dshard:{','.join(map(str, ranks))}:{_MADE[ranks]}"
@@ -133,12 +133,16 @@ def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         c10d._process_group_name = named
 
 
-_UNIONS: dict[tuple[int, ...], tuple[Any, Group]] = {}
+_UNIONS: dict[tuple[tuple[int, ...], int], tuple[Any, Group]] = {}
 
 
-def group_of(ranks: tuple[int, ...], runtime: Runtime) -> Group:
-    """The group of these ranks, in ascending order, in the world of `runtime`; made on first use, by all its ranks."""
-    found = _UNIONS.get(ranks)
+def group_of(ranks: tuple[int, ...], runtime: Runtime, tag: int = 0) -> Group:
+    """The group of these ranks, in ascending order, in the world of `runtime`; made on first use, by all its ranks.
+
+    Where the backend knows no tags, each has a group of its own, so that what has one does not wait for another.
+    """
+    tag = tag if dist.get_backend() == "nccl" else 0
+    found = _UNIONS.get((ranks, tag))
     if found is None or found[0] is not runtime.world:
         process_group = _new_group(ranks)
         backend = dist.get_backend(process_group)
@@ -146,6 +150,8 @@ def group_of(ranks: tuple[int, ...], runtime: Runtime) -> Group:
         if group.backend == "nccl":
             dist.barrier(group.process_group)  # its first call must be one that all ranks make
         found = _UNIONS[ranks] = (runtime.world, group)
+        made = Group((), ranks, ranks.index(runtime.rank), _new_group(ranks, own=tag > 0))
+        found = _UNIONS[ranks, tag] = (runtime.world, made)
     return found[1]
 
 

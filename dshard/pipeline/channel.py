@@ -139,7 +139,7 @@ class Channels:
     def _begin(self, item: Item, header: Header, x: DTensor | None) -> Any:
         plan = self._plan(item[0], header)
         local: Tensor = torch.empty(0, dtype=header.dtype, device=device_of(plan.dst.mesh)) if x is None else x._local
-        return begin_reshard(plan, local.detach(), tag=int(item[0].backward))
+        return begin_reshard(plan, local.detach(), tag=int(item[0].backward), timeout=self._timeout)
 
     def _plan(self, edge: Edge, header: Header) -> ReshardPlan:
         forth = edge.forth()

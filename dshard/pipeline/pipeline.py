@@ -32,6 +32,7 @@ class Pipeline:
     `schedule` is "gpipe", "1f1b", "eager-1f1b", or "auto": by the simulator, the fastest for these `costs` of which no
     rank holds more than `budget` bytes. `delay` splits each backward, so that gradients of inputs leave first, and
     those of weights follow after the next `delay` microbatches. Without `overlap` a stage waits for what it sends.
+    What does not arrive within `timeout` seconds is an error.
 
     Raises:
         ScheduleError: stages or a schedule that cannot be, or a parameter in several stages.
@@ -52,6 +53,7 @@ class Pipeline:
         overlap: bool = True,
         costs: Costs | None = None,
         budget: int | None = None,
+        timeout: float = 300.0,
     ) -> None:
         self.stages, self.batch, self._reduction = tuple(stages), tuple(batch), reduction
         self.edges = edges_of([(stage.takes, stage.gives) for stage in self.stages], self.batch)
@@ -67,7 +69,7 @@ class Pipeline:
         ranks = tuple(sorted(rank for stage in self.stages for rank in stage.layout_mesh.ranks))
         _MADE[ranks] += 1
         name = f"dshard.pipeline/{','.join(map(str, ranks))}/{_MADE[ranks]}"
-        self._runner = Runner(self.stages, self.number, name, self.edges, loss)
+        self._runner = Runner(self.stages, self.number, name, self.edges, loss, timeout)
         self._group = self._join(ranks)
 
     @property
@@ -105,7 +107,8 @@ class Pipeline:
         for src, dst in sorted({(edge.src, edge.dst) for edge in self.edges}):
             if self.number in (src, dst):
                 pair = {*self.stages[src].layout_mesh.ranks, *self.stages[dst].layout_mesh.ranks}
-                group_of(tuple(sorted(pair)), runtime)
+                for tag in (0, 1):  # activations, gradients
+                    group_of(tuple(sorted(pair)), runtime, tag)
         return group_of(ranks, runtime)
 
 

@@ -47,7 +47,13 @@ class Runner:
     """The stage of this rank: runs the actions of a program, one after the other."""
 
     def __init__(
-        self, stages: Sequence[Stage], number: int, name: str, edges: tuple[Edge, ...], loss: Callable[..., Any] | None
+        self,
+        stages: Sequence[Stage],
+        number: int,
+        name: str,
+        edges: tuple[Edge, ...],
+        loss: Callable[..., Any] | None,
+        timeout: float,
     ) -> None:
         self.stage, self.number, self._loss = stages[number], number, loss
         self._last = number == len(stages) - 1
@@ -56,7 +62,7 @@ class Runner:
         runtime = runtime_of(self.stage.layout_mesh)
         assert runtime is not None
         self.rank, self._name = runtime.rank, name
-        self._channels = Channels(name, runtime.rank, self._landing)
+        self._channels = Channels(name, runtime.rank, self._landing, timeout)
         self.seconds: list[tuple[Compute, float]] = []
 
     def run(self, program: Program, microbatches: Sequence[Microbatch], shapes: Sequence[Hashable]) -> Tensor | None:
