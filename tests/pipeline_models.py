@@ -21,11 +21,11 @@ class Down(nn.Module):
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
-        self.conv, self.half = nn.Conv2d(channels, out, 3, padding=1), nn.Conv2d(out, out, 2, stride=2)
+        self.conv, self.halve = nn.Conv2d(channels, out, 3, padding=1), nn.Conv2d(out, out, 2, stride=2)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         skip = F.gelu(self.conv(x))
-        return self.half(skip), skip
+        return self.halve(skip), skip
 
 
 class Up(nn.Module):
@@ -33,10 +33,10 @@ class Up(nn.Module):
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
-        self.double, self.conv = nn.ConvTranspose2d(channels, channels, 2, stride=2), nn.Conv2d(2 * channels, out, 1)
+        self.twice, self.conv = nn.ConvTranspose2d(channels, channels, 2, stride=2), nn.Conv2d(2 * channels, out, 1)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        return self.conv(torch.cat([self.double(x), skip], 1)).tanh()
+        return self.conv(torch.cat([self.twice(x), skip], 1)).tanh()
 
 
 class DownTwice(nn.Module):

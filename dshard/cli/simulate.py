@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dshard.cli.arguments import Commands, sentence
 from dshard.cli.model import add_simulate_step
+from dshard.cli.pipeline import add_simulate_pipeline
 
 
 def add_simulate(commands: Commands) -> None:
@@ -13,3 +14,4 @@ def add_simulate(commands: Commands) -> None:
         title="what to simulate", metavar="kind", required=True
     )
     add_simulate_step(kinds)
+    add_simulate_pipeline(kinds)

@@ -1,21 +1,23 @@
 """The backward of one stage and one microbatch: whole, or the gradients of the inputs first.
 
-What splits it is torch's own (torch.distributed.pipelining, after Zero Bubble, arXiv 2401.10241): it remembers the
-gradients where the graph of the weights leaves that of the inputs, and starts from there for the weights.
+What splits it remembers the gradients that enter each node of the graph from which both an input and a weight are
+reached, and starts from there for the weights (after Zero Bubble, arXiv 2401.10241). torch.distributed.pipelining has
+the like, which detaches the outputs in place and so refuses a stage that saved one for its backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.autograd.graph import GradientEdge, Node
 
 Outputs = Sequence[tuple[Tensor, Tensor | None]]
 """What a stage gave, and the gradients of that; None for a loss."""
+Grads = tuple[Tensor | None, ...]
 
 
 def backward(outputs: Outputs) -> None:
@@ -31,39 +33,104 @@ def backward_input(outputs: Outputs, inputs: Sequence[Tensor], weights: Sequence
     Outputs that do not depend on an input that needs a gradient wait until then.
     """
     inputs = [x for x in inputs if x.requires_grad]
-    reached = _dependent([out for out, _ in outputs], inputs)
-    now = [pair for pair, reaches in zip(outputs, reached, strict=True) if reaches]
-    later = [pair for pair, reaches in zip(outputs, reached, strict=True) if not reaches]
+    graph = _Graph([root for out, _ in outputs if (root := _node(out)) is not None])
+    leading = graph.leading_to({node for x in inputs if (node := _node(x)) is not None})
+    now = [pair for pair in outputs if _node(pair[0]) in leading]
+    later = [pair for pair in outputs if _node(pair[0]) not in leading]
     if not now:
         return lambda: backward(later)
-    grads: Any = [torch.ones_like(out) if grad is None else grad for out, grad in now]
-    _, groups = stage_backward_input([out for out, _ in now], grads, list(inputs), iter(weights))
+    owners = {node: weight for weight in weights if (node := _node(weight)) is not None}
+    # In the order of the graph, the same on all ranks: weights may need collectives for their gradients.
+    inner = [node for node in graph.following if node in leading]
+    borders = {node: found for node in inner if (found := graph.beside(node, leading, owners))}
+    entered: dict[Node, Grads] = {}
+    hooks = [node.register_prehook(partial(_remember, entered, node)) for node in borders]
+    try:
+        tensors, grads = [out for out, _ in now], [grad for _, grad in now]
+        torch.autograd.backward(tensors, grads, retain_graph=True, inputs=inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
     def backward_weight() -> None:
-        stage_backward_weight(iter(weights), groups, retain_graph=bool(later))
+        for node, found in borders.items():
+            if node in entered:
+                reached = [weight for leaf, weight in owners.items() if leaf in found]
+                _backward_from(node, entered[node], reached, _others(node, found, borders))
         backward(later)
 
     return backward_weight
 
 
-def _dependent(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[bool]:
-    """Of each output, whether it depends on an input."""
-    targets = {_accumulator(x) for x in inputs}
-    return [out.requires_grad and _reaches(out.grad_fn or _accumulator(out), targets) for out in outputs]
+def _backward_from(node: Node, grads: Grads, weights: list[nn.Parameter], others: Iterable[Node]) -> None:
+    """Accumulate what the weights get through one node; what other nodes pass on is theirs to give."""
+    hooks = [other.register_prehook(_nothing) for other in others]
+    try:
+        given = [(GradientEdge(node, i), grad) for i, grad in enumerate(grads) if grad is not None]
+        edges: Any = [edge for edge, _ in given]
+        torch.autograd.backward(edges, [grad for _, grad in given], retain_graph=True, inputs=weights)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def _accumulator(leaf: Tensor) -> Node | None:
-    viewed = leaf.view_as(leaf).grad_fn
+def _others(node: Node, found: set[Node], borders: dict[Node, set[Node]]) -> list[Node]:
+    """The nodes that reach one of the same weights."""
+    return [other for other, weights in borders.items() if other is not node and weights & found]
+
+
+def _remember(entered: dict[Node, Grads], node: Node, grads: Grads) -> None:
+    entered[node] = grads
+
+
+def _nothing(grads: Grads) -> Grads:
+    return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
+
+
+def _node(x: Tensor) -> Node | None:
+    """The node that made a tensor, or that accumulates its gradient; None if it needs none."""
+    if not x.requires_grad or x.grad_fn is not None:
+        return x.grad_fn
+    viewed = x.view_as(x).grad_fn
     return None if viewed is None else viewed.next_functions[0][0]
 
 
-def _reaches(start: Node | None, targets: set[Node | None]) -> bool:
-    seen, stack = set(), [start]
-    while stack:
-        node = stack.pop()
-        if node in targets and node is not None:
-            return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            stack += [following for following, _ in node.next_functions]
-    return False
+class _Graph:
+    """The nodes behind some roots, and what each passes gradients on to."""
+
+    def __init__(self, roots: list[Node]) -> None:
+        self.following: dict[Node, list[Node]] = {}
+        stack = list(roots)
+        while stack:
+            node = stack.pop()
+            if node not in self.following:
+                self.following[node] = [after for after, _ in node.next_functions if after is not None]
+                stack += self.following[node]
+
+    def leading_to(self, targets: set[Node]) -> set[Node]:
+        """The nodes from which one of the targets is reached, the targets included."""
+        before: dict[Node, list[Node]] = {}
+        for node, following in self.following.items():
+            for after in following:
+                before.setdefault(after, []).append(node)
+        found: set[Node] = set()
+        stack = [target for target in targets if target in self.following]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack += before.get(node, [])
+        return found
+
+    def beside(self, node: Node, leading: set[Node], leaves: Iterable[Node]) -> set[Node]:
+        """The leaves that a node reaches, but by no other node of `leading`."""
+        wanted, found, seen = set(leaves), set(), set()
+        stack = [after for after in self.following[node] if after not in leading]
+        while stack:
+            after = stack.pop()
+            if after not in seen:
+                seen.add(after)
+                stack += self.following[after]
+                if after in wanted:
+                    found.add(after)
+        return found

@@ -16,6 +16,7 @@ from dshard.layout import Layout, Shape
 from dshard.ops.settings import current
 from dshard.ops.spec import contiguous_stride, spec_of
 from dshard.pipeline.actions import Edge
+from dshard.placements import Partial, Replicate
 from dshard.reshard import ReshardPlan, plan_reshard
 from dshard.tensor import DTensor
 
@@ -48,7 +49,8 @@ class Channels:
         self._headers: dict[Hashable, Header] = {}
         self._shapes: Sequence[Hashable] = ()
         self._queue: defaultdict[tuple[int, int], deque[Item]] = defaultdict(deque)
-        self._arriving: dict[Item, Any] = {}
+        self._arriving: defaultdict[tuple[int, int], deque[tuple[Item, Any]]] = defaultdict(deque)
+        self._arrived: dict[Item, Tensor | None] = {}
         self._leaving: dict[Item, Any] = {}
 
     def begin_step(self, shapes: Sequence[Hashable]) -> None:
@@ -74,10 +76,12 @@ class Channels:
             self._begin_known(_pair(item))
         header = self.header(item)
         assert header is not None
-        under_way = self._arriving.pop(item)
-        if under_way is None:
+        while item not in self._arrived:  # in the order in which it began: some of it is passed on within the mesh
+            first, under_way = self._arriving[_pair(item)].popleft()
+            self._arrived[first] = None if under_way is None else under_way.finish()
+        local = self._arrived.pop(item)
+        if local is None:
             return None
-        local = under_way.finish()
         layout = self._plan(item[0], header).dst
         return DTensor._wrap(
             local, spec_of(layout, header.shape, contiguous_stride(header.shape), header.dtype, local.device)
@@ -88,6 +92,7 @@ class Channels:
         edge, _ = item
         header = self.header(item)
         if not edge.backward:
+            x = _complete(x)
             header = self._announced(item, x)
         assert header is not None
         if header.differentiable or not edge.backward:
@@ -108,6 +113,7 @@ class Channels:
         """Let go of all that is under way: after a failure."""
         self._queue.clear()
         self._arriving.clear()
+        self._arrived.clear()
         self._leaving.clear()
 
     def returning(self, edge: Edge, header: Header) -> Layout:
@@ -134,7 +140,7 @@ class Channels:
         while queue and (header := self.header(queue[0])) is not None:
             item = queue.popleft()
             expected = header.differentiable or not item[0].backward
-            self._arriving[item] = self._begin(item, header, None) if expected else None
+            self._arriving[pair].append((item, self._begin(item, header, None) if expected else None))
 
     def _begin(self, item: Item, header: Header, x: DTensor | None) -> Any:
         plan = self._plan(item[0], header)
@@ -154,6 +160,16 @@ class Channels:
 
     def _post(self, item: Item) -> str:
         return f"{self._name}/{item[0].forth()}/{self._shapes[item[1]]!r}"
+
+
+def _complete(x: DTensor) -> DTensor:
+    """A value whose reduction is not pending any more, so that the sender need do nothing once it has begun."""
+    layout = x._spec.layout
+    done = tuple(Replicate() if isinstance(placement, Partial) else placement for placement in layout.placements)
+    if done == layout.placements:
+        return x
+    whole: Any = x.detach()
+    return whole.redistribute(placements=done).requires_grad_(x.requires_grad)  # type: ignore[no-any-return]
 
 
 def _pair(item: Item) -> tuple[int, int]:
