@@ -45,7 +45,7 @@ class Channels:
     """
 
     def __init__(self, name: str, rank: int, landing: Callable[[Edge, int], Layout], timeout: float) -> None:
-        self._name, self._rank, self._landing, self._timeout = name, rank, landing, timeout
+        self._name, self._rank, self._landing, self.timeout = name, rank, landing, timeout
         self._headers: dict[Hashable, Header] = {}
         self._shapes: Sequence[Hashable] = ()
         self._queue: defaultdict[tuple[int, int], deque[Item]] = defaultdict(deque)
@@ -72,7 +72,7 @@ class Channels:
         while item in queue:
             first = queue[0]
             if self.header(first) is None:
-                self._headers[self._key(first)] = fetch(self._post(first), self._timeout, f"{self._name}/failed")
+                self._headers[self._key(first)] = fetch(self._post(first), self.timeout, f"{self._name}/failed")
             self._begin_known(_pair(item))
         header = self.header(item)
         assert header is not None
@@ -145,7 +145,7 @@ class Channels:
     def _begin(self, item: Item, header: Header, x: DTensor | None) -> Any:
         plan = self._plan(item[0], header)
         local: Tensor = torch.empty(0, dtype=header.dtype, device=device_of(plan.dst.mesh)) if x is None else x._local
-        return begin_reshard(plan, local.detach(), tag=int(item[0].backward), timeout=self._timeout)
+        return begin_reshard(plan, local.detach(), tag=int(item[0].backward), timeout=self.timeout)
 
     def _plan(self, edge: Edge, header: Header) -> ReshardPlan:
         forth = edge.forth()

@@ -81,6 +81,15 @@ class Pipeline:
         """The parameters of this rank's stage that are trained: what its optimiser gets."""
         return self.stages[self.number].parameters()
 
+    @property
+    def timeout(self) -> float:
+        """How many seconds a rank waits for another; may be set."""
+        return self._runner.channels.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._runner.channels.timeout = seconds
+
     def step(self, batch: Tensor | Mapping[str, Tensor], target: Tensor | None = None) -> Tensor:
         """The loss of the batch, on every rank, its gradients accumulated in the parameters.
 

@@ -62,12 +62,12 @@ class Runner:
         runtime = runtime_of(self.stage.layout_mesh)
         assert runtime is not None
         self.rank, self._name = runtime.rank, name
-        self._channels = Channels(name, runtime.rank, self._landing, timeout)
+        self.channels = Channels(name, runtime.rank, self._landing, timeout)
         self.seconds: list[tuple[Compute, float]] = []
 
     def run(self, program: Program, microbatches: Sequence[Microbatch], shapes: Sequence[Hashable]) -> Tensor | None:
         """Run one step; the sum of the weighted losses, on the last stage."""
-        self._channels.begin_step(shapes)
+        self.channels.begin_step(shapes)
         self._microbatches, self._program = microbatches, program
         self._running: dict[int, Running] = {}
         self._total: Any = None
@@ -76,7 +76,7 @@ class Runner:
             with self._named(action):
                 self._do(action)
         with self._named("the end of the step"):
-            self._channels.settle_all()
+            self.channels.settle_all()
             return None if self._total is None else self._total.full_tensor()
 
     def shared(self, loss: Tensor | None, group: Any) -> Tensor:
@@ -88,7 +88,7 @@ class Runner:
     def _do(self, action: Action) -> None:
         match action:
             case Receive(edge, microbatch):
-                self._channels.expect((edge, microbatch))
+                self.channels.expect((edge, microbatch))
             case Send(edge, microbatch):
                 self._send(edge, microbatch)
             case Forward() | Backward() | BackwardInput() | BackwardWeight():
@@ -128,7 +128,7 @@ class Runner:
             mesh = self.stage.mesh
             return distribute_tensor(value, mesh, self.stage.landing(name, value.dim()).placements, src_data_rank=None)
         came = self._arrive(edge, k)
-        header = self._channels.header((edge, k))
+        header = self.channels.header((edge, k))
         assert came is not None
         assert header is not None
         return came.requires_grad_() if header.differentiable else came
@@ -157,7 +157,7 @@ class Runner:
 
     def _arrive(self, edge: Edge, k: int) -> DTensor | None:
         with self._named(Receive(edge, k)):
-            return self._channels.arrive((edge, k))
+            return self.channels.arrive((edge, k))
 
     def _with_gradients(self, k: int) -> list[tuple[Tensor, Tensor | None]]:
         """What the stage gave, with the sum of the gradients that came back; that of a loss is one."""
@@ -174,7 +174,7 @@ class Runner:
         return found
 
     def _send(self, edge: Edge, k: int) -> None:
-        channels, item = self._channels, (edge, k)
+        channels, item = self.channels, (edge, k)
         channels.settle((edge, k - self._program.window(edge)))
         running = self._running[k]
         known = channels.header(item) is not None
@@ -188,12 +188,12 @@ class Runner:
 
     def _gradient(self, edge: Edge, x: Any, item: tuple[Edge, int]) -> DTensor:
         """The gradient of an input, of zeros where the stage made no use of it, laid out to go back."""
-        header = self._channels.header(item)
+        header = self.channels.header(item)
         assert header is not None
         if not header.differentiable:
             return x  # type: ignore[no-any-return]
         grad: Any = torch.zeros_like(x) if x.grad is None else x.grad
-        layout = self._channels.returning(edge.forth(), header)
+        layout = self.channels.returning(edge.forth(), header)
         return grad.redistribute(placements=layout.placements)  # type: ignore[no-any-return]
 
     def _let_go(self, k: int) -> None:
@@ -211,7 +211,7 @@ class Runner:
         try:
             yield
         except BaseException as error:
-            self._channels.forget()
+            self.channels.forget()
             told = peek(f"{self._name}/failed")
             here = f"rank {self.rank}, stage {self.number}, at {action}"
             if told is None:
