@@ -321,6 +321,16 @@ class Multiply(torch.autograd.Function):
             back = product.back(grad._spec, None if a is None else a._spec, None if b is None else b._spec)
             if back is not None:
                 found[:2] = back(cls, grad._local, a, b)
+        if product.bias is not None and wanted(ctx, 2):
+            found[2] = grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+        need_a, need_b, plain = wanted(ctx, 0), wanted(ctx, 1), not torch.is_grad_enabled()
+        if need_a:
+            other: Any = torch.conj_physical(b) if b.is_complex() else b
+            first = product.gradient(0, grad._spec, other._spec)
+            if need_b and plain and first.overlaps():
+                given: Any = torch.conj_physical(a) if a.is_complex() else a
+                second = product.gradient(1, grad._spec, given._spec)
+                found[:2] = both(cls, (first, (grad, other)), (second, (given, grad)))
                 return (None, None, *found)
         found[:2] = _gradients(ctx, cls, product, grad, a, b, plain)
         return (None, None, *found)
@@ -345,6 +355,17 @@ def _gradients(ctx: Any, cls: Any, product: Product, grad: Any, a: Any, b: Any, 
         other = torch.conj_physical(a) if a.is_complex() else a
         found[1] = multiply(cls, product.gradient(1, grad._spec, other._spec), (other, grad))
     return found
+def wanted(ctx: Any, i: int) -> bool:
+    """Whether the backward pass that runs has a use for the gradient of tensor `i` of a product.
+
+    A pass that is asked for the gradients of some tensors alone goes only where those are.
+    """
+    if not ctx.needs_input_grad[2 + i]:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(ctx.next_functions[i][0]))
+    except RuntimeError:  # torch does not tell of a leaf within autograd.grad, which goes there if it was asked to
+        return True
 
 
 def both(cls: Any, first: tuple[Product, Sequence[Any]], second: tuple[Product, Sequence[Any]]) -> list[Any]:
