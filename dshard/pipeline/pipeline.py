@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dshard.comm import group_of, runtime_of
 from dshard.errors import MeshError, ScheduleError
+from dshard.pipeline.actions import Compute
 from dshard.pipeline.choose import choose
 from dshard.pipeline.costs import Costs
 from dshard.pipeline.flow import edges_of
@@ -89,6 +90,11 @@ class Pipeline:
     @timeout.setter
     def timeout(self, seconds: float) -> None:
         self._runner.channels.timeout = seconds
+
+    @property
+    def seconds(self) -> list[tuple[Compute, float]]:
+        """What this rank computed in the last step, in order, and how long each took; waiting is left out."""
+        return self._runner.seconds
 
     def step(self, batch: Tensor | Mapping[str, Tensor], target: Tensor | None = None) -> Tensor:
         """The loss of the batch, on every rank, its gradients accumulated in the parameters.
