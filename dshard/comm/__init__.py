@@ -13,6 +13,7 @@ from dshard.comm.events import Event, listen
 from dshard.comm.later import Later, start
 from dshard.comm.legs import Flight, Leg, Program, Request, begin, finish, flat, legs_of, passing, same_memory
 from dshard.comm.mail import fetch, leave, peek, share
+from dshard.comm.parts import split_graph
 from dshard.comm.perform import drive, perform, rehearse
 from dshard.comm.reshard import Resharding, begin_reshard, reshard
 from dshard.comm.run import run, runner, swap
@@ -91,6 +92,7 @@ __all__ = [
     "same_topology",
     "share",
     "simulated_ranks",
+    "split_graph",
     "spread",
     "stack",
     "start",

@@ -18,6 +18,7 @@ from dshard.pipeline.pipeline import Pipeline
 from dshard.pipeline.program import Program
 from dshard.pipeline.schedule import SCHEDULES, computes, lead_of
 from dshard.pipeline.simulate import play, simulate
+from dshard.pipeline.split import Part, split
 from dshard.pipeline.stage import Stage
 from dshard.pipeline.timeline import Crossing, Span, Timeline
 
@@ -34,6 +35,7 @@ __all__ = [
     "Edge",
     "EdgeCost",
     "Forward",
+    "Part",
     "Pipeline",
     "Program",
     "Receive",
@@ -50,5 +52,6 @@ __all__ = [
     "play",
     "rank_schedules",
     "simulate",
+    "split",
     "uniform",
 ]
