@@ -314,23 +314,13 @@ class Multiply(torch.autograd.Function):
         if plain:
             a, b = (a if moved_a is None else moved_a), (b if moved_b is None else moved_b)
         found: list[Any] = [None] * (2 if product.bias is None else 3)
-        if product.bias is not None and ctx.needs_input_grad[4]:
+        if product.bias is not None and wanted(ctx, 2):
             dims = len(product.out.shape) - 1
             found[2] = grad.sum(tuple(range(dims))) if dims else grad
         if plain and not OBSERVERS and type(grad._local) is Tensor and not grad._local.is_meta:
             back = product.back(grad._spec, None if a is None else a._spec, None if b is None else b._spec)
             if back is not None:
                 found[:2] = back(cls, grad._local, a, b)
-        if product.bias is not None and wanted(ctx, 2):
-            found[2] = grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
-        need_a, need_b, plain = wanted(ctx, 0), wanted(ctx, 1), not torch.is_grad_enabled()
-        if need_a:
-            other: Any = torch.conj_physical(b) if b.is_complex() else b
-            first = product.gradient(0, grad._spec, other._spec)
-            if need_b and plain and first.overlaps():
-                given: Any = torch.conj_physical(a) if a.is_complex() else a
-                second = product.gradient(1, grad._spec, given._spec)
-                found[:2] = both(cls, (first, (grad, other)), (second, (given, grad)))
                 return (None, None, *found)
         found[:2] = _gradients(ctx, cls, product, grad, a, b, plain)
         return (None, None, *found)
@@ -339,7 +329,7 @@ class Multiply(torch.autograd.Function):
 def _gradients(ctx: Any, cls: Any, product: Product, grad: Any, a: Any, b: Any, plain: bool) -> list[Any]:
     """The gradients of both operands: observed, recorded, beside each other, of complex numbers, or without data."""
     found: list[Any] = [None, None]
-    need_a, need_b = ctx.needs_input_grad[2], ctx.needs_input_grad[3]
+    need_a, need_b = wanted(ctx, 0), wanted(ctx, 1)
     if need_a:
         other: Any = torch.conj_physical(b) if b.is_complex() else b
         first = product.gradient(0, grad._spec, other._spec)
@@ -355,6 +345,8 @@ def _gradients(ctx: Any, cls: Any, product: Product, grad: Any, a: Any, b: Any, 
         other = torch.conj_physical(a) if a.is_complex() else a
         found[1] = multiply(cls, product.gradient(1, grad._spec, other._spec), (other, grad))
     return found
+
+
 def wanted(ctx: Any, i: int) -> bool:
     """Whether the backward pass that runs has a use for the gradient of tensor `i` of a product.
 

@@ -144,14 +144,12 @@ def group_of(ranks: tuple[int, ...], runtime: Runtime, tag: int = 0) -> Group:
     tag = tag if dist.get_backend() == "nccl" else 0
     found = _UNIONS.get((ranks, tag))
     if found is None or found[0] is not runtime.world:
-        process_group = _new_group(ranks)
+        process_group = _new_group(ranks, own=tag > 0)
         backend = dist.get_backend(process_group)
         group = Group((), ranks, ranks.index(runtime.rank), process_group, backend=backend)
         if group.backend == "nccl":
             dist.barrier(group.process_group)  # its first call must be one that all ranks make
-        found = _UNIONS[ranks] = (runtime.world, group)
-        made = Group((), ranks, ranks.index(runtime.rank), _new_group(ranks, own=tag > 0))
-        found = _UNIONS[ranks, tag] = (runtime.world, made)
+        found = _UNIONS[ranks, tag] = (runtime.world, group)
     return found[1]
 
 
