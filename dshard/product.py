@@ -313,6 +313,7 @@ class Multiply(torch.autograd.Function):
         plain = not torch.is_grad_enabled()
         if plain:
             a, b = (a if moved_a is None else moved_a), (b if moved_b is None else moved_b)
+        a, b = (a if wanted(ctx, 1) else None), (b if wanted(ctx, 0) else None)  # each is for the other's gradient
         found: list[Any] = [None] * (2 if product.bias is None else 3)
         if product.bias is not None and wanted(ctx, 2):
             dims = len(product.out.shape) - 1
