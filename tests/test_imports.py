@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "dshard"
 FILES = [pytest.param(path, id=path.relative_to(PACKAGE).as_posix()) for path in sorted(PACKAGE.rglob("*.py"))]
 
 MAY_IMPORT_DISTRIBUTED = ("comm", "testing", "launch", "demo", "checkpoint")
-MAY_IMPORT_RICH = ("report", "report_timeline")
+MAY_IMPORT_RICH = ("report",)
 
 # Functions that may import, as "dshard/file.py: function". Each needs a reason beside it.
 MAY_IMPORT_LATE = frozenset(
