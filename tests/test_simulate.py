@@ -6,9 +6,13 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from math import isclose, log2
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from dshard import Mesh, plan_model
 from dshard.cli import main
 from dshard.errors import MeshError, ShapeError, StrategyError
 from dshard.simulate import FORMS, Model, Setup, bunched, form_of, search, simulate_step, timeline
@@ -41,7 +45,7 @@ def test_megatron_moves_what_its_paper_says(p: int) -> None:
     """Claim M4: two all_reduces of b s h each way; sequence parallelism gathers its inputs once more."""
     once = (p - 1) / p * BSH
     assert received(Setup(form_of("megatron"), (p,))) == pytest.approx((4 * once, 4 * once))
-    assert received(Setup(form_of("megatron-sequence"), (p,))) == pytest.approx((4 * once, 6 * once))
+    assert received(Setup(form_of("megatron-sp"), (p,))) == pytest.approx((4 * once, 6 * once))
 
 
 @pytest.mark.parametrize("q", [2, 4, 8])
@@ -175,8 +179,8 @@ def test_setups_survive_files(tmp_path: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"strategy": 3}, "strategy: give the name"),
-        ({"strategy": "best"}, "no form of tensor parallelism 'best': use data, megatron"),
+        ({"form": 3}, "form: give the name"),
+        ({"form": "best"}, "no form of tensor parallelism 'best': use data, megatron"),
         ({"tensor": [0]}, "tensor: .* is no list of sizes above zero"),
         ({"tensor": [2, 2]}, "tensor: 'megatron' has 1 mesh axes, but 2 sizes"),
         ({"data": True}, "data: True is no whole number"),
@@ -232,3 +236,19 @@ def test_the_command_line_plans_and_simulates(tmp_path: object, capsys: pytest.C
     assert step["totals"]["nbytes"] == fastest["totals"]["nbytes"]
     with open(f"{tmp_path}/trace.json") as file:
         assert json.load(file)["traceEvents"]
+
+
+def test_parallelize_takes_the_plan_of_a_file(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).to("meta")
+    batch = torch.empty(16, 64, device="meta")
+    for setup in (Setup(form_of("megatron"), (4,), data=2), Setup(form_of("optimus"), (2, 2), data=2, sharded="all")):
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(setup_data(setup)))
+        mesh = Mesh(setup.mesh.shape[1:], setup.mesh.names[1:])
+        found = plan_model(model, mesh, path, batch)
+        assert found.parameters == plan_model(model, mesh, setup.strategy, batch).parameters
+        with pytest.raises(MeshError, match="make one of that shape for each stage"):
+            plan_model(model, Mesh((8,)), path, batch)
+    path.write_text("{}")
+    with pytest.raises(StrategyError, match="names no strategy"):
+        plan_model(model, mesh, path, batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from dshard.layout import layout_of
 from dshard.mesh import Mesh
 from dshard.parallel.auto import Auto, cheapest
 from dshard.parallel.factors import trace_factors
+from dshard.parallel.files import strategy_of
 from dshard.parallel.lay import lay_out
 from dshard.parallel.price import price
 from dshard.parallel.roles import roles_of
@@ -26,7 +28,7 @@ from dshard.placements import Placement, Replicate
 from dshard.tensor import as_mesh
 
 AUTO = "auto"
-Asked = str | Auto | Mapping[str, Sequence[Placement]] | Plan
+Asked = str | Auto | Mapping[str, Sequence[Placement]] | Plan | Path
 
 
 def plan_model(model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /, *args: Any, **kwargs: Any) -> Plan:
@@ -40,6 +42,7 @@ def plan_model(model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /,
         LayoutError: a forward pass that depends on the values of tensors; a pattern that matches no parameter.
     """
     pure = as_mesh(mesh)
+    plan = strategy_of(plan, pure) if isinstance(plan, Path) else plan
     args, kwargs = _example(model, args, kwargs)
     if isinstance(plan, Plan):
         found = replace(plan, cost=None)
@@ -56,7 +59,8 @@ def parallelize(
     """Lay out `model` in place and return it: its parameters become DTensors, and it takes plain tensors as before.
 
     `plan` is the name of a strategy ("megatron", "megatron-sp", "optimus", "tesseract", "atp", "fsdp", "data", joined
-    by " x ", or "auto"), placements by a pattern of parameter names, or a `Plan`. `args` and `kwargs` are an example
+    by " x ", or "auto"), placements by a pattern of parameter names, a `Plan`, or the `Path` of a file that
+    `dshard plan model --out` wrote. `args` and `kwargs` are an example
     batch, by which the model is traced; a model with `dummy_inputs`, and placements by name, need none.
 
     Inputs are given whole, alike on all ranks, or as DTensors; outputs are DTensors. Plain tensors that the model makes
@@ -68,6 +72,7 @@ def parallelize(
         LayoutError: a forward pass that depends on the values of tensors; a pattern that matches no parameter.
     """
     pure = as_mesh(mesh)
+    plan = strategy_of(plan, pure) if isinstance(plan, Path) else plan
     if isinstance(plan, Plan):
         found = plan
     elif isinstance(plan, str | Auto):

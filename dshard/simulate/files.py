@@ -18,16 +18,17 @@ _SHARED = ("none", "optimizer", "all")
 
 
 def setup_data(setup: Setup) -> dict[str, Any]:
-    """A setup as JSON values; `read_setup` takes them back."""
+    """A setup as JSON values: `read_setup` takes them back, and `parallelize` takes strategy and mesh of a stage."""
     return {
-        "strategy": setup.form.name,
+        "strategy": setup.strategy,
+        "mesh": {"shape": list(setup.mesh.shape[1:]), "names": list(setup.mesh.names[1:])},
+        "form": setup.form.name,
         "tensor": list(setup.tensor),
         "data": setup.data,
         "stages": setup.stages,
         "microbatches": setup.microbatches,
         "sharded": setup.sharded,
         "recompute": setup.recompute,
-        "mesh": {"shape": list(setup.mesh.shape), "names": list(setup.mesh.names)},
     }
 
 
@@ -67,8 +68,8 @@ def setup_from(found: Mapping[str, Any]) -> Setup:
     Raises:
         StrategyError: a field that is missing or of another kind.
     """
-    if not isinstance(found.get("strategy"), str):
-        raise StrategyError("strategy: give the name of a form of tensor parallelism")
+    if not isinstance(found.get("form"), str):
+        raise StrategyError("form: give the name of a form of tensor parallelism")
     tensor = found.get("tensor", [])
     if not isinstance(tensor, list) or not all(_counts(size) for size in tensor):
         raise StrategyError(f"tensor: {tensor!r} is no list of sizes above zero")
@@ -81,7 +82,7 @@ def setup_from(found: Mapping[str, Any]) -> Setup:
         raise StrategyError(f"sharded: {sharded!r} is none of {', '.join(_SHARED)}")
     if not isinstance(recompute, bool):
         raise StrategyError(f"recompute: {recompute!r} is neither true nor false")
-    form = form_of(found["strategy"])
+    form = form_of(found["form"])
     if len(tensor) != len(form.roles):
         raise StrategyError(f"tensor: {form.name!r} has {len(form.roles)} mesh axes, but {len(tensor)} sizes are given")
     return Setup(form, tuple(tensor), **counts, sharded=sharded, recompute=recompute)

@@ -76,11 +76,11 @@ FORMS: dict[str, Form] = {
         #                           residual inner core first second   loops of the first and of the second product
         _form("data", "", "- - - - -", "- -", "no tensor parallelism"),
         _form("megatron", "tp", "R 1 1 1 0", "n k", "Megatron-LM"),
-        _form("megatron-sequence", "tp", "0 1 1 1 0", "n k", "Megatron-LM with sequence parallelism"),
+        _form("megatron-sp", "tp", "0 1 1 1 0", "n k", "Megatron-LM with sequence parallelism"),
         _form("optimus", "r c", "01 01 01 01 01", "mn mn", "Optimus section 3"),
         _form("tesseract", "d r c", "001 001 001 R01 R01", "mmn mmn", "Tesseract section 3"),
         _form("atp", "d1 d2", "R1 1R 11 10 01", "nk kn", "ATP section 3.2"),
-        _form("weight-gathered", "x", "0 0 0 0 0", "m m", "FSDP, ZeRO-3"),
+        _form("fsdp", "x", "0 0 0 0 0", "m m", "FSDP, ZeRO-3"),
     )
 }
 

@@ -57,6 +57,17 @@ class Setup:
         return _mesh((self.stages, self.data, *self.tensor), (STAGES, DATA, *self.form.roles), self.ranks)
 
     @property
+    def strategy(self) -> str:
+        """What `dshard.parallelize` calls it, on the mesh of one stage.
+
+        >>> from dshard.simulate.forms import form_of
+        >>> Setup(form_of("megatron"), (2,), data=2, sharded="all").strategy
+        'fsdp x megatron'
+        """
+        replicas = "fsdp" if self.sharded == "all" else "data"
+        return replicas if self.form.name == "data" else f"{replicas} x {self.form.name}"
+
+    @property
     def devices(self) -> int:
         """How many devices."""
         return self.stages * self.data * prod(self.tensor)

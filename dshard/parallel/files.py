@@ -1,0 +1,34 @@
+"""What a file that `dshard plan model` wrote asks of `parallelize`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from dshard.errors import MeshError, StrategyError
+from dshard.mesh import Mesh
+
+
+def strategy_of(path: Path, mesh: Mesh) -> str:
+    """The strategy that the file names, for the mesh of one pipeline stage.
+
+    Raises:
+        StrategyError: no such file, or one that names no strategy.
+        MeshError: the file is for a mesh of another shape.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise StrategyError(f"the plan {path} cannot be read: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise StrategyError(f"the plan {path} is no JSON: {error}") from None
+    strategy = found.get("strategy") if isinstance(found, Mapping) else None
+    if not isinstance(strategy, str):
+        raise StrategyError(f"the plan {path} names no strategy: write one with dshard plan model --out")
+    shape = found.get("mesh", {}).get("shape")
+    if shape != list(mesh.shape):
+        raise MeshError(
+            f"the plan {path} is for a mesh of {shape}, but the mesh is ({mesh}): make one of that shape for each stage"
+        )
+    return strategy
