@@ -1,8 +1,8 @@
 """dshard: declare how tensors lie on a mesh of devices, and run ordinary PyTorch code on them."""
 
-from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from dshard.caches import CacheInfo, cache_info, clear_caches
 from dshard.comm import DeviceMesh, init_device_mesh
@@ -88,12 +88,12 @@ __all__ = [
     "zeros",
 ]
 
-if TYPE_CHECKING:
+if _TYPE_CHECKING:
     from dshard import calibrate as calibrate
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> _ModuleType:
     """What few programs need is imported when it is asked for."""
     if name == "calibrate":
-        return import_module("dshard.calibrate")
+        return _import_module("dshard.calibrate")
     raise AttributeError(f"module 'dshard' has no attribute {name!r}")

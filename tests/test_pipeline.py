@@ -159,6 +159,7 @@ def fall_silent():
 
 
 def die():
+    time.sleep(3.0)  # the pool gives the others as long again to answer
     os._exit(7)
 
 

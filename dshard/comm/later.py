@@ -38,10 +38,11 @@ def start(plan: Plan, x: Tensor) -> Later | None:
     """Begin the first collective of a plan on the local tensor `x`, which must not be written until the end.
 
     What comes after it runs when the result is first used. None where nothing can run beside the computation: without
-    processes, on simulated ranks, while torch.compile traces, or where what is pending is not a sum or a mean.
+    processes, on simulated ranks, while torch.compile traces, or where what is pending is not a sum or a mean; nor while
+    somebody listens, who would otherwise hear of the second collective of a plan long after its operator.
     """
     runtime = runtime_of(plan.src.mesh)
-    if runtime is None or runtime.coordinate is None or type(x) is not Tensor or x.is_meta:
+    if LISTENERS or runtime is None or runtime.coordinate is None or type(x) is not Tensor or x.is_meta:
         return None
     pending = (p for p in (*plan.src.placements, *plan.dst.placements) if isinstance(p, Partial))
     if any(p.reduce_op not in ("sum", "avg") for p in pending):
@@ -53,7 +54,7 @@ def start(plan: Plan, x: Tensor) -> Later | None:
 def _reduced(plan: Plan, x: Tensor, runtime: Runtime) -> Later | None:
     """An all_reduce alone, where the backend itself reduces."""
     step = plan.steps[0]
-    if len(plan.steps) > 1 or not isinstance(step, AllReduce) or LISTENERS or debug.enabled():
+    if len(plan.steps) > 1 or not isinstance(step, AllReduce) or debug.enabled():
         return None
     group = runtime.group(step.axes)
     if len(group.ranks) == 1 or not transport.reduces(x.dtype, step.op, group.backend):
