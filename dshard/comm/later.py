@@ -38,8 +38,8 @@ def start(plan: Plan, x: Tensor) -> Later | None:
     """Begin the first collective of a plan on the local tensor `x`, which must not be written until the end.
 
     What comes after it runs when the result is first used. None where nothing can run beside the computation: without
-    processes, on simulated ranks, while torch.compile traces, or where what is pending is not a sum or a mean; nor while
-    somebody listens, who would otherwise hear of the second collective of a plan long after its operator.
+    processes, on simulated ranks, while torch.compile traces, or where what is pending is not a sum or a mean; nor
+    while somebody listens, who would otherwise hear of a plan's second collective long after its operator.
     """
     runtime = runtime_of(plan.src.mesh)
     if LISTENERS or runtime is None or runtime.coordinate is None or type(x) is not Tensor or x.is_meta:
