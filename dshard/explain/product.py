@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import permutations, product
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -49,6 +49,18 @@ LEGEND = (
     "k[C:n]: the product is reduced to parts of n; k[C:P]: it is left pending, and charged its cheapest completion"
 )
 _MOVING = {"m": "B", "n": "A", "k": "C"}
+_LOOPS = "nmk"
+"""The loop that moves A, B and C."""
+
+Part: TypeAlias = tuple[tuple[str, str], ...]
+
+
+class Way(NamedTuple):
+    """How one tensor moves, where it is stored as text, and whether each element of it is stored once."""
+
+    move: Moved
+    text: str
+    once: bool
 
 
 def explain_matmul(
@@ -122,23 +134,48 @@ def _given(asked: Product, a: Layout, b: Layout) -> tuple[list[Candidate], Candi
 def _ways(asked: Product) -> Iterator[tuple[Candidate, Plans]]:
     """Every schedule of the mesh, the operands lying where it stores them, and how they and the result move."""
     bound = matmul_lower_bound(asked.m, asked.k, asked.n, asked.mesh.size) * asked.dtype.itemsize
+    known: tuple[dict[Part, Way], ...] = ({}, {}, {})
+    work: dict[tuple[str, ...], float] = {}
     for schedule in schedules(asked.mesh.ndim):
-        stored = schedule.layouts(asked.mesh)
-        worked = Schedule(schedule.loops, tuple("P" if loop == "k" else "R" for loop in schedule.loops))
-        a, b, c = worked.layouts(asked.mesh)
-        moves = (_moved(asked, "mk", stored[0], a), _moved(asked, "kn", stored[1], b))
-        ends = (_moved(asked, "mn", c, whole.layouts(asked.mesh)[2]) for whole in _completions(schedule))
-        end = min(ends, key=lambda move: (move.plan.seconds, move.nbytes))
-        found = combined(
+        ways: list[Way] = []
+        for tensor, found in enumerate(known):
+            part = _part(schedule, tensor)
+            if part not in found:
+                found[part] = _way(asked, schedule, tensor)
+            ways.append(found[part])
+        a, b, end = (way.move for way in ways)
+        if schedule.loops not in work:
+            work[schedule.loops] = _compute(asked, schedule, a, b, end)
+        candidate = combined(
             _name(schedule, asked.mesh),
-            f"{stored[0]}, {stored[1]} -> {stored[2]}",
-            (sum(move.plan.seconds for move in moves), _compute(asked, schedule, *moves, end), end.plan.seconds, 0.0),
-            moves,
+            f"{ways[0].text}, {ways[1].text} -> {ways[2].text}",
+            (a.plan.seconds + b.plan.seconds, work[schedule.loops], end.plan.seconds, 0.0),
+            (a, b),
             (end,),
             bound,
-            once(stored),
+            all(way.once for way in ways),
         )
-        yield found, (moves[0].plan, moves[1].plan, end.plan)
+        yield candidate, (a.plan, b.plan, end.plan)
+
+
+def _part(schedule: Schedule, tensor: int) -> Part:
+    """What of a schedule one tensor sees: the storage only on the axes that move it. Far fewer than there are ways."""
+    moving = _LOOPS[tensor]
+    pairs = zip(schedule.loops, schedule.stored, strict=True)
+    return tuple([(loop, stored if loop == moving else "") for loop, stored in pairs])
+
+
+def _way(asked: Product, schedule: Schedule, tensor: int) -> Way:
+    """How A, B or C moves between where the schedule stores it and where it is multiplied."""
+    stored = schedule.layouts(asked.mesh)[tensor]
+    worked = Schedule(schedule.loops, tuple("P" if loop == "k" else "R" for loop in schedule.loops))
+    there = worked.layouts(asked.mesh)[tensor]
+    if tensor < 2:
+        move = _moved(asked, "mk" if tensor == 0 else "kn", stored, there)
+    else:
+        ends = (_moved(asked, "mn", there, whole.layouts(asked.mesh)[2]) for whole in _completions(schedule))
+        move = min(ends, key=lambda move: (move.plan.seconds, move.nbytes))
+    return Way(move, str(stored), once((stored,)))
 
 
 def _completions(schedule: Schedule) -> Iterator[Schedule]:

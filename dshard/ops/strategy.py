@@ -11,7 +11,7 @@ from dshard.layout import Layout, Shape
 from dshard.ops.expand import Allowed, Expansion, Operand, Order, Row, expansions, sizes_of
 from dshard.ops.rule import Pending, Rule
 from dshard.placements import Partial, Replicate, Shard
-from dshard.redistribute import plan
+from dshard.redistribute import plan_alike
 from dshard.redistribute.least import Least
 from dshard.topology import Topology
 
@@ -193,7 +193,7 @@ class _Price:
         least = self.at_least(found)
         gather, reduce, backward, moves = 0.0, 0.0, compute * sum(wanted.gradients), 0
         for i, (operand, layout) in enumerate(zip(self.operands, found.inputs, strict=True)):
-            move = plan(operand.layout, layout, operand.shape, operand.itemsize, self.topology)
+            move = plan_alike(operand.layout, layout, operand.shape, operand.itemsize, self.topology)
             times = 1 + self.moved_again(i)
             gather, moves = gather + move.seconds, moves + len(move.steps)
             backward += move.seconds * (times - 1)
@@ -202,7 +202,7 @@ class _Price:
                 return None
         for operand, layout, target, needed, bound in self.backward_moves(found):
             if needed:
-                seconds = plan(layout, target, operand.shape, operand.itemsize, self.topology).seconds
+                seconds = plan_alike(layout, target, operand.shape, operand.itemsize, self.topology).seconds
                 backward, least = backward + seconds, least + seconds - bound(layout, target)
                 if least > most:
                     return None
@@ -213,9 +213,9 @@ class _Price:
         passes = self.rule.loops or any(isinstance(row, Pending) for row in found.rows)
         debt = self.topology if passes else self.topology.bytes_only()
         for (shape, itemsize), layout, end in zip(self.outputs, found.outputs, ends, strict=True):
-            reduce += plan(layout, end, shape, itemsize, debt).seconds
+            reduce += plan_alike(layout, end, shape, itemsize, debt).seconds
             if any(wanted.gradients):
-                backward += plan(end.cotangent(), layout.cotangent(), shape, itemsize, self.topology).seconds
+                backward += plan_alike(end.cotangent(), layout.cotangent(), shape, itemsize, self.topology).seconds
         return Strategy(
             found.inputs,
             found.outputs,
@@ -266,7 +266,7 @@ class _Price:
         dim = max(range(len(shape)), key=lambda dim: (len(whole.dim_range(dim, shape[dim], first)), -dim))
         for axis in pending:
             split = split.replace(axis, Shard(dim))
-        prices = (plan(layout, end, shape, itemsize, self.topology).seconds for end in (split, whole))
+        prices = (plan_alike(layout, end, shape, itemsize, self.topology).seconds for end in (split, whole))
         return min(zip(prices, (0, 1), (split, whole), strict=True))[2]
 
 

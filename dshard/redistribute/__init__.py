@@ -1,7 +1,7 @@
 """From one layout to another: steps as values, their price, and the cheapest sequence of them."""
 
 from dshard.redistribute.panel import Panel, Ranges, cuts, owned, slices, turns
-from dshard.redistribute.plan import Plan, plan, plan_of_fewest_bytes
+from dshard.redistribute.plan import Plan, plan, plan_alike, plan_of_fewest_bytes
 from dshard.redistribute.step import (
     AllGather,
     AllReduce,
@@ -49,6 +49,7 @@ __all__ = [
     "numel",
     "owned",
     "plan",
+    "plan_alike",
     "plan_of_fewest_bytes",
     "plan_straight",
     "received",

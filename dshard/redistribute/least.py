@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import combinations
 from typing import NamedTuple
 
 from dshard.caches import remembered
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial
-from dshard.topology import Collective, Topology
+from dshard.redistribute.alike import links_of
+from dshard.topology import Topology
 
 
 class Limits(NamedTuple):
@@ -32,40 +32,27 @@ class Least:
         key = (src, dst)
         found = self.known.get(key)
         if found is None:
-            lacking = self.lacking(src, dst)
-            found = self.limits.latency + lacking * self.itemsize / self.limits.rate if lacking else 0.0
+            numel = lacking(src, dst, self.shape)
+            found = self.limits.latency + numel * self.itemsize / self.limits.rate if numel else 0.0
             self.known[key] = found
         return found
 
-    def lacking(self, src: Layout, dst: Layout) -> int:
-        """Elements that the first rank needs and does not hold; of a reduction to complete it holds none."""
-        needed = dst.local_numel(self.shape)
-        pairs = zip(src.placements, dst.placements, src.mesh.shape, strict=True)
-        if any(isinstance(a, Partial) and a != b and n > 1 for a, b, n in pairs):
+
+def lacking(src: Layout, dst: Layout, shape: Shape) -> int:
+    """Elements that the first rank needs and does not hold; of a reduction to complete it holds none."""
+    needed = dst.local_numel(shape)
+    for a, b, n in zip(src.placements, dst.placements, src.mesh.shape, strict=True):
+        if n > 1 and isinstance(a, Partial) and a != b:
             return needed
-        held = 1
-        for a, b in zip(src.first_region(self.shape), dst.first_region(self.shape), strict=True):
-            held *= max(0, min(a.stop, b.stop) - max(a.start, b.start))
-        return needed - held
+    held = 1
+    for mine, wanted in zip(src.first_region(shape), dst.first_region(shape), strict=True):
+        held *= max(0, min(mine.stop, wanted.stop) - max(mine.start, wanted.start))
+    return needed - held
 
 
 @remembered("limits", 256)
 def limits(mesh: Mesh, topology: Topology) -> Limits:
     """The fastest link along any axes of the mesh, and the least latency."""
-    names = [name for name, n in zip(mesh.names, mesh.shape, strict=True) if n > 1]
-    collectives: tuple[Collective | None, ...] = (
-        None,
-        "all_gather",
-        "reduce_scatter",
-        "all_reduce",
-        "all_to_all",
-        "exchange",
-    )
-    links = [
-        topology.link(mesh, axes, collective)
-        for count in range(1, len(names) + 1)
-        for axes in combinations(names, count)
-        for collective in collectives
-    ]
+    links = [link for found in links_of(mesh, topology).values() for link in found]
     rate = max((link.best_bandwidth for link in links), default=float("inf"))
     return Limits(rate, min((link.latency for link in links), default=0.0))

@@ -28,11 +28,16 @@ from dshard.redistribute.step import (
 from dshard.topology import Topology
 
 
-def step_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int, topology: Topology) -> float:
-    """Seconds of `step` from `layout` for its busiest rank: latency, bytes over the link, and local copies."""
+def step_seconds(
+    step: Step, layout: Layout, shape: Sequence[int], itemsize: int, topology: Topology, numel: int | None = None
+) -> float:
+    """Seconds of `step` from `layout` for its busiest rank: latency, bytes over the link, and local copies.
+
+    `numel` is how many elements that rank receives, where it is not to be counted.
+    """
     copies = copy_seconds(copied(step, layout, shape) * itemsize, topology)
     mesh, axes = layout.mesh, axes_of(step)
-    nbytes = busiest(step, layout, shape) * itemsize
+    nbytes = (busiest(step, layout, shape) if numel is None else numel) * itemsize
     match step:
         case Slice() | Pend():
             return copies
@@ -123,15 +128,22 @@ def _most_of_all_to_all(layout: Layout, shape: Shape, n: int, axis: str, src: in
 
 @remembered("exchange sizes", 16384)
 def _most_of_exchange(layout: Layout, shape: Shape, axes: tuple[str, ...], dst: Layout) -> int:
-    """Of the corners of the mesh; what is needed and held of a dim is looked up by the axes that split it."""
-    mesh, fixed = layout.mesh, 1
+    """Of the corners of the mesh; what is needed and held of a dim is looked up by the axes that split it.
+
+    Of a dim that all ranks split evenly, in nested parts, each needs and holds as much.
+    """
+    mesh, fixed, fixed_kept = layout.mesh, 1, 1
     places = [{0, n // 2, n - 1} if name in axes else {0} for name, n in zip(mesh.names, mesh.shape, strict=True)]
     tables: list[tuple[tuple[int, ...], dict[Coordinate, tuple[int, int]]]] = []
     for dim, size in enumerate(shape):
-        split = tuple(sorted({*layout.axes_of(dim), *dst.axes_of(dim)}))
-        if not split:
-            fixed *= size
+        have_axes, want_axes = layout.axes_of(dim), dst.axes_of(dim)
+        longer = max(have_axes, want_axes, key=len)
+        parts = prod(mesh.shape[i] for i in longer)
+        if size % parts == 0 and (longer[: len(have_axes)], longer[: len(want_axes)]) == (have_axes, want_axes):
+            fixed *= size // prod(mesh.shape[i] for i in want_axes)
+            fixed_kept *= size // parts
             continue
+        split = tuple(sorted({*have_axes, *want_axes}))
         table: dict[Coordinate, tuple[int, int]] = {}
         for picked in product(*(places[i] for i in split)):
             at = [0] * mesh.ndim
@@ -141,9 +153,12 @@ def _most_of_exchange(layout: Layout, shape: Shape, axes: tuple[str, ...], dst: 
             both = min(have.stop, want.stop) - max(have.start, want.start)
             table[picked] = len(want), max(0, both)
         tables.append((split, table))
+    if not tables:
+        return fixed - fixed_kept
+    varying = {i for split, _ in tables for i in split}
     most = 0
-    for corner in product(*places):
-        needed = kept = fixed
+    for corner in product(*(places[i] if i in varying else (0,) for i in range(mesh.ndim))):
+        needed, kept = fixed, fixed_kept
         for split, table in tables:
             want_size, both = table[tuple([corner[i] for i in split])]
             needed, kept = needed * want_size, kept * both
