@@ -8,6 +8,7 @@ from dshard.caches import CacheInfo, cache_info, clear_caches
 from dshard.comm import DeviceMesh, init_device_mesh
 from dshard.errors import (
     CheckpointError,
+    CompileError,
     DShardError,
     DtypeError,
     LayoutError,
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CacheInfo",
     "CheckpointError",
+    "CompileError",
     "DShardError",
     "DTensor",
     "DeviceMesh",

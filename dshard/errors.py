@@ -69,6 +69,10 @@ class PipelineError(DShardError, RuntimeError):
     """A stage failed, or a peer died or did not answer within the time limit, in the midst of a step."""
 
 
+class CompileError(DShardError, RuntimeError):
+    """Something that a compiled or exported graph cannot hold: ranks that ask each other, or settings that change."""
+
+
 class RankError(DShardError, RuntimeError):
     """A rank of the pool raised, exited or did not answer."""
 

@@ -18,8 +18,10 @@ from dshard.ops import random
 from dshard.ops.spec import contiguous_stride, spec_of
 from dshard.placements import Placement, Replicate
 from dshard.tensor import DTensor, as_mesh, distribute_tensor
+from dshard.tracing import traceable
 
 
+@traceable
 def zeros(
     *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
 ) -> DTensor:
@@ -27,6 +29,7 @@ def zeros(
     return _new(torch.zeros, size, device_mesh, placements, **options)
 
 
+@traceable
 def ones(
     *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
 ) -> DTensor:
@@ -34,6 +37,7 @@ def ones(
     return _new(torch.ones, size, device_mesh, placements, **options)
 
 
+@traceable
 def empty(
     *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
 ) -> DTensor:
@@ -41,6 +45,7 @@ def empty(
     return _new(torch.empty, size, device_mesh, placements, **options)
 
 
+@traceable
 def full(
     size: Sequence[int],
     fill_value: float,
@@ -53,6 +58,7 @@ def full(
     return _new(lambda shape, **kw: torch.full(shape, fill_value, **kw), (size,), device_mesh, placements, **options)
 
 
+@traceable
 def rand(
     *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
 ) -> DTensor:
@@ -63,6 +69,7 @@ def rand(
     return _random("rand", torch.rand, random.uniform, size, device_mesh, placements, **options)
 
 
+@traceable
 def randn(
     *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
 ) -> DTensor:
@@ -73,6 +80,7 @@ def randn(
     return _random("randn", torch.randn, random.standard_normal, size, device_mesh, placements, **options)
 
 
+@traceable
 def randint(
     *args: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
 ) -> DTensor:
@@ -93,6 +101,7 @@ def randint(
     )
 
 
+@traceable
 def randperm(
     n: int, *, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
 ) -> DTensor:

@@ -17,8 +17,10 @@ from dshard.ops.matmul.schedule import Schedule
 from dshard.ops.matmul.stream import Stream
 from dshard.placements import Placement
 from dshard.tensor import DTensor
+from dshard.tracing import traceable
 
 
+@traceable
 def matmul(
     input: DTensor,
     other: DTensor,
@@ -44,6 +46,7 @@ def matmul(
     return joint.matmul(DTensor, torch.matmul, (input, other), {}, asked)  # type: ignore[no-any-return]
 
 
+@traceable
 def linear(
     input: DTensor,
     weight: DTensor,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.autograd import distributed, left_pending, redistribute
-from dshard.comm import LocalTensor, Program, Session, perform, run, runner, runtime_of
+from dshard.comm import LocalTensor, Program, Session, perform, run, runner, runtime_of, traced
 from dshard.dispatch import SEEN, common_mesh
 from dshard.layout import Layout, replicated
 from dshard.mesh import Coordinate
@@ -334,7 +334,7 @@ def _gradients(ctx: Any, cls: Any, product: Product, grad: Any, a: Any, b: Any, 
     if need_a:
         other: Any = torch.conj_physical(b) if b.is_complex() else b
         first = product.gradient(0, grad._spec, other._spec)
-        if need_b and plain and first.overlaps():
+        if need_b and plain and first.overlaps() and not traced(grad._local):
             given: Any = torch.conj_physical(a) if a.is_complex() else a
             second = product.gradient(1, grad._spec, given._spec)
             found[:2] = both(cls, (first, (grad, other)), (second, (given, grad)))
@@ -430,18 +430,24 @@ def decide(
     for t in tensors:
         parts.append(t._spec)
         if recorded:
-            parts.append((t.requires_grad, t.is_leaf))
+            parts.append((t.requires_grad, is_leaf(t)))
     full_key = tuple(parts)
     choices = current().choices
     found: Product | None = choices.get(full_key)
     if found is None:
         common_mesh(cls, name, list(tensors))
         specs = [t._spec for t in tensors]
-        needs, leaf = [recorded and t.requires_grad for t in tensors[:2]], [t.is_leaf for t in tensors[:2]]
+        needs, leaf = [recorded and t.requires_grad for t in tensors[:2]], [is_leaf(t) for t in tensors[:2]]
         found = choices.add(full_key, _decide(name, rule, infer, specs, asked, needs, leaf))
     else:
         choices.hits += 1
     return found
+
+
+def is_leaf(x: Any) -> bool:
+    """Whether `x` is a leaf of autograd; where it is traced, whether what it stands for is."""
+    found: bool | None = x._leaf
+    return x.is_leaf if found is None else found
 
 
 def _decide(

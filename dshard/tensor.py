@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dshard import comm, shortcut
 from dshard.autograd import FromLocal, ToLocal, distributed, redistribute
-from dshard.comm import DeviceMesh, Later, stored
+from dshard.comm import DeviceMesh, Later, stored, traced
 from dshard.dispatch import dispatch
 from dshard.errors import LayoutError, MeshError, ShapeError
 from dshard.joint import JOINT
@@ -23,6 +23,8 @@ from dshard.ops.mixed import MADE_PLAIN, may_hold_plain, settle_plain
 from dshard.ops.origin import Origin
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.placements import Partial, Placement
+from dshard.product import is_leaf
+from dshard.tracing import Flat, flat, numbers, traceable, unseen
 
 
 class DTensor(torch.Tensor):
@@ -36,6 +38,7 @@ class DTensor(torch.Tensor):
     _spec: Spec
     _coming: Later
     _origin: Origin | None = None
+    _leaf: bool | None = None
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec) -> DTensor:
@@ -90,6 +93,7 @@ class DTensor(torch.Tensor):
     # -- to and from local tensors
 
     @staticmethod
+    @traceable
     def from_local(
         local_tensor: Tensor,
         device_mesh: DeviceMesh | Mesh,
@@ -120,16 +124,16 @@ class DTensor(torch.Tensor):
         if not (torch.is_grad_enabled() and self.requires_grad):
             return self._local.detach()
         layout = (
-            self.layout.cotangent()
+            self._spec.layout.cotangent()
             if grad_placements is None
-            else layout_of(self.layout.mesh, grad_placements, self.ndim)
+            else layout_of(self._spec.layout.mesh, grad_placements, self.ndim)
         )
         local: Tensor = ToLocal.apply(self, layout)  # type: ignore[no-untyped-call]
         return local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor, on every rank."""
-        return redistribute(self, replicated(self.layout.mesh)).to_local(grad_placements=grad_placements)  # type: ignore[no-any-return]
+        return redistribute(self, replicated(self._spec.layout.mesh)).to_local(grad_placements=grad_placements)  # type: ignore[no-any-return]
 
     def redistribute(
         self,
@@ -173,10 +177,42 @@ class DTensor(torch.Tensor):
             return DTensor._wrap_later(args[0]._coming, args[0]._spec)
         return dispatch(DTensor, func, args, kwargs or {})
 
+    # -- what torch.compile asks of it
+
+    def __tensor_flatten__(self) -> tuple[list[str], Flat]:
+        return ["_local"], flat(self._spec, is_leaf(self))
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], flat: Flat, size: Any, stride: Any) -> DTensor:
+        local = parts["_local"]
+        if not traced(local):
+            return DTensor._wrap(local, spec_of(flat.layout, tuple(size), tuple(stride), flat.dtype, flat.device))
+        known = [numbers(sizes) for sizes in (size, stride, local.shape)]
+        out = DTensor._wrap(local, spec_of(flat.layout, known[0], known[1], flat.dtype, flat.device))
+        out._leaf = flat.leaf
+        return out
+
+    @classmethod
+    def __metadata_guard__(cls, then: Flat, now: Flat) -> bool:
+        return then.serves(now)
+
+    def _stable_hash_for_caching(self) -> str:
+        return flat(self._spec, is_leaf(self)).digest()
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        layout = self._spec.layout.cotangent()
+        with torch._C.DisableTorchFunctionSubclass():
+            return redistribute(self, layout)  # type: ignore[no-any-return]
+
+    def __coerce_same_metadata_as_tangent__(self, flat: Flat, expected_type: Any = None) -> DTensor | None:
+        return None if expected_type is not None else redistribute(self, flat.layout)
+
+    # -- what people see of it, and what copies it
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = f", grad_fn={type(self.grad_fn).__name__}" if self.grad_fn is not None else ""
         leaf = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
-        where = f"[{self.layout}] on ({self.layout.mesh})"
+        where = f"[{self._spec.layout}] on ({self._spec.layout.mesh})"
         return f"DTensor({tuple(self.shape)}, {self.dtype}, {where}, local={self._local}{grad}{leaf})"
 
     def __format__(self, spec: str) -> str:
@@ -231,6 +267,7 @@ def _through(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 _DETACH = torch.ops.aten.detach.default
 support(DTensor)
+unseen(DTensor)
 
 
 def keep_gradient_layout(x: DTensor) -> None:
@@ -314,6 +351,7 @@ def _from_local(
     return out
 
 
+@traceable
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: DeviceMesh | Mesh,

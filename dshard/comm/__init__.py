@@ -10,6 +10,7 @@ from dshard.comm.agree import (
 )
 from dshard.comm.debug import compare_draws
 from dshard.comm.events import Event, listen
+from dshard.comm.functional import outside_graphs, traced
 from dshard.comm.later import Later, start
 from dshard.comm.legs import Flight, Leg, Program, Request, begin, finish, flat, legs_of, passing, same_memory
 from dshard.comm.mail import fetch, leave, peek, share
@@ -76,6 +77,7 @@ __all__ = [
     "legs_of",
     "listen",
     "local_of",
+    "outside_graphs",
     "passing",
     "peek",
     "perform",
@@ -97,5 +99,6 @@ __all__ = [
     "stack",
     "start",
     "swap",
+    "traced",
     "unstack",
 ]

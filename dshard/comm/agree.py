@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm import transport
+from dshard.comm.functional import traced
 from dshard.comm.runtime import LocalTensor, Runtime, runtime_of, simulated_ranks
 from dshard.comm.simulate import each, plain, unstack
 from dshard.comm.spread import device_of
 from dshard.comm.tell import told
-from dshard.errors import ShapeError
+from dshard.errors import CompileError, ShapeError
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import Replicate, Shard
@@ -34,7 +35,12 @@ def global_shape(local: Tensor, layout: Layout) -> Shape:
             tensors = unstack(local)
             return _joined({mesh.coordinate(rank): _shape(tensors[rank]) for rank in mesh.ranks}, layout)
     runtime = runtime_of(mesh)
-    if runtime is None or runtime.coordinate is None:
+    if traced(local) and any(isinstance(placement, Shard) for placement in layout.placements):
+        raise CompileError(
+            f"from_local of local shape {_shape(local)} laid out [{layout}], within a compiled region: ranks cannot "
+            "ask each other for their shapes there; pass the global shape, shape=(...)"
+        )
+    if runtime is None or runtime.coordinate is None or traced(local):
         return _even(_shape(local), layout)
     if mesh.size == 1 or runtime.group(mesh.names).backend == "fake":
         return _even(_shape(local), layout)

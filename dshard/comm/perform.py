@@ -12,13 +12,14 @@ from torch import Tensor
 
 from dshard.comm import debug
 from dshard.comm.events import LISTENERS, MEASURING, emit
+from dshard.comm.functional import traced
 from dshard.comm.legs import Program, Request, Wait
 from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of
 from dshard.comm.simulate import exchange, plain, stack, unstack
 from dshard.comm.tell import told
 from dshard.comm.transport import exchange as exchange_pairs
 from dshard.comm.transport import in_pairs, movable, wait_all
-from dshard.comm.workspace import WORKSPACE, Session, Workspace
+from dshard.comm.workspace import WORKSPACE, Session, Unkept, Workspace
 from dshard.errors import MeshError
 from dshard.mesh import Coordinate, Mesh
 from dshard.redistribute import Plan
@@ -27,6 +28,7 @@ T = TypeVar("T")
 # what torch 2.13 calls them, and what it called them before
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_c10d = torch.ops._c10d_functional
 Results: TypeAlias = tuple[Tensor, ...]
 Make: TypeAlias = Callable[[Coordinate, Session, Sequence[Tensor]], Program[Results]]
 """The program of the rank at a coordinate, of its local tensors."""
@@ -51,9 +53,11 @@ def perform(mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[P
         if runtime is None or runtime.coordinate is None:
             why = "has no processes" if runtime is None else f"does not contain this rank, {runtime.rank}"
             raise MeshError(f"the mesh ({mesh}) {why}: nothing can be sent; use init_device_mesh under torchrun")
-        if debug.enabled():
+        if debug.enabled() and not any(map(traced, tensors)):
             for plan in plans:
                 debug.compare(plan, runtime)
+        if any(map(traced, tensors)):
+            return drive(make(runtime.coordinate, Unkept(WORKSPACE, runtime), tensors), partial(_noted, runtime))
         with WORKSPACE.session(runtime) as space:
             return drive(make(runtime.coordinate, space, tensors), partial(launch_on, runtime))
 
@@ -137,6 +141,26 @@ def _rehearsed(request: Request) -> Wait:
     if LISTENERS and leg.event:
         emit(leg.event, leg.message.mesh, leg.message.axes, leg.elements * request.buffer.itemsize)
     return _done
+
+
+def _noted(runtime: Runtime, request: Request) -> Wait:
+    """The functional collective begun; what waits for it."""
+    message = request.leg.message
+    name, buffer, n = runtime.group(message.axes).name, movable(request.buffer), len(message.ranks)
+    scale = request.buffer.itemsize // buffer.itemsize
+    send, recv = ([size * scale for size in sizes] for sizes in (message.send, message.recv))
+    match message.collective:
+        case "all_gather" if len(set(recv)) == 1:
+            begun = _c10d.all_gather_into_tensor(buffer, n, name)
+        case "all_gather":
+            begun = _c10d.all_to_all_single(buffer.repeat(n), recv, [buffer.numel()] * n, name)
+        case "all_to_all":
+            begun = _c10d.all_to_all_single(buffer, recv, send, name)
+        case "reduce_scatter":
+            begun = _c10d.reduce_scatter_tensor(buffer, message.op, n, name)
+        case "all_reduce":
+            begun = _c10d.all_reduce(buffer, message.op, name)
+    return lambda: movable(request.out).copy_(_c10d.wait_tensor(begun))
 
 
 def _works(request: Request, group: Group) -> list[dist.Work]:

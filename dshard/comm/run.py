@@ -11,6 +11,7 @@ from torch import Tensor
 from dshard.caches import remembered
 from dshard.comm import collectives, debug, transport
 from dshard.comm.events import LISTENERS, emit
+from dshard.comm.functional import traced
 from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of
 from dshard.comm.simulate import exchange, plain, stack, unstack
 from dshard.comm.tell import told
@@ -154,7 +155,8 @@ def _in_turn(calls: list[Local]) -> Local:
 
 
 def _compared(plan: Plan, runtime: Runtime, x: Tensor) -> Tensor:
-    debug.compare(plan, runtime)
+    if not traced(x):
+        debug.compare(plan, runtime)
     return x
 
 
@@ -173,7 +175,7 @@ def _transfer(transfer: Transfer, group: Group) -> list[Local]:
     first, *others = _collective(transfer, group)
 
     def call(x: Tensor) -> Tensor:
-        if LISTENERS:
+        if LISTENERS and not traced(x):
             nbytes = transfer.received * x.itemsize
             return told(transfer.collective, transfer.mesh, nbytes, group, x.device, lambda: first(x))
         return first(x)

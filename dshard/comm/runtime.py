@@ -171,6 +171,9 @@ def bind(device_mesh: DeviceMesh) -> Mesh:
     found = _BOUND.get(id(device_mesh))
     if found is not None and found[0] is device_mesh and found[1].world is world:
         return found[1].mesh
+    real = getattr(device_mesh, "real_obj", None)
+    if real is not None:  # what stands for the mesh while torch.compile traces
+        return bind(real)
     mesh = _pure(device_mesh)
     known = _RUNTIMES.get(mesh)
     runtime = known if known is not None and known.world is world else _start(mesh, device_mesh, world)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from dshard.comm import transport
+from dshard.comm.functional import traced
 from dshard.comm.runtime import LocalTensor, runtime_of, simulated_ranks
 from dshard.comm.simulate import plain, stack, unstack
 from dshard.comm.tell import told
 from dshard.comm.transfer import view_of
-from dshard.errors import MeshError
+from dshard.errors import CompileError, MeshError
 from dshard.layout import Layout, Region
 from dshard.mesh import Coordinate, Mesh
 
@@ -46,6 +47,11 @@ def spread(x: Tensor, layout: Layout, source: int | None) -> Tensor:
             return x.new_empty(layout.local_shape(x.shape, (0,) * mesh.ndim), device="meta")
         if runtime.coordinate is None:
             return x.new_empty(0)
+        if source is not None and traced(x):
+            raise CompileError(
+                f"distribute_tensor from rank {source} within a compiled region: a graph sends no whole tensors; "
+                "pass src_data_rank=None, so that each rank cuts its own part, or distribute it before"
+            )
         if source is None or mesh.size == 1 or x.numel() == 0:
             return cut(x, layout.region(x.shape, runtime.coordinate))
         return _scatter(x, layout, source)

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dshard.comm.functional import joined, traced
 from dshard.layout import Layout, Region, Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import ReduceOp
@@ -130,6 +131,8 @@ def _pack(pieces: Sequence[Region], shape: Shape) -> Local:
     sizes, shapes = [numel(piece) for piece in full], [tuple(map(len, piece)) for piece in full]
 
     def gather(x: Tensor) -> Tensor:
+        if traced(x):
+            return torch.cat([view_of(x, piece).reshape(-1) for piece in full])
         out = x.new_empty(sum(sizes))
         for part, piece, size in zip(out.split(sizes), full, shapes, strict=True):
             part.view(size).copy_(view_of(x, piece))
@@ -146,6 +149,10 @@ def _unpack(pieces: Sequence[Region], shape: Shape) -> Local:
     sizes, shapes = [numel(piece) for piece in full], [tuple(map(len, piece)) for piece in full]
 
     def place(flat: Tensor) -> Tensor:
+        if traced(flat):
+            found = joined([t.view(size) for t, size in zip(flat.split(sizes), shapes, strict=True)], full)
+            if found is not None:
+                return found
         out = flat.new_empty(shape)
         for part, piece, size in zip(flat.split(sizes), full, shapes, strict=True):
             view_of(out, piece).copy_(part.view(size))

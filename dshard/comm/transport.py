@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm import collectives
+from dshard.comm.functional import traced
 from dshard.comm.runtime import Group
 from dshard.errors import ShapeError
 from dshard.placements import ReduceOp
@@ -38,13 +39,14 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     """Flat chunk -> the flat chunks of all ranks, rank `i` giving `sizes[i]` elements; nothing is padded."""
     if x.dtype not in _MOVES:
         return all_gather(x.view(torch.uint8), [size * x.itemsize for size in sizes], group).view(x.dtype)
-    if (group.backend == "nccl" or group.spread) and len(set(sizes)) == 1:
+    now = not traced(x)
+    if (group.backend == "nccl" or group.spread or not now) and len(set(sizes)) == 1:
         out = collectives.gather(x, len(sizes), group)
         return out if group.slots is None else from_slots(out, sizes, group.slots)
-    if in_pairs(group):
+    if now and in_pairs(group):
         return _exchanged([x] * len(sizes), x, sizes, group)
-    if group.backend != "nccl" and sum(sizes) * x.itemsize <= _FEW_BYTES:
-        return all_to_all(x.repeat(len(sizes)), [x.numel()] * len(sizes), sizes, group)
+    if not now or (group.backend != "nccl" and sum(sizes) * x.itemsize <= _FEW_BYTES):
+        return all_to_all(x.repeat(len(sizes)), [sizes[group.index]] * len(sizes), sizes, group)
     out = x.new_empty(sum(sizes))
     parts = out.split(list(sizes))
     parts[group.index].copy_(x)
@@ -94,7 +96,7 @@ def all_to_all(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group
         scale = x.itemsize
         moved = all_to_all(x.view(torch.uint8), [s * scale for s in send], [r * scale for r in recv], group)
         return moved.view(x.dtype)
-    if in_pairs(group):
+    if in_pairs(group) and not traced(x):
         return _exchanged(x.split(list(send)), x, recv, group)
     if group.slots is None:
         return collectives.swap(x, send, recv, group)
@@ -114,7 +116,8 @@ def reduce_scatter(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -
 
 def exchange_terms(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -> Tensor:
     """Flat pieces for each rank -> the terms of this rank's piece, or their reduction where the backend has made it."""
-    if group.backend == "nccl" and len(set(send)) == 1 and reduces(x.dtype, op, group.backend):
+    native = group.backend == "nccl" or (group.backend != "gloo" and traced(x))
+    if native and len(set(send)) == 1 and reduces(x.dtype, op, group.backend):
         pieces = x if group.slots is None else to_slots(x, send, group.slots)
         return collectives.scatter(pieces, op, len(send), group)
     return all_to_all(x, send, [send[group.index]] * len(send), group)

@@ -90,5 +90,16 @@ def _number(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
+class Unkept(Session):
+    """Buffers for what is traced: each is new, for what runs later has its memory planned by whoever compiles it."""
+
+    def take(self, shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A contiguous buffer."""
+        return like.new_empty(shape, dtype=dtype)
+
+    def give(self, x: Tensor) -> None:
+        """Nothing."""
+
+
 WORKSPACE = Workspace()
 """The buffers of this process."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from dshard.comm import outside_graphs
 from dshard.layout import Shape
 from dshard.ops.expand import Operand
 from dshard.ops.matmul.priced import Panelled
@@ -47,6 +48,7 @@ OBSERVERS: list[Observer] = []
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Let `observer` wrap each operator that runs within the block."""
+    outside_graphs("trace, explain or strict")
     OBSERVERS.append(observer)
     try:
         yield

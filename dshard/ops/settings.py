@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dshard.caches import Cache, clear_caches
-from dshard.comm import FORGET, DeviceMesh, bind, ranks_per_host, same_topology
+from dshard.comm import FORGET, DeviceMesh, bind, outside_graphs, ranks_per_host, same_topology
 from dshard.mesh import Mesh
 from dshard.topology import Topology, default_topology
 
@@ -48,6 +48,12 @@ def current() -> Settings:
     return _Current.settings
 
 
+def settings_of(topology: Topology | None) -> Settings:
+    """Those with this topology, the same object each time."""
+    found = _ALL.get(topology)
+    return _ALL.setdefault(topology, Settings(topology)) if found is None else found
+
+
 @contextmanager
 def use_topology(topology: Topology, *, mesh: DeviceMesh | Mesh | None = None) -> Iterator[None]:
     """Price every choice within the block on `topology`, which must be the same on all ranks.
@@ -55,10 +61,11 @@ def use_topology(topology: Topology, *, mesh: DeviceMesh | Mesh | None = None) -
     With a `mesh`, which all its ranks then give, they use the topology of its first rank, which is sent on entry.
     Without, nothing is sent.
     """
+    outside_graphs("use_topology")
     if mesh is not None:
         topology = same_topology(topology, mesh if isinstance(mesh, Mesh) else bind(mesh))
     before = _Current.settings
-    _Current.settings = _ALL.setdefault(topology, Settings(topology))
+    _Current.settings = settings_of(topology)
     try:
         yield
     finally:

@@ -43,6 +43,9 @@ class Spec:
         """A tensor without data of the same global shape, strides and dtype."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return spec_of, (self.layout, self.shape, self.stride, self.dtype, self.device)
+
     def __repr__(self) -> str:
         return f"Spec([{self.layout}], {self.shape}, {self.dtype})"
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from dshard.comm import outside_graphs
 from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
@@ -82,6 +83,9 @@ def nothing_asked() -> bool:
     return _Current.asked is NOTHING
 
 
+_ALL: dict[Asked, Asked] = {_Current.asked: _Current.asked}
+
+
 def asked_now() -> Asked:
     """What `use_strategy` asks for where the call is."""
     return _Current.asked
@@ -108,13 +112,15 @@ def use_strategy(
     Raises:
         StrategyError: there is no strategy of this name, or no such stream.
     """
+    outside_graphs("use_strategy")
     if isinstance(matmul, str):
         named(matmul)
     if saved not in ("auto", "moved", "stored"):
         raise StrategyError(f"saved={saved!r}: use 'auto', 'moved' or 'stored'")
     before = _Current.asked
     strategy, stream = before.strategy if matmul is None else matmul, stream_of(panels, buffer_bytes)
-    _Current.asked = replace(before, strategy=strategy, saved=saved, stream=before.stream if stream is None else stream)
+    asked = replace(before, strategy=strategy, saved=saved, stream=before.stream if stream is None else stream)
+    _Current.asked = _ALL.setdefault(asked, asked)  # one object each time, which is what a compiled graph is guarded by
     try:
         yield
     finally:

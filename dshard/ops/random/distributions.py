@@ -5,15 +5,19 @@ Only operators that are exact, or correctly rounded one by one, so that values a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import wraps
 from math import log1p, pi
 
 import torch
 from torch import Tensor
+from typing_extensions import ParamSpec
 
 from dshard.ops.random.exact import exp, log_, root, sine_cosine_
 
+_P = ParamSpec("_P")
 WORD = 1 << 32
 BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 """The random bits of a uniform number, as in torch: those of its mantissa."""
@@ -25,8 +29,40 @@ class Distribution:
 
     per_block: int
     values: Callable[[Tensor], Tensor]
+    made: tuple[str, tuple[object, ...]] = ("", ())
+
+    def __str__(self) -> str:
+        """As text, from which `named` makes it again."""
+        name, arguments = self.made
+        return json.dumps([name, *(str(a) if isinstance(a, torch.dtype) else a for a in arguments)])
 
 
+MAKERS: dict[str, Callable[..., Distribution]] = {}
+"""What makes distributions, by name."""
+
+
+def _noted(make: Callable[_P, Distribution]) -> Callable[_P, Distribution]:
+    """Note in what is made how it was made."""
+
+    @wraps(make)
+    def noted(*args: _P.args, **kwargs: _P.kwargs) -> Distribution:
+        return replace(make(*args, **kwargs), made=(make.__name__, (*args, *kwargs.values())))
+
+    MAKERS[make.__name__] = noted
+    return noted
+
+
+def named(text: str) -> Distribution:
+    """The distribution that was written as `text`.
+
+    >>> str(named(str(bernoulli(0.25))))
+    '["bernoulli", 0.25]'
+    """
+    name, *arguments = json.loads(text)
+    return MAKERS[name](*(getattr(torch, a[6:]) if isinstance(a, str) else a for a in arguments))
+
+
+@_noted
 def uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Distribution:
     """Multiples of 2^-bits in [0, 1), with the bits of `dtype`; scaled to [low, high)."""
     bits = BITS[dtype]
@@ -38,6 +74,7 @@ def uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Distribu
     return Distribution(2 if bits == 53 else 4, values)
 
 
+@_noted
 def normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Distribution:
     """The normal distribution. Box, Muller: A note on the generation of random normal deviates (1958)."""
     double = dtype == torch.float64
@@ -60,12 +97,14 @@ def _box_muller(chance: Tensor, angle: Tensor) -> Tensor:
     return torch.stack([cosine.mul_(radius), sine.mul_(radius)], 1).flatten(0, 1)
 
 
+@_noted
 def bernoulli(p: float) -> Distribution:
     """True with probability `p`, to within 2^-32."""
     threshold = round(p * WORD)
     return Distribution(4, lambda words: words < threshold)
 
 
+@_noted
 def integers(low: int, count: int) -> Distribution:
     """Whole numbers from `low` to `low + count - 1`, by one word where `count` is small beside 2^32, else by two."""
     if count <= 1 << 28:
@@ -84,11 +123,13 @@ def integers(low: int, count: int) -> Distribution:
     return Distribution(2, values)
 
 
+@_noted
 def exponential(rate: float) -> Distribution:
     """-log(u) / rate."""
     return Distribution(2, lambda words: log_(_opens(words)).mul_(-1.0 / rate))
 
 
+@_noted
 def geometric(p: float) -> Distribution:
     """How often one tries until success: ceil(log(u) / log(1 - p))."""
 
@@ -96,6 +137,7 @@ def geometric(p: float) -> Distribution:
     return Distribution(2, lambda words: log_(_opens(words)).mul_(-scale).ceil_().clamp_(min=1.0))
 
 
+@_noted
 def cauchy(median: float, sigma: float) -> Distribution:
     """median + sigma tan(angle)."""
 
@@ -107,6 +149,7 @@ def cauchy(median: float, sigma: float) -> Distribution:
     return Distribution(2, values)
 
 
+@_noted
 def log_normal(mean: float, std: float) -> Distribution:
     """The exponential of a normal value."""
     wide = normal(torch.float64, mean, std)

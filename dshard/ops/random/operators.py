@@ -9,9 +9,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Generator, Tensor
+from torch._guards import TracingContext
 from torch._ops import OpOverload
 
-from dshard.comm import LocalTensor, compare_draws, plain, unstack
+from dshard.comm import LocalTensor, compare_draws, plain, traced, unstack
+from dshard.errors import CompileError
 from dshard.layout import replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.call import LocalOp
@@ -21,6 +23,7 @@ from dshard.ops.random import distributions, draw
 from dshard.ops.random.distributions import Distribution
 from dshard.ops.random.philox import words
 from dshard.ops.random.state import Draw, next_draw
+from dshard.ops.random.traced import filled_later
 from dshard.ops.spec import contiguous_stride, spec_of
 from dshard.ops.strategy import completed
 
@@ -40,7 +43,13 @@ def draw_for(mesh: Mesh, what: object, generator: Generator | None = None) -> Dr
 
     Raises:
         MeshError: in the debug mode, where the ranks have come to different draws.
+        CompileError: while a graph is traced, in which the draw would be the same each time.
     """
+    if TracingContext.try_get() is not None:
+        raise CompileError(
+            f"{what}, within a compiled region: it draws random values that are not made element by element, "
+            "and would draw the same each time; call it outside"
+        )
     found = next_draw(generator)
     compare_draws(f"draw {found.number} of seed {found.seed}, for {what}", mesh)
     return found
@@ -50,7 +59,10 @@ def filled(x: Any, make: Make, what: object, generator: Generator | None = None)
     """Overwrite the distributed tensor `x` with random values; where it is pending, so that they are the sum."""
     spec = x._spec
     layout = completed(spec.layout)
-    found = draw_for(layout.mesh, what, generator)
+    later = traced(x._local)
+    if later and generator is not None:
+        raise CompileError(f"{what} with a generator, within a compiled region: draw without one, or outside")
+    found = None if later else draw_for(layout.mesh, what, generator)
     distribution = make(spec.dtype)
     simulated = type(x._local) is LocalTensor  # whose mode would look at each of the many operators
 
@@ -58,6 +70,9 @@ def filled(x: Any, make: Make, what: object, generator: Generator | None = None)
         region = layout.region(spec.shape, coordinate)
 
         def write(local: Tensor) -> Tensor:
+            if found is None:
+                drawn = filled_later(local, spec.shape, region, distribution)
+                return local.copy_(drawn) if layout == spec.layout else drawn
             drawn = local if layout == spec.layout else torch.empty_like(local)
             with torch._C._DisableTorchDispatch() if simulated else nullcontext():
                 draw.fill(drawn, spec.shape, region, found, distribution)

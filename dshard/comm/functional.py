@@ -1,0 +1,52 @@
+"""Collectives while torch.compile or torch.export traces: functional ones alone, on tensors that have no memory yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.compiler import is_dynamo_compiling
+
+from dshard.errors import CompileError
+from dshard.layout import Region
+
+_TRACED = frozenset({FakeTensor, FunctionalTensor})
+
+
+def traced(x: Tensor) -> bool:
+    """Whether what is done with `x` is being written down, to be run later and more than once.
+
+    Then nothing may be sent, measured or told now, and no buffer kept: what runs later are the operators seen.
+    """
+    return type(x) in _TRACED
+
+
+def outside_graphs(what: str) -> None:
+    """Refuse to be entered within a region that torch.compile traces: it would hold when tracing, not when running.
+
+    Raises:
+        CompileError: within such a region.
+    """
+    if is_dynamo_compiling():
+        raise CompileError(
+            f"{what} within a compiled region: choices are made when the region is compiled; "
+            "enter it around the call of the compiled function, which then compiles anew"
+        )
+
+
+def joined(pieces: Sequence[Tensor], regions: Sequence[Region]) -> Tensor | None:
+    """The tensor that the pieces make up where they lie side by side along one dim, or None.
+
+    >>> a, b = torch.zeros(2, 1), torch.ones(2, 2)
+    >>> joined([b, a], [(range(2), range(1, 3)), (range(2), range(1))]).tolist()
+    [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]
+    """
+    apart = [dim for dim, parts in enumerate(zip(*regions, strict=True)) if len(set(parts)) > 1]
+    if len(apart) > 1:
+        return None
+    dim = apart[0] if apart else 0
+    order = sorted(range(len(pieces)), key=lambda i: regions[i][dim].start)
+    return torch.cat([pieces[i] for i in order], dim)

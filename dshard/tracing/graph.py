@@ -1,0 +1,23 @@
+"""What torch.compile writes into its graph. Imported while it traces, and only then, for torch._dynamo takes long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._dynamo import allow_in_graph
+
+from dshard.ops import settings
+from dshard.ops.matmul import asked
+from dshard.tracing.fronts import FUNCTIONS
+
+
+@allow_in_graph  # type: ignore[untyped-decorator]
+def call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """A function of dshard's, by name."""
+    return FUNCTIONS[name](*args, **kwargs)
+
+
+def guard() -> None:
+    """Traced: the graph serves only under the settings in force now, which are told apart by identity."""
+    id(settings._Current.settings)
+    id(asked._Current.asked)
