@@ -1,0 +1,157 @@
+"""What a compiled step of a sharded GPT block costs over the compiled plain local block with the same collectives.
+
+    python benchmarks/compile.py [--backend inductor] [--repeats 15] [--write]
+
+A fake process group of four ranks, so that nothing is sent; one thread; the block under Megatron's layout, forward and
+backward; medians of interleaved repeats. The plain block has the local parameters, and functional collectives by hand:
+an all_reduce after each of the two products of rows, and one of the gradient before each product of columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from section import markdown_table, write_section
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dshard import Replicate, Shard, distribute_tensor, init_device_mesh
+
+RANKS, HEADS = 4, 8
+_c10d = torch.ops._c10d_functional
+
+
+class Block(nn.Module):
+    """Causal attention and a perceptron, of `heads` heads and `hidden` features that are computed here."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        inner = width // HEADS * heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * inner, bias=False), nn.Linear(inner, width, bias=False)
+        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.enter(self.norm1(x))).unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(3, -1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.leave(self.out(mixed.transpose(1, 2).flatten(2)))
+        return x + self.leave(self.down(F.gelu(self.up(self.enter(self.norm2(x))))))
+
+
+class Sharded(Block):
+    def leave(self, x: Any) -> Any:
+        return x.redistribute(placements=[Replicate()])
+
+
+class Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _c10d.wait_tensor(_c10d.all_reduce(grad.contiguous(), "sum", ctx.group)), None
+
+
+class Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return _c10d.wait_tensor(_c10d.all_reduce(x, "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Plain(Block):
+    group = ""
+
+    def enter(self, x: Tensor) -> Tensor:
+        return Enter.apply(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return Leave.apply(x, self.group)
+
+
+def sharded(width: int, mesh: Any) -> nn.Module:
+    block = Sharded(width, HEADS, 4 * width)
+    for name, module in block.named_children():
+        split = {"qkv": Shard(0), "up": Shard(0), "out": Shard(1), "down": Shard(1)}.get(name, Replicate())
+        for own, parameter in list(module.named_parameters()):
+            laid = distribute_tensor(parameter.detach(), mesh, [split], src_data_rank=None)
+            module.register_parameter(own, nn.Parameter(laid))
+    return block
+
+
+def step(block: nn.Module, x: Any, grad: Any, backend: str) -> Callable[[], None]:
+    """One step, compiled when it is first run."""
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+
+    def run() -> None:
+        compiled(x).backward(grad)
+        for parameter in block.parameters():
+            parameter.grad = None
+
+    return run
+
+
+def measure(width: int, batch: int, backend: str, repeats: int) -> dict[str, float]:
+    """Medians in microseconds, and that of the ratios."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    values = torch.randn(batch, 16, width)
+    x = distribute_tensor(values, mesh, [Replicate()], src_data_rank=None)
+    plain = Plain(width, HEADS // RANKS, 4 * width // RANKS)
+    plain.group = mesh.get_group().group_name
+    blocks = {"dshard": (sharded(width, mesh), x), "plain": (plain, values)}
+    steps = {name: step(block, given, torch.ones_like(given), backend) for name, (block, given) in blocks.items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(repeats + 2):
+        for name, run in steps.items():
+            begin = time.perf_counter()
+            for _ in range(10):
+                run()
+            if turn > 1:
+                times[name].append((time.perf_counter() - begin) / 10 * 1e6)
+    found = {name: statistics.median(each) for name, each in times.items()}
+    ratios = [a / b for a, b in zip(times["dshard"], times["plain"], strict=True)]
+    return {**found, "ratio": statistics.median(ratios)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    rows = []
+    for width, batch in ((64, 2), (256, 4), (512, 8)):
+        found = measure(width, batch, options.backend, options.repeats)
+        rows.append(
+            [str(width), str(batch), f"{found['dshard']:.0f}", f"{found['plain']:.0f}", f"{found['ratio']:.2f}"]
+        )
+    table = markdown_table(["width", "batch", "dshard us", "plain local us", "ratio"], rows)
+    print(table)
+    if options.write:
+        text = f"`python benchmarks/compile.py --write`: a GPT block, forward and backward, backend {options.backend}."
+        write_section("compile", f"{text}\n\n{table}")
+
+
+if __name__ == "__main__":
+    main()
