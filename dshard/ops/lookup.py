@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.comm import traced
 from dshard.mesh import Coordinate
 from dshard.ops.call import Call, LocalOp, writes_first
 from dshard.ops.strategy import Strategy
@@ -34,14 +35,16 @@ def local_index(
 def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Exception] = IndexError) -> None:
     """Raise torch's error where an index is beyond the dim; on accelerators, as torch does, when the kernel has run.
 
+    A graph that is traced asserts it when it runs.
+
     Raises:
         IndexError: one is.
     """
-    if index.device.type == "cpu":
+    if index.device.type == "cpu" and not traced(index):
         if bool(beyond.any()):
             raise kind(f"index {int(index[beyond][0])} is out of bounds for dimension {dim} with size {size}")
     elif not index.is_meta:
-        torch._assert_async(~beyond.any())
+        torch._assert_async(~beyond.any(), f"an index is out of bounds for dimension {dim} with size {size}")
 
 
 def reading(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
