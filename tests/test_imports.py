@@ -19,6 +19,8 @@ MAY_IMPORT_LATE = frozenset(
     {
         "dshard/comm/stored.py: _torch",  # torch.distributed.checkpoint takes a second to import, and calls this itself
         "dshard/checkpoint/tensor_files.py: _library",  # safetensors is an extra
+        "dshard/tracing/fronts.py: traceable",  # torch._dynamo takes long, and is there already when this runs:
+        "dshard/tracing/fronts.py: front",  # while it traces
     }
 )
 
