@@ -30,6 +30,7 @@ MESHES = {
     "tesseract": Mesh((2, 2, 1), ("d", "r", "c")),
     "atp": Mesh((2, 2), ("d1", "d2")),
     "fsdp": Mesh((4,), ("x",)),
+    "auto": Mesh((4,), ("x",)),
 }
 EIGHT = {
     "data": Mesh((8,), ("dp",)),
@@ -39,6 +40,7 @@ EIGHT = {
     "tesseract": Mesh((2, 2, 2), ("d", "r", "c")),
     "atp": Mesh((2, 2, 2), ("dp", "d1", "d2")),
     "fsdp": Mesh((8,), ("x",)),
+    "auto": Mesh((8,), ("x",)),
 }
 ALL = [(family, strategy) for family in FAMILIES for strategy in MESHES]
 SAMPLE = [("gpt2", "megatron"), ("llama", "optimus"), ("bert", "atp"), ("vit", "fsdp"), ("t5", "megatron-sp")]
