@@ -6,6 +6,7 @@ Volumes are bytes that each rank receives, of rings: an all_reduce of n bytes ov
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import dshard
 from dshard import Mesh, Replicate, StrategyError, distribute_tensor, parallelize, plan_model
 from dshard.comm import plain
 from dshard.parallel import Moves, Plan
+from dshard.simulate.recording import record
 from dshard.testing import simulated, whole
 
 SHAPES = {
@@ -51,11 +53,11 @@ class Vision(nn.Module):
     """Patches of an image by a convolution, positions, layers, a classifier."""
 
     def __init__(
-        self, heads: int = 4, width: int = 4, layers: int = 2, dropout: float = 0.0, saves: bool = True
+        self, heads: int = 4, width: int = 4, layers: int = 2, dropout: float = 0.0, again: Any = None
     ) -> None:
         super().__init__()
         hidden = heads * width
-        self.saves = saves
+        self.again = again
         self.patches = nn.Conv2d(1, hidden, 2, 2)
         self.position = nn.Parameter(torch.randn(4, hidden))
         self.layers = nn.ModuleList(Layer(hidden, heads, dropout) for _ in range(layers))
@@ -64,7 +66,7 @@ class Vision(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2) + self.position
         for layer in self.layers:
-            x = layer(x) if self.saves else checkpoint(layer, x, use_reentrant=False)
+            x = layer(x) if self.again is None else self.again(layer, x)
         return self.head(self.norm(x).mean(1))
 
 
@@ -246,14 +248,15 @@ def test_e6_losses_of_fifty_steps_do_not_depend_on_the_mesh(depth: int) -> None:
 @pytest.mark.parametrize("strategy", ["megatron-sp", "optimus"])
 def test_s12_a_checkpointed_layer_draws_the_same_dropout(strategy: str) -> None:
     mesh, gradients = SHAPES[strategy], []
-    for saves in (True, False):
+    for again in (None, partial(checkpoint, use_reentrant=False), dshard.parallel.checkpoint):
         with simulated(mesh):
-            model = laid_out(strategy, mesh, layers=1, dropout=0.3, saves=saves)
+            model = laid_out(strategy, mesh, layers=1, dropout=0.3, again=again)
             dshard.manual_seed(9)
             loss_of(model, mesh).backward()
             gradients.append([whole(p.grad) for p in model.parameters()])
 
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    for found in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], found, strict=True))
 
 
 def test_a10_a_model_is_laid_out_by_one_line() -> None:
@@ -264,3 +267,38 @@ def test_a10_a_model_is_laid_out_by_one_line() -> None:
         parallelize(model, mesh, "atp", images)
 
         torch.testing.assert_close(whole(model(images).detach()), expected.detach())
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "megatron-sp", "optimus", "atp"])
+def test_s13_the_last_product_of_a_checkpointed_block_is_not_repeated(strategy: str) -> None:
+    mesh, found, gradients = SHAPES[strategy], {}, {}
+    for keeps in ("all", "inputs"):
+        with simulated(mesh):
+            torch.manual_seed(0)
+            with plain():
+                block, given = MLP(), torch.randn(4, 6, 8, dtype=torch.float64)
+            parallelize(block, mesh, strategy, given)
+            x = distribute_tensor(given, mesh, [Replicate()] * mesh.ndim, src_data_rank=None).requires_grad_()
+
+            def step(x: Tensor = x, block: nn.Module = block, keeps: str = keeps) -> None:
+                out = block(x) if keeps == "all" else dshard.parallel.checkpoint(block, x)
+                out.square().sum().backward()
+
+            step()
+            for t in (x, *block.parameters()):
+                t.grad = None
+            found[keeps] = record(step, warm=True).flops
+            found["up"] = record(lambda x=x, block=block: block.up(x), warm=True).flops
+            gradients[keeps] = [whole(t.grad) for t in (x, *block.parameters())]
+
+    assert found["inputs"] == found["all"] + found["up"]  # and not those of both products
+    assert all(torch.equal(a, b) for a, b in zip(gradients["all"], gradients["inputs"], strict=True))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32).double(), nn.Linear(32, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))

@@ -1,6 +1,7 @@
 """Lay out whole models: by named strategies, the cheapest, or name by name; torch's own styles; search over meshes."""
 
 from dshard.parallel.auto import Auto
+from dshard.parallel.checkpoint import checkpoint
 from dshard.parallel.loss import loss_parallel
 from dshard.parallel.model import parallelize, plan_model
 from dshard.parallel.search import MeshChoice, Move, Transformer, rank_meshes
@@ -25,6 +26,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "Transformer",
+    "checkpoint",
     "loss_parallel",
     "parallelize",
     "parallelize_module",

@@ -7,6 +7,6 @@ gathered going forward is reduced going back. They are made by the same function
 
 from dshard.product.decide import decide, is_leaf, wrapped
 from dshard.product.decided import Product
-from dshard.product.multiply import multiply
+from dshard.product.multiply import RERUNS, multiply
 
-__all__ = ["Product", "decide", "is_leaf", "multiply", "wrapped"]
+__all__ = ["RERUNS", "Product", "decide", "is_leaf", "multiply", "wrapped"]
