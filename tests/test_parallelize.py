@@ -10,6 +10,9 @@ import pytest
 import torch
 from real_models import FAMILIES, InDouble, alone, batch_of, build, train, weights_for
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import dshard
 from dshard import LayoutError, Mesh, Replicate, Shard, StrategyError, distribute_tensor, trace
@@ -436,3 +439,68 @@ def test_a_forward_pass_that_looks_at_values() -> None:
 
     with pytest.raises(LayoutError, match="Looks depends on the values of its tensors"):
         plan_model(Looks(), Mesh((2,), ("tp",)), "data", torch.ones(2, 2))
+
+
+# -- memory
+
+
+class Held(TorchDispatchMode):
+    """Storages made within the block: bytes there now, and the most there were."""
+
+    def __init__(self, given: list[Tensor]) -> None:
+        super().__init__()
+        self.sizes, self.most = {StorageWeakRef(x.untyped_storage()): 0 for x in given}, 0
+
+    def now(self) -> int:
+        return sum(size for ref, size in self.sizes.items() if not ref.expired())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, dshard.DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.sizes.setdefault(StorageWeakRef(leaf.untyped_storage()), leaf.untyped_storage().nbytes())
+        self.most = max(self.most, self.now())
+        return out
+
+
+def held(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> dict[str, int]:
+    """What a rank holds of a model, of its optimiser, after the forward pass, after a step, and at most within it."""
+    mesh = dshard.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = parallelize(build_demo(0), mesh, strategy, images().float())
+    optimiser, x = torch.optim.AdamW(model.parameters()), images().float()
+
+    def forward() -> Tensor:
+        return model(x)
+
+    def backward(out: Tensor) -> None:
+        torch.autograd.backward([out], [torch.empty_like(out)])
+
+    for _ in range(2):
+        backward(forward())
+        optimiser.step()
+        optimiser.zero_grad()
+    with Held([x, *(p._local for p in model.parameters())]) as found:
+        out = forward()
+        activations = found.now()
+        backward(out)
+        del out
+        gradients = found.now()
+    moments = [t for state in optimiser.state.values() for t in state.values() if t.dim()]
+    return {
+        "parameters": sum(p._local.nbytes for p in model.parameters()),
+        "gradients": gradients,
+        "optimiser": sum(t._local.nbytes for t in moments),
+        "activations": activations,
+        "peak": found.most,
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["data", "fsdp", "megatron", "megatron-sp", "optimus", "atp"])
+def test_planned_memory_is_counted_memory(ranks: RankPool, strategy: str) -> None:
+    planned = demo_plan(strategy, Mesh((2, 2), ("a", "b"))).cost.memory
+    found = ranks.run(held, strategy, (2, 2), ("a", "b"))[0]
+
+    assert found == {name: getattr(planned, name) for name in found}

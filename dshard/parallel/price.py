@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.comm import plain, planning
 from dshard.mesh import Mesh
@@ -36,19 +38,34 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
     `seconds` are those of the topology in use.
     """
     state = _state(model, plan, plan.mesh)
-    held, work = Held(state.values()), Work()
-    with wired(model, plan), trace() as sent, observing(work):
-        with saved_tensors_hooks(held.pack, lambda x: x):
-            out = functional_call(
-                model, state, tuple(_meta(args)), dict(zip(kwargs, _meta(kwargs.values()), strict=True))
-            )
-        forward = len(sent.events)
-        ends = [t for t in leaves(_values(out)) if isinstance(t, Tensor) and t.requires_grad]
-        torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])
+    held, work, given = Held(state.values()), Work(), (_meta(args), dict(zip(kwargs, _meta(kwargs.values()), strict=True)))
+    with wired(model, plan):
+        with trace() as sent, observing(work):
+            with saved_tensors_hooks(held.pack, lambda x: x):
+                out = functional_call(model, state, tuple(given[0]), given[1])
+            forward = len(sent.events)
+            for end in _tensors(out):
+                held.pack(end)
+            _backward(out)
+            del out
+        for own in state.values():
+            own.grad = None
+        made = Made(own._local for own in state.values())
+        with made:  # all is decided, so nothing is made to find shapes
+            _backward(functional_call(model, state, tuple(given[0]), given[1]))
     parameters = [t for name, t in state.items() if isinstance(t, nn.Parameter)]
     nbytes = sum(_local_bytes(p) for p in {id(p): p for p in parameters}.values())
-    memory = Memory(nbytes, nbytes, MOMENTS * nbytes, held.nbytes)
+    memory = Memory(nbytes, nbytes, MOMENTS * nbytes, held.nbytes, max(made.most, held.nbytes, nbytes))
     return Cost(_moves(sent, forward), memory, work.seconds)
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [t for t in leaves(_values(out)) if isinstance(t, Tensor)]
+
+
+def _backward(out: Any) -> None:
+    ends = [t for t in _tensors(out) if t.requires_grad]
+    torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])
 
 
 def _state(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Any]:
@@ -76,7 +93,7 @@ def _local_bytes(x: Any) -> int:
 
 
 class Held:
-    """Bytes of the activations that autograd saves, each storage once; parameters are not activations."""
+    """Bytes of the tensors that autograd saves, each storage once; parameters are not activations."""
 
     def __init__(self, state: Iterable[DTensor]) -> None:
         self.kept = [x._local.untyped_storage() for x in state]  # so that none is made anew at the same place
@@ -92,6 +109,27 @@ class Held:
             self.kept.append(storage)
             self.nbytes += storage.nbytes()
         return x
+
+
+class Made(TorchDispatchMode):
+    """The most bytes of storages made within the block that were there at once, after any operator."""
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes = {StorageWeakRef(x.untyped_storage()): 0 for x in given}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for leaf in leaves(out):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self.sizes.setdefault(StorageWeakRef(storage), storage.nbytes())
+        self.sizes = {ref: size for ref, size in self.sizes.items() if not ref.expired()}
+        self.most = max(self.most, sum(self.sizes.values()))
+        return out
 
 
 class Work:

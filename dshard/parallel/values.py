@@ -29,17 +29,25 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that the first rank holds: of parameters, gradients, two moments of an optimiser, and saved activations."""
+    """Bytes that the first rank holds: of parameters, gradients, and two moments of an optimiser; `activations` is what
+    the forward pass leaves, saved tensors and outputs. `peak` is the most that a step has made and not yet let go of.
+    """
 
     parameters: int
     gradients: int
     optimiser: int
     activations: int
+    peak: int
+
+    @property
+    def transient(self) -> int:
+        """What is made and let go of: the part of the peak beside the larger of activations and gradients."""
+        return self.peak - max(self.activations, self.gradients)
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return self.parameters + self.gradients + self.optimiser + self.activations
+        """The most that is held at once; gradients are made anew in each step."""
+        return self.parameters + self.optimiser + self.peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +133,11 @@ class Plan:
             memory = self.cost.memory
             held = ", ".join(
                 f"{name} {human_bytes(getattr(memory, name))}"
-                for name in ("parameters", "gradients", "optimiser", "activations")
+                for name in ("parameters", "gradients", "optimiser", "activations", "transient")
             )
             lines.append(
                 f"a step receives {human_bytes(self.cost.nbytes)} in {self.cost.communication * 1e3:.3f} ms; "
-                f"a rank holds {human_bytes(memory.total)}: {held}"
+                f"a rank holds at most {human_bytes(memory.total)}: {held}"
             )
         return "\n".join(lines)
 
