@@ -1,6 +1,6 @@
 """Measured regret of the cheapest plan: a training step under "auto" against every named plan, on real gloo ranks.
 
-    PYTHONPATH=. python benchmarks/models.py [--ranks 4] [--hidden 256] [--json]
+    PYTHONPATH=. python benchmarks/models.py [--ranks 4] [--hidden 64] [--json] [--write]
 
 Steps of all plans are interleaved, round by round, so that a busy machine slows all alike; the figure of a plan is its
 median, and the regret that of auto over the least.
@@ -17,6 +17,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from section import markdown_table, write_section
 from torch import Tensor, nn
 
 import dshard
@@ -26,7 +27,7 @@ from dshard.parallel.auto import foldings, names
 from dshard.tables import text_table
 from dshard.testing import RankPool
 
-ROUNDS, HEADS = 7, 4
+ROUNDS, HEADS = 5, 4
 
 
 class Layer(nn.Module):
@@ -80,9 +81,10 @@ def measured(found: dict[str, Plan], hidden: int, batch: int) -> dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     asked = parser.parse_args()
     found = plans(asked.ranks, asked.hidden, asked.batch)
     with RankPool(asked.ranks, timeout=600) as pool:
@@ -95,8 +97,14 @@ def main() -> None:
         [name, f"{found[name].cost.seconds * 1e3:.2f}", f"{took * 1e3:.2f}"]  # type: ignore[union-attr]
         for name, took in sorted(seconds.items(), key=lambda pair: pair[1])
     ]
-    print(text_table(["plan", "predicted ms", "measured ms"], rows))
-    print(f"auto is {found['auto'].strategy} on ({found['auto'].mesh}); regret {regret:.2f}")
+    header, said = (
+        ["plan", "predicted ms", "measured ms"],
+        (f"auto is {found['auto'].strategy} on ({found['auto'].mesh}); regret {regret:.2f}"),
+    )
+    print(text_table(header, rows))
+    print(said)
+    if asked.write:
+        write_section("models", f"{markdown_table(header, rows)}\n\n{said}")
 
 
 if __name__ == "__main__":

@@ -180,6 +180,35 @@ def test_s3_an_optimus_layer_keeps_its_activations_in_blocks() -> None:
     assert all(m.nbytes for m in middle(plan, "forward"))
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_m5_what_a_megatron_layer_holds_beside_attention(ranks: int) -> None:
+    """Feed-forward block of T tokens and h features: norm, what up and the activation take, what down takes, output."""
+    tensor = BATCH * TOKENS * 64 * 4
+    statistics, weights = 2 * BATCH * TOKENS * 4, 2 * 4 * 64 * 64 * 4
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    def activations(layers: int, strategy: str) -> int:
+        with torch.device("meta"):
+            model = nn.Sequential(*(Block() for _ in range(layers)))
+            memory = plan_model(model, Mesh((ranks,), ("tp",)), strategy, torch.empty(BATCH, TOKENS, 64)).cost.memory
+        assert memory.parameters == layers * (weights // ranks + (256 // ranks + 3 * 64) * 4)
+        return memory.activations
+
+    def layer(strategy: str) -> int:
+        return activations(3, strategy) - activations(2, strategy)
+
+    assert layer("megatron") == 2 * tensor + 2 * 4 * tensor // ranks + statistics
+    # the input of up is kept gathered, too, so that going back it is not gathered once more: the volume stays the same
+    assert layer("megatron-sp") == (2 * tensor + 2 * 4 * tensor + statistics) // ranks + tensor
+
+
 # -- values, on simulated ranks
 
 

@@ -38,7 +38,11 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
     `seconds` are those of the topology in use.
     """
     state = _state(model, plan, plan.mesh)
-    held, work, given = Held(state.values()), Work(), (_meta(args), dict(zip(kwargs, _meta(kwargs.values()), strict=True)))
+    held, work, given = (
+        Held(state.values()),
+        Work(),
+        (_meta(args), dict(zip(kwargs, _meta(kwargs.values()), strict=True))),
+    )
     with wired(model, plan):
         with trace() as sent, observing(work):
             with saved_tensors_hooks(held.pack, lambda x: x):
@@ -50,7 +54,7 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
             del out
         for own in state.values():
             own.grad = None
-        made = Made(own._local for own in state.values())
+        made = Made([*(own._local for own in state.values()), *_tensors((given[0], list(given[1].values())))])
         with made:  # all is decided, so nothing is made to find shapes
             _backward(functional_call(model, state, tuple(given[0]), given[1]))
     parameters = [t for name, t in state.items() if isinstance(t, nn.Parameter)]
