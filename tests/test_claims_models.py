@@ -6,6 +6,7 @@ Volumes are bytes that each rank receives, of rings: an all_reduce of n bytes ov
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dshard
-from dshard import Mesh, Replicate, StrategyError, distribute_tensor, parallelize, plan_model
+from dshard import Mesh, Placement, Replicate, Shard, StrategyError, distribute_tensor, parallelize, plan_model
 from dshard.comm import plain
 from dshard.parallel import Moves, Plan
 from dshard.simulate.recording import record
@@ -331,3 +332,23 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("bias", [[Replicate(), Replicate()], [Replicate(), Shard(0)], [Shard(0), Shard(0)]], ids=str)
+def test_s6_biases_replicated_or_with_one_owner_have_the_same_gradients(bias: list[Placement]) -> None:
+    mesh = SHAPES["optimus"]
+    with plain():
+        torch.manual_seed(0)
+        alone, given = MLP(), torch.randn(4, 6, 8, dtype=torch.float64)
+        block = deepcopy(alone)
+    with simulated(mesh):
+        parallelize(block, mesh, {"*.weight": [Shard(1), Shard(0)], "*.bias": bias})
+        for model, x in ((alone, given), (block, distribute_tensor(given, mesh, [Shard(0), Shard(2)]))):
+            optimiser = torch.optim.AdamW(model.parameters())
+            model(x).square().sum().backward()
+            optimiser.step()
+
+        for mine, theirs in zip(block.parameters(), alone.parameters(), strict=True):
+            assert mine.grad.placements == mine.placements
+            torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(whole(mine.detach()), theirs.detach(), rtol=1e-9, atol=1e-11)  # replicas alike
