@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dshard.autograd import distributed, redistribute
-from dshard.comm import Program, Session, perform, traced
+from dshard.comm import Program, Session, perform, run, traced
 from dshard.dispatch import SEEN
 from dshard.mesh import Coordinate
 from dshard.ops.observe import OBSERVERS, observed
