@@ -1,8 +1,8 @@
 """dshard: declare how tensors lie on a mesh of devices, and run ordinary PyTorch code on them."""
 
 from importlib import import_module as _import_module
-from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from dshard.caches import CacheInfo, cache_info, clear_caches
 from dshard.comm import DeviceMesh, init_device_mesh
@@ -94,8 +94,10 @@ if _TYPE_CHECKING:
     from dshard import calibrate as calibrate
 
 
-def __getattr__(name: str) -> _ModuleType:
+def __getattr__(name: str) -> _Any:
     """What few programs need is imported when it is asked for."""
     if name == "calibrate":
         return _import_module("dshard.calibrate")
+    if name == "visualize":
+        return _import_module("dshard.report.visualize").visualize
     raise AttributeError(f"module 'dshard' has no attribute {name!r}")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dshard import report
-from dshard.layout import Region
+from dshard.report.visualize import parts_of
 from dshard.tables import human_bytes, text_table
 from dshard.tensor import DTensor
 from dshard.trace import Trace, trace
@@ -149,11 +149,9 @@ def is_first(x: DTensor) -> bool:
 def table_of(x: DTensor) -> tuple[list[str], list[list[str]]]:
     """Headings, and for each range of rows the ranks that hold each range of columns."""
     layout = x.layout
-    held: defaultdict[Region, list[int]] = defaultdict(list)
-    for at in layout.mesh.coordinates():
-        region = layout.region(tuple(x.shape), at)
-        if all(region):
-            held[region if len(region) == 2 else (*region, range(1))].append(layout.mesh.rank(at))
+    held, _ = parts_of(layout, tuple(x.shape))
+    if x.ndim == 1:
+        held = {(columns, rows): ranks for (rows, columns), ranks in held.items()}
     down, across = (sorted({region[dim] for region in held}, key=lambda r: r.start) for dim in range(2))
     heads = ["", *(f"Col {r.start}-{r.stop - 1}" for r in across)]
     device = layout.mesh.device_type
