@@ -1,4 +1,4 @@
-.PHONY: install test thorough lint types imports ci demo clean
+.PHONY: install test thorough lint types imports ci demo docs clean
 
 install:
 	pip install -c constraints.txt -e ".[dev]"
@@ -20,6 +20,9 @@ imports:
 
 ci:
 	.ci/run
+
+docs:
+	pip install -c constraints.txt -e ".[docs]" && mkdocs build --strict
 
 demo:
 	dshard demo

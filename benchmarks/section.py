@@ -1,4 +1,4 @@
-"""The part of docs/benchmarks.md that a benchmark writes: between its own two markers, nothing else is touched."""
+"""The part of a page, docs/benchmarks.md unless said, that a script writes: between its own two markers alone."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 DOCUMENT = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 
 
-def write_section(name: str, text: str) -> None:
+def write_section(name: str, text: str, document: Path = DOCUMENT) -> None:
     """Put `text` between `<!-- name: begin -->` and `<!-- name: end -->`.
 
     Raises:
         ValueError: the document lacks a marker.
     """
-    before, begin, rest = DOCUMENT.read_text().partition(f"<!-- {name}: begin -->\n")
+    before, begin, rest = document.read_text().partition(f"<!-- {name}: begin -->\n")
     _, end, after = rest.partition(f"<!-- {name}: end -->")
     if not begin or not end:
-        raise ValueError(f"{DOCUMENT} has no section {name!r}: add its begin and end markers")
-    DOCUMENT.write_text(f"{before}{begin}{text.strip()}\n{end}{after}")
+        raise ValueError(f"{document} has no section {name!r}: add its begin and end markers")
+    document.write_text(f"{before}{begin}{text.strip()}\n{end}{after}")
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

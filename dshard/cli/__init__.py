@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from dshard import __version__, report
+from dshard.cli.completion import add_completion
 from dshard.cli.demo import add_demo
 from dshard.cli.plan import add_explain, add_plan
 from dshard.cli.simulate import add_simulate
@@ -37,4 +38,5 @@ def _parser() -> argparse.ArgumentParser:
     add_explain(commands)
     add_topology(commands)
     add_simulate(commands)
+    add_completion(commands, parser)
     return parser

@@ -102,9 +102,8 @@ class Picture:
         ]
         y = MARGIN
         for lead, tiles in panels.items():
-            parts.append(
-                f'<text x="{MARGIN}" y="{y - LINE / 2 - 8}" fill="#555555">{_lead(lead)}</text>' if lead else ""
-            )
+            if lead:
+                parts.append(f'<text x="{MARGIN}" y="{y - LINE / 2 - 8}" fill="#555555">{_lead(lead)}</text>')
             for tile in tiles:
                 parts += _drawn(tile, y, height / max(1, rows), width / max(1, columns))
             y += height + 2 * LINE

@@ -39,8 +39,8 @@ class Schedule:
     >>> summa = Schedule(("m", "n"), ("k", "k"))
     >>> print(summa)
     m:B in S(k), n:A in S(k)
-    >>> [str(layout) for layout in summa.layouts(Mesh((2, 2), ("r", "c")))]
-    ['r:S(0) c:S(1)', 'r:S(0) c:S(1)', 'r:S(0) c:S(1)']
+    >>> {str(layout) for layout in summa.layouts(Mesh((2, 2), ("r", "c")))}
+    {'r:S(0) c:S(1)'}
 
     `stream` says in which panels it runs; None moves every tensor whole.
 

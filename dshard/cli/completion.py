@@ -1,0 +1,58 @@
+"""`dshard completion`: what a shell needs to complete commands and options, from the parser itself."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from dshard.cli.arguments import Commands
+
+SHELLS = ("bash", "zsh")
+
+
+def add_completion(commands: Commands, parser: argparse.ArgumentParser) -> None:
+    """The command itself; `parser` is the whole, read when the command runs."""
+    own = commands.add_parser("completion", help="print a completion script", description=_HELP)
+    own.add_argument("shell", choices=SHELLS)
+
+    def command(arguments: argparse.Namespace) -> int:
+        print(script(parser, arguments.shell))
+        return 0
+
+    own.set_defaults(command=command)
+
+
+_HELP = 'Print a completion script for a shell: eval "$(dshard completion bash)".'
+
+
+def words_of(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, list[str]]]:
+    """For each command, the words that may follow it: commands, options, choices of what is positional."""
+    words: list[str] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            words += action.choices
+            for name, below in action.choices.items():
+                yield from words_of(below, f"{path} {name}".strip())
+        else:
+            words += action.option_strings or map(str, action.choices or ())
+    yield path, words
+
+
+def script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """The script for one shell; zsh runs that of bash."""
+    cases = "\n".join(f'    "{path}") words="{" ".join(words)}" ;;' for path, words in sorted(words_of(parser)))
+    lines = [
+        "_dshard() {",
+        '  local path="" words="" word',
+        '  for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do',
+        '    case "$word" in -*) break ;; *) path="${path:+$path }$word" ;; esac',
+        "  done",
+        '  case "$path" in',
+        cases,
+        "  esac",
+        '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))',
+        '  [ ${#COMPREPLY[@]} -gt 0 ] || COMPREPLY=($(compgen -f -- "${COMP_WORDS[COMP_CWORD]}"))',
+        "}",
+        f"complete -F _dshard {parser.prog}",
+    ]
+    return "\n".join([*(["autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []), *lines])
