@@ -55,8 +55,8 @@ def test_e7_equal_layouts_with_different_times_bound_every_model() -> None:
 def test_s15_the_sides_of_the_crossovers(table: str) -> None:
     """Claim S15, tables 2 and 3 of Optimus: Megatron is ahead on 4 GPUs, Optimus on 64.
 
-    On 16 in weak scaling the published times are 2 % apart, less than the error of the prediction: it has them the other
-    way round.
+    On 16 in weak scaling the published times are 2 % apart, less than the error of the prediction, which has them the
+    other way round.
     """
     rows = unflagged(table)
     machine = fit(rows, "pipelined")
