@@ -125,6 +125,7 @@ def visualize(x: DTensor | Layout, shape: Sequence[int] | None = None) -> Pictur
     >>> print(visualize(Layout(Mesh((2, 2), ("dp", "tp")), (Shard(0), Shard(1))), (5, 4)))
     dp:S(0) tp:S(1) of 5x4 on dp=2 tp=2
          0:2  2:4
+    ---  ---  ---
     0:3  0    1
     3:5  2    3
 
