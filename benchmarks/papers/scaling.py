@@ -173,7 +173,7 @@ def fit(rows: Sequence[Row], transport: Transport) -> Machine:
     """The machine that fits these rows best: a pattern search, each figure doubled or halved, then by ever less."""
     best = Machine(5e12, 8e9, 8e9)
     least, step = misfit(best, rows, transport), 2.0
-    while step > 1.04:
+    while step > 1.02:
         tried = [
             Machine(best.flops * f, best.inside * i, best.between * b)
             for times in (step, 1 / step)
