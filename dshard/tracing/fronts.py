@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from types import FunctionType
 from typing import Any, TypeVar
@@ -60,4 +61,5 @@ def _written(placement: object) -> tuple[str, dict[str, type]]:
 
 for _kind in (Shard, Replicate, Partial):  # so that `x.placements` may be read within a compiled region
     setattr(_kind, "__fx_repr__", _written)  # noqa: B010
-    register_opaque_type(_kind, typ="value")
+    with suppress(TypeError):  # an older torch calls the argument otherwise, and does not read placements there
+        register_opaque_type(_kind, typ="value")
