@@ -340,7 +340,8 @@ def load_one(path: str) -> Tensor:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", [1, 0])
 def test_a_killed_rank_leaves_the_earlier_checkpoint_and_the_others_raise(victim: int, tmp_path: Path) -> None:
     path = str(tmp_path / "model")
     with RankPool(2, timeout=120) as pool:

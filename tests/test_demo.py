@@ -183,7 +183,9 @@ class TestStrategies:
 
 @pytest.mark.ranks
 class TestLayouts:
-    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+    @pytest.mark.parametrize(
+        ("dtype", "tolerance"), [pytest.param(torch.float32, 1e-5, marks=pytest.mark.thorough), (torch.float64, 1e-12)]
+    )
     def test_every_layout_follows_the_single_device(
         self, ranks: RankPool, dtype: torch.dtype, tolerance: float
     ) -> None:
@@ -198,6 +200,7 @@ class TestLayouts:
             assert row.collectives_per_step == predicted.collectives
             assert 0.9 * predicted.nbytes < row.bytes_per_step <= predicted.nbytes  # of rank 0, and of the busiest
 
+    @pytest.mark.thorough
     def test_ranks_that_divide_nothing_follow_too(self) -> None:
         rows, *_ = rank_pool(3).run(train_all, Settings(steps=2, ranks=3), ignore, timeout=WAIT)
 

@@ -10,12 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SLOW = ("tensor_parallel", "pipeline_unet")
+"""What they run is tested by test_style.py and test_pipeline.py, too."""
+EXAMPLES = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem in SLOW))
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
 LONGEST = {"tensor_parallel": 110}
 """Lines of an example: 80, but for one that follows a program written for another library."""
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_runs(example):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 

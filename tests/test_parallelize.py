@@ -345,7 +345,9 @@ def test_models_of_hugging_face_without_data(family: str) -> None:
 # -- auto
 
 
-@pytest.mark.parametrize("mesh", [Mesh((4,), ("x",)), Mesh((2, 2), ("a", "b"))])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(Mesh((4,), ("x",)), marks=pytest.mark.thorough), Mesh((2, 2), ("a", "b"))]
+)
 def test_auto_is_never_worse_than_a_named_strategy(mesh: Mesh) -> None:
     found = demo_plan("auto", mesh)
     named = [demo_plan(name, folded) for folded in foldings(mesh) for name in STRATEGIES if _fits(name, folded)]
@@ -358,6 +360,7 @@ def _fits(name: str, mesh: Mesh) -> bool:
     return len(STRATEGIES[name]) <= mesh.ndim
 
 
+@pytest.mark.thorough
 def test_auto_respects_the_memory_of_a_rank() -> None:
     mesh = Mesh((4,), ("x",))
     free = demo_plan("auto", mesh)
@@ -370,6 +373,7 @@ def test_auto_respects_the_memory_of_a_rank() -> None:
         demo_plan(Auto(memory=1024), mesh)
 
 
+@pytest.mark.thorough
 def test_a_model_laid_out_by_auto_computes_the_same() -> None:
     mesh, model = Mesh((4,), ("x",)), build_demo(0)
     expected = model(images().float())

@@ -203,6 +203,7 @@ def test_when_a_rank_is_silent_all_others_name_the_peer_and_the_action_within_th
         assert seconds < 30
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_when_a_rank_dies_its_neighbours_name_it_and_the_action():
     with RankPool(4, timeout=100) as pool, pytest.raises(RankError) as raised:

@@ -62,8 +62,8 @@ def test_simulated_and_real_steps_are_the_same(name: str) -> None:
     assert [s.event.name for s in simulated.slots if s.event.collectives] == [
         s.event.name for s in real.slots if s.event.collectives
     ]
-    assert simulated.held == real.held
-    if name in ("summa", "atp"):  # what is gathered lies in buffers that the first step left
-        assert real.peak <= simulated.peak <= real.peak + buffers
+    if name in ("summa", "atp"):  # what is gathered may lie in buffers, kept or made anew
+        assert abs(simulated.held - real.held) <= buffers
+        assert abs(simulated.peak - real.peak) <= buffers
     else:
-        assert simulated.peak == real.peak
+        assert (simulated.peak, simulated.held) == (real.peak, real.held)

@@ -185,6 +185,7 @@ def test_bytes_messages_and_memory_of_four_ranks_are_the_closed_form(ranks: Rank
     assert found == [[]] * 4
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["2x3", "2x2x2"])
 def test_bytes_messages_and_memory_of_eight_ranks_are_the_closed_form(name: str) -> None:
