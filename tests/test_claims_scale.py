@@ -71,7 +71,7 @@ def test_s15_the_sides_of_the_crossovers(table: str) -> None:
         assert found["optimus", 16] > found["megatron", 16]
         assert published["megatron", 16] / published["optimus", 16] - 1 < error / 3
     else:
-        assert spearman([found[row.system, row.gpus] for row in rows], [row.seconds for row in rows]) > 0.85
+        assert spearman([found[row.system, row.gpus] for row in rows], [row.seconds for row in rows]) > 0.9
 
 
 def test_s9_trees_cost_more_than_gathers_by_the_paper_s_factor() -> None:
