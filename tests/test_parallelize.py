@@ -11,9 +11,6 @@ import pytest
 import torch
 from real_models import FAMILIES, InDouble, alone, batch_of, build, train, weights_for
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import dshard
 from dshard import LayoutError, Mesh, Replicate, Shard, StrategyError, distribute_tensor, trace
@@ -466,27 +463,6 @@ def test_a_forward_pass_that_looks_at_values() -> None:
 # -- memory
 
 
-class Held(TorchDispatchMode):
-    """Storages made within the block: bytes there now, and the most there were."""
-
-    def __init__(self, given: list[Tensor]) -> None:
-        super().__init__()
-        self.sizes, self.most = {StorageWeakRef(x.untyped_storage()): 0 for x in given}, 0
-
-    def now(self) -> int:
-        return sum(size for ref, size in self.sizes.items() if not ref.expired())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, dshard.DTensor) for kind in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.sizes.setdefault(StorageWeakRef(leaf.untyped_storage()), leaf.untyped_storage().nbytes())
-        self.most = max(self.most, self.now())
-        return out
-
-
 def held(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> dict[str, int]:
     """What a rank holds of a model, of its optimiser, and after the forward pass."""
     mesh = dshard.init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -496,10 +472,9 @@ def held(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> dict[
         model(x).sum().backward()
         optimiser.step()
         optimiser.zero_grad()
-    with Held([x, *(p._local for p in model.parameters())]) as found:
-        out = model(x)
-        activations = found.now()
-        out.sum().backward()
+    kept: list[Tensor] = []
+    activations = record(lambda: kept.append(model(x)), warm=True).held
+    kept.pop().sum().backward()
     moments = [t for state in optimiser.state.values() for t in state.values() if t.dim()]
     return {
         "parameters": sum(p._local.nbytes for p in model.parameters()),

@@ -8,11 +8,13 @@ the memory.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,13 +77,16 @@ def record(step: Callable[[], object], topology: Topology | None = None, *, warm
     recorder = _Recorder(topology)
     with listen(recorder.sent), recorder:
         result = step()
-    held = recorder.alive()
+    held = recorder.settled()
     del result
     return Recorded(placed(recorder.events), recorder.most, held)
 
 
 _EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.new_empty, torch.ops.aten.empty_like}
 """Operators that reserve memory and do not touch it."""
+
+_MOMENT, _AGREED = 2e-3, 5
+"""Seconds between two counts of what is alive, and how many in a row have to agree with the one before."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -108,7 +113,8 @@ class _Recorder(TorchDispatchMode):
             ref = StorageWeakRef(storage)
             if ref not in self.known:
                 self.sizes.setdefault(ref, storage.nbytes())
-        self.most = max(self.most, self.alive())
+        if self.alive() > self.most:
+            self.most = max(self.most, self.settled(self.most))
         fresh = [t for t in made if StorageWeakRef(t.untyped_storage()) not in before]
         if (fresh or func._schema.is_mutable) and func.overloadpacket not in _EMPTY:
             self.worked(func, args, kwargs, out, given, fresh)
@@ -130,6 +136,18 @@ class _Recorder(TorchDispatchMode):
         topology = self.topology or current().topology_of(mesh)
         seconds = collective_seconds(event.collective, event.nbytes, mesh, axes, topology)  # type: ignore[arg-type]
         self.events.append(Event(event.collective, "step", "network", seconds, 0.0, event.nbytes, 1, axes))
+
+    def settled(self, above: int = -1) -> int:
+        """`alive` once it stays as it is, or is at most `above`.
+
+        A thread of the backend lets go of the tensors it sent a moment after the collective has ended.
+        """
+        found, agreed = self.alive(), 0 if dist.is_initialized() else _AGREED
+        while found > above and agreed < _AGREED:
+            time.sleep(_MOMENT)
+            before, found = found, self.alive()
+            agreed = 0 if found < before else agreed + 1
+        return found
 
     def alive(self) -> int:
         """Bytes of the storages made within the step that are still there."""
