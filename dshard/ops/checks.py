@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.comm import plain
 from dshard.ops.moving import replace_leaves
@@ -81,6 +82,14 @@ def _quiet() -> Iterator[None]:
 
 
 # -- what torch's functions without data do not look at
+
+
+class Refusing(TorchDispatchMode):
+    """Within the block torch's functions without data refuse what its kernels do, as far as the table below says."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _refuse_more(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def _refuse_more(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -205,11 +214,19 @@ def _extreme(given: Args) -> None:
             raise IndexError(f"Expected reduction dim {dim} to have non-zero size.")
 
 
+def _dim(given: Args) -> None:
+    ndim, dim = max(given["self"].dim(), 1), given["dim"]
+    if not -ndim <= dim < ndim:
+        told = f"expected to be in range of [{-ndim}, {ndim - 1}], but got {dim}"
+        raise IndexError(f"Dimension out of range ({told})")
+
+
 def _same_out(out: Tensor | None, dtype: torch.dtype) -> None:
     torch._check(out is None or out.dtype == dtype, lambda: f"Expected out tensor to have dtype {dtype}")
 
 
 MORE: dict[str, Callable[[Args], None]] = {
+    **dict.fromkeys(("aten::_softmax", "aten::sort", "aten::select_scatter", "aten::slice_scatter"), _dim),
     "aten::scatter": _scatter,
     "aten::scatter_add": _scatter,
     "aten::index_add": _index_add,

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from dshard.comm import LocalTensor, plain, unstack
 from dshard.errors import LayoutError
 from dshard.layout import replicated
-from dshard.ops.checks import accept
+from dshard.ops.checks import Refusing, accept
 from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
 from dshard.ops.foreach import FOREACH
 from dshard.ops.moving import leaves, move, replace_leaves
@@ -86,7 +86,7 @@ def accept_call(cls: Any, function: Callable[..., Any], args: tuple[Any, ...], k
     meta_args, meta_kwargs = replace_leaves(
         (args, kwargs), lambda leaf: _meta(cls, leaf) if isinstance(leaf, Tensor) else leaf
     )
-    with plain(), torch.no_grad(), suppress(NotImplementedError):
+    with plain(), torch.no_grad(), suppress(NotImplementedError), Refusing():  # type: ignore[no-untyped-call]
         function(*meta_args, **meta_kwargs)
 
 

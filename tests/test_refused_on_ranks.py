@@ -1,0 +1,118 @@
+"""What torch refuses, on real ranks: all raise the same kind of error, and none has sent or waits for anything."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import dshard
+from dshard import Layout, Partial, Replicate, Shard
+from dshard.comm import bind
+from dshard.testing import RankPool, count_traffic, distribute
+
+BENCHMARKS = str(Path(__file__).parent.parent / "benchmarks")
+PLACEMENTS = [Shard(0), Shard(1), Replicate(), Partial()]
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "sizes": lambda x: x + x[:3],
+    "inner sizes": lambda x: x @ x,
+    "bias": lambda x: F.linear(x, x, x[:, 0][:2]),
+    "dtypes": lambda x: x @ x.T.float(),
+    "dim": lambda x: x.softmax(2),
+    "reduced dim": lambda x: x.sum(-3),
+    "cat": lambda x: torch.cat([x, x.T]),
+    "view": lambda x: x.view(4, 9),
+    "index": lambda x: x.index_select(0, torch.zeros(1)),
+    "select": lambda x: x.select(0, 5),
+    "transpose": lambda x: x.transpose(0, 3),
+    "expand": lambda x: x.expand(2, 3, 7),
+    "split": lambda x: x.split([2, 2], 0),
+    "normalised shape": lambda x: F.layer_norm(x, (4,)),
+    "in place": lambda x: x.add_(torch.ones(3, 5, 7)),
+    "top": lambda x: x.topk(8),
+    "chunks": lambda x: x.chunk(0),
+    "diagonal": lambda x: x.diagonal(0, 1, 1),
+}
+
+
+def outcome(call: Callable[[], Any]) -> tuple[type | None, int]:
+    """The kind of error, and the messages that this rank received before."""
+    with count_traffic() as traffic:
+        try:
+            call()
+        except Exception as error:
+            return type(error), traffic.messages
+    return None, traffic.messages
+
+
+def refusals() -> list[tuple[str, str, type | None, int]]:
+    """Each call in each layout, on this rank."""
+    mesh, found = bind(dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))), []
+    draw = Random(0)
+    for name, call in REFUSED.items():
+        for _ in range(4):
+            placements = tuple(draw.choice(PLACEMENTS) for _ in mesh.shape)
+            x = distribute(torch.ones(5, 7, dtype=torch.float64), Layout(mesh, placements))
+            found.append((name, str(x.layout), *outcome(lambda call=call, x=x: call(x))))
+    dist.barrier()  # all have come here, and none has left a collective for the next to fall into
+    return found
+
+
+@pytest.mark.ranks
+def test_bad_arguments_are_refused_on_all_ranks_alike_and_nothing_is_sent(ranks: RankPool) -> None:
+    first, *others = ranks.run(refusals)
+
+    assert all(other == first for other in others)
+    assert len(first) == 4 * len(REFUSED)
+    for name, layout, kind, messages in first:
+        torchs, _ = outcome(lambda name=name: REFUSED[name](torch.ones(5, 7, dtype=torch.float64)))
+        assert torchs is not None
+        assert kind is not None, (name, layout)
+        assert issubclass(kind, torchs), (name, layout, kind, torchs)
+        assert messages == 0, (name, layout)
+
+
+def refusals_of_torch() -> dict[str, list[tuple[type | None, int]]]:
+    """What torch's own list of refused arguments meets on this rank; runs on every rank."""
+    sys.path.insert(0, BENCHMARKS)
+    import operator_cases as cases  # noqa: PLC0415  # slow to load, and wanted on ranks only here
+
+    mesh, found = bind(dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))), {}
+    for op in cases.operators(""):
+        draw, seen = Random(cases.name_of(op)), []
+        for bad in cases.bad_inputs_of(op):
+            case = cases.Case.of(op.op, bad.sample_input)
+            if refused_kind(lambda case=case: case.called([x.clone() for x in case.tensors()])) is None:
+                continue
+            tensors = [distribute(x, cases.layout_for(x, mesh, draw)) for x in case.tensors()]
+            seen.append(outcome(lambda case=case, tensors=tensors: case.called(tensors)))
+            dist.barrier()
+        found[cases.name_of(op)] = seen
+    return found
+
+
+def refused_kind(call: Callable[[], Any]) -> type | None:
+    try:
+        call()
+    except Exception as error:
+        return type(error)
+    return None
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_what_torch_lists_as_refused_is_refused_on_all_ranks_alike(ranks: RankPool) -> None:
+    first, *others = ranks.run(refusals_of_torch, timeout=1200)
+
+    assert all(other == first for other in others)
+    met = [kind for seen in first.values() for kind, _ in seen]
+    assert len(met) > 300
+    assert None not in met
