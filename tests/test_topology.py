@@ -238,7 +238,7 @@ def test_on_a_flat_network_no_order_of_ranks_matters(mesh: Mesh, data: st.DataOb
     links = {FLAT_CPU.link(m, axes, c) for m in (mesh, other) for c in (None, *COLLECTIVES)}
 
     alone = len(mesh.group(axes, (0,) * mesh.ndim)) == 1
-    assert links == {Link(0.0, inf) if alone else Link(50e-6, 2e9)}
+    assert links == {Link(0.0, inf) if alone else Link(FLAT_CPU.layers[0].latency, 2e9)}
 
 
 @given(cases(), st.sampled_from([None, *COLLECTIVES]))
@@ -335,7 +335,7 @@ def test_figures_belong_to_groups_of_ranks_not_to_names() -> None:
     topology = FLAT_CPU.with_measured([taken])
 
     assert topology.link(Mesh((2, 2, 2), ("a", "b", "c")), ["c", "b"], "all_reduce").bandwidth == 7 * GB
-    assert topology.link(Mesh((2, 4), ("dp", "tp")), ["dp"], "all_reduce") == Link(50e-6, 2e9)
+    assert topology.link(Mesh((2, 4), ("dp", "tp")), ["dp"], "all_reduce") == Link(FLAT_CPU.layers[0].latency, 2e9)
     assert topology.link(Mesh((2, 4), ("dp", "tp"), (0, 2, 4, 6, 1, 3, 5, 7)), ["tp"], "all_reduce").bandwidth == 2e9
     assert topology.link(Mesh((4,), ("tp",)), ["tp"], "all_reduce").bandwidth == 2e9
 

@@ -29,7 +29,7 @@ __all__ = [
     "default_topology",
 ]
 
-FLAT_CPU = Topology.flat(2e9, 50e-6, name="flat-cpu", device=CPU, backend="gloo", source="round figures")
+FLAT_CPU = Topology.flat(2e9, 100e-6, name="flat-cpu", device=CPU, backend="gloo", source="round figures")
 FLAT_CUDA = Topology.flat(1e11, 10e-6, name="flat-cuda", device=CUDA, backend="nccl", source="round figures")
 
 BYTES = Topology.preset("bytes")
@@ -47,6 +47,6 @@ def default_topology(device_type: str, ranks_per_host: int | None = None) -> Top
     if ranks_per_host is None:
         return flat
     inside = flat.layers[0]
-    outside = (25e9, 20e-6) if device_type == "cuda" else (1.25e9, 100e-6)
+    outside = (25e9, 20e-6) if device_type == "cuda" else (1.25e9, 200e-6)
     layers = (Layer("host", None, *outside), Layer("rank", ranks_per_host, inside.group_bandwidth, inside.latency))
     return Topology(f"{ranks_per_host}-{device_type}-hosts", layers, flat.device, flat.backend, source="round figures")

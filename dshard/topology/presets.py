@@ -94,13 +94,13 @@ def _cpu(nodes: int, ranks: int | None) -> Parts:
     """Processes of hosts on 10 Gb/s Ethernet; one host has any number of them."""
     source = (
         "in a host: round figures for gloo over loopback, not from a datasheet; between hosts: 10 Gb/s Ethernet "
-        "(IEEE 802.3ae), 100 us"
+        "(IEEE 802.3ae), 200 us"
     )
-    inside = Layer("rank", ranks, group_bandwidth=2e9, latency=50e-6)
+    inside = Layer("rank", ranks, group_bandwidth=2e9, latency=100e-6)
     if nodes == 1:
         return Parts((inside,), CPU, "gloo", source)
     inside = Layer("rank", ranks or 8, inside.group_bandwidth, inside.latency)
-    return Parts((Layer("host", nodes, group_bandwidth=1.25e9, latency=100e-6), inside), CPU, "gloo", source)
+    return Parts((Layer("host", nodes, group_bandwidth=1.25e9, latency=200e-6), inside), CPU, "gloo", source)
 
 
 def _pcie(nodes: int, ranks: int | None) -> Parts:
