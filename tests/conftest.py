@@ -64,6 +64,17 @@ def count_cases(generated: Any, name: str) -> None:
     generated.inner_test = counted
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Of a process that ran a part of the tests: tell the one that asked it to."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["cases"] = dict(CASES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    CASES.update(getattr(node, "workeroutput", {}).get("cases", {}))
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if CASES:
         terminalreporter.write_line(f"{sum(CASES.values()):,} generated cases in {len(CASES)} laws")

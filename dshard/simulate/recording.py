@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,7 +93,8 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, topology: Topology | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.topology, self.most = topology, 0
+        self.topology, self.most, self.lent = topology, 0, False
+        self.sends = False
         self.events: list[Event] = []
         self.sizes: dict[StorageWeakRef, int] = {}
         self.known: set[StorageWeakRef] = set()
@@ -113,6 +113,7 @@ class _Recorder(TorchDispatchMode):
             ref = StorageWeakRef(storage)
             if ref not in self.known:
                 self.sizes.setdefault(ref, storage.nbytes())
+        self.lent |= self.sends and any(not tensor.is_meta for tensor in made)
         if self.alive() > self.most:
             self.most = max(self.most, self.settled(self.most))
         fresh = [t for t in made if StorageWeakRef(t.untyped_storage()) not in before]
@@ -132,6 +133,7 @@ class _Recorder(TorchDispatchMode):
 
     def sent(self, event: Sent) -> None:
         """A collective."""
+        self.sends = True
         axes, mesh = tuple(event.axis.split(",")), event.mesh
         topology = self.topology or current().topology_of(mesh)
         seconds = collective_seconds(event.collective, event.nbytes, mesh, axes, topology)  # type: ignore[arg-type]
@@ -142,7 +144,7 @@ class _Recorder(TorchDispatchMode):
 
         A thread of the backend lets go of the tensors it sent a moment after the collective has ended.
         """
-        found, agreed = self.alive(), 0 if dist.is_initialized() else _AGREED
+        found, agreed = self.alive(), 0 if self.lent else _AGREED
         while found > above and agreed < _AGREED:
             time.sleep(_MOMENT)
             before, found = found, self.alive()
