@@ -195,3 +195,26 @@ def test_bytes_messages_and_memory_of_eight_ranks_are_the_closed_form(name: str)
     for i in range(0, len(every), 50):
         found = rank_pool(8).run(off_the_closed_form, mesh, every[i : i + 50], (48, 24, 72), timeout=300)
         assert found == [[]] * 8
+
+
+WHOLE_NUMBERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+
+
+def wrong_whole_numbers(mesh: Mesh, dtype: torch.dtype) -> list[str]:
+    """On a rank: the schedules that reduce along k and do not give the product in the operands' own dtype."""
+    device_mesh(mesh)
+    a, b = (torch.arange(n).view(shape).remainder(7).to(dtype) for n, shape in ((35, (5, 7)), (21, (7, 3))))
+    found = []
+    for schedule in list(schedules(mesh.ndim))[::7]:
+        x, y = (distribute(t, layout) for t, layout in zip((a, b), schedule.layouts(mesh), strict=False))
+        c = whole(matmul(x, y, strategy=schedule))
+        if c.dtype != dtype or not torch.equal(c, a @ b):
+            found.append(str(schedule))
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", WHOLE_NUMBERS, ids=str)
+def test_products_of_whole_numbers_that_the_backend_does_not_reduce(ranks: RankPool, dtype: torch.dtype) -> None:
+    """gloo does not sum 16-bit integers: their terms are exchanged and summed here, and wrap around as torch's do."""
+    assert ranks.run(wrong_whole_numbers, Mesh((2, 2), ("x", "y")), dtype, timeout=120) == [[]] * 4
