@@ -18,6 +18,7 @@ from dshard.pipeline.microbatches import TARGET, Reduction, cut_batch
 from dshard.pipeline.program import Program
 from dshard.pipeline.run import Runner
 from dshard.pipeline.stage import Stage
+from dshard.pipeline.tied import tied_of
 
 AUTO = "auto"
 _MADE: Counter[tuple[int, ...]] = Counter()
@@ -34,6 +35,9 @@ class Pipeline:
     rank holds more than `budget` bytes. `delay` splits each backward, so that gradients of inputs leave first, and
     those of weights follow after the next `delay` microbatches. Without `overlap` a stage waits for what it sends.
     What does not arrive within `timeout` seconds is an error.
+
+    Each of `tied` names the copies of one parameter in several stages, as in ("0.words.weight", "3.head.weight"): all
+    begin with the values of the first, and each step gives all of them the sum of their gradients.
 
     Raises:
         ScheduleError: stages or a schedule that cannot be, or a parameter in several stages.
@@ -55,6 +59,7 @@ class Pipeline:
         costs: Costs | None = None,
         budget: int | None = None,
         timeout: float = 300.0,
+        tied: Sequence[Sequence[str]] = (),
     ) -> None:
         self.stages, self.batch, self._reduction = tuple(stages), tuple(batch), reduction
         self.edges = edges_of([(stage.takes, stage.gives) for stage in self.stages], self.batch)
@@ -72,6 +77,7 @@ class Pipeline:
         name = f"dshard.pipeline/{','.join(map(str, ranks))}/{_MADE[ranks]}"
         self._runner = Runner(self.stages, self.number, name, self.edges, loss, timeout)
         self._group = self._join(ranks)
+        self._runner.tied = tied_of(tied, self.stages, self.number, self._group.process_group)
 
     @property
     def module(self) -> Any:
@@ -136,7 +142,7 @@ def _check_tied(stages: Sequence[Stage]) -> None:
             if other != number:
                 raise ScheduleError(
                     f"the parameter {there} of stage {other} is also {name} of stage {number}: each stage would train "
-                    "a copy of its own; keep both uses in one stage, or untie them"
+                    "a copy of its own; keep both uses in one stage, or give each a copy and name both in tied=..."
                 )
 
 

@@ -31,6 +31,7 @@ from dshard.pipeline.channel import Channels
 from dshard.pipeline.microbatches import TARGET, Microbatch
 from dshard.pipeline.program import Program
 from dshard.pipeline.stage import Stage
+from dshard.pipeline.tied import Tied
 from dshard.tensor import DTensor, distribute_tensor
 
 
@@ -64,6 +65,7 @@ class Runner:
         self.rank, self._name = runtime.rank, name
         self.channels = Channels(name, runtime.rank, self._landing, timeout)
         self.seconds: list[tuple[Compute, float]] = []
+        self.tied: tuple[Tied, ...] = ()
 
     def run(self, program: Program, microbatches: Sequence[Microbatch], shapes: Sequence[Hashable]) -> Tensor | None:
         """Run one step; the sum of the weighted losses, on the last stage."""
@@ -72,11 +74,17 @@ class Runner:
         self._running: dict[int, Running] = {}
         self._total: Any = None
         self.seconds = []
+        for tied in self.tied:
+            tied.set_aside()
         for action in program.actions(self.number):
             with self._named(action):
                 self._do(action)
         with self._named("the end of the step"):
             self.channels.settle_all()
+        with self._named("the gradients of tied parameters"):
+            for tied in self.tied:
+                tied.reduce()
+        with self._named("the end of the step"):
             return None if self._total is None else self._total.full_tensor()
 
     def shared(self, loss: Tensor | None, group: Any) -> Tensor:

@@ -75,5 +75,5 @@ def _check(module: nn.Module, parts: Sequence[Part]) -> None:
             if other != number:
                 raise ScheduleError(
                     f"the parameter {name} of part {number} is also {there} of part {other}: keep both uses in one "
-                    "part, or untie them"
+                    "part, or untie them and name both in Pipeline(tied=...)"
                 )

@@ -1,0 +1,151 @@
+"""Parameters of which several stages hold a copy, trained as one: each copy gets the sum of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from dshard.autograd import redistribute
+from dshard.comm import device_of, gather_objects
+from dshard.errors import ScheduleError
+from dshard.layout import Layout, Shape
+from dshard.ops.spec import contiguous_stride, spec_of
+from dshard.pipeline.stage import Stage
+from dshard.tensor import DTensor
+
+Names: TypeAlias = tuple[tuple[int, str], ...]
+"""The copies of one parameter: the number of a stage, and the parameter's name in its module."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One of them, as it lies on the mesh of its stage."""
+
+    stage: int
+    name: str
+    layout: Layout
+    shape: Shape
+    dtype: torch.dtype
+
+
+class Tied:
+    """The copies of one parameter, of which this rank may hold one; made and used by all ranks of their stages."""
+
+    def __init__(self, copies: Sequence[Copy], stage: Stage, number: int) -> None:
+        self.copies = tuple(copies)
+        mine = next((copy for copy in copies if copy.stage == number), None)
+        self._number = number
+        self._parameter: Any = None if mine is None else _parameter(stage, mine.name)
+        self._device = device_of(stage.layout_mesh)
+        self._before: Any = None
+
+    @torch.no_grad()
+    def make_equal(self) -> None:
+        """Give every copy the values of the first."""
+        came = self._spread(self._parameter)
+        if came is not None:
+            self._parameter.copy_(came)
+
+    def set_aside(self) -> None:
+        """Before a step: what earlier ones have accumulated is a sum already."""
+        if self._parameter is not None:
+            self._before, self._parameter.grad = self._parameter.grad, None
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """After a step: the gradients of all copies are added up where the first lies, and the sum goes to each."""
+        first, *others = self.copies
+        mine = self._parameter
+        grad = None if mine is None else torch.zeros_like(mine) if mine.grad is None else mine.grad
+        for copy in others:
+            came = self._move(grad, copy, first)
+            if self._number == first.stage:
+                grad = grad + came
+        came = self._spread(grad)
+        if mine is not None:
+            total = grad if came is None else came
+            mine.grad = total if self._before is None else self._before + total
+        self._before = None
+
+    def _spread(self, value: Any) -> Any:
+        """The value of the first copy as the copy of this rank lies; None where this rank has the first, or none."""
+        first, *others = self.copies
+        came = [self._move(value, first, copy) for copy in others]
+        return next((x for copy, x in zip(others, came, strict=True) if copy.stage == self._number), None)
+
+    def _move(self, value: Any, src: Copy, dst: Copy) -> Any:
+        """The value of one copy, laid out as another; None on ranks that have to do with neither."""
+        if self._number not in (src.stage, dst.stage):
+            return None
+        if self._number != src.stage:
+            spec = spec_of(src.layout, src.shape, contiguous_stride(src.shape), src.dtype, self._device)
+            value = DTensor(torch.empty(0, dtype=src.dtype, device=self._device), spec)
+        return redistribute(value, dst.layout)
+
+
+def tied_of(
+    groups: Sequence[Sequence[str]], stages: Sequence[Stage], number: int, process_group: Any
+) -> tuple[Tied, ...]:
+    """What `groups` of names such as "0.words.weight" mean, the copies made equal; called by all ranks together.
+
+    Raises:
+        ScheduleError: a name that is no parameter of a stage, copies in one stage, or of several shapes or dtypes.
+    """
+    if not groups:
+        return ()
+    named = [_names(group, len(stages)) for group in groups]
+    here = [[_described(stages[number], i, name) for i, name in names if i == number] for names in named]
+    told = gather_objects((number, here), process_group)
+    found = []
+    for i, names in enumerate(named):
+        copies = [next(each[i][0] for n, each in told if n == stage) for stage, _ in names]
+        _check(copies)
+        found.append(Tied(copies, stages[number], number))
+    for tied in found:
+        tied.make_equal()
+    return tuple(found)
+
+
+def _names(group: Sequence[str], n_stages: int) -> Names:
+    found = []
+    for text in group:
+        number, _, name = text.partition(".")
+        if not number.isdecimal() or int(number) >= n_stages or not name:
+            raise ScheduleError(
+                f"tied={text!r}: write the number of a stage, below {n_stages}, and the name of its parameter, as in "
+                "'0.words.weight'"
+            )
+        found.append((int(number), name))
+    if len({number for number, _ in found}) < max(len(found), 2):
+        raise ScheduleError(
+            f"tied={tuple(group)}: copies of a parameter are in different stages; within a stage use one parameter"
+        )
+    return tuple(found)
+
+
+def _parameter(stage: Stage, name: str) -> Any:
+    return dict(stage.module.named_parameters())[name] if isinstance(stage.module, nn.Module) else None
+
+
+def _described(stage: Stage, number: int, name: str) -> Copy | str:
+    """The copy, or what is wrong with it: all ranks have to know before any of them raises."""
+    named = dict(stage.module.named_parameters()) if isinstance(stage.module, nn.Module) else {}
+    if name not in named:
+        return f"tied='{number}.{name}': stage {number} has no parameter {name}; it has {', '.join(named) or 'none'}"
+    parameter: Any = named[name]  # the stage has been checked: a DTensor
+    spec = parameter._spec
+    return Copy(number, name, spec.layout, spec.shape, spec.dtype)
+
+
+def _check(copies: Sequence[Copy | str]) -> None:
+    for copy in copies:
+        if isinstance(copy, str):
+            raise ScheduleError(copy)
+    kinds = {(copy.shape, copy.dtype) for copy in copies if isinstance(copy, Copy)}
+    if len(kinds) > 1:
+        told = "; ".join(f"{c.stage}.{c.name} {c.shape} {c.dtype}" for c in copies if isinstance(c, Copy))
+        raise ScheduleError(f"tied copies of one parameter have one shape and dtype, not {told}")
