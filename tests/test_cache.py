@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dshard
 from dshard import Replicate, Shard, distribute_tensor, init_device_mesh
 from dshard.caches import Cache, cache_info, clear_caches, remembered
+from dshard.ops.settings import MAX_TOPOLOGIES, settings_of
 from dshard.testing import RankPool
+from dshard.topology import Topology
 
 
 def test_a_cache_forgets_its_oldest_entry_beyond_its_bound() -> None:
@@ -41,7 +43,17 @@ def test_functions_are_remembered_up_to_their_bound() -> None:
 
 
 def test_no_cache_is_without_a_bound() -> None:
-    assert all(0 < found.bound <= 65536 and found.entries <= found.bound for found in dshard.cache_info().values())
+    for name, found in dshard.cache_info().items():
+        assert 0 < found.bound <= 65536 * (MAX_TOPOLOGIES + 2), name
+        assert found.entries <= found.bound, name
+
+
+def test_what_was_decided_on_many_topologies_is_forgotten_but_for_the_last() -> None:
+    kept = [settings_of(Topology.flat(bandwidth=1e9 + i)) for i in range(MAX_TOPOLOGIES + 1)]
+
+    assert settings_of(kept[1].topology) is kept[1]
+    assert settings_of(kept[0].topology) is not kept[0]
+    assert settings_of(None) is settings_of(None)
 
 
 @cache

@@ -187,7 +187,7 @@ WIDE = {  # operator -> the bytes that the busiest rank receives, of 64 x 4096 f
 def test_what_is_sent_does_not_grow_with_the_split_dim(name: str) -> None:
     function, nbytes = WIDE[name]
     mesh = Mesh((4,))
-    with simulated(mesh), trace() as t:
+    with simulated(mesh), use_topology(BYTES), trace() as t:
         function(distribute(torch.randn(64, 4096), Layout(mesh, (Shard(1),))))
 
     if name == "logsumexp":  # the sum is still pending and completed by what follows
@@ -198,7 +198,7 @@ def test_what_is_sent_does_not_grow_with_the_split_dim(name: str) -> None:
 
 def test_cross_entropy_over_split_classes_sends_three_numbers_for_each_row() -> None:
     mesh, rows = Mesh((4,)), 64
-    with simulated(mesh), trace() as t:
+    with simulated(mesh), use_topology(BYTES), trace() as t:
         scores = distribute(torch.randn(rows, 4096), Layout(mesh, (Shard(1),)))
         wanted = distribute(torch.randint(4096, (rows,)), Layout(mesh, (Replicate(),)))
         loss = F.cross_entropy(scores, wanted, reduction="none")

@@ -40,6 +40,9 @@ class _Current:
     settings = Settings()
 
 
+MAX_TOPOLOGIES = 16
+"""Of so many, the last that were used, what was decided is remembered."""
+
 _ALL: dict[Topology | None, Settings] = {None: _Current.settings}
 
 
@@ -49,9 +52,12 @@ def current() -> Settings:
 
 
 def settings_of(topology: Topology | None) -> Settings:
-    """Those with this topology, the same object each time."""
-    found = _ALL.get(topology)
-    return _ALL.setdefault(topology, Settings(topology)) if found is None else found
+    """Those with this topology: the same object each time, until many others have been asked for since."""
+    found = _ALL.pop(topology, None) or Settings(topology)
+    _ALL[topology] = found
+    for other in [other for other in _ALL if other is not None][:-MAX_TOPOLOGIES]:
+        del _ALL[other]
+    return found
 
 
 @contextmanager
