@@ -1,8 +1,13 @@
 """dshard: declare how tensors lie on a mesh of devices, and run ordinary PyTorch code on them."""
 
+import gc as _gc
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
+
+# An import leaves no garbage, but makes so many objects that Python would look through all of torch's for some.
+if _collecting := _gc.isenabled():
+    _gc.disable()
 
 from dshard.caches import CacheInfo, cache_info, clear_caches
 from dshard.comm import DeviceMesh, init_device_mesh
@@ -27,11 +32,13 @@ from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.ops import get_rng_state, manual_seed, register_rule, rules, set_rng_state, use_topology
 from dshard.ops.matmul import Schedule, Stream, strategies, use_strategy
-from dshard.parallel import parallelize, plan_model
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor, distribute_tensor
 from dshard.topology import Topology
 from dshard.trace import strict, trace
+
+if _collecting:
+    _gc.enable()
 
 __version__ = "0.1.0"
 
@@ -92,12 +99,27 @@ __all__ = [
 
 if _TYPE_CHECKING:
     from dshard import calibrate as calibrate
+    from dshard import parallel as parallel
+    from dshard.parallel import parallelize, plan_model
+
+_LATE = {
+    "calibrate": "dshard.calibrate",
+    "parallel": "dshard.parallel",
+    "parallelize": "dshard.parallel",
+    "plan_model": "dshard.parallel",
+    "visualize": "dshard.report.visualize",
+}
+"""Names that few programs need, and the modules that have them: imported when they are asked for."""
 
 
 def __getattr__(name: str) -> _Any:
-    """What few programs need is imported when it is asked for."""
-    if name == "calibrate":
-        return _import_module("dshard.calibrate")
-    if name == "visualize":
-        return _import_module("dshard.report.visualize").visualize
-    raise AttributeError(f"module 'dshard' has no attribute {name!r}")
+    """What few programs need."""
+    if name not in _LATE:
+        raise AttributeError(f"module 'dshard' has no attribute {name!r}")
+    module = _import_module(_LATE[name])
+    found = globals()[name] = module if module.__name__ == f"dshard.{name}" else getattr(module, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import dshard
 
 PACKAGE = Path(__file__).parent.parent / "dshard"
 FILES = [pytest.param(path, id=path.relative_to(PACKAGE).as_posix()) for path in sorted(PACKAGE.rglob("*.py"))]
@@ -18,9 +22,26 @@ MAY_IMPORT_RICH = ("report",)
 MAY_IMPORT_LATE = frozenset(
     {
         "dshard/comm/stored.py: _torch",  # torch.distributed.checkpoint takes a second to import, and calls this itself
+        "dshard/comm/parts.py: split_graph",  # torch.distributed.pipelining takes longer to import than all of dshard
         "dshard/checkpoint/tensor_files.py: _library",  # safetensors is an extra
         "dshard/tracing/fronts.py: traceable",  # torch._dynamo takes long, and is there already when this runs:
         "dshard/tracing/fronts.py: front",  # while it traces
+    }
+)
+
+# What importing dshard may load beyond torch, and which layers it leaves until they are asked for.
+MAY_LOAD = frozenset(
+    {
+        "torch.distributed._functional_collectives",
+        "torch.distributed._functional_collectives_impl",
+        "torch.distributed._local_tensor",
+        "torch.distributed._local_tensor._c10d",
+    }
+)
+LATE_LAYERS = frozenset(
+    {
+        *("cli", "debug", "report", "demo", "launch", "testing", "simulate"),
+        *("parallel", "pipeline", "checkpoint", "calibrate", "experimental"),
     }
 )
 
@@ -99,3 +120,38 @@ def test_other_imports_are_not_mistaken_for_it(code: str) -> None:
 
 def test_a_late_import_is_seen() -> None:
     assert late_importers(ast.parse("def f():\n    if x:\n        import rich")) == {"f"}
+
+
+# -- what is loaded
+
+
+def loaded(code: str) -> set[str]:
+    """The modules that `code` loads in a new process in which torch has been imported."""
+    script = f"import sys, torch\nbefore = set(sys.modules)\n{code}\nprint(*set(sys.modules) - before)"
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True)
+    return set(found.stdout.split())
+
+
+def test_importing_dshard_loads_little_beside_its_own_modules() -> None:
+    found = loaded("import dshard")
+
+    own = {name for name in found if name.split(".")[0] == "dshard"}
+    assert found - own <= MAY_LOAD
+    assert not {name.split(".")[1] for name in own - {"dshard"}} & LATE_LAYERS
+
+
+def test_what_is_imported_late_is_there_when_it_is_asked_for() -> None:
+    found = loaded(
+        "import gc, dshard\n"
+        "assert gc.isenabled()\n"
+        "assert set(dshard.__all__) | {'calibrate', 'parallel', 'visualize'} <= set(dir(dshard))\n"
+        "assert dshard.parallel.parallelize is dshard.parallelize\n"
+        "from dshard import plan_model\n"
+        "assert plan_model is dshard.parallel.plan_model"
+    )
+
+    assert "dshard.parallel" in found
+    for name in dshard.__all__:
+        assert getattr(dshard, name) is not None
+    with pytest.raises(AttributeError, match="module 'dshard' has no attribute 'paralell'"):
+        dshard.paralell  # type: ignore[attr-defined]  # noqa: B018
