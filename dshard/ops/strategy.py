@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from heapq import heapify, heappop, heappush
+from math import prod
+from typing import NamedTuple
 
 from dshard.cost import work_seconds
 from dshard.layout import Layout, Shape
 from dshard.ops.expand import Allowed, Expansion, Operand, Order, Row, expansions, sizes_of
 from dshard.ops.rule import Pending, Rule
 from dshard.placements import Partial, Replicate, Shard
-from dshard.redistribute import plan_alike
-from dshard.redistribute.least import Least
+from dshard.redistribute import Plan, plan_alike
+from dshard.redistribute.space import Space, space_of
 from dshard.topology import Topology
 
 
@@ -85,8 +87,8 @@ def choose(
 ) -> Strategy:
     """The cheapest strategy of `rule` for these operands; `outputs` are pairs of global shape and itemsize.
 
-    Branch and bound: candidates are priced in the order of the least that they can cost, until that is more than the
-    cheapest found. Of `wanted`, `keep` is kept where any strategy can.
+    Branch and bound: the candidate that may be cheapest is priced move by move, and left as soon as another may be
+    cheaper, until one is priced in full that none can beat. Of `wanted`, `keep` is kept where any strategy can.
     """
     found = list(expansions(rule, operands, outputs, wanted.among, wanted.result))
     if wanted.keep is not None:
@@ -95,15 +97,20 @@ def choose(
     if len(found) == 1:
         return price.of(found[0])
     first = operands[0].layout
-    queue = sorted(((price.at_least(e), i) for i, e in enumerate(found)), key=lambda pair: pair)
+    bounds = [price.bound(e) for e in found]
+    queue = [(bound.seconds(price), i) for i, bound in enumerate(bounds)]
+    heapify(queue)
     best: Strategy | None = None
     best_key: tuple[float, ...] = ()
-    for least, i in queue:
+    while queue:
+        least, i = heappop(queue)
         if best is not None and _digits(least) > best_key[0]:
             break
-        strategy = price(found[i], best_key[0] * (1 + 1e-8) if best_key else inf)
-        if strategy is None:
+        at_least = bounds[i].seconds(price)
+        if at_least > least or bounds[i].refine(price):
+            heappush(queue, (bounds[i].seconds(price), i))
             continue
+        strategy = price.of(found[i])
         pending = sum(len(layout.partial_axes()) for layout in strategy.outputs)
         alike = strategy.outputs[:1] != (first,)
         key = (_digits(strategy.seconds), pending, strategy.moves, strategy.rows.count(None), alike, i)
@@ -131,8 +138,36 @@ def strategies(
         yield price.of(found)
 
 
+class _Move(NamedTuple):
+    """A move of operand `i`, or of its gradient, which is made so many times."""
+
+    i: int
+    src: Layout
+    dst: Layout
+    times: int
+
+
+class _Bound:
+    """What an expansion takes at least: all that is known of it, and of moves that were not priced the least."""
+
+    def __init__(self, fixed: float, moves: list[_Move]) -> None:
+        self.fixed, self.moves = fixed, moves
+
+    def seconds(self, price: _Price) -> float:
+        """No price of the expansion is below, rounding apart."""
+        return (self.fixed + sum([price.at_least(move) * move.times for move in self.moves])) * (1 - 1e-12)
+
+    def refine(self, price: _Price) -> bool:
+        """Price a move that nobody has priced; false where there is none."""
+        for move in self.moves:
+            if move[:3] not in price.plans:
+                price.plan(*move[:3])
+                return True
+        return False
+
+
 class _Price:
-    """Prices of the expansions of one rule on given operands."""
+    """Prices of the expansions of one rule on given operands. Moves that several of them make are priced once."""
 
     def __init__(
         self,
@@ -145,35 +180,47 @@ class _Price:
         self.rule, self.operands, self.outputs, self.topology, self.wanted = rule, operands, outputs, topology, wanted
         self.sizes = sizes_of(rule, operands, outputs)
         self.mesh = operands[0].layout.mesh
-        self.least = [Least(self.mesh, topology, o.shape, o.itemsize) for o in operands]
-        self.first_least = Least(self.mesh, topology, *outputs[0]) if outputs else None
+        self.spaces = [space_of(self.mesh, topology, o.shape, o.itemsize) for o in operands]
         self.idle = frozenset(
             axis
             for axis in range(self.mesh.ndim)
             if all(operand.layout.placements[axis] == Replicate() for operand in operands)
         )
+        self.plans: dict[tuple[int, Layout, Layout], Plan] = {}
+        self.leasts: dict[tuple[int, Layout, Layout], float] = {}
+        self.known_ends: dict[tuple[int, Layout], tuple[Layout, ...]] = {}
 
-    def at_least(self, found: Expansion) -> float:
-        """Seconds that no price of this expansion is below."""
+    # -- the least that an expansion takes
+
+    def bound(self, found: Expansion) -> _Bound:
+        """What is known of an expansion before any of its moves is priced."""
         gradients = self.wanted.gradients
-        seconds = self.compute(found) * (1 + sum(gradients))
-        for i, (least, operand, layout) in enumerate(zip(self.least, self.operands, found.inputs, strict=True)):
-            seconds += least(operand.layout, layout) * (1 + self.moved_again(i))
+        moves: list[_Move] = []
+        for i, (operand, layout) in enumerate(zip(self.operands, found.inputs, strict=True)):
+            moves.append(_Move(i, operand.layout, layout, 1 + self.moved_again(i)))
             if gradients and gradients[i]:
-                seconds += least(found.gradients[i], operand.layout.cotangent())
-        if self.rule.loops and self.first_least is not None and self.wanted.reduced is None:
-            seconds += self._end_at_least(found.outputs[0], self.first_least) * (1 + any(gradients))
-        return seconds
+                moves.append(_Move(i, found.gradients[i], operand.layout.cotangent(), 1))
+        fixed = self.compute(found) * (1 + sum(gradients)) + self.end_at_least(found)
+        return _Bound(fixed, [move for move in moves if move.src != move.dst])
 
-    def _end_at_least(self, layout: Layout, least: Least) -> float:
-        """The same for bringing a product's result to its end: of a sum each rank receives its part at least."""
-        if self.wanted.result is not None:
-            return least(layout, self.wanted.result)
-        if not layout.partial_axes():
+    def at_least(self, move: _Move) -> float:
+        """Seconds of a move, or seconds that it does not go below if it is not priced."""
+        key = move[:3]
+        found = self.leasts.get(key)
+        if found is None:
+            found = self.leasts[key] = _least(self.spaces[move.i], move.src, move.dst)
+        return found
+
+    def end_at_least(self, found: Expansion) -> float:
+        """The same for all that brings a product's result to its end, and the gradient back."""
+        if not self.rule.loops:
             return 0.0
-        terms = prod(self.mesh.shape[axis] for axis in layout.partial_axes())
-        nbytes = layout.local_numel(least.shape) * least.itemsize * (terms - 1) / terms
-        return least.limits.latency + nbytes / least.limits.rate if terms > 1 else 0.0
+        layout, (shape, itemsize) = found.outputs[0], self.outputs[0]
+        space, back = space_of(self.mesh, self.topology, shape, itemsize), any(self.wanted.gradients)
+        return min(
+            _least(space, layout, end) + (_least(space, end.cotangent(), layout.cotangent()) if back else 0.0)
+            for end in self.ends(0, found, layout, shape)
+        )
 
     def moved_again(self, i: int) -> bool:
         """Whether operand `i` is moved once more for the gradient of another."""
@@ -181,31 +228,29 @@ class _Price:
         needed = any(gradient for j, gradient in enumerate(wanted.gradients) if j != i)
         return needed and not wanted.kept[i]
 
+    # -- the price
+
+    def plan(self, i: int, src: Layout, dst: Layout) -> Plan:
+        """How operand `i`, or its gradient, moves."""
+        key = (i, src, dst)
+        found = self.plans.get(key)
+        if found is None:
+            operand = self.operands[i]
+            found = self.plans[key] = plan_alike(src, dst, operand.shape, operand.itemsize, self.topology)
+            self.leasts[key] = found.seconds
+        return found
+
     def of(self, found: Expansion) -> Strategy:
         """The expansion as a strategy, with its price."""
-        strategy = self(found, inf)
-        assert strategy is not None
-        return strategy
-
-    def __call__(self, found: Expansion, most: float) -> Strategy | None:
-        """The same, or None as soon as it is seen to cost more than `most` seconds."""
         compute, wanted = self.compute(found), self.wanted
-        least = self.at_least(found)
         gather, reduce, backward, moves = 0.0, 0.0, compute * sum(wanted.gradients), 0
         for i, (operand, layout) in enumerate(zip(self.operands, found.inputs, strict=True)):
-            move = plan_alike(operand.layout, layout, operand.shape, operand.itemsize, self.topology)
-            times = 1 + self.moved_again(i)
+            move = self.plan(i, operand.layout, layout)
             gather, moves = gather + move.seconds, moves + len(move.steps)
-            backward += move.seconds * (times - 1)
-            least += (move.seconds - self.least[i](operand.layout, layout)) * times
-            if least > most:
-                return None
-        for operand, layout, target, needed, bound in self.backward_moves(found):
+            backward += move.seconds * self.moved_again(i)
+        for i, needed in enumerate(wanted.gradients):
             if needed:
-                seconds = plan_alike(layout, target, operand.shape, operand.itemsize, self.topology).seconds
-                backward, least = backward + seconds, least + seconds - bound(layout, target)
-                if least > most:
-                    return None
+                backward += self.plan(i, found.gradients[i], self.operands[i].layout.cotangent()).seconds
         ends = tuple(
             self.end(i, found, layout, shape, itemsize)
             for i, ((shape, itemsize), layout) in enumerate(zip(self.outputs, found.outputs, strict=True))
@@ -230,13 +275,6 @@ class _Price:
             moves,
         )
 
-    def backward_moves(self, found: Expansion) -> Iterator[tuple[Operand, Layout, Layout, bool, Least]]:
-        """For each operand: where its gradient arises and belongs, whether it is needed, and the least to move it."""
-        for operand, layout, needed, least in zip(
-            self.operands, found.gradients, self.wanted.gradients, self.least, strict=False
-        ):
-            yield operand, layout, operand.layout.cotangent(), needed, least
-
     def compute(self, found: Expansion) -> float:
         """Seconds of the local work."""
         nbytes = sum(
@@ -252,22 +290,37 @@ class _Price:
         return work_seconds(2.0 * prod(local), nbytes, self.topology)
 
     def end(self, i: int, found: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:
-        """Where output `i` is charged to come to lie."""
+        """Where output `i` is charged to come to lie: the cheapest of its ends."""
+        ends = self.ends(i, found, layout, shape)
+        if len(ends) == 1:
+            return ends[0]
+        return min(ends, key=lambda end: plan_alike(layout, end, shape, itemsize, self.topology).seconds)
+
+    def ends(self, i: int, found: Expansion, layout: Layout, shape: Shape) -> tuple[Layout, ...]:
+        """Where output `i` may come to lie: what is pending is split, or whole."""
         if i == 0 and (self.wanted.result is not None or self.wanted.reduced is not None):
-            return asked_end(self.rule, self.wanted, found, shape)
+            return (asked_end(self.rule, self.wanted, found, shape),)
+        if (i, layout) not in self.known_ends:
+            self.known_ends[i, layout] = self._ends(layout, shape)
+        return self.known_ends[i, layout]
+
+    def _ends(self, layout: Layout, shape: Shape) -> tuple[Layout, ...]:
         whole = completed(layout)
         for axis in self.idle & {axis for axis, p in enumerate(whole.placements) if isinstance(p, Shard)}:
             whole = whole.replace(axis, Replicate())
         pending = [axis for axis in layout.partial_axes() if axis not in self.idle]
         if not pending or not shape:
-            return whole
+            return (whole,)
         split = whole
         first = (0,) * self.mesh.ndim
         dim = max(range(len(shape)), key=lambda dim: (len(whole.dim_range(dim, shape[dim], first)), -dim))
         for axis in pending:
             split = split.replace(axis, Shard(dim))
-        prices = (plan_alike(layout, end, shape, itemsize, self.topology).seconds for end in (split, whole))
-        return min(zip(prices, (0, 1), (split, whole), strict=True))[2]
+        return split, whole
+
+
+def _least(space: Space, src: Layout, dst: Layout) -> float:
+    return space.least(space.state_of(src), space.state_of(dst))
 
 
 def asked_end(rule: Rule, wanted: Wanted, found: Expansion, shape: Shape) -> Layout:

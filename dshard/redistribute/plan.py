@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count
-from math import prod
+from itertools import count
+from math import inf, prod
+from typing import NamedTuple
 
 from typing_extensions import assert_never
 
@@ -15,8 +16,8 @@ from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape, interned
 from dshard.placements import Partial, ReduceOp, Replicate
 from dshard.redistribute.alike import back, renamed, renamed_step, renaming
-from dshard.redistribute.least import Least, lacking
 from dshard.redistribute.price import busiest, senders, step_seconds
+from dshard.redistribute.space import Space, State, space_of
 from dshard.redistribute.step import (
     AllGather,
     AllReduce,
@@ -34,7 +35,6 @@ from dshard.redistribute.step import (
     messages_received,
     received,
     reduce_exchange_to,
-    steps_from,
 )
 from dshard.topology import BYTES, Topology
 
@@ -154,64 +154,72 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
 def _search(
     src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, room: int | None
 ) -> tuple[tuple[Step, ...], float] | None:
-    """Best-first search over layouts, with a bound on what is still needed."""
-    dims, pending, ticket = useful_dims(src, dst, shape), tuple(_pending(dst).items()), count()
-    targets = {dst: None, interned(before_pending(src, dst)): None}
-    settled: set[Layout] = set()
-    rest: dict[Layout, float] = {}
-    least, best, found = Least(dst.mesh, topology, shape, itemsize), {src: 0.0}, float("inf")
-    queue: list[tuple[float, int, float, Layout, tuple[Step, ...]]] = [(0.0, next(ticket), 0.0, src, ())]
-    while queue and len(settled) < MAX_STATES:
-        _, _, seconds, layout, steps = heapq.heappop(queue)
-        if layout == dst:
-            return steps, seconds
-        if layout in settled:
+    """Best-first search over layouts, with a bound on what is still needed. Exchanges are priced in their turn."""
+    space = space_of(dst.mesh, topology, shape, itemsize)
+    first, last = space.state_of(src), space.state_of(dst)
+    dims, begins = useful_dims(src, dst, shape), tuple(_pending(dst).items())
+    targets = tuple({last: None, space.state_of(before_pending(src, dst)): None})
+    queue = _Queue(space, first, last)
+    settled: set[State] = set()
+    while queue.entries and len(settled) < MAX_STATES:
+        _, _, seconds, state, trail, exact = heapq.heappop(queue.entries)
+        if state in settled:
             continue
-        settled.add(layout)
-        direct = (
-            (step, target)
-            for target in targets
-            for step, at_least in _straight(layout, target, shape, itemsize, topology)
-            if seconds + at_least <= found
-        )
-        for step, there in chain(_onward(layout, dims, pending), direct):
-            if there in settled or (room is not None and there.local_numel(shape) > room):
-                continue
-            if there not in rest:
-                rest[there] = least(there, dst) + topology.launch * _distance(there, dst)
-            if seconds + rest[there] > found:
-                continue
-            total = seconds + _seconds(step, layout, shape, itemsize, topology)
-            if total < best.get(there, float("inf")) and total + rest[there] <= found:
-                best[there] = total
-                found = min(found, total) if there == dst else found
-                heapq.heappush(queue, (total + rest[there], next(ticket), total, there, (*steps, step)))
+        if not exact:
+            assert trail is not None
+            queue.reach(state, trail.seconds + space.exact(trail.state, state), trail)
+            continue
+        if state is last:
+            return _steps(space, state, trail), seconds
+        settled.add(state)
+        for move in space.onward(state, dims, begins):
+            if move.there not in settled and (room is None or move.there.numel <= room):
+                queue.reach(move.there, seconds + move.seconds, Trail(trail, state, seconds, move.step))
+        for target in targets:
+            straight = space.straight(state, target)
+            if straight is not None and target not in settled:
+                queue.reach(target, seconds + straight.seconds, Trail(trail, state, seconds, None), straight.exact)
     return None
 
 
-@remembered("plan steps", 65536)
-def _onward(
-    layout: Layout, dims: tuple[int, ...], pending: tuple[tuple[int, ReduceOp], ...]
-) -> tuple[tuple[Step, Layout], ...]:
-    """The steps on one axis, whatever the search is looking for: other searches come by here, too."""
-    return tuple((step, interned(after(step, layout))) for step in steps_from(layout, dims, dict(pending)))
+class Trail(NamedTuple):
+    """How a search came to a layout: from `state`, where it was after so many `seconds`, by a step."""
+
+    before: Trail | None
+    state: State
+    seconds: float
+    step: Step | None
 
 
-@remembered("plan prices", 65536)
-def _seconds(step: Step, layout: Layout, shape: Shape, itemsize: int, topology: Topology) -> float:
-    return step_seconds(step, layout, shape, itemsize, topology)
+def _steps(space: Space, end: State, trail: Trail | None) -> tuple[Step, ...]:
+    found: list[Step] = []
+    while trail is not None:
+        found.append(space.step_to(trail.state, end) if trail.step is None else trail.step)
+        end, trail = trail.state, trail.before
+    return tuple(reversed(found))
 
 
-@remembered("plan ends", 65536)
-def _straight(
-    layout: Layout, target: Layout, shape: Shape, itemsize: int, topology: Topology
-) -> tuple[tuple[Step, float], ...]:
-    """The steps straight to `target`, and seconds that they do not go below."""
-    found = []
-    for step in steps_straight(layout, target):
-        numel = lacking(layout, target, shape) if isinstance(step, Exchange) else None
-        found.append((step, step_seconds(step, layout, shape, itemsize, topology, numel) * (1 - 1e-12)))
-    return tuple(found)
+class _Queue:
+    """What a search has reached and not settled, by the least that the whole way takes."""
+
+    def __init__(self, space: Space, first: State, last: State) -> None:
+        self.space, self.last, self.found, self.ticket = space, last, inf, count(1)
+        self.rest: dict[State, float] = {}
+        self.best: dict[State, float] = {first: 0.0}
+        self.entries: list[tuple[float, int, float, State, Trail | None, bool]] = [(0.0, 0, 0.0, first, None, True)]
+
+    def reach(self, there: State, total: float, trail: Trail, exact: bool = True) -> None:
+        """Note a way to `there`, unless another was as short; what is not `exact` may yet take longer."""
+        if total >= self.best.get(there, inf):
+            return
+        rest = self.rest.get(there)
+        if rest is None:
+            rest = self.rest[there] = self.space.least(there, self.last)
+        if total + rest <= self.found:
+            if exact:
+                self.best[there] = total
+                self.found = total if there is self.last else self.found
+            heapq.heappush(self.entries, (total + rest, next(self.ticket), total, there, trail, exact))
 
 
 def steps_straight(layout: Layout, target: Layout) -> list[Step]:
@@ -253,16 +261,3 @@ def useful_dims(src: Layout, dst: Layout, shape: Shape) -> tuple[int, ...]:
 
 def _pending(dst: Layout) -> dict[int, ReduceOp]:
     return {i: p.reduce_op for i, p in enumerate(dst.placements) if isinstance(p, Partial)}
-
-
-def _distance(layout: Layout, dst: Layout) -> int:
-    """A lower bound on the steps still needed: an exchange does all at once, but completes or begins no reduction."""
-    if layout == dst:
-        return 0
-    ends, begins = False, 0
-    for a, b in zip(layout.placements, dst.placements, strict=True):
-        if isinstance(a, Partial):
-            ends = ends or a != b
-        if isinstance(b, Partial):
-            begins += a != b
-    return max(1, ends + begins)

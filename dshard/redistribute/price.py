@@ -11,7 +11,7 @@ from typing_extensions import assert_never
 from dshard.caches import remembered
 from dshard.cost import collective_seconds, copy_seconds
 from dshard.layout import Layout, Shape
-from dshard.mesh import Coordinate
+from dshard.mesh import Coordinate, Mesh
 from dshard.placements import chunk
 from dshard.redistribute.step import (
     AllGather,
@@ -25,63 +25,78 @@ from dshard.redistribute.step import (
     Step,
     axes_of,
 )
-from dshard.topology import Topology
+from dshard.topology import Collective, Topology
 
 
-def step_seconds(
-    step: Step, layout: Layout, shape: Sequence[int], itemsize: int, topology: Topology, numel: int | None = None
+def step_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int, topology: Topology) -> float:
+    """Seconds of `step` from `layout` for its busiest rank: latency, bytes over the link, and local copies."""
+    copies = copied(step, layout, shape) * itemsize
+    nbytes = busiest(step, layout, shape) * itemsize
+    peers = senders(layout, step.dst, shape) if isinstance(step, Exchange) else None
+    return moved_seconds(RUNS[type(step)], nbytes, copies, layout.mesh, axes_of(step), topology, peers)
+
+
+RUNS: dict[type[Step], Collective | None] = {
+    AllGather: "all_gather",
+    ReduceScatter: "reduce_scatter",
+    ReduceExchange: "reduce_scatter",
+    AllToAll: "all_to_all",
+    Exchange: "exchange",
+    AllReduce: "all_reduce",
+    Slice: None,
+    Pend: None,
+}
+"""The collective that a step runs."""
+
+
+def moved_seconds(
+    collective: Collective | None,
+    nbytes: float,
+    copies: float,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    topology: Topology,
+    peers: int | None = None,
 ) -> float:
-    """Seconds of `step` from `layout` for its busiest rank: latency, bytes over the link, and local copies.
-
-    `numel` is how many elements that rank receives, where it is not to be counted.
-    """
-    copies = copy_seconds(copied(step, layout, shape) * itemsize, topology)
-    mesh, axes = layout.mesh, axes_of(step)
-    nbytes = (busiest(step, layout, shape) if numel is None else numel) * itemsize
-    match step:
-        case Slice() | Pend():
-            return copies
-        case AllGather():
-            return copies + collective_seconds("all_gather", nbytes, mesh, axes, topology)
-        case ReduceScatter() | ReduceExchange():
-            return copies + collective_seconds("reduce_scatter", nbytes, mesh, axes, topology)
-        case AllToAll():
-            return copies + collective_seconds("all_to_all", nbytes, mesh, axes, topology)
-        case Exchange(_, dst):
-            peers = senders(layout, dst, shape)
-            return copies + collective_seconds("exchange", nbytes, mesh, axes, topology, peers=peers)
-        case AllReduce():
-            return copies + collective_seconds("all_reduce", nbytes, mesh, axes, topology)
-        case _:
-            assert_never(step)
+    """Seconds to receive `nbytes` in a collective, if there is one, and to copy so many more in memory."""
+    seconds = copy_seconds(copies, topology)
+    if collective is None:
+        return seconds
+    return seconds + collective_seconds(collective, nbytes, mesh, axes, topology, peers=peers)
 
 
 def copied(step: Step, layout: Layout, shape: Sequence[int]) -> int:
     """Elements that the busiest rank copies in its own memory, where pieces are not contiguous."""
-    own = prod(_first_part(layout, tuple(shape)))
-    n = group_size(step, layout)
-    if n == 1 and not isinstance(step, ReduceExchange):
-        return 0
+    own, new, strided = prod(_first_part(layout, tuple(shape))), 0, 0
     match step:
-        case AllReduce():
-            return 0
-        case Slice(_, dst):
-            return dst.local_numel(shape)
-        case Pend():
-            return own
-        case AllGather(_, dim):
-            return 0 if dim == 0 else own * n
-        case ReduceScatter(_, _, dim):
-            return 0 if dim == 0 else own
-        case ReduceExchange(_, _, dst):
-            return n * dst.local_numel(shape)
-        case AllToAll(_, src, dst):
-            return own * ((src != 0) + (dst != 0))
-        case Exchange(_, dst):
-            in_order = all(layout.axes_of(dim) == dst.axes_of(dim) for dim in range(1, len(shape)))
-            return 0 if in_order else 2 * dst.local_numel(shape)
+        case AllGather(_, dim) | ReduceScatter(_, _, dim):
+            strided = int(dim != 0)
+        case AllToAll(_, src, dim):
+            strided = (src != 0) + (dim != 0)
+        case Exchange(_, dst) | Slice(_, dst) | ReduceExchange(_, _, dst):
+            new = dst.local_numel(shape)
+            strided = int(any(layout.axes_of(dim) != dst.axes_of(dim) for dim in range(1, len(shape))))
+        case AllReduce() | Pend():
+            pass
         case _:
             assert_never(step)
+    return copied_of(type(step), group_size(step, layout), own, new, strided)
+
+
+def copied_of(kind: type[Step], n: int, own: int, new: int, strided: int) -> int:
+    """The same of `n` ranks that hold `own` elements each before the step and `new` after it, in numbers.
+
+    `strided` is how many of the two ends of a step are not contiguous.
+    """
+    if kind is ReduceExchange:
+        return n * new
+    if kind is AllReduce or n == 1:
+        return 0
+    if kind is Slice or kind is Pend:
+        return new if kind is Slice else own
+    if kind is Exchange:
+        return 2 * new * strided
+    return own * strided * (n if kind is AllGather else 1)
 
 
 def busiest(step: Step, layout: Layout, shape: Sequence[int]) -> int:
@@ -95,28 +110,44 @@ def busiest(step: Step, layout: Layout, shape: Sequence[int]) -> int:
         case Slice() | Pend():
             return 0
         case AllReduce():
-            size = prod(_first_part(layout, shape))
-            return size + (n - 2) * len(chunk(size, n, 0)) if n > 1 else 0
+            return most_reduced(prod(_first_part(layout, shape)), n)
         case ReduceScatter(_, _, dim):
             size, rest = _sizes(layout, shape, dim)
-            return (n - 1) * len(chunk(size, n, 0)) * rest
+            return most_scattered(size, rest, n)
         case ReduceExchange(_, _, dst):
             return (n - 1) * prod(_first_part(dst, shape))
         case AllGather(axis, dim):
             size, rest = _sizes(layout, shape, dim, axis)
-            return (size - len(chunk(size, n, n - 1))) * rest
+            return most_gathered(size, rest, n)
         case AllToAll(axis, src, dst):
-            return _most_of_all_to_all(layout, shape, n, axis, src, dst)
+            size, rest = _sizes(layout, shape, src, axis)
+            return most_swapped(size, _first_part(layout, shape)[dst], rest, n)
         case Exchange(axes, dst):
             return _most_of_exchange(layout, shape, axes, dst)
         case _:
             assert_never(step)
 
 
-def _most_of_all_to_all(layout: Layout, shape: Shape, n: int, axis: str, src: int, dst: int) -> int:
-    """The last rank that needs a whole chunk held least of those; the next needs part of one, and may hold nothing."""
-    size, rest = _sizes(layout, shape, src, axis)
-    needed = _first_part(layout, shape)[dst]
+def most_gathered(size: int, rest: int, n: int) -> int:
+    """Elements that the busiest of `n` ranks receives when a dim becomes whole; `rest` are those of all other dims."""
+    return (size - len(chunk(size, n, n - 1))) * rest
+
+
+def most_scattered(size: int, rest: int, n: int) -> int:
+    """The same where sums are split over a dim."""
+    return (n - 1) * len(chunk(size, n, 0)) * rest
+
+
+def most_reduced(size: int, n: int) -> int:
+    """The same where sums of `size` elements become whole."""
+    return size + (n - 2) * len(chunk(size, n, 0)) if n > 1 else 0
+
+
+def most_swapped(size: int, needed: int, rest: int, n: int) -> int:
+    """The same where a dim becomes whole and another, of size `needed`, is split, which `rest` includes.
+
+    The last rank that needs a whole chunk held least of those; the next needs part of one, and may hold nothing.
+    """
     if not needed:
         return 0
     chunks = needed // len(chunk(needed, n, 0))
@@ -191,12 +222,14 @@ def group_size(step: Step, layout: Layout) -> int:
 
 def senders(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
     """From how many ranks, at most, a rank receives in an exchange: the chunks that its part can meet."""
-    origin = (0,) * src.mesh.ndim
-    held, needed = src.local_shape(shape, origin), dst.local_shape(shape, origin)
+    return met(shape, _first_part(src, tuple(shape)), _first_part(dst, tuple(shape)))
+
+
+def met(shape: Sequence[int], held: Sequence[int], needed: Sequence[int]) -> int:
+    """How many parts of local shape `held` one of shape `needed` can meet: one more than fit, unless ends coincide."""
     return prod(_met(size, max(have, 1), max(want, 1)) for size, have, want in zip(shape, held, needed, strict=True))
 
 
 def _met(size: int, have: int, want: int) -> int:
-    """How many chunks of `have` elements a chunk of `want` can meet: one more than fit, unless their ends coincide."""
     aligned = want % have == 0 or have % want == 0
     return min(-(-size // have), -(-want // have) + (not aligned))

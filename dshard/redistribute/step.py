@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
@@ -257,14 +257,12 @@ def exchange_to(layout: Layout, dst: Layout) -> Exchange | Slice | None:
     pending = {(i, p) for i, p in enumerate(layout.placements) if isinstance(p, Partial)}
     if pending != {(i, p) for i, p in enumerate(dst.placements) if isinstance(p, Partial)} or layout == dst:
         return None
-    moved: set[int] = set()
-    for dim in {*layout.sharded_dims(), *dst.sharded_dims()}:
-        if layout.axes_of(dim) != dst.axes_of(dim):
-            moved |= {*layout.axes_of(dim), *dst.axes_of(dim)}
+    dims = {*layout.sharded_dims(), *dst.sharded_dims()}
+    moved = reordered((layout.axes_of(dim), dst.axes_of(dim)) for dim in dims)
     names = layout.mesh.names
     if nested(layout, dst):
-        return Slice(tuple(names[i] for i in sorted(moved) if layout.placements[i] != dst.placements[i]), dst)
-    return Exchange(tuple(names[i] for i in sorted(moved)), dst)
+        return Slice(tuple(names[i] for i in moved if layout.placements[i] != dst.placements[i]), dst)
+    return Exchange(tuple(names[i] for i in moved), dst)
 
 
 def reduce_exchange_to(layout: Layout, dst: Layout) -> ReduceExchange | None:
@@ -281,7 +279,17 @@ def reduce_exchange_to(layout: Layout, dst: Layout) -> ReduceExchange | None:
 
 def nested(layout: Layout, dst: Layout) -> bool:
     """Whether each rank's part of `dst` lies in what it holds of `layout`, whatever the sizes."""
-    return all(dst.axes_of(dim)[: len(layout.axes_of(dim))] == layout.axes_of(dim) for dim in layout.sharded_dims())
+    return nests((layout.axes_of(dim), dst.axes_of(dim)) for dim in layout.sharded_dims())
+
+
+def nests(axes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """The same of the mesh axes that split each dim, before and after."""
+    return all(want[: len(have)] == have for have, want in axes)
+
+
+def reordered(axes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, ...]:
+    """The mesh axes of the dims that others split before and after, or the same in another order."""
+    return tuple(sorted({axis for have, want in axes if have != want for axis in (*have, *want)}))
 
 
 def steps_from(layout: Layout, dims: Sequence[int], pending: dict[int, ReduceOp]) -> list[Step]:
@@ -300,14 +308,15 @@ def steps_from(layout: Layout, dims: Sequence[int], pending: dict[int, ReduceOp]
                 found += [ReduceScatter(axis, op, dim) for dim in dims]
             case Replicate():
                 found += [Slice((axis,), layout.replace(i, Shard(dim))) for dim in dims]
-                if i in pending and all(_commute(op, pending[i]) for op in ops):
+                if i in pending and all(commute(op, pending[i]) for op in ops):
                     found.append(Pend(axis, pending[i]))
             case _:
                 assert_never(placement)
     return found + _all_reduces(layout)
 
 
-def _commute(a: ReduceOp, b: ReduceOp) -> bool:
+def commute(a: ReduceOp, b: ReduceOp) -> bool:
+    """Whether reductions of these two kinds may be pending together, whichever is done first."""
     return a == b or {a, b} == {"sum", "avg"}
 
 

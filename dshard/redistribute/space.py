@@ -1,0 +1,297 @@
+"""Layouts as a search sees them: each made once, in numbers, with the steps that lead on from it and their seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from dshard.caches import remembered
+from dshard.layout import DimOrder, Layout, Shape, interned
+from dshard.mesh import Mesh
+from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
+from dshard.redistribute.alike import links_of
+from dshard.redistribute.price import (
+    RUNS,
+    copied_of,
+    met,
+    most_gathered,
+    most_reduced,
+    most_scattered,
+    most_swapped,
+    moved_seconds,
+    step_seconds,
+)
+from dshard.redistribute.step import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Pend,
+    ReduceExchange,
+    ReduceScatter,
+    Slice,
+    Step,
+    commute,
+    exchange_to,
+    nests,
+    reduce_exchange_to,
+    reordered,
+)
+from dshard.topology import Topology
+
+Axes = tuple[tuple[int, ...], ...]
+Pending = tuple[ReduceOp | None, ...]
+Begins = tuple[tuple[int, ReduceOp], ...]
+"""The mesh axes on which a reduction may be left pending anew."""
+
+
+class State:
+    """A layout: the mesh axes that split each tensor dim, and what is pending on each mesh axis.
+
+    `local` is the shape of the first rank's part, which begins at the origin and is the largest, `wide` are the axes of
+    more than one rank that split each dim, and `onward` the steps on one axis that were asked for.
+    """
+
+    __slots__ = ("axes", "local", "numel", "onward", "pending", "straight", "wide")
+
+    def __init__(self, axes: Axes, pending: Pending, shape: Shape, sizes: tuple[int, ...]) -> None:
+        self.axes, self.pending = axes, pending
+        self.wide = tuple([tuple([axis for axis in split if sizes[axis] > 1]) for split in axes])
+        parts = [prod([sizes[axis] for axis in split]) for split in axes]
+        self.local = tuple([-(-size // n) for size, n in zip(shape, parts, strict=True)])
+        self.numel = prod(self.local)
+        self.onward: dict[tuple[tuple[int, ...], Begins], tuple[Move, ...]] = {}
+        self.straight: dict[State, Straight | None] = {}
+
+
+class Move(NamedTuple):
+    """A step on one axis, or an all_reduce: where it leads, and its seconds. A slice is made when it is run."""
+
+    there: State
+    seconds: float
+    step: Step | None
+
+
+class Straight(NamedTuple):
+    """A step that leads straight to some layout: its seconds, or seconds that it does not go below."""
+
+    seconds: float
+    exact: bool
+
+
+class Space:
+    """The layouts of tensors of one shape on one mesh and topology, as far as they were looked at."""
+
+    def __init__(self, mesh: Mesh, topology: Topology, shape: Shape, itemsize: int) -> None:
+        self.mesh, self.topology, self.shape, self.itemsize = mesh, topology, shape, itemsize
+        self.launch, self.sizes, self.bare = topology.launch, mesh.shape, (None,) * mesh.ndim
+        links = [link for found in links_of(mesh, topology).values() for link in found]
+        self.rate = max((link.best_bandwidth for link in links), default=float("inf"))
+        self.latency = min((link.latency for link in links), default=0.0)
+        self.states: dict[tuple[Axes, Pending], State] = {}
+        self.laid: dict[Layout, State] = {}
+        self.prices: dict[tuple[object, ...], float] = {}
+
+    def state(self, axes: Axes, pending: Pending) -> State:
+        """The one object for this layout."""
+        found = self.states.get((axes, pending))
+        if found is None:
+            found = self.states[axes, pending] = State(axes, pending, self.shape, self.sizes)
+        return found
+
+    def state_of(self, layout: Layout) -> State:
+        """The same for a layout as people write it."""
+        found = self.laid.get(layout)
+        if found is None:
+            axes = tuple(map(layout.axes_of, range(len(self.shape))))
+            pending = tuple([p.reduce_op if isinstance(p, Partial) else None for p in layout.placements])
+            found = self.laid[layout] = self.state(axes, pending)
+        return found
+
+    def layout_of(self, state: State) -> Layout:
+        """The layout as people write it."""
+        placements: list[Placement] = [Replicate() if op is None else Partial(op) for op in state.pending]
+        order: list[DimOrder] = []
+        for dim, split in enumerate(state.axes):
+            for axis in split:
+                placements[axis] = Shard(dim)
+            if split:
+                order.append((dim, split))
+        return interned(Layout(self.mesh, tuple(placements), tuple(order)))
+
+    # -- the least that any plan takes
+
+    def least(self, src: State, dst: State) -> float:
+        """Seconds that no plan from `src` to `dst` goes below: launches, messages, and what the first rank lacks.
+
+        Each message at most doubles the number of ranks whose parts, or terms, a rank has got to hold. What lies nested
+        can be cut out; of all else some rank lacks a part.
+        """
+        if src is dst:
+            return 0.0
+        terms, begins, ends = 1, 0, False
+        for op, target, n in zip(src.pending, dst.pending, self.sizes, strict=True):
+            if op is not target:
+                begins += target is not None
+                if op is not None:
+                    ends, terms = True, terms * n
+        held, sources = 1, terms
+        for have, want in zip(src.local, dst.local, strict=True):
+            if have >= want:
+                held *= want
+            else:
+                held *= have
+                sources *= -(-want // have) if have else 1
+        steps = self.launch * max(1, ends + begins)
+        if sources > 1:
+            lacking = dst.numel if terms > 1 else dst.numel - held
+            return steps + (sources - 1).bit_length() * self.latency + lacking * self.itemsize / self.rate
+        return steps if nests(zip(src.wide, dst.wide, strict=True)) else steps + self.latency
+
+    # -- seconds
+
+    def seconds(
+        self, kind: type[Step], axes: tuple[int, ...], numel: int, copies: int, peers: int | None = None
+    ) -> float:
+        """Seconds of a step of this kind along these mesh axes; remembered, whatever the layouts."""
+        key = (kind, axes, numel, copies, peers)
+        found = self.prices.get(key)
+        if found is None:
+            names = tuple([self.mesh.names[axis] for axis in axes])
+            moved, size = RUNS[kind], self.itemsize
+            found = moved_seconds(moved, numel * size, copies * size, self.mesh, names, self.topology, peers)
+            self.prices[key] = found
+        return found
+
+    def onward(self, state: State, dims: tuple[int, ...], begins: Begins) -> tuple[Move, ...]:
+        """The steps of `steps_from`, in its order, which shard only `dims` and leave pending only `begins`."""
+        key = (dims, begins)
+        found = state.onward.get(key)
+        if found is None:
+            found = state.onward[key] = tuple(self._onward(state, dims, dict(begins)))
+        return found
+
+    def _onward(self, state: State, dims: tuple[int, ...], begins: dict[int, ReduceOp]) -> Iterator[Move]:
+        split = {axis: dim for dim, axes in enumerate(state.axes) for axis in axes}
+        ops = {op for op in state.pending if op is not None}
+        for axis, op in enumerate(state.pending):
+            if op is not None:
+                yield from (self._scatter(state, axis, op, dim) for dim in dims)
+            elif axis in split:
+                if state.axes[split[axis]][-1] == axis:
+                    yield from self._leave(state, axis, split[axis], dims)
+            else:
+                yield from (self._slice(state, axis, dim) for dim in dims)
+                if axis in begins and all(commute(each, begins[axis]) for each in ops):
+                    yield self._pend(state, axis, begins[axis])
+        for op in dict.fromkeys(op for op in state.pending if op is not None):
+            yield from self._all_reduces(state, op)
+
+    def _leave(self, state: State, axis: int, dim: int, dims: Sequence[int]) -> Iterator[Move]:
+        """Shard -> Replicate, or to a shard of another dim."""
+        n, name = self.sizes[axis], self.mesh.names[axis]
+        rest = state.numel // state.local[dim] if state.local[dim] else prod(_without(state.local, dim))
+        axes = _with(state.axes, dim, state.axes[dim][:-1])
+        size = -(-self.shape[dim] // prod([self.sizes[i] for i in axes[dim]]))
+        copies = copied_of(AllGather, n, state.numel, 0, int(dim != 0))
+        seconds = self.seconds(AllGather, (axis,), most_gathered(size, rest, n), copies)
+        yield Move(self.state(axes, state.pending), seconds, AllGather(name, dim))
+        for other in dims:
+            if other != dim:
+                copies = copied_of(AllToAll, n, state.numel, 0, (dim != 0) + (other != 0))
+                seconds = self.seconds(AllToAll, (axis,), most_swapped(size, state.local[other], rest, n), copies)
+                there = self.state(_with(axes, other, (*axes[other], axis)), state.pending)
+                yield Move(there, seconds, AllToAll(name, dim, other))
+
+    def _scatter(self, state: State, axis: int, op: ReduceOp, dim: int) -> Move:
+        n, size = self.sizes[axis], state.local[dim]
+        rest = state.numel // size if size else prod(_without(state.local, dim))
+        copies = copied_of(ReduceScatter, n, state.numel, 0, int(dim != 0))
+        seconds = self.seconds(ReduceScatter, (axis,), most_scattered(size, rest, n), copies)
+        axes = _with(state.axes, dim, (*state.axes[dim], axis))
+        there = self.state(axes, _with(state.pending, axis, None))
+        return Move(there, seconds, ReduceScatter(self.mesh.names[axis], op, dim))
+
+    def _slice(self, state: State, axis: int, dim: int) -> Move:
+        there = self.state(_with(state.axes, dim, (*state.axes[dim], axis)), state.pending)
+        copies = copied_of(Slice, self.sizes[axis], state.numel, there.numel, 0)
+        return Move(there, self.seconds(Slice, (), 0, copies), None)
+
+    def _pend(self, state: State, axis: int, op: ReduceOp) -> Move:
+        there = self.state(state.axes, _with(state.pending, axis, op))
+        seconds = self.seconds(Pend, (), 0, copied_of(Pend, self.sizes[axis], state.numel, 0, 0))
+        return Move(there, seconds, Pend(self.mesh.names[axis], op))
+
+    def _all_reduces(self, state: State, op: ReduceOp) -> Iterator[Move]:
+        held = [axis for axis, each in enumerate(state.pending) if each == op]
+        for subset in range(1, 1 << len(held)):
+            axes = tuple([axis for bit, axis in enumerate(held) if subset >> bit & 1])
+            n = prod([self.sizes[axis] for axis in axes])
+            there = self.state(state.axes, tuple([None if i in axes else p for i, p in enumerate(state.pending)]))
+            seconds = self.seconds(AllReduce, axes, most_reduced(state.numel, n), 0)
+            yield Move(there, seconds, AllReduce(tuple([self.mesh.names[axis] for axis in axes]), op))
+
+    # -- steps straight to some layout
+
+    def straight(self, state: State, target: State) -> Straight | None:
+        """The step of `steps_straight`, or None where there is none; of an exchange the least that it takes."""
+        if target not in state.straight:
+            way = self._exchange if state.pending == target.pending else self._reduce_exchange
+            state.straight[target] = way(state, target)
+        return state.straight[target]
+
+    def _exchange(self, state: State, target: State) -> Straight | None:
+        if state is target:
+            return None
+        pairs = list(zip(state.axes, target.axes, strict=True))
+        axes = reordered(pairs)
+        if nests(pairs):
+            held = {axis for split in state.axes for axis in split}
+            n = prod([self.sizes[axis] for axis in axes if axis not in held])
+            return Straight(self.seconds(Slice, (), 0, copied_of(Slice, n, state.numel, target.numel, 0)), True)
+        n = prod([self.sizes[axis] for axis in axes])
+        copies = copied_of(Exchange, n, state.numel, target.numel, int(state.axes[1:] != target.axes[1:]))
+        lacking = target.numel - prod(map(min, state.local, target.local))
+        peers = met(self.shape, state.local, target.local)
+        return Straight(self.seconds(Exchange, axes, lacking, copies, peers) * (1 - 1e-12), False)
+
+    def _reduce_exchange(self, state: State, target: State) -> Straight | None:
+        ends = [axis for axis, (a, b) in enumerate(zip(state.pending, target.pending, strict=True)) if a != b]
+        ops = {state.pending[axis] for axis in ends}
+        split = {axis for axes in target.axes for axis in axes}
+        pairs = zip(state.axes, target.axes, strict=True)
+        if None in ops or len(ops) > 1 or not split.issuperset(ends) or not nests(pairs):
+            return None
+        n = prod([self.sizes[axis] for axis in ends])
+        copies = copied_of(ReduceExchange, n, state.numel, target.numel, 0)
+        return Straight(self.seconds(ReduceExchange, tuple(ends), (n - 1) * target.numel, copies), True)
+
+    def exact(self, state: State, target: State) -> float:
+        """Seconds of an exchange, of which `straight` only told the least; found once."""
+        src = self.layout_of(state)
+        step = self.step_to(state, target)
+        seconds = step_seconds(step, src, self.shape, self.itemsize, self.topology)
+        state.straight[target] = Straight(seconds, True)
+        return seconds
+
+    def step_to(self, state: State, target: State) -> Step:
+        """The step straight from one to the other, to be run."""
+        src, dst = self.layout_of(state), self.layout_of(target)
+        found = exchange_to(src, dst) or reduce_exchange_to(src, dst)
+        assert found is not None
+        return found
+
+
+def _with(values: tuple, i: int, value: object) -> tuple:  # type: ignore[type-arg]
+    return (*values[:i], value, *values[i + 1 :])
+
+
+def _without(values: tuple[int, ...], i: int) -> tuple[int, ...]:
+    return (*values[:i], *values[i + 1 :])
+
+
+@remembered("plan spaces", 64)
+def space_of(mesh: Mesh, topology: Topology, shape: Shape, itemsize: int) -> Space:
+    """The layouts that earlier searches looked at, for this one to go on from."""
+    return Space(mesh, topology, shape, itemsize)
