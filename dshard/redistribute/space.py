@@ -38,7 +38,7 @@ from dshard.redistribute.step import (
     reduce_exchange_to,
     reordered,
 )
-from dshard.topology import Topology
+from dshard.topology import Link, Topology
 
 Axes = tuple[tuple[int, ...], ...]
 Pending = tuple[ReduceOp | None, ...]
@@ -49,18 +49,20 @@ Begins = tuple[tuple[int, ReduceOp], ...]
 class State:
     """A layout: the mesh axes that split each tensor dim, and what is pending on each mesh axis.
 
-    `local` is the shape of the first rank's part, which begins at the origin and is the largest, `wide` are the axes of
-    more than one rank that split each dim, and `onward` the steps on one axis that were asked for.
+    `local` is the shape of the first rank's part, which begins at the origin and is the largest; `share` what of all
+    elements a rank holds on average; `split` the dim that a mesh axis splits; `wide` are the axes of more than one rank
+    that split each dim; `onward` and `straight` the steps that were asked for.
     """
 
-    __slots__ = ("axes", "local", "numel", "onward", "pending", "straight", "wide")
+    __slots__ = ("axes", "local", "numel", "onward", "pending", "share", "split", "straight", "wide")
 
     def __init__(self, axes: Axes, pending: Pending, shape: Shape, sizes: tuple[int, ...]) -> None:
         self.axes, self.pending = axes, pending
+        self.split = {axis: dim for dim, split in enumerate(axes) for axis in split}
         self.wide = tuple([tuple([axis for axis in split if sizes[axis] > 1]) for split in axes])
         parts = [prod([sizes[axis] for axis in split]) for split in axes]
         self.local = tuple([-(-size // n) for size, n in zip(shape, parts, strict=True)])
-        self.numel = prod(self.local)
+        self.numel, self.share = prod(self.local), 1 / prod(parts)
         self.onward: dict[tuple[tuple[int, ...], Begins], tuple[Move, ...]] = {}
         self.straight: dict[State, Straight | None] = {}
 
@@ -85,10 +87,16 @@ class Space:
 
     def __init__(self, mesh: Mesh, topology: Topology, shape: Shape, itemsize: int) -> None:
         self.mesh, self.topology, self.shape, self.itemsize = mesh, topology, shape, itemsize
-        self.launch, self.sizes, self.bare = topology.launch, mesh.shape, (None,) * mesh.ndim
-        links = [link for found in links_of(mesh, topology).values() for link in found]
-        self.rate = max((link.best_bandwidth for link in links), default=float("inf"))
-        self.latency = min((link.latency for link in links), default=0.0)
+        self.launch, self.sizes, self.numel = topology.launch, mesh.shape, prod(shape)
+        along = links_of(mesh, topology)
+        self.rate, self.latency = _best([link for found in along.values() for link in found])
+        self.slow: list[tuple[int, float, float]] = []
+        """Mesh axes, and by how many seconds a byte, and a message, takes longer in whatever goes along them."""
+        for axis, n in enumerate(mesh.shape):
+            if n > 1:
+                rate, latency = _best([link for axes, found in along.items() if axis in axes for link in found])
+                if rate < self.rate or latency > self.latency:
+                    self.slow.append((axis, 1 / rate - 1 / self.rate, latency - self.latency))
         self.states: dict[tuple[Axes, Pending], State] = {}
         self.laid: dict[Layout, State] = {}
         self.prices: dict[tuple[object, ...], float] = {}
@@ -123,10 +131,11 @@ class Space:
     # -- the least that any plan takes
 
     def least(self, src: State, dst: State) -> float:
-        """Seconds that no plan from `src` to `dst` goes below: launches, messages, and what the first rank lacks.
+        """Seconds that no plan from `src` to `dst` goes below: launches, messages, and elements that some rank lacks.
 
-        Each message at most doubles the number of ranks whose parts, or terms, a rank has got to hold. What lies nested
-        can be cut out; of all else some rank lacks a part.
+        Each message at most doubles the number of ranks whose parts, or terms, a rank has got to hold; parts and terms
+        come in steps of their own, unless the parts lie nested. Of `t` terms, as in `lower_bound`, `t` - 1 receives
+        bring them together at a rank that needs the sum, and each other rank that does receives it.
         """
         if src is dst:
             return 0.0
@@ -136,18 +145,55 @@ class Space:
                 begins += target is not None
                 if op is not None:
                     ends, terms = True, terms * n
-        held, sources = 1, terms
+        nested = nests(zip(src.wide, dst.wide, strict=True))
+        held, sources = 1, 1
         for have, want in zip(src.local, dst.local, strict=True):
-            if have >= want:
-                held *= want
+            held *= min(have, want)
+            sources *= -(-want // have) if want > have > 0 else 1
+        apart = not nested and self._apart(src, dst)
+        rounds = 0 if nested else max(1, (sources - 1 + apart).bit_length())
+        lacking = float(dst.numel - (0 if apart else held))
+        if terms > 1:
+            rounds += (terms - 1).bit_length()
+            lacking = max(lacking, dst.numel, self.numel * (dst.share + (terms - 2) / self.mesh.size))
+        steps = max(1, ends + begins + (ends and not nested))
+        seconds = steps * self.launch + rounds * self.latency + lacking * self.itemsize / self.rate
+        return seconds + self._crossing(src, dst) if self.slow else seconds
+
+    def _crossing(self, src: State, dst: State) -> float:
+        """How much longer it takes at least for what must go along a slow axis: as much enters each of its slices.
+
+        Where a slice has, or sums up, one part in `n` of what all of it needs, it lacks the others; where the axis
+        splits another dim afterwards, evenly, it needs one part in `n`, and has one in `n` of that.
+        """
+        most = 0.0
+        for axis, byte, message in self.slow:
+            n, ends = self.sizes[axis], src.pending[axis] is not dst.pending[axis]
+            if ends and src.pending[axis] is not None:
+                numel = 1.0 * self.numel * (n - 1) * (1 if axis in dst.split else 2)
+            elif axis in src.split and axis not in dst.split:
+                numel = self.numel * (n - 1)
+            elif axis in src.split and src.split[axis] != dst.split[axis] and self._even(src, dst, axis):
+                numel = self.numel * (n - 1) / n
             else:
-                held *= have
-                sources *= -(-want // have) if have else 1
-        steps = self.launch * max(1, ends + begins)
-        if sources > 1:
-            lacking = dst.numel if terms > 1 else dst.numel - held
-            return steps + (sources - 1).bit_length() * self.latency + lacking * self.itemsize / self.rate
-        return steps if nests(zip(src.wide, dst.wide, strict=True)) else steps + self.latency
+                continue
+            most = max(most, numel / self.mesh.size * self.itemsize * byte + message)
+        return most
+
+    def _even(self, src: State, dst: State, axis: int) -> bool:
+        """Whether the dims that this axis splits, before and after, are split evenly."""
+        ends = ((src.axes, src.split[axis]), (dst.axes, dst.split[axis]))
+        return not any(self.shape[dim] % prod([self.sizes[i] for i in axes[dim]]) for axes, dim in ends)
+
+    def _apart(self, src: State, dst: State) -> bool:
+        """Whether some rank holds nothing of what it needs: the mesh axes that split a dim, evenly, part ways."""
+        for have, want, size in zip(src.wide, dst.wide, self.shape, strict=True):
+            for a, b in zip(have, want, strict=False):
+                if a != b:
+                    if size and not any(size % prod([self.sizes[axis] for axis in axes]) for axes in (have, want)):
+                        return True
+                    break
+        return False
 
     # -- seconds
 
@@ -173,7 +219,7 @@ class Space:
         return found
 
     def _onward(self, state: State, dims: tuple[int, ...], begins: dict[int, ReduceOp]) -> Iterator[Move]:
-        split = {axis: dim for dim, axes in enumerate(state.axes) for axis in axes}
+        split = state.split
         ops = {op for op in state.pending if op is not None}
         for axis, op in enumerate(state.pending):
             if op is not None:
@@ -247,8 +293,7 @@ class Space:
         pairs = list(zip(state.axes, target.axes, strict=True))
         axes = reordered(pairs)
         if nests(pairs):
-            held = {axis for split in state.axes for axis in split}
-            n = prod([self.sizes[axis] for axis in axes if axis not in held])
+            n = prod([self.sizes[axis] for axis in axes if axis not in state.split])
             return Straight(self.seconds(Slice, (), 0, copied_of(Slice, n, state.numel, target.numel, 0)), True)
         n = prod([self.sizes[axis] for axis in axes])
         copies = copied_of(Exchange, n, state.numel, target.numel, int(state.axes[1:] != target.axes[1:]))
@@ -259,9 +304,8 @@ class Space:
     def _reduce_exchange(self, state: State, target: State) -> Straight | None:
         ends = [axis for axis, (a, b) in enumerate(zip(state.pending, target.pending, strict=True)) if a != b]
         ops = {state.pending[axis] for axis in ends}
-        split = {axis for axes in target.axes for axis in axes}
         pairs = zip(state.axes, target.axes, strict=True)
-        if None in ops or len(ops) > 1 or not split.issuperset(ends) or not nests(pairs):
+        if None in ops or len(ops) > 1 or not target.split.keys() >= set(ends) or not nests(pairs):
             return None
         n = prod([self.sizes[axis] for axis in ends])
         copies = copied_of(ReduceExchange, n, state.numel, target.numel, 0)
@@ -281,6 +325,12 @@ class Space:
         found = exchange_to(src, dst) or reduce_exchange_to(src, dst)
         assert found is not None
         return found
+
+
+def _best(links: Sequence[Link]) -> tuple[float, float]:
+    """Bytes per second, and seconds of latency, that none of these beats."""
+    rate = max((link.best_bandwidth for link in links), default=float("inf"))
+    return rate, min((link.latency for link in links), default=0.0)
 
 
 def _with(values: tuple, i: int, value: object) -> tuple:  # type: ignore[type-arg]
