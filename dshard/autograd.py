@@ -1,7 +1,13 @@
-"""Where autograd crosses between distributed and local tensors, and between layouts."""
+"""Where autograd crosses between distributed and local tensors, and between layouts.
+
+An operator that needs no communication is recorded on the local tensors, by torch alone. Its result is distributed
+again for whoever wants that, and remembers the local tensor that was recorded: the next such operator takes it up from
+there, and going back torch passes the gradient on without a crossing. `Live` is that memory.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,14 +29,19 @@ class ToLocal(torch.autograd.Function):
     """Distributed -> local; backward: the local gradient, laid out as said, -> distributed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, grad_layout: Layout) -> Tensor:
-        ctx.cls, ctx.spec = type(x), x._spec.with_layout(grad_layout)
+    def forward(ctx: Any, x: Any, grad_spec: Spec) -> Tensor:
         local: Tensor = x._local
+        ctx.cls, ctx.spec = type(x), grad_spec
+        ctx.leaf, ctx.stride = x.is_leaf, local.stride()
         return local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
-        return FromLocal.apply(grad, ctx.cls, ctx.spec, ctx.spec.layout.cotangent()), None  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():
+            return FromLocal.apply(grad, ctx.cls, ctx.spec, ctx.spec.layout.cotangent()), None  # type: ignore[no-untyped-call]
+        if ctx.leaf and type(grad) is Tensor and (grad._use_count() > 1 or grad.stride() != ctx.stride):
+            grad = grad.clone(memory_format=torch.contiguous_format)  # it will be the leaf's own, to be written
+        return ctx.cls._wrap(grad, ctx.spec), None
 
 
 class FromLocal(torch.autograd.Function):
@@ -44,7 +55,120 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None, None]:
         laid = redistribute(distributed(ctx.cls, grad, ctx.grad_layout), ctx.grad_layout)
-        return ToLocal.apply(laid, ctx.grad_layout.cotangent()), None, None, None  # type: ignore[no-untyped-call]
+        if not torch.is_grad_enabled():
+            return laid._local, None, None, None
+        return ToLocal.apply(laid, laid._spec.with_layout(ctx.grad_layout.cotangent())), None, None, None  # type: ignore[no-untyped-call]
+
+
+class Live:
+    """The local part of a recorded tensor as autograd knows it, for as long as nobody writes to the tensor.
+
+    `home` is the recorded local tensor whose gradient lies as that of the distributed one does, made by `make` when it
+    is first asked for; `others` are such with gradients laid out otherwise. Where it is not `made` by operators on
+    local tensors, they all come from the distributed tensor itself. `used` says whether something was recorded on it.
+    """
+
+    __slots__ = ("home", "made", "make", "others", "used", "version")
+
+    def __init__(self, version: int, home: Tensor | None = None, make: Callable[[], Tensor] | None = None) -> None:
+        self.version, self.home, self.make = version, home, make
+        self.made = home is not None or make is not None
+        self.used = False
+        self.others: dict[Spec, Tensor] = {}
+
+    def at_home(self) -> Tensor:
+        """The recorded local tensor, of one that is `made`."""
+        self.used = True
+        if self.home is None:
+            assert self.make is not None
+            self.home, self.make = self.make(), None
+        return self.home
+
+
+def live(x: Any, grad: Spec, is_home: bool) -> Tensor:
+    """The recorded local part of `x`, whose gradient will be `grad`; `is_home` where that lies as `x` wants it.
+
+    That of a leaf is not remembered: its gradient is to be accumulated as soon as it is known.
+    """
+    found: Live | None = x._live
+    if found is None or found.version != x._version:
+        if x.is_leaf:
+            return to_local(x, grad)
+        found = x._live = Live(x._version)
+    if is_home:
+        if found.made:
+            return found.at_home()
+        if found.home is None:
+            found.home = to_local(x, grad)
+        return found.home
+    part = found.others.get(grad)
+    if part is None:
+        part = found.others[grad] = _pending(x, grad) if found.made else to_local(x, grad)
+    return part
+
+
+def _pending(x: Any, grad: Spec) -> Tensor:
+    """The same, beside one whose gradient lies otherwise, which the sum of what comes back here is brought to."""
+    found: Tensor = _turn(x._live.at_home(), type(x), move_of(grad, x._spec.layout.cotangent()))
+    return found
+
+
+def lively(x: Any) -> Live | None:
+    """What is remembered of `x` as the result of operators on local tensors, or None."""
+    found: Live | None = x._live
+    return found if found is not None and found.made and found.version == x._version else None
+
+
+def made(cls: Any, local: Tensor, spec: Spec, cotangent: Layout) -> Any:
+    """The distributed tensor of spec `spec` whose local part was recorded, or was not."""
+    if not local.requires_grad:
+        return cls._wrap(local, spec)
+    out = from_local(local, cls, spec, cotangent)
+    out._live = Live(0, local)
+    return out
+
+
+class Turn(torch.autograd.Function):
+    """A local tensor as it is; backward: the local gradient is moved."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, cls: Any, back: Move) -> Tensor:
+        ctx.cls, ctx.back = cls, back
+        return local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _moved_back(ctx.cls, ctx.back, grad), None, None
+
+
+class Complete(torch.autograd.Function):
+    """A local tensor under another layout; backward: so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, cls: Any, move: Move) -> Tensor:
+        ctx.cls, ctx.move = cls, move
+        moved = move(local)
+        return moved.detach() if moved is local else moved
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        move: Move = ctx.move
+        back = move_of(move.source.with_layout(move.spec.layout.cotangent()), move.back)
+        return _moved_back(ctx.cls, back, grad), None, None
+
+
+def _moved_back(cls: Any, move: Move, grad: Tensor) -> Tensor:
+    """A local gradient under another layout."""
+    if not (torch.is_grad_enabled() or OBSERVERS):
+        return move(grad)
+    laid = redistribute(FromLocal.apply(grad, cls, move.source, move.back), move.spec.layout)  # type: ignore[no-untyped-call]
+    return ToLocal.apply(laid, laid._spec.with_layout(laid._spec.layout.cotangent()))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _straight(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without the questions that it asks of its arguments: there is no functorch on this way."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 class Redistribute(torch.autograd.Function):
@@ -144,6 +268,11 @@ def redistribute(x: Any, layout: Layout, op: str | None = None, *, later: bool =
         return Reshard.apply(x, layout)  # type: ignore[no-untyped-call]
     with torch._C.DisableTorchFunctionSubclass():
         if torch.is_grad_enabled() and x.requires_grad:
+            if not later and lively(x) is not None:
+                move = move_of(x._spec, layout)
+                if move.completes and not OBSERVERS:
+                    local = _complete(x._live.at_home(), type(x), move)
+                    return made(type(x), local, move.spec, move.spec.layout.cotangent())
             return Redistribute.apply(x, layout, op, later)  # type: ignore[no-untyped-call]
         return _moved(x, move_of(x._spec, layout), op, later)
 
@@ -155,3 +284,7 @@ def left_pending(layout: Layout, target: Layout) -> Layout:
         for mine, theirs in zip(layout.placements, target.placements, strict=True)
     )
     return Layout(target.mesh, placements, target.order)
+
+
+to_local, from_local = _straight(ToLocal), _straight(FromLocal)
+_turn, _complete = _straight(Turn), _straight(Complete)

@@ -37,7 +37,7 @@ Executor = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _WARNED: set[OpOverload] = set()
 _NUMBERS = frozenset({float, int, bool, complex})
 Seen: TypeAlias = tuple[Any, Any, tuple[Any, ...], dict[str, Any], Any]
-"""What ran: an executor or a product, the operator and its arguments, and what came out."""
+"""What ran: an executor or a product, or None for what is neither, the operator, its arguments, and what came out."""
 SEEN: list[list[Seen]] = []
 """Where what runs is written down, for as long as somebody watches."""
 
@@ -49,6 +49,8 @@ def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if facts.instead is not None:
         instead = facts.instead(args)
         if instead is not None:
+            for seen in SEEN:
+                seen.append((None, func, args, kwargs, None))
             out = instead(cls, func, args, kwargs)
             if facts.writes:
                 settle(args[0])
@@ -78,9 +80,8 @@ def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
 
 def _seen(executor: Executor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = executor(args, kwargs)
-    if isinstance(executor, Run):
-        for seen in SEEN:
-            seen.append((executor, func, args, kwargs, out))
+    for seen in SEEN:
+        seen.append((executor if isinstance(executor, Run) else None, func, args, kwargs, out))
     return out
 
 

@@ -1,10 +1,10 @@
 """Warm calls that go from the function that was called straight to the local one.
 
 Most of torch's functions come down through autograd and the dispatcher as just one operator, or are one product. Where
-nothing is recorded and nobody listens, that way adds nothing but time. So the first call of a function on operands of
-these specs is watched: if one operator was all that ran, later calls run it on the local parts at once. If the function
-itself, called on the local parts, is that operator again, it is what they call: torch finds its own functions faster
-than operators.
+nobody listens, that way adds nothing but time. So the first call of a function on operands of these specs is watched:
+if one operator was all that ran, later calls run it on the local parts at once. If the function itself, called on the
+local parts, is that operator again, it is what they call: torch finds its own functions faster than operators. What is
+recorded is in `dshard.recorded`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,14 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dshard.comm import LocalTensor, runtime_of
 from dshard.dispatch import SEEN, Run, Seen
 from dshard.ops.matmul.asked import nothing_asked
 from dshard.ops.observe import OBSERVERS
 from dshard.ops.settings import current
 from dshard.product import Product
+from dshard.recorded import Args, Kwargs, Shortcut, is_elsewhere, is_itself, recorded
 
-Args: TypeAlias = tuple[Any, ...]
-Kwargs: TypeAlias = dict[str, Any]
-Shortcut: TypeAlias = Callable[[Args, Kwargs], Any]
 Through: TypeAlias = Callable[[Any, Any, Args, Kwargs], Any]
 
 _make = Tensor._make_wrapper_subclass
@@ -37,8 +33,11 @@ _recording, _door_closed = torch.is_grad_enabled, torch._C.DisableTorchFunctionS
 _NUMBERS = frozenset({int, float, bool, complex})
 _INT = frozenset({int})
 _VALUES = frozenset({type(None), str, torch.dtype})
-_NEVER: set[Any] = set()
-"""Functions that run no operator, write to their operand or show its memory: autograd has to see those."""
+_packing = torch._C._autograd._top_saved_tensors_default_hooks
+_NEVER: set[Any] = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+"""Functions that run no operator or write to their operand: autograd has to see those. And what runs many of others."""
+_VIEWS: set[Any] = set()
+"""Functions that show the memory of their operand: autograd has to see those, too."""
 _BY_KIND: set[Any] = set()
 """Functions that run one operator whatever the values of their numbers are, which need not be looked up."""
 
@@ -61,15 +60,20 @@ def call(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through) -> A
 
 
 def _key(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
-    """What tells calls apart; None where something is recorded, or among the arguments that is not looked up."""
-    recording, by_kind = _recording(), func in _BY_KIND
+    """What tells calls apart; None where something among the arguments is not looked up.
+
+    An operand that is recorded is followed by whether it is a leaf. Nor is looked up what is recorded while somebody
+    wants to see the tensors that are saved, who is shown distributed ones.
+    """
+    recording, by_kind, recorded = _recording(), func in _BY_KIND, False
     parts: list[Any] = [func]
     for arg in args:
         kind = type(arg)
         if kind is cls:
-            if recording and arg.requires_grad:
-                return None
             parts.append(arg._spec)
+            if recording and arg.requires_grad:
+                recorded = True
+                parts.append(arg.is_leaf)
         elif kind in _NUMBERS:
             parts.append(kind if by_kind else (kind, arg))
         elif kind in _VALUES:
@@ -81,13 +85,16 @@ def _key(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | N
     for name, arg in kwargs.items():
         kind = type(arg)
         if kind is cls:
-            if recording and arg.requires_grad:
-                return None
             parts += (name, arg._spec)
+            if recording and arg.requires_grad:
+                recorded = True
+                parts.append(arg.is_leaf)
         elif kind in _NUMBERS or kind in _VALUES:
             parts += (name, kind, arg)
         else:
             return None
+    if _packing(True) is not None if recorded else func in _VIEWS:
+        return None
     return tuple(parts)
 
 
@@ -104,9 +111,15 @@ def _learn(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through, ke
     try:
         out = through(cls, func, args, kwargs)
     finally:
-        SEEN.remove(seen)
-    if not seen:
+        SEEN[:] = [other for other in SEEN if other is not seen]  # an equal one may be another's
+    if not any(isinstance(run, Run | Product) for run, *_ in seen) or getattr(seen[0][0], "inplace", False):
         _NEVER.add(func)
+    elif type(out) is not cls:
+        current().shortcuts.add(key, False)
+    elif _recording() and any(type(arg) is cls and arg.requires_grad for arg in (*args, *kwargs.values())):
+        with _door_closed():
+            found = recorded(cls, func, args, kwargs, out, seen, by_kind=func in _BY_KIND)
+        current().shortcuts.add(key, found or False)
     else:
         current().shortcuts.add(key, _shortcut(cls, func, args, kwargs, out, seen) or False)
     return out
@@ -116,7 +129,7 @@ def _shortcut(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: S
     """How to call `func` on operands like these from now on, if what was seen of it allows."""
     run, op, op_args, op_kwargs, result = seen[0]
     first = isinstance(result, tuple) and out is result[0]
-    if len(seen) > 1 or not (out is result or first) or type(out) is not cls or _is_elsewhere(out):
+    if len(seen) > 1 or not (out is result or first) or type(out) is not cls or is_elsewhere(out):
         return None
     given = [(i, arg) for i, arg in enumerate(args) if type(arg) is cls]
     named = [(name, arg) for name, arg in kwargs.items() if type(arg) is cls]
@@ -125,18 +138,14 @@ def _shortcut(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: S
         return None
     if isinstance(run, Product):
         return None if kwargs or run.streamed is not None else _of_product(cls, run, [i for i, _ in given])
-    assert isinstance(run, Run)
-    if run.inplace or run.views:
-        _NEVER.add(func)
+    if not isinstance(run, Run):
+        return None
+    if run.views:
+        _VIEWS.add(func)
         return None
     if run.warm is None or (op_kwargs and any(isinstance(arg, Tensor) for arg in op_kwargs.values())):
         return None
     return _of_operator(cls, func, run, op, args, kwargs, op_args, op_kwargs, out, first)
-
-
-def _is_elsewhere(x: Any) -> bool:
-    """Whether the ranks are simulated, or there are none."""
-    return type(x._local) is LocalTensor or x._local.is_meta or runtime_of(x._spec.layout.mesh) is None
 
 
 def _of_product(cls: Any, product: Product, places: Sequence[int]) -> Shortcut:
@@ -174,7 +183,7 @@ def _of_operator(
     places = [i for i, arg in enumerate(args) if type(arg) is cls]
     names = [name for name, arg in kwargs.items() if type(arg) is cls]
     moves = dict(run.warm.moves)
-    if not moves and run.op.kernel is None and _is(func, op, args, kwargs, op_args, op_kwargs, cls):
+    if not moves and run.op.kernel is None and is_itself(func, args, kwargs, (run, op, op_args, op_kwargs, out), cls):
         if not run.values:
             _BY_KIND.add(func)
 
@@ -208,34 +217,3 @@ def _of_operator(
     for i in slots:
         template[i] = None
     return as_operator
-
-
-def _is(func: Any, op: OpOverload, args: Args, kwargs: Kwargs, op_args: Args, op_kwargs: Kwargs, cls: Any) -> bool:
-    """Whether `func` on the local parts is that operator on them, with just the same further arguments."""
-    local = [arg._local if type(arg) is cls else arg for arg in args]
-    local_kwargs = {name: arg._local if type(arg) is cls else arg for name, arg in kwargs.items()}
-    with torch.no_grad(), _Watch() as watch:
-        func(*local, **local_kwargs)
-    if len(watch.calls) != 1:
-        return False
-    found, found_args, found_kwargs = watch.calls[0]
-    wanted = [arg._local if isinstance(arg, cls) else arg for arg in op_args]
-    return found is op and _same([*found_args, found_kwargs], [*wanted, op_kwargs])
-
-
-def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(
-        x is y if isinstance(x, Tensor) else type(x) is type(y) and x == y for x, y in zip(a, b, strict=True)
-    )
-
-
-class _Watch(TorchDispatchMode):
-    """The operators that run within the block."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[OpOverload, Args, Kwargs]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))

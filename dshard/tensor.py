@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from dshard import comm, shortcut
-from dshard.autograd import FromLocal, ToLocal, distributed, redistribute
+from dshard.autograd import FromLocal, Live, ToLocal, distributed, redistribute
 from dshard.comm import DeviceMesh, Later, stored, traced
 from dshard.dispatch import dispatch
 from dshard.errors import LayoutError, MeshError, ShapeError
 from dshard.joint import JOINT
-from dshard.layout import Layout, layout_of, replicated
+from dshard.layout import Layout, interned, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
@@ -39,6 +39,7 @@ class DTensor(torch.Tensor):
     _coming: Later
     _origin: Origin | None = None
     _leaf: bool | None = None
+    _live: Live | None = None
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec) -> DTensor:
@@ -128,7 +129,7 @@ class DTensor(torch.Tensor):
             if grad_placements is None
             else layout_of(self._spec.layout.mesh, grad_placements, self.ndim)
         )
-        local: Tensor = ToLocal.apply(self, layout)  # type: ignore[no-untyped-call]
+        local: Tensor = ToLocal.apply(self, self._spec.with_layout(layout))  # type: ignore[no-untyped-call]
         return local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -274,7 +275,7 @@ def keep_gradient_layout(x: DTensor) -> None:
     """Bring each gradient of the leaf `x` into the layout of `x` before it is accumulated."""
     if getattr(x, "_keeps_gradient_layout", False):
         return
-    layout = x._spec.layout.cotangent()
+    layout = interned(x._spec.layout.cotangent())
 
     def bring(grad: Tensor | None) -> Tensor | None:
         found: Tensor | None = (

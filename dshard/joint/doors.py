@@ -16,6 +16,7 @@ from dshard.comm import LocalTensor, unstack
 from dshard.joint.along import cross_entropy, rms_norm
 from dshard.joint.attention import attention
 from dshard.joint.embedding import embedding
+from dshard.joint.graph import GRAPH, accumulating, gradients
 from dshard.joint.products import addmm, bmm, einsum, linear, matmul, rmatmul
 from dshard.joint.run import bound, plainly
 from dshard.layout import replicated
@@ -90,7 +91,8 @@ def by_this_door(function: Any) -> Callable[..., Any]:
     names |= dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda operands: False)
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
-    return lambda cls, func, args, kwargs: copy(*args, **kwargs)
+    asked = gradients if function is torch.autograd.grad else accumulating
+    return lambda cls, func, args, kwargs: asked(cls, copy, args, kwargs)
 
 
 def closing(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,5 +145,6 @@ _CLOSING |= dict.fromkeys(NONLINEAR, completing)
 _CLOSING |= {F.cross_entropy: or_completing(cross_entropy), F.rms_norm: or_completing(rms_norm)}
 JOINT: dict[Any, Callable[..., Any]] = {
     **{func: closing(handler) for func, handler in _CLOSING.items()},
+    **GRAPH,
     **{func: by_this_door(func) for func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)},
 }

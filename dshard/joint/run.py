@@ -135,7 +135,7 @@ def run_strategy(
         if any(type(t._local) is LocalTensor for t in laid):
             return Simulated.apply(cls, strategy, out, local_op, *laid)  # type: ignore[no-untyped-call]
         parts = [
-            ToLocal.apply(t, layout) if t.requires_grad else t._local  # type: ignore[no-untyped-call]
+            ToLocal.apply(t, t._spec.with_layout(layout)) if t.requires_grad else t._local  # type: ignore[no-untyped-call]
             for t, layout in zip(laid, strategy.gradients, strict=True)
         ]
         result = _connected(local_op(coordinate_of(mesh))(*parts), parts)

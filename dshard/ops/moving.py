@@ -19,21 +19,28 @@ from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec
 from dshard.ops.strategy import completed
+from dshard.placements import Replicate, Shard
 from dshard.redistribute import plan
 
 
 class Move:
     """A tensor of one spec brought to another layout: planned once for each topology, then looked up.
 
-    `spec` is that of the moved tensor, `back` the layout of the gradient that comes back.
+    `spec` is that of the moved tensor, `back` the layout of the gradient that comes back. It `completes` what is
+    pending where it changes nothing else that may be whole: no gradient of its result is moved at less than it is
+    completed.
     """
 
-    __slots__ = ("back", "plan", "runner", "source", "spec", "targets")
+    __slots__ = ("back", "completes", "plan", "runner", "source", "spec", "targets")
 
     def __init__(self, source: Spec, layout: Layout) -> None:
         topology = current().topology_of(layout.mesh)
         self.plan = plan(source.layout, layout, source.shape, source.itemsize, topology)
         self.source, self.spec, self.back = source, source.with_layout(layout), source.layout.cotangent()
+        self.completes = not any(
+            isinstance(there, Replicate) and isinstance(here, Shard)
+            for here, there in zip(source.layout.placements, layout.placements, strict=True)
+        )
         self.runner: Callable[[Tensor], Tensor] | None = None
         self.targets: dict[Spec, Layout] = {}
 

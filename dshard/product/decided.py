@@ -13,7 +13,7 @@ from dshard.autograd import left_pending
 from dshard.comm import LocalTensor, run, runner, runtime_of
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
-from dshard.ops.expand import Operand, Order, Row, expand, sizes_of
+from dshard.ops.expand import Expansion, Operand, Order, Row, expand, sizes_of
 from dshard.ops.matmul.local import LocalProduct, local_product
 from dshard.ops.matmul.priced import Panelled, cheapest, in_panels
 from dshard.ops.matmul.refine import Cut
@@ -104,6 +104,13 @@ class Product:
 
     def bias_layout(self) -> Layout:
         """Where a bias along the last dim of the result must lie to be added to a rank's part."""
+        return self._with_bias().inputs[2]
+
+    def bias_gradient(self) -> Layout:
+        """Where its gradient then lies, of what a rank computes."""
+        return self._with_bias().gradients[2]
+
+    def _with_bias(self) -> Expansion:
         assert self.bias is not None
         last = (self.rule.outputs[0][-1],)
         rule = Rule((*self.rule.inputs, last), self.rule.outputs, pending=self.rule.pending)
@@ -111,7 +118,7 @@ class Product:
         sizes = sizes_of(rule, operands, [(self.out.shape, self.out.itemsize)])
         found = expand(rule, operands, self.strategy.rows, self.strategy.order, sizes)
         assert found is not None
-        return found.inputs[2]
+        return found
 
     def local(self, coordinate: Coordinate) -> Callable[..., Tensor]:
         """What the rank at `coordinate` computes of its parts: of a result left pending, one rank adds the bias."""

@@ -1,0 +1,195 @@
+"""What is asked of a tensor in the middle of autograd's graph: its node, its gradient, hooks.
+
+A tensor of which operators were recorded on the local part (`dshard.autograd.Live`) is asked there: the gradient does
+not come by the distributed tensor. Where nothing was recorded on it yet, it is asked itself, and what is recorded from
+then on goes by way of it. A view may be used both ways, and its gradient is then the sum of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.autograd import FromLocal, Live, ToLocal, distributed, lively, redistribute
+from dshard.joint.run import plainly
+
+Door = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _used(cls: Any, x: Any) -> Live | None:
+    """What was recorded of `x` on local tensors and taken up since; from now on nothing is, where none was."""
+    found = lively(x) if isinstance(x, cls) else None
+    if found is None or found.used:
+        return found
+    x._live = None
+    return None
+
+
+def _both(x: Any) -> bool:
+    """Whether a gradient may also come by the distributed tensor without coming by the local one."""
+    return bool(x._is_view())
+
+
+def _distributed(cls: Any, x: Any, grad: Tensor) -> Any:
+    """A local gradient of `x`, distributed."""
+    spec = x._spec.with_layout(x._spec.layout.cotangent())
+    return FromLocal.apply(grad, cls, spec, spec.layout) if torch.is_grad_enabled() else cls._wrap(grad, spec)  # type: ignore[no-untyped-call]
+
+
+def register_hook(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Tensor.register_hook`: the hook is shown a distributed gradient."""
+    x, hook = (*args, *kwargs.values())
+    found = _used(cls, x)
+    if found is None:
+        return plainly(func, args, kwargs)
+    spec = x._spec.with_layout(x._spec.layout.cotangent())
+
+    def shown(grad: Tensor) -> Tensor | None:
+        recorded = torch.is_grad_enabled()
+        given = FromLocal.apply(grad, cls, spec, spec.layout) if recorded else cls._wrap(grad, spec)  # type: ignore[no-untyped-call]
+        out = hook(given)
+        if out is None:
+            return None
+        out = redistribute(distributed(cls, out, spec.layout), spec.layout)
+        return ToLocal.apply(out, out._spec) if recorded else out._local  # type: ignore[no-any-return, no-untyped-call]
+
+    if _both(x):
+        plainly(func, args, kwargs)
+    return found.at_home().register_hook(shown)  # type: ignore[no-untyped-call]
+
+
+def retain_grad(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Tensor.retain_grad`."""
+    found = _used(cls, args[0])
+    if found is None:
+        return plainly(func, args, kwargs)
+    if _both(args[0]):
+        plainly(func, args, kwargs)
+    return found.at_home().retain_grad()  # type: ignore[no-untyped-call]
+
+
+def _asking(x: Any) -> Live | None:
+    """What is remembered of `x`, with a local tensor that keeps its gradient."""
+    found = lively(x)
+    return found if found is not None and found.home is not None and _keeps(found.home) else None
+
+
+def _keeps(home: Tensor) -> bool:
+    return home.retains_grad or getattr(home, "_asked", False)
+
+
+def retains_grad(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Tensor.retains_grad`."""
+    return _asking(args[0]) is not None or plainly(func, args, kwargs)
+
+
+def get_grad(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Tensor.grad`."""
+    x = args[0]
+    found = _asking(x)
+    if found is None:
+        return plainly(func, args, kwargs)
+    assert found.home is not None
+    local, own = found.home.grad, plainly(func, args, kwargs) if _both(x) else None
+    if local is None:
+        return own
+    grad = _distributed(cls, x, local)
+    return grad if own is None else own + grad
+
+
+def set_grad(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x.grad = ...`, `del x.grad`."""
+    found = _asking(args[0])
+    if found is not None and found.home is not None:
+        found.home.grad = None
+    return plainly(func, args, kwargs)
+
+
+def grad_fn(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Tensor.grad_fn`: the node by which every gradient comes."""
+    found = lively(args[0])
+    if found is None or _both(args[0]):
+        return plainly(func, args, kwargs)
+    return found.at_home().grad_fn
+
+
+def detach_(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Tensor.detach_`: what was recorded of it counts no more."""
+    out = plainly(func, args, kwargs)
+    args[0]._live = None
+    return out
+
+
+def asked_of(cls: Any, inputs: Sequence[Any]) -> list[list[Any]]:
+    """For each tensor by whose gradient is asked, those by which it comes."""
+    found = []
+    for x in inputs:
+        used = _used(cls, x)
+        home = [] if used is None else [used.at_home()]
+        found.append([x, *home] if not home or _both(x) else home)
+    return found
+
+
+def gradients(cls: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.autograd.grad`, by `run`."""
+    given = dict(zip(("outputs", "inputs", "grad_outputs", "retain_graph"), args, strict=False)) | kwargs
+    if len(args) > 4 or "inputs" not in given:
+        return run(*args, **kwargs)
+    inputs = given["inputs"]
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    sources = asked_of(cls, inputs)
+    if all(len(source) == 1 and source[0] is x for source, x in zip(sources, inputs, strict=True)):
+        return run(*args, **kwargs)
+    given["inputs"] = [t for source in sources for t in source]
+    unused = given.get("allow_unused")
+    if any(len(source) > 1 for source in sources):
+        given["allow_unused"] = True
+    found, out = iter(run(**given)), []
+    for x, source in zip(inputs, sources, strict=True):
+        parts = [grad if t is x or grad is None else _distributed(cls, x, grad) for t in source for grad in [next(found)]]
+        present = [grad for grad in parts if grad is not None]
+        if not present and not (unused or given.get("materialize_grads")):
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. "
+                "Set allow_unused=True if this is the desired behavior."
+            )
+        out.append(present[0] + present[1] if len(present) > 1 else present[0] if present else None)
+    return tuple(out)
+
+
+def accumulating(cls: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`backward`, by `run`, which may be asked for the gradients of some tensors alone."""
+    inputs = kwargs.get("inputs")
+    if inputs is None:
+        return run(*args, **kwargs)
+    sources = asked_of(cls, [inputs] if isinstance(inputs, Tensor) else list(inputs))
+    for source in sources:
+        if not isinstance(source[-1], cls):
+            source[-1]._asked = True
+    return run(*args, **{**kwargs, "inputs": [t for source in sources for t in source]})
+
+
+def _closing(door: Door) -> Door:
+    def closed(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return door(cls, func, args, kwargs)
+
+    return closed
+
+
+_DOORS: dict[Any, Door] = {
+    Tensor.register_hook: register_hook,
+    Tensor.retain_grad: retain_grad,
+    Tensor.retains_grad.__get__: retains_grad,  # type: ignore[attr-defined]
+    Tensor.grad.__get__: get_grad,  # type: ignore[attr-defined]
+    Tensor.grad.__set__: set_grad,  # type: ignore[attr-defined]
+    Tensor.grad.__delete__: set_grad,  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__: grad_fn,  # type: ignore[attr-defined]
+    Tensor.detach_: detach_,
+    torch.detach_: detach_,
+}
+GRAPH = {func: _closing(door) for func, door in _DOORS.items()}
+"""What is caught of that; `gradients` and `accumulating` are beside."""
