@@ -39,7 +39,7 @@ class ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
         if torch.is_grad_enabled():
             return FromLocal.apply(grad, ctx.cls, ctx.spec, ctx.spec.layout.cotangent()), None  # type: ignore[no-untyped-call]
-        if ctx.leaf and type(grad) is Tensor and (grad._use_count() > 1 or grad.stride() != ctx.stride):
+        if ctx.leaf and type(grad) is Tensor and (_owners(grad) > 1 or grad.stride() != ctx.stride):
             grad = grad.clone(memory_format=torch.contiguous_format)  # it will be the leaf's own, to be written
         return ctx.cls._wrap(grad, ctx.spec), None
 
@@ -93,7 +93,7 @@ def live(x: Any, grad: Spec, is_home: bool) -> Tensor:
     found: Live | None = x._live
     if found is None or found.version != x._version:
         if x.is_leaf:
-            return to_local(x, grad)
+            return to_local(x, grad)  # type: ignore[no-any-return]
         found = x._live = Live(x._version)
     if is_home:
         if found.made:
@@ -101,10 +101,9 @@ def live(x: Any, grad: Spec, is_home: bool) -> Tensor:
         if found.home is None:
             found.home = to_local(x, grad)
         return found.home
-    part = found.others.get(grad)
-    if part is None:
-        part = found.others[grad] = _pending(x, grad) if found.made else to_local(x, grad)
-    return part
+    if grad not in found.others:
+        found.others[grad] = _pending(x, grad) if found.made else to_local(x, grad)
+    return found.others[grad]
 
 
 def _pending(x: Any, grad: Spec) -> Tensor:
@@ -153,8 +152,9 @@ class Complete(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         move: Move = ctx.move
-        back = move_of(move.source.with_layout(move.spec.layout.cotangent()), move.back)
-        return _moved_back(ctx.cls, back, grad), None, None
+        if move.grad is move.back:
+            return grad, None, None
+        return _moved_back(ctx.cls, move_of(move.spec.with_layout(move.grad), move.back), grad), None, None
 
 
 def _moved_back(cls: Any, move: Move, grad: Tensor) -> Tensor:
@@ -162,7 +162,8 @@ def _moved_back(cls: Any, move: Move, grad: Tensor) -> Tensor:
     if not (torch.is_grad_enabled() or OBSERVERS):
         return move(grad)
     laid = redistribute(FromLocal.apply(grad, cls, move.source, move.back), move.spec.layout)  # type: ignore[no-untyped-call]
-    return ToLocal.apply(laid, laid._spec.with_layout(laid._spec.layout.cotangent()))  # type: ignore[no-any-return, no-untyped-call]
+    out: Tensor = ToLocal.apply(laid, laid._spec.with_layout(laid._spec.layout.cotangent()))  # type: ignore[no-untyped-call]
+    return out
 
 
 def _straight(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -270,9 +271,8 @@ def redistribute(x: Any, layout: Layout, op: str | None = None, *, later: bool =
         if torch.is_grad_enabled() and x.requires_grad:
             if not later and lively(x) is not None:
                 move = move_of(x._spec, layout)
-                if move.completes and not OBSERVERS:
-                    local = _complete(x._live.at_home(), type(x), move)
-                    return made(type(x), local, move.spec, move.spec.layout.cotangent())
+                if not (move.gathers or OBSERVERS):
+                    return made(type(x), _complete(x._live.at_home(), type(x), move), move.spec, move.grad)
             return Redistribute.apply(x, layout, op, later)  # type: ignore[no-untyped-call]
         return _moved(x, move_of(x._spec, layout), op, later)
 
@@ -288,3 +288,4 @@ def left_pending(layout: Layout, target: Layout) -> Layout:
 
 to_local, from_local = _straight(ToLocal), _straight(FromLocal)
 _turn, _complete = _straight(Turn), _straight(Complete)
+_owners: Callable[[Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]

@@ -62,7 +62,7 @@ def is_elsewhere(x: Any) -> bool:
 
 
 def _is_local(run: Run) -> bool:
-    """Whether an operator runs on the local parts as they are, and so back: of what is pending, only sums are linear."""
+    """Whether an operator runs on the local parts as they are, and so back: of what is pending, only sums go back."""
     if run.warm is None or run.warm.operator is None or run.inplace or any(p.steps for p in run.plans):
         return False
     if run.op.kernel is not None and not run.views and run.call.func not in _RESHAPES:
@@ -121,10 +121,7 @@ def _product(cls: Any, product: Product, args: Args, out: Any) -> Shortcut | Non
     spec, cotangent, run = out._spec, interned(layout.cotangent()), product.local(coordinate_of(product.mesh))
 
     def call(args: Args, kwargs: Kwargs) -> Any:
-        local = [
-            args[i]._local if grad is None else live(args[i], grad, is_home)
-            for i, grad, is_home in places
-        ]
+        local = [args[i]._local if grad is None else live(args[i], grad, is_home) for i, grad, is_home in places]
         return made(cls, run(*local), spec, cotangent)
 
     return call
@@ -163,7 +160,7 @@ def _program(cls: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequence[Seen
     values: dict[int, int] = {}
     steps: list[tuple[Any, list[Any], list[tuple[int, Place | int]], Kwargs, bool]] = []
     for i, (run, _, op_args, op_kwargs, result) in enumerate(seen):
-        operands = [(k, x) for k, x in enumerate(op_args) if isinstance(x, Tensor)]
+        operands: list[tuple[int, Any]] = [(k, x) for k, x in enumerate(op_args) if isinstance(x, Tensor)]
         if any(isinstance(x, Tensor) for x in op_kwargs.values()):
             return None
         slots: list[tuple[int, Place | int]] = []

@@ -26,7 +26,7 @@ from dshard.recorded import Args, Kwargs, Shortcut, is_elsewhere, is_itself, rec
 
 Through: TypeAlias = Callable[[Any, Any, Args, Kwargs], Any]
 
-_make = Tensor._make_wrapper_subclass
+_make, _STRIDED = Tensor._make_wrapper_subclass, torch.strided  # given by position: names take it longer
 _is_compiling = torch.compiler.is_compiling
 _modes, _autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
 _recording, _door_closed = torch.is_grad_enabled, torch._C.DisableTorchFunctionSubclass
@@ -155,7 +155,7 @@ def _of_product(cls: Any, product: Product, places: Sequence[int]) -> Shortcut:
 
     def call(args: Args, kwargs: Kwargs) -> Any:
         b = args[bias[0]]._local if bias else None
-        out = _make(cls, shape, strides=stride, dtype=dtype, device=device)
+        out = _make(cls, shape, stride, None, None, dtype, _STRIDED, device)
         out._local = run(args[i]._local, args[j]._local, b)[0]
         out._spec = spec
         return out
@@ -188,7 +188,7 @@ def _of_operator(
             _BY_KIND.add(func)
 
         def itself(args: Args, kwargs: Kwargs) -> Any:
-            out = _make(cls, shape, strides=stride, dtype=dtype, device=device)
+            out = _make(cls, shape, stride, None, None, dtype, _STRIDED, device)
             local = [arg._local if type(arg) is cls else arg for arg in args]
             if kwargs:
                 kwargs = {name: arg._local if type(arg) is cls else arg for name, arg in kwargs.items()}
@@ -209,7 +209,7 @@ def _of_operator(
         for i, x in zip(slots, given, strict=True):
             local[i] = moves[i](x) if i in moves else x
         found = operator(*local, **op_kwargs)
-        out = _make(cls, shape, strides=stride, dtype=dtype, device=device)
+        out = _make(cls, shape, stride, None, None, dtype, _STRIDED, device)
         out._local = found[0] if first else found
         out._spec = spec
         return out

@@ -12,7 +12,7 @@ from torch import Tensor
 from dshard import comm, shortcut
 from dshard.autograd import FromLocal, Live, ToLocal, distributed, redistribute
 from dshard.comm import DeviceMesh, Later, stored, traced
-from dshard.dispatch import dispatch
+from dshard.dispatch import SEEN, dispatch
 from dshard.errors import LayoutError, MeshError, ShapeError
 from dshard.joint import JOINT
 from dshard.layout import Layout, interned, layout_of, replicated
@@ -20,11 +20,15 @@ from dshard.mesh import Mesh
 from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
 from dshard.ops.mixed import MADE_PLAIN, may_hold_plain, settle_plain
+from dshard.ops.moving import move_of
+from dshard.ops.observe import OBSERVERS
 from dshard.ops.origin import Origin
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.placements import Partial, Placement
 from dshard.product import is_leaf
 from dshard.tracing import Flat, flat, numbers, traceable, unseen
+
+_make = torch.Tensor._make_wrapper_subclass  # given by position: names take it longer
 
 
 class DTensor(torch.Tensor):
@@ -47,9 +51,7 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def _wrap(cls, local: Tensor, spec: Spec) -> DTensor:
-        out: DTensor = torch.Tensor._make_wrapper_subclass(
-            cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=spec.device
-        )
+        out: DTensor = _make(cls, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, spec.device)
         out._local = local
         out._spec = spec
         return out
@@ -57,9 +59,7 @@ class DTensor(torch.Tensor):
     @classmethod
     def _wrap_later(cls, coming: Later, spec: Spec) -> DTensor:
         """The same with a local part that is still to come: `_local` is missing, and `__getattr__` waits for it."""
-        out: DTensor = torch.Tensor._make_wrapper_subclass(
-            cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=spec.device
-        )
+        out: DTensor = _make(cls, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, spec.device)
         out._coming = coming
         out._spec = spec
         return out
@@ -174,8 +174,12 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is _DETACH and "_coming" in args[0].__dict__:  # what is accumulated may be on its way, too
-            return DTensor._wrap_later(args[0]._coming, args[0]._spec)
+        if func is _DETACH and not (SEEN or OBSERVERS):
+            x = args[0]
+            if "_coming" in x.__dict__:  # what is accumulated may be on its way, too
+                return DTensor._wrap_later(x._coming, x._spec)
+            if type(x._local) is Tensor and x._origin is None:
+                return DTensor._wrap(x._local.detach(), x._spec)
         return dispatch(DTensor, func, args, kwargs or {})
 
     # -- what torch.compile asks of it
@@ -278,9 +282,11 @@ def keep_gradient_layout(x: DTensor) -> None:
     layout = interned(x._spec.layout.cotangent())
 
     def bring(grad: Tensor | None) -> Tensor | None:
-        found: Tensor | None = (
-            None if grad is None else redistribute(distributed(DTensor, grad, layout), layout, later=True)
-        )
+        if grad is None:
+            return None
+        given = distributed(DTensor, grad, layout)
+        # one collective runs beside the rest of the pass; of several the first would hold its buffers until the end
+        found: Tensor = redistribute(given, layout, later=len(move_of(given._spec, layout).plan.steps) == 1)
         return found
 
     with torch._C.DisableTorchFunctionSubclass():

@@ -11,7 +11,7 @@ from dshard.comm.agree import (
 from dshard.comm.debug import compare_draws
 from dshard.comm.events import Event, listen
 from dshard.comm.functional import outside_graphs, traced
-from dshard.comm.later import Later, start
+from dshard.comm.later import Later, starter
 from dshard.comm.legs import Flight, Leg, Program, Request, begin, finish, flat, legs_of, passing, same_memory
 from dshard.comm.mail import fetch, leave, peek, share
 from dshard.comm.parts import split_graph
@@ -97,7 +97,7 @@ __all__ = [
     "split_graph",
     "spread",
     "stack",
-    "start",
+    "starter",
     "swap",
     "traced",
     "unstack",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from dshard.comm.legs import Leg, begin, finish, legs_of
 from dshard.comm.perform import drive, launch_on
 from dshard.comm.runtime import Runtime, runtime_of
 from dshard.comm.workspace import Session, Workspace
-from dshard.placements import Partial
+from dshard.placements import Partial, ReduceOp
 from dshard.redistribute import AllReduce, Plan
 
 
@@ -34,38 +35,59 @@ class Later:
         return self._value
 
 
-def start(plan: Plan, x: Tensor) -> Later | None:
-    """Begin the first collective of a plan on the local tensor `x`, which must not be written until the end.
+Start: TypeAlias = Callable[[Tensor], Later | None]
 
-    What comes after it runs when the result is first used. None where nothing can run beside the computation: without
-    processes, on simulated ranks, while torch.compile traces, or where what is pending is not a sum or a mean; nor
-    while somebody listens, who would otherwise hear of a plan's second collective long after its operator.
+
+def starter(plan: Plan) -> Start:
+    """What begins the first collective of a plan on a local tensor, which must not be written until the end.
+
+    What comes after it runs when the result is first used. It gives None where nothing can run beside the computation:
+    without processes, on simulated ranks, while torch.compile traces, or where what is pending is not a sum or a mean;
+    nor while somebody listens, who would otherwise hear of a plan's second collective long after its operator.
     """
     runtime = runtime_of(plan.src.mesh)
-    if LISTENERS or runtime is None or runtime.coordinate is None or type(x) is not Tensor or x.is_meta:
-        return None
     pending = (p for p in (*plan.src.placements, *plan.dst.placements) if isinstance(p, Partial))
+    if not plan.steps or runtime is None or runtime.coordinate is None:
+        return _not_begun
     if any(p.reduce_op not in ("sum", "avg") for p in pending):
-        return None
-    with torch.no_grad():
-        return _reduced(plan, x, runtime) or _travelling(plan, x, runtime)
+        return _not_begun
+    found, reduce = runtime, _reducing(plan, runtime)
+
+    def start(x: Tensor) -> Later | None:
+        if LISTENERS or type(x) is not Tensor or x.is_meta:
+            return None
+        if reduce is None or not transport.reduces(x.dtype, *reduce[1:]):
+            with torch.no_grad():
+                return _travelling(plan, x, found)
+        if not torch.is_grad_enabled():
+            return reduce[0](x)
+        with torch.no_grad():
+            return reduce[0](x)
+
+    return start
 
 
-def _reduced(plan: Plan, x: Tensor, runtime: Runtime) -> Later | None:
-    """An all_reduce alone, where the backend itself reduces."""
+def _not_begun(x: Tensor) -> None:
+    return None
+
+
+def _reducing(plan: Plan, runtime: Runtime) -> tuple[Callable[[Tensor], Later], ReduceOp, str] | None:
+    """For an all_reduce alone what begins it, its reduction, and the backend, which may reduce by itself."""
     step = plan.steps[0]
     if len(plan.steps) > 1 or not isinstance(step, AllReduce) or debug.enabled():
         return None
-    group = runtime.group(step.axes)
-    if len(group.ranks) == 1 or not transport.reduces(x.dtype, step.op, group.backend):
-        return None
-    out, work = collectives.begin_reduce(x, step.op, group)
+    op, group = step.op, runtime.group(step.axes)
 
-    def wait() -> Tensor:
-        work.wait()
-        return out
+    def reduce(x: Tensor) -> Later:
+        out, work = collectives.begin_reduce(x, op, group)
 
-    return Later(wait)
+        def wait() -> Tensor:
+            work.wait()
+            return out
+
+        return Later(wait)
+
+    return None if len(group.ranks) == 1 else (reduce, op, group.backend)
 
 
 def _travelling(plan: Plan, x: Tensor, runtime: Runtime) -> Later | None:

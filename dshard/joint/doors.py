@@ -82,17 +82,38 @@ def _replicated(cls: Any, values: list[Any], like: Any) -> Any:
 
 
 def by_this_door(function: Any) -> Callable[..., Any]:
-    """Run a function of torch's that starts a backward pass: what is recomputed on the way must come in here again.
+    """A function of torch's that starts a backward pass: what is recomputed on the way must come in here again.
 
     `__torch_function__` is usually switched off while a function that it was asked about runs, for that would ask once
-    more. So this runs a copy of the function that does not ask.
+    more. So this gives a copy of the function that does not ask, nor where it looks at the gradients it is given.
     """
     names = dict(function.__globals__)
     names |= dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda operands: False)
+    names["_make_grads"] = closed(names["_make_grads"])
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
-    asked = gradients if function is torch.autograd.grad else accumulating
-    return lambda cls, func, args, kwargs: asked(cls, copy, args, kwargs)
+    return copy
+
+
+def closed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function run with this door closed."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return run
+
+
+_backward, _grad = by_this_door(torch.autograd.backward), by_this_door(torch.autograd.grad)
+
+
+def backward(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Tensor.backward`, which is `torch.autograd.backward` of one tensor."""
+    x, gradient, retain, create, inputs = bound(
+        ("self", "gradient", "retain_graph", "create_graph", "inputs"), args, kwargs
+    )
+    return accumulating(cls, _backward, (x, gradient, retain, bool(create)), {"inputs": inputs})
 
 
 def closing(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,5 +167,7 @@ _CLOSING |= {F.cross_entropy: or_completing(cross_entropy), F.rms_norm: or_compl
 JOINT: dict[Any, Callable[..., Any]] = {
     **{func: closing(handler) for func, handler in _CLOSING.items()},
     **GRAPH,
-    **{func: by_this_door(func) for func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)},
+    Tensor.backward: backward,
+    torch.autograd.backward: lambda cls, func, args, kwargs: accumulating(cls, _backward, args, kwargs),
+    torch.autograd.grad: lambda cls, func, args, kwargs: gradients(cls, _grad, args, kwargs),
 }

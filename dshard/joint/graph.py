@@ -58,7 +58,7 @@ def register_hook(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
     if _both(x):
         plainly(func, args, kwargs)
-    return found.at_home().register_hook(shown)  # type: ignore[no-untyped-call]
+    return found.at_home().register_hook(shown)
 
 
 def retain_grad(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,7 +68,7 @@ def retain_grad(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return plainly(func, args, kwargs)
     if _both(args[0]):
         plainly(func, args, kwargs)
-    return found.at_home().retain_grad()  # type: ignore[no-untyped-call]
+    return found.at_home().retain_grad()
 
 
 def _asking(x: Any) -> Live | None:
@@ -136,7 +136,7 @@ def asked_of(cls: Any, inputs: Sequence[Any]) -> list[list[Any]]:
 def gradients(cls: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.autograd.grad`, by `run`."""
     given = dict(zip(("outputs", "inputs", "grad_outputs", "retain_graph"), args, strict=False)) | kwargs
-    if len(args) > 4 or "inputs" not in given:
+    if len(args) > 4 or isinstance(given.get("inputs"), dict | None):
         return run(*args, **kwargs)
     inputs = given["inputs"]
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
@@ -149,7 +149,9 @@ def gradients(cls: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         given["allow_unused"] = True
     found, out = iter(run(**given)), []
     for x, source in zip(inputs, sources, strict=True):
-        parts = [grad if t is x or grad is None else _distributed(cls, x, grad) for t in source for grad in [next(found)]]
+        parts = [
+            grad if t is x or grad is None else _distributed(cls, x, grad) for t in source for grad in [next(found)]
+        ]
         present = [grad for grad in parts if grad is not None]
         if not present and not (unused or given.get("materialize_grads")):
             raise RuntimeError(
@@ -165,6 +167,7 @@ def accumulating(cls: Any, run: Callable[..., Any], args: tuple[Any, ...], kwarg
     inputs = kwargs.get("inputs")
     if inputs is None:
         return run(*args, **kwargs)
+    inputs = inputs.values() if isinstance(inputs, dict) else inputs
     sources = asked_of(cls, [inputs] if isinstance(inputs, Tensor) else list(inputs))
     for source in sources:
         if not isinstance(source[-1], cls):
@@ -173,21 +176,27 @@ def accumulating(cls: Any, run: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 
 def _closing(door: Door) -> Door:
+    """The door closed behind who came in by it, and open to nobody of whom nothing is remembered."""
+
     def closed(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return door(cls, func, args, kwargs)
+            x = args[0]
+            return func(*args, **kwargs) if type(x) is cls and x._live is None else door(cls, func, args, kwargs)
 
     return closed
 
 
+_GRAD: Any = Tensor.grad
+_NODE: Any = Tensor.grad_fn
+_RETAINS: Any = Tensor.retains_grad
 _DOORS: dict[Any, Door] = {
     Tensor.register_hook: register_hook,
     Tensor.retain_grad: retain_grad,
-    Tensor.retains_grad.__get__: retains_grad,  # type: ignore[attr-defined]
-    Tensor.grad.__get__: get_grad,  # type: ignore[attr-defined]
-    Tensor.grad.__set__: set_grad,  # type: ignore[attr-defined]
-    Tensor.grad.__delete__: set_grad,  # type: ignore[attr-defined]
-    Tensor.grad_fn.__get__: grad_fn,  # type: ignore[attr-defined]
+    _RETAINS.__get__: retains_grad,
+    _GRAD.__get__: get_grad,
+    _GRAD.__set__: set_grad,
+    _GRAD.__delete__: set_grad,
+    _NODE.__get__: grad_fn,
     Tensor.detach_: detach_,
     torch.detach_: detach_,
 }

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import Later, LocalTensor, plain, run, runner, runtime_of, simulated_ranks, stack, start, unstack
+from dshard.comm import Later, LocalTensor, plain, run, runner, runtime_of, simulated_ranks, stack, starter, unstack
 from dshard.errors import MeshError
-from dshard.layout import Layout
+from dshard.layout import Layout, interned
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.call import LocalOp
 from dshard.ops.expand import Operand
@@ -26,22 +26,23 @@ from dshard.redistribute import plan
 class Move:
     """A tensor of one spec brought to another layout: planned once for each topology, then looked up.
 
-    `spec` is that of the moved tensor, `back` the layout of the gradient that comes back. It `completes` what is
-    pending where it changes nothing else that may be whole: no gradient of its result is moved at less than it is
-    completed.
+    `spec` is that of the moved tensor, `grad` the layout of its gradient, and `back` of what that comes back as. It
+    `gathers` where a split dim becomes whole: a gradient that is pending there comes back by one collective.
     """
 
-    __slots__ = ("back", "completes", "plan", "runner", "source", "spec", "targets")
+    __slots__ = ("back", "gathers", "grad", "plan", "runner", "source", "spec", "starter", "targets")
 
     def __init__(self, source: Spec, layout: Layout) -> None:
         topology = current().topology_of(layout.mesh)
         self.plan = plan(source.layout, layout, source.shape, source.itemsize, topology)
-        self.source, self.spec, self.back = source, source.with_layout(layout), source.layout.cotangent()
-        self.completes = not any(
+        self.source, self.spec = source, source.with_layout(layout)
+        self.grad, self.back = interned(layout.cotangent()), interned(source.layout.cotangent())
+        self.gathers = any(
             isinstance(there, Replicate) and isinstance(here, Shard)
             for here, there in zip(source.layout.placements, layout.placements, strict=True)
         )
         self.runner: Callable[[Tensor], Tensor] | None = None
+        self.starter: Callable[[Tensor], Later | None] | None = None
         self.targets: dict[Spec, Layout] = {}
 
     def __call__(self, local: Tensor) -> Tensor:
@@ -50,14 +51,18 @@ class Move:
             return run(self.plan, local)
         if self.runner is None:
             self.runner = runner(self.plan)
-        if not torch.is_grad_enabled():
+        if not local.requires_grad or not torch.is_grad_enabled():
             return self.runner(local)
         with torch.no_grad():
             return self.runner(local)
 
     def later(self, local: Tensor) -> Later | None:
         """The same begun, to be waited for at its first use; None where it cannot run beside the computation."""
-        return start(self.plan, local) if self.plan.steps else None
+        if self.starter is None:
+            if runtime_of(self.spec.layout.mesh) is None:
+                return None
+            self.starter = starter(self.plan)
+        return self.starter(local)
 
 
 def move_of(spec: Spec, layout: Layout) -> Move:
