@@ -358,7 +358,10 @@ def common_mesh(cls: Any, func: object, tensors: list[Tensor]) -> Mesh:
     meshes = {t._spec.layout.mesh for t in tensors if isinstance(t, cls)}
     if len(meshes) > 1:
         listed = " and ".join(f"({mesh}) of ranks {mesh.ranks}" for mesh in meshes)
-        raise MeshError(f"{func}: operands on the meshes {listed}; redistribute them to one mesh first")
+        raise MeshError(
+            f"{func}: operands on the meshes {listed}; redistribute them to one mesh first, as in "
+            "x.redistribute(y.device_mesh, placements)"
+        )
     mesh: Mesh = meshes.pop()
     return mesh
 

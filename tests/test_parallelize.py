@@ -13,7 +13,7 @@ from real_models import FAMILIES, InDouble, alone, batch_of, build, train, weigh
 from torch import Tensor, nn
 
 import dshard
-from dshard import LayoutError, Mesh, Replicate, Shard, StrategyError, distribute_tensor, trace
+from dshard import LayoutError, Mesh, Placement, Replicate, Shard, StrategyError, distribute_tensor, trace
 from dshard.comm import plain, planning
 from dshard.demo.model import build as build_demo
 from dshard.parallel import Auto, Cost, Memory, Moves, Plan, parallelize, plan_model
@@ -211,6 +211,13 @@ def test_a_plan_is_a_value_that_parallelize_runs() -> None:
         assert {name: p.placements for name, p in model.named_parameters()} == plan.parameters
 
 
+def test_a_plan_is_the_same_where_ranks_are_simulated() -> None:
+    mesh = Mesh((2, 2), ("a", "b"))
+    alone = demo_plan("megatron-sp", mesh)
+    with simulated(mesh):
+        assert demo_plan("megatron-sp", mesh) == alone
+
+
 def test_placements_by_name() -> None:
     mesh = Mesh((4,), ("tp",))
     model = build_demo(0)
@@ -379,6 +386,24 @@ def test_a_model_laid_out_by_auto_computes_the_same() -> None:
         found = model(images().float())
 
         torch.testing.assert_close(whole(found.detach()), expected.detach())
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
+def test_inputs_on_the_given_mesh_are_taken_though_the_plan_folds_it(placement: Placement) -> None:
+    """Six images on four ranks: the chunks of the mesh are not those of its folding."""
+    given, alone = Mesh((4,), ("x",)), build_demo(0, torch.float64)
+    plan, plain_images = demo_plan("optimus", Mesh((2, 2), ("x0", "x1"))), images().requires_grad_()
+    expected = alone(plain_images)
+    expected.square().sum().backward()
+    with simulated(given):
+        model = parallelize(build_demo(0, torch.float64), given, plan)
+        x = distribute_tensor(images(), given, [placement], src_data_rank=None).requires_grad_()
+        found = model(x)
+        found.square().sum().backward()
+
+        torch.testing.assert_close(whole(found.detach()), expected.detach())
+        torch.testing.assert_close(whole(x.grad), plain_images.grad)
+        assert x.grad.layout.mesh == given
 
 
 def test_a_mixture_follows_the_cheapest_path() -> None:

@@ -299,6 +299,6 @@ def device_mesh_of(mesh: Mesh) -> DeviceMesh | Mesh:
 
 
 def simulated_ranks() -> frozenset[int] | None:
-    """The ranks that torch's LocalTensorMode simulates in this process, or None."""
-    mode = local_tensor_mode()
+    """The ranks that torch's LocalTensorMode simulates in this process, or None, as where it only plans."""
+    mode = None if _PLANNING else local_tensor_mode()
     return None if mode is None else mode.ranks

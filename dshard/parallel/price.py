@@ -121,6 +121,7 @@ class Made(TorchDispatchMode):
     def __init__(self, given: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sizes = {StorageWeakRef(x.untyped_storage()): 0 for x in given}
+        self.total = 0  # of all in `sizes`, gone or not
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,9 +131,14 @@ class Made(TorchDispatchMode):
         for leaf in leaves(out):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                self.sizes.setdefault(StorageWeakRef(storage), storage.nbytes())
-        self.sizes = {ref: size for ref, size in self.sizes.items() if not ref.expired()}
-        self.most = max(self.most, sum(self.sizes.values()))
+                ref = StorageWeakRef(storage)
+                if ref not in self.sizes:
+                    self.sizes[ref] = storage.nbytes()
+                    self.total += storage.nbytes()
+        if self.total > self.most:  # only then can what is there be more
+            self.sizes = {ref: size for ref, size in self.sizes.items() if not ref.expired()}
+            self.total = sum(self.sizes.values())
+            self.most = max(self.most, self.total)
         return out
 
 

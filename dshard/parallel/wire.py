@@ -102,19 +102,28 @@ def _placing(plan: Plan, name: str) -> Any:
 def laid_out(given: Any, plan: Plan) -> Any:
     """The inputs of a model: plain tensors with the batch as first dim lie as the plan says, others are replicated.
 
-    The batch is the first dim of the first tensor. Tensors must be the same on all ranks; nothing is sent.
+    The batch is the first dim of the first tensor. Plain tensors must be the same on all ranks; nothing is sent.
+    Distributed ones stay as they are, but from a mesh that the plan folds they come to where plain ones lie.
     """
     tensors = [leaf for leaf in leaves(given) if isinstance(leaf, Tensor)]
     size = next((t.shape[0] for t in tensors if t.dim()), None)
 
     def lay(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+        if not isinstance(leaf, Tensor) or (isinstance(leaf, DTensor) and not _unfolded(leaf, plan)):
             return leaf
         whole = leaf.dim() == 0 or leaf.shape[0] != size
         placements = (Replicate(),) * plan.mesh.ndim if whole else plan.batch
+        if isinstance(leaf, DTensor):
+            return leaf.redistribute(plan.mesh, placements)
         return distribute_tensor(leaf, plan.mesh, placements, src_data_rank=None)
 
     return replace_leaves(given, lay)
+
+
+def _unfolded(x: DTensor, plan: Plan) -> bool:
+    """Whether it lies on another mesh of the same ranks in the same order, such as that which "auto" was given."""
+    mesh = x.layout.mesh
+    return mesh != plan.mesh and mesh.ranks == plan.mesh.ranks
 
 
 def distribute_parameters(model: nn.Module, plan: Plan) -> None:
