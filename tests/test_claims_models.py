@@ -6,48 +6,40 @@ Volumes are bytes that each rank receives, of rings: an all_reduce of n bytes ov
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from layers import BATCH, SHAPES, TOKENS, Layer, Stack, middle, planned
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import dshard
-from dshard import Mesh, Placement, Replicate, Shard, StrategyError, distribute_tensor, parallelize, plan_model
-from dshard.comm import plain
-from dshard.parallel import Moves, Plan
+from dshard import (
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    StrategyError,
+    distribute_tensor,
+    parallelize,
+    plan_model,
+    use_strategy,
+)
+from dshard.comm import WORKSPACE, Program, Session, plain, rehearse, unstack
+from dshard.mesh import Coordinate
+from dshard.ops.matmul.streamed import Streamed
+from dshard.parallel import Plan
 from dshard.simulate.recording import record
-from dshard.testing import simulated, whole
-
-SHAPES = {
-    "data": Mesh((4,), ("dp",)),
-    "fsdp": Mesh((4,), ("x",)),
-    "megatron": Mesh((4,), ("tp",)),
-    "megatron-sp": Mesh((4,), ("tp",)),
-    "atp": Mesh((2, 2), ("d1", "d2")),
-    "optimus": Mesh((2, 2), ("r", "c")),
-    "tesseract": Mesh((2, 2, 2), ("d", "r", "c")),
-}
-
-
-class Layer(nn.Module):
-    def __init__(self, hidden: int, heads: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.q, self.k, self.v, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x)
-        q, k, v = (f(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        x = x + F.dropout(y, self.dropout)
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.dropout)
+from dshard.tensor import as_mesh
+from dshard.testing import RankPool, simulated, whole
 
 
 class Vision(nn.Module):
@@ -109,30 +101,6 @@ def curve(model: nn.Module, mesh: Mesh | None, steps: int) -> list[float]:
 
 # -- volumes, on meshes without processes
 
-TOKENS, BATCH = 32, 64
-
-
-def planned(strategy: str, mesh: Mesh, hidden: int = 256, heads: int = 64) -> Plan:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Linear(8, hidden)
-            self.layers = nn.ModuleList(Layer(hidden, heads) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.embed(x)
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    with torch.device("meta"):
-        return plan_model(Stack(), mesh, strategy, torch.empty(BATCH, TOKENS, 8))
-
-
-def middle(plan: Plan, direction: str) -> list[Moves]:
-    assert plan.cost is not None
-    return [m for m in plan.cost.moves if m.module.startswith("layers.1") and m.direction == direction]
-
 
 @pytest.mark.parametrize("ranks", [64])
 def test_m1_m4_a_megatron_layer_reduces_twice_each_way(ranks: int) -> None:
@@ -170,14 +138,64 @@ def test_a4_atp_reduces_after_each_linear_and_moves_nothing_between() -> None:
     sent = {(m.module.removeprefix("layers.1."), m.axis): (m.collective, m.nbytes) for m in middle(plan, "forward")}
 
     assert sent["up", "d2"] == ("all_reduce", 2 * 1 * (4 * tensor // 4) // 2)  # f3
-    assert sent["layers.1", "d1"][0] == "all_reduce"  # f2 and f4, in the two halves of the layer
+    assert sent["attention", "d1"] == sent["layers.1", "d1"] == ("all_reduce", 2 * 3 * (tensor // 2) // 4)  # f2, f4
     assert all(collective == "all_reduce" for collective, _ in sent.values())
+
+
+def scattered(plan: Plan, layers: Iterable[str], *, reduce: bool) -> Plan:
+    """A plan of ATP in which each rank has heads of its own over d2, too: their inputs scattered, outputs gathered.
+
+    With `reduce` queries, keys and values are reduced and scattered at once.
+    """
+    own = [f"{layer}.attention.{name}" for layer in layers for name in ("q", "k", "v")]
+    products = dict(plan.products)
+    if reduce:
+        products |= {name: replace(products[name], stored=("R", "P")) for name in own}
+    return replace(plan, products=products, outputs=plan.outputs | dict.fromkeys(own, (Shard(2), Shard(2))), cost=None)
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+def test_a4_heads_are_scattered_before_attention_and_gathered_after_it(reduce: bool) -> None:
+    named, tensor = planned("atp", Mesh((4, 2), ("d1", "d2"))), BATCH * TOKENS * 256 * 4
+    plan = scattered(named, ["layers.0", "layers.1", "layers.2"], reduce=reduce)
+    with torch.device("meta"):
+        moves = middle(plan_model(Stack(256, 64), plan.mesh, plan, torch.empty(BATCH, TOKENS, 8)), "forward")
+    sent = {
+        (m.module.removeprefix("layers.1."), m.collective, m.axis): m.nbytes for m in moves if "norm" not in m.module
+    }
+
+    f1 = 2 * 1 * 3 * (tensor // 4) // 2
+    if reduce:
+        assert sent.pop(("attention", "reduce_scatter", "d2")) == f1 // 2
+    else:
+        assert sum(sent.pop((f"attention.{name}", "all_reduce", "d2")) for name in ("q", "k", "v")) == f1
+    assert sent == {
+        ("attention.out", "all_gather", "d2"): (tensor // 4) // 2,
+        ("attention", "all_reduce", "d1"): 2 * 3 * (tensor // 2) // 4,  # f2
+        ("up", "all_reduce", "d2"): 2 * 1 * (4 * tensor // 4) // 2,  # f3
+        ("layers.1", "all_reduce", "d1"): 2 * 3 * (tensor // 2) // 4,  # f4
+    }
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+def test_a4_scattered_heads_give_the_same(reduce: bool) -> None:
+    mesh, alone, model = SHAPES["atp"], vision(layers=1), vision(layers=1)
+    loss_of(alone, None).backward()
+    named = plan_model(model, mesh, "atp", batch()[0])
+    with simulated(mesh):
+        parallelize(model, mesh, scattered(named, ["layers.0"], reduce=reduce))
+        loss_of(model, mesh).backward()
+
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-9, atol=1e-11)
 
 
 def test_s3_an_optimus_layer_keeps_its_activations_in_blocks() -> None:
     plan = planned("optimus", Mesh((2, 2), ("r", "c")))
 
-    assert {str(plan.outputs[f"layers.1.{name}"]) for name in ("out", "down")} == {"(Shard(dim=0), Shard(dim=2))"}
+    assert {str(plan.outputs[f"layers.1.{name}"]) for name in ("attention.out", "down")} == {
+        "(Shard(dim=0), Shard(dim=2))"
+    }
     assert all(m.nbytes for m in middle(plan, "forward"))
 
 
@@ -262,6 +280,53 @@ def test_e5_data_beside_tesseract_on_ranks_in_any_order() -> None:
 
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-9, atol=1e-11)
+
+
+class First(nn.Module):
+    """Of a vision model what the first of two stages has."""
+
+    def __init__(self, of: Vision) -> None:
+        super().__init__()
+        self.patches, self.position, self.layer = of.patches, of.position, of.layers[0]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layer(self.patches(images).flatten(2).transpose(1, 2) + self.position)
+
+
+class Second(nn.Module):
+    """And the rest."""
+
+    def __init__(self, of: Vision) -> None:
+        super().__init__()
+        self.layer, self.norm, self.head = of.layers[1], of.norm, of.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.layer(x)).mean(1))
+
+
+@pytest.mark.thorough
+def test_e5_data_and_pipeline_beside_tesseract_on_32_ranks() -> None:
+    """Figure 6 of Tesseract: 2 x 2 x [2, 2, 2]; two microbatches cross from stage to stage and back."""
+    axes = ("dp", "d", "r", "c")
+    meshes = [Mesh((2, 2, 2, 2), axes, tuple(range(first, first + 16))) for first in (0, 16)]
+    alone, model = vision(width=2), vision(width=2)
+    images, labels = batch(16)
+    F.cross_entropy(alone(images), labels).backward()
+    wanted = [p.grad for stage in (First(alone), Second(alone)) for p in stage.parameters()]
+    with simulated(32):
+        first, second = First(model), Second(model)
+        parallelize(first, meshes[0], "tesseract", images[:8])
+        parallelize(second, meshes[1], "tesseract", torch.empty(8, 4, 8, dtype=torch.float64, device="meta"))
+        split = [Shard(0), Shard(0), Shard(0), Shard(2)]
+        for part in (slice(8), slice(8, 16)):
+            crossed = first(images[part]).redistribute(meshes[1], split)
+            target = distribute_tensor(labels[part], meshes[1], [Replicate()] * 4, src_data_rank=None)
+            (F.cross_entropy(second(crossed), target) / 2).backward()
+
+        found = [p.grad for stage in (first, second) for p in stage.parameters()]
+        assert {grad.layout.mesh for grad in found} == set(meshes)
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(whole(mine), theirs, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.thorough
@@ -352,3 +417,82 @@ def test_s6_biases_replicated_or_with_one_owner_have_the_same_gradients(bias: li
             assert mine.grad.placements == mine.placements
             torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-9, atol=1e-11)
             torch.testing.assert_close(whole(mine.detach()), theirs.detach(), rtol=1e-9, atol=1e-11)  # replicas alike
+
+
+def test_s6_biases_hosted_once_are_updated_by_their_owners_alone() -> None:
+    """They lie on row 0 alone: sent down the columns in the forward pass, their gradients reduced to where they lie."""
+    mesh = SHAPES["optimus"]
+    row = Mesh((2,), ("c",), mesh.ranks[:2])
+    with plain():
+        torch.manual_seed(0)
+        alone, given = MLP(), torch.randn(4, 6, 8, dtype=torch.float64)
+        block = deepcopy(alone)
+    with simulated(mesh):
+        parallelize(block, mesh, {"*.weight": [Shard(1), Shard(0)]})
+        biases = {name: p for name, p in alone.named_parameters() if name.endswith("bias")}
+        hosted = {name: nn.Parameter(distribute_tensor(p.detach(), row, [Shard(0)])) for name, p in biases.items()}
+        sent = {name: p.redistribute(mesh, [Replicate(), Shard(0)]) for name, p in hosted.items()}
+        functional_call(block, sent, distribute_tensor(given, mesh, [Shard(0), Shard(2)])).square().sum().backward()
+        alone(given).square().sum().backward()
+        for parameters in (hosted.values(), biases.values()):
+            torch.optim.AdamW(parameters).step()
+
+        for name, mine in hosted.items():
+            assert mine.grad.layout == mine.layout
+            assert [part.numel() for part in unstack(mine.grad._local).values()] == [len(biases[name]) // 2] * 2 + [
+                0
+            ] * 2
+            torch.testing.assert_close(whole(mine.grad), biases[name].grad, rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(whole(mine.detach()), biases[name].detach(), rtol=1e-9, atol=1e-11)
+
+
+def rehearsed(products: Sequence[Streamed], at: Coordinate) -> int:
+    """The most bytes in buffers of one product, or of two of which the second is computed as the first is reduced."""
+    plans = [plan for product in products for plan in product.plans[:2]]
+    tensors = [torch.empty(p.src.local_shape(p.shape, at), dtype=torch.float64, device="meta") for p in plans]
+
+    def program(at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[tuple[Tensor, ...]]:
+        rests = [(yield from products[0].program(at, space, tensors[:2]))]
+        rests.append((yield from products[1].program(at, space, tensors[2:])))
+        last = yield from rests.pop()
+        return last, (yield from rests.pop())
+
+    return products[0].transient_bytes(at) if len(products) == 1 else rehearse(program, tensors, at)[1]
+
+
+def stepped_in_panels() -> tuple[int, int, int, int]:
+    """Buffers that an Optimus step in panels makes at first and later, the most bytes lent, what was promised."""
+    mesh = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "c"))
+    model, asked = parallelize(vision(layers=1), mesh, "optimus", batch()[0]), Streamed.program
+    ran: list[tuple[Session, list[Streamed]]] = []  # by the loan of buffers that they share
+
+    def program(self: Streamed, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Any:
+        if not ran or ran[-1][0] is not space:
+            ran.append((space, []))
+        ran[-1][1].append(self)
+        return asked(self, at, space, tensors)
+
+    def step() -> int:
+        before = WORKSPACE.allocations
+        with use_strategy(panels=2):
+            model(batch()[0]).square().sum().backward()
+        return WORKSPACE.allocations - before
+
+    WORKSPACE.clear()
+    WORKSPACE.peak = 0
+    Streamed.program = program  # type: ignore[method-assign]
+    try:
+        first = step()
+    finally:
+        Streamed.program = asked  # type: ignore[method-assign]
+    later = sum(step() for _ in range(3))
+    at = as_mesh(mesh).coordinate(dist.get_rank())
+    return first, later, WORKSPACE.peak, max(rehearsed(products, at) for _, products in ran)
+
+
+@pytest.mark.ranks
+def test_s11_a_step_in_panels_takes_all_its_buffers_from_those_of_the_first(ranks: RankPool) -> None:
+    for made, more, peak, promised in ranks.run(stepped_in_panels):
+        assert made > 0
+        assert more == 0
+        assert peak == promised
