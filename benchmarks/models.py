@@ -1,9 +1,11 @@
 """Measured regret of the cheapest plan: a training step under "auto" against every named plan, on real gloo ranks.
 
-    PYTHONPATH=. python benchmarks/models.py [--ranks 4] [--hidden 64] [--json] [--write]
+    PYTHONPATH=. python benchmarks/models.py [--ranks 4] [--netlab netlab.py] [--rate 200mbit] [--hidden 64] [--write]
 
+The network is measured first, on the line of all ranks and on each folding of it, and all plans are made on what was
+found. With --netlab (a program that runs ranks on emulated hosts with slow links, as root) the ranks are on two hosts.
 Steps of all plans are interleaved, round by round, so that a busy machine slows all alike; the figure of a plan is its
-median, and the regret that of auto over the least.
+median, and the regret that of auto over the least of the others.
 """
 
 from __future__ import annotations
@@ -11,8 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,13 +28,14 @@ from section import markdown_table, write_section
 from torch import Tensor, nn
 
 import dshard
-from dshard import Mesh, parallelize, plan_model
+from dshard import Mesh, Topology, parallelize, plan_model, use_topology
+from dshard.calibrate import measure
 from dshard.parallel import Plan
 from dshard.parallel.auto import foldings, names
 from dshard.tables import text_table
 from dshard.testing import RankPool
 
-ROUNDS, HEADS = 5, 4
+ROUNDS, WARM, HEADS = 5, 2, 4
 
 
 class Layer(nn.Module):
@@ -60,51 +68,119 @@ def plans(ranks: int, hidden: int, batch: int) -> dict[str, Plan]:
     return found
 
 
-def measured(found: dict[str, Plan], hidden: int, batch: int) -> dict[str, float]:
-    """Median seconds of a step under each plan."""
-    x, laid = torch.randn(batch, 16, 32, generator=torch.Generator().manual_seed(0)), {}
-    for name, plan in found.items():
-        ranks = torch.tensor(plan.mesh.ranks).view(plan.mesh.shape)
-        mesh = dshard.DeviceMesh("cpu", ranks, mesh_dim_names=plan.mesh.names)
-        laid[name] = parallelize(model(hidden), mesh, plan)
+def topology_of(meshes: dict[Mesh, dshard.DeviceMesh], seconds: float) -> Topology | None:
+    """The network as measured on the line and on its foldings, so many seconds each."""
+    found = None
+    for mesh in meshes.values():
+        found = measure(mesh, base=found, seconds=seconds)
+    return found
+
+
+def as_rank(hidden: int, batch: int, calibrate: float) -> dict[str, Any]:
+    """Seconds of a step under each plan, measured and predicted, and what auto took."""
+    line = Mesh((dist.get_world_size(),), ("x",))
+    meshes = {m: dshard.init_device_mesh("cpu", m.shape, mesh_dim_names=m.names) for m in foldings(line)}
+    with use_topology(topology_of(meshes, calibrate)):
+        found = plans(line.size, hidden, batch)
+        seconds = measured(found, meshes, hidden, batch)
+    auto = found["auto"]
+    return {
+        "seconds": seconds,
+        "predicted": {name: plan.cost.seconds for name, plan in found.items() if plan.cost},
+        "auto": f"{auto.strategy} on ({auto.mesh})",
+        "regret": seconds["auto"] / min(took for name, took in seconds.items() if name != "auto"),
+    }
+
+
+def measured(
+    found: dict[str, Plan], meshes: dict[Mesh, dshard.DeviceMesh], hidden: int, batch: int
+) -> dict[str, float]:
+    """Median seconds of a step under each plan, of the slowest rank."""
+    x = torch.randn(batch, 16, 32, generator=torch.Generator().manual_seed(0))
+    laid = {name: parallelize(model(hidden), meshes[plan.mesh], plan) for name, plan in found.items()}
     times: dict[str, list[float]] = {name: [] for name in laid}
-    for _ in range(ROUNDS + 2):
+    for _ in range(ROUNDS + WARM):
         for name, laid_model in laid.items():
             dist.barrier()
             begin = time.perf_counter()
             laid_model(x).square().mean().backward()
             dist.barrier()
             times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
+    took = torch.tensor([statistics.median(seconds[WARM:]) for seconds in times.values()], dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return dict(zip(times, took.tolist(), strict=True))
+
+
+def on_hosts(netlab: str, asked: argparse.Namespace) -> dict[str, Any]:
+    """The same on two emulated hosts."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        options = f"run --hosts 2 --ranks {asked.ranks // 2} --rate {asked.rate} --show rank0 --timeout 900"
+        own = [f"--hidden={asked.hidden}", f"--batch={asked.batch}", f"--calibrate={asked.calibrate}"]
+        command = [
+            sys.executable,
+            netlab,
+            *options.split(),
+            "--",
+            sys.executable,
+            __file__,
+            *own,
+            "--rank",
+            str(result),
+        ]
+        subprocess.run(command, check=True)
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+
+def join_and_run(asked: argparse.Namespace) -> None:
+    dist.init_process_group("gloo")
+    found = as_rank(asked.hidden, asked.batch, asked.calibrate)
+    if dist.get_rank() == 0:
+        Path(asked.rank).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="in all")
+    parser.add_argument("--netlab", metavar="FILE", help="the program that emulates hosts")
+    parser.add_argument("--rate", default="200mbit", help="of the links between hosts")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--calibrate", type=float, default=5.0, metavar="SECONDS", help="of each mesh")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
-    asked = parser.parse_args()
-    found = plans(asked.ranks, asked.hidden, asked.batch)
-    with RankPool(asked.ranks, timeout=600) as pool:
-        seconds = pool.run(measured, found, asked.hidden, asked.batch)[0]
-    regret = seconds["auto"] / min(seconds.values())
+    asked = options()
+    if asked.rank:
+        join_and_run(asked)
+        return
+    if asked.netlab:
+        found = on_hosts(asked.netlab, asked)
+    else:
+        with RankPool(asked.ranks, timeout=900) as pool:
+            found = pool.run(as_rank, asked.hidden, asked.batch, asked.calibrate)[0]
     if asked.json:
-        print(json.dumps({"seconds": seconds, "auto": found["auto"].strategy, "regret": regret}))
+        print(json.dumps(found))
         return
     rows = [
-        [name, f"{found[name].cost.seconds * 1e3:.2f}", f"{took * 1e3:.2f}"]  # type: ignore[union-attr]
-        for name, took in sorted(seconds.items(), key=lambda pair: pair[1])
+        [name, f"{found['predicted'][name] * 1e3:.2f}", f"{took * 1e3:.2f}"]
+        for name, took in sorted(found["seconds"].items(), key=lambda pair: pair[1])
     ]
-    header, said = (
-        ["plan", "predicted ms", "measured ms"],
-        (f"auto is {found['auto'].strategy} on ({found['auto'].mesh}); regret {regret:.2f}"),
-    )
+    header = ["plan", "predicted ms", "measured ms"]
+    where = f"two hosts, {asked.rate} links" if asked.netlab else "one host"
+    said = f"{asked.ranks} ranks on {where}; auto is {found['auto']}; regret {found['regret']:.2f}"
     print(text_table(header, rows))
     print(said)
     if asked.write:
-        write_section("models", f"{markdown_table(header, rows)}\n\n{said}")
+        name = "models netlab" if asked.netlab else "models"
+        write_section(name, f"{markdown_table(header, rows)}\n\n{said}")
 
 
 if __name__ == "__main__":

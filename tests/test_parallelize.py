@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from real_models import FAMILIES, InDouble, alone, batch_of, build, train, weights_for
 from torch import Tensor, nn
 
@@ -547,6 +548,30 @@ def test_planned_memory_is_what_a_step_without_data_holds(strategy: str) -> None
     assert stepped.held == planned.gradients == planned.parameters
     assert stepped.peak == planned.peak
     assert planned.transient > 0
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_planned_memory_of_attention_has_no_scores(heads: int) -> None:
+    """Of queries, keys, values, the result and a sum for each query: linear in the tokens."""
+    tokens, batch, width = 64, 2, 16
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.kv = nn.Linear(width, width), nn.Linear(width, 2 * heads * 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, kv = (
+                self.q(x).unflatten(-1, (4, -1)).transpose(1, 2),
+                self.kv(x).unflatten(-1, (heads, -1)).transpose(1, 2),
+            )
+            return F.scaled_dot_product_attention(q, *kv.chunk(2, -1), is_causal=True, enable_gqa=True)
+
+    with torch.device("meta"):
+        memory = plan_model(Heads(), Mesh((1,), ("x",)), "data", torch.empty(batch, tokens, width)).cost.memory
+
+    given, q, kv = batch * tokens * width * 4, batch * tokens * width * 4, 2 * batch * tokens * heads * 4 * 4
+    assert memory.activations == given + q + kv + q + batch * 4 * tokens * 4
 
 
 class Wide(nn.Module):

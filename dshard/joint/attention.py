@@ -29,6 +29,8 @@ def attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     tensors = autocast((query, k, v) if mask is None else (query, k, v, mask))
 
     def local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        if q.is_meta and _is_fused(q, k, v, mask):
+            return _without_scores(q, k, v, mask, causal, scale)
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
 
     def kernel(strategy: Strategy, at: Coordinate) -> Local:
@@ -46,6 +48,23 @@ def attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return attention_rule([tuple(t.shape) for t in tensors], gqa)
 
     return run_joint(cls, rule, local, tensors, ("attention", causal, scale, gqa), kernel)
+
+
+def _is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether a device has a kernel for these that keeps no scores; torch asks none about tensors without data."""
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    fits = q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1] == v.shape[-1]
+    return fits and q.numel() > 0 and k.numel() > 0 and (mask is None or not mask.requires_grad)
+
+
+def _without_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+    """The kernel of CPUs, of which others keep as much: operands, the result, and one sum for each query."""
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.empty_like(mask, dtype=q.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    found: Tensor = kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)[0]
+    return found
 
 
 def _accepted(cls: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> None:

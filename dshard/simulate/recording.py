@@ -84,6 +84,14 @@ def record(step: Callable[[], object], topology: Topology | None = None, *, warm
 _EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.new_empty, torch.ops.aten.empty_like}
 """Operators that reserve memory and do not touch it."""
 
+_COUNTED_AS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""Operators that torch counts no operations of, and those of the same operands that it does."""
+
 _MOMENT, _AGREED = 2e-3, 5
 """Seconds between two counts of what is alive, and how many in a row have to agree with the one before."""
 
@@ -123,7 +131,7 @@ class _Recorder(TorchDispatchMode):
 
     def worked(self, func: Any, args: Any, kwargs: Any, out: Any, given: list[Tensor], fresh: list[Tensor]) -> None:
         """Local work that makes or changes memory; views do neither."""
-        count = flop_registry.get(func.overloadpacket)
+        count = flop_registry.get(_COUNTED_AS.get(func.overloadpacket, func.overloadpacket))
         flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
         nbytes = sum(t.numel() * t.element_size() for t in (*given, *fresh))
         topology = self.topology or current().topology_of(Mesh((1,)))
