@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import Any
 
+from dshard.chrome import Slice, to_chrome
 from dshard.comm import Event, listen, runtime_of
 from dshard.cost import collective_seconds
 from dshard.errors import LayoutError
@@ -91,27 +91,21 @@ class Trace:
         A process for this rank, a thread for each mesh axis. Each event lasts as long as was measured, or else as the
         topology predicts.
         """
-        threads = {axis: i for i, axis in enumerate(dict.fromkeys(event.axis for event in self.events))}
-        names = [self._name("process_name", 0, f"rank {self.rank}")]
-        names += [self._name("thread_name", i, f"axis {axis}") for axis, i in threads.items()]
-        return json.dumps({"traceEvents": names + [self._slice(event, threads[event.axis]) for event in self.events]})
+        axes = dict.fromkeys(event.axis for event in self.events)
+        tracks = [(self.rank, f"axis {axis}") for axis in axes]
+        return to_chrome(map(self._slice, self.events), tracks, {self.rank: f"rank {self.rank}"})
 
-    def _name(self, kind: str, thread: int, name: str) -> dict[str, Any]:
-        return {"name": kind, "ph": "M", "ts": 0, "pid": self.rank, "tid": thread, "args": {"name": name}}
-
-    def _slice(self, event: Traced, thread: int) -> dict[str, Any]:
+    def _slice(self, event: Traced) -> Slice:
         measured = {} if event.measured is None else {"measured us": event.measured * 1e6}
-        where = {"module": event.module, "line": event.line}
-        return {
-            "name": f"{event.collective} ({event.op})",
-            "cat": event.collective,
-            "ph": "X",
-            "ts": event.at * 1e6,
-            "dur": (event.seconds if event.measured is None else event.measured) * 1e6,
-            "pid": self.rank,
-            "tid": thread,
-            "args": {"bytes": event.nbytes, "predicted us": event.seconds * 1e6, **measured, **where},
-        }
+        shown = {"bytes": event.nbytes, "predicted us": event.seconds * 1e6, **measured}
+        return Slice(
+            f"{event.collective} ({event.op})",
+            event.collective,
+            (self.rank, f"axis {event.axis}"),
+            event.at,
+            event.seconds if event.measured is None else event.measured,
+            {**shown, "module": event.module, "line": event.line},
+        )
 
     def __str__(self) -> str:
         return self.summary()

@@ -24,6 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DShardError as error:
         report.error(str(error))
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        report.error(f"{error.filename}: {error.strerror}")
+        return 1
     except KeyboardInterrupt:
         return 130
     return status

@@ -107,6 +107,17 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
+def parse_amount(text: str) -> float:
+    """Seconds or bytes, zero or more."""
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = -1.0
+    if not 0 <= amount < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least zero")
+    return amount
+
+
 def parse_shape(text: str) -> tuple[int, ...]:
     """A shape such as 2048x2048."""
     if not all(part.isdecimal() for part in text.split("x")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+from dshard import report
 from dshard.cli.arguments import Commands
 
 SHELLS = ("bash", "zsh")
@@ -13,10 +14,14 @@ SHELLS = ("bash", "zsh")
 def add_completion(commands: Commands, parser: argparse.ArgumentParser) -> None:
     """The command itself; `parser` is the whole, read when the command runs."""
     own = commands.add_parser("completion", help="print a completion script", description=_HELP)
-    own.add_argument("shell", choices=SHELLS)
+    own.add_argument("shell", choices=SHELLS, help="which one")
+    own.add_argument("--json", action="store_true", help="print the words after each command, for machines")
 
     def command(arguments: argparse.Namespace) -> int:
-        print(script(parser, arguments.shell))
+        if arguments.json:
+            report.data(dict(words_of(parser)))
+        else:
+            print(script(parser, arguments.shell))
         return 0
 
     own.set_defaults(command=command)

@@ -6,11 +6,13 @@ import argparse
 import json
 from pathlib import Path
 
+from dshard import report
 from dshard.cli.arguments import Commands, add_common, add_files, named, parse_positive, planned_on, sentence, told
-from dshard.report.model import search_progress, setups_table, step_table
+from dshard.explain import parse_dtype
+from dshard.report.model import setups_table, step_table
 from dshard.simulate import FORMS, Model, Setup, form_of, search, simulate_step, timeline
 from dshard.simulate.files import read_setup, setup_data, step_data
-from dshard.simulate.timeline import to_chrome
+from dshard.simulate.timeline import drawn
 
 _BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -19,7 +21,7 @@ def add_plan_model(kinds: Commands) -> None:
     """Add `model` to what can be planned."""
     summary = "every way to spread a transformer over devices, the fastest that fit in memory first"
     parser = kinds.add_parser("model", help=summary, description=sentence(summary))
-    parser.add_argument("--devices", type=parse_positive, required=True, metavar="N")
+    parser.add_argument("--devices", type=parse_positive, required=True, metavar="N", help="how many")
     parser.add_argument("--memory", type=parse_bytes, metavar="SIZE", help="of each device, such as 80GB")
     parser.add_argument("--form", action="append", choices=FORMS, help="forms of tensor parallelism to try; repeatable")
     parser.add_argument("--top", type=parse_positive, default=12, metavar="N", help="how many to show (12)")
@@ -58,7 +60,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _plan_model(arguments: argparse.Namespace) -> int:
     model = _model(arguments)
     topology, why = planned_on(arguments, arguments.devices)
-    with search_progress(visible=not arguments.json) as tell:
+    with report.search_progress(visible=not arguments.json) as tell:
         found = search(
             model,
             arguments.devices,
@@ -66,7 +68,7 @@ def _plan_model(arguments: argparse.Namespace) -> int:
             arguments.batch,
             memory=arguments.memory,
             forms=arguments.form,
-            dtype=arguments.dtype,
+            dtype=_dtype(arguments),
             itemsize=arguments.itemsize,
             tell=tell,
         )
@@ -82,11 +84,12 @@ def _simulate_step(arguments: argparse.Namespace) -> int:
     model, setup = _model(arguments), _setup(arguments)
     topology, why = planned_on(arguments, setup.devices)
     overlap = not arguments.no_overlap
-    kinds = {"dtype": arguments.dtype, "itemsize": arguments.itemsize, "overlap": overlap}
-    step = simulate_step(model, setup, topology, arguments.batch, **kinds)
-    slots = timeline(model, setup, topology, arguments.batch, **kinds)
+    kinds = {"dtype": _dtype(arguments), "itemsize": arguments.itemsize, "overlap": overlap}
+    with report.waiting("simulating"):
+        step = simulate_step(model, setup, topology, arguments.batch, **kinds)
+        slots = timeline(model, setup, topology, arguments.batch, **kinds)
     if arguments.trace is not None:
-        arguments.trace.write_text(to_chrome(slots))
+        arguments.trace.write_text(drawn(slots))
     table = step_table(step, slots, topology, why)
     return told(arguments, step_data(step) | named(topology, why), table)
 
@@ -94,6 +97,11 @@ def _simulate_step(arguments: argparse.Namespace) -> int:
 def _model(arguments: argparse.Namespace) -> Model:
     changes = {} if arguments.sequence is None else {"sequence": arguments.sequence}
     return Model.load(arguments.model, **changes)
+
+
+def _dtype(arguments: argparse.Namespace) -> str:
+    """Its whole name, as topologies have it."""
+    return str(parse_dtype(arguments.dtype)).removeprefix("torch.")
 
 
 def _setup(arguments: argparse.Namespace) -> Setup:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dshard import report
-from dshard.cli.arguments import Commands, sentence
+from dshard.cli.arguments import Commands, parse_amount, parse_positive, sentence
 from dshard.errors import ScheduleError
 from dshard.pipeline import (
     SCHEDULES,
@@ -33,8 +33,8 @@ def add_simulate_pipeline(kinds: Commands) -> None:
     """Add `pipeline` to what can be simulated."""
     summary = "when each stage of a pipeline computes, how long it idles, and what it holds"
     parser = kinds.add_parser("pipeline", help=summary, description=sentence(summary))
-    parser.add_argument("--stages", type=int, required=True, metavar="N")
-    parser.add_argument("--microbatches", type=int, required=True, metavar="N")
+    parser.add_argument("--stages", type=parse_positive, required=True, metavar="N", help="how many")
+    parser.add_argument("--microbatches", type=parse_positive, required=True, metavar="N", help="how many")
     names = ", ".join(SCHEDULES)
     parser.add_argument(
         "--schedule",
@@ -50,8 +50,10 @@ def add_simulate_pipeline(kinds: Commands) -> None:
         parser.add_argument(
             f"--{name}", type=_numbers, default=default, metavar="S", help=f"seconds {what}: one, or one for each stage"
         )
-    parser.add_argument("--send", type=float, default=0.0, metavar="S", help="seconds for a value to cross (0)")
-    parser.add_argument("--latency", type=float, default=0.0, metavar="S", help="seconds for one byte to cross (0)")
+    parser.add_argument("--send", type=parse_amount, default=0.0, metavar="S", help="seconds for a value to cross (0)")
+    parser.add_argument(
+        "--latency", type=parse_amount, default=0.0, metavar="S", help="seconds for one byte to cross (0)"
+    )
     parser.add_argument(
         "--skip", type=_skip, action="append", default=[], metavar="I-J", help="a value from stage I to J; repeatable"
     )
@@ -63,7 +65,7 @@ def add_simulate_pipeline(kinds: Commands) -> None:
         ("fixed", "of parameters, gradients and optimiser"),
     ):
         parser.add_argument(f"--{name}", type=_numbers, default="0", metavar="BYTES", help=f"bytes {what}")
-    parser.add_argument("--budget", type=int, metavar="BYTES", help="memory of a rank, for auto and all")
+    parser.add_argument("--budget", type=parse_positive, metavar="BYTES", help="memory of a rank, for auto and all")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline as a Chrome trace")
     parser.add_argument("--json", action="store_true", help="print for machines")
     parser.set_defaults(command=_simulate_pipeline)
@@ -74,14 +76,16 @@ def _simulate_pipeline(arguments: argparse.Namespace) -> int:
     costs = _costs(arguments, edges)
     delays = (None, 0, 1) if arguments.delay is None else (arguments.delay,)
     if arguments.schedule == ALL:
-        ranked = rank_schedules(costs, arguments.microbatches, edges, delays)
+        with report.waiting("simulating"):
+            ranked = rank_schedules(costs, arguments.microbatches, edges, delays)
         if arguments.json:
             report.data([_named(choice) for choice in ranked])
         else:
             report.show(schedules_table(ranked, arguments.budget))
         return 0
     if arguments.schedule == AUTO:
-        choice = choose(costs, arguments.microbatches, edges, arguments.budget, delays)
+        with report.waiting("simulating"):
+            choice = choose(costs, arguments.microbatches, edges, arguments.budget, delays)
     else:
         n, m, overlap = arguments.stages, arguments.microbatches, not arguments.no_overlap
         program = Program(arguments.schedule, n, m, edges, arguments.delay, overlap)
@@ -123,7 +127,7 @@ def _each(arguments: argparse.Namespace, name: str, n: int) -> list[float]:
 
 
 def _numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+    return [parse_amount(part) for part in text.split(",")]
 
 
 def _skip(text: str) -> tuple[int, int]:

@@ -45,7 +45,7 @@ def add_plan(commands: Commands) -> None:
 
     summary = "meshes of two axes for the layers of a transformer, the cheapest first"
     parser = kinds.add_parser("mesh", help=summary, description=sentence(summary))
-    parser.add_argument("--devices", type=parse_positive, required=True, metavar="N")
+    parser.add_argument("--devices", type=parse_positive, required=True, metavar="N", help="how many")
     parser.add_argument("--hidden", type=parse_positive, required=True, metavar="N", help="width of the model")
     parser.add_argument("--tokens", type=parse_positive, required=True, metavar="N", help="tokens in a batch")
     parser.add_argument("--layers", type=parse_positive, default=1, metavar="N", help="default: %(default)s")
@@ -75,8 +75,8 @@ def _add_ends(parser: argparse.ArgumentParser, command: Callable[[argparse.Names
 def _add_matmul(kinds: Commands) -> None:
     summary = "every way to multiply m x k by k x n, the cheapest first; or those for given layouts"
     parser = kinds.add_parser("matmul", help=summary, description=sentence(summary))
-    for size in "mkn":
-        parser.add_argument(f"--{size}", type=parse_positive, required=True, metavar="N")
+    for size, what in ("m", "rows of the result"), ("k", "what is summed over"), ("n", "columns of the result"):
+        parser.add_argument(f"--{size}", type=parse_positive, required=True, metavar="N", help=what)
     parser.add_argument("--mesh", type=parse_mesh, required=True, metavar="AXES", help="such as 8x8x8 or dp=2,tp=4")
     for operand, size in ("a", "m x k"), ("b", "k x n"):
         parser.add_argument(f"--{operand}", metavar="LAYOUT", help=f"of the operand {size}, such as 'S(0) R R'")
@@ -104,7 +104,8 @@ def _plan_redistribute(arguments: argparse.Namespace) -> int:
     mesh = arguments.mesh
     topology, why = planned_on(arguments, mesh.size)
     src, dst = read_layout(arguments.src, mesh), read_layout(arguments.dst, mesh)
-    moved = plan(src, dst, arguments.shape, arguments.itemsize, topology)
+    with report.waiting("planning"):
+        moved = plan(src, dst, arguments.shape, arguments.itemsize, topology)
     rows = report.plan_rows(moved, arguments.itemsize, topology)
     value = {"src": str(src), "dst": str(dst), "seconds": moved.seconds, "steps": rows}
     return told(arguments, value | named(topology, why), report.plan_table(moved, arguments.itemsize, topology, why))
@@ -116,7 +117,8 @@ def _plan_reshard(arguments: argparse.Namespace) -> int:
     target = replace(arguments.to_mesh, ranks=tuple(range(first, first + arguments.to_mesh.size)))
     topology, why = planned_on(arguments, max(*source.ranks, *target.ranks) + 1)
     src, dst = read_layout(arguments.src, source), read_layout(arguments.dst, target)
-    found = plan_reshard(src, dst, arguments.shape, arguments.itemsize, topology)
+    with report.waiting("planning"):
+        found = plan_reshard(src, dst, arguments.shape, arguments.itemsize, topology)
     value = data_of(found, topology) | named(topology, why)
     return told(arguments, value, report.reshard_table(found, topology, why))
 
@@ -124,7 +126,8 @@ def _plan_reshard(arguments: argparse.Namespace) -> int:
 def _plan_mesh(arguments: argparse.Namespace) -> int:
     topology, why = planned_on(arguments, arguments.devices)
     transformer = Transformer(arguments.hidden, arguments.tokens, arguments.layers, itemsize=arguments.itemsize)
-    choices = rank_meshes(arguments.devices, topology, transformer)
+    with report.waiting("planning"):
+        choices = rank_meshes(arguments.devices, topology, transformer)
     rows = [{"mesh": list(c.mesh.shape), "name": c.name, "seconds": c.seconds, "nbytes": c.nbytes} for c in choices]
     return told(arguments, named(topology, why) | {"rows": rows}, report.meshes_table(choices, topology, why))
 
@@ -134,7 +137,8 @@ def _plan_matmul(arguments: argparse.Namespace) -> int:
     topology, why = planned_on(arguments, mesh.size)
     a, b = (None if text is None else read_layout(text, mesh) for text in (arguments.a, arguments.b))
     sizes, dtype = (arguments.m, arguments.k, arguments.n), parse_dtype(arguments.dtype)
-    found = explain_matmul(*sizes, mesh, topology, a=a, b=b, dtype=dtype, one_copy=arguments.one_copy)
+    with report.waiting("planning"):
+        found = explain_matmul(*sizes, mesh, topology, a=a, b=b, dtype=dtype, one_copy=arguments.one_copy)
     found = replace(found, topology_why=why).top(arguments.top)
     return told(arguments, found.data(), report.explanation_table(found, LEGEND if a is None else ""))
 
@@ -145,10 +149,11 @@ def _explain(arguments: argparse.Namespace) -> int:
         raise MeshError("--tensor needs the mesh on which it lies: give --mesh, as in --mesh 2x4")
     tensors = dict(describe_tensor(text, mesh, dtype) for text in arguments.tensor)
     if mesh is None and arguments.topology is None:
-        found = explain_source(arguments.source, tensors)
+        with report.waiting("explaining"):
+            found = explain_source(arguments.source, tensors)
     else:
         topology, why = planned_on(arguments, 1 if mesh is None else mesh.size)
-        with use_topology(topology):
+        with use_topology(topology), report.waiting("explaining"):
             found = explain_source(arguments.source, tensors)
         found = Report(tuple(replace(operator, topology_why=why) for operator in found.operators))
     found = found.top(arguments.top)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
+from dshard.chrome import Slice, to_chrome
 from dshard.pipeline.actions import Backward, BackwardInput, BackwardWeight, Compute, Edge, Forward
 from dshard.pipeline.costs import Costs
 
@@ -102,19 +102,10 @@ class Timeline:
     def to_chrome(self) -> str:
         """The timeline in the Chrome trace format: a thread for each stage, and one for each pair that sends."""
         pairs = sorted({(c.edge.src, c.edge.dst) for c in self.crossings})
-        names = [(0, stage, f"stage {stage}") for stage in range(len(self.spans))]
-        names += [(1, thread, f"{src} to {dst}") for thread, (src, dst) in enumerate(pairs)]
-        events = [_named(*name) for name in names]
-        events += [
-            _slice(str(span.compute), type(span.compute).__name__, span.begin, span.end, 0, span.stage)
-            for stage in self.spans
-            for span in stage
-        ]
-        events += [
-            _slice(f"{c.edge} {c.microbatch}", "Crossing", c.begin, c.end, 1, pairs.index((c.edge.src, c.edge.dst)))
-            for c in self.crossings
-        ]
-        return json.dumps({"traceEvents": events})
+        tracks = [(0, f"stage {stage}") for stage in range(len(self.spans))]
+        tracks += [(1, f"{src} to {dst}") for src, dst in pairs]
+        spans = [_span(span) for stage in self.spans for span in stage]
+        return to_chrome([*spans, *map(_crossing, self.crossings)], tracks)
 
 
 def _changes(span: Span, activation: int, kept: int) -> list[tuple[float, int]]:
@@ -136,17 +127,11 @@ def _consumed(crossing: Crossing, begins: dict[tuple[type, int], float]) -> floa
     return next(begins[kind, crossing.microbatch] for kind in kinds if (kind, crossing.microbatch) in begins)
 
 
-def _named(process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": "thread_name", "ph": "M", "ts": 0, "pid": process, "tid": thread, "args": {"name": name}}
+def _span(span: Span) -> Slice:
+    name, kind = str(span.compute), type(span.compute).__name__
+    return Slice(name, kind, (0, f"stage {span.stage}"), span.begin, span.end - span.begin)
 
 
-def _slice(name: str, category: str, begin: float, end: float, process: int, thread: int) -> dict[str, Any]:
-    return {
-        "name": name,
-        "cat": category,
-        "ph": "X",
-        "ts": begin * 1e6,
-        "dur": (end - begin) * 1e6,
-        "pid": process,
-        "tid": thread,
-    }
+def _crossing(found: Crossing) -> Slice:
+    edge, took = found.edge, found.end - found.begin
+    return Slice(f"{edge} {found.microbatch}", "Crossing", (1, f"{edge.src} to {edge.dst}"), found.begin, took)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from io import StringIO
 from os import PathLike
@@ -15,12 +14,10 @@ from typing import Any, TypeAlias
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from dshard.demo import Predicted, Progress, Row, Settings
+from dshard.demo import Predicted, Row, Settings
 from dshard.errors import NotationError
 from dshard.explain import Explanation, Report
 from dshard.explain.values import NOTHING, figures
@@ -29,6 +26,11 @@ from dshard.parallel.search import MeshChoice
 from dshard.parallel.values import HEADINGS as PLAN_HEADINGS
 from dshard.redistribute import Plan, describe, plan_of_fewest_bytes
 from dshard.redistribute.price import busiest, step_seconds
+from dshard.report.progress import checkpoint_progress as checkpoint_progress
+from dshard.report.progress import demo_progress as demo_progress
+from dshard.report.progress import measure_progress as measure_progress
+from dshard.report.progress import search_progress as search_progress
+from dshard.report.progress import waiting as waiting
 from dshard.reshard import ReshardPlan
 from dshard.reshard.rows import chain_rows, summary_lines
 from dshard.tables import human_bytes
@@ -111,52 +113,6 @@ def note(message: str) -> None:
 def data(value: object) -> None:
     """Print a value for machines."""
     print(json.dumps(value, indent=2), file=sys.stdout, flush=True)
-
-
-@contextmanager
-def demo_progress(settings: Settings, visible: bool) -> Iterator[Callable[[Progress], None]]:
-    """A bar for each strategy; the function given moves them."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-    )
-    with Bars(*columns, console=Console(stderr=True), disable=not visible) as bars:
-        tasks = {
-            strategy.name: bars.add_task(strategy.name, total=settings.steps, start=False, loss="")
-            for strategy in settings.chosen()
-        }
-
-        def move(progress: Progress) -> None:
-            bars.start_task(tasks[progress.strategy])
-            bars.update(tasks[progress.strategy], completed=progress.step, loss=f"loss {progress.loss:.4f}")
-
-        yield move
-
-
-@contextmanager
-def measure_progress(visible: bool) -> Iterator[Callable[[tuple[float, str]], None]]:
-    """One bar; the function given moves it to how much is done, and says what is being measured."""
-    columns = (TextColumn("measuring"), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
-    with Bars(*columns, console=Console(stderr=True), disable=not visible) as bars:
-        task = bars.add_task("", total=1.0)
-        yield lambda told: bars.update(task, completed=told[0], description=told[1])
-
-
-@contextmanager
-def checkpoint_progress(visible: bool = True, what: str = "checkpoint") -> Iterator[Callable[[int, int], None]]:
-    """One bar; the function given, `progress=` of `save` and `load`, moves it by the bytes of this rank."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[done]}"))
-    with Bars(*columns, console=Console(stderr=True), disable=not visible) as bars:
-        task = bars.add_task(what, total=1.0, done="")
-
-        def move(done: int, total: int) -> None:
-            share = done / total if total else 1.0
-            bars.update(task, completed=share, done=f"{human_bytes(done)} of {human_bytes(total)}")
-
-        yield move
 
 
 def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

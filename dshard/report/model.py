@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console, Group
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from dshard.simulate import Found, Slot, Step
 from dshard.tables import human_bytes
 from dshard.topology import Topology
-
-
-@contextmanager
-def search_progress(visible: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar of the setups that were simulated; on a terminal only."""
-    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not (visible and console.is_terminal)) as bars:
-        task = bars.add_task("setups", total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
 def setups_table(found: Found, topology: Topology, why: str, top: int) -> Group:

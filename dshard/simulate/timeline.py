@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from dshard.chrome import Slice, to_chrome
 
 Phase: TypeAlias = Literal["forward", "backward", "step"]
 Queue: TypeAlias = Literal["compute", "network"]
@@ -70,24 +71,13 @@ def makespan(slots: Sequence[Slot]) -> float:
     return max((slot.end for slot in slots), default=0.0)
 
 
-def to_chrome(slots: Sequence[Slot], rank: int = 0) -> str:
+def drawn(slots: Sequence[Slot], rank: int = 0) -> str:
     """The timeline in the Chrome trace format, for Perfetto or a browser's about:tracing."""
     queues: tuple[Queue, ...] = ("compute", "network")
-    names = [
-        {"name": "thread_name", "ph": "M", "pid": rank, "tid": i, "args": {"name": queue}}
-        for i, queue in enumerate(queues)
-    ]
-    slices = [
-        {
-            "name": slot.event.name,
-            "cat": slot.event.phase,
-            "ph": "X",
-            "ts": slot.begin * 1e6,
-            "dur": slot.event.seconds * 1e6,
-            "pid": rank,
-            "tid": queues.index(slot.event.queue),
-            "args": {"bytes": slot.event.nbytes, "flops": slot.event.flops, "axes": " ".join(slot.event.axes)},
-        }
-        for slot in slots
-    ]
-    return json.dumps({"traceEvents": [*names, *slices]})
+    return to_chrome((_slice(slot, rank) for slot in slots), [(rank, queue) for queue in queues])
+
+
+def _slice(slot: Slot, rank: int) -> Slice:
+    event = slot.event
+    shown = {"bytes": event.nbytes, "flops": event.flops, "axes": " ".join(event.axes)}
+    return Slice(event.name, event.phase, (rank, event.queue), slot.begin, event.seconds, shown)

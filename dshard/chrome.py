@@ -1,0 +1,56 @@
+"""Timelines in the Chrome trace format, for Perfetto or a browser's about:tracing: the one writer of all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Track: TypeAlias = tuple[int, str]
+"""A line of the picture: the number of a process, and the name of a thread in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What happened on a track: `begin` and `seconds` in seconds, and whatever else is worth showing."""
+
+    name: str
+    category: str
+    track: Track
+    begin: float
+    seconds: float
+    shown: Mapping[str, Any] = field(default_factory=dict)
+
+
+def to_chrome(slices: Iterable[Slice], tracks: Sequence[Track], processes: Mapping[int, str] | None = None) -> str:
+    """A trace whose tracks stand in this order; processes have names where any are given.
+
+    >>> text = to_chrome([Slice("gemm", "forward", (0, "compute"), 1.0, 0.5)], [(0, "compute")])
+    >>> [event["ph"] for event in json.loads(text)["traceEvents"]]
+    ['M', 'X']
+    """
+    threads: dict[Track, int] = {}
+    for track in tracks:
+        threads[track] = sum(process == track[0] for process, _ in threads)
+    names = [_named("process_name", process, 0, name) for process, name in (processes or {}).items()]
+    names += [_named("thread_name", track[0], thread, track[1]) for track, thread in threads.items()]
+    return json.dumps({"traceEvents": [*names, *(_event(each, threads[each.track]) for each in slices)]})
+
+
+def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "ts": 0, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _event(found: Slice, thread: int) -> dict[str, Any]:
+    """A complete event; the format counts in microseconds."""
+    return {
+        "name": found.name,
+        "cat": found.category,
+        "ph": "X",
+        "ts": found.begin * 1e6,
+        "dur": found.seconds * 1e6,
+        "pid": found.track[0],
+        "tid": thread,
+        "args": dict(found.shown),
+    }

@@ -1,0 +1,147 @@
+"""Every command, found by walking the parser: what all of them keep to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pty
+import select
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dshard.cli import _parser, main
+from dshard.report import progress
+
+MODEL = '{"layers": 2, "hidden": 64, "heads": 4, "sequence": 16}'
+ENDS = ["--shape", "8x8", "--from", "S(0)", "--to", "R"]
+STARTS = ("demo", "topology measure")
+"""They start ranks: `--json` of these is tested beside them."""
+
+CALLS = {
+    "plan redistribute": ["--mesh", "4", *ENDS],
+    "plan reshard": ["--mesh", "2", "--to-mesh", "3", *ENDS],
+    "plan mesh": ["--devices", "8", "--hidden", "64", "--tokens", "128"],
+    "plan matmul": ["--m", "64", "--k", "64", "--n", "64", "--mesh", "2x2"],
+    "plan model": ["--devices", "4", "--model", "MODEL", "--batch", "8"],
+    "explain": ["x.sum()", "--mesh", "4", "--tensor", "x: 8x8 S(0)"],
+    "topology": [],
+    "simulate step": ["--model", "MODEL", "--batch", "8", "--tensor", "4"],
+    "simulate pipeline": ["--stages", "2", "--microbatches", "4"],
+    "completion": ["bash"],
+}
+"""Arguments with which each of the others does something small."""
+
+
+def commands(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Each parser that runs something, with the words that lead to it."""
+    if parser.get_default("command") is not None:
+        yield path, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from commands(below, f"{path} {name}".strip())
+
+
+COMMANDS = dict(commands(_parser()))
+
+
+def call(path: str, tmp_path: Path) -> list[str]:
+    file = tmp_path / "model.json"
+    file.write_text(MODEL)
+    return [*path.split(), *(str(file) if word == "MODEL" else word for word in CALLS[path])]
+
+
+def test_every_command_prints_for_machines_and_is_tried_here_or_starts_ranks() -> None:
+    assert COMMANDS.keys() == {*CALLS, *STARTS}
+    for path, parser in COMMANDS.items():
+        assert "--json" in parser._option_string_actions, path
+        assert parser.description, path
+        assert [a.dest for a in parser._actions if not (a.help or isinstance(a, argparse._SubParsersAction))] == [], (
+            path
+        )
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_what_machines_read_is_all_that_is_printed(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*call(path, tmp_path), "--json"]) == 0
+
+    said = capsys.readouterr()
+    assert json.loads(said.out)
+    assert said.err == ""
+
+
+@pytest.mark.parametrize("path", [path for path in CALLS if path != "completion"])
+def test_nothing_is_coloured_where_there_is_no_terminal(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(call(path, tmp_path)) == 0
+
+    said = capsys.readouterr()
+    assert said.out.strip()
+    assert "\x1b" not in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["topology", "--save", "/nowhere/at/all.json"], "/nowhere/at/all.json: No such file or directory"),
+        (
+            ["plan", "model", "--devices", "4", "--model", "MODEL", "--batch", "8", "--dtype", "x"],
+            "'x' is no dtype",
+        ),
+        (["explain", "nowhere.py:step"], "nowhere.py"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_no_traceback(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.json").write_text(MODEL)
+
+    assert main([str(tmp_path / "model.json") if word == "MODEL" else word for word in words]) == 1
+
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--stages", "0"], "'0' is not a whole number above zero"),
+        (["--stages", "2", "--send", "-1"], "'-1' is not a number of at least zero"),
+        (["--stages", "2", "--forward", "1,x"], "'x' is not a number of at least zero"),
+    ],
+)
+def test_numbers_that_no_pipeline_has(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["simulate", "pipeline", "--microbatches", "4", *options])
+
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_sign_of_life_appears_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is gone before anything is printed."""
+    monkeypatch.setattr(progress, "PATIENCE", 0.01)
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", terminal)
+        with progress.waiting("planning"):
+            said = _heard(ours, "planning")
+    os.close(ours)
+
+    assert "planning" in said
+
+
+def _heard(terminal: int, word: str) -> str:
+    """What a terminal was told until this word came, or nothing for ten seconds."""
+    said = ""
+    while word not in said and select.select([terminal], [], [], 10)[0]:
+        said += os.read(terminal, 1 << 12).decode(errors="replace")
+    return said
