@@ -25,6 +25,25 @@ def execute(source: str) -> str:
     return printed.getvalue()
 
 
+ALONE = [block for block in BLOCKS if "init_device_mesh(" not in block]
+
+
+@pytest.mark.ranks
+def test_your_own_model_learns_and_the_first_rank_tells_the_losses_of_one_device(ranks):
+    block = next(block for block in BLOCKS if "parallelize(model, mesh" in block)
+    layout = [line for line in block.splitlines() if "mesh" in line]
+    plain = "\n".join(line for line in block.splitlines() if line not in layout and "get_rank" not in line)
+
+    printed, *others = ranks.run(execute, block)
+
+    assert set(others) == {""}
+    assert printed == execute(plain.replace("        print(", "    print("))
+    assert [float(line.split()[-1]) for line in printed.splitlines()] == sorted(
+        (float(line.split()[-1]) for line in printed.splitlines()), reverse=True
+    )
+    assert len(layout) == 3
+
+
 @pytest.mark.ranks
 def test_the_first_example_gives_every_rank_the_same_loss_and_a_gradient_laid_out_like_its_parameter(ranks):
     printed = ranks.run(execute, BLOCKS[0])
@@ -34,7 +53,7 @@ def test_the_first_example_gives_every_rank_the_same_loss_and_a_gradient_laid_ou
 
 
 def test_the_other_examples_run_and_print_what_they_show():
-    together = "\n".join(BLOCKS[1:])
+    together = "\n".join(ALONE)
     shown = [line[2:] for line in together.splitlines() if line.startswith("# ")]
 
     printed = execute(together).splitlines()

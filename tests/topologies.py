@@ -41,7 +41,8 @@ def layers(draw: DrawFn) -> Layer:
 def devices(draw: DrawFn) -> Device:
     dtypes = draw(st.lists(st.sampled_from(["float64", "float32", "bfloat16", "float8"]), min_size=1, unique=True))
     memory = draw(RATES | st.just(float("inf")))
-    return Device(draw(NAMES), tuple((dtype, draw(RATES)) for dtype in dtypes), memory, draw(LATENCIES))
+    rates = tuple((dtype, draw(RATES)) for dtype in dtypes)
+    return Device(draw(NAMES), rates, memory, draw(LATENCIES), draw(LATENCIES))
 
 
 @st.composite

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from benchmarks.papers import memory
+from benchmarks.papers.layers import layers
 from benchmarks.papers.scaling import (
     TABLES,
     TRANSPORTS,
@@ -122,6 +123,23 @@ def atp() -> str:
     return markdown_table(["devices", "best", *(f"ATP-{2**i}" for i in range(6))], body)
 
 
+def atp_layers() -> str:
+    """Table 2 of ATP."""
+    body = [
+        [
+            row.model,
+            f"{row.hidden}",
+            *(f"{value:g}" for value in (row.published[0], round(row.counted[0], 6))),
+            f"{row.errors[0]:+.1%}",
+            *(f"{value:g}" for value in (row.published[1], round(row.counted[1], 6))),
+            f"{row.errors[1]:+.1%}",
+        ]
+        for row in layers()
+    ]
+    head = ["model", "hidden", "parameters", "counted", "error", "operations", "counted", "error"]
+    return markdown_table(head, body)
+
+
 def fitting() -> str:
     """What fits on 64 GPUs."""
     published = {"largest batch": "480 / 60", "ViT-Large, batch": "5.3", "ViT, parameters": "9.55"}
@@ -152,6 +170,7 @@ def main() -> None:
     write_section("rows", "\n\n".join(rows_of(table, machines, NCCL) for table in TABLES), PAGE)
     write_section("crossovers", crossovers(machines), PAGE)
     write_section("atp", atp(), PAGE)
+    write_section("atp-layers", atp_layers(), PAGE)
     write_section("memory", fitting(), PAGE)
 
 

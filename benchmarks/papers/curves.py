@@ -7,10 +7,12 @@ Weak scaling as in Optimus section 3: the hidden size grows with the root of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from math import log2
 from pathlib import Path
+from statistics import linear_regression
 
 from benchmarks.section import markdown_table, write_section
 from dshard.demo.curves import COLOURS
@@ -21,7 +23,7 @@ from dshard.topology import Topology
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 RANKS = [4**i for i in range(1, 8)]
-FORMS = ("megatron", "megatron-sequence", "atp", "optimus", "tesseract", "weight-gathered")
+FORMS = ("megatron", "megatron-sp", "atp", "optimus", "tesseract", "fsdp")
 SEQUENCES, TOKENS = 128, 512
 BOUND = "lower bound"
 WIDTH, HEIGHT, MARGIN = 720, 420, 64
@@ -72,11 +74,11 @@ def bound(ranks: int, itemsize: int = 2) -> Point:
     return Point(ranks, itemsize * sum(matmul_lower_bound(tokens, k, n, ranks) for k, n in sizes), 1.0)
 
 
-def exponent(form: str, ranks: tuple[int, int] = (64, 16384)) -> float:
-    """Of p, in the work that keeps communication over computation where it is, for products alone.
+def exponent(form: str, ranks: Sequence[int] = RANKS[2:]) -> float:
+    """Of p, in the work that keeps communication over computation where it is: products alone, fitted to all `ranks`.
 
     Communication over computation is measured at a width that does not change, as p^a; it falls with the width h as 1/h
-    and the work grows as h^3, so the work must grow as p^(3 a).
+    and the work grows as h^3, so the work must grow as p^(3 a). The fit is that of least squares in the logarithms.
     """
     topology = Topology.flat(25e9, ranks=max(ranks)).bytes_only()
     ratios = []
@@ -87,7 +89,7 @@ def exponent(form: str, ranks: tuple[int, int] = (64, 16384)) -> float:
         found = block_events(Costs(model, Setup(form_of(form), shape), topology, exact=False), 256)[0]
         moved = sum(e.nbytes for e in found if e.axes and e.name != "norm")
         ratios.append(moved / sum(e.flops for e in found if e.name != "attention"))
-    return 3 * log2(ratios[1] / ratios[0]) / log2(ranks[1] / ranks[0])
+    return 3 * linear_regression([log2(p) for p in ranks], [log2(ratio) for ratio in ratios]).slope
 
 
 def draw(title: str, series: dict[str, list[tuple[int, float]]], *, logarithmic: bool) -> str:

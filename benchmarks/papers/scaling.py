@@ -20,9 +20,13 @@ from pathlib import Path
 from statistics import correlation
 from typing import Literal, TypeAlias
 
+from dshard.layout import Layout, Shape
+from dshard.redistribute import axes_of
+from dshard.redistribute.price import step_seconds as seconds_of
 from dshard.simulate import Event, Model, Setup, bunched, form_of
 from dshard.simulate.block import Costs
 from dshard.simulate.step import parts_of
+from dshard.simulate.timeline import Phase
 from dshard.topology import Device, Layer, Topology
 
 DATA = Path(__file__).parent / "data"
@@ -135,15 +139,38 @@ def predict(row: Row, machine: Machine, transport: Transport) -> tuple[float, fl
 def _block(row: Row, machine: Machine) -> tuple[tuple[float, float], ...]:
     """Of one block, forward and backward: seconds of the panels of SUMMA as an all_gather, after those of all else."""
     model = Model(LAYERS, row.hidden, row.heads, TOKENS, head_size=row.hidden // row.heads, fused=False)
-    parts = parts_of(Costs(model, row.setup(), machine.topology(row.gpus), "float32", 4, exact=False), row.batch)
+    parts = parts_of(ByStep(model, row.setup(), machine.topology(row.gpus), "float32", 4, exact=False), row.batch)
     return tuple(
         (sum(e.seconds for e in events if not _panels(e)), sum(e.seconds for e in events if _panels(e)))
         for events in (parts.forward, parts.backward)
     )
 
 
+class ByStep(Costs):
+    """An event for each collective: of a plan over depth and rows, the panels travel in the steps over rows."""
+
+    def moved(
+        self, name: str, phase: Phase, src: Layout, dst: Layout, shape: Shape, *, waits: bool = True
+    ) -> list[Event]:
+        """A redistribution, collective by collective."""
+        found = self.plan(src, dst, shape)
+        steps = zip(found.steps, found.layouts(), strict=True)
+        return [
+            Event(
+                name,
+                phase,
+                "network",
+                seconds_of(step, layout, shape, self.itemsize, self.topology),
+                collectives=1,
+                axes=axes_of(step),
+                waits=waits,
+            )
+            for step, layout in steps
+        ]
+
+
 def _panels(event: Event) -> bool:
-    return bool(event.axes) and set(event.axes) <= {"r", "c"}
+    return bool(event.axes) and set(event.axes) <= {"r", "c"} and event.name != "norm"
 
 
 def over_gather(transport: Transport, q: int) -> float:

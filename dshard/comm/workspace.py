@@ -7,27 +7,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dshard.comm.runtime import Runtime
 from dshard.layout import Shape
 
 Kind = tuple[torch.device, torch.dtype, bool]
+WORKSPACES: WeakSet[Workspace] = WeakSet()
+"""All there are: that of this process, and those of what is running without data."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Workspace:
     """Flat buffers by device and dtype.
 
-    `allocations` counts the buffers made, `held` the bytes lent now, `peak` the most lent at once.
+    `allocations` counts the buffers made, `held` the bytes lent now, `peak` the most lent at once; `storages` are those
+    of the buffers made.
     """
 
     free: defaultdict[Kind, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     allocations: int = 0
     held: int = 0
     peak: int = 0
+    storages: set[StorageWeakRef] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        WORKSPACES.add(self)
 
     @contextmanager
     def session(self, runtime: Runtime | None = None) -> Iterator[Session]:
@@ -67,6 +76,7 @@ class Session:
         else:
             storage = torch.empty(size, dtype=dtype, device=like.device)
             pool.allocations += 1
+            pool.storages.add(StorageWeakRef(storage.untyped_storage()))
         number = _number(storage)
         self.lent[number], self.nbytes[number] = (kind, storage), size * dtype.itemsize
         pool.held += size * dtype.itemsize

@@ -340,7 +340,9 @@ def measured_table(topology: Topology) -> Group:
     device = topology.device
     rates = ", ".join(f"{name} {rate / 1e9:,.0f} Gflop/s" for name, rate in device.flops)
     memory = f"memory {device.memory_bandwidth / 1e9:.1f} GB/s"
-    return Group(title, table, Text(f"{device.name}: {rates}, {memory}, launch {device.launch * 1e6:.1f} us"))
+    host = f"launch {device.launch * 1e6:.1f} us"
+    host += f", distributed operator {device.dispatch * 1e6:.0f} us" if device.dispatch else ""
+    return Group(title, table, Text(f"{device.name}: {rates}, {memory}, {host}"))
 
 
 def _titled(title: str) -> tuple[Text, Table]:

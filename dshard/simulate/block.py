@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dshard.caches import remembered
+from dshard.calibrate.program import operators_of_phases
 from dshard.cost import work_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
@@ -19,7 +20,7 @@ from dshard.redistribute import Plan, axes_of, plan, plan_straight
 from dshard.simulate.forms import Placements
 from dshard.simulate.model import Linear, Model
 from dshard.simulate.setup import Setup
-from dshard.simulate.timeline import Event, Phase
+from dshard.simulate.timeline import PHASES, Event, Phase
 from dshard.topology import Topology
 
 
@@ -50,6 +51,11 @@ class Costs:
     def prefetches(self) -> bool:
         """Whether weights are gathered from the replicas, which may happen while the product before runs."""
         return self.setup.sharded == "all"
+
+    def hosted(self, phase: Phase) -> list[Event]:
+        """What the host takes for the operators of a block, where the topology knows that of one."""
+        count = dict(zip(PHASES, operators_of_phases(), strict=True))[phase] if self.topology.dispatch else 0
+        return [Event("host", phase, "compute", count * self.topology.dispatch)] if count else []
 
     def worked(self, name: str, phase: Phase, flops: float, nbytes: float) -> Event:
         """Local work."""
@@ -177,6 +183,7 @@ def block_events(costs: Costs, sequences: int) -> tuple[tuple[Event, ...], tuple
     rest = _Rest(costs, sequences)
     qkv, out, up, down = products(model, setup, sequences * model.sequence)
     forward = [
+        *costs.hosted("forward"),
         *rest.norm("forward"),
         *qkv.forward(costs),
         rest.attention("forward"),
@@ -187,6 +194,7 @@ def block_events(costs: Costs, sequences: int) -> tuple[tuple[Event, ...], tuple
         *down.forward(costs),
     ]
     backward = [
+        *costs.hosted("backward"),
         *down.backward(costs),
         rest.activation("backward"),
         *up.backward(costs),

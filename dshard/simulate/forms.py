@@ -1,17 +1,20 @@
-"""The forms of tensor parallelism of a transformer, as layouts: a new form is a new row of the table below.
+"""The forms of tensor parallelism of a transformer, as layouts: those of the strategies that `parallelize` knows.
 
 A block is two pairs of linear layers. Between blocks lies the residual stream, between the layers of a pair the inner
 features, in attention's own work the core. Layouts are those of tensors `[stage, tokens, features]` and of weights
 `[stage, in, out]`, a placement for each mesh axis of the form; loops say what each axis splits of a product, as in
-`dshard.ops.matmul.schedule`.
+`dshard.ops.matmul.schedule`. All of it follows from what each axis of a strategy splits
+(`dshard.parallel.strategies`), so a new form is a new row there, and the names of its axes in the table below.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
 
 from dshard.errors import StrategyError
+from dshard.parallel.strategies import STRATEGIES, Axis
 from dshard.placements import Placement, Replicate, Shard
 
 Placements = tuple[Placement, ...]
@@ -60,27 +63,47 @@ class Form:
         return tuple((ranks // d, d) for d in range(2, ranks) if ranks % d == 0)
 
 
-def _places(text: str) -> Placements:
-    return tuple(Replicate() if letter == "R" else Shard(int(letter) + 1) for letter in text.strip("-"))
+def _placed(axis: Axis) -> tuple[Placement, ...]:
+    """What one axis of a strategy does to the residual stream, inner features, core, and both weights of a pair."""
+    rows, columns = Shard(1), Shard(2)
+    kept: dict[str | None, Placement] = {None: Replicate(), "features": columns, "sequence": rows}
+    weights: dict[str | None, tuple[Placement, Placement]] = {
+        None: (Replicate(), Replicate()),
+        "inner": (columns, rows),
+        "residual": (rows, columns),
+        "summed": (rows, rows),
+        "made": (columns, columns),
+        "first": (rows, rows),
+    }
+    if axis.batch:
+        return rows, rows, rows, *weights[axis.weights]
+    inner = columns if axis.weights in ("inner", "made") else Replicate()
+    return kept[axis.residual], inner, columns if axis.weights else Replicate(), *weights[axis.weights]
 
 
-def _form(name: str, roles: str, layouts: str, loops: str, source: str) -> Form:
-    residual, inner, core, first, second = map(_places, layouts.split())
-    first_loops, second_loops = (text.strip("-") for text in loops.split())
-    return Form(name, tuple(roles.split()), residual, inner, core, first, second, first_loops, second_loops, source)
+def _loops(axes: Sequence[Axis], weights: Placements) -> str:
+    loops: dict[Placement, str] = {Shard(1): "k", Shard(2): "n"}
+    return "".join("m" if axis.batch else loops[weight] for axis, weight in zip(axes, weights, strict=True))
+
+
+def _form(name: str, roles: str, source: str) -> Form:
+    """The form of a strategy; data parallelism is outside all forms, so its own has no axes."""
+    axes = STRATEGIES[name] if roles else ()
+    residual, inner, core, first, second = zip(*map(_placed, axes), strict=True) if axes else ((),) * 5
+    loops = _loops(axes, first), _loops(axes, second)
+    return Form(name, tuple(roles.split()), residual, inner, core, first, second, *loops, source)
 
 
 FORMS: dict[str, Form] = {
     form.name: form
     for form in (
-        #                           residual inner core first second   loops of the first and of the second product
-        _form("data", "", "- - - - -", "- -", "no tensor parallelism"),
-        _form("megatron", "tp", "R 1 1 1 0", "n k", "Megatron-LM"),
-        _form("megatron-sp", "tp", "0 1 1 1 0", "n k", "Megatron-LM with sequence parallelism"),
-        _form("optimus", "r c", "01 01 01 01 01", "mn mn", "Optimus section 3"),
-        _form("tesseract", "d r c", "001 001 001 R01 R01", "mmn mmn", "Tesseract section 3"),
-        _form("atp", "d1 d2", "R1 1R 11 10 01", "nk kn", "ATP section 3.2"),
-        _form("fsdp", "x", "0 0 0 0 0", "m m", "FSDP, ZeRO-3"),
+        _form("data", "", "no tensor parallelism"),
+        _form("megatron", "tp", "Megatron-LM"),
+        _form("megatron-sp", "tp", "Megatron-LM with sequence parallelism"),
+        _form("optimus", "r c", "Optimus section 3"),
+        _form("tesseract", "d r c", "Tesseract section 3"),
+        _form("atp", "d1 d2", "ATP section 3.2"),
+        _form("fsdp", "x", "FSDP, ZeRO-3"),
     )
 }
 

@@ -2,14 +2,15 @@
 
 The closed forms of this package know standard blocks only. Here the program itself runs: on tensors without data and a
 mesh without processes, of any number of ranks, or on the ranks of a process group. Local work is priced by the roofline
-from torch's own counts of operations, collectives as the planner prices them; storages alive after each operator make
-the memory.
+from torch's own counts of operations, collectives as the planner prices them, each distributed operator with what the
+topology says that the host takes for one; storages alive after each operator make the memory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,10 @@ from torch.utils.flop_counter import flop_registry
 
 from dshard.comm import Event as Sent
 from dshard.comm import listen
+from dshard.comm.workspace import WORKSPACES
 from dshard.cost import collective_seconds, work_seconds
 from dshard.mesh import Mesh
+from dshard.ops.observe import Decision, observing
 from dshard.ops.settings import current
 from dshard.simulate.timeline import Event, Slot, makespan, placed
 from dshard.tensor import DTensor
@@ -36,7 +39,7 @@ class Recorded:
 
     Attributes:
         slots: Each event and when it begins.
-        peak: The most bytes of storages alive after any operator, of those made within the step.
+        peak: The most bytes of storages alive after any operator, of those made within the step, and of buffers lent.
         held: Of these, the bytes still alive at its end.
     """
 
@@ -64,7 +67,8 @@ def record(step: Callable[[], object], topology: Topology | None = None, *, warm
     """Run `step` and record what it does; without a topology, that in use for each mesh.
 
     The first call of an operator with new layouts asks torch for the shapes of its results, which is recorded as work
-    too. So unless the step is `warm`, having run before, it runs twice, and the second run counts.
+    too, and makes buffers that stay. So unless the step is `warm`, having been recorded before, it runs twice, and the
+    second run counts.
 
     >>> x = torch.empty(4, 8, device="meta")
     >>> found = record(lambda: x @ x.T)
@@ -72,13 +76,17 @@ def record(step: Callable[[], object], topology: Topology | None = None, *, warm
     (256.0, 64)
     """
     if not warm:
-        step()
+        _watched(step, _Recorder(topology))
     recorder = _Recorder(topology)
-    with listen(recorder.sent), recorder:
-        result = step()
+    result = _watched(step, recorder)
     held = recorder.settled()
     del result
     return Recorded(placed(recorder.events), recorder.most, held)
+
+
+def _watched(step: Callable[[], object], recorder: _Recorder) -> object:
+    with listen(recorder.sent), observing(recorder.dispatched), recorder:
+        return step()
 
 
 _EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.new_empty, torch.ops.aten.empty_like}
@@ -137,7 +145,17 @@ class _Recorder(TorchDispatchMode):
         topology = self.topology or current().topology_of(Mesh((1,)))
         dtype = str((fresh or given)[0].dtype).removeprefix("torch.")
         seconds = work_seconds(flops, nbytes, topology, dtype)
+        if topology.dispatch:  # which has the launches in it
+            seconds -= topology.launch
         self.events.append(Event(str(func.overloadpacket.__name__), "step", "compute", seconds, flops))
+
+    @contextmanager
+    def dispatched(self, decision: Decision) -> Iterator[None]:
+        """A distributed operator, before what it does."""
+        seconds = (self.topology or decision.topology).dispatch
+        if seconds:
+            self.events.append(Event(decision.op, "step", "compute", seconds))
+        yield
 
     def sent(self, event: Sent) -> None:
         """A collective."""
@@ -160,5 +178,11 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def alive(self) -> int:
-        """Bytes of the storages made within the step that are still there."""
-        return sum(size for ref, size in self.sizes.items() if not ref.expired())
+        """Bytes of the storages made within the step that are still there, and of what workspaces have lent.
+
+        Buffers that a workspace keeps for the next who asks are not in use: on real ranks they stay from step to step.
+        """
+        spaces = tuple(WORKSPACES)
+        kept = set().union(*(space.storages for space in spaces))
+        made = sum(size for ref, size in self.sizes.items() if ref not in kept and not ref.expired())
+        return made + sum(space.held for space in spaces)

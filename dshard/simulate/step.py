@@ -123,7 +123,8 @@ def parts_of(costs: Costs, sequences: int) -> Parts:
     forward, backward = block_events(costs, sequences)
     found = products(model, setup, sequences * model.sequence)
     held = sum(setup.shared(_weight(setup, p)).local_numel(p.shapes[1]) for p in found) * model.layers // setup.stages
-    update = Event("optimizer", "step", "compute", work_seconds(0.0, 16.0 * held, costs.topology))
+    host = sum(event.seconds for event in costs.hosted("step")) * (model.layers // setup.stages)
+    update = Event("optimizer", "step", "compute", host + work_seconds(0.0, 16.0 * held, costs.topology))
     residual = setup.activation(setup.form.residual)
     nbytes = residual.local_numel(setup.shape(sequences * model.sequence, model.hidden)) * costs.itemsize
     hop = collective_seconds("permute", nbytes, setup.mesh, [STAGES], costs.topology) if setup.stages > 1 else 0.0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from dshard.chrome import Slice, to_chrome
 
 Phase: TypeAlias = Literal["forward", "backward", "step"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 Queue: TypeAlias = Literal["compute", "network"]
 
 

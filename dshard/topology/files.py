@@ -37,6 +37,7 @@ def dumps(
             "flops": dict(device.flops),
             "memory_bandwidth": None if device.memory_bandwidth == inf else device.memory_bandwidth,
             "launch": device.launch,
+            "dispatch": device.dispatch,
         },
         "measured": [_measured_data(found) for found in measured],
     }
@@ -114,7 +115,7 @@ def _layer(path: str, value: object) -> Layer:
 
 
 def _device(path: str, value: object) -> Device:
-    fields = _fields(path, value, ("name", "flops", "memory_bandwidth", "launch"), ())
+    fields = _fields(path, value, ("name", "flops", "memory_bandwidth", "launch"), ("dispatch",))
     rates = fields["flops"]
     if not isinstance(rates, dict):
         raise TopologyError(f"{path}.flops: {rates!r} is no object of dtypes and rates")

@@ -79,6 +79,11 @@ class Topology:
         """Seconds to start one local operation."""
         return self.device.launch
 
+    @property
+    def dispatch(self) -> float:
+        """Seconds that one operator of a distributed program takes beyond its bytes and operations; 0: not known."""
+        return self.device.dispatch
+
     def link(self, mesh: Mesh, axes: Iterable[str], collective: Collective | None = None) -> Link:
         """What one rank sees of the network in a collective along `axes`, all groups of these axes active at once.
 
@@ -267,6 +272,6 @@ def _bytes_only(topology: Topology) -> Topology:
     return replace(
         topology,
         layers=tuple(replace(layer, latency=0.0) for layer in topology.layers),
-        device=replace(topology.device, memory_bandwidth=inf, launch=0.0),
+        device=replace(topology.device, memory_bandwidth=inf, launch=0.0, dispatch=0.0),
         measured=tuple(replace(found, latency=0.0, points=()) for found in topology.measured),
     )

@@ -121,6 +121,8 @@ class Device:
         flops: Pairs of a dtype's name and floating-point operations per second; the first is the default.
         memory_bandwidth: Bytes per second to the rank's memory, reads and writes together.
         launch: Seconds to start one local operation.
+        dispatch: Seconds that one operator of a distributed program takes beyond its bytes and operations, launches
+            included; 0 where that is not known, or the host runs ahead of the device.
 
     Raises:
         TopologyError: a value that no device has, with the field's name.
@@ -130,6 +132,7 @@ class Device:
     flops: tuple[tuple[str, float], ...]
     memory_bandwidth: float
     launch: float
+    dispatch: float = 0.0
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -141,6 +144,7 @@ class Device:
             check_number(f"flops.{dtype}", rate)
         check_number("memory_bandwidth", self.memory_bandwidth, infinite=True)
         check_number("launch", self.launch, zero=True)
+        check_number("dispatch", self.dispatch, zero=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,216 @@
+"""A training step on eight gloo ranks: its predicted seconds beside the measured ones.
+
+    PYTHONPATH=. python benchmarks/step.py [--ranks 8] [--seconds 20] [--json FILE] [--write]
+
+The ranks are calibrated, all of them at once: collectives along every axis of the meshes, products, copies and what
+the host takes for a distributed operator. On that topology `dshard.simulate.search`, which is `dshard plan model`,
+finds the fastest plans of a small transformer; of those that `parallelize` runs, the fastest and a few of other kinds
+then train on the same ranks. Two predictions: the closed form by which the plan was found, and the program recorded
+without data. Steps of all plans are interleaved, and a step takes as long as its slowest rank. Nothing measured enters
+a prediction but the calibration, which runs another program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from section import markdown_table, write_section
+from torch import Tensor, nn
+
+from dshard import DeviceMesh, Mesh, init_device_mesh, parallelize
+from dshard.calibrate import measure
+from dshard.errors import DShardError
+from dshard.ops import use_topology
+from dshard.simulate import Model, Setup, Step, record, search, simulate_step
+from dshard.tables import text_table
+from dshard.testing import RankPool
+from dshard.topology import Topology
+
+ROUNDS = 11
+MODEL = Model(layers=2, hidden=256, heads=8, sequence=64, fused=False)
+BATCH = 32
+PLANS = 4
+
+
+class Block(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.heads, width = model.heads, model.hidden
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, model.qkv), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, model.width), nn.Linear(model.width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        query, key, value = heads.chunk(3, dim=-1)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def stepper(mesh: DeviceMesh | Mesh, strategy: str, device: str) -> Callable[[], None]:
+    """A step of the model, laid out by the strategy."""
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, MODEL.sequence, MODEL.hidden).to(device)
+    laid = nn.Sequential(*(Block(MODEL) for _ in range(MODEL.layers))).to(device)
+    laid = parallelize(laid, mesh, strategy, x)
+    optimizer = torch.optim.Adam(laid.parameters(), foreach=False)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        laid(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+# -- on the ranks
+
+
+def calibrated(shapes: Sequence[tuple[int, ...]], seconds: float) -> Topology:
+    """Figures of all meshes: the same topology on every rank."""
+    topology = None
+    for shape in shapes:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp", "x")[: len(shape)])
+        topology = measure(mesh, base=topology, seconds=seconds / len(shapes))
+    assert topology is not None
+    return topology
+
+
+def measured(plans: Sequence[tuple[tuple[int, ...], tuple[str, ...], str]], topology: Topology) -> list[list[float]]:
+    """Seconds of each step of each plan, on the slowest rank."""
+    with use_topology(topology):
+        steps = [
+            stepper(init_device_mesh("cpu", shape, mesh_dim_names=names), strategy, "cpu")
+            for shape, names, strategy in plans
+        ]
+        times: list[list[float]] = [[] for _ in steps]
+        for turn in range(ROUNDS + 2):
+            for step, found in zip(steps, times, strict=True):
+                dist.barrier()
+                begin = time.perf_counter()
+                step()
+                dist.barrier()
+                if turn > 1:
+                    found.append(time.perf_counter() - begin)
+    return times
+
+
+# -- where they are started
+
+
+@dataclass(frozen=True)
+class Row:
+    setup: str
+    closed: float
+    recorded: float
+    times: list[float]
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        low, middle, high = statistics.quantiles(self.times, n=4)
+        return low, middle, high
+
+    def cells(self) -> list[str]:
+        low, middle, high = self.quartiles
+        ms = [f"{seconds * 1e3:.0f}" for seconds in (self.closed, self.recorded, middle)]
+        return [
+            self.setup,
+            *ms,
+            f"{low * 1e3:.0f} to {high * 1e3:.0f}",
+            f"{self.closed / middle:.2f}",
+            f"{self.recorded / middle:.2f}",
+        ]
+
+
+HEADER = [
+    "plan",
+    "closed form ms",
+    "recorded ms",
+    "measured ms",
+    "quartiles",
+    "closed / measured",
+    "recorded / measured",
+]
+
+
+def runs(setup: Setup) -> bool:
+    """Whether `parallelize` lays out a model like this: what it does not know are pipelines and shared optimisers."""
+    plain = setup.stages == setup.microbatches == 1 and not setup.recompute
+    return plain and setup.sharded in ("none", "all")
+
+
+def chosen(topology: Topology, ranks: int) -> list[Step]:
+    """The fastest plan of all, and the fastest of each other kind."""
+    found = search(MODEL, ranks, topology, BATCH, dtype="float32", itemsize=4, keep=10_000)
+    first: dict[tuple[str, str], Step] = {}
+    for step in found.steps:
+        if runs(step.setup):
+            first.setdefault((step.setup.form.name, step.setup.sharded), step)
+    return list(first.values())[:PLANS]
+
+
+def recorded(setup: Setup, topology: Topology) -> float:
+    """The same program without data and processes."""
+    mesh = Mesh(setup.mesh.shape[1:], setup.mesh.names[1:])
+    with use_topology(topology):
+        return record(stepper(mesh, setup.strategy, "meta"), topology).seconds
+
+
+def rows_of(pool: RankPool, ranks: int, seconds: float) -> tuple[Topology, list[Row]]:
+    shapes = [(d, ranks // d) for d in range(2, ranks) if ranks % d == 0] or [(ranks,)]
+    topology = pool.run(calibrated, shapes, seconds, timeout=600 + 10 * seconds)[0]
+    steps, laid, prices = [], [], []
+    for step in chosen(topology, ranks):
+        try:
+            prices.append(recorded(step.setup, topology))
+        except DShardError as error:
+            print(f"{step.setup}: left out: {error}", file=sys.stderr)
+            continue
+        steps.append(step)
+        laid.append((step.setup.mesh.shape[1:], step.setup.mesh.names[1:], step.setup.strategy))
+    times = pool.run(measured, laid, topology, timeout=1200)
+    slowest = [[max(each) for each in zip(*found, strict=True)] for found in zip(*times, strict=True)]
+    rows = []
+    for step, price, found in zip(steps, prices, slowest, strict=True):
+        closed = simulate_step(MODEL, step.setup, topology, BATCH, dtype="float32", itemsize=4, overlap=False)
+        rows.append(Row(str(step.setup), closed.seconds, price, found))
+    return topology, rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=40.0, help="of calibration")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every time and price")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
+    options = parser.parse_args()
+    with RankPool(options.ranks, timeout=600) as pool:
+        topology, rows = rows_of(pool, options.ranks, options.seconds)
+    cells = [row.cells() for row in rows]
+    device = topology.device
+    said = (
+        f"{options.ranks} ranks, each of {device.flops[0][1] / 1e9:.1f} Gflop/s in float32, "
+        f"{device.memory_bandwidth / 1e9:.1f} GB/s of memory, {device.dispatch * 1e6:.0f} us for an operator."
+    )
+    print(text_table(HEADER, cells), said, sep="\n")
+    if options.json:
+        found: dict[str, Any] = {"topology": json.loads(topology.to_json()), "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(found, indent=1))
+    if options.write:
+        write_section("step", f"{markdown_table(HEADER, cells)}\n\n{said}")
+
+
+if __name__ == "__main__":
+    main()

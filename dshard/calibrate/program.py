@@ -1,0 +1,111 @@
+"""A training step of one small block of a transformer: what a distributed program asks of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dshard.mesh import Mesh
+from dshard.ops.observe import Decision, observing
+from dshard.placements import Replicate
+from dshard.tensor import DTensor, distribute_tensor
+
+BATCH, LENGTH, WIDTH, HEADS = 2, 4, 16, 4
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, each normalised before and added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        query, key, value = heads.chunk(3, dim=-1)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True)
+class Program:
+    """The block on tensors that every rank has whole, so that it sends nothing: the phases of a step."""
+
+    block: nn.Module
+    x: DTensor
+    optimizer: torch.optim.Optimizer
+    loss: Tensor | None = None
+
+    def forward(self) -> None:
+        """Until the loss."""
+        self.loss = self.block(self.x).sum()
+
+    def backward(self) -> None:
+        """All gradients."""
+        assert self.loss is not None
+        self.loss.backward()
+
+    def update(self) -> None:
+        """New weights."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        """All three."""
+        self.forward()
+        self.backward()
+        self.update()
+
+
+def program_on(mesh: Mesh, device: str = "cpu") -> Program:
+    """The program on the ranks of a mesh, which may have no processes where the device is "meta"."""
+    with torch.device("meta"):  # whose values are not drawn from anybody's generator
+        block = Block()
+    for module in block.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            zeros = torch.zeros(parameter.shape, device=device)
+            module.register_parameter(name, nn.Parameter(_whole(zeros, mesh)))
+    x = _whole(torch.zeros(BATCH, LENGTH, WIDTH, device=device), mesh)
+    x.requires_grad_()
+    return Program(block, x, torch.optim.SGD(block.parameters(), foreach=False))
+
+
+@cache
+def operators_of_phases() -> tuple[int, int, int]:
+    """Distributed operators of the block forward, backward and in the optimiser.
+
+    >>> all(count > 0 for count in operators_of_phases())
+    True
+    """
+    program = program_on(Mesh((1,)), "meta")
+    program.step()
+    forward, backward, update = map(operators_of, (program.forward, program.backward, program.update))
+    return forward, backward, update
+
+
+def operators_of(step: Callable[[], object]) -> int:
+    """How many distributed operators a step runs."""
+    found = 0
+
+    @contextmanager
+    def count(decision: Decision) -> Iterator[None]:
+        nonlocal found
+        found += 1
+        yield
+
+    with observing(count):
+        step()
+    return found
+
+
+def _whole(x: Tensor, mesh: Mesh) -> DTensor:
+    return distribute_tensor(x, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)

@@ -1,0 +1,57 @@
+"""What the host takes for a distributed operator: counted alike by calibration, recorded steps and closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dshard import Mesh
+from dshard.calibrate.program import operators_of, operators_of_phases, program_on
+from dshard.comm import listen
+from dshard.simulate import Model, Setup, form_of, record, simulate_step
+from dshard.topology import Topology
+
+CPU = Topology.preset("cpu")
+EACH = 1e-3
+
+
+def taking(seconds: float, launch: float = 0.0) -> Topology:
+    return replace(CPU, device=replace(CPU.device, dispatch=seconds, launch=launch))
+
+
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 2)])
+def test_the_program_that_is_timed_sends_nothing_and_asks_the_same_of_every_mesh(shape: tuple[int, ...]) -> None:
+    program, sent = program_on(Mesh(shape), "meta"), []
+    program.step()
+
+    with listen(sent.append):
+        count = operators_of(program.step)
+
+    assert sent == []
+    assert count == sum(operators_of_phases())
+
+
+def test_a_recorded_step_takes_that_of_its_operators_longer_and_no_launches_with_it() -> None:
+    step = program_on(Mesh((4,)), "meta").step
+    without, within, launched = (record(step, taking(*each)) for each in ((0.0,), (EACH,), (EACH, 5 * EACH)))
+
+    assert within.seconds - without.seconds == pytest.approx(operators_of(step) * EACH)
+    assert launched.seconds == pytest.approx(within.seconds)
+    assert (within.flops, within.nbytes, within.peak) == (without.flops, without.nbytes, without.peak)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_closed_form_takes_those_of_each_block_longer(recompute: bool) -> None:
+    model = Model(layers=4, hidden=64, heads=4, sequence=16)
+    setup = Setup(form_of("megatron"), (4,), stages=2, microbatches=2, recompute=recompute)
+    without, within = (simulate_step(model, setup, taking(each), 8, overlap=False) for each in (0.0, EACH))
+    forward, backward, update = operators_of_phases()
+
+    turns = 3 * (forward * (2 if recompute else 1) + backward)  # two microbatches through two stages
+    assert within.seconds - without.seconds == pytest.approx((turns + update) * EACH * model.layers / 2)
+    assert within.totals.network == without.totals.network
+
+
+def test_bytes_alone_take_no_host() -> None:
+    assert taking(EACH).bytes_only().dispatch == 0.0
