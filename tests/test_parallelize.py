@@ -542,8 +542,8 @@ def peak_on_ranks(strategy: str) -> tuple[int, int]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["data", "fsdp", "megatron", "megatron-sp", "optimus", "atp"])
 def test_planned_peak_is_counted_peak_but_for_buffers_and_a_message(ranks: RankPool, strategy: str) -> None:
-    """Buffers that stay are not made in the step. A gradient that is summed as others are computed is held until that
-    is over, and gloo, which has no reduce_scatter, adds up what it got in memory of its own."""
+    """Buffers that stay are not made in the step. gloo, which has no reduce_scatter, adds up what it got in memory of
+    its own."""
     planned = demo_plan(strategy, Mesh((2, 2), ("a", "b"))).cost.memory.peak
     message = max(p.nbytes for p in build_demo(0).parameters())
     for peak, buffers in ranks.run(peak_on_ranks, strategy)[::2]:  # the first and the third rank have two images each

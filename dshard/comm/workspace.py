@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -54,6 +54,20 @@ class Workspace:
     def clear(self) -> None:
         """Give all free buffers back to torch."""
         self.free.clear()
+
+
+def lent_now() -> int:
+    """Bytes that all workspaces have lent."""
+    return sum(space.held for space in tuple(WORKSPACES))
+
+
+def in_use(sizes: Mapping[StorageWeakRef, int]) -> int:
+    """Bytes of those of these storages that are there, and of what workspaces have lent.
+
+    Buffers that a workspace keeps for the next who asks are not in use: on real ranks they stay from step to step.
+    """
+    kept = set().union(*(space.storages for space in tuple(WORKSPACES)))
+    return sum(size for ref, size in sizes.items() if ref not in kept and not ref.expired()) + lent_now()
 
 
 @dataclass(slots=True)

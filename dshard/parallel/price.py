@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.comm import plain, planning
+from dshard.comm.workspace import in_use, lent_now
 from dshard.mesh import Mesh
 from dshard.ops.moving import leaves
 from dshard.ops.observe import Decision, observing
@@ -116,7 +117,7 @@ class Held:
 
 
 class Made(TorchDispatchMode):
-    """The most bytes of storages made within the block that were there at once, after any operator."""
+    """The most bytes of storages made within the block, and of buffers lent, that were there at once."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -135,10 +136,10 @@ class Made(TorchDispatchMode):
                 if ref not in self.sizes:
                     self.sizes[ref] = storage.nbytes()
                     self.total += storage.nbytes()
-        if self.total > self.most:  # only then can what is there be more
+        if self.total + lent_now() > self.most:  # only then can what is there be more
             self.sizes = {ref: size for ref, size in self.sizes.items() if not ref.expired()}
             self.total = sum(self.sizes.values())
-            self.most = max(self.most, self.total)
+            self.most = max(self.most, in_use(self.sizes))
         return out
 
 

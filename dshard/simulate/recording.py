@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dshard.comm import Event as Sent
 from dshard.comm import listen
-from dshard.comm.workspace import WORKSPACES
+from dshard.comm.workspace import in_use
 from dshard.cost import collective_seconds, work_seconds
 from dshard.mesh import Mesh
 from dshard.ops.observe import Decision, observing
@@ -105,12 +105,15 @@ _MOMENT, _AGREED = 2e-3, 5
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every local operator: distributed ones come apart below it."""
+    """Sees every local operator: distributed ones come apart below it.
+
+    Where a step has data, its tensors without data are questions about shapes, which nothing is kept of.
+    """
 
     def __init__(self, topology: Topology | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.topology, self.most, self.lent = topology, 0, False
-        self.sends = False
+        self.topology, self.most = topology, 0
+        self.real = self.sends = False
         self.events: list[Event] = []
         self.sizes: dict[StorageWeakRef, int] = {}
         self.known: set[StorageWeakRef] = set()
@@ -123,13 +126,18 @@ class _Recorder(TorchDispatchMode):
         before = {StorageWeakRef(tensor.untyped_storage()) for tensor in given}
         out = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if not self.real and any(not tensor.is_meta for tensor in made):
+            self.real, self.most = True, 0
+            self.sizes.clear()
+            self.events = [event for event in self.events if event.queue != "compute"]
+        if self.real and all(tensor.is_meta for tensor in made):
+            return out
         self.known |= before - self.sizes.keys()
         for tensor in made:
             storage = tensor.untyped_storage()
             ref = StorageWeakRef(storage)
             if ref not in self.known:
                 self.sizes.setdefault(ref, storage.nbytes())
-        self.lent |= self.sends and any(not tensor.is_meta for tensor in made)
         if self.alive() > self.most:
             self.most = max(self.most, self.settled(self.most))
         fresh = [t for t in made if StorageWeakRef(t.untyped_storage()) not in before]
@@ -170,7 +178,7 @@ class _Recorder(TorchDispatchMode):
 
         A thread of the backend lets go of the tensors it sent a moment after the collective has ended.
         """
-        found, agreed = self.alive(), 0 if self.lent else _AGREED
+        found, agreed = self.alive(), 0 if self.real and self.sends else _AGREED
         while found > above and agreed < _AGREED:
             time.sleep(_MOMENT)
             before, found = found, self.alive()
@@ -178,11 +186,5 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def alive(self) -> int:
-        """Bytes of the storages made within the step that are still there, and of what workspaces have lent.
-
-        Buffers that a workspace keeps for the next who asks are not in use: on real ranks they stay from step to step.
-        """
-        spaces = tuple(WORKSPACES)
-        kept = set().union(*(space.storages for space in spaces))
-        made = sum(size for ref, size in self.sizes.items() if ref not in kept and not ref.expired())
-        return made + sum(space.held for space in spaces)
+        """Bytes of the storages made within the step that are still there, and of what workspaces have lent."""
+        return in_use(self.sizes)
