@@ -14,6 +14,7 @@ from dshard.ops.expand import Allowed, Expansion, Operand, Order, Row, expansion
 from dshard.ops.rule import Pending, Rule
 from dshard.placements import Partial, Replicate, Shard
 from dshard.redistribute import Plan, plan_alike
+from dshard.redistribute.plan import plan_within, standing
 from dshard.redistribute.space import Space, space_of
 from dshard.topology import Topology
 
@@ -101,13 +102,13 @@ def choose(
     queue = [(bound.seconds(price), i) for i, bound in enumerate(bounds)]
     heapify(queue)
     best: Strategy | None = None
-    best_key: tuple[float, ...] = ()
+    best_key: tuple[float, ...] = (price.of(found[queue[0][1]]).seconds,)
     while queue:
         least, i = heappop(queue)
-        if best is not None and _digits(least) > best_key[0]:
+        if _digits(least) > _digits(best_key[0]):
             break
         at_least = bounds[i].seconds(price)
-        if at_least > least or bounds[i].refine(price):
+        if at_least > least or bounds[i].refine(price, best_key[0] * (1 + 1e-8) - at_least):
             heappush(queue, (bounds[i].seconds(price), i))
             continue
         strategy = price.of(found[i])
@@ -157,11 +158,14 @@ class _Bound:
         """No price of the expansion is below, rounding apart."""
         return (self.fixed + sum([price.at_least(move) * move.times for move in self.moves])) * (1 - 1e-12)
 
-    def refine(self, price: _Price) -> bool:
-        """Price a move that nobody has priced; false where there is none."""
+    def refine(self, price: _Price, slack: float) -> bool:
+        """Price a move that nobody has priced, if it takes at most `slack` seconds more than its least; false if none.
+
+        Where it takes more, so does the expansion than one that is known, and it is not looked at again.
+        """
         for move in self.moves:
             if move[:3] not in price.plans:
-                price.plan(*move[:3])
+                price.within(move, price.at_least(move) + slack / move.times)
                 return True
         return False
 
@@ -239,6 +243,19 @@ class _Price:
             found = self.plans[key] = plan_alike(src, dst, operand.shape, operand.itemsize, self.topology)
             self.leasts[key] = found.seconds
         return found
+
+    def within(self, move: _Move, most: float) -> None:
+        """Price a move, or learn that it takes more than so many seconds; one of all moves that are alike."""
+        operand = self.operands[move.i]
+        key = (move.i, *standing(move.src, move.dst, self.topology))
+        known = self.plans.get(key)
+        if known is None and self.leasts.get(key, 0.0) < most:
+            known = plan_within(*key[1:], operand.shape, operand.itemsize, self.topology, most)
+        for each in (key, move[:3]):
+            if known is not None:
+                self.plans[each], self.leasts[each] = known, known.seconds
+            else:
+                self.leasts[each] = max(most, self.leasts.get(each, 0.0))
 
     def of(self, found: Expansion) -> Strategy:
         """The expansion as a strategy, with its price."""

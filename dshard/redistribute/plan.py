@@ -122,10 +122,21 @@ def plan_alike(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: 
 
     It is found faster than `plan`, where thousands are priced and few are run.
     """
+    return _plan(*standing(src, dst, topology), shape, itemsize, topology, True)
+
+
+def standing(src: Layout, dst: Layout, topology: Topology) -> tuple[Layout, Layout]:
+    """The redistribution that stands for all that are like this one but for the names of its mesh axes."""
     names = renaming(src, dst, topology)
-    if names is not None:
-        src, dst = renamed(src, names), renamed(dst, names)
-    return _plan(src, dst, shape, itemsize, topology, True)
+    return (src, dst) if names is None else (renamed(src, names), renamed(dst, names))
+
+
+def plan_within(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, most: float) -> Plan | None:
+    """The plan, or None if it takes more than `most` seconds, which is found sooner."""
+    if src == dst:
+        return Plan(src, dst, shape, (), 0.0)
+    found = _search(src, dst, shape, itemsize, topology, max(src.local_numel(shape), dst.local_numel(shape)), most)
+    return None if found is None else Plan(src, dst, shape, *found)
 
 
 @remembered("plans", 16384)
@@ -152,14 +163,17 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
 
 
 def _search(
-    src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, room: int | None
+    src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, room: int | None, most: float = inf
 ) -> tuple[tuple[Step, ...], float] | None:
-    """Best-first search over layouts, with a bound on what is still needed. Exchanges are priced in their turn."""
+    """Best-first search over layouts for a way of at most so many seconds, with a bound on what is still needed.
+
+    Exchanges are priced when it is their turn.
+    """
     space = space_of(dst.mesh, topology, shape, itemsize)
     first, last = space.state_of(src), space.state_of(dst)
     dims, begins = useful_dims(src, dst, shape), tuple(_pending(dst).items())
     targets = tuple({last: None, space.state_of(before_pending(src, dst)): None})
-    queue = _Queue(space, first, last)
+    queue = _Queue(space, first, last, most)
     settled: set[State] = set()
     while queue.entries and len(settled) < MAX_STATES:
         _, _, seconds, state, trail, exact = heapq.heappop(queue.entries)
@@ -202,9 +216,8 @@ def _steps(space: Space, end: State, trail: Trail | None) -> tuple[Step, ...]:
 class _Queue:
     """What a search has reached and not settled, by the least that the whole way takes."""
 
-    def __init__(self, space: Space, first: State, last: State) -> None:
-        self.space, self.last, self.found, self.ticket = space, last, inf, count(1)
-        self.rest: dict[State, float] = {}
+    def __init__(self, space: Space, first: State, last: State, most: float) -> None:
+        self.space, self.last, self.found, self.ticket = space, last, most, count(1)
         self.best: dict[State, float] = {first: 0.0}
         self.entries: list[tuple[float, int, float, State, Trail | None, bool]] = [(0.0, 0, 0.0, first, None, True)]
 
@@ -212,9 +225,7 @@ class _Queue:
         """Note a way to `there`, unless another was as short; what is not `exact` may yet take longer."""
         if total >= self.best.get(there, inf):
             return
-        rest = self.rest.get(there)
-        if rest is None:
-            rest = self.rest[there] = self.space.least(there, self.last)
+        rest = self.space.least(there, self.last)
         if total + rest <= self.found:
             if exact:
                 self.best[there] = total

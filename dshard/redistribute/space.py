@@ -50,11 +50,12 @@ class State:
     """A layout: the mesh axes that split each tensor dim, and what is pending on each mesh axis.
 
     `local` is the shape of the first rank's part, which begins at the origin and is the largest; `share` what of all
-    elements a rank holds on average; `split` the dim that a mesh axis splits; `wide` are the axes of more than one rank
-    that split each dim; `onward` and `straight` the steps that were asked for.
+    elements a rank holds on average, which each does if it is `even`; `split` the dim that a mesh axis splits; `wide`
+    the axes of more than one rank that split each dim. `onward` and `straight` are steps that were asked for, and
+    `rest` the least to come here.
     """
 
-    __slots__ = ("axes", "local", "numel", "onward", "pending", "share", "split", "straight", "wide")
+    __slots__ = ("axes", "even", "local", "numel", "onward", "pending", "rest", "share", "split", "straight", "wide")
 
     def __init__(self, axes: Axes, pending: Pending, shape: Shape, sizes: tuple[int, ...]) -> None:
         self.axes, self.pending = axes, pending
@@ -63,8 +64,10 @@ class State:
         parts = [prod([sizes[axis] for axis in split]) for split in axes]
         self.local = tuple([-(-size // n) for size, n in zip(shape, parts, strict=True)])
         self.numel, self.share = prod(self.local), 1 / prod(parts)
+        self.even = prod(shape) == prod([part * n for part, n in zip(self.local, parts, strict=True)]) > 0
         self.onward: dict[tuple[tuple[int, ...], Begins], tuple[Move, ...]] = {}
         self.straight: dict[State, Straight | None] = {}
+        self.rest: dict[State, float] = {}
 
 
 class Move(NamedTuple):
@@ -137,8 +140,12 @@ class Space:
         come in steps of their own, unless the parts lie nested. Of `t` terms, as in `lower_bound`, `t` - 1 receives
         bring them together at a rank that needs the sum, and each other rank that does receives it.
         """
-        if src is dst:
-            return 0.0
+        found = dst.rest.get(src)
+        if found is None:
+            found = dst.rest[src] = self._least(src, dst) if src is not dst else 0.0
+        return found
+
+    def _least(self, src: State, dst: State) -> float:
         terms, begins, ends = 1, 0, False
         for op, target, n in zip(src.pending, dst.pending, self.sizes, strict=True):
             if op is not target:
@@ -297,9 +304,10 @@ class Space:
             return Straight(self.seconds(Slice, (), 0, copied_of(Slice, n, state.numel, target.numel, 0)), True)
         n = prod([self.sizes[axis] for axis in axes])
         copies = copied_of(Exchange, n, state.numel, target.numel, int(state.axes[1:] != target.axes[1:]))
-        lacking = target.numel - prod(map(min, state.local, target.local))
-        peers = met(self.shape, state.local, target.local)
-        return Straight(self.seconds(Exchange, axes, lacking, copies, peers) * (1 - 1e-12), False)
+        lacking = target.numel - (0 if self._apart(state, target) else prod(map(min, state.local, target.local)))
+        seconds = self.seconds(Exchange, axes, lacking, copies, met(self.shape, state.local, target.local))
+        exact = state.even and target.even  # then one rank that holds nothing lacks most, or all lack as much
+        return Straight(seconds, True) if exact else Straight(seconds * (1 - 1e-12), False)
 
     def _reduce_exchange(self, state: State, target: State) -> Straight | None:
         ends = [axis for axis, (a, b) in enumerate(zip(state.pending, target.pending, strict=True)) if a != b]

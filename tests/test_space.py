@@ -1,0 +1,111 @@
+"""Layouts as searches see them: the same steps at the same prices, and bounds that no plan is below."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dshard.layout import Layout, Shape
+from dshard.mesh import Mesh
+from dshard.ops.expand import Operand
+from dshard.ops.matmul.rules import matmul_rule
+from dshard.ops.strategy import Wanted, choose, strategies
+from dshard.placements import REDUCE_OPS, Partial
+from dshard.redistribute import after, plan
+from dshard.redistribute.plan import plan_within, steps_straight, useful_dims
+from dshard.redistribute.price import step_seconds
+from dshard.redistribute.space import Space
+from dshard.redistribute.step import steps_from
+from dshard.testing import Redistribution, layouts, meshes, redistributions, shapes
+from dshard.topology import BYTES, FLAT_CPU, FLAT_CUDA, Measured, Topology
+
+CUBE, GRID = Mesh((2, 2, 2), ("x", "y", "z")), Mesh((2, 2), ("x", "y"))
+HOSTS = Topology.preset("dgx-h100", nodes=2, ranks=4)
+POINTS = ((1000.0, 1e-5), (100000.0, 5e-3))
+SLOW = FLAT_CUDA.with_measured([Measured(CUBE, ("z",), 1e-4, 1e8, points=POINTS), Measured(GRID, ("x",), 1e-3, 1e6)])
+TOPOLOGIES = st.sampled_from([FLAT_CPU, FLAT_CUDA, BYTES, HOSTS, SLOW])
+SMALL = redistributions(meshes(max_ranks=8), shapes(max_dims=3), pending=REDUCE_OPS)
+SHAPES = st.sampled_from([(8, 8), (5, 7), (1024, 512), (2, 1)])
+LAID = layouts(CUBE, 2, pending=("sum",))
+
+
+@given(SMALL, TOPOLOGIES)
+def test_steps_on_one_axis_are_those_of_layouts(case: Redistribution, topology: Topology) -> None:
+    src, dst, shape = case
+    space, dims = Space(src.mesh, topology, shape, 4), useful_dims(src, dst, shape)
+    begins = tuple((i, p.reduce_op) for i, p in enumerate(dst.placements) if isinstance(p, Partial))
+
+    found = space.onward(space.state_of(src), dims, begins)
+
+    steps = steps_from(src, dims, dict(begins))
+    assert [move.step or space.step_to(space.state_of(src), move.there) for move in found] == steps
+    assert [space.layout_of(move.there) for move in found] == [after(step, src) for step in steps]
+    assert [move.seconds for move in found] == [step_seconds(step, src, shape, 4, topology) for step in steps]
+
+
+@given(SMALL, TOPOLOGIES)
+def test_a_step_straight_to_the_end_is_that_of_layouts(case: Redistribution, topology: Topology) -> None:
+    src, dst, shape = case
+    space, steps = Space(src.mesh, topology, shape, 4), steps_straight(src, dst)
+    ends = space.state_of(src), space.state_of(dst)
+
+    found = space.straight(*ends)
+
+    assert (found is None) == (not steps)
+    if found is not None:
+        seconds = step_seconds(steps[0], src, shape, 4, topology)
+        assert found.seconds == pytest.approx(seconds) if found.exact else found.seconds <= seconds
+        assert space.exact(*ends) == seconds
+        assert space.step_to(*ends) == steps[0]
+
+
+@given(redistributions(meshes(max_ranks=8), shapes(max_dims=2)), TOPOLOGIES)
+def test_no_plan_takes_less_than_the_least(case: Redistribution, topology: Topology) -> None:
+    below_every_plan(*case, topology)
+
+
+@given(LAID, LAID, SHAPES, TOPOLOGIES)
+def test_no_plan_takes_less_than_the_least_where_axes_differ(
+    src: Layout, dst: Layout, shape: Shape, topology: Topology
+) -> None:
+    below_every_plan(src, dst, shape, topology)
+
+
+def below_every_plan(src: Layout, dst: Layout, shape: Shape, topology: Topology) -> None:
+    space = Space(src.mesh, topology, shape, 4)
+    found = plan(src, dst, shape, 4, topology, lean=False)
+
+    layout, rest = src, found.seconds
+    for step in found.steps:
+        assert space.least(space.state_of(layout), space.state_of(dst)) <= rest * (1 + 1e-9)
+        rest, layout = rest - step_seconds(step, layout, shape, 4, topology), after(step, layout)
+
+
+@given(LAID, LAID, SHAPES, TOPOLOGIES, st.floats(0.5, 2))
+def test_a_plan_is_found_within_its_seconds(
+    src: Layout, dst: Layout, shape: Shape, topology: Topology, times: float
+) -> None:
+    expected = plan(src, dst, shape, 4, topology)
+
+    found = plan_within(src, dst, shape, 4, topology, expected.seconds * times)
+
+    if abs(times - 1) > 1e-9 and expected.seconds:
+        assert (found is None) == (times < 1)
+    if found is not None:
+        assert found.seconds == pytest.approx(expected.seconds)
+
+
+@given(st.data(), TOPOLOGIES)
+def test_no_strategy_is_cheaper_than_the_chosen_one(data: st.DataObject, topology: Topology) -> None:
+    m, k, n = data.draw(st.sampled_from([(64, 128, 32), (5, 7, 3), (2048, 512, 1024)]))
+    rule, outputs = matmul_rule((m, k), (k, n)), (((m, n), 4),)
+    operands = [Operand(data.draw(layouts(GRID, 2)), shape, 4) for shape in ((m, k), (k, n))]
+    flags = st.tuples(st.booleans(), st.booleans())
+    result = data.draw(st.none() | layouts(GRID, 2, pending=()))
+    wanted = Wanted(result=result, gradients=data.draw(flags), kept=data.draw(flags))
+
+    chosen = choose(rule, operands, outputs, topology, wanted)
+
+    cheapest = min(s.seconds for s in strategies(rule, operands, outputs, topology, wanted))
+    assert chosen.seconds == pytest.approx(cheapest)
