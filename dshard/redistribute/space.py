@@ -158,7 +158,7 @@ class Space:
             held *= min(have, want)
             sources *= -(-want // have) if want > have > 0 else 1
         apart = not nested and self._apart(src, dst)
-        rounds = 0 if nested else max(1, (sources - 1 + apart).bit_length())
+        rounds = 0 if nested or not self.numel else max(1, (sources - 1 + apart).bit_length())
         lacking = float(dst.numel - (0 if apart else held))
         if terms > 1:
             rounds += (terms - 1).bit_length()
