@@ -44,9 +44,10 @@ def test_steps_on_one_axis_are_those_of_layouts(case: Redistribution, topology: 
     assert [move.seconds for move in found] == [step_seconds(step, src, shape, 4, topology) for step in steps]
 
 
-@given(SMALL, TOPOLOGIES)
-def test_a_step_straight_to_the_end_is_that_of_layouts(case: Redistribution, topology: Topology) -> None:
-    src, dst, shape = case
+@given(LAID, layouts(CUBE, 2, pending=()), SHAPES, TOPOLOGIES)
+def test_a_step_straight_to_the_end_is_that_of_layouts(
+    src: Layout, dst: Layout, shape: Shape, topology: Topology
+) -> None:
     space, steps = Space(src.mesh, topology, shape, 4), steps_straight(src, dst)
     ends = space.state_of(src), space.state_of(dst)
 

@@ -13,8 +13,9 @@ from itertools import permutations, product
 from math import prod
 from typing import TypeAlias
 
+from dshard.caches import remembered
 from dshard.errors import LayoutError
-from dshard.layout import DimOrder, Layout, Shape
+from dshard.layout import DimOrder, Layout, Shape, interned
 from dshard.mesh import Mesh
 from dshard.ops.rule import Dim, Pending, Rule, Term, factor_sizes
 from dshard.placements import Partial, Placement, Replicate, Shard, chunk
@@ -191,7 +192,13 @@ def _layout(mesh: Mesh, term: Term, order: Order, rest: list[Placement]) -> Layo
             placements[axis] = Shard(dim)
         if len(axes) > 1:
             orders.append((dim, axes))
-    return Layout(mesh, tuple(placements), tuple(orders))
+    return _laid(mesh, tuple(placements), tuple(orders))
+
+
+@remembered("expanded layouts", 16384)
+def _laid(mesh: Mesh, placements: tuple[Placement, ...], orders: tuple[DimOrder, ...]) -> Layout:
+    """One object for all expansions that come to this layout."""
+    return interned(Layout(mesh, placements, orders))
 
 
 def merges(dim: Dim, order: Order, sizes: dict[str, int], mesh: Mesh) -> bool:

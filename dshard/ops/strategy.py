@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from dshard.cost import work_seconds
-from dshard.layout import Layout, Shape
+from dshard.layout import Layout, Shape, interned
 from dshard.ops.expand import Allowed, Expansion, Operand, Order, Row, expansions, sizes_of
 from dshard.ops.rule import Pending, Rule
 from dshard.placements import Partial, Replicate, Shard
@@ -190,8 +190,10 @@ class _Price:
             for axis in range(self.mesh.ndim)
             if all(operand.layout.placements[axis] == Replicate() for operand in operands)
         )
+        self.back = [interned(operand.layout.cotangent()) for operand in operands]
         self.plans: dict[tuple[int, Layout, Layout], Plan] = {}
         self.leasts: dict[tuple[int, Layout, Layout], float] = {}
+        self.end_leasts: dict[tuple[Layout, tuple[Layout, ...]], float] = {}
         self.known_ends: dict[tuple[int, Layout], tuple[Layout, ...]] = {}
 
     # -- the least that an expansion takes
@@ -203,7 +205,7 @@ class _Price:
         for i, (operand, layout) in enumerate(zip(self.operands, found.inputs, strict=True)):
             moves.append(_Move(i, operand.layout, layout, 1 + self.moved_again(i)))
             if gradients and gradients[i]:
-                moves.append(_Move(i, found.gradients[i], operand.layout.cotangent(), 1))
+                moves.append(_Move(i, found.gradients[i], self.back[i], 1))
         fixed = self.compute(found) * (1 + sum(gradients)) + self.end_at_least(found)
         return _Bound(fixed, [move for move in moves if move.src != move.dst])
 
@@ -220,11 +222,15 @@ class _Price:
         if not self.rule.loops:
             return 0.0
         layout, (shape, itemsize) = found.outputs[0], self.outputs[0]
-        space, back = space_of(self.mesh, self.topology, shape, itemsize), any(self.wanted.gradients)
-        return min(
-            _least(space, layout, end) + (_least(space, end.cotangent(), layout.cotangent()) if back else 0.0)
-            for end in self.ends(0, found, layout, shape)
-        )
+        ends = self.ends(0, found, layout, shape)
+        known = self.end_leasts.get((layout, ends))
+        if known is None:
+            space, back = space_of(self.mesh, self.topology, shape, itemsize), any(self.wanted.gradients)
+            known = self.end_leasts[layout, ends] = min(
+                _least(space, layout, end) + (_least(space, end.cotangent(), layout.cotangent()) if back else 0.0)
+                for end in ends
+            )
+        return known
 
     def moved_again(self, i: int) -> bool:
         """Whether operand `i` is moved once more for the gradient of another."""
@@ -267,7 +273,7 @@ class _Price:
             backward += move.seconds * self.moved_again(i)
         for i, needed in enumerate(wanted.gradients):
             if needed:
-                backward += self.plan(i, found.gradients[i], self.operands[i].layout.cotangent()).seconds
+                backward += self.plan(i, found.gradients[i], self.back[i]).seconds
         ends = tuple(
             self.end(i, found, layout, shape, itemsize)
             for i, ((shape, itemsize), layout) in enumerate(zip(self.outputs, found.outputs, strict=True))
