@@ -32,7 +32,7 @@ class ToLocal(torch.autograd.Function):
     def forward(ctx: Any, x: Any, grad_spec: Spec) -> Tensor:
         local: Tensor = x._local
         ctx.cls, ctx.spec = type(x), grad_spec
-        ctx.leaf, ctx.stride = x.is_leaf, local.stride()
+        ctx.leaf, ctx.stride = x.is_leaf and not grad_spec.pending, local.stride()
         return local.detach()
 
     @staticmethod
