@@ -144,17 +144,17 @@ class Complete(torch.autograd.Function):
     """A local tensor under another layout; backward: so is its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, cls: Any, move: Move) -> Tensor:
+    def forward(ctx: Any, local: Tensor, cls: Any, move: Move, op: str | None) -> Tensor:
         ctx.cls, ctx.move = cls, move
-        moved = move(local)
+        moved = observed(_decision(move.source, move, op), move, (local,)) if OBSERVERS else move(local)
         return moved.detach() if moved is local else moved
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         move: Move = ctx.move
-        if move.grad is move.back:
-            return grad, None, None
-        return _moved_back(ctx.cls, move_of(move.spec.with_layout(move.grad), move.back), grad), None, None
+        if move.grad is not move.back:
+            grad = _moved_back(ctx.cls, move_of(move.spec.with_layout(move.grad), move.back), grad)
+        return grad, None, None, None
 
 
 def _moved_back(cls: Any, move: Move, grad: Tensor) -> Tensor:
@@ -271,8 +271,8 @@ def redistribute(x: Any, layout: Layout, op: str | None = None, *, later: bool =
         if torch.is_grad_enabled() and x.requires_grad:
             if not later and lively(x) is not None:
                 move = move_of(x._spec, layout)
-                if not (move.gathers or OBSERVERS):
-                    return made(type(x), _complete(x._live.at_home(), type(x), move), move.spec, move.grad)
+                if not move.gathers:
+                    return made(type(x), _complete(x._live.at_home(), type(x), move, op), move.spec, move.grad)
             return Redistribute.apply(x, layout, op, later)  # type: ignore[no-untyped-call]
         return _moved(x, move_of(x._spec, layout), op, later)
 

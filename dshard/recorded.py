@@ -47,15 +47,20 @@ def recorded(
         return None
     taken = [id(x) for x in (*seen[0][2], *seen[0][3].values()) if isinstance(x, Tensor)]
     in_order = taken == [id(x) for _, x in _given(cls, args, kwargs)]
+    found: Any = None
     if isinstance(seen[0][0], Product):
-        return None if len(seen) > 1 or kwargs or not in_order else _product(cls, seen[0][0], args, out)
-    if any(isinstance(run, Product) or not _is_local(run) for run, *_ in seen):
+        found = None if len(seen) > 1 or kwargs or not in_order else _product(cls, seen[0][0], args, out)
+    elif any(isinstance(run, Product) or not _is_local(run) for run, *_ in seen):
         return None
-    if out._is_view():
+    elif out._is_view():
         return None if by_kind else _view(cls, func, args, kwargs, out, seen)
-    if len(seen) == 1 and in_order and seen[0][0].op.kernel is None and is_itself(func, args, kwargs, seen[0], cls):
-        return _itself(cls, func, args, kwargs, out, seen[0][0])
-    return None if by_kind else _program(cls, args, kwargs, out, seen)
+    elif len(seen) == 1 and in_order and seen[0][0].op.kernel is None and is_itself(func, args, kwargs, seen[0], cls):
+        found = _itself(cls, func, args, kwargs, out, seen[0][0])
+    elif not by_kind:
+        found = _program(cls, args, kwargs, out, seen)
+    if found is not None:
+        found.decisions = [run.decision for run, *_ in reversed(seen)]  # for whoever wants to see them, outermost last
+    return found  # type: ignore[no-any-return]
 
 
 def is_elsewhere(x: Any) -> bool:

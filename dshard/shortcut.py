@@ -10,6 +10,7 @@ recorded is in `dshard.recorded`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +20,7 @@ from torch.autograd import forward_ad
 
 from dshard.dispatch import SEEN, Run, Seen
 from dshard.ops.matmul.asked import nothing_asked
-from dshard.ops.observe import OBSERVERS
+from dshard.ops.observe import OBSERVERS, observed
 from dshard.ops.settings import current
 from dshard.product import Product
 from dshard.recorded import Args, Kwargs, Shortcut, is_elsewhere, is_itself, recorded
@@ -44,7 +45,7 @@ _BY_KIND: set[Any] = set()
 
 def call(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through) -> Any:
     """`func` on distributed tensors of class `cls`: by a shortcut if there is one, else by `through`."""
-    if func in _NEVER or _is_compiling() or _is_watched():
+    if func in _NEVER or _is_compiling() or _is_special():
         return through(cls, func, args, kwargs)
     with _door_closed():
         key = _key(cls, func, args, kwargs)
@@ -53,17 +54,27 @@ def call(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through) -> A
             found = shortcuts.get(key)
             if found:
                 shortcuts.hits += 1
-                return found(args, kwargs)
+                return _watched(found, args, kwargs) if OBSERVERS else found(args, kwargs)
     if key is None or found is not None:
         return through(cls, func, args, kwargs)
     return _learn(cls, func, args, kwargs, through, key)
+
+
+def _watched(found: Shortcut, args: Args, kwargs: Kwargs) -> Any:
+    """The same for somebody who wants to see the operators."""
+    run: Callable[..., Any] = found
+    given: tuple[Any, ...] = (args, kwargs)
+    for decision in getattr(found, "decisions", ()):
+        run, given = partial(observed, decision(), run), (given,)
+    return run(*given)
 
 
 def _key(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
     """What tells calls apart; None where something among the arguments is not looked up.
 
     An operand that is recorded is followed by whether it is a leaf. Nor is looked up what is recorded while somebody
-    wants to see the tensors that are saved, who is shown distributed ones.
+    wants to see the tensors that are saved, who is shown distributed ones; nor what is not, while somebody wants to see
+    the operators.
     """
     recording, by_kind, recorded = _recording(), func in _BY_KIND, False
     parts: list[Any] = [func]
@@ -93,14 +104,14 @@ def _key(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | N
             parts += (name, kind, arg)
         else:
             return None
-    if _packing(True) is not None if recorded else func in _VIEWS:
+    if _packing(True) is not None if recorded else OBSERVERS or func in _VIEWS:
         return None
     return tuple(parts)
 
 
-def _is_watched() -> bool:
-    """Whether somebody wants to see the operators, or something is asked of products."""
-    if OBSERVERS or _modes() or _autocast() or not nothing_asked():
+def _is_special() -> bool:
+    """Whether operators are intercepted or cast, or something is asked of products."""
+    if _modes() or _autocast() or not nothing_asked():
         return True
     return forward_ad._current_level >= 0
 
@@ -119,7 +130,10 @@ def _learn(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through, ke
     elif _recording() and any(type(arg) is cls and arg.requires_grad for arg in (*args, *kwargs.values())):
         with _door_closed():
             found = recorded(cls, func, args, kwargs, out, seen, by_kind=func in _BY_KIND)
-        current().shortcuts.add(key, found or False)
+            current().shortcuts.add(key, found or False)
+            if found is not None:  # the graph is the same, whether a rank has met such a call before or not
+                del seen[:], out
+                return found(args, kwargs)
     else:
         current().shortcuts.add(key, _shortcut(cls, func, args, kwargs, out, seen) or False)
     return out
