@@ -16,9 +16,10 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 import dshard
-from dshard import DeviceMesh, Replicate, Shard, distribute_tensor
+from dshard import DeviceMesh, Replicate, Shard, distribute_tensor, use_topology
 from dshard.comm import listen
 from dshard.testing import RankPool
+from dshard.topology import BYTES
 
 WHOLE, SPLIT, FIRST, LAST = (
     [Replicate(), Replicate()],
@@ -191,9 +192,7 @@ def wrong() -> list[str]:
         for program in PROGRAMS:
             expected = outcome(program, [v.clone().requires_grad_() for v in values()])
             for turn in range(2):
-                leaves = [
-                    distribute_tensor(v, mesh(), p).requires_grad_() for v, p in zip(values(), layouts, strict=True)
-                ]
+                leaves = placed(layouts)
                 for i, (mine, right) in enumerate(zip(outcome(program, leaves), expected, strict=True)):
                     alike = mine is right if mine is None or right is None else torch.allclose(mine, right, atol=1e-9)
                     found += [] if alike else [f"{program.__name__} {name} {turn}: {i}"]
@@ -236,14 +235,13 @@ def test_a_chain_crosses_once_whether_met_before_or_not(ranks: RankPool) -> None
 def sent() -> list[list[tuple[str, str, int]]]:
     """What a step sends at first, again, and while it is traced."""
     found: list[list[tuple[str, str, int]]] = []
+    dshard.clear_caches()
     for watch in (nullcontext, nullcontext, dshard.trace):
         heard: list[Any] = []
         for program in (mlp, attention):
-            leaves = [
-                distribute_tensor(v, mesh(), p).requires_grad_()
-                for v, p in zip(values(), LAYOUTS["megatron"], strict=True)
-            ]
-            with watch(), listen(heard.append):
+            leaves = placed(LAYOUTS["megatron"])
+            leaves[0] = leaves[0].detach()  # of whom a pending gradient would be reduced after a norm, or never
+            with use_topology(BYTES), watch(), listen(heard.append):
                 outcome(program, leaves)
         found.append([(event.collective, event.axis, event.nbytes) for event in heard])
     return found
