@@ -114,6 +114,32 @@ def test_m1_m4_a_megatron_layer_reduces_twice_each_way(ranks: int) -> None:
         assert sum(m.nbytes for m in moves) == 4 * (ranks - 1) * tensor // ranks
 
 
+class Fused(nn.Module):
+    """Attention whose queries, keys and values are one product, cut in three."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(hidden), nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (y.unflatten(-1, (8, -1)).transpose(1, 2) for y in (q, k, v))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_m1_a_fused_projection_cut_in_three_exchanges_no_more_than_a_rank_lacks_of_its_heads() -> None:
+    """Of 12 blocks of h / 4 columns a rank holds 3 in a row and wants each fourth, of which it has one."""
+    model, tensor = nn.Sequential(nn.Linear(8, 64), *(Fused(64) for _ in range(3))), BATCH * TOKENS * 64 * 4
+    plan = plan_model(model, Mesh((4,), ("tp",)), "megatron", torch.empty(BATCH, TOKENS, 8, device="meta"))
+
+    for direction in ("forward", "backward"):
+        moves = [m for m in plan.cost.moves if m.module.startswith("2") and m.direction == direction]
+        assert {m.collective: (m.count, m.nbytes) for m in moves} == {
+            "all_reduce": (1, 2 * 3 * tensor // 4),
+            "all_to_all": (1, 2 * tensor // 4),
+        }
+
+
 def test_m5_sequence_parallelism_sends_the_same_and_holds_less() -> None:
     whole_sequence, split = (planned(name, Mesh((4,), ("tp",))) for name in ("megatron", "megatron-sp"))
 

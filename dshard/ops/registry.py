@@ -26,6 +26,7 @@ from dshard.ops import (
     random,
     reductions,
     shift,
+    split,
     spread,
     turn,
     views,
@@ -208,6 +209,8 @@ def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | 
     if func in shift.SHIFTS:
         moves, run = shift.SHIFTS[func]
         return lambda args: run if moves(args) else None
+    if func in split.SPLITS:
+        return lambda args: split.pieces if split.pays(args) else None
     if func in indexing.MASKED:
         return lambda args: indexing.MASKED[func] if indexing.has_mask(args) else None
     if func in nn.MEANS:
@@ -232,7 +235,9 @@ def path_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     facts = known(func)
     instead = None if facts.instead is None else facts.instead(args)
     if instead is not None:
-        ruled = instead in RULED or any(func in table for table in (blocks.BLOCKS, shift.SHIFTS, turn.TURNED))
+        ruled = instead in RULED or any(
+            func in table for table in (blocks.BLOCKS, shift.SHIFTS, split.SPLITS, turn.TURNED)
+        )
         return "rule" if ruled else "decomposition"
     if facts.op is not None:
         return "rule"

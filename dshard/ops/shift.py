@@ -292,7 +292,8 @@ def _inferred(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 # -- when
 
 
-def _is_split(x: Any, *dims: int) -> bool:
+def cuts_split(x: Any, *dims: int) -> bool:
+    """Whether some of these dims are split over ranks, of a tensor that has elements."""
     spec: Spec | None = getattr(x, "_spec", None)
     if spec is None or not spec.layout.sharded_dims() or 0 in spec.shape:
         return False
@@ -305,7 +306,7 @@ def _is_split(x: Any, *dims: int) -> bool:
 def _cuts(args: tuple[Any, ...]) -> bool:
     """Whether a slice takes a part of a split dim, and of it something."""
     dim, start, end, step = _slice_arguments(*args[1:])
-    if not _is_split(args[0], dim):
+    if not cuts_split(args[0], dim):
         return False
     n = args[0].shape[dim]
     return step > 0 and 0 < len(range(*slice(start, end, step).indices(n))) < n
@@ -313,7 +314,7 @@ def _cuts(args: tuple[Any, ...]) -> bool:
 
 def _fills(args: tuple[Any, ...]) -> bool:
     grad, sizes, dim, _, _, step = args
-    return step == 1 and _is_split(grad, dim) and grad.shape[dim] != sizes[dim]
+    return step == 1 and cuts_split(grad, dim) and grad.shape[dim] != sizes[dim]
 
 
 def _replaces(args: tuple[Any, ...]) -> bool:
@@ -322,7 +323,7 @@ def _replaces(args: tuple[Any, ...]) -> bool:
     return (
         step == 1
         and hasattr(part, "_spec")
-        and _is_split(x, dim)
+        and cuts_split(x, dim)
         and part.dim() == x.dim()
         and part.dtype == x.dtype
         and 0 < part.shape[dim] == len(range(*slice(start, end).indices(x.shape[dim])))
@@ -336,7 +337,7 @@ def _pads(args: tuple[Any, ...]) -> bool:
         return False
     changed = {x.dim() - 1 - i: pads[2 * i : 2 * i + 2] for i in range(len(pads) // 2) if any(pads[2 * i : 2 * i + 2])}
     stays = all(max(0, -low) + max(0, -high) < x.shape[dim] for dim, (low, high) in changed.items())
-    return stays and _is_split(x, *changed)
+    return stays and cuts_split(x, *changed)
 
 
 def _repeats(args: tuple[Any, ...]) -> bool:
@@ -344,7 +345,7 @@ def _repeats(args: tuple[Any, ...]) -> bool:
     x, times = args
     new = len(times) - x.dim()
     more = [dim for dim in range(x.dim()) if new >= 0 and times[new + dim] > 1]
-    return bool(more) and _is_split(x, *more) and min(times) > 0 and all(_few(x, d, times[new + d]) for d in more)
+    return bool(more) and cuts_split(x, *more) and min(times) > 0 and all(_few(x, d, times[new + d]) for d in more)
 
 
 def _few(x: Any, dim: int, times: int) -> bool:
@@ -354,18 +355,18 @@ def _few(x: Any, dim: int, times: int) -> bool:
 
 
 def _turns(args: tuple[Any, ...]) -> bool:
-    return _is_split(args[0], *args[1])
+    return cuts_split(args[0], *args[1])
 
 
 def _rolls(args: tuple[Any, ...]) -> bool:
-    return len(args) == 3 and len(args[1]) == len(args[2]) > 0 and _is_split(args[0], *args[2])
+    return len(args) == 3 and len(args[1]) == len(args[2]) > 0 and cuts_split(args[0], *args[2])
 
 
 def _joins(args: tuple[Any, ...]) -> bool:
     tensors, dim = args[0], args[1] if len(args) > 1 else 0
     if not all(hasattr(t, "_spec") for t in tensors):
         return False
-    return _is_split(max(tensors, key=lambda t: t.numel()), dim)
+    return cuts_split(max(tensors, key=lambda t: t.numel()), dim)
 
 
 _ATEN = torch.ops.aten
