@@ -9,13 +9,22 @@ import pytest
 
 from dshard.errors import ShapeError
 from dshard.simulate import Model, Setup, form_of, simulate_step
+from dshard.simulate.block import Costs
+from dshard.simulate.step import parts_of
 from dshard.topology import Topology
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.papers import memory
+from benchmarks.papers.curves import exponent
+from benchmarks.papers.layers import layers
 from benchmarks.papers.scaling import (
+    LAYERS,
     TABLES,
+    TOKENS,
+    ByStep,
+    Machine,
+    Row,
     fit,
     misfit,
     most_with_ties,
@@ -105,3 +114,33 @@ def test_d5_blocks_hold_larger_batches_and_models_by_the_published_order() -> No
 
     assert batches["optimus"] / batches["megatron"] == pytest.approx(5.3, rel=0.5)
     assert parameters["optimus"] / parameters["megatron"] == pytest.approx(9.55, rel=0.1)
+
+
+def test_layers_of_atp_s_table_2_have_its_parameters_and_operations() -> None:
+    found = layers()
+
+    assert [row.model for row in found] == ["M1", "M2", "M3", "M4"]
+    assert all(abs(error) < 1e-9 for row in found for error in row.errors)
+
+
+@pytest.mark.parametrize(("form", "power"), [("megatron", 3.0), ("optimus", 1.5)])
+def test_s10_exponents_fitted_over_all_numbers_of_ranks(form: str, power: float) -> None:
+    """Claim S10, with gathers or pipelined broadcasts: the logarithm of Optimus is that of its trees."""
+    assert exponent(form, [64, 256, 1024, 4096]) == pytest.approx(power, abs=0.15)
+
+
+def test_panels_of_a_deep_mesh_travel_as_those_of_a_plane_do() -> None:
+    """A gradient summed over depth and rows has two steps: only the one over the rows is one of panels."""
+    row = Row("tesseract", (2, 2, 2), 16, 256, 4, 1.0, 1.0, "")
+    model = Model(LAYERS, row.hidden, row.heads, TOKENS, fused=False)
+    topology = Machine(5e12, 8e9, 8e9).topology(row.gpus)
+    whole, split = (
+        [e for e in parts_of(kind(model, row.setup(), topology, "float32", 4, exact=False), row.batch).backward]
+        for kind in (Costs, ByStep)
+    )
+    panels = [sum(e.seconds for e in events if e.axes and set(e.axes) <= {"r", "c"}) for events in (whole, split)]
+
+    assert sum(e.seconds for e in split) == pytest.approx(sum(e.seconds for e in whole))
+    assert any(set(e.axes) > {"d"} for e in whole)
+    assert not any(set(e.axes) > {"d"} for e in split)
+    assert panels[0] < panels[1]

@@ -154,6 +154,8 @@ class ByStep(Costs):
     ) -> list[Event]:
         """A redistribution, collective by collective."""
         found = self.plan(src, dst, shape)
+        if len(found.steps) < 2:
+            return Costs.moved(self, name, phase, src, dst, shape, waits=waits)
         steps = zip(found.steps, found.layouts(), strict=True)
         return [
             Event(
