@@ -42,7 +42,7 @@ def devices(draw: DrawFn) -> Device:
     dtypes = draw(st.lists(st.sampled_from(["float64", "float32", "bfloat16", "float8"]), min_size=1, unique=True))
     memory = draw(RATES | st.just(float("inf")))
     rates = tuple((dtype, draw(RATES)) for dtype in dtypes)
-    return Device(draw(NAMES), rates, memory, draw(LATENCIES), draw(LATENCIES))
+    return Device(draw(NAMES), rates, memory, draw(LATENCIES), draw(LATENCIES), draw(LATENCIES))
 
 
 @st.composite

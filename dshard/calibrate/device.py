@@ -33,20 +33,22 @@ def measure_device(clock: Clock) -> Device:
         seconds = _each(clock, lambda a=a: a @ a)  # type: ignore[misc]
         rates.append((str(dtype).removeprefix("torch."), 2 * side**3 / _beyond(seconds, launch)))
     memory = 2 * copied / _beyond(copy, launch)
-    return Device(name_of(device), tuple(rates), memory, launch, measure_dispatch(clock))
+    return Device(name_of(device), tuple(rates), memory, launch, *measure_dispatch(clock))
 
 
-def measure_dispatch(clock: Clock) -> float:
-    """Seconds of one distributed operator on so little that its bytes and operations take no time.
+def measure_dispatch(clock: Clock) -> tuple[float, float]:
+    """Seconds of one distributed operator on so little that its bytes and operations take no time, and of one in place.
 
-    The mean of a training step of a small program, forward, backward and optimiser, on tensors that every rank has
-    whole, so that nothing is sent. 0 on an accelerator, which is given its work ahead of time.
+    The means over a small program on tensors that every rank has whole, so that nothing is sent: over its forward and
+    backward pass, and over the rest of its optimiser. 0 on an accelerator, which is given its work ahead of time.
     """
     if clock.device.type != "cpu":
-        return 0.0
-    step = program_on(clock.mesh).step
-    step()
-    return _each(clock, step) / operators_of(step)
+        return 0.0, 0.0
+    program = program_on(clock.mesh)
+    program.step()
+    passes, update = operators_of(program.passes), operators_of(program.update)
+    dispatch = _each(clock, program.passes) / (passes.making + passes.writing)
+    return dispatch, max(0.0, _each(clock, program.update) - update.making * dispatch) / update.writing
 
 
 def name_of(device: torch.device) -> str:

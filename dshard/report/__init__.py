@@ -341,7 +341,11 @@ def measured_table(topology: Topology) -> Group:
     rates = ", ".join(f"{name} {rate / 1e9:,.0f} Gflop/s" for name, rate in device.flops)
     memory = f"memory {device.memory_bandwidth / 1e9:.1f} GB/s"
     host = f"launch {device.launch * 1e6:.1f} us"
-    host += f", distributed operator {device.dispatch * 1e6:.0f} us" if device.dispatch else ""
+    host += (
+        f", distributed operator {device.dispatch * 1e6:.0f} us ({device.in_place * 1e6:.0f} in place)"
+        if device.dispatch
+        else ""
+    )
     return Group(title, table, Text(f"{device.name}: {rates}, {memory}, {host}"))
 
 

@@ -54,8 +54,10 @@ class Costs:
 
     def hosted(self, phase: Phase) -> list[Event]:
         """What the host takes for the operators of a block, where the topology knows that of one."""
-        count = dict(zip(PHASES, operators_of_phases(), strict=True))[phase] if self.topology.dispatch else 0
-        return [Event("host", phase, "compute", count * self.topology.dispatch)] if count else []
+        if not (self.topology.dispatch or self.topology.in_place):
+            return []
+        operators = dict(zip(PHASES, operators_of_phases(), strict=True))[phase]
+        return [Event("host", phase, "compute", operators.seconds(self.topology))]
 
     def worked(self, name: str, phase: Phase, flops: float, nbytes: float) -> Event:
         """Local work."""

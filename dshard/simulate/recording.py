@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from dshard.calibrate.program import writes
 from dshard.comm import Event as Sent
 from dshard.comm import listen
 from dshard.comm.workspace import in_use
@@ -160,7 +161,8 @@ class _Recorder(TorchDispatchMode):
     @contextmanager
     def dispatched(self, decision: Decision) -> Iterator[None]:
         """A distributed operator, before what it does."""
-        seconds = (self.topology or decision.topology).dispatch
+        topology = self.topology or decision.topology
+        seconds = topology.in_place if writes(decision.op) else topology.dispatch
         if seconds:
             self.events.append(Event(decision.op, "step", "compute", seconds))
         yield

@@ -38,6 +38,7 @@ def dumps(
             "memory_bandwidth": None if device.memory_bandwidth == inf else device.memory_bandwidth,
             "launch": device.launch,
             "dispatch": device.dispatch,
+            "in_place": device.in_place,
         },
         "measured": [_measured_data(found) for found in measured],
     }
@@ -115,7 +116,7 @@ def _layer(path: str, value: object) -> Layer:
 
 
 def _device(path: str, value: object) -> Device:
-    fields = _fields(path, value, ("name", "flops", "memory_bandwidth", "launch"), ("dispatch",))
+    fields = _fields(path, value, ("name", "flops", "memory_bandwidth", "launch"), ("dispatch", "in_place"))
     rates = fields["flops"]
     if not isinstance(rates, dict):
         raise TopologyError(f"{path}.flops: {rates!r} is no object of dtypes and rates")

@@ -84,6 +84,11 @@ class Topology:
         """Seconds that one operator of a distributed program takes beyond its bytes and operations; 0: not known."""
         return self.device.dispatch
 
+    @property
+    def in_place(self) -> float:
+        """The same of one that writes to its operand."""
+        return self.device.in_place
+
     def link(self, mesh: Mesh, axes: Iterable[str], collective: Collective | None = None) -> Link:
         """What one rank sees of the network in a collective along `axes`, all groups of these axes active at once.
 
@@ -272,6 +277,6 @@ def _bytes_only(topology: Topology) -> Topology:
     return replace(
         topology,
         layers=tuple(replace(layer, latency=0.0) for layer in topology.layers),
-        device=replace(topology.device, memory_bandwidth=inf, launch=0.0, dispatch=0.0),
+        device=replace(topology.device, memory_bandwidth=inf, launch=0.0, dispatch=0.0, in_place=0.0),
         measured=tuple(replace(found, latency=0.0, points=()) for found in topology.measured),
     )

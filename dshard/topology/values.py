@@ -123,6 +123,7 @@ class Device:
         launch: Seconds to start one local operation.
         dispatch: Seconds that one operator of a distributed program takes beyond its bytes and operations, launches
             included; 0 where that is not known, or the host runs ahead of the device.
+        in_place: The same of one that writes to its operand, as those of an optimiser.
 
     Raises:
         TopologyError: a value that no device has, with the field's name.
@@ -133,6 +134,7 @@ class Device:
     memory_bandwidth: float
     launch: float
     dispatch: float = 0.0
+    in_place: float = 0.0
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -145,6 +147,7 @@ class Device:
         check_number("memory_bandwidth", self.memory_bandwidth, infinite=True)
         check_number("launch", self.launch, zero=True)
         check_number("dispatch", self.dispatch, zero=True)
+        check_number("in_place", self.in_place, zero=True)
 
 
 @dataclass(frozen=True, slots=True)
