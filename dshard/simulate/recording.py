@@ -108,7 +108,8 @@ _MOMENT, _AGREED = 2e-3, 5
 class _Recorder(TorchDispatchMode):
     """Sees every local operator: distributed ones come apart below it.
 
-    Where a step has data, its tensors without data are questions about shapes, which nothing is kept of.
+    Where a step has data, its tensors without data are questions about shapes, which nothing is kept of. Numbers on the
+    host, such as the count of steps that Adam keeps, are no data.
     """
 
     def __init__(self, topology: Topology | None) -> None:
@@ -127,7 +128,7 @@ class _Recorder(TorchDispatchMode):
         before = {StorageWeakRef(tensor.untyped_storage()) for tensor in given}
         out = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if not self.real and any(not tensor.is_meta for tensor in made):
+        if not self.real and any(not tensor.is_meta and tensor.dim() for tensor in made):
             self.real, self.most = True, 0
             self.sizes.clear()
             self.events = [event for event in self.events if event.queue != "compute"]
