@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -484,6 +485,43 @@ def test_a_forward_pass_that_looks_at_values() -> None:
 
     with pytest.raises(LayoutError, match="Looks depends on the values of its tensors"):
         plan_model(Looks(), Mesh((2,), ("tp",)), "data", torch.ones(2, 2))
+
+
+# -- what is sent
+
+
+def sent_on_ranks(strategy: str) -> Counter[tuple[str, str, int]]:
+    """The collectives of a step on this rank: their kinds, mesh axes and bytes."""
+    mesh, x = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), images().float()
+    model = parallelize(build_demo(0), mesh, strategy, x)
+
+    def step() -> None:
+        out = model(x)
+        torch.autograd.backward([out], [torch.ones_like(out)])
+        model.zero_grad()
+
+    step()
+    with trace() as sent:
+        step()
+    return totals((event.collective, event.axis, 1, event.nbytes) for event in sent.events)
+
+
+def totals(moves: Iterable[tuple[str, str, int, int]]) -> Counter[tuple[str, str, int]]:
+    found: Counter[tuple[str, str, int]] = Counter()
+    for collective, axis, count, nbytes in moves:
+        found[collective, axis, 0] += count
+        found[collective, axis, 1] += nbytes
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["data", "fsdp", "megatron", "megatron-sp", "optimus", "atp"])
+def test_planned_collectives_are_those_that_ranks_run(ranks: RankPool, strategy: str) -> None:
+    moves = demo_plan(strategy, Mesh((2, 2), ("a", "b"))).cost.moves
+
+    planned = totals((move.collective, move.axis, move.count, move.nbytes) for move in moves)
+
+    assert planned == ranks.run(sent_on_ranks, strategy)[0]
 
 
 # -- memory
