@@ -9,6 +9,7 @@ started again. A call that raises on some rank is an error. In-place forms and r
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import warnings
@@ -160,6 +161,7 @@ def main() -> None:
     parser.add_argument("--state", required=True, help="keep results here, and go on from them")
     options = parser.parse_args()
     kept = Kept(options.state, dict(kept_in(options.state)))
+    os.environ["PYTHONHASHSEED"] = "0"  # some of torch's samples come out of sets, and all ranks want the same
     with RankPool(4) as pool:
         for op in operators(options.ops):
             name = name_of(op)

@@ -21,10 +21,10 @@ from dshard.ops.matmul.rules import linear_rule, matmul_rule
 from dshard.ops.rule import Rule, parse_rule
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.ops.strategy import Strategy, Wanted, choose, completed, strategies
-from dshard.placements import Replicate, chunk
+from dshard.placements import Replicate, Shard, chunk
 from dshard.testing import distribute, meshes, simulated, whole
 from dshard.testing.rows import every_strategy
-from dshard.topology import FLAT_CPU
+from dshard.topology import BYTES, FLAT_CPU
 
 LINE = Mesh((4,), ("tp",))
 GRID = Mesh((2, 2), ("dp", "tp"))
@@ -220,3 +220,12 @@ def call_of(values: list[torch.Tensor], out: torch.Tensor, mesh: Mesh) -> Call:
 def spec(x: torch.Tensor, layout: Layout) -> Spec:
     shape = tuple(x.shape)
     return spec_of(layout, shape, contiguous_stride(shape), x.dtype, x.device)
+
+
+def test_where_nothing_costs_anything_a_choice_ends() -> None:
+    mesh = Mesh((2, 2, 2), ("x", "y", "z"))
+    rule = parse_rule("m n -> m n", [(0, 0)])
+
+    found = choose(rule, [Operand(Layout(mesh, (Shard(0),) * 3), (0, 0), 8)], [((0, 0), 8)], BYTES)
+
+    assert found.seconds == 0

@@ -165,7 +165,10 @@ class _Bound:
         """
         for move in self.moves:
             if move[:3] not in price.plans:
-                price.within(move, price.at_least(move) + slack / move.times)
+                before = price.at_least(move)
+                price.within(move, before + slack / move.times)
+                if price.at_least(move) <= before:  # no slack, or too little to tell
+                    price.plan(*move[:3])
                 return True
         return False
 
