@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.autograd import Live, live, lively, made
-from dshard.comm import LocalTensor, runtime_of
+from dshard.comm import LocalTensor
 from dshard.dispatch import Run, Seen
 from dshard.layout import Layout, interned
 from dshard.ops.moving import coordinate_of
@@ -64,8 +64,8 @@ def recorded(
 
 
 def is_elsewhere(x: Any) -> bool:
-    """Whether the ranks are simulated, or there are none."""
-    return type(x._local) is LocalTensor or x._local.is_meta or runtime_of(x._spec.layout.mesh) is None
+    """Whether the ranks are simulated."""
+    return type(x._local) is LocalTensor
 
 
 def _is_local(run: Run) -> bool:

@@ -606,7 +606,7 @@ def test_planned_memory_is_what_a_step_without_data_holds(strategy: str) -> None
             def forward() -> None:
                 kept.append(model(x))
 
-            step()
+            record(step, warm=True)
             model.zero_grad()
             stepped = record(step, warm=True)
             model.zero_grad()

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.mesh import Mesh
 from dshard.ops.observe import Decision, observing
@@ -128,9 +130,18 @@ def operators_of(step: Callable[[], object]) -> Operators:
         found[writes(decision.op)] += 1
         yield
 
-    with observing(count):
+    with observing(count), _Apart():  # type: ignore[no-untyped-call]
         step()
     return Operators(found[False], found[True])
+
+
+class _Apart(TorchDispatchMode):
+    """Within the block each operator is a distributed one, as in a recorded step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
 
 
 def _whole(x: Tensor, mesh: Mesh) -> DTensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dshard.comm import plain, planning
 from dshard.comm.workspace import in_use, lent_now
@@ -44,13 +44,15 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
         Work(),
         (_meta(args), dict(zip(kwargs, _meta(kwargs.values()), strict=True))),
     )
-    with wired(model, plan):
+    with _disable_current_modes(), wired(model, plan):  # planning is nobody's work
+        with saved_tensors_hooks(held.pack, lambda x: x):
+            out = functional_call(model, state, tuple(given[0]), given[1])
+        for end in _tensors(out):
+            held.pack(end)
+        _backward(out)
         with trace() as sent, observing(work):
-            with saved_tensors_hooks(held.pack, lambda x: x):
-                out = functional_call(model, state, tuple(given[0]), given[1])
+            out = functional_call(model, state, tuple(given[0]), given[1])
             forward = len(sent.events)
-            for end in _tensors(out):
-                held.pack(end)
             _backward(out)
             del out
         for own in state.values():
