@@ -393,3 +393,14 @@ def test_views_and_their_base_are_one_tensor(program: Function, shape: tuple[int
             found = whole(program(distribute(x, layout)))
 
         assert torch.allclose(found, program(x.clone())), layout
+
+
+def test_a_view_taken_before_its_base_changes_its_shape_in_place() -> None:
+    mesh = Mesh((2, 2), ("x", "y"))
+    with simulated(mesh):
+        x = distribute(torch.arange(8.0).view(1, 8), Layout(mesh, (Shard(1), Partial())))
+        part = x[:, :3]
+        x.squeeze_(0)
+
+        assert whole(x).equal(torch.arange(8.0))
+        assert whole(part).equal(torch.arange(3.0).view(1, 3))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
+from torch import Tag
 from torch._ops import OpOverload
 
 from dshard.caches import clear_caches
@@ -170,7 +171,8 @@ class Known:
     """What the tables say of an operator, all in one look-up.
 
     `instead`, where there is one, tells from the arguments what runs in its place, if anything; `values` whether the
-    rule depends on the values of scalar arguments; `writes` whether the first operand is written to.
+    rule depends on the values of scalar arguments; `writes` whether elements of the first
+    operand are written, not its shape alone.
     """
 
     func: OpOverload
@@ -189,7 +191,8 @@ def known(func: OpOverload) -> Known:
     found = FACTS.get(id(func))
     if found is None:
         op = find(func)
-        found = FACTS[id(func)] = Known(func, op, _instead(func), op is None or op.values, writes_first(func))
+        writes = writes_first(func) and Tag.inplace_view not in func.tags
+        found = FACTS[id(func)] = Known(func, op, _instead(func), op is None or op.values, writes)
     return found
 
 
