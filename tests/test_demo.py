@@ -111,7 +111,7 @@ class TestData:
         assert [len(batch) for batch in batches(numbered, size=7, steps=2, seed=0)] == [7, 7]
 
     def test_a_missing_package_says_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(data_module, "load_digits", None)
+        monkeypatch.setattr(data_module, "find_spec", lambda name: None)
 
         with pytest.raises(MissingExtra, match=r'pip install "dshard\[demo\]"'):
             run(Settings(), ignore)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from dshard.errors import DShardError
-
-try:
-    from sklearn.datasets import load_digits
-except ImportError:
-    load_digits = None
 
 SPLIT_SEED = 0
 TEST_PART = 5  # one image in five, of each digit
@@ -45,7 +42,7 @@ def check_installed() -> None:
     Raises:
         MissingExtra: scikit-learn is not installed.
     """
-    if load_digits is None:
+    if find_spec("sklearn") is None:
         raise MissingExtra('the demo trains on the digits of scikit-learn: pip install "dshard[demo]"')
 
 
@@ -56,7 +53,7 @@ def load(dtype: torch.dtype = torch.float32) -> tuple[Digits, Digits]:
         MissingExtra: scikit-learn is not installed.
     """
     check_installed()
-    raw = load_digits()
+    raw = import_module("sklearn.datasets").load_digits()  # a second that no other command has to wait
     pixels = (torch.from_numpy(raw.images) - MEAN) / DEVIATION
     digits = Digits(pixels.to(dtype), torch.from_numpy(raw.target).long())
     train, test = _split(digits.labels)
