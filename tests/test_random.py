@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -522,3 +523,13 @@ def test_pending_reductions_stay_pending_when_written_to() -> None:
     with simulated(MESHES[1]):
         x = distribute(torch.zeros(4), Layout(MESHES[1], (Partial(),)))
         assert x.normal_().placements == (Partial(),)
+
+
+@pytest.mark.parametrize("weights", [[1.0, -1.0], [0.0, 0.0], [1.0, float("nan")], [1.0, float("inf")]])
+def test_weights_by_which_nothing_can_be_drawn_are_refused_as_by_torch(weights: list[float]) -> None:
+    with pytest.raises(RuntimeError) as torchs:
+        torch.tensor(weights).multinomial(1)
+    mesh = Mesh((2,), ("x",))
+
+    with simulated(mesh), pytest.raises(RuntimeError, match=re.escape(str(torchs.value).splitlines()[0])):
+        distribute(torch.tensor(weights), Layout(mesh, (Shard(0),))).multinomial(1)

@@ -163,6 +163,7 @@ def _multinomial(given: Args) -> None:
     x, n = given["self"], given["num_samples"]
     torch._check(x.is_floating_point(), lambda: f"multinomial only supports floating-point dtypes, got {x.dtype}")
     torch._check(n > 0, lambda: "cannot sample n_sample <= 0 samples")
+    torch._check(x.dim() == 0 or x.shape[-1] <= 2**24, lambda: "number of categories cannot exceed 2^24")
     _same_out(given.get("out"), torch.int64)
     torch._check(
         given["replacement"] or x.dim() == 0 or n <= x.shape[-1],
@@ -195,6 +196,11 @@ def _strided_scatter(given: Args) -> None:
         last < x.numel() or 0 in given["size"],
         lambda: f"as_strided_scatter: element {last} is out of bounds for storage of {x.numel()} elements",
     )
+
+
+def _cat(given: Args) -> None:
+    for i, x in enumerate(given["tensors"]):
+        torch._check(x.dim() > 0, lambda i=i: f"zero-dimensional tensor (at position {i}) cannot be concatenated")
 
 
 def _complex(given: Args) -> None:
@@ -233,6 +239,7 @@ MORE: dict[str, Callable[[Args], None]] = {
     "aten::masked_scatter": _masked_scatter,
     "aten::multinomial": _multinomial,
     "aten::convolution": _convolution,
+    "aten::cat": _cat,
     "aten::complex": _complex,
     "aten::aminmax": _aminmax,
     "aten::amax": _extreme,

@@ -264,6 +264,10 @@ def _sample(weights: Tensor, count: int, replacement: bool, found: Draw) -> Tens
     if weights.is_meta:
         return weights.new_empty((*weights.shape[:-1], count), dtype=torch.int64)
     weights = weights.double()
+    valid = bool(((weights >= 0) & weights.isfinite()).all())  # the same on all ranks: so is what they raise
+    torch._check(valid, lambda: "probability tensor contains either `inf`, `nan` or element < 0")
+    positive = bool((weights.sum(-1) > 0).all())
+    torch._check(positive, lambda: "invalid multinomial distribution (sum of probabilities <= 0)")
     if not replacement:
         clocks = _whole(tuple(weights.shape), distributions.exponential(1.0), found, weights.device)
         return (weights / clocks).topk(count, -1).indices
