@@ -64,6 +64,8 @@ REDUCTIONS: dict[str, Case] = {
     "amax of columns": of(lambda x: x.amax(0)),
     "amax with nan": of(lambda x: torch.where(x > 0.9, torch.nan, x).amax(0)),
     "amin": of(lambda x: x.amin((0, -1), keepdim=True)),
+    "amax of a number": of(lambda x: x.amax(-1), torch.tensor(2.0, dtype=torch.float64)),
+    "amin of a number, its dim kept": of(lambda x: x.amin(-1, keepdim=True), torch.tensor(2.0, dtype=torch.float64)),
     "amax of bytes": of(lambda x: x.amax(0), torch.arange(15, dtype=torch.uint8).view(5, 3)),
     "amin of integers": of(lambda x: x.amin(), torch.arange(15).view(5, 3)),
     "amax of truths": of(lambda x: x.amax(0), rows(5, 3) > 0),

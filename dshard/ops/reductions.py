@@ -24,7 +24,7 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 def reduced(call: Call) -> tuple[int, ...]:
     """The dims that the call reduces; those of a scalar are none."""
-    return tuple(dim for dim in call.dims() if dim < len(call.shapes[0]))
+    return tuple(dim for dim in call.dims() if 0 <= dim < len(call.shapes[0]))
 
 
 def remaining(call: Call) -> Term:
