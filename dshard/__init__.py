@@ -1,13 +1,8 @@
 """dshard: declare how tensors lie on a mesh of devices, and run ordinary PyTorch code on them."""
 
-import gc as _gc
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
-
-# An import leaves no garbage, but makes so many objects that Python would look through all of torch's for some.
-if _collecting := _gc.isenabled():
-    _gc.disable()
 
 from dshard.caches import CacheInfo, cache_info, clear_caches
 from dshard.comm import DeviceMesh, init_device_mesh
@@ -36,9 +31,6 @@ from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor, distribute_tensor
 from dshard.topology import Topology
 from dshard.trace import strict, trace
-
-if _collecting:
-    _gc.enable()
 
 __version__ = "0.1.0"
 
