@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,12 @@ from dshard.cli.plan import add_explain, add_plan
 from dshard.cli.simulate import add_simulate
 from dshard.cli.topology import add_topology
 from dshard.errors import DShardError
+
+
+def script() -> int:
+    """A process of one command: what is loaded stays until it ends, so the collector need not look through it."""
+    gc.freeze()
+    return main()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

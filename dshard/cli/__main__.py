@@ -2,6 +2,6 @@
 
 import sys
 
-from dshard.cli import main
+from dshard.cli import script
 
-sys.exit(main())
+sys.exit(script())

@@ -98,6 +98,21 @@ def accumulating(a: Term, b: Term, out: Term) -> Callable[[Tensor, Tensor, Tenso
     return lambda total, x, y: total.add_(product(x, y))
 
 
+def outlined(a: Term, b: Term, out: Term) -> LocalProduct:
+    """Like `local_product`, of tensors without data: a tensor of the result's shape, nothing multiplied.
+
+    >>> row, column, both = (("m",), ("k",)), (("k",), ("n",)), (("m",), ("n",))
+    >>> outlined(row, column, both)(torch.empty(2, 3, device="meta"), torch.empty(3, 4, device="meta")).shape
+    torch.Size([2, 4])
+    """
+
+    def outline(x: Tensor, y: Tensor) -> Tensor:
+        sizes = dict(zip((*a, *b), (*x.shape, *y.shape), strict=True))
+        return x.new_empty([sizes[dim] if dim else 1 for dim in out])
+
+    return outline
+
+
 def _einsum(a: Term, b: Term, out: Term) -> LocalProduct:
     letters: dict[str, str] = {}
     for term in (a, b, out):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,7 +25,7 @@ from dshard.comm import (
 )
 from dshard.mesh import Coordinate
 from dshard.ops.expand import Operand, sizes_of
-from dshard.ops.matmul.local import accumulating, local_product
+from dshard.ops.matmul.local import accumulating, local_product, outlined
 from dshard.ops.matmul.panels import factor_of, panels_of
 from dshard.ops.matmul.stream import Stream
 from dshard.ops.rule import Rule
@@ -109,7 +110,9 @@ class Streamed:
         """The most bytes that the rank at `at` has in buffers at once, of contiguous operands: a rehearsal's."""
         plans = self.plans[:2] if self.bias is None else (*self.plans[:2], self.bias)
         tensors = [torch.empty(p.src.local_shape(p.shape, at), dtype=self.dtype, device="meta") for p in plans]
-        return rehearse(self.whole_program, tensors, at)[1]
+        dry = copy(self)
+        dry.multiply, dry.add = outlined(*self.rule.inputs, *self.rule.outputs), lambda total, x, y: total
+        return rehearse(dry.whole_program, tensors, at)[1]
 
     def compiled(self, at: Coordinate, runtime: Runtime | None) -> Compiled:
         """What the rank at `at` does, on these process groups or on none; remembered."""
