@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
+from dshard.comm import tell_failure
 from dshard.dispatch import SEEN, Run, Seen
 from dshard.ops.matmul.asked import nothing_asked
 from dshard.ops.observe import OBSERVERS, observed
@@ -45,19 +46,25 @@ _BY_KIND: set[Any] = set()
 
 def call(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through) -> Any:
     """`func` on distributed tensors of class `cls`: by a shortcut if there is one, else by `through`."""
-    if func in _NEVER or _is_compiling() or _is_special():
+    if _is_compiling():
         return through(cls, func, args, kwargs)
-    with _door_closed():
-        key = _key(cls, func, args, kwargs)
-        if key is not None:
-            shortcuts = current().shortcuts
-            found = shortcuts.get(key)
-            if found:
-                shortcuts.hits += 1
-                return _watched(found, args, kwargs) if OBSERVERS else found(args, kwargs)
-    if key is None or found is not None:
-        return through(cls, func, args, kwargs)
-    return _learn(cls, func, args, kwargs, through, key)
+    try:
+        if func in _NEVER or _is_special():
+            return through(cls, func, args, kwargs)
+        with _door_closed():
+            key = _key(cls, func, args, kwargs)
+            if key is not None:
+                shortcuts = current().shortcuts
+                found = shortcuts.get(key)
+                if found:
+                    shortcuts.hits += 1
+                    return _watched(found, args, kwargs) if OBSERVERS else found(args, kwargs)
+        if key is None or found is not None:
+            return through(cls, func, args, kwargs)
+        return _learn(cls, func, args, kwargs, through, key)
+    except Exception as error:
+        tell_failure(error)
+        raise
 
 
 def _watched(found: Shortcut, args: Args, kwargs: Kwargs) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor
 
 import dshard
 from dshard import Layout, Partial, Replicate, Shard
-from dshard.comm import bind
+from dshard.comm import alarm, bind
 from dshard.testing import RankPool, count_traffic, distribute
 
 BENCHMARKS = str(Path(__file__).parent.parent / "benchmarks")
@@ -123,3 +125,38 @@ def test_what_torch_lists_as_refused_is_refused_on_all_ranks_alike(ranks: RankPo
     met = [kind for seen in first.values() for kind, _ in seen]
     assert len(met) > 300
     assert None not in met
+
+
+def left_waiting(alike: bool) -> tuple[str, str, list[float]]:
+    """What this rank meets where an index is out of range on the last rank, or on all, which is slow to go on."""
+    alarm.PATIENCE = timedelta(seconds=0.1)
+    mesh = dshard.init_device_mesh("cpu", (4,))
+    table = dshard.distribute_tensor(torch.arange(5.0), mesh, [Replicate()])
+    index = torch.tensor([0, 1, 2, 5] if not alike else [5, 5, 5, 5])
+    error: Exception | None = None
+    found: list[float] = []
+    try:
+        found = table.index_select(0, dshard.distribute_tensor(index, mesh, [Shard(0)])).full_tensor().tolist()
+    except IndexError as raised:
+        error = raised
+    if alike:
+        if dist.get_rank() == 3:
+            time.sleep(0.5)
+        found = dshard.distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]).full_tensor().tolist()
+    return type(error).__name__, str(error), found
+
+
+@pytest.mark.ranks
+def test_an_index_out_of_range_on_one_rank_is_refused_on_all() -> None:
+    with RankPool(4, timeout=20) as pool:
+        met = pool.run(left_waiting, False)
+    assert [kind for kind, _, _ in met] == ["IndexError"] * 4
+    assert all("(on rank 3, which this rank waited for)" in text for _, text, _ in met[:3])
+    assert "on rank" not in met[3][1]
+
+
+@pytest.mark.ranks
+def test_ranks_that_have_failed_alike_wait_for_a_slow_one(ranks: RankPool) -> None:
+    met = ranks.run(left_waiting, True)
+    assert [kind for kind, _, _ in met] == ["IndexError"] * len(met)
+    assert all(found == [*range(8)] for _, _, found in met)

@@ -7,13 +7,15 @@ from dshard.comm.agree import (
     group_rank,
     same_replicas,
     same_topology,
+    share,
 )
+from dshard.comm.alarm import tell_failure
 from dshard.comm.debug import compare_draws
 from dshard.comm.events import Event, listen
 from dshard.comm.functional import outside_graphs, traced
 from dshard.comm.later import Later, starter
 from dshard.comm.legs import Flight, Leg, Program, Request, begin, finish, flat, legs_of, passing, same_memory
-from dshard.comm.mail import fetch, leave, peek, share
+from dshard.comm.mail import fetch, leave, peek
 from dshard.comm.parts import split_graph
 from dshard.comm.perform import drive, perform, rehearse
 from dshard.comm.reshard import Resharding, begin_reshard, reshard
@@ -99,6 +101,7 @@ __all__ = [
     "stack",
     "starter",
     "swap",
+    "tell_failure",
     "traced",
     "unstack",
 ]

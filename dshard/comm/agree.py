@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dshard.comm import transport
 from dshard.comm.functional import traced
-from dshard.comm.runtime import LocalTensor, Runtime, runtime_of, simulated_ranks
+from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of, simulated_ranks
 from dshard.comm.simulate import each, plain, unstack
 from dshard.comm.spread import device_of
 from dshard.comm.tell import told
@@ -77,6 +77,14 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 def group_rank(group: dist.ProcessGroup | None = None) -> int:
     """The number of this process in a process group, or in the world; 0 where there is none."""
     return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def share(x: Tensor | None, source: int, group: Group, device: torch.device) -> Tensor:
+    """A number that the rank `source` has, as a double of no dim on all ranks of the group."""
+    number = torch.zeros(1, dtype=torch.float64, device=device)
+    if x is not None:
+        number.fill_(x.detach().item())
+    return transport.broadcast(number, group.ranks.index(source), group).squeeze(0)
 
 
 def same_replicas(local: Tensor, layout: Layout) -> Tensor:

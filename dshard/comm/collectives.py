@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dshard.comm.alarm import wait_for
 from dshard.comm.runtime import Group
 from dshard.placements import ReduceOp
 
@@ -42,7 +43,7 @@ def gather(x: Tensor, n: int, group: Group) -> Tensor:
     if type(x) is not Tensor:
         return _wait(_c10d.all_gather_into_tensor(x, n, group.name))
     out = x.new_empty(n * x.numel())
-    group.process_group._allgather_base(out, x.contiguous()).wait()
+    wait_for(group.process_group._allgather_base(out, x.contiguous()), group)
     return out
 
 
@@ -51,7 +52,7 @@ def swap(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> T
     if type(x) is not Tensor:
         return _wait(_c10d.all_to_all_single(x, list(recv), list(send), group.name))
     out = x.new_empty(sum(recv))
-    group.process_group.alltoall_base(out, x.contiguous(), list(recv), list(send)).wait()
+    wait_for(group.process_group.alltoall_base(out, x.contiguous(), list(recv), list(send)), group)
     return out
 
 
@@ -60,7 +61,7 @@ def scatter(x: Tensor, op: ReduceOp, n: int, group: Group) -> Tensor:
     if type(x) is not Tensor:
         return _wait(_c10d.reduce_scatter_tensor(x, op, n, group.name))
     out = x.new_empty(x.numel() // n)
-    group.process_group._reduce_scatter_base(out, x.contiguous(), _REDUCE_SCATTER[op]).wait()
+    wait_for(group.process_group._reduce_scatter_base(out, x.contiguous(), _REDUCE_SCATTER[op]), group)
     return out
 
 
@@ -69,7 +70,7 @@ def reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
     if type(x) is not Tensor:
         return _wait(_c10d.all_reduce(x, op, group.name))
     out, work = begin_reduce(x, op, group)
-    work.wait()
+    wait_for(work, group)
     return out
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import collectives, debug, transport
+from dshard.comm.alarm import wait_for
 from dshard.comm.events import LISTENERS
 from dshard.comm.legs import Leg, begin, finish, legs_of
 from dshard.comm.perform import drive, launch_on
@@ -82,7 +83,7 @@ def _reducing(plan: Plan, runtime: Runtime) -> tuple[Callable[[Tensor], Later], 
         out, work = collectives.begin_reduce(x, op, group)
 
         def wait() -> Tensor:
-            work.wait()
+            wait_for(work, group)
             return out
 
         return Later(wait)

@@ -7,12 +7,7 @@ import pickle
 import time
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.distributed import distributed_c10d
-
-from dshard.comm import transport
-from dshard.comm.runtime import Group
 
 _PAUSE = 0.05  # seconds between two looks, at most
 
@@ -21,6 +16,12 @@ def leave(key: str, value: object) -> None:
     """Leave a value under a key, for any rank to read; nothing happens where the store is gone."""
     with contextlib.suppress(RuntimeError, OSError):
         _store().set(key, pickle.dumps(value))
+
+
+def take_back(key: str) -> None:
+    """Leave nothing under a key any more."""
+    with contextlib.suppress(RuntimeError, OSError):
+        _store().delete_key(key)
 
 
 def fetch(key: str, seconds: float, unless: str) -> Any:
@@ -47,14 +48,6 @@ def peek(key: str) -> Any:
         return pickle.loads(store.get(key)) if store.check([key]) else None
     except (RuntimeError, OSError):
         return None
-
-
-def share(x: Tensor | None, source: int, group: Group, device: torch.device) -> Tensor:
-    """A number that the rank `source` has, as a double of no dim on all ranks of the group."""
-    number = torch.zeros(1, dtype=torch.float64, device=device)
-    if x is not None:
-        number.fill_(x.detach().item())
-    return transport.broadcast(number, group.ranks.index(source), group).squeeze(0)
 
 
 def _store() -> Any:

@@ -126,14 +126,17 @@ def launch_on(runtime: Runtime, request: Request) -> Wait:
     if LISTENERS and leg.event:
         emit(leg.event, leg.message.mesh, leg.message.axes, nbytes)
     works = _works(request, group)
-    if len(works) == 1:
-        return works[0].wait
-    return partial(wait_all, works)
+    return partial(wait_all, works, _waits_in(request, group))
 
 
 def _at_once(request: Request, group: Group) -> Tensor:
-    wait_all(_works(request, group))
+    wait_all(_works(request, group), _waits_in(request, group))
     return request.out
+
+
+def _waits_in(request: Request, group: Group) -> Group | None:
+    """The group whose collective this is; None where its ranks send to each other in pairs."""
+    return None if in_pairs(group) and request.leg.message.collective in ("all_gather", "all_to_all") else group
 
 
 def _rehearsed(request: Request) -> Wait:

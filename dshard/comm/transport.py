@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm import collectives
+from dshard.comm.alarm import wait_for
 from dshard.comm.functional import traced
 from dshard.comm.runtime import Group
 from dshard.errors import ShapeError
@@ -52,7 +53,7 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     parts[group.index].copy_(x)
     slots = range(len(sizes)) if group.slots is None else group.slots
     works = [group.process_group.broadcast(part, slot) for part, slot in zip(parts, slots, strict=True) if part.numel()]
-    wait_all(works)
+    wait_all(works, group)
     return out
 
 
@@ -84,10 +85,13 @@ def _exchanged(send: Sequence[Tensor], like: Tensor, sizes: Sequence[int], group
     return out
 
 
-def wait_all(works: Sequence[dist.Work]) -> None:
-    """Wait for what was begun."""
+def wait_all(works: Sequence[dist.Work], group: Group | None = None) -> None:
+    """Wait for what was begun: collectives of the group, or what two ranks send each other, if none is given."""
     for work in works:
-        work.wait()
+        if group is None:
+            work.wait()
+        else:
+            wait_for(work, group)
 
 
 def all_to_all(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> Tensor:
