@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -157,8 +158,11 @@ def test_gradients_are_reduced_behind_the_backward_pass(ranks: RankPool) -> None
 
 
 class Broken:
-    def wait(self) -> None:
+    def wait(self, patience: timedelta) -> None:
         raise RuntimeError("connection closed by peer")
+
+    def is_completed(self) -> bool:
+        return True
 
 
 def errors() -> list[str]:
