@@ -52,7 +52,7 @@ def wait_for(work: dist.Work, group: Group) -> None:
         work.wait()
         return
     while _LEFT:
-        mail.take_back(_LEFT.pop())
+        mail.leave(_LEFT.pop(), None)
     while not _over(work, group):
         pass
 

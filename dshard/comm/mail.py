@@ -18,12 +18,6 @@ def leave(key: str, value: object) -> None:
         _store().set(key, pickle.dumps(value))
 
 
-def take_back(key: str) -> None:
-    """Leave nothing under a key any more."""
-    with contextlib.suppress(RuntimeError, OSError):
-        _store().delete_key(key)
-
-
 def fetch(key: str, seconds: float, unless: str) -> Any:
     """The value under a key, as soon as some rank has left it.
 
