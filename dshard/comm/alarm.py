@@ -2,7 +2,7 @@
 
 What torch refuses for its values, such as an index out of range, only the rank that holds them can see. It raises, and
 leaves word in the store that the ranks met at; right calls send nothing more than before. A rank that waits for
-another in a collective looks there when the wait is long, or has failed, and raises the same kind of error. A rank that
+another in a collective looks there when the wait is long, and raises the same kind of error. A rank that
 caught its error and goes on to a collective of its own takes its word back, and ranks that have failed as often as the
 other need not heed it: they failed alike.
 """
@@ -62,12 +62,12 @@ def _over(work: dist.Work, group: Group) -> bool:
     try:
         work.wait(PATIENCE)
     except RuntimeError as error:
+        if work.is_completed():
+            raise
         for rank in group.ranks:
             failures, kind, text = mail.peek(_key(rank)) or (0, "", "")
             if failures > _FAILURES[_key(dist.get_rank())]:
                 raise _KINDS[kind](text) from error
-        if work.is_completed():
-            raise
         return False
     return True
 
