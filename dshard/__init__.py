@@ -30,6 +30,7 @@ from dshard.ops.matmul import Schedule, Stream, strategies, use_strategy
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor, distribute_tensor
 from dshard.topology import Topology
+from dshard.topology.model import MEASURERS as _MEASURERS
 from dshard.trace import strict, trace
 
 __version__ = "0.1.0"
@@ -111,6 +112,14 @@ def __getattr__(name: str) -> _Any:
     module = _import_module(_LATE[name])
     found = globals()[name] = module if module.__name__ == f"dshard.{name}" else getattr(module, name)
     return found
+
+
+def _measure(mesh: _Any, **options: _Any) -> Topology:
+    found: Topology = _import_module("dshard.calibrate").measure(mesh, **options)
+    return found
+
+
+_MEASURERS.append(_measure)
 
 
 def __dir__() -> list[str]:

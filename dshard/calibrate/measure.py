@@ -18,7 +18,6 @@ from dshard.cost import collective_seconds
 from dshard.errors import MeshError, TopologyError
 from dshard.mesh import Mesh
 from dshard.topology import Backend, Collective, Measured, Topology, default_topology
-from dshard.topology.model import MEASURERS
 from dshard.topology.sharing import cut_bandwidth, groups_of
 
 SECONDS = 20.0
@@ -178,6 +177,3 @@ def _has(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Coll
 
 def _silent(done: float, what: str) -> None:
     """Nobody wants to know."""
-
-
-MEASURERS.append(measure)

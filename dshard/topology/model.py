@@ -234,7 +234,7 @@ class Topology:
 
 
 MEASURERS: list[Callable[..., Topology]] = []
-"""Who measures. A topology is a value and runs nothing: the layer that runs collectives enters itself here."""
+"""Who measures. A topology is a value and runs nothing: what runs collectives is entered here by the package."""
 
 
 def _check(topology: Topology) -> None:

@@ -1,0 +1,25 @@
+"""Measured figures made up, and meshes to measure."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from dshard import Topology, init_device_mesh
+from dshard.comm import DeviceMesh
+
+
+@cache
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+
+
+def measured(shape: tuple[int, ...], base: Topology | None) -> tuple[Topology, list[tuple[float, str]]]:
+    heard: list[tuple[float, str]] = []
+    topology = Topology.measure(
+        mesh_of(shape),
+        base=base,
+        sizes=(1 << 12, 1 << 16, 1 << 18),
+        seconds=0.5,
+        progress=lambda done, what: heard.append((done, what)),
+    )
+    return topology, heard

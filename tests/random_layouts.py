@@ -1,0 +1,32 @@
+"""Layouts in which random values are drawn."""
+
+from __future__ import annotations
+
+from itertools import product
+from random import Random
+
+import torch
+
+from dshard import Layout, Mesh, Replicate, Shard
+
+ONE = Mesh((1,), ("x",))
+MESHES = (ONE, Mesh((4,), ("x",)), Mesh((2, 2), ("x", "y")), Mesh((2, 2, 2), ("x", "y", "z")))
+SHAPE = (5, 7, 6)
+
+
+def sampled_layouts() -> list[Layout]:
+    """All layouts on one axis, and as many from the other meshes, both orders of nested shards."""
+    found: list[Layout] = []
+    for mesh in MESHES:
+        every = []
+        for chosen in product([Replicate(), *map(Shard, range(len(SHAPE)))], repeat=mesh.ndim):
+            plain = Layout(mesh, chosen)
+            turned = tuple((dim, plain.axes_of(dim)[::-1]) for dim in plain.sharded_dims())
+            every += {plain, Layout(mesh, chosen, turned)}
+        every.sort(key=str)
+        found += every if len(every) <= 7 else Random(0).sample(every, 7)
+    return found
+
+
+LAYOUTS = sampled_layouts()
+GIVEN = torch.arange(210.0).view(SHAPE).remainder(11.0) / 8
