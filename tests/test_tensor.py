@@ -183,6 +183,15 @@ def test_plain_tensors_are_refused_with_the_way_out() -> None:
                 call()
 
 
+def test_plain_tensors_that_torch_makes_within_an_operator_are_alike() -> None:
+    with simulated(GRID):
+        for operator in (torch.masked.mean, torch.masked.var, torch.masked.std):
+            kwargs = {} if operator is torch.masked.mean else {"unbiased": True}
+            assert torch.allclose(
+                whole(operator(placed(X, Shard(0), Replicate()), dim=None, **kwargs)), operator(X, dim=None, **kwargs)
+            )
+
+
 def test_numbers_and_scalar_tensors_count_as_replicated() -> None:
     with simulated(GRID):
         x = placed(X, Shard(0), Shard(1))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import local
+from types import FrameType
 from typing import Any
 
 import torch
@@ -101,11 +102,18 @@ def refuse_plain(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     for t in leaves((args, kwargs)):
         if isinstance(t, Tensor) and not isinstance(t, cls) and t.dim() > 0:
             name = getattr(func, "__name__", str(func))
-            asker = sys._getframe(3).f_globals.get("__name__", "")
-            if name in _HARMLESS or asker.startswith("torch.masked.") or torch._C._current_graph_task_id() != -1:
+            if name in _HARMLESS or _asker().startswith("torch.masked.") or torch._C._current_graph_task_id() != -1:
                 return
             raise MixedError(
                 f"{name}: a plain torch.Tensor of shape {tuple(t.shape)} among distributed tensors; wrap it with "
                 "distribute_tensor(x, mesh, placements), or DTensor.from_local if each rank has a part; "
                 "0-d tensors are taken as they are"
             )
+
+
+def _asker() -> str:
+    """The module, not of dshard, that called the operator."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("dshard."):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
