@@ -88,6 +88,10 @@ def test_the_search_finds_the_fastest_of_all_setups() -> None:
     ]
     assert len(every) == found.tried
     assert [step.seconds for step in found.steps[:5]] == pytest.approx(sorted(every)[:5])
+    fastest = min(step.seconds for step in search(MODEL, 8, DGX, 16, keep=1000).steps if not step.setup.beyond)
+    runnable = search(MODEL, 8, DGX, 16, keep=5, runnable=True).steps
+    assert runnable[0].seconds == fastest
+    assert not any(step.setup.beyond for step in runnable)
     front = found.front
     assert all(a.seconds < b.seconds and a.memory.total > b.memory.total for a, b in pairwise(front))
 
@@ -220,6 +224,11 @@ def test_setups_that_cannot_run_say_why(setup: Setup, message: str) -> None:
         simulate_step(MODEL, setup, DGX, SEQUENCES)
 
 
+def test_a_width_that_leaves_ranks_without_features() -> None:
+    with pytest.raises(ShapeError, match="a width of 4 is less than the 8 ranks that share it"):
+        simulate_step(replace(MODEL, ffn=4), Setup(form_of("megatron"), (8,)), DGX, SEQUENCES)
+
+
 def test_the_command_line_plans_and_simulates(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
     config = {"n_layer": 4, "n_embd": 64, "n_head": 16, "n_positions": 32, "vocab_size": 128}
     with open(f"{tmp_path}/model.json", "w") as file:
@@ -247,8 +256,12 @@ def test_parallelize_takes_the_plan_of_a_file(tmp_path: Path) -> None:
         mesh = Mesh(setup.mesh.shape[1:], setup.mesh.names[1:])
         found = plan_model(model, mesh, path, batch)
         assert found.parameters == plan_model(model, mesh, setup.strategy, batch).parameters
-        with pytest.raises(MeshError, match="make one of that shape for each stage"):
+        with pytest.raises(MeshError, match="make one of that shape"):
             plan_model(model, Mesh((8,)), path, batch)
+    for beyond in (Setup(setup.form, (2, 2), stages=2), replace(setup, recompute=True)):
+        path.write_text(json.dumps(setup_data(beyond)))
+        with pytest.raises(StrategyError, match=f"asks for {beyond.beyond[0]}, which parallelize does not do: write"):
+            plan_model(model, mesh, path, batch)
     path.write_text("{}")
     with pytest.raises(StrategyError, match="names no strategy"):
         plan_model(model, mesh, path, batch)

@@ -25,6 +25,7 @@ def add_plan_model(kinds: Commands) -> None:
     parser.add_argument("--memory", type=parse_bytes, metavar="SIZE", help="of each device, such as 80GB")
     parser.add_argument("--form", action="append", choices=FORMS, help="forms of tensor parallelism to try; repeatable")
     parser.add_argument("--top", type=parse_positive, default=12, metavar="N", help="how many to show (12)")
+    parser.add_argument("--runnable", action="store_true", help="only what parallelize runs by itself")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the fastest as a plan, for simulate step")
     _add_model(parser)
     add_common(parser, _plan_model)
@@ -70,6 +71,7 @@ def _plan_model(arguments: argparse.Namespace) -> int:
             forms=arguments.form,
             dtype=_dtype(arguments),
             itemsize=arguments.itemsize,
+            runnable=arguments.runnable,
             tell=tell,
         )
     if arguments.out is not None:

@@ -11,10 +11,10 @@ from dshard.mesh import Mesh
 
 
 def strategy_of(path: Path, mesh: Mesh) -> str:
-    """The strategy that the file names, for the mesh of one pipeline stage.
+    """The strategy that the file names, for a mesh of the shape that it names.
 
     Raises:
-        StrategyError: no such file, or one that names no strategy.
+        StrategyError: no such file, one that names no strategy, or one that asks for more than a layout.
         MeshError: the file is for a mesh of another shape.
     """
     try:
@@ -26,9 +26,13 @@ def strategy_of(path: Path, mesh: Mesh) -> str:
     strategy = found.get("strategy") if isinstance(found, Mapping) else None
     if not isinstance(strategy, str):
         raise StrategyError(f"the plan {path} names no strategy: write one with dshard plan model --out")
+    if beyond := found.get("beyond"):
+        raise StrategyError(
+            f"the plan {path} asks for {' and '.join(map(str, beyond))}, which parallelize does not do: write one that "
+            f"it runs with dshard plan model --runnable; or lay out each part, on the mesh of its stage, by "
+            f"parallelize(part, mesh, {strategy!r}, batch), and do the rest with Pipeline, checkpoint or your optimiser"
+        )
     shape = found.get("mesh", {}).get("shape")
     if shape != list(mesh.shape):
-        raise MeshError(
-            f"the plan {path} is for a mesh of {shape}, but the mesh is ({mesh}): make one of that shape for each stage"
-        )
+        raise MeshError(f"the plan {path} is for a mesh of {shape}, but the mesh is ({mesh}): make one of that shape")
     return strategy

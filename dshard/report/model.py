@@ -23,7 +23,7 @@ def setups_table(found: Found, topology: Topology, why: str, top: int) -> Group:
     shown = [step for i, step in enumerate(found.steps) if i < top or id(step) in front]
     for step in shown:
         table.add_row(
-            "*" if id(step) in front else "",
+            ("*" if id(step) in front else " ") + ("+" if step.setup.beyond else ""),
             str(step.setup),
             f"{step.seconds:.4g}",
             f"{step.sequences_per_second:.4g}",
@@ -33,7 +33,10 @@ def setups_table(found: Found, topology: Topology, why: str, top: int) -> Group:
             human_bytes(step.totals.nbytes),
         )
     counts = f"{found.tried} setups, {found.fitting} fit in memory, {len(found.steps)} simulated"
-    note = "* no other setup is both faster and smaller; idle: what the pipeline waits"
+    note = (
+        "* no other setup is both faster and smaller; + asks for more than parallelize does by itself; "
+        "idle: what the pipeline waits"
+    )
     return Group(Text(f"{counts}, on {topology.name} ({why})", style="italic"), table, Text(note, style="dim"))
 
 

@@ -18,7 +18,7 @@ _SHARED = ("none", "optimizer", "all")
 
 
 def setup_data(setup: Setup) -> dict[str, Any]:
-    """A setup as JSON values: `read_setup` takes them back, and `parallelize` takes strategy and mesh of a stage."""
+    """A setup as JSON values: `read_setup` takes them back, `parallelize` strategy and mesh if nothing is `beyond`."""
     return {
         "strategy": setup.strategy,
         "mesh": {"shape": list(setup.mesh.shape[1:]), "names": list(setup.mesh.names[1:])},
@@ -29,6 +29,7 @@ def setup_data(setup: Setup) -> dict[str, Any]:
         "microbatches": setup.microbatches,
         "sharded": setup.sharded,
         "recompute": setup.recompute,
+        "beyond": list(setup.beyond),
     }
 
 

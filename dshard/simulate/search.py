@@ -56,19 +56,21 @@ def search(
     itemsize: int = 2,
     keep: int = 20,
     most_tensor: int = MOST_TENSOR,
+    runnable: bool = False,
     tell: Tell | None = None,
 ) -> Found:
     """The fastest `keep` setups of `model` on so many devices for a batch of so many sequences.
 
     Setups are simulated in the order of the seconds that their operations alone take, until those are more than the
-    slowest one kept. `memory` is in bytes for each device.
+    slowest one kept. `memory` is in bytes for each device; with `runnable`, only those that `dshard.parallelize` lays
+    out by itself are tried (`Setup.beyond`).
 
     Raises:
         StrategyError: no setup fits; the message says what came nearest.
         TopologyError: the topology has fewer ranks.
     """
     chosen = [FORMS[name] for name in (FORMS if forms is None else forms)]
-    found = list(setups(model, devices, batch, chosen, most_tensor))
+    found = [s for s in setups(model, devices, batch, chosen, most_tensor) if not (runnable and s.beyond)]
     if not found:
         raise StrategyError(
             f"no setup of {devices} devices takes {model.layers} layers, {model.heads} heads and a batch of {batch}: "

@@ -68,6 +68,19 @@ class Setup:
         return replicas if self.form.name == "data" else f"{replicas} x {self.form.name}"
 
     @property
+    def beyond(self) -> tuple[str, ...]:
+        """What `dshard.parallelize` does not do by itself; where this is empty it lays out the whole model.
+
+        Microbatches are the caller's loop over forward and backward passes.
+
+        >>> from dshard.simulate.forms import form_of
+        >>> Setup(form_of("megatron"), (2,), stages=2, microbatches=4, recompute=True).beyond
+        ('pipeline stages', 'recomputation')
+        """
+        found = ["pipeline stages"] * (self.stages > 1) + ["recomputation"] * self.recompute
+        return (*found, *["a shared optimiser"] * (self.sharded == "optimizer"))
+
+    @property
     def devices(self) -> int:
         """How many devices."""
         return self.stages * self.data * prod(self.tensor)
@@ -97,6 +110,8 @@ class Setup:
         if model.heads % ways["heads"] or (model.kv_heads or model.heads) % ways["heads"]:
             heads = f"{model.heads} heads" + (f" ({model.kv_heads} of keys)" if model.kv_heads else "")
             return f"{heads} do not divide among {ways['heads']} ranks"
+        if model.width < (inner := self._ways(self.form.inner, 2)):
+            return f"a width of {model.width} is less than the {inner} ranks that share it"
         if batch // self.microbatches % ways["sequences"]:
             return f"{batch // self.microbatches} sequences at a time do not divide among {ways['sequences']} ranks"
         return ""
