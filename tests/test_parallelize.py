@@ -590,11 +590,24 @@ def test_planned_peak_is_counted_peak_but_for_buffers_and_a_message(ranks: RankP
             assert peak == planned
 
 
+def test_a_plan_costs_the_same_whatever_was_planned_before() -> None:
+    """Ways that a program is remembered by do not change its price."""
+    mesh, x = Mesh((2, 2), ("a", "b")), torch.empty(8, 5, 16, device="meta")
+    first, _, again = (
+        plan_model(nn.Sequential(Gated(), Gated()).to("meta"), mesh, strategy, x).cost
+        for strategy in ("megatron-sp", "optimus", "megatron-sp")
+    )
+
+    assert again == first
+    assert first.work > 0
+
+
+@pytest.mark.parametrize("block", ["Wide", "Gated"])
 @pytest.mark.parametrize("strategy", ["data", "fsdp", "megatron", "megatron-sp", "optimus", "atp"])
-def test_planned_memory_is_what_a_step_without_data_holds(strategy: str) -> None:
-    mesh, kept = Mesh((2, 2), ("a", "b")), []
+def test_planned_memory_is_what_a_step_without_data_holds(strategy: str, block: str) -> None:
+    mesh, kept, kind = Mesh((2, 2), ("a", "b")), [], {"Wide": Wide, "Gated": Gated}[block]
     with torch.device("meta"):
-        model, x = nn.Sequential(Wide(), Wide()), torch.empty(8, 6, 16)
+        model, x = nn.Sequential(kind(), kind()), torch.empty(8, 6, 16)
         planned = plan_model(model, mesh, strategy, x).cost.memory
         with planning():
             parallelize(model, mesh, strategy, x)
@@ -649,3 +662,15 @@ class Wide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Gated(nn.Module):
+    """Two products of one input, which is moved for both at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.up, self.down = nn.RMSNorm(16), *(nn.Linear(16, 64) for _ in "ab"), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(self.gate(h).relu() * self.up(h))

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from dshard.comm import plain, planning
 from dshard.comm.workspace import in_use, lent_now
 from dshard.mesh import Mesh
+from dshard.ops.checks import ASKING
 from dshard.ops.moving import leaves
 from dshard.ops.observe import Decision, observing
 from dshard.ops.spec import Spec
@@ -39,30 +39,25 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
     `seconds` are those of the topology in use.
     """
     state = _state(model, plan, plan.mesh)
-    held, work, given = (
-        Held(state.values()),
-        Work(),
-        (_meta(args), dict(zip(kwargs, _meta(kwargs.values()), strict=True))),
-    )
+    args, kwargs = _meta(args), dict(zip(kwargs, _meta(kwargs.values()), strict=True))
+    made = Made([*(own._local for own in state.values()), *_tensors((args, list(kwargs.values())))])
+    work = Work()
     with _disable_current_modes(), wired(model, plan):  # planning is nobody's work
-        with saved_tensors_hooks(held.pack, lambda x: x):
-            out = functional_call(model, state, tuple(given[0]), given[1])
-        for end in _tensors(out):
-            held.pack(end)
-        _backward(out)
-        with trace() as sent, observing(work):
-            out = functional_call(model, state, tuple(given[0]), given[1])
+        with trace() as sent:
+            out = functional_call(model, state, tuple(args), kwargs)
             forward = len(sent.events)
             _backward(out)
             del out
         for own in state.values():
             own.grad = None
-        made = Made([*(own._local for own in state.values()), *_tensors((given[0], list(given[1].values())))])
-        with made:  # all is decided, so nothing is made to find shapes
-            _backward(functional_call(model, state, tuple(given[0]), given[1]))
+        with made, observing(work):  # with which each operator is decided by itself, whatever ran before
+            out = functional_call(model, state, tuple(args), kwargs)
+            activations = in_use(made.sizes)
+            _backward(out)
+            del out
     parameters = [t for name, t in state.items() if isinstance(t, nn.Parameter)]
     nbytes = sum(_local_bytes(p) for p in {id(p): p for p in parameters}.values())
-    memory = Memory(nbytes, nbytes, MOMENTS * nbytes, held.nbytes, max(made.most, held.nbytes, nbytes))
+    memory = Memory(nbytes, nbytes, MOMENTS * nbytes, activations, max(made.most, nbytes))
     return Cost(_moves(sent, forward), memory, work.seconds)
 
 
@@ -99,25 +94,6 @@ def _local_bytes(x: Any) -> int:
     return prod(spec.layout.local_shape(spec.shape, (0,) * spec.layout.mesh.ndim)) * spec.itemsize
 
 
-class Held:
-    """Bytes of the tensors that autograd saves, each storage once; parameters are not activations."""
-
-    def __init__(self, state: Iterable[DTensor]) -> None:
-        self.kept = [x._local.untyped_storage() for x in state]  # so that none is made anew at the same place
-        self.known = {storage._cdata for storage in self.kept}
-        self.nbytes = 0
-
-    def pack(self, x: Any) -> Any:
-        """Count what is saved."""
-        local = x._local if isinstance(x, DTensor) else x
-        storage = local.untyped_storage()
-        if storage._cdata not in self.known:
-            self.known.add(storage._cdata)
-            self.kept.append(storage)
-            self.nbytes += storage.nbytes()
-        return x
-
-
 class Made(TorchDispatchMode):
     """The most bytes of storages made within the block, and of buffers lent, that were there at once."""
 
@@ -131,6 +107,8 @@ class Made(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
+        if ASKING:  # for shapes: nothing is kept of that
+            return out
         for leaf in leaves(out):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
