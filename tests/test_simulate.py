@@ -30,8 +30,8 @@ SEQUENCES = 64
 
 
 def received(setup: Setup, *, skip: str = "norm") -> tuple[float, float]:
-    """Elements that a rank receives in a block, forward and backward, norms apart."""
-    costs = Costs(MODEL, setup, BYTES, "float32", 1)
+    """Elements that a rank receives in a block, forward and backward, norms apart; inputs are gathered twice."""
+    costs = Costs(MODEL, setup, BYTES, "float32", 1, regather=True)
     forward, backward = block_events(costs, SEQUENCES)
     return tuple(float(sum(e.nbytes for e in events if e.name != skip)) for events in (forward, backward))  # type: ignore[return-value]
 

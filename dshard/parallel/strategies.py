@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -14,7 +15,7 @@ from dshard.placements import Placement, Replicate, Shard
 
 Weights: TypeAlias = Literal["inner", "residual", "summed", "made", "first"]
 """Which dim of a parameter an axis splits: inner or residual features; what a product sums over, or what it makes;
-or the first dim that has a size, whatever it is."""
+or the first dim that has a size and that no other axis splits, whatever it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,11 @@ class Axis:
     weights: Weights | None = None
     residual: Literal["features", "sequence"] | None = None
 
-    def place(self, roles: tuple[Role, ...]) -> Placement:
-        """Where a parameter with these dims lies on the axis."""
-        found = next((i for i, role in enumerate(roles) if self._splits(roles, role)), None)
+    def place(self, roles: tuple[Role, ...], rather_not: Collection[int] = ()) -> Placement:
+        """Where a parameter with these dims lies on the axis: split by the first that will do, others rather than those
+        named."""
+        dims = [i for i, role in enumerate(roles) if self._splits(roles, role)]
+        found = min(dims, key=lambda i: (i in rather_not, i in rather_not and not roles[i].summed, i), default=None)
         return Replicate() if found is None else Shard(found)
 
     def _splits(self, roles: tuple[Role, ...], role: Role) -> bool:

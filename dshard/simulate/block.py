@@ -26,7 +26,11 @@ from dshard.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What prices a block: the model, how it is spread, the machine, and the dtype of activations and weights."""
+    """What prices a block: the model, how it is spread, the machine, and the dtype of activations and weights.
+
+    `regather`: whether the inputs of products are gathered again for the gradients of their weights, as papers have it;
+    what `parallelize` lays out keeps them gathered.
+    """
 
     model: Model
     setup: Setup
@@ -34,6 +38,7 @@ class Costs:
     dtype: str = "bfloat16"
     itemsize: int = 2
     exact: bool = True
+    regather: bool = False
 
     def plan(self, src: Layout, dst: Layout, shape: Shape, itemsize: int | None = None) -> Plan:
         """The cheapest plan; where thousands of setups are compared, one found without a search."""
@@ -127,7 +132,7 @@ class Product:
             *costs.moved(f"{name} w", "backward", self.w, at_w, shape_w, waits=not costs.prefetches),
             costs.worked(f"{name} dx", "backward", self.flops, self._touched(costs)),
             *costs.moved(f"{name} dx", "backward", grad_x, self.x.cotangent(), shape_x),
-            *costs.moved(f"{name} x", "backward", self.x, at_x, shape_x),
+            *(costs.moved(f"{name} x", "backward", self.x, at_x, shape_x) if costs.regather else ()),
             costs.worked(f"{name} dw", "backward", self.flops, self._touched(costs)),
             *costs.moved(f"{name} dw", "backward", grad_w, self.sums, shape_w, waits=False),
         ]
@@ -172,8 +177,8 @@ def products(model: Model, setup: Setup, tokens: int) -> tuple[Product, ...]:
         return Product(linear, tokens, *places, f"sm{loops}")
 
     return (
-        product(qkv, form.residual, form.first, form.core, form.first_loops),
-        product(out, form.core, form.second, form.residual, form.second_loops),
+        product(qkv, form.residual, form.first, form.inner, form.first_loops),
+        product(out, form.inner, form.second, form.residual, form.second_loops),
         product(up, form.residual, form.first, form.inner, form.first_loops),
         product(down, form.inner, form.second, form.residual, form.second_loops),
     )
@@ -239,7 +244,7 @@ class _Rest:
     def attention(self, phase: Phase) -> Event:
         """Scores, softmax and values; a fused backward pass computes the scores once more (2.5 times the forward)."""
         costs, setup, model = self.costs, self.costs.setup, self.costs.model
-        core = setup.activation(setup.form.core)
+        core = setup.activation(setup.form.inner)
         share = core.local_numel(setup.shape(self.sequences, model.heads)) / (self.sequences * model.heads)
         tokens = self.sequences * model.sequence
         nbytes = 2.0 * tokens * model.qkv * costs.itemsize

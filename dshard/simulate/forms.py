@@ -1,7 +1,7 @@
 """The forms of tensor parallelism of a transformer, as layouts: those of the strategies that `parallelize` knows.
 
-A block is two pairs of linear layers. Between blocks lies the residual stream, between the layers of a pair the inner
-features, in attention's own work the core. Layouts are those of tensors `[stage, tokens, features]` and of weights
+A block is two pairs of linear layers. Between blocks lies the residual stream, between the layers of a pair, and so in
+attention's own work, the inner features. Layouts are those of tensors `[stage, tokens, features]` and of weights
 `[stage, in, out]`, a placement for each mesh axis of the form; loops say what each axis splits of a product, as in
 `dshard.ops.matmul.schedule`. All of it follows from what each axis of a strategy splits
 (`dshard.parallel.strategies`), so a new form is a new row there, and the names of its axes in the table below.
@@ -25,23 +25,23 @@ class Form:
     """Where the tensors of a block lie on the mesh axes that have these roles.
 
     `first` and `second` are the weights of a pair, `first_loops` and `second_loops` what their products split.
-    `sources` say where it is from.
+    `gathered` says which axes share out all parameters, to be gathered for use, `source` where the form is from.
     """
 
     name: str
     roles: tuple[str, ...]
     residual: Placements
     inner: Placements
-    core: Placements
     first: Placements
     second: Placements
     first_loops: str
     second_loops: str
+    gathered: tuple[bool, ...]
     source: str
 
     def __post_init__(self) -> None:
-        places = (self.residual, self.inner, self.core, self.first, self.second)
-        for part in (*places, self.first_loops, self.second_loops):
+        places = (self.residual, self.inner, self.first, self.second)
+        for part in (*places, self.first_loops, self.second_loops, self.gathered):
             assert len(part) == len(self.roles), self.name
 
     def shapes(self, ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -64,7 +64,7 @@ class Form:
 
 
 def _placed(axis: Axis) -> tuple[Placement, ...]:
-    """What one axis of a strategy does to the residual stream, inner features, core, and both weights of a pair."""
+    """What one axis of a strategy does to the residual stream, inner features, and both weights of a pair."""
     rows, columns = Shard(1), Shard(2)
     kept: dict[str | None, Placement] = {None: Replicate(), "features": columns, "sequence": rows}
     weights: dict[str | None, tuple[Placement, Placement]] = {
@@ -76,9 +76,9 @@ def _placed(axis: Axis) -> tuple[Placement, ...]:
         "first": (rows, rows),
     }
     if axis.batch:
-        return rows, rows, rows, *weights[axis.weights]
+        return rows, rows, *weights[axis.weights]
     inner = columns if axis.weights in ("inner", "made") else Replicate()
-    return kept[axis.residual], inner, columns if axis.weights else Replicate(), *weights[axis.weights]
+    return kept[axis.residual], inner, *weights[axis.weights]
 
 
 def _loops(axes: Sequence[Axis], weights: Placements) -> str:
@@ -89,9 +89,10 @@ def _loops(axes: Sequence[Axis], weights: Placements) -> str:
 def _form(name: str, roles: str, source: str) -> Form:
     """The form of a strategy; data parallelism is outside all forms, so its own has no axes."""
     axes = STRATEGIES[name] if roles else ()
-    residual, inner, core, first, second = zip(*map(_placed, axes), strict=True) if axes else ((),) * 5
+    residual, inner, first, second = zip(*map(_placed, axes), strict=True) if axes else ((),) * 4
     loops = _loops(axes, first), _loops(axes, second)
-    return Form(name, tuple(roles.split()), residual, inner, core, first, second, *loops, source)
+    gathered = tuple(axis.weights == "first" for axis in axes)
+    return Form(name, tuple(roles.split()), residual, inner, first, second, *loops, gathered, source)
 
 
 FORMS: dict[str, Form] = {

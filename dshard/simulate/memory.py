@@ -58,15 +58,17 @@ def kept_by_block(costs: Costs, found: tuple[Product, ...], sequences: int) -> i
     """Bytes of what one block keeps for its backward pass.
 
     The inputs of both norms, of the four linear layers and of the activation function, queries, keys and values, and
-    the scores where attention is not fused. Operands are kept as they are stored, not as they are gathered.
+    the scores where attention is not fused. Inputs of products are kept as they were gathered, unless they are gathered
+    again; weights as they are stored.
     """
     model, setup = costs.model, costs.setup
     qkv, up = found[0], found[2]
-    numel = sum(p.x.local_numel(p.shapes[0]) for p in found)
+    inputs = (p.x if costs.regather else worked_layouts(p.x.mesh, p.loops)[0] for p in found)
+    numel = sum(x.local_numel(p.shapes[0]) for x, p in zip(inputs, found, strict=True))
     numel += qkv.y.local_numel(qkv.shapes[2]) + up.y.local_numel(up.shapes[2])
     nbytes = numel * costs.itemsize + 2 * _residual(costs, sequences)
     if not model.fused:
-        scores = setup.activation(setup.form.core).local_numel(setup.shape(sequences, model.heads)) * model.sequence**2
+        scores = setup.activation(setup.form.inner).local_numel(setup.shape(sequences, model.heads)) * model.sequence**2
         nbytes += 2 * scores * costs.itemsize
     return nbytes
 
@@ -83,7 +85,11 @@ def _shared(costs: Costs, found: Product) -> Layout:
 
 
 def _transient(costs: Costs, found: Product) -> int:
-    """Bytes of operands gathered for one product, and of its result before it is redistributed."""
+    """Bytes of operands gathered for one product, and of its result before it is redistributed.
+
+    An input that stays gathered is counted with what blocks keep.
+    """
     worked = worked_layouts(found.x.mesh, found.loops)
-    held = zip((found.x, found.w, found.y), worked, found.shapes, strict=True)
+    stored = found.x if costs.regather else worked[0], found.w, found.y
+    held = zip(stored, worked, found.shapes, strict=True)
     return sum(at.local_numel(shape) for own, at, shape in held if own != at) * costs.itemsize

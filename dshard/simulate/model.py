@@ -62,6 +62,7 @@ class Model:
         head_size: The size of one head, `hidden / heads` unless given.
         tied: Whether the head is the embedding.
         fused: Whether attention keeps no scores for its backward pass.
+        biases: Whether linear layers and norms have them; unless given, where it is not gated.
 
     Raises:
         ShapeError: a size below one, or heads that do not divide.
@@ -78,6 +79,7 @@ class Model:
     head_size: int | None = None
     tied: bool = True
     fused: bool = True
+    biases: bool | None = None
 
     def __post_init__(self) -> None:
         sizes = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "sequence": self.sequence}
@@ -120,6 +122,11 @@ class Model:
             Linear("up", self.hidden, self.width * (2 if self.gated else 1)),
             Linear("down", self.width, self.hidden),
         )
+
+    @property
+    def biased(self) -> bool:
+        """Whether linear layers and norms have biases."""
+        return not self.gated if self.biases is None else self.biases
 
     @property
     def block_parameters(self) -> int:

@@ -106,7 +106,7 @@ class Setup:
             return f"{model.layers} layers do not divide into {self.stages} stages"
         if batch % self.microbatches:
             return f"a batch of {batch} sequences does not divide into {self.microbatches} microbatches"
-        ways = {"heads": self._ways(self.form.core, 2), "sequences": self.data * self._ways(self.form.core, 1)}
+        ways = {"heads": self._ways(self.form.inner, 2), "sequences": self.data * self._ways(self.form.inner, 1)}
         if model.heads % ways["heads"] or (model.kv_heads or model.heads) % ways["heads"]:
             heads = f"{model.heads} heads" + (f" ({model.kv_heads} of keys)" if model.kv_heads else "")
             return f"{heads} do not divide among {ways['heads']} ranks"
@@ -135,6 +135,14 @@ class Setup:
         """The same as it is stored: replicas may share it out, as the last split of its rows."""
         layout = self.weight(placements)
         return layout.replace(1, Shard(1)) if self.sharded == "all" else layout
+
+    def vector(self, features: Placements) -> Layout:
+        """The layout of a bias or a norm's parameter `[stage, features]`, of features that lie like this, as stored."""
+        split = (
+            Shard(1) if gathered or placement == Shard(2) else Replicate()
+            for gathered, placement in zip(self.form.gathered, features, strict=True)
+        )
+        return self._layout(Shard(1) if self.sharded == "all" else Replicate(), tuple(split))
 
     def shared(self, placements: Placements) -> Layout:
         """The same as the optimiser's state is stored."""

@@ -11,7 +11,8 @@ from dshard.simulate.forms import Placements
 from dshard.simulate.memory import Memory, memory_of
 from dshard.simulate.model import Linear, Model
 from dshard.simulate.setup import STAGES, Setup
-from dshard.simulate.timeline import Event, Slot, makespan, placed
+from dshard.simulate.timeline import Event, Phase, Slot, makespan, placed
+from dshard.simulate.vectors import vectors
 from dshard.topology import Topology
 
 
@@ -120,7 +121,11 @@ def timeline(
 def parts_of(costs: Costs, sequences: int) -> Parts:
     """The events of a step on microbatches of so many sequences, on all replicas together."""
     setup, model = costs.setup, costs.model
-    forward, backward = block_events(costs, sequences)
+    own = vectors(costs)
+    forward, backward = (
+        (*(event for vector in own for event in vector.gathered(costs, phase)), *events)
+        for phase, events in zip(_PASSES, block_events(costs, sequences), strict=True)
+    )
     found = products(model, setup, sequences * model.sequence)
     held = sum(setup.shared(_weight(setup, p)).local_numel(p.shapes[1]) for p in found) * model.layers // setup.stages
     host = sum(event.seconds for event in costs.hosted("step")) * (model.layers // setup.stages)
@@ -128,7 +133,11 @@ def parts_of(costs: Costs, sequences: int) -> Parts:
     residual = setup.activation(setup.form.residual)
     nbytes = residual.local_numel(setup.shape(sequences * model.sequence, model.hidden)) * costs.itemsize
     hop = collective_seconds("permute", nbytes, setup.mesh, [STAGES], costs.topology) if setup.stages > 1 else 0.0
-    return Parts(forward, backward, _ends(costs, sequences), tuple(_sums(costs, found)), update, hop)
+    sums = (*_sums(costs, found), *(event for vector in own for event in vector.summed(costs)))
+    return Parts(forward, backward, _ends(costs, sequences), sums, update, hop)
+
+
+_PASSES: tuple[Phase, Phase] = ("forward", "backward")
 
 
 def _weight(setup: Setup, product: Product) -> Placements:

@@ -1,0 +1,68 @@
+"""The vectors of a block, biases and the parameters of norms: where they lie, and what is sent for them.
+
+They follow from the products and from the residual stream: a bias is added where its product leaves the result, and a
+norm works where the stream lies. The gradient of either is pending where tokens are split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dshard.layout import Layout, Shape
+from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.simulate.block import Costs, products, worked_layouts
+from dshard.simulate.timeline import Event, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """So many features for each stage: where they are stored and used, where the gradient arises, and whether the
+    backward pass uses them once more."""
+
+    name: str
+    shape: Shape
+    stored: Layout
+    used: Layout
+    gradient: Layout
+    again: bool
+
+    def gathered(self, costs: Costs, phase: Phase) -> list[Event]:
+        """What brings them to where a pass uses them."""
+        if phase == "backward" and not self.again:
+            return []
+        return costs.moved(self.name, phase, self.stored, self.used, self.shape, waits=not costs.prefetches)
+
+    def summed(self, costs: Costs) -> list[Event]:
+        """The gradient brought to where they are stored, once a step."""
+        return costs.moved(f"{self.name} sum", "step", self.gradient, self.stored.cotangent(), self.shape, waits=False)
+
+
+def vectors(costs: Costs) -> tuple[Vector, ...]:
+    """The vectors of one block, in the order of the forward pass."""
+    model, setup, form = costs.model, costs.setup, costs.setup.form
+    stream, kinds = setup.activation(form.residual), ("weight", "bias") if model.biased else ("weight",)
+    found: list[Vector] = []
+    for product, norm, features in zip(
+        products(model, setup, model.sequence),
+        ("norm1", None, "norm2", None),
+        (form.inner, form.residual, form.inner, form.residual),
+        strict=True,
+    ):
+        if norm is not None:
+            shape, stored = (setup.stages, model.hidden), setup.vector(form.residual)
+            found += [Vector(f"{norm} {kind}", shape, stored, *_along(stream), True) for kind in kinds]
+        if model.biased:
+            made = worked_layouts(product.x.mesh, product.loops)[2]
+            shape, name = (setup.stages, product.linear.features_out), f"{product.linear.name} bias"
+            found.append(Vector(name, shape, setup.vector(features), *_along(made), False))
+    return tuple(found)
+
+
+def _along(tokens: Layout) -> tuple[Layout, Layout]:
+    """Where features are used and where their gradient arises, beside `[stage, tokens, features]` that lie so."""
+    used: dict[Placement, Placement] = {Shard(0): Shard(0), Shard(2): Shard(1)}
+    gradient = used | {Shard(1): Partial()}
+    first, second = (
+        Layout(tokens.mesh, tuple(dims.get(p, Replicate()) for p in tokens.placements)) for dims in (used, gradient)
+    )
+    return first, second
