@@ -8,16 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dshard import Mesh, parallelize
+from dshard import DeviceMesh, Mesh, Replicate, Shard, parallelize
 from dshard.comm import plain
 from dshard.errors import StrategyError
+from dshard.parallel.strategies import axes_of
+from dshard.pipeline import Pipeline, Stage
 from dshard.simulate import FORMS, Model, Setup
 from dshard.simulate.files import setup_data
 from dshard.simulate.search import MOST_TENSOR, setups
-from dshard.testing import simulated, whole
+from dshard.tensor import as_mesh
+from dshard.testing import rank_pool, simulated, whole
 
 MODEL = Model(layers=2, hidden=16, heads=8, sequence=4, ffn=24)
 DEVICES, BATCH = 8, 8
@@ -103,3 +107,44 @@ def test_every_other_row_is_refused_with_what_it_asks_for(tmp_path: Path) -> Non
         "a shared optimiser",
     }
     assert len(others) + len(ROWS) == len(RANKED)
+
+
+# -- pipelines: each stage laid out by the strategy of the file, on real ranks
+
+PIPED = [setup for setup in RANKED if setup.beyond == ("pipeline stages",)]
+
+
+@plain()
+def target() -> Tensor:
+    return batch().flip(0)
+
+
+def piped(setup: Setup) -> float:
+    """The largest error of the loss and of the gradients of this rank's stage, in the second of two steps."""
+    ranks = torch.arange(DEVICES).view(setup.mesh.shape)
+    meshes = [DeviceMesh("cpu", part, mesh_dim_names=setup.mesh.names[1:]) for part in ranks]
+    single, blocks = build(), build()
+    expected = F.mse_loss(single(batch()), target())
+    expected.backward()
+    each, own = MODEL.layers // setup.stages, ranks.flatten(1).eq(dist.get_rank()).any(1).tolist().index(True)
+    mine = slice(own * each, (own + 1) * each)
+    lies = tuple(Shard(0) if axis.batch else Replicate() for axis in axes_of(setup.strategy, as_mesh(meshes[own])))
+    part = parallelize(blocks[mine], meshes[own], setup.strategy, batch().chunk(setup.microbatches)[0])
+    stages = [
+        Stage(part if i == own else None, mesh, placements={"x": lies, "target": lies}) for i, mesh in enumerate(meshes)
+    ]
+    pipeline = Pipeline(stages, n_microbatches=setup.microbatches, loss=F.mse_loss)
+    pipeline.step(batch(), target())
+    part.zero_grad()
+    found = [(pipeline.step(batch(), target()).detach() - expected.detach()).abs()]
+    for parameter, theirs in zip(part.parameters(), single[mine].parameters(), strict=True):
+        found.append((whole(parameter.grad) - theirs.grad).abs().max())
+    return max(error.item() for error in found)
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("setup", [pytest.param(setup, id=str(setup)) for setup in PIPED])
+def test_every_pipeline_of_laid_out_stages_equals_one_device(setup: Setup) -> None:
+    """Claim E5 on eight ranks: stages of data and tensor parallelism, two stages of (2, 2) among them."""
+    assert max(rank_pool(DEVICES).run(piped, setup, timeout=300)) < 1e-9
