@@ -135,7 +135,7 @@ def test_panels_of_a_deep_mesh_travel_as_those_of_a_plane_do() -> None:
     model = Model(LAYERS, row.hidden, row.heads, TOKENS, fused=False)
     topology = Machine(5e12, 8e9, 8e9).topology(row.gpus)
     whole, split = (
-        parts_of(kind(model, row.setup(), topology, "float32", 4, exact=False), row.batch).backward
+        parts_of(kind(model, row.setup(), topology, "float32", 4, exact=False, regather=True), row.batch).backward
         for kind in (Costs, ByStep)
     )
     panels = [sum(e.seconds for e in events if e.axes and set(e.axes) <= {"r", "c"}) for events in (whole, split)]

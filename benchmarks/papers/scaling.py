@@ -139,7 +139,8 @@ def predict(row: Row, machine: Machine, transport: Transport) -> tuple[float, fl
 def _block(row: Row, machine: Machine) -> tuple[tuple[float, float], ...]:
     """Of one block, forward and backward: seconds of the panels of SUMMA as an all_gather, after those of all else."""
     model = Model(LAYERS, row.hidden, row.heads, TOKENS, head_size=row.hidden // row.heads, fused=False)
-    parts = parts_of(ByStep(model, row.setup(), machine.topology(row.gpus), "float32", 4, exact=False), row.batch)
+    costs = ByStep(model, row.setup(), machine.topology(row.gpus), "float32", 4, exact=False, regather=True)
+    parts = parts_of(costs, row.batch)
     return tuple(
         (sum(e.seconds for e in events if not _panels(e)), sum(e.seconds for e in events if _panels(e)))
         for events in (parts.forward, parts.backward)
