@@ -1,0 +1,27 @@
+"""The model of the demo, and its plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard import Mesh
+from dshard.comm import plain
+from dshard.demo.model import build as build_demo
+from dshard.parallel import Plan, plan_model
+
+# -- without transformers: a plain module, on real ranks
+
+
+@plain()
+def images() -> Tensor:
+    return torch.randn(6, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+# -- what plans say
+
+
+def demo_plan(strategy: Any, mesh: Mesh) -> Plan:
+    return plan_model(build_demo(0), mesh, strategy, images().float())
