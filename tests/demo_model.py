@@ -12,15 +12,10 @@ from dshard.comm import plain
 from dshard.demo.model import build as build_demo
 from dshard.parallel import Plan, plan_model
 
-# -- without transformers: a plain module, on real ranks
-
 
 @plain()
 def images() -> Tensor:
     return torch.randn(6, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-# -- what plans say
 
 
 def demo_plan(strategy: Any, mesh: Mesh) -> Plan:
