@@ -127,7 +127,8 @@ def _pack(pieces: Sequence[Region], shape: Shape) -> Local:
     full = [piece for piece in pieces if numel(piece)]
     span = span_of(full, shape)
     if span is not None:
-        return lambda x: x.reshape(-1)[span.start : span.stop]
+        start, stop = span.start, span.stop
+        return Tensor.flatten if stop - start == prod(shape) else lambda x: x.reshape(-1)[start:stop]
     sizes, shapes = [numel(piece) for piece in full], [tuple(map(len, piece)) for piece in full]
 
     def gather(x: Tensor) -> Tensor:

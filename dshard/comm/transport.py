@@ -40,13 +40,16 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     """Flat chunk -> the flat chunks of all ranks, rank `i` giving `sizes[i]` elements; nothing is padded."""
     if x.dtype not in _MOVES:
         return all_gather(x.view(torch.uint8), [size * x.itemsize for size in sizes], group).view(x.dtype)
-    now = not traced(x)
-    if (group.backend == "nccl" or group.spread or not now) and len(set(sizes)) == 1:
+    now, alike = not traced(x), sizes.count(sizes[0]) == len(sizes)
+    if alike and (group.backend == "nccl" or group.spread or not now):
         out = collectives.gather(x, len(sizes), group)
         return out if group.slots is None else from_slots(out, sizes, group.slots)
     if now and in_pairs(group):
         return _exchanged([x] * len(sizes), x, sizes, group)
     if not now or (group.backend != "nccl" and sum(sizes) * x.itemsize <= _FEW_BYTES):
+        if alike and sizes[0]:  # as every rank then finds, so all may leave the sizes out
+            out = collectives.share(x, len(sizes), group)
+            return out if group.slots is None else from_slots(out, sizes, group.slots)
         return all_to_all(x.repeat(len(sizes)), [sizes[group.index]] * len(sizes), sizes, group)
     out = x.new_empty(sum(sizes))
     parts = out.split(list(sizes))
