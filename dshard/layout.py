@@ -56,7 +56,7 @@ class Layout:
         for i, placement in enumerate(placements):
             if isinstance(placement, Shard):
                 axes[placement.dim] = (*axes.get(placement.dim, ()), i)
-        order = _canonical_order(axes, self.order)
+        order = _canonical_order(axes, self.order) if self.order else ()
         axes.update(order)
         for name, value in (("placements", placements), ("order", order), ("_axes", axes)):
             object.__setattr__(self, name, value)
@@ -129,7 +129,8 @@ class Layout:
 
     def cotangent(self) -> Layout:
         """The layout of the gradient of a tensor laid out like this."""
-        return Layout(self.mesh, tuple(map(cotangent, self.placements)), self.order)
+        placements = tuple(map(cotangent, self.placements))
+        return self if placements == self.placements else Layout(self.mesh, placements, self.order)
 
     def check(self, shape: Sequence[int]) -> None:
         """Refuse a tensor that has fewer dims than this layout shards.
@@ -205,16 +206,21 @@ def replicated(mesh: Mesh) -> Layout:
     return Layout(mesh, (Replicate(),) * mesh.ndim)
 
 
+_WHOLE_OR_SPLIT = (Shard, Replicate)
+
+
 def _check_placements(mesh: Mesh, placements: tuple[Placement, ...]) -> None:
     if len(placements) != mesh.ndim:
         raise LayoutError(
             f"{len(placements)} placements [{format_of(placements)}] for the mesh ({mesh}): "
             f"give {mesh.ndim}, one for each mesh axis"
         )
+    ops = set()
     for placement in placements:
-        if not isinstance(placement, Shard | Replicate | Partial):
+        if isinstance(placement, Partial):
+            ops.add(placement.reduce_op)
+        elif not isinstance(placement, _WHOLE_OR_SPLIT):
             raise LayoutError(f"{placement!r} is no placement: use Shard(dim), Replicate() or Partial(op)")
-    ops = {placement.reduce_op for placement in placements if isinstance(placement, Partial)}
     if len(ops) > 1 and ops != {"sum", "avg"}:
         raise LayoutError(
             f"[{format_of(placements)}] leaves different reductions pending, and their order would matter: "

@@ -228,9 +228,10 @@ class _Price:
         ends = self.ends(0, found, layout, shape)
         known = self.end_leasts.get((layout, ends))
         if known is None:
-            space, back = space_of(self.mesh, self.topology, shape, itemsize), any(self.wanted.gradients)
+            space, back = space_of(self.mesh, self.topology, shape, itemsize), layout.cotangent()
             known = self.end_leasts[layout, ends] = min(
-                _least(space, layout, end) + (_least(space, end.cotangent(), layout.cotangent()) if back else 0.0)
+                _least(space, layout, end)
+                + (_least(space, end.cotangent(), back) if any(self.wanted.gradients) else 0.0)
                 for end in ends
             )
         return known

@@ -153,8 +153,8 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
         alike = _plan(renamed(src, names), renamed(dst, names), shape, itemsize, topology, lean)
         steps = tuple(renamed_step(step, src.mesh, back(names)) for step in alike.steps)
         return Plan(src, dst, shape, steps, alike.seconds)
-    room = max(src.local_numel(shape), dst.local_numel(shape)) if lean else None
-    found = _search(src, dst, shape, itemsize, topology, room) or _search(src, dst, shape, itemsize, topology, None)
+    room = max(src.local_numel(shape), dst.local_numel(shape)) if lean else inf
+    found = _search(src, dst, shape, itemsize, topology, room) or _search(src, dst, shape, itemsize, topology)
     if found is None:
         raise LayoutError(
             f"found no way from [{src}] to [{dst}] within {MAX_STATES} layouts: redistribute in two calls"
@@ -163,7 +163,7 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
 
 
 def _search(
-    src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, room: int | None, most: float = inf
+    src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, room: float = inf, most: float = inf
 ) -> tuple[tuple[Step, ...], float] | None:
     """Best-first search over layouts for a way of at most so many seconds, with a bound on what is still needed.
 
@@ -181,18 +181,20 @@ def _search(
             continue
         if not exact:
             assert trail is not None
-            queue.reach(state, trail.seconds + space.exact(trail.state, state), trail)
+            seconds = trail.seconds + space.exact(trail.state, state)
+            if queue.open(state, seconds):
+                queue.push(state, seconds, trail)
             continue
         if state is last:
             return _steps(space, state, trail), seconds
         settled.add(state)
-        for move in space.onward(state, dims, begins):
-            if move.there not in settled and (room is None or move.there.numel <= room):
-                queue.reach(move.there, seconds + move.seconds, Trail(trail, state, seconds, move.step))
+        for there, took, step in space.onward(state, dims, begins):
+            if queue.open(there, seconds + took) and there.numel <= room and there not in settled:
+                queue.push(there, seconds + took, Trail(trail, state, seconds, step))
         for target in targets:
             straight = space.straight(state, target)
-            if straight is not None and target not in settled:
-                queue.reach(target, seconds + straight.seconds, Trail(trail, state, seconds, None), straight.exact)
+            if straight is not None and target not in settled and queue.open(target, seconds + straight.seconds):
+                queue.push(target, seconds + straight.seconds, Trail(trail, state, seconds, None), straight.exact)
     return None
 
 
@@ -221,10 +223,12 @@ class _Queue:
         self.best: dict[State, float] = {first: 0.0}
         self.entries: list[tuple[float, int, float, State, Trail | None, bool]] = [(0.0, 0, 0.0, first, None, True)]
 
-    def reach(self, there: State, total: float, trail: Trail, exact: bool = True) -> None:
-        """Note a way to `there`, unless another was as short; what is not `exact` may yet take longer."""
-        if total >= self.best.get(there, inf):
-            return
+    def open(self, there: State, total: float) -> bool:
+        """Whether a way to `there` may be of use: no other was as short."""
+        return total <= self.found and total < self.best.get(there, inf)
+
+    def push(self, there: State, total: float, trail: Trail, exact: bool = True) -> None:
+        """Note such a way; what is not `exact` may yet take longer."""
         rest = self.space.least(there, self.last)
         if total + rest <= self.found:
             if exact:
@@ -242,7 +246,7 @@ def before_pending(src: Layout, dst: Layout) -> Layout:
     """`dst`, but whole on the axes that are pending there and not in `src`."""
     pairs = zip(src.placements, dst.placements, strict=True)
     placements = tuple(Replicate() if isinstance(b, Partial) and a != b else b for a, b in pairs)
-    return Layout(dst.mesh, placements, dst.order)
+    return dst if placements == dst.placements else Layout(dst.mesh, placements, dst.order)
 
 
 def rounds(step: Step, layout: Layout, shape: Shape) -> int:

@@ -50,12 +50,25 @@ class State:
     """A layout: the mesh axes that split each tensor dim, and what is pending on each mesh axis.
 
     `local` is the shape of the first rank's part, which begins at the origin and is the largest; `share` what of all
-    elements a rank holds on average, which each does if it is `even`; `split` the dim that a mesh axis splits; `wide`
-    the axes of more than one rank that split each dim. `onward` and `straight` are steps that were asked for, and
+    elements a rank holds on average, which each does if it is `even`; `exact` the dims that have elements and are split
+    evenly; `split` the dim that a mesh axis splits; `wide` the axes of more than one rank that split each dim. `onward` and `straight` are steps that were asked for, and
     `rest` the least to come here.
     """
 
-    __slots__ = ("axes", "even", "local", "numel", "onward", "pending", "rest", "share", "split", "straight", "wide")
+    __slots__ = (
+        "axes",
+        "even",
+        "exact",
+        "local",
+        "numel",
+        "onward",
+        "pending",
+        "rest",
+        "share",
+        "split",
+        "straight",
+        "wide",
+    )
 
     def __init__(self, axes: Axes, pending: Pending, shape: Shape, sizes: tuple[int, ...]) -> None:
         self.axes, self.pending = axes, pending
@@ -64,7 +77,8 @@ class State:
         parts = [prod([sizes[axis] for axis in split]) for split in axes]
         self.local = tuple([-(-size // n) for size, n in zip(shape, parts, strict=True)])
         self.numel, self.share = prod(self.local), 1 / prod(parts)
-        self.even = prod(shape) == prod([part * n for part, n in zip(self.local, parts, strict=True)]) > 0
+        self.exact = [size > 0 == size % n for size, n in zip(shape, parts, strict=True)]
+        self.even = all(self.exact)
         self.onward: dict[tuple[tuple[int, ...], Begins], tuple[Move, ...]] = {}
         self.straight: dict[State, Straight | None] = {}
         self.rest: dict[State, float] = {}
@@ -147,16 +161,20 @@ class Space:
 
     def _least(self, src: State, dst: State) -> float:
         terms, begins, ends = 1, 0, False
-        for op, target, n in zip(src.pending, dst.pending, self.sizes, strict=True):
-            if op is not target:
-                begins += target is not None
-                if op is not None:
-                    ends, terms = True, terms * n
+        if src.pending != dst.pending:
+            for op, target, n in zip(src.pending, dst.pending, self.sizes, strict=True):
+                if op is not target:
+                    begins += target is not None
+                    if op is not None:
+                        ends, terms = True, terms * n
         nested = nests(zip(src.wide, dst.wide, strict=True))
         held, sources = 1, 1
         for have, want in zip(src.local, dst.local, strict=True):
-            held *= min(have, want)
-            sources *= -(-want // have) if want > have > 0 else 1
+            if want > have:
+                held *= have
+                sources *= -(-want // have) if have else 1
+            else:
+                held *= want
         apart = not nested and self._apart(src, dst)
         rounds = 0 if nested or not self.numel else max(1, (sources - 1 + apart).bit_length())
         lacking = float(dst.numel - (0 if apart else held))
@@ -194,12 +212,11 @@ class Space:
 
     def _apart(self, src: State, dst: State) -> bool:
         """Whether some rank holds nothing of what it needs: the mesh axes that split a dim, evenly, part ways."""
-        for have, want, size in zip(src.wide, dst.wide, self.shape, strict=True):
-            for a, b in zip(have, want, strict=False):
-                if a != b:
-                    if size and not any(size % prod([self.sizes[axis] for axis in axes]) for axes in (have, want)):
-                        return True
-                    break
+        for dim, (have, want) in enumerate(zip(src.wide, dst.wide, strict=True)):
+            if have != want and src.exact[dim] and dst.exact[dim]:
+                shared = min(len(have), len(want))
+                if have[:shared] != want[:shared]:
+                    return True
         return False
 
     # -- seconds
