@@ -127,6 +127,15 @@ class Layout:
             axes[placement.dim] = (*axes.get(placement.dim, ()), axis)
         return Layout(self.mesh, placements, tuple((dim, order) for dim, order in axes.items() if order))
 
+    def split(self, dim: int, axes: Sequence[int]) -> Layout:
+        """This layout with these mesh axes, which shard nothing, as the last ones that shard tensor dim `dim`."""
+        placements = list(self.placements)
+        for axis in axes:
+            placements[axis] = Shard(dim)
+        order = {dim: self.axes_of(dim) for dim in self.sharded_dims()}
+        order[dim] = (*order.get(dim, ()), *axes)
+        return Layout(self.mesh, tuple(placements), tuple(order.items()))
+
     def cotangent(self) -> Layout:
         """The layout of the gradient of a tensor laid out like this."""
         placements = tuple(map(cotangent, self.placements))

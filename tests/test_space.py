@@ -13,7 +13,7 @@ from dshard.ops.matmul.rules import matmul_rule
 from dshard.ops.strategy import Wanted, choose, strategies
 from dshard.placements import REDUCE_OPS, Partial
 from dshard.redistribute import after, plan
-from dshard.redistribute.plan import plan_within, steps_straight, useful_dims
+from dshard.redistribute.plan import steps_straight, useful_dims, way_within
 from dshard.redistribute.price import step_seconds
 from dshard.redistribute.space import Space
 from dshard.redistribute.step import steps_from
@@ -89,7 +89,7 @@ def test_a_plan_is_found_within_its_seconds(
 ) -> None:
     expected = plan(src, dst, shape, 4, topology)
 
-    found = plan_within(src, dst, shape, 4, topology, expected.seconds * times)
+    found = way_within(src, dst, shape, 4, topology, expected.seconds * times)
 
     if abs(times - 1) > 1e-9 and expected.seconds:
         assert (found is None) == (times < 1)

@@ -13,8 +13,8 @@ from dshard.layout import Layout, Shape, interned
 from dshard.ops.expand import Allowed, Expansion, Operand, Order, Row, expansions, sizes_of
 from dshard.ops.rule import Pending, Rule
 from dshard.placements import Partial, Replicate, Shard
-from dshard.redistribute import Plan, plan_alike
-from dshard.redistribute.plan import plan_within, standing
+from dshard.redistribute import plan_alike
+from dshard.redistribute.plan import Way, standing, way_within
 from dshard.redistribute.space import Space, space_of
 from dshard.topology import Topology
 
@@ -194,7 +194,7 @@ class _Price:
             if all(operand.layout.placements[axis] == Replicate() for operand in operands)
         )
         self.back = [interned(operand.layout.cotangent()) for operand in operands]
-        self.plans: dict[tuple[int, Layout, Layout], Plan] = {}
+        self.plans: dict[tuple[int, Layout, Layout], Way] = {}
         self.leasts: dict[tuple[int, Layout, Layout], float] = {}
         self.end_leasts: dict[tuple[Layout, tuple[Layout, ...]], float] = {}
         self.known_ends: dict[tuple[int, Layout], tuple[Layout, ...]] = {}
@@ -244,13 +244,14 @@ class _Price:
 
     # -- the price
 
-    def plan(self, i: int, src: Layout, dst: Layout) -> Plan:
+    def plan(self, i: int, src: Layout, dst: Layout) -> Way:
         """How operand `i`, or its gradient, moves."""
         key = (i, src, dst)
         found = self.plans.get(key)
         if found is None:
             operand = self.operands[i]
-            found = self.plans[key] = plan_alike(src, dst, operand.shape, operand.itemsize, self.topology)
+            plan = plan_alike(src, dst, operand.shape, operand.itemsize, self.topology)
+            found = self.plans[key] = Way(plan.seconds, len(plan.steps))
             self.leasts[key] = found.seconds
         return found
 
@@ -260,7 +261,7 @@ class _Price:
         key = (move.i, *standing(move.src, move.dst, self.topology))
         known = self.plans.get(key)
         if known is None and self.leasts.get(key, 0.0) < most:
-            known = plan_within(*key[1:], operand.shape, operand.itemsize, self.topology, most)
+            known = way_within(*key[1:], operand.shape, operand.itemsize, self.topology, most)
         for each in (key, move[:3]):
             if known is not None:
                 self.plans[each], self.leasts[each] = known, known.seconds
@@ -273,7 +274,7 @@ class _Price:
         gather, reduce, backward, moves = 0.0, 0.0, compute * sum(wanted.gradients), 0
         for i, (operand, layout) in enumerate(zip(self.operands, found.inputs, strict=True)):
             move = self.plan(i, operand.layout, layout)
-            gather, moves = gather + move.seconds, moves + len(move.steps)
+            gather, moves = gather + move.seconds, moves + move.steps
             backward += move.seconds * self.moved_again(i)
         for i, needed in enumerate(wanted.gradients):
             if needed:
@@ -338,12 +339,9 @@ class _Price:
         pending = [axis for axis in layout.partial_axes() if axis not in self.idle]
         if not pending or not shape:
             return (whole,)
-        split = whole
-        first = (0,) * self.mesh.ndim
-        dim = max(range(len(shape)), key=lambda dim: (len(whole.dim_range(dim, shape[dim], first)), -dim))
-        for axis in pending:
-            split = split.replace(axis, Shard(dim))
-        return split, whole
+        held = whole.first_region(shape)
+        dim = max(range(len(shape)), key=lambda dim: (len(held[dim]), -dim))
+        return whole.split(dim, pending), whole
 
 
 def _least(space: Space, src: Layout, dst: Layout) -> float:

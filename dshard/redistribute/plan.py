@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from math import inf, prod
@@ -131,12 +131,20 @@ def standing(src: Layout, dst: Layout, topology: Topology) -> tuple[Layout, Layo
     return (src, dst) if names is None else (renamed(src, names), renamed(dst, names))
 
 
-def plan_within(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, most: float) -> Plan | None:
-    """The plan, or None if it takes more than `most` seconds, which is found sooner."""
+class Way(NamedTuple):
+    """What a plan takes, and in how many steps."""
+
+    seconds: float
+    steps: int
+
+
+def way_within(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, most: float) -> Way | None:
+    """What the plan takes, or None if that is more than `most` seconds, which is found sooner."""
     if src == dst:
-        return Plan(src, dst, shape, (), 0.0)
-    found = _search(src, dst, shape, itemsize, topology, max(src.local_numel(shape), dst.local_numel(shape)), most)
-    return None if found is None else Plan(src, dst, shape, *found)
+        return Way(0.0, 0)
+    room = max(src.local_numel(shape), dst.local_numel(shape))
+    end = _search(src, dst, space_of(dst.mesh, topology, shape, itemsize), room, most)
+    return None if end is None else Way(end.seconds, len(list(_back(end))))
 
 
 @remembered("plans", 16384)
@@ -154,24 +162,22 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
         steps = tuple(renamed_step(step, src.mesh, back(names)) for step in alike.steps)
         return Plan(src, dst, shape, steps, alike.seconds)
     room = max(src.local_numel(shape), dst.local_numel(shape)) if lean else inf
-    found = _search(src, dst, shape, itemsize, topology, room) or _search(src, dst, shape, itemsize, topology)
-    if found is None:
+    space = space_of(dst.mesh, topology, shape, itemsize)
+    end = _search(src, dst, space, room) or _search(src, dst, space)
+    if end is None:
         raise LayoutError(
             f"found no way from [{src}] to [{dst}] within {MAX_STATES} layouts: redistribute in two calls"
         )
-    return Plan(src, dst, shape, *found)
+    return Plan(src, dst, shape, _steps(space, end), end.seconds)
 
 
-def _search(
-    src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, room: float = inf, most: float = inf
-) -> tuple[tuple[Step, ...], float] | None:
+def _search(src: Layout, dst: Layout, space: Space, room: float = inf, most: float = inf) -> Trail | None:
     """Best-first search over layouts for a way of at most so many seconds, with a bound on what is still needed.
 
-    Exchanges are priced when it is their turn.
+    Exchanges are priced when it is their turn. What comes back is how the end was left.
     """
-    space = space_of(dst.mesh, topology, shape, itemsize)
     first, last = space.state_of(src), space.state_of(dst)
-    dims, begins = useful_dims(src, dst, shape), tuple(_pending(dst).items())
+    dims, begins = useful_dims(src, dst, space.shape), tuple(_pending(dst).items())
     targets = tuple({last: None, space.state_of(before_pending(src, dst)): None})
     queue = _Queue(space, first, last, most)
     settled: set[State] = set()
@@ -186,7 +192,7 @@ def _search(
                 queue.push(state, seconds, trail)
             continue
         if state is last:
-            return _steps(space, state, trail), seconds
+            return Trail(trail, state, seconds, None)
         settled.add(state)
         for there, took, step in space.onward(state, dims, begins):
             if queue.open(there, seconds + took) and there.numel <= room and there not in settled:
@@ -207,11 +213,16 @@ class Trail(NamedTuple):
     step: Step | None
 
 
-def _steps(space: Space, end: State, trail: Trail | None) -> tuple[Step, ...]:
-    found: list[Step] = []
+def _back(end: Trail) -> Iterator[tuple[Trail, State]]:
+    """The way to where `end` is, from its last step to the first, each with where it leads."""
+    there, trail = end.state, end.before
     while trail is not None:
-        found.append(space.step_to(trail.state, end) if trail.step is None else trail.step)
-        end, trail = trail.state, trail.before
+        yield trail, there
+        there, trail = trail.state, trail.before
+
+
+def _steps(space: Space, end: Trail) -> tuple[Step, ...]:
+    found = [space.step_to(trail.state, to) if trail.step is None else trail.step for trail, to in _back(end)]
     return tuple(reversed(found))
 
 

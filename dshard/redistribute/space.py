@@ -50,9 +50,9 @@ class State:
     """A layout: the mesh axes that split each tensor dim, and what is pending on each mesh axis.
 
     `local` is the shape of the first rank's part, which begins at the origin and is the largest; `share` what of all
-    elements a rank holds on average, which each does if it is `even`; `exact` the dims that have elements and are split
-    evenly; `split` the dim that a mesh axis splits; `wide` the axes of more than one rank that split each dim. `onward` and `straight` are steps that were asked for, and
-    `rest` the least to come here.
+    elements a rank holds on average, which each does if it is `even`; `exact` tells of each dim whether it has elements
+    and is split evenly; `split` is the dim that a mesh axis splits; `wide` are the axes of more than one rank that split
+    each dim; `onward` and `straight` are steps that were asked for, and `rest` is the least to come here.
     """
 
     __slots__ = (

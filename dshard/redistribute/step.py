@@ -284,10 +284,7 @@ def nested(layout: Layout, dst: Layout) -> bool:
 
 def nests(axes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
     """The same of the mesh axes that split each dim, before and after."""
-    for have, want in axes:
-        if have and want[: len(have)] != have:
-            return False
-    return True
+    return all(want[: len(have)] == have for have, want in axes)
 
 
 def reordered(axes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, ...]:
