@@ -51,8 +51,8 @@ class State:
 
     `local` is the shape of the first rank's part, which begins at the origin and is the largest; `share` what of all
     elements a rank holds on average, which each does if it is `even`; `exact` tells of each dim whether it has elements
-    and is split evenly; `split` is the dim that a mesh axis splits; `wide` are the axes of more than one rank that split
-    each dim; `onward` and `straight` are steps that were asked for, and `rest` is the least to come here.
+    and is split evenly; `split` is the dim that a mesh axis splits; `wide` are the axes of more than one rank that
+    split each dim; `onward` and `straight` are steps that were asked for, and `rest` is the least to come here.
     """
 
     __slots__ = (
