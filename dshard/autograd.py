@@ -32,14 +32,15 @@ class ToLocal(torch.autograd.Function):
     def forward(ctx: Any, x: Any, grad_spec: Spec) -> Tensor:
         local: Tensor = x._local
         ctx.cls, ctx.spec = type(x), grad_spec
-        ctx.leaf, ctx.stride = x.is_leaf and not grad_spec.pending, local.stride()
+        ctx.stride = local.stride() if not grad_spec.pending and x.is_leaf else None
         return local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
         if torch.is_grad_enabled():
             return FromLocal.apply(grad, ctx.cls, ctx.spec, ctx.spec.layout.cotangent()), None  # type: ignore[no-untyped-call]
-        if ctx.leaf and type(grad) is Tensor and (_owners(grad) > 1 or grad.stride() != ctx.stride):
+        stride = ctx.stride
+        if stride is not None and type(grad) is Tensor and (_owners(grad) > 1 or grad.stride() != stride):
             grad = grad.clone(memory_format=torch.contiguous_format)  # it will be the leaf's own, to be written
         return ctx.cls._wrap(grad, ctx.spec), None
 
@@ -275,6 +276,22 @@ def redistribute(x: Any, layout: Layout, op: str | None = None, *, later: bool =
                     return made(type(x), _complete(x._live.at_home(), type(x), move, op), move.spec, move.grad)
             return Redistribute.apply(x, layout, op, later)  # type: ignore[no-untyped-call]
         return _moved(x, move_of(x._spec, layout), op, later)
+
+
+def brought(cls: Any, grad: Any, layout: Layout) -> Any:
+    """A gradient of a leaf, in its layout. One collective that this takes runs beside the rest of the backward pass.
+
+    Of several the first would hold its buffers until the end.
+    """
+    grad = distributed(cls, grad, layout)
+    spec: Spec = grad._spec
+    if spec.layout is layout:
+        return grad
+    move = move_of(spec, layout)
+    later = len(move.plan.steps) == 1
+    if torch.is_grad_enabled():
+        return redistribute(grad, layout, later=later)
+    return _moved(grad, move, None, later)
 
 
 def left_pending(layout: Layout, target: Layout) -> Layout:

@@ -57,7 +57,9 @@ def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
             return out
     values = facts.values
     parts: list[Any] = [number]
-    parts += [arg._spec if type(arg) is cls else _key(cls, arg, values) for arg in args]
+    for arg in args:
+        kind = type(arg)
+        parts.append(arg._spec if kind is cls else arg if kind is int and values else _key(cls, arg, values))
     if kwargs:
         parts += [(name, _key(cls, arg, values)) for name, arg in kwargs.items()]
     key = tuple(parts)

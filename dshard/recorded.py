@@ -147,14 +147,19 @@ def _view(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Seque
     given = _given(cls, args, kwargs)
     if len(given) != 1 or given[0][0] != 0 or op_args[0] is not args[0]:
         return None
-    operator, rest = run.warm.operator, op_args[1:]
+    take: Any = run.warm.operator
+    rest, options = op_args[1:], op_kwargs
+    if run.op.kernel is None and is_itself(
+        func, args, kwargs, seen[0], cls
+    ):  # torch finds its own functions faster than operators
+        take, rest, options = func, args[1:], kwargs
 
     def call(args: Args, kwargs: Kwargs) -> Any:
         x = args[0]
         out = func(*args, **kwargs)
         source = lively(x)
         if source is not None and x._origin is None:
-            out._live = Live(out._version, make=lambda: operator(source.at_home(), *rest, **op_kwargs))
+            out._live = Live(out._version, make=lambda: take(source.at_home(), *rest, **options))
         return out
 
     return call

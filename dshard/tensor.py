@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dshard import comm, shortcut
-from dshard.autograd import FromLocal, Live, ToLocal, distributed, redistribute
+from dshard.autograd import FromLocal, Live, ToLocal, brought, redistribute
 from dshard.comm import DeviceMesh, Later, stored, traced
 from dshard.dispatch import SEEN, dispatch
 from dshard.errors import LayoutError, MeshError, ShapeError
@@ -20,7 +20,6 @@ from dshard.mesh import Mesh
 from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
 from dshard.ops.mixed import MADE_PLAIN, may_hold_plain, settle_plain
-from dshard.ops.moving import move_of
 from dshard.ops.observe import OBSERVERS
 from dshard.ops.origin import Origin
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
@@ -282,12 +281,7 @@ def keep_gradient_layout(x: DTensor) -> None:
     layout = interned(x._spec.layout.cotangent())
 
     def bring(grad: Tensor | None) -> Tensor | None:
-        if grad is None:
-            return None
-        given = distributed(DTensor, grad, layout)
-        # one collective runs beside the rest of the pass; of several the first would hold its buffers until the end
-        found: Tensor = redistribute(given, layout, later=len(move_of(given._spec, layout).plan.steps) == 1)
-        return found
+        return None if grad is None else brought(DTensor, grad, layout)  # type: ignore[no-any-return]
 
     with torch._C.DisableTorchFunctionSubclass():
         x.register_hook(bring)  # type: ignore[no-untyped-call]

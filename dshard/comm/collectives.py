@@ -83,7 +83,7 @@ def reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
 
 def begin_reduce(x: Tensor, op: ReduceOp, group: Group) -> tuple[Tensor, dist.Work]:
     """The same begun: where the reduction will be, and what to wait for."""
-    out = x.clone(memory_format=torch.contiguous_format)
+    out = x.clone() if x.is_contiguous() else x.contiguous()
     return out, group.process_group.allreduce([out], _ALL_REDUCE[op])
 
 
