@@ -6,6 +6,7 @@ import pickle
 from collections import Counter
 from itertools import product
 from math import prod
+from random import Random
 
 import pytest
 import torch
@@ -167,6 +168,18 @@ def test_an_order_names_the_axes_that_shard_the_dim(order: tuple[int, ...]) -> N
         LayoutError, match=r"of tensor dim 0 must name the mesh axes that shard it, \(0, 1\), once each"
     ):
         Layout(MESH, (Shard(0), Shard(0)), ((0, order),))
+
+
+@given(laid_out(), st.randoms())
+def test_axes_that_split_a_dim_together_do_so_one_after_the_other(case: tuple[Layout, Shape], chance: Random) -> None:
+    layout, shape = case
+    idle = [axis for axis, p in enumerate(layout.placements) if not isinstance(p, Shard)]
+    chance.shuffle(idle)
+    for dim in range(len(shape)):
+        expected = layout
+        for axis in idle:
+            expected = expected.replace(axis, Shard(dim))
+        assert layout.split(dim, idle) == expected
 
 
 @pytest.mark.parametrize("text", ["dp:S(0) tp:S(0); tp,dp", "dp:S(0) tp:S(0); x:tp,dp", "dp:S(0)", "dp:S(0) tp:Q"])
