@@ -281,7 +281,7 @@ def keep_gradient_layout(x: DTensor) -> None:
     layout = interned(x._spec.layout.cotangent())
 
     def bring(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else brought(DTensor, grad, layout)  # type: ignore[no-any-return]
+        return None if grad is None else brought(DTensor, grad, layout)
 
     with torch._C.DisableTorchFunctionSubclass():
         x.register_hook(bring)  # type: ignore[no-untyped-call]
