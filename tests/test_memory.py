@@ -1,9 +1,13 @@
-"""What a redistribution holds on the way: counted from the storages alive after each operator, on real ranks."""
+"""What a rank holds, on real ranks: on the way of a redistribution, counted from the storages alive after each
+operator; at the peak of a training step, counted by torch's allocator.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +35,7 @@ MESHES = (
     Mesh((4,), ("x",), (3, 1, 0, 2)),
 )
 DTYPE = torch.float64
+BENCHMARKS = str(Path(__file__).parent.parent / "benchmarks")
 
 
 @cache
@@ -96,3 +101,23 @@ def test_a_lean_plan_holds_the_larger_end_and_one_message(
     cases_run["lean plans whose memory was counted"] += len(batch)
 
     assert ranks.run(above_the_limit, batch, few_bytes) == [[]] * 4
+
+
+def peaks_of_a_step(size: tuple[int, ...]) -> dict[str, int]:
+    """The most bytes given out at once in a step of a small GPT, by library."""
+    if BENCHMARKS not in sys.path:
+        sys.path.insert(0, BENCHMARKS)
+    from gpt import Size  # noqa: PLC0415  # found beside the benchmarks
+    from training import peaks_of, training_steps  # noqa: PLC0415
+
+    steps = training_steps(Size(*size))
+    for step in steps.values():
+        step()
+    return peaks_of(steps)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [(4, 8, 32, 4, 64, 64), (8, 32, 64, 4, 256, 128)], ids=["tiny", "small"])
+def test_a_training_step_holds_no_more_than_that_of_torchs_dtensor(ranks: RankPool, size: tuple[int, ...]) -> None:
+    for peaks in ranks.run(peaks_of_a_step, size):
+        assert peaks["dshard"] <= peaks["torch"]

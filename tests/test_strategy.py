@@ -81,6 +81,17 @@ def test_a_sharded_weight_is_gathered_where_the_batch_is_large() -> None:
     assert str(found) == "tp:S(0), tp:R -> tp:S(0)"
 
 
+@pytest.mark.parametrize("x", ["dp:S(0) tp:R", "dp:R tp:S(0)"])
+def test_a_product_with_gradients_repeats_no_work_that_its_operands_split(x: str) -> None:
+    operands = [Operand(parse_layout(text, GRID), shape, 4) for text, shape in ((x, (8, 4)), ("dp:R tp:R", (4, 4)))]
+    rule = matmul_rule((8, 4), (4, 4))
+    axis = operands[0].layout.axes_of(0)[0]
+
+    for gradients, repeated in (((False, False), True), ((True, True), False)):
+        found = strategies(rule, operands, [((8, 4), 4)], FLAT_CPU, Wanted(gradients=gradients, kept=(True, True)))
+        assert any(each.rows[axis] is None for each in found) == repeated
+
+
 def test_nobody_shards_what_nobody_declared() -> None:
     operands = [Operand(parse_layout("tp:R", LINE), SQUARE, 4)] * 2
 

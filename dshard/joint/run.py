@@ -23,7 +23,7 @@ from dshard.ops.moving import coordinate_of, run_on_ranks
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.rule import Rule
 from dshard.ops.settings import current
-from dshard.ops.spec import Spec, spec_of
+from dshard.ops.spec import Spec, for_shapes, spec_of
 from dshard.ops.strategy import Strategy, choose
 from dshard.redistribute import plan
 
@@ -108,7 +108,7 @@ def _decide(cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[
     mesh = common_mesh(cls, key[0], list(tensors))
     same_dtype(key[0], [t.dtype for t in tensors[:3] if t.is_floating_point() or t.is_complex()])
     specs = [spec_like(cls, t, mesh) for t in tensors]
-    with torch.no_grad():
+    with torch.no_grad(), for_shapes():
         out = local(*(spec.meta() for spec in specs))
     operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs]
     strategy = choose(rule(), operands, [(tuple(out.shape), out.itemsize)], current().topology_of(mesh))

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.comm import plain
 from dshard.ops.moving import replace_leaves
+from dshard.ops.spec import for_shapes
 
 Args: TypeAlias = dict[str, Any]
 UNKNOWN = (
@@ -53,7 +54,7 @@ def infer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
     _refuse_more(func, args, kwargs)
-    with plain(), _as_the_kernels_do():
+    with plain(), _as_the_kernels_do(), for_shapes():
         return func(*args, **kwargs)
 
 

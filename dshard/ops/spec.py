@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
 import torch
@@ -41,13 +43,33 @@ class Spec:
 
     def meta(self) -> torch.Tensor:
         """A tensor without data of the same global shape, strides and dtype."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        with for_shapes():
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
     def __reduce__(self) -> tuple[object, ...]:
         return spec_of, (self.layout, self.shape, self.stride, self.dtype, self.device)
 
     def __repr__(self) -> str:
         return f"Spec([{self.layout}], {self.shape}, {self.dtype})"
+
+
+class _ForShapes:
+    depth = 0
+
+
+@contextmanager
+def for_shapes() -> Iterator[None]:
+    """Within the block operators run on tensors without data to tell what comes out, and are no part of any step."""
+    _ForShapes.depth += 1
+    try:
+        yield
+    finally:
+        _ForShapes.depth -= 1
+
+
+def is_for_shapes() -> bool:
+    """Whether what runs now only tells what would come out."""
+    return _ForShapes.depth > 0
 
 
 _SPECS: WeakValueDictionary[tuple[object, ...], Spec] = WeakValueDictionary()

@@ -91,7 +91,7 @@ def choose(
     Branch and bound: the candidate that may be cheapest is priced move by move, and left as soon as another may be
     cheaper, until one is priced in full that none can beat. Of `wanted`, `keep` is kept where any strategy can.
     """
-    found = list(expansions(rule, operands, outputs, wanted.among, wanted.result))
+    found = worth(rule, operands, outputs, wanted)
     if wanted.keep is not None:
         found = [e for e in found if e.inputs[0] == wanted.keep == e.outputs[0]] or found
     price = _Price(rule, operands, outputs, topology, wanted)
@@ -135,8 +135,29 @@ def strategies(
 ) -> Iterator[Strategy]:
     """All strategies of `rule` worth trying, priced."""
     price = _Price(rule, operands, outputs, topology, wanted)
-    for found in expansions(rule, operands, outputs, wanted.among, wanted.result):
+    for found in worth(rule, operands, outputs, wanted):
         yield price.of(found)
+
+
+def worth(
+    rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]], wanted: Wanted
+) -> list[Expansion]:
+    """The expansions of `rule` to choose from.
+
+    A product with gradients is split along each mesh axis that splits an operand along a dim of the result, where it
+    can be. To repeat it there may save a message, but repeats all that follows, which backward then holds whole.
+    """
+    found = list(expansions(rule, operands, outputs, wanted.among, wanted.result))
+    if not rule.loops or not any(wanted.gradients) or wanted.among is not None or wanted.result is not None:
+        return found
+    made = {name for dim in rule.outputs[0] for name in dim}
+    split = {
+        axis
+        for operand, term in zip(operands, rule.inputs, strict=True)
+        for axis, placement in enumerate(operand.layout.placements)
+        if isinstance(placement, Shard) and not made.isdisjoint(term[placement.dim])
+    }
+    return [each for each in found if all(each.rows[axis] is not None for axis in split)] or found
 
 
 class _Move(NamedTuple):

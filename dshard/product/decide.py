@@ -17,7 +17,7 @@ from dshard.ops.matmul.refine import cut_contraction
 from dshard.ops.matmul.rules import same_dtype
 from dshard.ops.rule import Rule
 from dshard.ops.settings import current
-from dshard.ops.spec import Spec, contiguous_stride, spec_of
+from dshard.ops.spec import Spec, contiguous_stride, for_shapes, spec_of
 from dshard.ops.strategy import Strategy, Wanted, choose
 from dshard.product.decided import Product
 
@@ -71,7 +71,7 @@ def _decide(
 ) -> Product:
     mesh = specs[0].layout.mesh
     same_dtype(name, [spec.dtype for spec in specs])
-    with torch.no_grad():
+    with torch.no_grad(), for_shapes():
         out = infer(*(spec.meta() for spec in specs))
     operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs[:2]]
     shape, topology = tuple(out.shape), current().topology_of(mesh)

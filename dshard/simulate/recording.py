@@ -29,6 +29,7 @@ from dshard.cost import collective_seconds, work_seconds
 from dshard.mesh import Mesh
 from dshard.ops.observe import Decision, observing
 from dshard.ops.settings import current
+from dshard.ops.spec import is_for_shapes
 from dshard.simulate.timeline import Event, Slot, makespan, placed
 from dshard.tensor import DTensor
 from dshard.topology import Topology
@@ -124,6 +125,8 @@ class _Recorder(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if is_for_shapes():
+            return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         before = {StorageWeakRef(tensor.untyped_storage()) for tensor in given}
         out = func(*args, **kwargs)
