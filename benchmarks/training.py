@@ -50,10 +50,10 @@ def peaks_of(steps: dict[str, Callable[[], float]]) -> dict[str, int]:
     return {lib: min(each[lib] for each in found) for lib in steps}
 
 
-def training_step(lib: Any, size: Size, mesh: Any) -> Callable[[], float]:
+def training_step(lib: Any, size: Size, mesh: Any, depth: int) -> Callable[[], float]:
     place, layout = distributed(lib, mesh), [lib.Shard(0), lib.Replicate()]
     torch.manual_seed(0)
-    model = GPT(size, 2, place, lambda x: x.redistribute(mesh, layout))
+    model = GPT(size, depth, place, lambda x: x.redistribute(mesh, layout))
     parameters = model.parameters()
     optimiser = torch.optim.SGD(parameters, lr=0.1)
     words = torch.randint(size.words, (size.batch, size.length + 1))
@@ -72,11 +72,11 @@ def training_step(lib: Any, size: Size, mesh: Any) -> Callable[[], float]:
     return step
 
 
-def training_steps(size: Size) -> dict[str, Callable[[], float]]:
-    """A step of each library on the same mesh of four ranks."""
+def training_steps(size: Size, depth: int = 2) -> dict[str, Callable[[], float]]:
+    """A step of `depth` blocks by each library on the same mesh of four ranks."""
     warnings.simplefilter("ignore")
     mesh = ours.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return {name: training_step(lib, size, mesh) for name, lib in LIBRARIES.items()}
+    return {name: training_step(lib, size, mesh, depth) for name, lib in LIBRARIES.items()}
 
 
 def measure(name: str) -> dict[str, Any]:

@@ -30,6 +30,21 @@ from dshard.tracing import Flat, flat, numbers, traceable, unseen
 _make = torch.Tensor._make_wrapper_subclass  # given by position: names take it longer
 
 
+class _Awaited:
+    """The local part where a tensor has none yet: waited for, and kept. What a tensor has comes before this."""
+
+    def __get__(self, x: Any, owner: Any = None) -> Any:
+        if x is None:
+            return self
+        if "_coming" not in x.__dict__:
+            raise AttributeError(
+                "a DTensor without a local part: it is made by DTensor.from_local or distribute_tensor"
+            )
+        x._local = local = x._coming()
+        del x._coming
+        return local
+
+
 class DTensor(torch.Tensor):
     """A tensor of which each rank of a mesh holds a part, declared by a placement for each mesh axis.
 
@@ -37,7 +52,7 @@ class DTensor(torch.Tensor):
     Made by `distribute_tensor`, `DTensor.from_local` or a factory such as `dshard.zeros`.
     """
 
-    _local: Tensor
+    _local: Tensor = _Awaited()  # type: ignore[assignment]
     _spec: Spec
     _coming: Later
     _origin: Origin | None = None
@@ -57,18 +72,11 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def _wrap_later(cls, coming: Later, spec: Spec) -> DTensor:
-        """The same with a local part that is still to come: `_local` is missing, and `__getattr__` waits for it."""
+        """The same with a local part that is still to come: `_local` is missing, and who asks for it waits."""
         out: DTensor = _make(cls, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, spec.device)
         out._coming = coming
         out._spec = spec
         return out
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_local" and "_coming" in self.__dict__:
-            self._local = self._coming()
-            del self._coming
-            return self._local
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- what it is
 
@@ -169,6 +177,9 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_GRAD and args[0]._live is None:  # once for each parameter and step
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
         return shortcut.call(DTensor, func, args, kwargs or {}, _through)
 
     @classmethod
@@ -184,21 +195,22 @@ class DTensor(torch.Tensor):
     # -- what torch.compile asks of it
 
     def __tensor_flatten__(self) -> tuple[list[str], Flat]:
-        return ["_local"], flat(self._spec, is_leaf(self))
+        leaf = self._leaf
+        return ["_local"], flat(self._spec, self.is_leaf if leaf is None else leaf)
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Tensor], flat: Flat, size: Any, stride: Any) -> DTensor:
         local = parts["_local"]
-        if not traced(local):
-            return DTensor._wrap(local, spec_of(flat.layout, tuple(size), tuple(stride), flat.dtype, flat.device))
+        if type(local) is Tensor or not traced(local):
+            return DTensor._wrap(local, flat.spec(tuple(size), tuple(stride)))
         known = [numbers(sizes) for sizes in (size, stride, local.shape)]
-        out = DTensor._wrap(local, spec_of(flat.layout, known[0], known[1], flat.dtype, flat.device))
+        out = DTensor._wrap(local, flat.spec(known[0], known[1]))
         out._leaf = flat.leaf
         return out
 
     @classmethod
     def __metadata_guard__(cls, then: Flat, now: Flat) -> bool:
-        return then.serves(now)
+        return then is now or then.serves(now)
 
     def _stable_hash_for_caching(self) -> str:
         return flat(self._spec, is_leaf(self)).digest()
@@ -270,6 +282,8 @@ def _through(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 _DETACH = torch.ops.aten.detach.default
+_GRAD: Any = torch.Tensor.grad
+_SET_GRAD = _GRAD.__set__
 support(DTensor)
 unseen(DTensor)
 
@@ -281,7 +295,9 @@ def keep_gradient_layout(x: DTensor) -> None:
     layout = interned(x._spec.layout.cotangent())
 
     def bring(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else brought(DTensor, grad, layout)
+        if grad is None or (type(grad) is DTensor and grad._spec.layout is layout):
+            return None
+        return brought(DTensor, grad, layout)
 
     with torch._C.DisableTorchFunctionSubclass():
         x.register_hook(bring)  # type: ignore[no-untyped-call]

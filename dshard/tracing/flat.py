@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
 from dshard.comm import runtime_of
-from dshard.layout import Layout
+from dshard.layout import Layout, Shape
 from dshard.ops.matmul.asked import Asked, asked_now
+from dshard.ops.matmul.asked import _Current as _Asked
 from dshard.ops.settings import Settings, current, settings_of
-from dshard.ops.spec import Spec
+from dshard.ops.settings import _Current as _Settings
+from dshard.ops.spec import Spec, spec_of
 from dshard.topology import Topology
+
+_SIZES, _SPECS = 64, 4096
+"""Of so many sizes of tensors that are alike else the specs are at hand; and of so many specs what describes them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +37,16 @@ class Flat:
     leaf: bool
     settings: Settings
     asked: Asked
+    specs: dict[tuple[Shape, Shape], Spec] = field(default_factory=dict, repr=False)
+
+    def spec(self, shape: Shape, stride: Shape) -> Spec:
+        """The spec of a tensor of these sizes that is described so."""
+        found = self.specs.get((shape, stride))
+        if found is None:
+            if len(self.specs) >= _SIZES:
+                self.specs.clear()
+            found = self.specs[shape, stride] = spec_of(self.layout, shape, stride, self.dtype, self.device)
+        return found
 
     def serves(self, now: Flat) -> bool:
         """Whether a graph compiled for this one does what would be chosen for the other now."""
@@ -65,6 +80,8 @@ class Flat:
 class _Now:
     settings, asked = current(), asked_now()
     flats: ClassVar[dict[tuple[object, ...], Flat]] = {}
+    known: ClassVar[tuple[dict[Spec, Flat], dict[Spec, Flat]]] = ({}, {})
+    """Those of the specs that were asked for, of tensors that are no leaves and of leaves."""
 
 
 _ALL: dict[tuple[Settings, Asked], dict[tuple[object, ...], Flat]] = {(_Now.settings, _Now.asked): _Now.flats}
@@ -72,10 +89,16 @@ _ALL: dict[tuple[Settings, Asked], dict[tuple[object, ...], Flat]] = {(_Now.sett
 
 def flat(spec: Spec, leaf: bool) -> Flat:
     """What describes the tensor of this spec here and now; `leaf` of autograd or not."""
-    settings, asked = current(), asked_now()
-    if _Now.settings is not settings or _Now.asked is not asked:
-        _Now.settings, _Now.asked, _Now.flats = settings, asked, _ALL.setdefault((settings, asked), {})
-    return _flat(spec.layout, spec.dtype, spec.device, leaf, settings, asked, _Now.flats)
+    if _Now.settings is not _Settings.settings or _Now.asked is not _Asked.asked:  # a call for each would take as long
+        _Now.settings, _Now.asked = current(), asked_now()
+        _Now.flats, _Now.known = _ALL.setdefault((_Now.settings, _Now.asked), {}), ({}, {})
+    known = _Now.known[leaf]
+    found = known.get(spec)
+    if found is None:
+        if len(known) >= _SPECS:
+            known.clear()
+        found = known[spec] = _flat(spec.layout, spec.dtype, spec.device, leaf, _Now.settings, _Now.asked, _Now.flats)
+    return found
 
 
 def _flat(
