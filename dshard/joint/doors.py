@@ -110,10 +110,13 @@ _backward, _grad = by_this_door(torch.autograd.backward), by_this_door(torch.aut
 
 def backward(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Tensor.backward`, which is `torch.autograd.backward` of one tensor."""
-    x, gradient, retain, create, inputs = bound(
-        ("self", "gradient", "retain_graph", "create_graph", "inputs"), args, kwargs
-    )
-    return accumulating(cls, _backward, (x, gradient, retain, bool(create)), {"inputs": inputs})
+    return _begin(cls, *args, **kwargs)
+
+
+def _begin(
+    cls: Any, x: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> Any:
+    return accumulating(cls, _backward, (x, gradient, retain_graph, bool(create_graph)), {"inputs": inputs})
 
 
 def closing(handler: Callable[..., Any]) -> Callable[..., Any]:
