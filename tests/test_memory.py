@@ -103,44 +103,47 @@ def test_a_lean_plan_holds_the_larger_end_and_one_message(
     assert ranks.run(above_the_limit, batch, few_bytes) == [[]] * 4
 
 
-def peaks_of_a_step(size: tuple[int, ...], depth: int) -> dict[str, int]:
-    """The most bytes given out at once in a step of a small GPT, by library; of many steps on real ranks."""
-    if BENCHMARKS not in sys.path:
-        sys.path.insert(0, BENCHMARKS)
-    from gpt import Size  # noqa: PLC0415  # found beside the benchmarks
-    from training import peak_of, peaks_of, training_steps  # noqa: PLC0415
-
-    steps = training_steps(Size(*size), depth)
-    for step in steps.values():
-        step()
-    alone = dist.get_backend() == "fake"  # no thread lets go of anything late
-    return {lib: peak_of(step) for lib, step in steps.items()} if alone else peaks_of(steps)
-
-
-def peaks_of_one_of_four(size: tuple[int, ...], depth: int) -> dict[str, int]:
-    """The same for a rank whose peers are not there."""
-    dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=4)
-    try:
-        return peaks_of_a_step(size, depth)
-    finally:
-        dist.destroy_process_group()
-
-
 SMALL = (8, 32, 64, 4, 256, 128)
 
 
-@pytest.mark.ranks
-def test_a_training_step_holds_no_more_than_that_of_torchs_dtensor() -> None:
-    with RankPool(1) as pool:
-        (peaks,) = pool.run(peaks_of_one_of_four, SMALL, 1)
+def peaks_of_one_of_four(size: tuple[int, ...]) -> dict[str, int]:
+    """The most bytes given out at once in a step of a small GPT on a rank whose peers are not there, and on its own."""
+    sys.path.insert(0, BENCHMARKS)
+    from gpt import Size  # noqa: PLC0415  # found beside the benchmarks
+    from training import local_step, ours, peak_of, training_step  # noqa: PLC0415
 
-    assert peaks["dshard"] <= peaks["torch"]
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=4)
+    mesh = ours.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    steps = {"dshard": training_step(ours, Size(*size), mesh, 1), "local": local_step(Size(*size), 1)}
+    for step in steps.values():
+        step()
+    return {name: peak_of(step) for name, step in steps.items()}
+
+
+@pytest.mark.ranks
+def test_a_training_step_holds_no_more_than_that_of_the_local_parts() -> None:
+    with RankPool(1) as pool:
+        (peaks,) = pool.run(peaks_of_one_of_four, SMALL)
+
+    assert peaks["dshard"] <= peaks["local"]
+
+
+def peaks_of_both(size: tuple[int, ...]) -> dict[str, int]:
+    """The same of this library and torch's, of many steps on real ranks."""
+    sys.path.insert(0, BENCHMARKS)
+    from gpt import Size  # noqa: PLC0415
+    from training import peaks_of, training_steps  # noqa: PLC0415
+
+    steps = training_steps(Size(*size))
+    for step in steps.values():
+        step()
+    return peaks_of(steps)
 
 
 @pytest.mark.ranks
 @pytest.mark.thorough
 @pytest.mark.parametrize("size", [(4, 8, 32, 4, 64, 64), SMALL], ids=["tiny", "small"])
-def test_no_more_is_held_on_real_ranks(ranks: RankPool, size: tuple[int, ...]) -> None:
-    for peaks in ranks.run(peaks_of_a_step, size, 2, timeout=300.0):
+def test_a_training_step_holds_no_more_than_that_of_torchs_dtensor(ranks: RankPool, size: tuple[int, ...]) -> None:
+    for peaks in ranks.run(peaks_of_both, size, timeout=300.0):
         assert peaks["dshard"] <= peaks["torch"]
