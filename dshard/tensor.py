@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dshard import comm, shortcut
 from dshard.autograd import FromLocal, Live, ToLocal, brought, redistribute
-from dshard.comm import DeviceMesh, Later, stored, traced
+from dshard.comm import Awaited, DeviceMesh, Later, stored, traced
 from dshard.dispatch import SEEN, dispatch
 from dshard.errors import LayoutError, MeshError, ShapeError
 from dshard.joint import JOINT
@@ -30,21 +30,6 @@ from dshard.tracing import Flat, flat, numbers, traceable, unseen
 _make = torch.Tensor._make_wrapper_subclass  # given by position: names take it longer
 
 
-class _Awaited:
-    """The local part where a tensor has none yet: waited for, and kept. What a tensor has comes before this."""
-
-    def __get__(self, x: Any, owner: Any = None) -> Any:
-        if x is None:
-            return self
-        if "_coming" not in x.__dict__:
-            raise AttributeError(
-                "a DTensor without a local part: it is made by DTensor.from_local or distribute_tensor"
-            )
-        x._local = local = x._coming()
-        del x._coming
-        return local
-
-
 class DTensor(torch.Tensor):
     """A tensor of which each rank of a mesh holds a part, declared by a placement for each mesh axis.
 
@@ -52,7 +37,7 @@ class DTensor(torch.Tensor):
     Made by `distribute_tensor`, `DTensor.from_local` or a factory such as `dshard.zeros`.
     """
 
-    _local: Tensor = _Awaited()  # type: ignore[assignment]
+    _local: Tensor = Awaited()  # type: ignore[assignment]
     _spec: Spec
     _coming: Later
     _origin: Origin | None = None

@@ -13,7 +13,7 @@ from dshard.comm.alarm import tell_failure
 from dshard.comm.debug import compare_draws
 from dshard.comm.events import Event, listen
 from dshard.comm.functional import outside_graphs, traced
-from dshard.comm.later import Later, starter
+from dshard.comm.later import Awaited, Later, starter
 from dshard.comm.legs import Flight, Leg, Program, Request, begin, finish, flat, legs_of, passing, same_memory
 from dshard.comm.mail import fetch, leave, peek
 from dshard.comm.parts import split_graph
@@ -43,6 +43,7 @@ from dshard.comm.workspace import WORKSPACE, Session, Workspace
 __all__ = [
     "FORGET",
     "WORKSPACE",
+    "Awaited",
     "DeviceMesh",
     "Event",
     "Flight",

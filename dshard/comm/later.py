@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -113,3 +113,18 @@ def _travelling(plan: Plan, x: Tensor, runtime: Runtime) -> Later | None:
             return drive(finish(flight, space), launch)
 
     return Later(wait)
+
+
+class Awaited:
+    """A tensor's local part while it has none of its own, which else comes before this: waited for, and kept."""
+
+    def __get__(self, x: Any, owner: Any = None) -> Any:
+        if x is None:
+            return self
+        if "_coming" not in x.__dict__:
+            raise AttributeError(
+                "a DTensor without a local part: it is made by DTensor.from_local or distribute_tensor"
+            )
+        x._local = local = x._coming()
+        del x._coming
+        return local
