@@ -282,7 +282,8 @@ def keep_gradient_layout(x: DTensor) -> None:
     def bring(grad: Tensor | None) -> Tensor | None:
         if grad is None or (type(grad) is DTensor and grad._spec.layout is layout):
             return None
-        return brought(DTensor, grad, layout)
+        found: DTensor = brought(DTensor, grad, layout)
+        return found
 
     with torch._C.DisableTorchFunctionSubclass():
         x.register_hook(bring)  # type: ignore[no-untyped-call]
