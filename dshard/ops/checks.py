@@ -35,20 +35,6 @@ UNKNOWN = (
 """What torch raises where it cannot tell without data."""
 
 
-ASKING: list[OpOverload] = []
-"""The operators that torch is being asked about, innermost last: what is made meanwhile is no work of the program."""
-
-
-@contextmanager
-def asking(func: OpOverload) -> Iterator[None]:
-    """Within the block torch is asked about `func`."""
-    ASKING.append(func)
-    try:
-        yield
-    finally:
-        ASKING.pop()
-
-
 def infer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` gives for meta tensors. Raises torch's own errors."""
     if kwargs.get("device") is not None:

@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from dshard.comm import plain, planning
 from dshard.comm.workspace import in_use, lent_now
 from dshard.mesh import Mesh
-from dshard.ops.checks import ASKING
 from dshard.ops.moving import leaves
 from dshard.ops.observe import Decision, observing
-from dshard.ops.spec import Spec
+from dshard.ops.spec import Spec, is_for_shapes
 from dshard.parallel.factors import without_data
 from dshard.parallel.values import Cost, Memory, Moves, Plan
 from dshard.parallel.wire import wired
@@ -107,7 +106,7 @@ class Made(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        if ASKING:  # for shapes: nothing is kept of that
+        if is_for_shapes():  # nothing is kept of that
             return out
         for leaf in leaves(out):
             if isinstance(leaf, Tensor):
