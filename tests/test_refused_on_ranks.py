@@ -148,7 +148,7 @@ def left_waiting(alike: bool) -> tuple[str, str, list[float]]:
 
 @pytest.mark.ranks
 def test_an_index_out_of_range_on_one_rank_is_refused_on_all() -> None:
-    with RankPool(4, timeout=20) as pool:
+    with RankPool(4, timeout=60) as pool:
         met = pool.run(left_waiting, False)
     assert [kind for kind, _, _ in met] == ["IndexError"] * 4
     assert all("(on rank 3, which this rank waited for)" in text for _, text, _ in met[:3])

@@ -59,7 +59,7 @@ def swap(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> T
 def share(x: Tensor, n: int, group: Group) -> Tensor:
     """Flat chunk -> the chunks of all `n` ranks, as `gather` does, by one exchange of copies."""
     out = x.new_empty(n * x.numel())
-    group.process_group.alltoall_base(out, torch.cat([x] * n), [], []).wait()
+    wait_for(group.process_group.alltoall_base(out, torch.cat([x] * n), [], []), group)
     return out
 
 
