@@ -5,7 +5,8 @@
 On four gloo ranks of this machine, and with --netlab (a program that runs ranks on emulated hosts with slow links, as
 root) on two hosts of two ranks. First the topology is measured; then every case runs with every pair of
 loops in turn, from the same operands to the same layout of the result. The regret of the choice is its time over that
-of the fastest. A turn takes as long as its slowest rank; of the turns the faster half counts.
+of the fastest. A turn takes as long as its slowest rank; of the turns the faster half counts. Short cases get more
+turns, as many as fit into some seconds: ranks that share cores wait for each other now and then.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Case:
     out: str
 
 
+SECONDS = 6.0
+"""What the turns of a case may take, where they need not take longer."""
 CASES = (
     Case("SUMMA layouts", (1024, 1024, 1024), "S0 S1", "S0 S1", "S0 S1"),
     Case("SUMMA layouts, tall", (8192, 256, 256), "S0 S1", "S0 S1", "S0 S1"),
@@ -149,11 +152,18 @@ def run_case(case: Case, device_mesh: DeviceMesh, topology: Topology, turns: int
 
 
 def in_turns(runs: dict[str, Callable[[], object]], clock: Clock, turns: int) -> dict[str, list[float]]:
-    """Seconds of each run, all of them once in every turn; the first two turns are not counted."""
+    """Seconds of each run, all of them once in every turn; the first two turns are not counted.
+
+    At least so many turns, and more where they take no more than `SECONDS`.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(turns + 2):
+    turn = 0
+    while turn < turns + 2:
         took = clock.slowest([clock.seconds(run) for run in runs.values()])
-        if turn > 1:
+        turn += 1
+        if turn == 2:
+            turns = max(turns, int(SECONDS / sum(took)))
+        if turn > 2:
             for name, seconds in zip(runs, took, strict=True):
                 times[name].append(seconds)
     return times
