@@ -12,9 +12,7 @@ they share the cores. Minutes in all.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -28,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import settle
 from section import markdown_table, write_section
 
 from dshard.calibrate import measure, typical
@@ -83,9 +82,7 @@ SETTINGS = (
 def as_rank(shape: tuple[int, int], seconds: float) -> dict[str, Any]:
     """Measure, then compare; the same rows on all ranks."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    with contextlib.suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    settle()
     mesh = bind(init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")))
     topology = measure(mesh, seconds=seconds)
     singles = compare_collectives(mesh, topology, seconds)

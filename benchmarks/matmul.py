@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import settle
 from section import markdown_table, write_section
 from torch import Tensor
 from torch.distributed import tensor as incumbent
@@ -104,9 +104,7 @@ SETTINGS = (
 def as_rank(seconds: float, turns: int) -> list[dict[str, Any]]:
     """All cases; the same rows on every rank."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    with contextlib.suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    settle()
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     topology = measure(bind(device_mesh), seconds=seconds)
     with use_topology(topology), torch.no_grad():

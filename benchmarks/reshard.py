@@ -13,7 +13,6 @@ of Model Parallelism" (table 2), scaled down, and two of replicated receivers.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import settle
 from section import markdown_table, write_section
 
 from dshard import Layout, Mesh, Placement, Replicate, Shard, Topology
@@ -147,8 +147,7 @@ def run_case(case: Case, netlab: str) -> dict[str, Any]:
 
 
 def join_and_run(name: str, result: str) -> None:
-    with contextlib.suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    settle()
     dist.init_process_group("gloo")
     found = as_rank(next(case for case in CASES if case.name == name))
     if dist.get_rank() == 0:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import settle
 from section import markdown_table, write_section
 from torch import Tensor, nn
 
@@ -80,6 +81,7 @@ def stepper(mesh: DeviceMesh | Mesh, strategy: str, device: str) -> Callable[[],
 
 def calibrated(shapes: Sequence[tuple[int, ...]], seconds: float) -> Topology:
     """Figures of all meshes: the same topology on every rank."""
+    settle()
     topology = None
     for shape in shapes:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp", "x")[: len(shape)])
