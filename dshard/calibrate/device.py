@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -21,7 +22,11 @@ REPEATS = 3
 
 
 def measure_device(clock: Clock) -> Device:
-    """Rates of products of matrices by dtype and of copies, and seconds to start an operation: of the slowest rank."""
+    """Rates of products of matrices by dtype and of copies, and seconds to start an operation: of the slowest rank.
+
+    Products are those of a linear layer and of its two gradients: with one operand transposed, or the other, they do
+    not all run equally fast.
+    """
     device = clock.device
     side, copied = (table.get(device.type, table["cpu"]) for table in (SIDE, COPIED))
     small, large = torch.ones(1, device=device), torch.ones(copied, dtype=torch.uint8, device=device)
@@ -29,8 +34,8 @@ def measure_device(clock: Clock) -> Device:
     copy = _each(clock, large.clone)
     rates = []
     for dtype in _dtypes(device):
-        a = torch.ones(side, side, dtype=dtype, device=device)
-        seconds = _each(clock, lambda a=a: a @ a)  # type: ignore[misc]
+        x, w, grad = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(3))
+        seconds = _each(clock, partial(_linear_and_back, x, w, grad)) / 3
         rates.append((str(dtype).removeprefix("torch."), 2 * side**3 / _beyond(seconds, launch)))
     memory = 2 * copied / _beyond(copy, launch)
     return Device(name_of(device), tuple(rates), memory, launch, *measure_dispatch(clock))
@@ -49,6 +54,10 @@ def measure_dispatch(clock: Clock) -> tuple[float, float]:
     passes, update = operators_of(program.passes), operators_of(program.update)
     dispatch = _each(clock, program.passes) / (passes.making + passes.writing)
     return dispatch, max(0.0, _each(clock, program.update) - update.making * dispatch) / update.writing
+
+
+def _linear_and_back(x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+    x @ w.T, grad @ w, grad.T @ x
 
 
 def name_of(device: torch.device) -> str:
