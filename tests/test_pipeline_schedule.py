@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -73,6 +73,14 @@ def test_no_schedule_waits_forever_and_each_microbatch_runs_once(case):
     crossed = Counter((c.edge, c.microbatch) for c in timeline.crossings)
     both = [way for edge in program.edges for way in (edge, edge.back())]
     assert crossed == Counter((edge, k) for edge in both for k in once)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_skip_over_all_stages_never_waits_for_what_comes_after_it(schedule, overlap):
+    for n, m in product(range(2, 6), range(1, 12)):
+        edges = (*chain(n), Edge("skip", 0, n - 1))
+        simulate(Program(schedule, n, m, edges, overlap=overlap), uniform(n, edges, UNIT, seconds=0.5))
 
 
 @given(priced())

@@ -30,7 +30,7 @@ class Program:
     """What each of `n_stages` stages does for `n_microbatches` microbatches whose `edges` cross.
 
     `delay` splits each backward, as `computes` says. With `overlap` a stage goes on while what it sends crosses, else
-    it waits until that has arrived. What a stage receives it expects `ahead` microbatches early.
+    it waits until that has arrived. What a stage receives it expects `ahead` microbatches early, or more: see `early`.
 
     >>> from dshard.pipeline.flow import chain
     >>> print(Program("1f1b", 2, 2, chain(2), ahead=0))
@@ -68,6 +68,14 @@ class Program:
         """How many microbatches of `edge` can be on their way at once: those in flight at the earlier of its stages."""
         return self.lead(min(edge.src, edge.dst))
 
+    def early(self, edge: Edge) -> int:
+        """How many microbatches early a stage gives the memory for what comes along `edge`.
+
+        Without overlap all that can be on their way: else a stage that waits until its message has arrived may wait for
+        one that gives the memory only after it was heard itself.
+        """
+        return self.ahead if self.overlap else max(self.ahead, self.window(edge))
+
     def actions(self, stage: int) -> tuple[Action, ...]:
         """Everything that a stage does, in order."""
         return _actions(self, stage)
@@ -102,14 +110,16 @@ def _actions(program: Program, stage: int) -> tuple[Action, ...]:
 
 
 def _generate(program: Program, stage: int) -> Iterator[Action]:
-    ahead, last = program.ahead, program.n_microbatches - 1
+    last = program.n_microbatches - 1
     order = tuple(computes(program.lead(stage), program.n_microbatches, program.delay))
-    for microbatch in range(min(ahead, last + 1)):
+    for microbatch in range(last + 1):
         for first in (Forward(microbatch), Backward(microbatch)):
-            yield from (Receive(edge, microbatch) for edge in program.takes(first, stage))
+            edges = program.takes(first, stage)
+            yield from (Receive(edge, microbatch) for edge in edges if microbatch < program.early(edge))
     for compute in order:
         microbatch = compute.microbatch
-        if microbatch + ahead <= last:
-            yield from (Receive(edge, microbatch + ahead) for edge in program.takes(compute, stage))
+        for edge in program.takes(compute, stage):
+            if microbatch + program.early(edge) <= last:
+                yield Receive(edge, microbatch + program.early(edge))
         yield compute
         yield from (Send(edge, microbatch) for edge in program.gives(compute, stage))
