@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from torch import Tensor
@@ -10,16 +11,20 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+PATIENCE = 0.3
+"""Seconds after which what is held is held for good."""
+
 
 class Held(TorchDispatchMode):
     """Bytes of all storages made within the block: the most that were alive after any operator.
 
     Storages of `given` tensors count nothing, nor do those of wrappers and of the meta device, which hold
-    nothing.
+    nothing. Above `limit` a moment is waited: a thread of gloo's may let go late of what it has sent.
     """
 
-    def __init__(self, *given: Tensor) -> None:
+    def __init__(self, *given: Tensor, limit: int | None = None) -> None:
         super().__init__()
+        self.limit = limit
         self.sizes: dict[StorageWeakRef, int] = {StorageWeakRef(x.untyped_storage()): 0 for x in given}
         self.most = 0
 
@@ -29,5 +34,13 @@ class Held(TorchDispatchMode):
             if type(leaf) in (Tensor, Parameter) and not leaf.is_meta:
                 storage = leaf.untyped_storage()
                 self.sizes.setdefault(StorageWeakRef(storage), storage.nbytes())
-        self.most = max(self.most, sum(size for ref, size in self.sizes.items() if not ref.expired()))
+        if self.limit is not None and self.alive() > self.limit:
+            end = time.monotonic() + PATIENCE
+            while self.alive() > self.limit and time.monotonic() < end:
+                time.sleep(PATIENCE / 100)
+        self.most = max(self.most, self.alive())
         return out
+
+    def alive(self) -> int:
+        """Bytes of the storages that are there now."""
+        return sum(size for ref, size in self.sizes.items() if not ref.expired())

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from held import Held
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from dshard import Mesh
 from dshard.comm import DeviceMesh, bind, run, transport
@@ -58,16 +57,6 @@ def copies(transfer: Transfer) -> int:
     return len(transfer.ranks) if transfer.collective == "all_gather" else 1
 
 
-def most_held(found: Plan, x: Tensor) -> int:
-    """Of three runs the least, as a thread of gloo's may let go of a buffer late."""
-    counts = []
-    for _ in range(3):
-        with Held(x) as held:
-            run(found, x)
-        counts.append(held.most)
-    return min(counts)
-
-
 def above_the_limit(batch: list[Redistribution], few_bytes: int) -> list[str]:
     """The lean plans that hold more than they may on this rank, beside what they were given."""
     wrong, kept = [], transport._FEW_BYTES
@@ -81,9 +70,10 @@ def above_the_limit(batch: list[Redistribution], few_bytes: int) -> list[str]:
             for topology in topologies:
                 found = plan(src, dst, shape, DTYPE.itemsize, topology)
                 limit = (max(src.local_numel(shape), dst.local_numel(shape)) + message(found, at)) * DTYPE.itemsize
-                held = most_held(found, x)
-                if held > limit:
-                    wrong.append(f"{found}\nof {shape}, rank at {at}: held {held} bytes of at most {limit}")
+                with Held(x, limit=limit) as held:
+                    run(found, x)
+                if held.most > limit:
+                    wrong.append(f"{found}\nof {shape}, rank at {at}: held {held.most} bytes of at most {limit}")
     finally:
         transport._FEW_BYTES = kept
     return wrong
