@@ -60,7 +60,8 @@ def test_e7_equal_layouts_with_different_times_bound_every_model() -> None:
     assert found[3] < 0.9
 
 
-@pytest.mark.parametrize("table", ["optimus_2", pytest.param("optimus_3", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("table", ["optimus_2", "optimus_3"])
 def test_s15_the_sides_of_the_crossovers(table: str) -> None:
     """Claim S15, tables 2 and 3 of Optimus: Megatron is ahead on 4 GPUs, Optimus on 64.
 
