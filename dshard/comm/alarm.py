@@ -4,7 +4,8 @@ What torch refuses for its values, such as an index out of range, only the rank 
 leaves word in the store that the ranks met at; right calls send nothing more than before. A rank that waits for
 another in a collective looks there when the wait is long, and raises the same kind of error. A rank that
 caught its error and goes on to a collective of its own takes its word back, and ranks that have failed as often as the
-other need not heed it: they failed alike.
+other need not heed it: they failed alike. Not what ranks send each other in pairs: gloo gives up such a message when it
+is waited for in vain, so there the time limit of the process group holds.
 """
 
 from __future__ import annotations
