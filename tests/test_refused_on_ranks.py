@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -146,11 +147,35 @@ def left_waiting(alike: bool) -> tuple[str, str, list[float]]:
     return type(error).__name__, str(error), found
 
 
+def left_waiting_between_hosts(exchange: bool) -> tuple[str, str, list[float]]:
+    """The same on four hosts, whose ranks send to each other in pairs: to gather, or to exchange."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    if not exchange:
+        return left_waiting(False)
+    alarm.PATIENCE = timedelta(seconds=0.1)
+    mesh = dshard.init_device_mesh("cpu", (4,))
+    x = dshard.distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [Shard(0)])
+    index = dshard.distribute_tensor(torch.tensor([[0, 1, 2, 3]] * 3 + [[5] * 4]), mesh, [Shard(0)])
+    try:
+        x.gather(1, index).redistribute(placements=[Shard(1)]).to_local()
+    except RuntimeError as raised:
+        return type(raised).__name__, str(raised), []
+    return "none", "", []
+
+
 @pytest.mark.ranks
-def test_an_index_out_of_range_on_one_rank_is_refused_on_all() -> None:
+@pytest.mark.parametrize(
+    "call, given, kind",
+    [
+        (left_waiting, False, "IndexError"),
+        (left_waiting_between_hosts, False, "IndexError"),
+        (left_waiting_between_hosts, True, "RuntimeError"),
+    ],
+)
+def test_an_index_out_of_range_on_one_rank_is_refused_on_all(call: Callable[..., Any], given: bool, kind: str) -> None:
     with RankPool(4, timeout=60) as pool:
-        met = pool.run(left_waiting, False)
-    assert [kind for kind, _, _ in met] == ["IndexError"] * 4
+        met = pool.run(call, given)
+    assert [found for found, _, _ in met] == [kind] * 4
     assert all("(on rank 3, which this rank waited for)" in text for _, text, _ in met[:3])
     assert "on rank" not in met[3][1]
 

@@ -4,14 +4,19 @@ What torch refuses for its values, such as an index out of range, only the rank 
 leaves word in the store that the ranks met at; right calls send nothing more than before. A rank that waits for
 another in a collective looks there when the wait is long, and raises the same kind of error. A rank that
 caught its error and goes on to a collective of its own takes its word back, and ranks that have failed as often as the
-other need not heed it: they failed alike. Not what ranks send each other in pairs: gloo gives up such a message when it
-is waited for in vain, so there the time limit of the process group holds.
+other need not heed it: they failed alike. What ranks send each other in pairs gloo gives up when it is waited for with a
+limit: there another thread waits, and stays behind until the time limit of the process group.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late  # the built-in one from Python 3.11
 from datetime import timedelta
+from queue import SimpleQueue
+from threading import Thread, local
 
 import torch.distributed as dist
 
@@ -25,6 +30,7 @@ PATIENCE = timedelta(seconds=2)
 _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (IndexError, RuntimeError, TypeError, ValueError)}
 _FAILURES: Counter[str] = Counter()
 _LEFT: list[str] = []
+_OWN = local()  # each thread has another wait for it, so that none waits behind what a third has begun
 
 
 def tell_failure(error: Exception) -> None:
@@ -52,10 +58,53 @@ def wait_for(work: dist.Work, group: Group) -> None:
     if group.backend != "gloo":
         work.wait()
         return
-    while _LEFT:
-        mail.leave(_LEFT.pop(), None)
+    _take_back()
     while not _over(work, group):
         pass
+
+
+def wait_for_pairs(works: Sequence[dist.Work], group: Group) -> None:
+    """Wait for what ranks of the group send each other in pairs, as `wait_for` does for a collective."""
+    if group.backend != "gloo":
+        for work in works:
+            work.wait()
+        return
+    _take_back()
+    if not works:
+        return
+    if not hasattr(_OWN, "waits"):
+        _OWN.waits = SimpleQueue()
+        Thread(target=_serve, args=(_OWN.waits,), name="dshard-waits", daemon=True).start()
+    ended: Future[None] = Future()
+    _OWN.waits.put((works, ended))
+    while True:
+        try:
+            return ended.result(PATIENCE.total_seconds())
+        except Late as error:
+            if ended.done():
+                raise
+            try:
+                _heed(group, error)
+            except Exception:
+                del _OWN.waits  # its thread is held by what will not come
+                raise
+
+
+def _serve(waits: SimpleQueue[tuple[Sequence[dist.Work], Future[None]]]) -> None:
+    while True:
+        works, ended = waits.get()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+
+def _take_back() -> None:
+    while _LEFT:
+        mail.leave(_LEFT.pop(), None)
 
 
 def _over(work: dist.Work, group: Group) -> bool:
@@ -65,12 +114,17 @@ def _over(work: dist.Work, group: Group) -> bool:
     except RuntimeError as error:
         if work.is_completed():
             raise
-        for rank in group.ranks:
-            failures, kind, text = mail.peek(_key(rank)) or (0, "", "")
-            if failures > _FAILURES[_key(dist.get_rank())]:
-                raise _KINDS[kind](text) from error
+        _heed(group, error)
         return False
     return True
+
+
+def _heed(group: Group, error: Exception) -> None:
+    """Raise what a rank of the group has raised and this one has not."""
+    for rank in group.ranks:
+        failures, kind, text = mail.peek(_key(rank)) or (0, "", "")
+        if failures > _FAILURES[_key(dist.get_rank())]:
+            raise _KINDS[kind](text) from error
 
 
 def _key(rank: int) -> str:

@@ -89,7 +89,11 @@ def begin_reduce(x: Tensor, op: ReduceOp, group: Group) -> tuple[Tensor, dist.Wo
 
 def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     """Flat tensor -> that of the rank number `source` of the process group, on all its ranks."""
-    return _wait(_c10d.broadcast(x, source, group.name))
+    if type(x) is not Tensor:
+        return _wait(_c10d.broadcast(x, source, group.name))
+    out = x.clone(memory_format=torch.contiguous_format)
+    wait_for(group.process_group.broadcast(out, source), group)
+    return out
 
 
 def _wait(x: Tensor) -> Tensor:

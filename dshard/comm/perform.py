@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm import debug
+from dshard.comm.alarm import wait_for_pairs
 from dshard.comm.events import LISTENERS, MEASURING, emit
 from dshard.comm.functional import traced
 from dshard.comm.legs import Program, Request, Wait
@@ -125,18 +126,18 @@ def launch_on(runtime: Runtime, request: Request) -> Wait:
         return _done
     if LISTENERS and leg.event:
         emit(leg.event, leg.message.mesh, leg.message.axes, nbytes)
-    works = _works(request, group)
-    return partial(wait_all, works, _waits_in(request, group))
+    return partial(_wait(request, group), _works(request, group), group)
 
 
 def _at_once(request: Request, group: Group) -> Tensor:
-    wait_all(_works(request, group), _waits_in(request, group))
+    _wait(request, group)(_works(request, group), group)
     return request.out
 
 
-def _waits_in(request: Request, group: Group) -> Group | None:
-    """The group whose collective this is; None where its ranks send to each other in pairs."""
-    return None if in_pairs(group) and request.leg.message.collective in ("all_gather", "all_to_all") else group
+def _wait(request: Request, group: Group) -> Callable[[Sequence[dist.Work], Group], None]:
+    """What waits for `_works`."""
+    pairs = in_pairs(group) and request.leg.message.collective in ("all_gather", "all_to_all")
+    return wait_for_pairs if pairs else wait_all
 
 
 def _rehearsed(request: Request) -> Wait:

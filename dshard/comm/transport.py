@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm import collectives
-from dshard.comm.alarm import wait_for
+from dshard.comm.alarm import wait_for, wait_for_pairs
 from dshard.comm.functional import traced
 from dshard.comm.runtime import Group
 from dshard.errors import ShapeError
@@ -84,17 +84,15 @@ def _exchanged(send: Sequence[Tensor], like: Tensor, sizes: Sequence[int], group
     """What each rank of the group has sent, one after the other, of these `sizes`."""
     out = like.new_empty(sum(sizes))
     recv, slots = out.split(list(sizes)), group.slots or range(len(sizes))
-    wait_all(exchange(by_slot(send, slots), by_slot(recv, slots), slots[group.index], group.process_group))
+    works = exchange(by_slot(send, slots), by_slot(recv, slots), slots[group.index], group.process_group)
+    wait_for_pairs(works, group)
     return out
 
 
-def wait_all(works: Sequence[dist.Work], group: Group | None = None) -> None:
-    """Wait for what was begun: collectives of the group, or what two ranks send each other, if none is given."""
+def wait_all(works: Sequence[dist.Work], group: Group) -> None:
+    """Wait for collectives of the group that have begun."""
     for work in works:
-        if group is None:
-            work.wait()
-        else:
-            wait_for(work, group)
+        wait_for(work, group)
 
 
 def all_to_all(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> Tensor:
@@ -166,7 +164,7 @@ def scatter(x: Tensor | None, sizes: Sequence[int], source: int, like: Tensor, g
         ]
     else:
         works = [dist.irecv(movable(out), group.ranks[source], group.process_group)] if out.numel() else []
-    wait_all([work for work in works if work is not None])
+    wait_for_pairs([work for work in works if work is not None], group)
     return out
 
 
