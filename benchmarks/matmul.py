@@ -5,8 +5,9 @@
 On four gloo ranks of this machine, and with --netlab (a program that runs ranks on emulated hosts with slow links, as
 root) on two hosts of two ranks. First the topology is measured; then every case runs with every pair of
 loops in turn, from the same operands to the same layout of the result. The regret of the choice is its time over that
-of the fastest. A turn takes as long as its slowest rank; of the turns the faster half counts. Short cases get more
-turns, as many as fit into some seconds: ranks that share cores wait for each other now and then.
+of the fastest. A turn takes as long as its slowest rank; of the turns the faster half counts. Then the choice and
+torch's DTensor run in turn alone, and the ratio is the median of those of neighbours, with quartiles. Short cases get
+more turns, as many as fit into some seconds: ranks that share cores wait for each other now and then.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import geometric_mean, median, quantiles
 from typing import Any
 
 import torch
@@ -132,9 +133,11 @@ def run_case(case: Case, device_mesh: DeviceMesh, topology: Topology, turns: int
         incumbent.distribute_tensor(t, device_mesh, [THEIRS[word] for word in text.split()])
         for t, text in ((a, case.a), (b, case.b))
     ]
-    runs["torch"] = lambda: (theirs[0] @ theirs[1]).redistribute(placements=ends)
-    times = in_turns(runs, Clock(mesh, runtime_of(mesh)), turns)  # type: ignore[arg-type]  # there are processes
-    torch_time = times.pop("torch")
+    clock = Clock(mesh, runtime_of(mesh))  # type: ignore[arg-type]  # there are processes
+    times = in_turns(runs, clock, turns)
+    pair = {"dshard": runs[chosen], "torch": lambda: (theirs[0] @ theirs[1]).redistribute(placements=ends)}
+    beside = in_turns(pair, clock, 2 * turns)
+    low, middle, high = quantiles([a / b for a, b in zip(beside["dshard"], beside["torch"], strict=True)], n=4)
     best = min(times, key=lambda name: typical(times[name]))
     return {
         "case": case.name,
@@ -143,9 +146,10 @@ def run_case(case: Case, device_mesh: DeviceMesh, topology: Topology, turns: int
         "strategies": len(times),
         "seconds": typical(times[chosen]),
         "least": typical(times[best]),
-        "torch": typical(torch_time),
+        "torch": typical(beside["torch"]),
         "regret": typical(times[chosen]) / typical(times[best]),
-        "ratio": typical(times[chosen]) / typical(torch_time),
+        "ratio": middle,
+        "quartiles": (low, high),
     }
 
 
@@ -229,7 +233,7 @@ def join_and_run(seconds: float, turns: int, result: str) -> None:
     dist.destroy_process_group()
 
 
-HEADER = ("ranks", "case", "chosen", "ms", "fastest of", "ms", "regret", "torch ms", "dshard / torch")
+HEADER = ("ranks", "case", "chosen", "ms", "fastest of", "ms", "regret", "torch ms", "dshard / torch", "quartiles")
 
 
 def cells(name: str, row: dict[str, Any]) -> list[str]:
@@ -243,6 +247,7 @@ def cells(name: str, row: dict[str, Any]) -> list[str]:
         f"{row['regret']:.2f}",
         f"{row['torch'] * 1e3:.1f}",
         f"{row['ratio']:.2f}",
+        "{:.2f} to {:.2f}".format(*row["quartiles"]),
     ]
 
 

@@ -165,7 +165,7 @@ def left_waiting_between_hosts(exchange: bool) -> tuple[str, str, list[float]]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "call, given, kind",
+    ("call", "given", "kind"),
     [
         (left_waiting, False, "IndexError"),
         (left_waiting_between_hosts, False, "IndexError"),

@@ -4,17 +4,18 @@ What torch refuses for its values, such as an index out of range, only the rank 
 leaves word in the store that the ranks met at; right calls send nothing more than before. A rank that waits for
 another in a collective looks there when the wait is long, and raises the same kind of error. A rank that
 caught its error and goes on to a collective of its own takes its word back, and ranks that have failed as often as the
-other need not heed it: they failed alike. What ranks send each other in pairs gloo gives up when it is waited for with a
-limit: there another thread waits, and stays behind until the time limit of the process group.
+other need not heed it: they failed alike. What ranks send each other in pairs gloo gives up when it is waited for with
+a limit: there another thread waits, and stays behind until the time limit of the process group.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late  # the built-in one from Python 3.11
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread, local
 
@@ -59,8 +60,7 @@ def wait_for(work: dist.Work, group: Group) -> None:
         work.wait()
         return
     _take_back()
-    while not _over(work, group):
-        pass
+    _patiently(partial(work.wait, PATIENCE), work.is_completed, group)
 
 
 def wait_for_pairs(works: Sequence[dist.Work], group: Group) -> None:
@@ -77,17 +77,11 @@ def wait_for_pairs(works: Sequence[dist.Work], group: Group) -> None:
         Thread(target=_serve, args=(_OWN.waits,), name="dshard-waits", daemon=True).start()
     ended: Future[None] = Future()
     _OWN.waits.put((works, ended))
-    while True:
-        try:
-            return ended.result(PATIENCE.total_seconds())
-        except Late as error:
-            if ended.done():
-                raise
-            try:
-                _heed(group, error)
-            except Exception:
-                del _OWN.waits  # its thread is held by what will not come
-                raise
+    try:
+        _patiently(partial(ended.result, PATIENCE.total_seconds()), ended.done, group)
+    except Exception:
+        del _OWN.waits  # its thread may be held by what will not come
+        raise
 
 
 def _serve(waits: SimpleQueue[tuple[Sequence[dist.Work], Future[None]]]) -> None:
@@ -107,12 +101,18 @@ def _take_back() -> None:
         mail.leave(_LEFT.pop(), None)
 
 
-def _over(work: dist.Work, group: Group) -> bool:
-    """Whether a collective has ended well, after some patience."""
+def _patiently(wait: Callable[[], object], over: Callable[[], bool], group: Group) -> None:
+    """Wait again and again, until it is over."""
+    while not _waited(wait, over, group):
+        pass
+
+
+def _waited(wait: Callable[[], object], over: Callable[[], bool], group: Group) -> bool:
+    """Whether it has ended well, after some patience."""
     try:
-        work.wait(PATIENCE)
-    except RuntimeError as error:
-        if work.is_completed():
+        wait()
+    except (RuntimeError, Late) as error:
+        if over():
             raise
         _heed(group, error)
         return False
