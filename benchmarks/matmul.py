@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import settle
 from section import markdown_table, write_section
 from torch import Tensor
 from torch.distributed import tensor as incumbent
@@ -38,7 +37,7 @@ import dshard
 from dshard import DTensor, Partial, Placement, Replicate, Schedule, Shard, matmul, use_topology
 from dshard.calibrate import measure, typical
 from dshard.calibrate.rounds import Clock
-from dshard.comm import DeviceMesh, bind, init_device_mesh, runtime_of
+from dshard.comm import DeviceMesh, bind, init_device_mesh, runtime_of, take_turns
 from dshard.ops.matmul.named import STRATEGIES
 from dshard.ops.observe import Decision, observing
 from dshard.tables import text_table
@@ -105,7 +104,7 @@ SETTINGS = (
 def as_rank(seconds: float, turns: int) -> list[dict[str, Any]]:
     """All cases; the same rows on every rank."""
     warnings.simplefilter("ignore")
-    settle()
+    take_turns()
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     topology = measure(bind(device_mesh), seconds=seconds)
     with use_topology(topology), torch.no_grad():

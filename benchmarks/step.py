@@ -5,9 +5,10 @@
 The ranks are calibrated, all of them at once: collectives along every axis of the meshes, products, copies and what
 the host takes for a distributed operator. On that topology `dshard.simulate.search`, which is `dshard plan model`,
 finds the fastest plans of a small transformer; of those that `parallelize` runs, the fastest and a few of other kinds
-then train on the same ranks. Two predictions: the closed form by which the plan was found, and the program recorded
-without data. Steps of all plans are interleaved, and a step takes as long as its slowest rank. Nothing measured enters
-a prediction but the calibration, which runs another program.
+then train on the same ranks. Three predictions: the closed form by which the plan was found, the program recorded
+without data, and rehearsed: its local work on as many ranks without a network, and what it sends as calibrated. Steps
+of all plans are interleaved, and a step takes as long as its slowest rank. Into the first two nothing measured enters
+but the calibration, which runs another program.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import settle
 from section import markdown_table, write_section
 from torch import Tensor, nn
 
 from dshard import DeviceMesh, Mesh, init_device_mesh, parallelize
 from dshard.calibrate import measure
+from dshard.comm import take_turns
 from dshard.errors import DShardError
+from dshard.launch import rehearse
 from dshard.ops import use_topology
 from dshard.simulate import Model, Setup, Step, record, search, simulate_step
 from dshard.tables import text_table
@@ -79,9 +81,14 @@ def stepper(mesh: DeviceMesh | Mesh, strategy: str, device: str) -> Callable[[],
 # -- on the ranks
 
 
+def on_mesh(shape: tuple[int, ...], names: tuple[str, ...], strategy: str) -> Callable[[], None]:
+    """A step of the model on a mesh of all ranks."""
+    return stepper(init_device_mesh("cpu", shape, mesh_dim_names=names), strategy, "cpu")
+
+
 def calibrated(shapes: Sequence[tuple[int, ...]], seconds: float) -> Topology:
     """Figures of all meshes: the same topology on every rank."""
-    settle()
+    take_turns()
     topology = None
     for shape in shapes:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp", "x")[: len(shape)])
@@ -93,10 +100,7 @@ def calibrated(shapes: Sequence[tuple[int, ...]], seconds: float) -> Topology:
 def measured(plans: Sequence[tuple[tuple[int, ...], tuple[str, ...], str]], topology: Topology) -> list[list[float]]:
     """Seconds of each step of each plan, on the slowest rank."""
     with use_topology(topology):
-        steps = [
-            stepper(init_device_mesh("cpu", shape, mesh_dim_names=names), strategy, "cpu")
-            for shape, names, strategy in plans
-        ]
+        steps = [on_mesh(*plan) for plan in plans]
         times: list[list[float]] = [[] for _ in steps]
         for turn in range(ROUNDS + 2):
             for step, found in zip(steps, times, strict=True):
@@ -117,6 +121,7 @@ class Row:
     setup: str
     closed: float
     recorded: float
+    rehearsed: float
     times: list[float]
 
     @property
@@ -126,13 +131,14 @@ class Row:
 
     def cells(self) -> list[str]:
         low, middle, high = self.quartiles
-        ms = [f"{seconds * 1e3:.0f}" for seconds in (self.closed, self.recorded, middle)]
+        ms = [f"{seconds * 1e3:.0f}" for seconds in (self.closed, self.recorded, self.rehearsed, middle)]
         return [
             self.setup,
             *ms,
             f"{low * 1e3:.0f} to {high * 1e3:.0f}",
             f"{self.closed / middle:.2f}",
             f"{self.recorded / middle:.2f}",
+            f"{self.rehearsed / middle:.2f}",
         ]
 
 
@@ -140,10 +146,12 @@ HEADER = [
     "plan",
     "closed form ms",
     "recorded ms",
+    "rehearsed ms",
     "measured ms",
     "quartiles",
     "closed / measured",
     "recorded / measured",
+    "rehearsed / measured",
 ]
 
 
@@ -179,9 +187,10 @@ def rows_of(pool: RankPool, ranks: int, seconds: float) -> tuple[Topology, list[
     times = pool.run(measured, laid, topology, timeout=1200)
     slowest = [[max(each) for each in zip(*found, strict=True)] for found in zip(*times, strict=True)]
     rows = []
-    for step, price, found in zip(steps, prices, slowest, strict=True):
+    for step, price, where, found in zip(steps, prices, laid, slowest, strict=True):
         closed = simulate_step(MODEL, step.setup, topology, BATCH, dtype="float32", itemsize=4, overlap=False)
-        rows.append(Row(str(step.setup), closed.seconds, price, found))
+        again = rehearse(on_mesh, *where, ranks=ranks, topology=topology).seconds
+        rows.append(Row(str(step.setup), closed.seconds, price, again, found))
     return topology, rows
 
 

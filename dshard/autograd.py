@@ -8,6 +8,7 @@ there, and going back torch passes the gradient on without a crossing. `Live` is
 from __future__ import annotations
 
 from collections.abc import Callable
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -240,10 +241,21 @@ def distributed(cls: Any, grad: Any, layout: Layout) -> Any:
     return cls._wrap(grad, spec_of(whole, tuple(grad.shape), grad.stride(), grad.dtype, grad.device))
 
 
-def _moved(x: Any, move: Move, op: str | None, later: bool) -> Any:
+def _nobody_elses(grad: Tensor) -> bool:
+    """Whether a gradient is in no other hands, nor its memory but of what it is a view of, which is in none either."""
+    return _owners(grad) == 1 and _hands(grad) in _OWN
+
+
+def _hands(x: Tensor) -> tuple[int, int, int]:
+    """How many hold the memory of a tensor; and what it is a view of, in C++ and in Python."""
+    base, memory = x._base, _holders(x.untyped_storage()._cdata)
+    return (memory, 0, 0) if base is None else (memory, _owners(base), getrefcount(base))
+
+
+def _moved(x: Any, move: Move, op: str | None, later: bool, own: bool = False) -> Any:
     if later:
-        start = move.later
-        coming = observed(_decision(x._spec, move, op), start, (x._local,)) if OBSERVERS else start(x._local)
+        start, given = move.later, (x._local, own)
+        coming = observed(_decision(x._spec, move, op), start, given) if OBSERVERS else start(*given)
         if coming is not None:
             return type(x)._wrap_later(coming, move.spec)
     local = observed(_decision(x._spec, move, op), move, (x._local,)) if OBSERVERS else move(x._local)
@@ -291,7 +303,7 @@ def brought(cls: Any, grad: Any, layout: Layout) -> Any:
     later = len(move.plan.steps) == 1
     if torch.is_grad_enabled():
         return redistribute(grad, layout, later=later)
-    return _moved(grad, move, None, later)
+    return _moved(grad, move, None, later, own=later and _nobody_elses(grad._local))
 
 
 def left_pending(layout: Layout, target: Layout) -> Layout:
@@ -306,3 +318,6 @@ def left_pending(layout: Layout, target: Layout) -> Layout:
 to_local, from_local = _straight(ToLocal), _straight(FromLocal)
 _turn, _complete = _straight(Turn), _straight(Complete)
 _owners: Callable[[Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
+_holders: Callable[[int], int] = torch._C._storage_Use_Count
+_OWN = [_hands(torch.empty(2)), _hands(torch.empty(2).view(2, 1))]
+"""What those are that nobody else has."""

@@ -30,6 +30,7 @@ Shortcut: TypeAlias = Callable[[Args, Kwargs], Any]
 Place: TypeAlias = tuple[Any, Spec | None, bool]
 """Which argument, what its gradient is (None: it needs none), and whether that lies as it wants it."""
 _ATEN = torch.ops.aten
+_unasked = torch._C._DisableTorchDispatch
 _DETACH, _RESHAPES = _ATEN.detach.default, frozenset({_ATEN._unsafe_view.default, _ATEN.reshape.default})
 
 
@@ -53,7 +54,7 @@ def recorded(
     elif any(isinstance(run, Product) or not _is_local(run) for run, *_ in seen):
         return None
     elif out._is_view():
-        return None if by_kind else _view(cls, func, args, kwargs, out, seen)
+        return None if by_kind else viewed(cls, func, args, kwargs, out, seen)
     elif len(seen) == 1 and in_order and seen[0][0].op.kernel is None and is_itself(func, args, kwargs, seen[0], cls):
         found = _itself(cls, func, args, kwargs, out, seen[0][0])
     elif not by_kind:
@@ -139,10 +140,14 @@ def _placements(product: Product) -> list[object]:
     return [placement for layout in layouts for placement in layout.placements]
 
 
-def _view(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequence[Seen]) -> Shortcut | None:
-    """A view of one tensor: autograd must know of whom, and the local one is taken when it is asked for."""
+def viewed(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequence[Seen]) -> Shortcut | None:
+    """A view of one tensor: autograd must know of whom, and the local one is taken when it is asked for.
+
+    Of a tensor without memory a view is no more than other sizes: torch makes it, and notes whose it is, without asking
+    back for each.
+    """
     run, _, op_args, op_kwargs, _ = seen[0]
-    if len(seen) > 1 or not run.views or out._spec is not run.out_specs[0]:
+    if len(seen) > 1 or not run.views or out._spec is not run.out_specs[0] or out._origin is not None:
         return None
     given = _given(cls, args, kwargs)
     if len(given) != 1 or given[0][0] != 0 or op_args[0] is not args[0]:
@@ -154,11 +159,18 @@ def _view(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Seque
     ):  # torch finds its own functions faster than operators
         take, rest, options = func, args[1:], kwargs
 
+    spec = out._spec
+
     def call(args: Args, kwargs: Kwargs) -> Any:
         x = args[0]
-        out = func(*args, **kwargs)
+        if x._origin is not None:
+            return func(*args, **kwargs)
+        with _unasked():
+            out = func(*args, **kwargs).as_subclass(cls)
+        out._local = take(x._local, *rest, **options)
+        out._spec = spec
         source = lively(x)
-        if source is not None and x._origin is None:
+        if source is not None:
             out._live = Live(out._version, make=lambda: take(source.at_home(), *rest, **options))
         return out
 

@@ -24,7 +24,7 @@ from dshard.ops.matmul.asked import nothing_asked
 from dshard.ops.observe import OBSERVERS, observed
 from dshard.ops.settings import current
 from dshard.product import Product
-from dshard.recorded import Args, Kwargs, Shortcut, is_elsewhere, is_itself, recorded
+from dshard.recorded import Args, Kwargs, Shortcut, is_elsewhere, is_itself, recorded, viewed
 
 Through: TypeAlias = Callable[[Any, Any, Args, Kwargs], Any]
 
@@ -38,8 +38,6 @@ _VALUES = frozenset({type(None), str, torch.dtype})
 _packing = torch._C._autograd._top_saved_tensors_default_hooks
 _NEVER: set[Any] = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 """Functions that run no operator or write to their operand: autograd has to see those. And what runs many of others."""
-_VIEWS: set[Any] = set()
-"""Functions that show the memory of their operand: autograd has to see those, too."""
 _BY_KIND: set[Any] = set()
 """Functions that run one operator whatever the values of their numbers are, which need not be looked up."""
 
@@ -111,7 +109,7 @@ def _key(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | N
             parts += (name, kind, arg)
         else:
             return None
-    if _packing(True) is not None if recorded else OBSERVERS or func in _VIEWS:
+    if _packing(True) is not None if recorded else OBSERVERS:
         return None
     return tuple(parts)
 
@@ -162,8 +160,7 @@ def _shortcut(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: S
     if not isinstance(run, Run):
         return None
     if run.views:
-        _VIEWS.add(func)
-        return None
+        return viewed(cls, func, args, kwargs, out, seen)
     if run.warm is None or (op_kwargs and any(isinstance(arg, Tensor) for arg in op_kwargs.values())):
         return None
     return _of_operator(cls, func, run, op, args, kwargs, op_args, op_kwargs, out, first)

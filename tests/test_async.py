@@ -6,6 +6,7 @@ from collections import Counter
 from datetime import timedelta
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -163,6 +164,45 @@ class Broken:
 
     def is_completed(self) -> bool:
         return True
+
+
+def kept_on_the_way(weight: Any, x: Any, keep: str) -> list[Any]:
+    """The gradients that a hook keeps, of what the weight becomes on its way into a product."""
+    kept: list[Any] = []
+    made = {"turned": weight.t(), "joined": torch.cat([weight, weight]).t(), "itself": weight.t()}[keep]
+    (weight if keep == "itself" else made).register_hook(kept.append)
+    (x @ made).square().sum().backward()
+    return kept
+
+
+def what_hooks_keep() -> list[str]:
+    """A gradient is reduced in place where nobody keeps it, or a tensor that shares its memory."""
+    torch.manual_seed(0)
+    a, b = torch.randn(4, 6, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64)
+    wrong = []
+    for keep in ("turned", "joined", "itself"):
+        one, rows = a.clone().requires_grad_(), distribute_tensor(b, grid(), ROWS)
+        many = distribute_tensor(a, grid(), WHOLE).requires_grad_()
+        both = kept_on_the_way(many, rows, keep), kept_on_the_way(one, b, keep)
+        for found, wanted in zip(*both, strict=True):
+            if not torch.allclose(found.full_tensor(), wanted):
+                wrong.append(f"{keep}: kept {found.full_tensor()}, not {wanted}")
+        assert many.grad is not None
+        assert one.grad is not None
+        if not torch.allclose(many.grad.full_tensor(), one.grad):
+            wrong.append(f"{keep}: the gradient is {many.grad.full_tensor()}, not {one.grad}")
+    w = distribute_tensor(a, grid(), WHOLE).requires_grad_()
+    for _ in range(2):  # the first call records
+        with patch.object(collectives, "begin_reduce", wraps=collectives.begin_reduce) as begin:
+            F.linear(distribute_tensor(b, grid(), ROWS), w).sum().backward()
+    if [call.kwargs for call in begin.call_args_list] != [{"own": True}]:
+        wrong.append(f"not reduced in place: {begin.call_args_list}")
+    return wrong
+
+
+@pytest.mark.ranks
+def test_gradients_that_are_kept_are_not_overwritten(ranks: RankPool) -> None:
+    assert ranks.run(what_hooks_keep) == [[]] * 4
 
 
 def errors() -> list[str]:

@@ -13,7 +13,7 @@ from dshard.comm.alarm import tell_failure
 from dshard.comm.debug import compare_draws
 from dshard.comm.events import Event, listen
 from dshard.comm.functional import outside_graphs, traced
-from dshard.comm.later import Awaited, Later, starter
+from dshard.comm.later import Awaited, Later, Start, starter
 from dshard.comm.legs import Flight, Leg, Program, Request, begin, finish, flat, legs_of, passing, same_memory
 from dshard.comm.mail import fetch, leave, peek
 from dshard.comm.parts import split_graph
@@ -38,6 +38,7 @@ from dshard.comm.runtime import (
 from dshard.comm.simulate import each, plain, stack, unstack
 from dshard.comm.spread import cut, device_of, local_of, spread
 from dshard.comm.transfer import Local
+from dshard.comm.turns import take_turns
 from dshard.comm.workspace import WORKSPACE, Session, Workspace
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "Resharding",
     "Runtime",
     "Session",
+    "Start",
     "Workspace",
     "begin",
     "begin_reshard",
@@ -102,6 +104,7 @@ __all__ = [
     "stack",
     "starter",
     "swap",
+    "take_turns",
     "tell_failure",
     "traced",
     "unstack",

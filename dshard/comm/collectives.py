@@ -81,9 +81,9 @@ def reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
     return out
 
 
-def begin_reduce(x: Tensor, op: ReduceOp, group: Group) -> tuple[Tensor, dist.Work]:
-    """The same begun: where the reduction will be, and what to wait for."""
-    out = x.clone() if x.is_contiguous() else x.contiguous()
+def begin_reduce(x: Tensor, op: ReduceOp, group: Group, *, own: bool = False) -> tuple[Tensor, dist.Work]:
+    """The same begun: where the reduction will be, and what to wait for; in `x` itself if it is the caller's `own`."""
+    out = x.contiguous() if own or not x.is_contiguous() else x.clone()
     return out, group.process_group.allreduce([out], _ALL_REDUCE[op])
 
 

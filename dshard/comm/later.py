@@ -36,12 +36,13 @@ class Later:
         return self._value
 
 
-Start: TypeAlias = Callable[[Tensor], Later | None]
+Start: TypeAlias = Callable[[Tensor, bool], Later | None]
 
 
 def starter(plan: Plan) -> Start:
     """What begins the first collective of a plan on a local tensor, which must not be written until the end.
 
+    With True the tensor may be overwritten, for nobody else wants it.
     What comes after it runs when the result is first used. It gives None where nothing can run beside the computation:
     without processes, on simulated ranks, while torch.compile traces, or where what is pending is not a sum or a mean;
     nor while somebody listens, who would otherwise hear of a plan's second collective long after its operator.
@@ -54,33 +55,33 @@ def starter(plan: Plan) -> Start:
         return _not_begun
     found, reduce = runtime, _reducing(plan, runtime)
 
-    def start(x: Tensor) -> Later | None:
+    def start(x: Tensor, own: bool) -> Later | None:
         if LISTENERS or type(x) is not Tensor or x.is_meta:
             return None
         if reduce is None or not transport.reduces(x.dtype, *reduce[1:]):
             with torch.no_grad():
                 return _travelling(plan, x, found)
         if not torch.is_grad_enabled():
-            return reduce[0](x)
+            return reduce[0](x, own)
         with torch.no_grad():
-            return reduce[0](x)
+            return reduce[0](x, own)
 
     return start
 
 
-def _not_begun(x: Tensor) -> None:
+def _not_begun(x: Tensor, own: bool) -> None:
     return None
 
 
-def _reducing(plan: Plan, runtime: Runtime) -> tuple[Callable[[Tensor], Later], ReduceOp, str] | None:
+def _reducing(plan: Plan, runtime: Runtime) -> tuple[Start, ReduceOp, str] | None:
     """For an all_reduce alone what begins it, its reduction, and the backend, which may reduce by itself."""
     step = plan.steps[0]
     if len(plan.steps) > 1 or not isinstance(step, AllReduce) or debug.enabled():
         return None
     op, group = step.op, runtime.group(step.axes)
 
-    def reduce(x: Tensor) -> Later:
-        out, work = collectives.begin_reduce(x, op, group)
+    def reduce(x: Tensor, own: bool) -> Later:
+        out, work = collectives.begin_reduce(x, op, group, own=own)
 
         def wait() -> Tensor:
             wait_for(work, group)

@@ -2,5 +2,17 @@
 
 from dshard.launch.group import choose_device, choose_ranks, joining, reporting, run
 from dshard.launch.ranks import Send, run_ranks, screenful
+from dshard.launch.rehearse import Rehearsed, rehearse
 
-__all__ = ["Send", "choose_device", "choose_ranks", "joining", "reporting", "run", "run_ranks", "screenful"]
+__all__ = [
+    "Rehearsed",
+    "Send",
+    "choose_device",
+    "choose_ranks",
+    "joining",
+    "rehearse",
+    "reporting",
+    "run",
+    "run_ranks",
+    "screenful",
+]

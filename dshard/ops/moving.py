@@ -9,7 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import Later, LocalTensor, plain, run, runner, runtime_of, simulated_ranks, stack, starter, unstack
+from dshard.comm import (
+    Later,
+    LocalTensor,
+    Start,
+    plain,
+    run,
+    runner,
+    runtime_of,
+    simulated_ranks,
+    stack,
+    starter,
+    unstack,
+)
 from dshard.errors import MeshError
 from dshard.layout import Layout, interned
 from dshard.mesh import Coordinate, Mesh
@@ -42,7 +54,7 @@ class Move:
             for here, there in zip(source.layout.placements, layout.placements, strict=True)
         )
         self.runner: Callable[[Tensor], Tensor] | None = None
-        self.starter: Callable[[Tensor], Later | None] | None = None
+        self.starter: Start | None = None
         self.targets: dict[Spec, Layout] = {}
 
     def __call__(self, local: Tensor) -> Tensor:
@@ -56,13 +68,16 @@ class Move:
         with torch.no_grad():
             return self.runner(local)
 
-    def later(self, local: Tensor) -> Later | None:
-        """The same begun, to be waited for at its first use; None where it cannot run beside the computation."""
+    def later(self, local: Tensor, own: bool = False) -> Later | None:
+        """The same begun, to be waited for at its first use; None where it cannot run beside the computation.
+
+        A local tensor that is the caller's `own` may be overwritten.
+        """
         if self.starter is None:
             if runtime_of(self.spec.layout.mesh) is None:
                 return None
             self.starter = starter(self.plan)
-        return self.starter(local)
+        return self.starter(local, own)
 
 
 def move_of(spec: Spec, layout: Layout) -> Move:

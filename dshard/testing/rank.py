@@ -5,7 +5,6 @@ Plain pickle, so that tensors arrive as copies and leave no shared memory or fil
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import io
 import multiprocessing
@@ -25,6 +24,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from dshard.comm import take_turns
 
 
 class Kind(IntEnum):
@@ -108,14 +109,8 @@ def _exit_with_parent(directory: str) -> None:
 
 
 def join(rank: int, n_ranks: int, backend: str, port: int) -> None:
-    """Initialise torch.distributed over the loopback, meeting the others at the store on `port`.
-
-    Ranks share cores: one thread each, scheduled as batch work where the system knows that, so that they take turns of
-    some length.
-    """
-    torch.set_num_threads(1)
-    with contextlib.suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    """Initialise torch.distributed over the loopback, meeting the others at the store on `port`."""
+    take_turns()
     if "nccl" in backend:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     for _, name in socket.if_nameindex():

@@ -1,4 +1,4 @@
-"""What a rank does before anything is timed on it."""
+"""How a process runs that shares its cores with other ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 import torch
 
 
-def settle() -> None:
-    """One torch thread, scheduled as batch work: ranks that share cores then take turns of some length.
+def take_turns() -> None:
+    """One torch thread, scheduled as batch work where the system knows that: ranks then take turns of some length.
 
     Otherwise which of them wait for each other is decided anew in each run, and steps differ by half.
     """

@@ -1,0 +1,110 @@
+"""A step rehearsed: every rank computes its part, all of them at once, and what they would send is priced."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from dshard.comm import take_turns
+from dshard.launch.ranks import Send, run_ranks
+from dshard.ops import use_topology
+from dshard.simulate import record
+from dshard.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """A step whose local work was measured.
+
+    Attributes:
+        local: Seconds that each rank took for it, computing, dispatching and autograd: the median of its steps.
+        network: Seconds of the collectives of the first rank, one after the other, as the topology prices them.
+        nbytes: Bytes that it would receive.
+    """
+
+    local: tuple[float, ...]
+    network: float
+    nbytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: of the slowest rank, with nothing sent behind what is computed."""
+        return max(self.local) + self.network
+
+
+def rehearse(
+    make: Callable[..., Callable[[], object]], *args: object, ranks: int, topology: Topology, steps: int = 9
+) -> Rehearsed:
+    """Predict the seconds of a step by running it on all ranks without a network.
+
+    `make(*args)` is called on each of `ranks` processes of this host, and gives the step. It is pickled, so it is a
+    function of a module; there it finds a process group that sends nothing (torch's "fake" backend), makes meshes of
+    it, and lays out a model. What the step computes is real, and so is how ranks share cores and memory; what it would
+    receive is whatever the buffers hold, so values, and errors that depend on them, mean nothing. Choices are made on
+    the `topology`, which prices what is sent; measure it with `Topology.measure`.
+
+    Raises:
+        RankError: `make` or the step failed on a rank.
+    """
+    found: dict[int, _Part] = {}
+
+    def hear(part: _Part) -> None:
+        found[part.rank] = part
+
+    run_ranks(partial(_rehearse, make, args, topology, ranks, steps), ranks, hear, patience=600.0)
+    return Rehearsed(tuple(found[rank].local for rank in range(ranks)), found[0].network, found[0].nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank found."""
+
+    rank: int
+    local: float
+    network: float
+    nbytes: int
+
+
+def _rehearse(
+    make: Callable[..., Callable[[], object]],
+    args: tuple[object, ...],
+    topology: Topology,
+    ranks: int,
+    steps: int,
+    rank: int,
+    meet: str,
+    send: Send,
+) -> None:
+    take_turns()
+    import_module("torch.testing._internal.distributed.fake_pg")  # which makes the backend known
+    dist.init_process_group("fake", rank=rank, world_size=ranks)
+    with use_topology(topology):
+        step = make(*args)
+        recorded = record(step)
+        _all_here(meet, ranks)
+        times = [_seconds(step) for _ in range(steps + 1)]
+    events = [slot.event for slot in recorded.slots]
+    network = sum(event.seconds for event in events if event.queue == "network")
+    send(_Part(rank, statistics.median(times[1:]), network, recorded.nbytes))
+
+
+def _all_here(meet: str, ranks: int) -> None:
+    """Wait until all ranks have come so far."""
+    store = FileStore(urlsplit(meet).path, ranks)
+    store.add("here", 1)
+    while store.add("here", 0) < ranks:
+        time.sleep(0.01)
+
+
+def _seconds(step: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
