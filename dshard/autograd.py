@@ -25,6 +25,8 @@ from dshard.ops.spec import Spec, spec_of
 from dshard.placements import Partial, Replicate
 from dshard.reshard import plan_reshard
 
+_make = Tensor._make_wrapper_subclass  # given by position: names take it longer
+
 
 class ToLocal(torch.autograd.Function):
     """Distributed -> local; backward: the local gradient, laid out as said, -> distributed."""
@@ -52,7 +54,10 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, cls: Any, spec: Spec, grad_layout: Layout) -> Any:
         ctx.cls, ctx.grad_layout = cls, grad_layout
-        return cls._wrap(local.detach(), spec)
+        out = _make(cls, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, spec.device)
+        out._local = local.detach()
+        out._spec = spec
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None, None]:

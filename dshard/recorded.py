@@ -147,7 +147,9 @@ def viewed(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequ
     back for each.
     """
     run, _, op_args, op_kwargs, _ = seen[0]
-    if len(seen) > 1 or not run.views or out._spec is not run.out_specs[0] or out._origin is not None:
+    if len(seen) > 1 or not run.views or out._spec is not run.out_specs[0]:
+        return None
+    if not out._is_view() or out._origin is not None:  # detached, or a copy that is shown
         return None
     given = _given(cls, args, kwargs)
     if len(given) != 1 or given[0][0] != 0 or op_args[0] is not args[0]:
@@ -158,8 +160,7 @@ def viewed(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequ
         func, args, kwargs, seen[0], cls
     ):  # torch finds its own functions faster than operators
         take, rest, options = func, args[1:], kwargs
-
-    spec = out._spec
+    spec, recorded = out._spec, torch.is_grad_enabled() and out.requires_grad
 
     def call(args: Args, kwargs: Kwargs) -> Any:
         x = args[0]
@@ -167,10 +168,12 @@ def viewed(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequ
             return func(*args, **kwargs)
         with _unasked():
             out = func(*args, **kwargs).as_subclass(cls)
-        out._local = take(x._local, *rest, **options)
         out._spec = spec
-        source = lively(x)
-        if source is not None:
+        source = lively(x) if recorded else None
+        if source is None:
+            out._local = take(x._local, *rest, **options)
+        else:  # which is what others go on from
+            out._coming = lambda: take(x._local, *rest, **options)
             out._live = Live(out._version, make=lambda: take(source.at_home(), *rest, **options))
         return out
 

@@ -29,7 +29,7 @@ from dshard.recorded import Args, Kwargs, Shortcut, is_elsewhere, is_itself, rec
 Through: TypeAlias = Callable[[Any, Any, Args, Kwargs], Any]
 
 _make, _STRIDED = Tensor._make_wrapper_subclass, torch.strided  # given by position: names take it longer
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_dynamo_compiling  # what traces operators is a mode
 _modes, _autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
 _recording, _door_closed = torch.is_grad_enabled, torch._C.DisableTorchFunctionSubclass
 _NUMBERS = frozenset({int, float, bool, complex})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class DTensor(torch.Tensor):
 
     _local: Tensor = Awaited()  # type: ignore[assignment]
     _spec: Spec
-    _coming: Later
+    _coming: Callable[[], Tensor]
     _origin: Origin | None = None
     _leaf: bool | None = None
     _live: Live | None = None

@@ -213,7 +213,7 @@ def errors() -> list[str]:
     except LayoutError as error:
         found.append(str(error))
     kept = collectives.begin_reduce
-    collectives.begin_reduce = lambda x, op, group: (x.clone(), Broken())  # type: ignore[assignment, return-value]
+    collectives.begin_reduce = lambda x, op, group, own: (x.clone(), Broken())  # type: ignore[assignment, return-value]
     try:
         with dshard.use_topology(dshard.Topology.preset("bytes")):  # an all_reduce alone
             y = x.redistribute(grid(), WHOLE, async_op=True)
