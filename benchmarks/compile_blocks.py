@@ -5,7 +5,8 @@
 Each block is laid out as Megatron, SUMMA, Tesseract and ATP do, on a fake process group, so that nothing is sent; one
 thread; forward and backward by inductor. The plain module has the local parameters and runs the two graphs that torch's
 AOTAutograd makes of the sharded block, operators and functional collectives on plain tensors, as one autograd function;
-it is compiled by torch like any module. Medians of interleaved repeats, the ratio of those of neighbours.
+it is compiled by torch like any module. What is sent for gradients after the graph, as in eager, the plain module
+leaves out. Medians of interleaved repeats, the ratio of those of neighbours.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from section import markdown_table, write_section
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -82,11 +84,13 @@ class Plain(nn.Module):
             def forward(ctx: Any, *given: Tensor) -> Tensor:
                 out, *saved = forward(*given)
                 ctx.save_for_backward(*saved)
+                ctx.shapes = [t.shape for t in given]
                 return out
 
             @staticmethod
             def backward(ctx: Any, grad: Tensor) -> Any:
-                return tuple(backward(*ctx.saved_tensors, grad))
+                grads = zip(backward(*ctx.saved_tensors, grad), ctx.shapes, strict=True)
+                return tuple(None if g is None else fitted(g, shape) for g, shape in grads)
 
         self.run = Run
 
@@ -95,12 +99,17 @@ class Plain(nn.Module):
         return self.run.apply(*[tensors[i] for i in self.places])
 
 
+def fitted(grad: Tensor, shape: Sequence[int]) -> Tensor:
+    """A gradient cut, or filled up, to the shape of its tensor: what is sent after the graph would do that."""
+    missing = [want - have for want, have in zip(shape, grad.shape, strict=True)]
+    return F.pad(grad, [n for each in reversed(missing) for n in (0, each)]) if any(missing) else grad
+
+
 def stepper(block: nn.Module, x: Any, grad: Any) -> Callable[[], None]:
     compiled = torch.compile(block, backend="inductor", fullgraph=True)
 
     def run() -> None:
         compiled(x).backward(grad)
-        x.grad = None
         for parameter in block.parameters():
             parameter.grad = None
 
@@ -114,13 +123,13 @@ def measure(name: str, layout: str, options: argparse.Namespace) -> list[float]:
     mesh = init_device_mesh("cpu", laid.mesh.shape, mesh_dim_names=laid.mesh.names)
     block = lay_out(BLOCKS[name](options.width, options.tokens), mesh, laid)
     values = torch.randn(options.batch, options.tokens, options.width)
-    x = distribute_tensor(values, mesh, laid.inputs, src_data_rank=None).requires_grad_()
+    x = distribute_tensor(values, mesh, laid.inputs, src_data_rank=None)
     with use_strategy(matmul=laid.matmul) if laid.matmul else nullcontext():
         plain = Plain(block, x, graphs_of(block, x))
         torch._dynamo.reset()
-        local = x.to_local().detach().requires_grad_()
+        local = x.to_local()
         out = block(x).detach()
-        grads = torch.ones_like(out), torch.ones_like(plain(local)).detach()
+        grads = torch.ones_like(out), torch.ones_like(plain(local))
         steps = [stepper(block, x, grads[0]), stepper(plain, local, grads[1])]
         return compared(steps, options.repeats)
 
