@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -37,6 +38,8 @@ from dshard import (
     use_strategy,
     use_topology,
 )
+from dshard.comm import runtime_of
+from dshard.comm.runtime import Runtime
 from dshard.ops.settings import current
 from dshard.testing import RankPool, rank_pool
 from dshard.topology import Layer
@@ -277,12 +280,17 @@ def described_elsewhere() -> list[str]:
         assert other.settings is current()
     assert known.serves(flat(x._spec, True))
     assert not known.serves(flat(x._spec, False))
-    return [known.digest(), other.digest()]
+    runtime = runtime_of(GRID)
+    assert runtime is not None
+    assert runtime.group_names()[:2] == tuple(group.group_name for group in device_mesh(GRID).get_all_groups())
+    digests = [known.digest(), other.digest()]
+    with patch.object(Runtime, "group_names", return_value=("elsewhere",)):  # as in a process that made others before
+        return [*digests, known.digest()]
 
 
-def test_graphs_kept_on_disk_are_of_one_rank_and_one_topology(ranks: RankPool) -> None:
+def test_graphs_kept_on_disk_are_of_one_rank_one_topology_and_its_groups(ranks: RankPool) -> None:
     names = [name for names in ranks.run(described_elsewhere) for name in names]
-    assert len(set(names)) == 8
+    assert len(set(names)) == 12
 
 
 # -- what is inside a region

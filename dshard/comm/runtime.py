@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -84,6 +83,13 @@ class Runtime:
             found = self.groups[axes] = self._make(axes)
         return found
 
+    def group_names(self) -> tuple[str, ...]:
+        """What tells the process groups of this mesh from those of another process: graphs have them by name."""
+        if self.coordinate is None:
+            return ()
+        count = _WORLDS.of(self.world).count
+        return (*(self.group((name,)).name for name in self.mesh.names), str(count))
+
     def _make(self, axes: tuple[str, ...]) -> Group:
         assert self.coordinate is not None
         ranks = self.mesh.group(axes, self.coordinate)
@@ -92,7 +98,7 @@ class Runtime:
         elif self.mesh.ndim == 1:
             process_group = self.device_mesh.get_group(0)
         else:
-            process_group = _new_group(tuple(sorted(ranks)))
+            process_group = _joined(tuple(sorted(ranks)), self.world)
         found = dist.get_process_group_ranks(process_group)
         slots = tuple(map(found.index, ranks))
         in_order = slots == tuple(range(len(ranks)))
@@ -110,19 +116,41 @@ def _hosts(ranks: Sequence[int], local: str) -> int:
     return len({rank // int(local) for rank in ranks}) if local.isdecimal() and int(local) else 1
 
 
-_MADE: Counter[tuple[int, ...]] = Counter()
+@dataclass(slots=True)
+class _Worlds:
+    """The process group of all ranks, how many there have been, and the groups of its ranks by their tag."""
+
+    world: Any = None
+    count: int = 0
+    groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = field(default_factory=dict)
+
+    def of(self, world: Any) -> _Worlds:
+        """The same for this world, the last of all."""
+        if world is not self.world:
+            self.world, self.count, self.groups = world, self.count + 1, {}
+        return self
 
 
-def _new_group(ranks: tuple[int, ...], own: bool = False) -> dist.ProcessGroup:
-    """A process group of these ranks, which alone make it, all together.
+_WORLDS = _Worlds()
+
+
+def _joined(ranks: tuple[int, ...], world: Any, tag: int = 0) -> dist.ProcessGroup:
+    """The process group of these ranks, which alone make it, all together, when they first need it.
 
     torch would name it after the number of groups that this process is in, and the ranks wait forever where they differ
-    in that: so it is named after how many groups of just these ranks there are.
+    in that: so it is named after its ranks. Compiled graphs, which are kept on disk, know it by that name.
     """
-    if not own and len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
+    if not tag and len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
         return dist.group.WORLD
-    _MADE[ranks] += 1
-    name = f"dshard:{','.join(map(str, ranks))}:{_MADE[ranks]}"
+    worlds = _WORLDS.of(world)
+    found = worlds.groups.get((ranks, tag))
+    if found is None:
+        found = worlds.groups[ranks, tag] = _new_group(ranks, f"{worlds.count}{f'.{tag}' if tag else ''}")
+    return found
+
+
+def _new_group(ranks: tuple[int, ...], which: str) -> dist.ProcessGroup:
+    name = f"dshard:{','.join(map(str, ranks))}:{which}"
     c10d: Any = distributed_c10d
     named = c10d._process_group_name
     c10d._process_group_name = lambda *args, **kwargs: name
@@ -144,7 +172,7 @@ def group_of(ranks: tuple[int, ...], runtime: Runtime, tag: int = 0) -> Group:
     tag = tag if dist.get_backend() == "nccl" else 0
     found = _UNIONS.get((ranks, tag))
     if found is None or found[0] is not runtime.world:
-        process_group = _new_group(ranks, own=tag > 0)
+        process_group = _joined(ranks, runtime.world, tag)
         backend = dist.get_backend(process_group)
         group = Group((), ranks, ranks.index(runtime.rank), process_group, backend=backend)
         if group.backend == "nccl":

@@ -59,7 +59,7 @@ class Flat:
         mesh = self.layout.mesh
         runtime = runtime_of(mesh)
         parts = self.layout, self.dtype, self.device, self.leaf, self.asked, self.settings.topology_of(mesh)
-        place = None if runtime is None else (runtime.rank, runtime.coordinate)
+        place = None if runtime is None else (runtime.rank, runtime.coordinate, runtime.group_names())
         return hashlib.blake2b(repr((parts, place)).encode(), digest_size=16).hexdigest()
 
     def __eq__(self, other: object) -> bool:
