@@ -25,8 +25,6 @@ from dshard.ops.spec import Spec, spec_of
 from dshard.placements import Partial, Replicate
 from dshard.reshard import plan_reshard
 
-_make = Tensor._make_wrapper_subclass  # given by position: names take it longer
-
 
 class ToLocal(torch.autograd.Function):
     """Distributed -> local; backward: the local gradient, laid out as said, -> distributed."""
@@ -54,10 +52,7 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, cls: Any, spec: Spec, grad_layout: Layout) -> Any:
         ctx.cls, ctx.grad_layout = cls, grad_layout
-        out = _make(cls, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, spec.device)
-        out._local = local.detach()
-        out._spec = spec
-        return out
+        return cls._wrap(local.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None, None]:
@@ -324,5 +319,5 @@ to_local, from_local = _straight(ToLocal), _straight(FromLocal)
 _turn, _complete = _straight(Turn), _straight(Complete)
 _owners: Callable[[Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 _holders: Callable[[int], int] = torch._C._storage_Use_Count
-_OWN = [_hands(torch.empty(2)), _hands(torch.empty(2).view(2, 1))]
-"""What those are that nobody else has."""
+_OWN = [_hands(torch.empty(2, device="cpu")), _hands(torch.empty(2, device="cpu").view(2, 1))]
+"""How many that are of a tensor that nobody else has, and of a view."""

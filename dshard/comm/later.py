@@ -42,10 +42,10 @@ Start: TypeAlias = Callable[[Tensor, bool], Later | None]
 def starter(plan: Plan) -> Start:
     """What begins the first collective of a plan on a local tensor, which must not be written until the end.
 
-    With True the tensor may be overwritten, for nobody else wants it.
-    What comes after it runs when the result is first used. It gives None where nothing can run beside the computation:
-    without processes, on simulated ranks, while torch.compile traces, or where what is pending is not a sum or a mean;
-    nor while somebody listens, who would otherwise hear of a plan's second collective long after its operator.
+    With True the tensor may be overwritten, for nobody else wants it. What comes after it runs when the result is first
+    used. It gives None where nothing can run beside the computation: without processes, on simulated ranks, while
+    torch.compile traces, or where what is pending is not a sum or a mean; nor while somebody listens, who would
+    otherwise hear of a plan's second collective long after its operator.
     """
     runtime = runtime_of(plan.src.mesh)
     pending = (p for p in (*plan.src.placements, *plan.dst.placements) if isinstance(p, Partial))

@@ -10,6 +10,7 @@ from functools import partial
 from importlib import import_module
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -84,6 +85,8 @@ def _rehearse(
     send: Send,
 ) -> None:
     take_turns()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     import_module("torch.testing._internal.distributed.fake_pg")  # which makes the backend known
     dist.init_process_group("fake", rank=rank, world_size=ranks)
     with use_topology(topology):
@@ -107,4 +110,6 @@ def _all_here(meet: str, ranks: int) -> None:
 def _seconds(step: Callable[[], object]) -> float:
     begin = time.perf_counter()
     step()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return time.perf_counter() - begin
