@@ -69,7 +69,9 @@ def above_the_limit(batch: list[Redistribution], few_bytes: int) -> list[str]:
             topologies: list[Topology] = [current().topology_of(src.mesh), BYTES]
             for topology in topologies:
                 found = plan(src, dst, shape, DTYPE.itemsize, topology)
-                limit = (max(src.local_numel(shape), dst.local_numel(shape)) + message(found, at)) * DTYPE.itemsize
+                end = max(src.local_numel(shape), dst.local_numel(shape))
+                copied = len(src.mesh.ranks) * end if few_bytes else 0  # few are given as a copy for each rank
+                limit = (end + copied + message(found, at)) * DTYPE.itemsize
                 with Held(x, limit=limit) as held:
                     run(found, x)
                 if held.most > limit:

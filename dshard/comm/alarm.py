@@ -11,7 +11,7 @@ a limit: there another thread waits, and stays behind until the time limit of th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late  # the built-in one from Python 3.11
 from datetime import timedelta
@@ -63,11 +63,13 @@ def wait_for(work: dist.Work, group: Group) -> None:
     _patiently(partial(work.wait, PATIENCE), work.is_completed, group)
 
 
-def wait_for_pairs(works: Sequence[dist.Work], group: Group) -> None:
-    """Wait for what ranks of the group send each other in pairs, as `wait_for` does for a collective."""
+def wait_for_pairs(works: list[dist.Work], group: Group) -> None:
+    """Wait for what ranks of the group send each other in pairs, as `wait_for` does for a collective.
+
+    The list is then empty: what was sent is let go.
+    """
     if group.backend != "gloo":
-        for work in works:
-            work.wait()
+        _wait_all(works)
         return
     _take_back()
     if not works:
@@ -84,12 +86,16 @@ def wait_for_pairs(works: Sequence[dist.Work], group: Group) -> None:
         raise
 
 
-def _serve(waits: SimpleQueue[tuple[Sequence[dist.Work], Future[None]]]) -> None:
+def _wait_all(works: list[dist.Work]) -> None:
+    while works:
+        works.pop(0).wait()
+
+
+def _serve(waits: SimpleQueue[tuple[list[dist.Work], Future[None]]]) -> None:
     while True:
         works, ended = waits.get()
         try:
-            for work in works:
-                work.wait()
+            _wait_all(works)
         except RuntimeError as error:
             ended.set_exception(error)
         else:

@@ -134,7 +134,7 @@ def _at_once(request: Request, group: Group) -> Tensor:
     return request.out
 
 
-def _wait(request: Request, group: Group) -> Callable[[Sequence[dist.Work], Group], None]:
+def _wait(request: Request, group: Group) -> Callable[[list[dist.Work], Group], None]:
     """What waits for `_works`."""
     pairs = in_pairs(group) and request.leg.message.collective in ("all_gather", "all_to_all")
     return wait_for_pairs if pairs else wait_all

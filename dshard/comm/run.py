@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from dshard.comm.tell import told
 from dshard.comm.transfer import Local, Transfer, compile_step
 from dshard.errors import MeshError
 from dshard.mesh import Coordinate, Mesh
-from dshard.redistribute import Plan
+from dshard.redistribute import Pend, Plan, Slice, Step
 from dshard.redistribute.price import busiest
 
 Stage = Local | Transfer
@@ -162,13 +163,22 @@ def _compared(plan: Plan, runtime: Runtime, x: Tensor) -> Tensor:
 
 @remembered("stages", 65536)
 def stages_of(plan: Plan, coordinate: Coordinate) -> tuple[Stage, ...]:
-    """What the rank at `coordinate` does, in order; axes of one rank fall out."""
-    found: list[Stage] = []
-    for step, layout in zip(plan.steps, plan.layouts(), strict=True):
+    """What the rank at `coordinate` does, in order; axes of one rank fall out, and a copy that is copied again.
+
+    A part is cut out before it is made pending: terms are as large as what they are made of.
+    """
+    found: list[tuple[Step, Stage]] = []
+    steps = [*zip(plan.steps, plan.layouts(), strict=True)]
+    for i, (first, second) in enumerate(pairwise(plan.steps)):
+        if isinstance(first, Pend) and isinstance(second, Slice):
+            steps[i : i + 2] = reversed(steps[i : i + 2])
+    for step, layout in steps:
         stage = compile_step(step, layout, plan.shape, coordinate, owned=bool(found))
         if stage is not None:
-            found.append(stage)
-    return tuple(found)
+            found.append((step, stage))
+    if len(found) > 1 and found[0][1] is torch.clone and not isinstance(found[1][0], Pend):
+        found = found[1:]
+    return tuple(stage for _, stage in found)
 
 
 def _transfer(transfer: Transfer, group: Group) -> list[Local]:

@@ -44,7 +44,7 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     if alike and (group.backend == "nccl" or group.spread or not now):
         out = collectives.gather(x, len(sizes), group)
         return out if group.slots is None else from_slots(out, sizes, group.slots)
-    if now and in_pairs(group):
+    if now and _placed_in_pairs(group):
         return _exchanged([x] * len(sizes), x, sizes, group)
     if not now or (group.backend != "nccl" and sum(sizes) * x.itemsize <= _FEW_BYTES):
         if alike and sizes[0]:  # as every rank then finds, so all may leave the sizes out
@@ -63,6 +63,11 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
 def in_pairs(group: Group) -> bool:
     """Whether what a group's ranks exchange is better sent between each two of them by itself: see `exchange`."""
     return group.hosts > 1 and group.backend == "gloo"
+
+
+def _placed_in_pairs(group: Group) -> bool:
+    """The same, or that the process group has another order, in which gloo's own collectives would take copies."""
+    return in_pairs(group) or (group.backend == "gloo" and group.slots is not None)
 
 
 def exchange(send: Sequence[Tensor], recv: Sequence[Tensor], here: int, pg: dist.ProcessGroup) -> list[dist.Work]:
@@ -89,7 +94,7 @@ def _exchanged(send: Sequence[Tensor], like: Tensor, sizes: Sequence[int], group
     return out
 
 
-def wait_all(works: Sequence[dist.Work], group: Group) -> None:
+def wait_all(works: list[dist.Work], group: Group) -> None:
     """Wait for collectives of the group that have begun."""
     for work in works:
         wait_for(work, group)
@@ -101,7 +106,7 @@ def all_to_all(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group
         scale = x.itemsize
         moved = all_to_all(x.view(torch.uint8), [s * scale for s in send], [r * scale for r in recv], group)
         return moved.view(x.dtype)
-    if in_pairs(group) and not traced(x):
+    if _placed_in_pairs(group) and not traced(x):
         return _exchanged(x.split(list(send)), x, recv, group)
     if group.slots is None:
         return collectives.swap(x, send, recv, group)
@@ -116,6 +121,8 @@ def reduce_scatter(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -
     Where the backend has no reduce_scatter of its own, or the pieces differ in size, the pieces are exchanged and
     reduced here: the same bytes, and half precision is summed in single.
     """
+    if len(group.ranks) == 1:
+        return x.clone()
     return reduced(exchange_terms(x, send, op, group), send[group.index], op)
 
 
@@ -135,6 +142,8 @@ def reduced(terms: Tensor, size: int, op: ReduceOp) -> Tensor:
 
 def all_reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
     """Flat terms -> the flat reduction of the terms of all ranks, the same to the bit on each."""
+    if len(group.ranks) == 1:
+        return x.clone()
     if reduces(x.dtype, op, group.backend):
         return collectives.reduce(x, op, group)
     n, size = len(group.ranks), x.numel()
