@@ -163,7 +163,7 @@ def _compared(plan: Plan, runtime: Runtime, x: Tensor) -> Tensor:
 
 @remembered("stages", 65536)
 def stages_of(plan: Plan, coordinate: Coordinate) -> tuple[Stage, ...]:
-    """What the rank at `coordinate` does, in order; axes of one rank fall out, and a copy that is copied again.
+    """What the rank at `coordinate` does, in order; axes of one rank fall out. Nothing is copied that will be again.
 
     A part is cut out before it is made pending: terms are as large as what they are made of.
     """
@@ -177,7 +177,7 @@ def stages_of(plan: Plan, coordinate: Coordinate) -> tuple[Stage, ...]:
         if stage is not None:
             found.append((step, stage))
     if len(found) > 1 and found[0][1] is torch.clone and not isinstance(found[1][0], Pend):
-        found = found[1:]
+        found[0] = (found[0][0], _same)  # all ranks have the same number of stages
     return tuple(stage for _, stage in found)
 
 
