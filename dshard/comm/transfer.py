@@ -130,6 +130,10 @@ def _pack(pieces: Sequence[Region], shape: Shape) -> Local:
         start, stop = span.start, span.stop
         return Tensor.flatten if stop - start == prod(shape) else lambda x: x.reshape(-1)[start:stop]
     sizes, shapes = [numel(piece) for piece in full], [tuple(map(len, piece)) for piece in full]
+    dim = _cut_dim(full, shape)
+    if dim is not None and _all_equal(sizes):  # one strided copy, where a copy for each piece costs the host much more
+        cut = (*shape[:dim], len(full), shape[dim] // len(full), *shape[dim + 1 :])
+        return lambda x: x.view(cut).movedim(dim, 0).flatten()  # a dim is always cut by a view
 
     def gather(x: Tensor) -> Tensor:
         if traced(x):
@@ -148,18 +152,48 @@ def _unpack(pieces: Sequence[Region], shape: Shape) -> Local:
     if span_of(full, shape) is not None:
         return lambda flat: flat.view(shape)
     sizes, shapes = [numel(piece) for piece in full], [tuple(map(len, piece)) for piece in full]
+    dim = _cut_dim(full, shape)
+    if dim is not None and _all_equal(sizes):
+        return lambda flat: flat.view(len(full), *shapes[0]).movedim(0, dim).contiguous().view(shape)
 
     def place(flat: Tensor) -> Tensor:
+        parts = [part.view(size) for part, size in zip(flat.split(sizes), shapes, strict=True)]
+        if dim is not None:
+            return torch.cat(parts, dim)
         if traced(flat):
-            found = joined([t.view(size) for t, size in zip(flat.split(sizes), shapes, strict=True)], full)
+            found = joined(parts, full)
             if found is not None:
                 return found
         out = flat.new_empty(shape)
-        for part, piece, size in zip(flat.split(sizes), full, shapes, strict=True):
-            view_of(out, piece).copy_(part.view(size))
+        for part, piece in zip(parts, full, strict=True):
+            view_of(out, piece).copy_(part)
         return out
 
     return place
+
+
+def _cut_dim(pieces: Sequence[Region], shape: Shape) -> int | None:
+    """The one dim that the pieces of a tensor of `shape` cut, one after the other.
+
+    >>> _cut_dim([(range(3), range(0, 3)), (range(3), range(3, 4))], (3, 4))
+    1
+    """
+    cut = [dim for dim, size in enumerate(shape) if len(pieces[0][dim]) != size]
+    if len(cut) != 1:
+        return None
+    end = 0
+    for piece in pieces:
+        for dim, part in enumerate(piece):
+            if dim != cut[0] and part != range(shape[dim]):
+                return None
+        if piece[cut[0]].start != end:
+            return None
+        end = piece[cut[0]].stop
+    return cut[0] if end == shape[cut[0]] else None
+
+
+def _all_equal(sizes: Sequence[int]) -> bool:
+    return sizes.count(sizes[0]) == len(sizes)
 
 
 def span_of(pieces: Sequence[Region], shape: Shape) -> range | None:

@@ -1,0 +1,47 @@
+"""Local tensors into the flat buffers of a collective, and back."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dshard.comm.transfer import _pack, _unpack
+
+CASES = {
+    "even": ((4, 6), 1, (0, 3, 6)),
+    "uneven": ((4, 6), 1, (0, 4, 6)),
+    "a middle dim": ((2, 3, 4), 1, (0, 1, 2, 3)),
+    "a last rank with less": ((3, 2, 5), 2, (0, 2, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pieces_along_any_dim_are_put_together_by_one_operator(name: str) -> None:
+    """A copy for each piece would cost the host more than the collective."""
+    shape, dim, ends = CASES[name]
+    pieces = [tuple(range(a, b) if d == dim else range(n) for d, n in enumerate(shape)) for a, b in pairwise(ends)]
+    x = torch.arange(prod(shape)).view(shape)
+    flat = torch.cat([x.narrow(dim, a, b - a).flatten() for a, b in pairwise(ends)])
+
+    with CountCopies() as unpacking:
+        assert _unpack(pieces, shape)(flat).equal(x)
+    assert unpacking.copies == 1
+    assert _pack(pieces, shape)(x).equal(flat)
+    strided = x.transpose(0, dim).contiguous().transpose(0, dim)
+    assert _pack(pieces, shape)(strided).equal(flat)
+
+
+class CountCopies(TorchDispatchMode):
+    """Counts operators that fill memory."""
+
+    copies = 0
+    filling = (torch.ops.aten.copy_.default, torch.ops.aten.clone.default, torch.ops.aten.cat.default)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.copies += func in self.filling
+        return func(*args, **(kwargs or {}))
