@@ -124,20 +124,6 @@ def test_a_failing_rank_is_an_error_on_all(ranks: RankPool, tmp_path: Path) -> N
         assert found.endswith("True")
 
 
-def test_a_crash_between_the_two_renames_leaves_the_earlier_checkpoint_loadable(tmp_path: Path) -> None:
-    save({"x": numbers((3,))}, tmp_path / "model")
-    (tmp_path / "model").rename(tmp_path / ".model.previous")
-    found = torch.zeros(3)
-
-    load({"x": found}, tmp_path / "model")
-
-    assert torch.equal(found, numbers((3,)))
-    save({"x": numbers((3,)) + 1}, tmp_path / "model")
-    load({"x": found}, tmp_path / "model")
-    assert torch.equal(found, numbers((3,)) + 1)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
-
-
 # -- errors
 
 
