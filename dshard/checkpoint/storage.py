@@ -13,6 +13,7 @@ import re
 import resource
 import zlib
 from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ from dshard.errors import CheckpointError
 DATA_FILE = re.compile(r"__\d+_(?:([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})_)?\d+\.distcp")
 """Rank, save and number: torch's names have no save."""
 UNPUBLISHED = re.compile(r"\.metadata\.([0-9a-f-]{36})")
-BLOCK = 1 << 20
-"""Bytes that are read at once for a checksum."""
+BLOCK, THREADS = 1 << 18, 2
+"""Bytes that are read at once for checksums, and threads of a rank that compute them when it loads."""
 
 
 class Writer(FileSystemWriter):
@@ -201,6 +202,7 @@ class Reader(FileSystemReader):
         self.fs = self.files
         self.transforms: Any = _CheckedItems(self)
         self.known: Metadata | None = None
+        self.crc32: dict[MetadataIndex, Future[int]] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata, read once."""
@@ -213,6 +215,20 @@ class Reader(FileSystemReader):
         names = dict.fromkeys(self.storage_data[item.storage_index].relative_path for item in plan.items)
         self.files.hold([Path(self.path) / name for name in names])
         return plan
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        """Read what this rank holds, while threads compute the checksums ahead."""
+        infos = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        with ThreadPoolExecutor(THREADS) as threads:
+            self.crc32 = {
+                index: threads.submit(self.files.crc32, Path(self.path) / info.relative_path, info.offset, info.length)
+                for index, info in infos.items()
+                if hasattr(info, "crc32")
+            }
+            try:
+                return super().read_data(plan, planner)
+            finally:
+                threads.shutdown(cancel_futures=True)
 
 
 class _OpenFiles(FileSystem):
@@ -235,6 +251,15 @@ class _OpenFiles(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
 
+    def crc32(self, path: Path, offset: int, length: int) -> int:
+        """The checksum of bytes of a file, whose position stays as it is."""
+        found, buffer = 0, memoryview(bytearray(min(length, BLOCK)))
+        with self.create_stream(path, "rb") as file:
+            while length and (count := os.preadv(file.fileno(), [buffer[:length]], offset)):
+                found = zlib.crc32(buffer[:count], found)
+                offset, length = offset + count, length - count
+        return found
+
 
 class _CheckedItems:
     """Checks the bytes of an item before it is made of them; stands where torch would transform what it reads."""
@@ -243,23 +268,13 @@ class _CheckedItems:
         self.reader, self.torch_transforms = reader, reader.transforms
 
     def transform_load_stream(self, item: Any, descriptors: Any, stream: Any) -> Any:
-        info = self.reader.storage_data[item.storage_index]
-        expected = getattr(info, "crc32", None)
-        if expected is not None and _crc32(stream) != expected:
+        info, crc32 = self.reader.storage_data[item.storage_index], self.reader.crc32.get(item.storage_index)
+        if crc32 is not None and crc32.result() != info.crc32:
             raise CheckpointError(
                 f"{item.storage_index.fqn!r} is damaged: bytes {info.offset} to {info.offset + info.length} of "
                 f"{info.relative_path} do not have the checksum that they were written with"
             )
         return self.torch_transforms.transform_load_stream(item, descriptors, stream)
-
-
-def _crc32(stream: Any) -> int:
-    """The checksum of all bytes of a stream, which stands at its beginning afterwards."""
-    found, buffer = 0, memoryview(bytearray(BLOCK))
-    while count := stream.readinto(buffer):
-        found = zlib.crc32(buffer[:count], found)
-    stream.seek(0)
-    return found
 
 
 def files_of_saves(path: Path) -> Iterator[tuple[Path, str | None]]:
