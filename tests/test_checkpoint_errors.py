@@ -99,6 +99,7 @@ def test_a_killed_rank_leaves_the_earlier_checkpoint_and_the_others_raise(victim
         assert survivor.startswith(f"saving to {path}: what was there before stays as it was")
         assert all(torch.equal(found, numbers((64, 8))) for found in pool.run(load_one, path))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(["model", str(1 - victim)])
+    assert len(list((tmp_path / "model").iterdir())) == 3  # metadata, and data of two ranks
 
 
 def save_failing(path: str) -> str:

@@ -205,7 +205,7 @@ def agreed_path(path: str | os.PathLike[str], doing: str, group: Group) -> Path:
     Raises:
         CheckpointError: they do not, or it is no path of a file system.
     """
-    given = comm.gather_objects((str(path), os.path.abspath(path)), group)
+    given = comm.gather_objects((os.fspath(path), os.path.abspath(path)), group)
     if "://" in given[0][0]:
         raise CheckpointError(f"cannot {doing} {path}: give a path of a file system, which all ranks share")
     if len({absolute for _, absolute in given}) > 1:
