@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dshard.checkpoint.pickled import read_value
 
 Report = Callable[[int, int], object]
 """Called with the bytes that this rank has written or read, and with all that it will."""
@@ -37,8 +40,9 @@ class SavePlanner(DefaultSavePlanner):
 class LoadPlanner(DefaultLoadPlanner):
     """Each rank reads what it holds, and tells of each part that it has read."""
 
-    def __init__(self, report: Report | None) -> None:
+    def __init__(self, current: Mapping[str, Any], report: Report | None) -> None:
         super().__init__()
+        self.current = current  # torch forgets values that are no tensors when it sets the planner up
         self.report, self.done, self.total = report, 0, 0
 
     def finish_plan(self, central_plan: Any) -> Any:
@@ -53,6 +57,12 @@ class LoadPlanner(DefaultLoadPlanner):
                 return properties.dtype.itemsize
             case _:
                 return 0
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        """Read a value that is no tensor, without executing anything that the user has not named."""
+        name = read_item.dest_index.fqn
+        loaded = read_value(name, value, self.current.get(name))
+        set_element(self.original_state_dict, self.mappings[name], loaded)
 
     def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
         """Say that this part has been read."""

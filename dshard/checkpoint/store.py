@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,15 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from dshard import comm
 from dshard.checkpoint.flat import Leaf, leaves
+from dshard.checkpoint.metadata_file import version
 from dshard.checkpoint.planners import LoadPlanner, Report, SavePlanner
+from dshard.checkpoint.storage import Reader, Writer
 from dshard.errors import CheckpointError
 from dshard.layout import format_of
 from dshard.ops.moving import settled
@@ -32,6 +33,8 @@ from dshard.tensor import DTensor
 Group = dist.ProcessGroup | None
 SHOWN = 8
 """Problems that one error lists."""
+TRIES, PAUSE = 100, 0.1
+"""How often a load begins again when another checkpoint is published, and seconds for all ranks to see it."""
 
 
 def save(
@@ -43,38 +46,29 @@ def save(
     has a `state_dict`: modules, optimizers. Each part is written once, by one of the ranks that hold it; pending
     reductions are completed for it. Plain tensors and values are taken to be alike on all ranks.
 
-    The checkpoint is written beside `path` and takes its place when all ranks have written. Where a rank fails or dies
-    before, what was at `path` stays as it was, and the other ranks raise within the time limit of the process group.
-    `progress(done, total)` is called with this rank's bytes, as by `dshard.report.checkpoint_progress`.
+    The directory is new, empty, or a checkpoint. The new checkpoint is written beside the former one and replaces it
+    when all ranks have written, so that `load` finds the one or the other at any time; other files in the directory are
+    left alone. Where a rank fails or dies before, the former checkpoint stays, and the other ranks raise within the
+    time limit of the process group. `progress(done, total)` is called with this rank's bytes, as by
+    `dshard.report.checkpoint_progress`.
 
     Raises:
-        CheckpointError: something could not be written, or a rank failed.
+        CheckpointError: the ranks give different paths, something else is there, something could not be written, or a
+            rank failed.
     """
-    path = Path(path)
-    partial, previous = _beside(path, "partial"), _beside(path, "previous")
+    path, doing = agreed_path(path, "save to", process_group), f"cannot save to {path}"
     flat = {name: leaf.value for name, leaf in leaves(settled_state(states(state))).items()}
-
-    def begin() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-
-    def finish() -> None:
-        if path.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            path.rename(previous)
-        partial.rename(path)
-        _sync(path.parent)
-        shutil.rmtree(previous, ignore_errors=True)
-
     with failing(f"saving to {path}: what was there before stays as it was"):
-        once(begin, process_group)
-        state_dict_saver.save(
-            flat,
-            storage_writer=FileSystemWriter(partial),
-            planner=SavePlanner(progress),
-            process_group=process_group,
-        )
-        once(finish, process_group)
+        writer = Writer(path)
+        on_first_rank(writer.prepare, doing, process_group)
+        try:
+            state_dict_saver.save(
+                flat, storage_writer=writer, planner=SavePlanner(progress), process_group=process_group
+            )
+        except BaseException:
+            if comm.group_rank(process_group) == 0:
+                writer.abandon()
+            raise
 
 
 def load(
@@ -85,21 +79,23 @@ def load(
     `state` says what to load and how it lies: each rank reads only what it holds, whatever layout and mesh it was
     saved from. Tensors are written to in place; other values are replaced; modules and optimizers get theirs. An
     optimizer that has made no step yet gets its state first, by a step with gradients and a learning rate of zero. What
-    the checkpoint has beyond `state` is left alone. Everything is compared before anything is read.
+    the checkpoint has beyond `state` is left alone. Everything is compared before anything is read, and what is read is
+    compared with its checksum. A save to the same path meanwhile does no harm: all ranks read one of its versions.
+    Nothing in the checkpoint is executed: values that are no tensors may name what torch.load takes by default, what
+    was given to `torch.serialization.add_safe_globals`, and what the value in `state` is pickled with.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it has other names, shapes or dtypes, or cannot be read.
+        CheckpointError: the ranks give different paths, there is no such checkpoint, or it has other names, shapes or
+            dtypes, is damaged, or cannot be read.
     """
+    path = agreed_path(path, "load from", process_group)
     for value in state.values():
         if isinstance(value, Optimizer):
             _give_state(value)
     nested = states(state)
     found = leaves(nested)
     with failing(f"loading from {path}"):
-        reader = _Reader(_present(Path(path), process_group))
-        agree(_problems(reader, found), path, process_group)
-        flat = {name: leaf.value for name, leaf in found.items()}
-        state_dict_loader.load(flat, storage_reader=reader, planner=LoadPlanner(progress), process_group=process_group)
+        flat = _load_one_version(found, path, progress, process_group)
     for name, leaf in found.items():
         if not isinstance(leaf.value, Tensor):
             leaf.container[leaf.key] = flat[name]
@@ -110,15 +106,35 @@ def load(
             state[key] = nested[key]
 
 
-class _Reader(FileSystemReader):
-    """Reads the metadata once."""
-
-    known: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self.known is None:
-            self.known = super().read_metadata(*args, **kwargs)
-        return self.known
+def _load_one_version(found: dict[str, Leaf], path: Path, progress: Report | None, group: Group) -> dict[str, Any]:
+    """The leaves, read from one version of the checkpoint on all ranks, whatever is saved to the path meanwhile."""
+    failed: CheckpointException | None = None
+    failed_versions: set[Any] = set()
+    for _ in range(TRIES):
+        reader = Reader(path)
+        problems = _problems(reader, found)  # reads the metadata
+        here = None if reader.known is None else version(reader.known)
+        versions = set(comm.gather_objects((reader.known is not None, here), group))
+        if len(versions) > 1:
+            time.sleep(PAUSE)  # A rank has read before another checkpoint was published, and another rank since.
+            continue
+        agree(problems, f"cannot load from {path}", group)
+        if failed is not None and versions == failed_versions:
+            raise failed
+        flat = {name: leaf.value for name, leaf in found.items()}
+        planner = LoadPlanner(flat.copy(), progress)
+        try:
+            with reader.files.stack:
+                state_dict_loader.load(flat, storage_reader=reader, planner=planner, process_group=group)
+            return flat
+        except CheckpointException as error:
+            if not any(isinstance(cause, FileNotFoundError) for cause, _ in error.failures.values()):
+                raise
+            failed, failed_versions = error, versions  # Another checkpoint has replaced this one, or it is damaged.
+    raise CheckpointError(
+        f"cannot load from {path}: {TRIES} times, ranks saw different checkpoints there; give a path on a file system "
+        "that all ranks share, and save to it less often"
+    )
 
 
 def states(state: dict[str, Any]) -> dict[str, Any]:
@@ -148,27 +164,15 @@ def _give_state(optimizer: Optimizer) -> None:
             p.grad = grad
 
 
-def _beside(path: Path, what: str) -> Path:
-    return path.parent / f".{path.name}.{what}"
-
-
-def _present(path: Path, group: Group) -> Path:
-    """Where the checkpoint lies: in the moment in which `save` puts a new one in its place, beside it."""
-    candidates = (path, _beside(path, "previous"))
-    here = [str(p) for p in candidates if (p / ".metadata").is_file()]
-    first: list[str] = comm.gather_objects(here, group)[0]
-    if not first:
-        what = "is no checkpoint: it has no file .metadata" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {what}; give the directory that a checkpoint was saved to")
-    return Path(first[0])
-
-
-def _problems(reader: _Reader, found: dict[str, Leaf]) -> list[str]:
+def _problems(reader: Reader, found: dict[str, Leaf]) -> list[str]:
     """What does not fit between the checkpoint and what is asked of it."""
     try:
         saved = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # whatever unpickling a damaged file may raise
-        return [f"its file .metadata cannot be read: {type(error).__name__}: {error}"]
+    except (FileNotFoundError, NotADirectoryError):
+        what = "is no checkpoint: it has no file .metadata" if Path(reader.path).exists() else "does not exist"
+        return [f"it {what}; give the directory that a checkpoint was saved to"]
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
     problems = []
     for name, leaf in found.items():
         entry, value = saved.get(name), leaf.value
@@ -195,25 +199,47 @@ def _differences(name: str, entry: TensorStorageMetadata, value: Tensor) -> Iter
         yield f"{name!r} is to lie [{value.layout}], and a pending reduction cannot be loaded: use Shard or Replicate"
 
 
-def agree(problems: list[str], path: Any, group: Group) -> None:
+def agreed_path(path: str | os.PathLike[str], doing: str, group: Group) -> Path:
+    """The path, which all ranks give alike.
+
+    Raises:
+        CheckpointError: they do not, or it is no path of a file system.
+    """
+    given = comm.gather_objects((os.fspath(path), os.path.abspath(path)), group)
+    if "://" in given[0][0]:
+        raise CheckpointError(f"cannot {doing} {path}: give a path of a file system, which all ranks share")
+    if len({absolute for _, absolute in given}) > 1:
+        first = next(rank for rank, (_, absolute) in enumerate(given) if absolute != given[0][1])
+        raise CheckpointError(
+            f"cannot {doing} different paths: rank 0 gives {given[0][1]} and rank {first} gives {given[first][1]}; "
+            "give one path on all ranks, on a file system that they share"
+        )
+    return Path(path)
+
+
+def agree(problems: list[str], doing: str, group: Group) -> None:
     """Raise what any rank has found, on all ranks alike."""
     found = list(dict.fromkeys(problem for rank in comm.gather_objects(problems, group) for problem in rank))
     if found:
         more = f"\n  ... and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        raise CheckpointError(f"cannot load from {path}:\n  " + "\n  ".join(found[:SHOWN]) + more)
+        raise CheckpointError(f"{doing}:\n  " + "\n  ".join(found[:SHOWN]) + more)
 
 
-def once(function: Callable[[], None], group: Group) -> None:
+def on_first_rank(function: Callable[[], None], doing: str, group: Group) -> None:
     """Let the first rank call the function; whether it failed, all know."""
-    failed = ""
-    if comm.group_rank(group) == 0:
-        try:
-            function()
-        except OSError as error:
-            failed = str(error)
-    failed = comm.gather_objects(failed, group)[0]
-    if failed:
-        raise RuntimeError(f"rank 0: {failed}")
+    on_all_ranks(function if comm.group_rank(group) == 0 else lambda: None, doing, group)
+
+
+def on_all_ranks(function: Callable[[], None], doing: str, group: Group) -> None:
+    """Call the function on each rank; whether it failed on any, all know."""
+    problems = []
+    try:
+        function()
+    except CheckpointError as error:
+        problems = [str(error)]
+    except Exception as error:  # Whatever it is, the other ranks wait for what is said here.
+        problems = [f"rank {comm.group_rank(group)}: {type(error).__name__}: {error}"]
+    agree(problems, doing, group)
 
 
 @contextmanager
@@ -226,17 +252,9 @@ def failing(doing: str) -> Iterator[None]:
     except CheckpointException as failed:
         ranks = {rank: error for rank, (error, _) in failed.failures.items()}
         first = min(ranks)
-        raise CheckpointError(f"{doing}\nrank {first}: {type(ranks[first]).__name__}: {ranks[first]}") from None
+        kind = "" if isinstance(ranks[first], CheckpointError) else f"{type(ranks[first]).__name__}: "
+        raise CheckpointError(f"{doing}\nrank {first}: {kind}{ranks[first]}") from None
     except (RuntimeError, OSError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{doing}\n{type(error).__name__}: {error}") from error
-
-
-def _sync(directory: Path) -> None:
-    """Have the names in a directory written to the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dshard import comm
 from dshard.checkpoint.flat import leaves
-from dshard.checkpoint.store import agree, failing, once, settled_state, states
+from dshard.checkpoint.store import agree, agreed_path, failing, on_all_ranks, on_first_rank, settled_state, states
 from dshard.comm.stored import boxes
 from dshard.errors import CheckpointError
 from dshard.layout import Region, Shape
@@ -60,7 +60,7 @@ def load_safetensors(state: dict[str, Any], path: str | os.PathLike[str]) -> int
     with ExitStack() as stack, failing(f"loading from {path}"):
         files, problems = _opened(library, Path(path), stack)
         problems += [problem for name, value in found.items() for problem in _problem(files, name, value)]
-        agree(problems, path, None)
+        agree(problems, f"cannot load from {path}", None)
         return sum(_fill(files[name], name, value) for name, value in found.items())
 
 
@@ -126,7 +126,7 @@ def save_safetensors(
     Raises:
         CheckpointError: a dtype that the format does not have, or something could not be written.
     """
-    path = Path(path)
+    path, doing = agreed_path(path, "save to", process_group), f"cannot save to {path}"
     partial = path.parent / f".{path.name}.partial"
     with torch.no_grad():
         settled = settled_state(states(dict(state)))
@@ -139,19 +139,28 @@ def save_safetensors(
     header, offsets, size = _header(found)
 
     def begin() -> None:
+        if path.is_dir():
+            raise CheckpointError("it is a directory, and this writes a file")
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "wb") as file:
             file.write(header)
             file.truncate(size)
 
-    with failing(f"saving to {path}: what was there before stays as it was"):
-        once(begin, process_group)
+    def write() -> None:
         with open(partial, "r+b") as file:
             for name, value in found.items():
                 _write(file.fileno(), offsets[name], value, process_group)
             os.fsync(file.fileno())
-        comm.gather_objects(None, process_group)
-        once(lambda: os.replace(partial, path), process_group)
+
+    with failing(f"saving to {path}: what was there before stays as it was"):
+        try:
+            on_first_rank(begin, doing, process_group)
+            on_all_ranks(write, doing, process_group)
+            on_first_rank(lambda: os.replace(partial, path), doing, process_group)
+        except BaseException:
+            if comm.group_rank(process_group) == 0:
+                partial.unlink(missing_ok=True)
+            raise
 
 
 def _header(found: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:

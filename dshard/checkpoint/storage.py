@@ -1,0 +1,300 @@
+"""torch's storage of a checkpoint in a directory, with a checksum of each tensor, published by one rename.
+
+Data files have names that no other save uses, and `.metadata` names those of the checkpoint. So a new checkpoint is
+written beside the former one, in the same directory; replacing `.metadata` publishes it, and files of the former
+one are removed then. Files with other names are the user's, and are left alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import resource
+import zlib
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from dshard.checkpoint import metadata_file
+from dshard.errors import CheckpointError
+
+DATA_FILE = re.compile(r"__\d+_(?:([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})_)?\d+\.distcp")
+"""Rank, save and number: torch's names have no save."""
+UNPUBLISHED = re.compile(r"\.metadata\.([0-9a-f-]{36})")
+BLOCK, THREADS = 1 << 18, 2
+"""Bytes that are read at once for checksums, and threads of a rank that compute them when it loads."""
+
+
+class Writer(FileSystemWriter):
+    """Writes files of its own beside those of the checkpoint that is there, and puts their names in place of theirs."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.transforms: Any = _ChecksumsOfItems()
+        self.has_made_directory = False
+
+    def prepare(self) -> None:
+        """Make the directory, and remove what a save that was killed has left there; on the coordinator.
+
+        Raises:
+            CheckpointError: something else is there, and would be in the way.
+            OSError: the directory cannot be made.
+        """
+        path = Path(self.path)
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(f"it is a link to {os.readlink(path)}, which does not exist")
+        if path.exists() and not path.is_dir():
+            raise CheckpointError("it is a file, and a checkpoint is a directory")
+        self.has_made_directory = not path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        saved, published = dict(files_of_saves(path)), _published(path)
+        has_metadata = (path / metadata_file.NAME).is_file()
+        others = sorted(entry.name for entry in path.iterdir() if saved.get(entry) is None)
+        if others and not (published or (has_metadata and saved)):
+            shown = " ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+            raise CheckpointError(
+                f"it is no checkpoint and not empty, it holds {shown}: give a new or an empty directory, or a "
+                "checkpoint to replace"
+            )
+        if published is None and has_metadata:
+            return  # Damaged metadata do not say which files are theirs.
+        current = None if published is None else metadata_file.version(published)
+        for file, save in saved.items():
+            if save not in (None, current):
+                file.unlink(missing_ok=True)
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """See the directory that the first rank has made."""
+        self.fs.mkdir(self.path)
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """Name files for this save, on the coordinator."""
+        return [
+            dataclasses.replace(
+                plan,
+                storage_data=dataclasses.replace(
+                    plan.storage_data, prefix=f"{plan.storage_data.prefix}{self.save_id}_"
+                ),
+            )
+            for plan in super().prepare_global_plan(plans)
+        ]
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write what the plan gives this rank; each result has the checksum of its bytes.
+
+        Raises:
+            CheckpointError: the disk did not take them.
+        """
+        nbytes = sum(item.tensor_storage_size() or 0 for item in plan.items)
+        try:
+            future = super().write_data(plan, planner)
+        except Exception as error:
+            # torch's writer of files turns an error of the disk into one of its own that does not say what happened.
+            cause = self.transforms.failure or error
+            if isinstance(cause, OSError) and cause.errno is not None:
+                raise CheckpointError(
+                    f"{cause.strerror}: cannot write {nbytes} bytes of tensors to {self.path}"
+                ) from None
+            raise
+        for result in future.value():
+            result.storage_data.crc32 = self.transforms.crc32[result.index]
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """Publish the checkpoint, on the coordinator, when all ranks have written.
+
+        Raises:
+            CheckpointError: files that other ranks wrote are not there.
+        """
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        metadata.storage_meta = self.storage_meta()
+        path = Path(self.path)
+        self._check_files(path, metadata.storage_data.values())
+        unpublished = path / f"{metadata_file.NAME}.{self.save_id}"
+        with open(unpublished, "wb") as file:
+            file.write(metadata_file.as_bytes(metadata))
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(path)  # the names of the data files, before what names them
+        unpublished.replace(path / metadata_file.NAME)
+        _sync(path)
+        for file_, save in files_of_saves(path):
+            if save != self.save_id:
+                file_.unlink(missing_ok=True)
+
+    def _check_files(self, path: Path, infos: Any) -> None:
+        ends: dict[str, int] = {}
+        for info in infos:
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in ends.items():
+            if not (path / name).is_file() or (path / name).stat().st_size < end:
+                raise CheckpointError(
+                    f"{path / name}, which a rank has written, is not there: give a path on a file system that all "
+                    "ranks share, and let one job at a time save to it"
+                )
+
+    def abandon(self) -> None:
+        """Remove the files of this save, if it was not published; only the coordinator knows whether it was."""
+        path = Path(self.path)
+        with suppress(OSError):
+            if (published := _published(path)) is not None and metadata_file.version(published) == self.save_id:
+                return
+            for file, save in files_of_saves(path):
+                if save == self.save_id:
+                    file.unlink(missing_ok=True)
+            if self.has_made_directory:
+                path.rmdir()
+
+
+class _ChecksumsOfItems:
+    """The checksums of what was written of each item; stands where torch would transform what it writes."""
+
+    def __init__(self) -> None:
+        self.crc32: dict[MetadataIndex, int] = {}
+        self.failure: OSError | None = None
+
+    def transform_save_stream(self, item: Any, stream: Any) -> tuple[Any, list[str]]:
+        return _ChecksumStream(stream, item.index, self), []
+
+
+class _ChecksumStream:
+    """What torch.save writes one item to: counts the checksum on the way."""
+
+    def __init__(self, stream: Any, index: MetadataIndex, checksums: _ChecksumsOfItems) -> None:
+        self.stream, self.index, self.checksums, self.crc32 = stream, index, checksums, 0
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        try:
+            return int(self.stream.write(data))
+        except OSError as error:
+            self.checksums.failure = error
+            raise
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def close(self) -> None:
+        """End the item; the file goes on."""
+        self.stream.flush()
+        self.checksums.crc32[self.index] = self.crc32
+
+
+class Reader(FileSystemReader):
+    """Reads one version of a checkpoint, though another is saved meanwhile, and checks what it reads."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.files = _OpenFiles()
+        self.fs = self.files
+        self.transforms: Any = _CheckedItems(self)
+        self.known: Metadata | None = None
+        self.crc32: dict[MetadataIndex, Future[int]] = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata, read once."""
+        if self.known is None:
+            self.known = metadata_file.read(Path(self.path))
+        return self.known
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Open the files that this rank reads: then they stay, though a save removes their names."""
+        names = dict.fromkeys(self.storage_data[item.storage_index].relative_path for item in plan.items)
+        self.files.hold([Path(self.path) / name for name in names])
+        return plan
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        """Read what this rank holds, while threads compute the checksums ahead."""
+        infos = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        with ThreadPoolExecutor(THREADS) as threads:
+            self.crc32 = {
+                index: threads.submit(self.files.crc32, Path(self.path) / info.relative_path, info.offset, info.length)
+                for index, info in infos.items()
+                if hasattr(info, "crc32")
+            }
+            try:
+                return super().read_data(plan, planner)
+            finally:
+                threads.shutdown(cancel_futures=True)
+
+
+class _OpenFiles(FileSystem):
+    """Files that were opened before they are read."""
+
+    def __init__(self) -> None:
+        self.held: dict[Path, Any] = {}
+        self.stack = ExitStack()
+
+    def hold(self, paths: list[Path]) -> None:
+        """Open files, but for so many that no others could be opened; those are opened when they are read."""
+        for path in paths[: resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2]:
+            self.held[path] = self.stack.enter_context(path.open("rb"))
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        if Path(path) in self.held:
+            yield self.held[Path(path)]
+        else:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+
+    def crc32(self, path: Path, offset: int, length: int) -> int:
+        """The checksum of bytes of a file, whose position stays as it is."""
+        found, buffer = 0, memoryview(bytearray(min(length, BLOCK)))
+        with self.create_stream(path, "rb") as file:
+            while length and (count := os.preadv(file.fileno(), [buffer[:length]], offset)):
+                found = zlib.crc32(buffer[:count], found)
+                offset, length = offset + count, length - count
+        return found
+
+
+class _CheckedItems:
+    """Checks the bytes of an item before it is made of them; stands where torch would transform what it reads."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader, self.torch_transforms = reader, reader.transforms
+
+    def transform_load_stream(self, item: Any, descriptors: Any, stream: Any) -> Any:
+        info, crc32 = self.reader.storage_data[item.storage_index], self.reader.crc32.get(item.storage_index)
+        if crc32 is not None and crc32.result() != info.crc32:
+            raise CheckpointError(
+                f"{item.storage_index.fqn!r} is damaged: bytes {info.offset} to {info.offset + info.length} of "
+                f"{info.relative_path} do not have the checksum that they were written with"
+            )
+        return self.torch_transforms.transform_load_stream(item, descriptors, stream)
+
+
+def files_of_saves(path: Path) -> Iterator[tuple[Path, str | None]]:
+    """The files in a directory that a save has made, `.metadata` aside, with what names the save; None for torch's."""
+    for entry in list(path.iterdir()):
+        if found := DATA_FILE.fullmatch(entry.name) or UNPUBLISHED.fullmatch(entry.name):
+            yield entry, found[1]
+
+
+def _published(path: Path) -> Metadata | None:
+    """The metadata of the checkpoint in a directory, if there is one that can be read."""
+    with suppress(CheckpointError, OSError):
+        return metadata_file.read(path)
+    return None
+
+
+def _sync(directory: Path) -> None:
+    """Have the names in a directory written to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
