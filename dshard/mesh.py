@@ -9,7 +9,7 @@ from itertools import product
 from math import prod
 
 from dshard.errors import MeshError
-from dshard.validate import as_int, as_tuple, nearest, shown
+from dshard.validate import as_int, as_tuple, suggestion, shown
 
 MAX_RANKS = 1 << 22
 """A mesh holds all its ranks; one of more is a mistake."""
@@ -74,7 +74,7 @@ class Mesh:
         """
         if name not in self.names:
             known = ", ".join(self.names)
-            raise MeshError(f"the mesh ({self}) has no axis {name!r}; its axes are {known}{nearest(name, self.names)}")
+            raise MeshError(f"the mesh ({self}) has no axis {name!r}; its axes are {known}{suggestion(name, self.names)}")
         return self.names.index(name)
 
     def coordinate(self, rank: int) -> Coordinate:
@@ -186,7 +186,7 @@ def _check(mesh: Mesh) -> None:
         known = sorted(DEVICE_TYPES)
         raise MeshError(
             f"{mesh.device_type!r} is no type of device: use one of torch's, without an index, "
-            f"{', '.join(known)}{nearest(mesh.device_type, known)}"
+            f"{', '.join(known)}{suggestion(mesh.device_type, known)}"
         )
 
 

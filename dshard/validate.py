@@ -101,17 +101,17 @@ def check_one_of(value: object, known: Iterable[str], what: str, error: type[DSh
     """Refuse what is none of the `known` names.
 
     Raises:
-        ArgumentError: with the nearest of them; or the `error` given.
+        ArgumentError: with the suggestion of them; or the `error` given.
     """
     names = tuple(known)
     if not isinstance(value, str) or value not in names:
-        raise error(f"{what}: {shown(value)} is none: use {', '.join(names)}{nearest(value, names)}")
+        raise error(f"{what}: {shown(value)} is none: use {', '.join(names)}{suggestion(value, names)}")
 
 
-def nearest(value: object, known: Iterable[str]) -> str:
+def suggestion(value: object, known: Iterable[str]) -> str:
     """What was meant, perhaps, for the end of a message.
 
-    >>> nearest("suma", ["data", "summa"])
+    >>> suggestion("suma", ["data", "summa"])
     "; did you mean 'summa'?"
     """
     found = get_close_matches(value, list(known), n=1) if isinstance(value, str) else []

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, get_args
 from typing_extensions import assert_never
 
 from dshard.errors import LayoutError
-from dshard.validate import as_int, nearest
+from dshard.validate import as_int, suggestion
 
 ReduceOp: TypeAlias = Literal["sum", "avg", "product", "max", "min"]
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
@@ -64,7 +64,7 @@ class Partial:
 
     def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:
-            meant = "; did you mean 'avg'?" if self.reduce_op == "mean" else nearest(self.reduce_op, REDUCE_OPS)
+            meant = "; did you mean 'avg'?" if self.reduce_op == "mean" else suggestion(self.reduce_op, REDUCE_OPS)
             raise LayoutError(
                 f"Partial({self.reduce_op!r}): the reduction must be one of {', '.join(REDUCE_OPS)}{meant}"
             )
