@@ -7,6 +7,7 @@ from typing import Any as _Any
 from dshard.caches import CacheInfo, cache_info, clear_caches
 from dshard.comm import DeviceMesh, init_device_mesh
 from dshard.errors import (
+    ArgumentError,
     CheckpointError,
     CompileError,
     DShardError,
@@ -36,6 +37,7 @@ from dshard.trace import strict, trace
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentError",
     "CacheInfo",
     "CheckpointError",
     "CompileError",

@@ -17,6 +17,7 @@ from dshard.report.visualize import parts_of
 from dshard.tables import human_bytes, text_table
 from dshard.tensor import DTensor
 from dshard.trace import Trace, trace
+from dshard.validate import check_type
 
 __all__ = ["CommDebugMode", "visualize_sharding"]
 
@@ -123,7 +124,9 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
 
     Raises:
         RuntimeError: the tensor has no dim, or more than two.
+        ArgumentError: no DTensor.
     """
+    check_type(dtensor, DTensor, "visualize_sharding", "give a DTensor, or use dshard.visualize for a layout")
     if dtensor.numel() == 0:
         return
     if not 1 <= dtensor.ndim <= 2:

@@ -1,6 +1,7 @@
 """Every error that dshard raises on purpose.
 
     DShardError
+    ├── ArgumentError   an argument of another type than it must have   (also a TypeError)
     ├── LayoutError     a placement, mesh or layout that cannot be      (also a ValueError)
     ├── ShapeError      sizes that do not fit together                  (also a ValueError)
     ├── MeshError       operands on different meshes, or no such ranks  (also a ValueError)
@@ -23,6 +24,10 @@ from __future__ import annotations
 
 class DShardError(Exception):
     """The base of all errors raised on purpose by dshard."""
+
+
+class ArgumentError(DShardError, TypeError):
+    """An argument of another type than it must have, or of no known name."""
 
 
 class LayoutError(DShardError, ValueError):

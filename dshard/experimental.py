@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 
 from dshard.comm import DeviceMesh
-from dshard.errors import LayoutError, ShapeError
-from dshard.layout import Shape, format_of, layout_of
+from dshard.errors import ArgumentError, LayoutError, ShapeError
+from dshard.layout import Shape, format_of, layout_of, placements_on
 from dshard.mesh import Mesh
 from dshard.ops.call import Call, Op
 from dshard.ops.moving import leaves
@@ -23,7 +23,8 @@ from dshard.ops.registry import register
 from dshard.ops.rule import Pending, Rule, Term
 from dshard.ops.spec import Spec
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
-from dshard.tensor import DTensor
+from dshard.tensor import DTensor, as_mesh
+from dshard.validate import as_tuple, check_callable, check_type, shown
 
 Placements: TypeAlias = Sequence[Placement] | None
 Row: TypeAlias = tuple[Sequence[Placement | None], Sequence[Placement | None]]
@@ -51,7 +52,15 @@ def local_map(
     Raises:
         LayoutError: an argument lies otherwise than it must, or placements that do not fit.
         ShapeError: not one entry for each argument or output.
+        ArgumentError: no function, or entries that are no tuple.
     """
+    if func is not None:
+        check_callable(func, "local_map", "give a function of plain tensors")
+    for name, entries in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
+        if entries is not None:
+            _check_entries(name, entries)
+    if device_mesh is not None:
+        as_mesh(device_mesh)
     if func is None:
         return partial(
             local_map,
@@ -91,6 +100,17 @@ def _is_several(placements: Any) -> bool:
     return isinstance(placements, tuple) and not any(isinstance(p, Shard | Replicate | Partial) for p in placements)
 
 
+def _check_entries(name: str, entries: object) -> None:
+    """Refuse what is no tuple of placements, one entry for each argument."""
+    given = as_tuple(entries, name, "give a tuple with the placements of each argument, None for what is no tensor")
+    alone = [entry for entry in given if isinstance(entry, Shard | Replicate | Partial)]
+    if alone:
+        raise LayoutError(
+            f"local_map: {name} has the entry {alone[0]}: give a sequence of placements for each argument, one for "
+            f"each mesh axis, as in ([{alone[0]!r}],)"
+        )
+
+
 def _check_count(name: str, entries: Any, n: int, what: str) -> None:
     if entries is not None and len(entries) != n:
         raise ShapeError(
@@ -124,6 +144,7 @@ def _wrapped(x: Any, i: int, placements: Placements, mesh: DeviceMesh | Mesh) ->
             f"local_map: output {i} is {'a DTensor' if placements is not None else 'a tensor without out_placements'}: "
             "the function must return plain tensors, and out_placements say how each lies"
         )
+    placements = placements_on(as_mesh(mesh), placements)
     shape = None if any(isinstance(p, Shard) for p in placements) else x.shape
     return DTensor.from_local(x, mesh, placements, shape=shape)
 
@@ -158,11 +179,15 @@ def register_sharding(
             return [([Shard(dim)], [Shard(dim), Shard(dim)]) for dim in range(x.ndim)]
 
     Raises:
+        ArgumentError: no overload of an operator, or no function.
         LayoutError: at a call, a row with not one placement for each argument or output.
     """
-    overloads = op if isinstance(op, list) else [op]
+    overloads = list(op) if isinstance(op, list | tuple) else [op]
+    for overload in overloads or [None]:
+        _check_overload(overload)
 
     def decorate(function: Callable[..., Sequence[Row]]) -> Callable[..., Sequence[Row]]:
+        check_callable(function, "register_sharding", "it decorates a function that returns rows")
         for overload in overloads:
             register(
                 overload, Op(partial(_rule_of, function)), (function.__doc__ or "as registered").partition("\n")[0]
@@ -172,12 +197,33 @@ def register_sharding(
     return decorate
 
 
+def _check_overload(op: object) -> None:
+    if isinstance(op, OpOverloadPacket):
+        overloads = ", ".join(f"torch.ops.{op}.{name}".replace("::", ".") for name in op.overloads())
+        raise ArgumentError(f"register_sharding of {op}, which has several overloads: give some of {overloads}")
+    check_type(op, OpOverload, "register_sharding", "give an overload, such as torch.ops.aten.mm.default")
+
+
 def _rule_of(function: Callable[..., Sequence[Row]], call: Call) -> Rule:
     args, kwargs = pytree.tree_map_only(Spec, _like, (call.args, call.kwargs))
     rule = _Rows(call)
-    for outs, ins in function(*args, **kwargs):
-        rule.add(list(outs), rule.of_tensors(list(ins)))
+    for outs, ins in _rows(call, function(*args, **kwargs)):
+        rule.add(outs, rule.of_tensors(ins))
     return rule.rule()
+
+
+def _rows(call: Call, given: object) -> Iterator[tuple[list[Any], list[Any]]]:
+    """What a sharding function returned, as rows."""
+    way_out = "return a list of pairs ([placements of outputs], [placements of arguments])"
+    for row in as_tuple(given, f"register_sharding of {call.func}", way_out, LayoutError):
+        pair = as_tuple(row, f"a row of {call.func}", way_out, LayoutError)
+        if len(pair) != 2:
+            raise LayoutError(f"a row of {call.func} has {len(pair)} parts: {way_out}")
+        outs, ins = (list(as_tuple(side, f"a row of {call.func}", way_out, LayoutError)) for side in pair)
+        for placement in (*outs, *ins):
+            if placement is not None and not isinstance(placement, Shard | Replicate | Partial):
+                raise LayoutError(f"a row of {call.func} has {shown(placement)}, which is no placement: {way_out}")
+        yield outs, ins
 
 
 def _like(spec: Spec) -> TensorLike:
@@ -219,6 +265,10 @@ class _Rows:
                 f"register_sharding of {self.call.func}: [{format_of(outs)}] for {len(self.call.outs)} outputs"
             )
         n = len(outs)
+        for i, p in enumerate((*outs, *ins)):
+            ndim = len(self.shapes[i])
+            if isinstance(p, Shard) and not -ndim <= p.dim < ndim:
+                raise LayoutError(f"register_sharding of {self.call.func}: {p} of a tensor of {ndim} dims")
         split = {(i, p.dim % len(self.shapes[i])) for i, p in enumerate((*outs, *ins)) if isinstance(p, Shard)}
         given = [(i, p.reduce_op) for i, p in enumerate(ins) if isinstance(p, Partial)]
         left = {i: p.reduce_op for i, p in enumerate(outs) if isinstance(p, Partial)}

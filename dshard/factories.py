@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dshard import comm
 from dshard.comm import DeviceMesh
-from dshard.errors import LayoutError
+from dshard.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from dshard.layout import Layout, layout_of, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops import random
@@ -19,6 +19,7 @@ from dshard.ops.spec import contiguous_stride, spec_of
 from dshard.placements import Placement, Replicate
 from dshard.tensor import DTensor, as_mesh, distribute_tensor
 from dshard.tracing import traceable
+from dshard.validate import as_int, as_shape, check_callable, check_type, is_symbolic, suggestion, shown
 
 
 @traceable
@@ -88,7 +89,7 @@ def randint(
 
     The same values on every mesh and layout under `manual_seed`.
     """
-    *bounds, size = args
+    bounds, size = _bounds(args, options)
     options.setdefault("dtype", torch.int64)
     return _random(
         "randint",
@@ -109,8 +110,14 @@ def randperm(
 
     The same order on every mesh and layout under `manual_seed`.
     """
+    _check_options("randperm", options, {"dtype", "requires_grad", "generator"})
     dtype, generator = options.pop("dtype", torch.int64), options.pop("generator", None)
-    shape, layout = _laid_out((n,), device_mesh, placements)
+    shape, layout = _laid_out((as_int(n, "randperm: n", ShapeError, least=0),), device_mesh, placements)
+    (n,) = shape
+    with comm.plain():
+        torch.randperm(0, dtype=dtype)
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or n - 1 > torch.iinfo(dtype).max:
+        _check_holds(n, dtype)
     order = random.permutation(n, random.draw_for(layout.mesh, "randperm", generator)).to(dtype)
 
     def part(coordinate: Coordinate, device: torch.device) -> Tensor:
@@ -124,11 +131,12 @@ def _new(
     size: tuple[Any, ...],
     device_mesh: DeviceMesh | Mesh,
     placements: Sequence[Placement] | None,
-    *,
-    dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
+    **options: Any,
 ) -> DTensor:
     """Each rank makes its own part."""
+    size = _size_of(size, options)
+    _check_options("a factory", options, {"dtype", "requires_grad"})
+    dtype, requires_grad = options.get("dtype"), options.get("requires_grad", False)
     shape, layout = _laid_out(size, device_mesh, placements)
     local = comm.local_of(
         layout, lambda coordinate, device: make(layout.local_shape(shape, coordinate), dtype=dtype, device=device)
@@ -143,12 +151,13 @@ def _random(
     size: tuple[Any, ...],
     device_mesh: DeviceMesh | Mesh,
     placements: Sequence[Placement] | None,
-    *,
-    dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-    generator: torch.Generator | None = None,
+    **options: Any,
 ) -> DTensor:
     """Each rank draws its own part, once torch has accepted the arguments."""
+    size = _size_of(size, options)
+    _check_options(what, options, {"dtype", "requires_grad", "generator"})
+    dtype, generator = options.get("dtype"), options.get("generator")
+    requires_grad = options.get("requires_grad", False)
     shape, _ = _laid_out(size, device_mesh, placements)
     with comm.plain():
         make((0,), dtype=dtype, generator=torch.Generator())
@@ -160,7 +169,8 @@ def _random(
 def _laid_out(
     size: tuple[Any, ...], device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None
 ) -> tuple[tuple[int, ...], Layout]:
-    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    only = size[0] if len(size) == 1 else size
+    shape = as_shape((only,) if _is_number(only) else only, "size", ShapeError)
     mesh = as_mesh(device_mesh)
     layout = replicated(mesh) if placements is None else layout_of(mesh, placements, len(shape))
     if layout.partial_axes():
@@ -168,6 +178,57 @@ def _laid_out(
             f"a factory cannot make a pending reduction, [{layout}]: use Shard or Replicate, then redistribute"
         )
     return shape, layout
+
+
+def _is_number(size: object) -> bool:
+    return is_symbolic(size) or isinstance(size, str) or not isinstance(size, Iterable)
+
+
+def _size_of(size: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """The sizes, which torch takes by name, too."""
+    if "size" not in options:
+        return size
+    if size:
+        raise ArgumentError(f"size={options['size']!r} beside {size}: give the sizes once")
+    return (options.pop("size"),)
+
+
+def _bounds(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[int], Any]:
+    """The bounds and the size of `randint`, by position or by name."""
+    given = [*args, *(options.pop(name) for name in ("low", "high", "size") if name in options)]
+    if not 2 <= len(given) <= 3:
+        raise ArgumentError(f"randint: {len(given)} bounds and sizes, {given}: give randint([low,] high, size)")
+    *bounds, size = given
+    return [as_int(bound, "randint: a bound") for bound in bounds], size
+
+
+def _check_options(what: str, options: Mapping[str, Any], known: set[str]) -> None:
+    """Refuse names that the function does not have, and values of another type.
+
+    Raises:
+        ArgumentError: with the way out.
+    """
+    for name in options:
+        if name in ("device", "layout", "pin_memory", "memory_format"):
+            raise ArgumentError(f"{what} takes no {name}: a DTensor is strided, and lies on the devices of its mesh")
+        if name not in known:
+            names = sorted({*known, "device_mesh", "placements"})
+            raise ArgumentError(f"{what} takes no {name!r}: use {', '.join(names)}{suggestion(name, names)}")
+    dtype, generator = options.get("dtype"), options.get("generator")
+    if dtype is not None and not isinstance(dtype, torch.dtype) and dtype not in (float, int, bool, complex):
+        raise ArgumentError(f"dtype={shown(dtype)}: give a dtype of torch's, such as torch.float32")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ArgumentError(f"generator={shown(generator)}: give a torch.Generator, alike on all ranks")
+
+
+def _check_holds(n: int, dtype: torch.dtype) -> None:
+    """Refuse a dtype that does not hold all whole numbers below `n`."""
+    if dtype.is_complex or dtype == torch.bool:
+        most = 0 if dtype.is_complex else 2
+    else:
+        most = int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max + 1
+    if n > most:
+        raise DtypeError(f"randperm of {n} as {dtype}, which does not hold all numbers below that: use torch.int64")
 
 
 def _finished(local: Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool = False) -> DTensor:
@@ -190,7 +251,13 @@ def distribute_module(
 
     Raises:
         MeshError: no process group, or a mesh larger than the world.
+        ArgumentError: no module, or a function that cannot be called.
     """
+    check_type(module, nn.Module, "distribute_module", "give an nn.Module; a tensor is for distribute_tensor")
+    as_mesh(device_mesh)
+    for what, function in ("partition_fn", partition_fn), ("input_fn", input_fn), ("output_fn", output_fn):
+        if function is not None:
+            check_callable(function, what, "give a function, or leave it out")
     for name, submodule in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, submodule, device_mesh)

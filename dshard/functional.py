@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard import joint
-from dshard.errors import MixedError
+from dshard.errors import ArgumentError, MixedError
 from dshard.layout import layout_of
-from dshard.ops.matmul.asked import Asked, Saved, asked_now, stream_of
+from dshard.ops.matmul.asked import Asked, Saved, asked_now, check_saved, check_strategy, stream_of
 from dshard.ops.matmul.schedule import Schedule
 from dshard.ops.matmul.stream import Stream
 from dshard.placements import Placement
 from dshard.tensor import DTensor
 from dshard.tracing import traceable
+from dshard.validate import article, check_type, shown
 
 
 @traceable
@@ -41,6 +42,7 @@ def matmul(
         StrategyError: there is no such strategy, or not on this mesh, or less than one panel.
         LayoutError: placements that do not fit the result.
     """
+    _check_operands(input, other)
     ndim = len(torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])) + (input.ndim > 1) + (other.ndim > 1)
     asked = _asked((input, other), ndim, strategy, out_placements, saved, panels)
     return joint.matmul(DTensor, torch.matmul, (input, other), {}, asked)  # type: ignore[no-any-return]
@@ -63,12 +65,26 @@ def linear(
         StrategyError: there is no such strategy, or not on this mesh, or less than one panel.
         LayoutError: placements that do not fit the result.
     """
+    _check_operands(input, weight)
+    if bias is not None:
+        check_type(bias, Tensor, "bias", "give a DTensor, or None")
     asked = _asked((input, weight), input.ndim - 2 + weight.ndim, strategy, out_placements, saved, panels)
     return joint.linear(DTensor, F.linear, (input, weight, bias), {}, asked)  # type: ignore[no-any-return]
 
 
+def _check_operands(*tensors: Any) -> None:
+    if not all(isinstance(t, DTensor) for t in tensors):
+        other = next(t for t in tensors if not isinstance(t, DTensor))
+        if not isinstance(other, Tensor):
+            raise ArgumentError(f"a product of {shown(other)}, {article(other)}: it multiplies two DTensors")
+        raise MixedError(
+            "a product with a strategy multiplies two DTensors: wrap a plain torch.Tensor with "
+            "distribute_tensor(x, mesh, placements)"
+        )
+
+
 def _asked(
-    tensors: tuple[Any, Any],
+    tensors: tuple[DTensor, DTensor],
     ndim: int,
     strategy: str | Schedule | None,
     out_placements: Sequence[Placement] | None,
@@ -76,13 +92,11 @@ def _asked(
     panels: int | Literal["auto"] | Stream | None,
 ) -> Asked:
     now = asked_now()
-    distributed = [t for t in tensors if isinstance(t, DTensor)]
-    if not distributed or any(isinstance(t, Tensor) and not isinstance(t, DTensor) for t in tensors):
-        raise MixedError(
-            "a product with a strategy multiplies two DTensors: wrap a plain torch.Tensor with "
-            "distribute_tensor(x, mesh, placements)"
-        )
-    mesh = distributed[0].layout.mesh
+    mesh = tensors[0].layout.mesh
+    if strategy is not None:
+        check_strategy(strategy)
+    if saved is not None:
+        check_saved(saved)
     result = None if out_placements is None else layout_of(mesh, out_placements, ndim)
     stream = now.stream if panels is None else stream_of(panels)
     return Asked(now.strategy if strategy is None else strategy, result, now.saved if saved is None else saved, stream)

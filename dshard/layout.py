@@ -19,6 +19,7 @@ from dshard.placements import (
     format_placements,
     parse_placements,
 )
+from dshard.validate import check_type, shown
 
 Region = tuple[range, ...]
 Shape = tuple[int, ...]
@@ -50,13 +51,18 @@ class Layout:
     _hash: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        placements = tuple(self.placements)
+        if not isinstance(self.mesh, Mesh):
+            raise LayoutError(f"a layout on {shown(self.mesh)}: give a dshard.Mesh, such as Mesh((2, 4), ('dp', 'tp'))")
+        placements = placements_on(self.mesh, self.placements)
         _check_placements(self.mesh, placements)
+        for placement in placements:
+            if isinstance(placement, Shard) and placement.dim < 0:
+                raise LayoutError(f"{placement} in a layout, which is of tensors of any shape: count dims from 0")
         axes: dict[int, tuple[int, ...]] = {}
         for i, placement in enumerate(placements):
             if isinstance(placement, Shard):
                 axes[placement.dim] = (*axes.get(placement.dim, ()), i)
-        order = _canonical_order(axes, self.order) if self.order else ()
+        order = _canonical_order(axes, _pairs(self.order)) if self.order else ()
         axes.update(order)
         for name, value in (("placements", placements), ("order", order), ("_axes", axes)):
             object.__setattr__(self, name, value)
@@ -119,7 +125,12 @@ class Layout:
         return tuple(self.mesh.names[axis] for axis in self.axes_of(dim))
 
     def replace(self, axis: int, placement: Placement) -> Layout:
-        """This layout with another placement on the mesh axis of index `axis`, which comes last in its tensor dim."""
+        """This layout with another placement on the mesh axis of index `axis`, which comes last in its tensor dim.
+
+        Raises:
+            LayoutError: no such axis.
+        """
+        _check_axis(self.mesh, axis)
         placements = (*self.placements[:axis], placement, *self.placements[axis + 1 :])
         assert self._axes is not None
         axes = {dim: tuple(a for a in order if a != axis) for dim, order in self._axes.items()}
@@ -128,7 +139,13 @@ class Layout:
         return Layout(self.mesh, placements, tuple((dim, order) for dim, order in axes.items() if order))
 
     def split(self, dim: int, axes: Sequence[int]) -> Layout:
-        """This layout with these mesh axes, which shard nothing, as the last ones that shard tensor dim `dim`."""
+        """This layout with these mesh axes, which shard nothing, as the last ones that shard tensor dim `dim`.
+
+        Raises:
+            LayoutError: no such axis, or one that shards a dim.
+        """
+        for axis in axes:
+            _check_axis(self.mesh, axis)
         placements = list(self.placements)
         for axis in axes:
             placements[axis] = Shard(dim)
@@ -175,12 +192,62 @@ def layout_of(mesh: Mesh, placements: Iterable[Placement], ndim: int) -> Layout:
     Raises:
         LayoutError: not one placement for each mesh axis, or a Shard of a dim that the tensor does not have.
     """
-    placements = tuple(placements)
+    placements = placements_on(mesh, placements)
     try:
         return _layout_of(mesh, placements, ndim)
     except TypeError:  # no placements, but something that has no hash
         _check_placements(mesh, placements)
         raise
+
+
+def placements_on(mesh: Mesh, placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    """The placements of a sequence: what no sequence of placements is, is refused in words.
+
+    Raises:
+        LayoutError: a placement alone, text, a mapping, a layout, or something else.
+    """
+    if type(placements) in (tuple, list):
+        return tuple(placements)
+    if isinstance(placements, Iterable) and not isinstance(placements, str | bytes | Mapping):
+        return tuple(placements)
+    if isinstance(placements, Shard | Replicate | Partial):
+        given = f"{placements!r} is one placement"
+    elif isinstance(placements, Layout):
+        given = f"[{placements}] is a layout, which has a mesh: give its .placements"
+    elif isinstance(placements, str):
+        given = f"{placements!r} is text, which dshard.placements.parse_placements reads"
+    else:
+        given = f"{shown(placements)} is no sequence of placements"
+    raise LayoutError(f"{given}; for the mesh ({mesh}) give {mesh.ndim}, one for each mesh axis, as in {_example(mesh)}")
+
+
+def _example(mesh: Mesh) -> str:
+    return f"[{', '.join(['Shard(0)', *['Replicate()'] * (mesh.ndim - 1)])}]"
+
+
+def _check_axis(mesh: Mesh, axis: object) -> None:
+    if not isinstance(axis, int) or not 0 <= axis < mesh.ndim:
+        raise LayoutError(
+            f"{axis!r} is no index of an axis of the mesh ({mesh}): use 0 to {mesh.ndim - 1}, "
+            "as mesh.axis(name) gives it"
+        )
+
+
+def _pairs(order: Iterable[object]) -> tuple[DimOrder, ...]:
+    """An order as pairs of a tensor dim and the indices of mesh axes."""
+    given = order.items() if isinstance(order, Mapping) else () if isinstance(order, str) else order
+    found: list[DimOrder] = []
+    for pair in given:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], tuple | list):
+            break
+        found.append((pair[0], tuple(pair[1])))
+    else:
+        if given and len(dict(found)) == len(found):
+            return tuple(found)
+    raise LayoutError(
+        f"the order {shown(order)}: give pairs of a tensor dim, each once, and the indices of the mesh axes that shard "
+        "it from major to minor, as in ((0, (1, 0)),)"
+    )
 
 
 @remembered("placements", 4096)
@@ -200,11 +267,13 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
     Raises:
         NotationError: the text is no layout of this mesh.
     """
+    check_type(text, str, "a layout", "write one, as in 'dp:S(0) tp:R'", NotationError)
+    check_type(mesh, Mesh, "the mesh of a layout", "give a dshard.Mesh", NotationError)
     placements, _, orders = text.partition(";")
     pairs: list[DimOrder] = []
     for word in orders.split():
         dim, colon, names = word.partition(":")
-        if not colon or not dim.isdigit():
+        if not colon or not dim.isdecimal():
             raise NotationError(f"{word!r} is no order of mesh axes: write 'dim:major,minor', as in '0:tp,dp'")
         pairs.append((int(dim), tuple(mesh.axis(name) for name in names.split(","))))
     return Layout(mesh, parse_placements(placements, mesh.names), tuple(pairs))
@@ -229,12 +298,21 @@ def _check_placements(mesh: Mesh, placements: tuple[Placement, ...]) -> None:
         if isinstance(placement, Partial):
             ops.add(placement.reduce_op)
         elif not isinstance(placement, _WHOLE_OR_SPLIT):
-            raise LayoutError(f"{placement!r} is no placement: use Shard(dim), Replicate() or Partial(op)")
+            raise LayoutError(
+                f"{shown(placement)} is no placement: use Shard(dim), Replicate() or Partial(op){_of_torch(placement)}"
+            )
     if len(ops) > 1 and ops != {"sum", "avg"}:
         raise LayoutError(
             f"[{format_of(placements)}] leaves different reductions pending, and their order would matter: "
             "use one op, or sum and avg, which commute"
         )
+
+
+def _of_torch(placement: object) -> str:
+    kind = placement if isinstance(placement, type) else type(placement)
+    if kind.__module__.startswith("torch."):
+        return f" of dshard, not {kind.__module__}'s"
+    return ", a value and not its class" if isinstance(placement, type) else ""
 
 
 def format_of(placements: Iterable[object]) -> str:

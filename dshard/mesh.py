@@ -9,6 +9,13 @@ from itertools import product
 from math import prod
 
 from dshard.errors import MeshError
+from dshard.validate import as_int, as_tuple, suggestion, shown
+
+MAX_RANKS = 1 << 22
+"""A mesh holds all its ranks; one of more is a mistake."""
+
+DEVICE_TYPES = {"cpu", "cuda", "hpu", "ipu", "maia", "meta", "mps", "mtia", "privateuseone", "xla", "xpu"}
+"""torch's types of devices that compute; a backend of one's own is added when a mesh over its processes is bound."""
 
 Coordinate = tuple[int, ...]
 
@@ -37,10 +44,9 @@ class Mesh:
 
     def __post_init__(self) -> None:
         _set = object.__setattr__
-        _set(self, "shape", tuple(self.shape))
-        _check_shape(self.shape)
-        _set(self, "names", tuple(self.names) or tuple(f"d{i}" for i in range(len(self.shape))))
-        _set(self, "ranks", tuple(self.ranks) or tuple(range(prod(self.shape))))
+        _set(self, "shape", mesh_shape(self.shape))
+        _set(self, "names", _axis_names(self.names, self.shape))
+        _set(self, "ranks", _ranks(self.ranks) or tuple(range(prod(self.shape))))
         _check(self)
         _set(self, "_hash", hash((self.shape, self.names, self.ranks, self.device_type)))
 
@@ -67,7 +73,8 @@ class Mesh:
             MeshError: there is no such axis.
         """
         if name not in self.names:
-            raise MeshError(f"the mesh ({self}) has no axis {name!r}; its axes are {', '.join(self.names)}")
+            known = ", ".join(self.names)
+            raise MeshError(f"the mesh ({self}) has no axis {name!r}; its axes are {known}{suggestion(name, self.names)}")
         return self.names.index(name)
 
     def coordinate(self, rank: int) -> Coordinate:
@@ -76,14 +83,21 @@ class Mesh:
         Raises:
             MeshError: the rank is not in the mesh.
         """
-        if rank not in self._places:
-            raise MeshError(f"rank {rank} is not in the mesh ({self}), whose ranks are {_some(self.ranks)}")
+        if rank not in self:
+            raise MeshError(f"rank {shown(rank)} is not in the mesh ({self}), whose ranks are {_some(self.ranks)}")
         return self._places[rank]
 
     def rank(self, coordinate: Sequence[int]) -> int:
-        """The global rank at `coordinate`."""
+        """The global rank at `coordinate`.
+
+        Raises:
+            MeshError: the mesh has no such coordinate.
+        """
+        at = as_tuple(coordinate, "coordinate", f"give one index for each axis of ({self})", MeshError)
+        if len(at) != self.ndim or not all(0 <= i < size for size, i in zip(self.shape, at, strict=False)):
+            raise MeshError(f"the mesh ({self}) has no coordinate {at}: give an index of each axis, below its size")
         index = 0
-        for size, i in zip(self.shape, coordinate, strict=True):
+        for size, i in zip(self.shape, at, strict=True):
             index = index * size + i
         return self.ranks[index]
 
@@ -111,7 +125,10 @@ class Mesh:
         return found
 
     def __contains__(self, rank: object) -> bool:
-        return rank in self._places
+        try:
+            return rank in self._places
+        except TypeError:  # what has no hash is no rank
+            return False
 
     def __str__(self) -> str:
         return " ".join(f"{name}={size}" for name, size in zip(self.names, self.shape, strict=True))
@@ -121,19 +138,55 @@ class Mesh:
         return dict(zip(self.ranks, self.coordinates(), strict=True))
 
 
-def _check_shape(shape: tuple[int, ...]) -> None:
-    if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
-        raise MeshError(f"a mesh of shape {shape}: give each axis at least one rank, as in Mesh((2, 4), ('dp', 'tp'))")
+def mesh_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a mesh's axes.
+
+    Raises:
+        MeshError: no sizes, or one that is no whole number above zero; more than `MAX_RANKS` in all.
+    """
+    way_out = "give each axis at least one rank, as in Mesh((2, 4), ('dp', 'tp'))"
+    sizes = as_tuple(shape, "the shape of a mesh", way_out, MeshError)
+    try:
+        found = tuple(as_int(size, "size", MeshError, least=1) for size in sizes)
+    except MeshError:
+        found = ()
+    if not found:
+        raise MeshError(f"a mesh of shape {sizes}: {way_out}")
+    if prod(found) > MAX_RANKS:
+        raise MeshError(f"a mesh of shape {found} has {prod(found):,} ranks: one has at most {MAX_RANKS:,}")
+    return found
+
+
+def _axis_names(names: Sequence[str], shape: tuple[int, ...]) -> tuple[str, ...]:
+    if names is None:
+        names = ()
+    found = as_tuple(names, "the names of mesh axes", "give a name for each axis, such as ('dp', 'tp')", MeshError)
+    return found or tuple(f"d{i}" for i in range(len(shape)))
+
+
+def _ranks(ranks: Sequence[int]) -> tuple[int, ...]:
+    if ranks is None:
+        ranks = ()
+    found = as_tuple(ranks, "the ranks of a mesh", "give the rank of each place, in row-major order", MeshError)
+    if all(type(rank) is int and rank >= 0 for rank in found):
+        return found
+    return tuple(as_int(rank, "a rank of a mesh", MeshError, least=0) for rank in found)
 
 
 def _check(mesh: Mesh) -> None:
+    if any(not isinstance(name, str) or not name or set(name) & set(" :;,()\n\t") for name in mesh.names):
+        raise MeshError(f"mesh axis names {mesh.names}: a name is one word without any of ' :;,()'")
     if len(mesh.names) != len(mesh.shape) or len(set(mesh.names)) != len(mesh.names):
         raise MeshError(f"{len(mesh.shape)} mesh axes cannot be called {mesh.names}: give each axis its own name")
-    if any(not name or set(name) & set(" :;,()") for name in mesh.names):
-        raise MeshError(f"mesh axis names {mesh.names}: a name is one word without any of ' :;,()'")
     if len(mesh.ranks) != prod(mesh.shape) or len(set(mesh.ranks)) != len(mesh.ranks):
         raise MeshError(
             f"a mesh of shape {mesh.shape} needs {prod(mesh.shape)} different ranks, got {_some(mesh.ranks)}"
+        )
+    if not isinstance(mesh.device_type, str) or mesh.device_type not in DEVICE_TYPES:
+        known = sorted(DEVICE_TYPES)
+        raise MeshError(
+            f"{mesh.device_type!r} is no type of device: use one of torch's, without an index, "
+            f"{', '.join(known)}{suggestion(mesh.device_type, known)}"
         )
 
 

@@ -13,7 +13,7 @@ from dshard import comm, shortcut
 from dshard.autograd import FromLocal, Live, ToLocal, brought, redistribute
 from dshard.comm import Awaited, DeviceMesh, Later, stored, traced
 from dshard.dispatch import SEEN, dispatch
-from dshard.errors import LayoutError, MeshError, ShapeError
+from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
 from dshard.joint import JOINT
 from dshard.layout import Layout, interned, layout_of, replicated
 from dshard.mesh import Mesh
@@ -26,6 +26,7 @@ from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.placements import Partial, Placement
 from dshard.product import is_leaf
 from dshard.tracing import Flat, flat, numbers, traceable, unseen
+from dshard.validate import article, as_shape, shown
 
 _make = torch.Tensor._make_wrapper_subclass  # given by position: names take it longer
 
@@ -45,8 +46,13 @@ class DTensor(torch.Tensor):
     _live: Live | None = None
 
     @staticmethod
-    def __new__(cls, local: Tensor, spec: Spec) -> DTensor:
-        return cls._wrap(local, spec)
+    def __new__(cls, *parts: Any) -> DTensor:
+        if len(parts) != 2 or not isinstance(parts[1], Spec):
+            raise ArgumentError(
+                "a DTensor is not made by its class: use dshard.distribute_tensor(x, mesh, placements), "
+                "DTensor.from_local(local, mesh, placements), or a factory such as dshard.zeros"
+            )
+        return cls._wrap(*parts)
 
     @classmethod
     def _wrap(cls, local: Tensor, spec: Spec) -> DTensor:
@@ -114,18 +120,17 @@ class DTensor(torch.Tensor):
 
         By default it lies like the tensor, and whole where that is pending.
         """
+        layout = None if grad_placements is None else layout_of(self._spec.layout.mesh, grad_placements, self.ndim)
         if not (torch.is_grad_enabled() and self.requires_grad):
             return self._local.detach()
-        layout = (
-            self._spec.layout.cotangent()
-            if grad_placements is None
-            else layout_of(self._spec.layout.mesh, grad_placements, self.ndim)
-        )
+        layout = self._spec.layout.cotangent() if layout is None else layout
         local: Tensor = ToLocal.apply(self, self._spec.with_layout(layout))  # type: ignore[no-untyped-call]
         return local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor, on every rank."""
+        if grad_placements is not None:  # before anything is sent
+            layout_of(self._spec.layout.mesh, grad_placements, self.ndim)
         return redistribute(self, replicated(self._spec.layout.mesh)).to_local(grad_placements=grad_placements)  # type: ignore[no-any-return]
 
     def redistribute(
@@ -340,18 +345,57 @@ def _from_local(
         raise ShapeError(
             "from_local takes this rank's plain local tensor, not a DTensor: use redistribute to change placements"
         )
-    ndim = local.ndim if shape is None else len(tuple(shape))
+    check_strided(local, "from_local", "this rank's local tensor")
+    shape = None if shape is None else as_shape(shape, "from_local: shape", ShapeError)
+    ndim = local.ndim if shape is None else len(shape)
     layout = replicated(mesh) if placements is None else layout_of(mesh, placements, ndim)
-    known = comm.global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, tuple(shape))
-    strides = contiguous_stride(known) if stride is None else tuple(stride)
+    if not local.dtype.is_floating_point:
+        _check_reductions(local.dtype, layout)
+    back = layout.cotangent() if grad_placements is None else layout_of(mesh, grad_placements, ndim)
+    stride = None if stride is None else _strides(stride, ndim)
+    known = comm.global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, shape)
+    strides = contiguous_stride(known) if stride is None else stride
     spec = spec_of(layout, known, strides, local.dtype, local.device)
     if run_check:
         local = comm.same_replicas(local, layout)
     if not (torch.is_grad_enabled() and local.requires_grad):
         return DTensor._wrap(local.detach(), spec)
-    back = layout.cotangent() if grad_placements is None else layout_of(mesh, grad_placements, ndim)
     out: DTensor = FromLocal.apply(local, DTensor, spec, back)  # type: ignore[no-untyped-call]
     return out
+
+
+def check_strided(x: object, what: str, kind: str) -> None:
+    """Refuse what is no tensor of torch's, and tensors of another layout than the strided one.
+
+    Raises:
+        ArgumentError: no tensor.
+        LayoutError: a sparse, quantized or nested one.
+    """
+    if not isinstance(x, Tensor):
+        raise ArgumentError(
+            f"{what} takes {kind}, a torch.Tensor, not {shown(x)}, {article(x)}: make one, as by torch.as_tensor"
+        )
+    if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+        given = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
+        raise LayoutError(f"{what} of a tensor that is {given}: a distributed tensor is strided; use x.to_dense() first")
+
+
+def _strides(stride: Sequence[int], ndim: int) -> tuple[int, ...]:
+    found = as_shape(stride, "from_local: stride", ShapeError)
+    if len(found) != ndim:
+        raise ShapeError(f"from_local: {len(found)} strides {found} for a tensor of {ndim} dims: give one for each dim")
+    return found
+
+
+def _check_reductions(dtype: torch.dtype, layout: Layout) -> None:
+    """Refuse a pending reduction that the dtype does not have."""
+    for placement in layout.placements:
+        if isinstance(placement, Partial) and (
+            (placement.reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex))
+            or (placement.reduce_op in ("max", "min") and dtype.is_complex)
+        ):
+            why = "a mean of whole numbers is none" if placement.reduce_op == "avg" else "complex numbers have no order"
+            raise LayoutError(f"{placement} of {dtype}: {why}; convert with .to(dtype), or use another reduction")
 
 
 @traceable
@@ -372,6 +416,7 @@ def distribute_tensor(
         MeshError: no process group, or a mesh larger than the world.
     """
     mesh = as_mesh(device_mesh)
+    check_strided(tensor, "distribute_tensor", "the whole tensor")
     layout = replicated(mesh) if placements is None else layout_of(mesh, placements, tensor.ndim)
     if isinstance(tensor, DTensor):
         if tensor.layout == layout:

@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from time import perf_counter
 
 from dshard.chrome import Slice, to_chrome
@@ -18,6 +18,7 @@ from dshard.ops.settings import current
 from dshard.ops.where import Modules, user_line
 from dshard.tables import human_bytes, text_table
 from dshard.topology import COLLECTIVES
+from dshard.validate import check_one_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,12 @@ class Trace:
         return sum(event.nbytes for event in self.events)
 
     def by(self, field_name: str) -> dict[str, tuple[int, int]]:
-        """Collectives and bytes for each value of a field of the events: "axis", "op", "module", "line", ..."""
+        """Collectives and bytes for each value of a field of the events: "axis", "op", "module", "line", ...
+
+        Raises:
+            ArgumentError: no such field.
+        """
+        check_one_of(field_name, [known.name for known in fields(Traced)], "a field of the events")
         totals: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         for event in self.events:
             count, nbytes = totals[getattr(event, field_name)]

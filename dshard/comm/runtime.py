@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
@@ -17,7 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
 from dshard.caches import Cache
 from dshard.errors import MeshError
-from dshard.mesh import Coordinate, Mesh
+from dshard.mesh import DEVICE_TYPES, Coordinate, Mesh
+from dshard.mesh import mesh_shape as sizes_of
+from dshard.validate import as_tuple, shown
 
 __all__ = [
     "DeviceMesh",
@@ -237,8 +240,13 @@ def init_device_mesh(
     """torch's `init_device_mesh`: a mesh of all ranks of the world, with a process group for each axis.
 
     Raises:
-        MeshError: there are no processes, or the mesh has not as many ranks as the world.
+        MeshError: there are no processes, or the mesh has not as many ranks as the world; no such type of device.
     """
+    mesh_shape = sizes_of(mesh_shape)
+    device_type = _device_type(device_type)
+    if mesh_dim_names is not None:
+        names = as_tuple(mesh_dim_names, "mesh_dim_names", "give a name for each axis, as in ('dp', 'tp')", MeshError)
+        mesh_dim_names = Mesh(mesh_shape, names, device_type=device_type).names
     if not dist.is_initialized() and "RANK" not in os.environ:
         raise MeshError(
             f"a mesh of {mesh_shape} needs processes: start it with torchrun --nproc-per-node {prod(mesh_shape)}, "
@@ -251,6 +259,24 @@ def init_device_mesh(
             "start more processes or shrink the mesh"
         )
     return _init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+def _device_type(name: object) -> str:
+    """A type of device that torch knows, a backend of one's own included.
+
+    Raises:
+        MeshError: it knows none of this name, or the name has an index.
+    """
+    try:
+        known = torch.device(name) if isinstance(name, str) else None
+    except RuntimeError:
+        known = None
+    if known is None or known.index is not None:
+        raise MeshError(
+            f"{shown(name)} is no type of device: use one of torch's, without an index, such as 'cpu' or 'cuda'"
+        )
+    DEVICE_TYPES.add(known.type)
+    return known.type
 
 
 def _own_rank() -> int:
@@ -272,7 +298,8 @@ def _pure(device_mesh: DeviceMesh) -> Mesh:
 
 def _pure_of(device_mesh: DeviceMesh, ranks: Any) -> Mesh:
     names = tuple(device_mesh.mesh_dim_names or ())
-    return Mesh(tuple(ranks.shape), names, tuple(ranks.flatten().tolist()), device_mesh.device_type)
+    device_type = _device_type(device_mesh.device_type)
+    return Mesh(tuple(ranks.shape), names, tuple(ranks.flatten().tolist()), device_type)
 
 
 def runtime_of(mesh: Mesh) -> Runtime | None:

@@ -34,9 +34,9 @@ def spread(x: Tensor, layout: Layout, source: int | None) -> Tensor:
         MeshError: `source` is not a rank of the mesh.
     """
     mesh = layout.mesh
-    if source is not None and not 0 <= source < mesh.size:
+    if source is not None and (not isinstance(source, int) or isinstance(source, bool) or not 0 <= source < mesh.size):
         raise MeshError(
-            f"src_data_rank {source}: the mesh ({mesh}) has ranks number 0 to {mesh.size - 1}; "
+            f"src_data_rank {source!r}: the mesh ({mesh}) has ranks number 0 to {mesh.size - 1}; "
             "or give None to send nothing"
         )
     with torch.no_grad():

@@ -13,13 +13,18 @@ from dshard.ops.observe import Decision, observing
 from dshard.ops.settings import current
 from dshard.ops.strategy import strategies
 from dshard.ops.where import user_line
+from dshard.validate import check_callable
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Run `function(*args, **kwargs)` and explain each operator on distributed tensors that it called.
 
     On a pure `Mesh`, with local tensors on the meta device, everything is planned and nothing is sent or computed.
+
+    Raises:
+        ArgumentError: nothing that can be called.
     """
+    check_callable(function, "explain", "give a function and its arguments, as in explain(torch.matmul, x, w)")
     decisions: list[tuple[Decision, str, str]] = []
     depth = [0]
 

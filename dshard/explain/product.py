@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from dshard.cost import work_seconds
-from dshard.errors import LayoutError, ShapeError
+from dshard.errors import LayoutError, MeshError, ShapeError
 from dshard.explain.price import Moved, candidate, combined, moved, once
 from dshard.explain.values import Candidate, Explanation, why_chosen
 from dshard.layout import Layout
@@ -31,6 +31,8 @@ from dshard.ops.settings import current
 from dshard.ops.strategy import choose, strategies
 from dshard.redistribute import plan
 from dshard.topology import Topology
+from dshard.topology.model import check_topology
+from dshard.validate import as_int, check_type
 
 
 class Product(NamedTuple):
@@ -86,6 +88,14 @@ def explain_matmul(
         ShapeError: a size below one.
         TopologyError: the topology has not so many ranks.
     """
+    check_type(mesh, Mesh, "the mesh of a product", "give a dshard.Mesh, such as Mesh((2, 4))", MeshError)
+    m, k, n = (as_int(size, "a size of a product", ShapeError) for size in (m, k, n))
+    check_type(dtype, torch.dtype, "dtype", "give one of torch's, such as torch.bfloat16")
+    if topology is not None:
+        check_topology(topology)
+    for layout, shape in (a, (m, k)), (b, (k, n)):
+        if layout is not None:
+            _check_layout(layout, shape, mesh)
     if min(m, k, n) < 1:
         raise ShapeError(f"a product of {m} x {k} by {k} x {n}: all sizes must be above zero")
     why = current().why_topology(mesh) if topology is None else "as given"
@@ -97,6 +107,14 @@ def explain_matmul(
     if a is None or b is None:
         raise LayoutError(f"only the layout of {'b' if a is None else 'a'} is given: give both, or neither to search")
     return _explained(asked, why, (f"A [{a}]", f"B [{b}]"), *_given(asked, a, b))
+
+
+def _check_layout(layout: Layout, shape: tuple[int, int], mesh: Mesh) -> None:
+    way_out = "give a dshard.Layout, as read_layout(text, mesh) makes it"
+    check_type(layout, Layout, "the layout of an operand", way_out, LayoutError)
+    if layout.mesh != mesh:
+        raise LayoutError(f"the operand [{layout}] lies on ({layout.mesh}), the product on ({mesh}): give one mesh")
+    layout.check(shape)
 
 
 def _explained(

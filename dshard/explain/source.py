@@ -23,6 +23,7 @@ from dshard.mesh import Mesh
 from dshard.ops.spec import contiguous_stride, spec_of
 from dshard.placements import parse_placements
 from dshard.tensor import DTensor
+from dshard.validate import check_type, suggestion
 
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "fp8": "float8_e4m3fn"}
 _TENSOR = re.compile(r"\s*(\w+)\s*:\s*(\d+(?:x\d+)*)\s+(?:([a-z]\w*)\s+)?(\S.*)")
@@ -38,9 +39,13 @@ def parse_dtype(text: str) -> torch.dtype:
     Raises:
         NotationError: there is no such dtype.
     """
-    found = getattr(torch, SHORT.get(text, text), None)
+    found = getattr(torch, SHORT.get(text, text), None) if isinstance(text, str) else text
     if not isinstance(found, torch.dtype):
-        raise NotationError(f"{text!r} is no dtype: use one of {', '.join(SHORT)}, or a name of torch's such as int64")
+        names = [*SHORT, *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))]
+        raise NotationError(
+            f"{text!r} is no dtype: use one of {', '.join(SHORT)}, or a name of torch's such as int64"
+            f"{suggestion(text, names)}"
+        )
     return found
 
 
@@ -54,6 +59,7 @@ def read_layout(text: str, mesh: Mesh) -> Layout:
         NotationError: the text is no layout of this mesh.
         LayoutError: not one placement for each mesh axis.
     """
+    check_type(text, str, "a layout", "write one, as in 'S(0) R'", NotationError)
     return parse_layout(text, mesh) if ":" in text else Layout(mesh, parse_placements(text))
 
 
@@ -94,6 +100,7 @@ def explain_source(source: str, tensors: Mapping[str, DTensor]) -> Report:
         NotationError: text that is no expression, a name that is not there, a parameter without a tensor.
         DShardError: what the expression or function raised.
     """
+    check_type(source, str, "what to explain", "write an expression such as 'x @ w', or 'file.py:name'", NotationError)
     found = _FUNCTION.fullmatch(source.strip())
     if found is None:
         return _run(source, _expression(source, tensors))

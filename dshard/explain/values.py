@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from dshard.errors import MixedError
 from dshard.ops.matmul.priced import Panelled
 from dshard.tables import human_bytes, text_table
+from dshard.validate import as_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class Explanation:
 
     def top(self, n: int) -> Explanation:
         """The same with the `n` cheapest candidates, and the chosen one, if that is none of them."""
+        n = as_int(n, "top", least=0)
         first = self.candidates[:n]
         return replace(self, candidates=first if self.chosen in first else (*first, self.chosen))
 
@@ -148,12 +151,17 @@ class Report:
     @property
     def chosen(self) -> Candidate:
         """What was chosen for the first operator."""
-        return self.operators[0].chosen
+        return self._first().chosen
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """The candidates of the first operator, from cheapest to dearest."""
-        return self.operators[0].candidates
+        return self._first().candidates
+
+    def _first(self) -> Explanation:
+        if not self.operators:
+            raise MixedError(f"{NOTHING}: give explain a function of DTensors")
+        return self.operators[0]
 
     def top(self, n: int) -> Report:
         """The same with the `n` cheapest candidates of each operator."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -221,6 +222,15 @@ def _extreme(given: Args) -> None:
             raise IndexError(f"Expected reduction dim {dim} to have non-zero size.")
 
 
+def _position(name: str, given: Args) -> None:
+    """torch's refusal on the CPU of a position among nothing, which meta tensors do not have or call otherwise."""
+    x, dim = given["self"], given.get("dim")
+    if dim is None and x.numel() == 0 and name in ("argmax", "argmin"):
+        raise IndexError(f"{name}(): Expected reduction dim to be specified for input.numel() == 0.")
+    if isinstance(dim, int) and 0 <= dim + x.dim() < 2 * x.dim() and x.shape[dim] == 0:
+        raise IndexError(f"{name}(): Expected reduction dim {dim} to have non-zero size.")
+
+
 def _dim(given: Args) -> None:
     ndim, dim = max(given["self"].dim(), 1), given["dim"]
     if not -ndim <= dim < ndim:
@@ -245,6 +255,10 @@ MORE: dict[str, Callable[[Args], None]] = {
     "aten::aminmax": _aminmax,
     "aten::amax": _extreme,
     "aten::amin": _extreme,
+    **{
+        f"aten::{name}": partial(_position, name)
+        for name in ("argmax", "argmin", "kthvalue", "median", "nanmedian", "mode")
+    },
     "aten::linalg_lstsq": _lstsq,
     "aten::narrow_copy": _narrow_copy,
     "aten::as_strided_scatter": _strided_scatter,

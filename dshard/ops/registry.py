@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tag
 from torch._ops import OpOverload
 
@@ -38,6 +40,7 @@ from dshard.ops.decompositions import decomposition_of
 from dshard.ops.matmul import rules as matmul
 from dshard.ops.rule import Pending, Rule, parse_rule
 from dshard.placements import ReduceOp
+from dshard.validate import as_int, as_tuple, check_type, suggestion
 
 TABLES: tuple[dict[str, Op], ...] = (
     pointwise.RULES,
@@ -69,16 +72,22 @@ def register_rule(
     `op` is the operator's qualified name, such as "mylib::fused"; all its overloads get the rule. `reduce` is the
     reduction of split factors that an output lacks, `linear` the operands through each of which a pending sum passes.
 
-    >>> register_rule("mylib::fused", "t h, h f, f h -> t h", linear=(0,))
+    The operator must be there, as defined by `torch.library.custom_op`:
+
+        register_rule("mylib::fused", "t h, h f, f h -> t h", linear=(0,))
 
     Raises:
-        NotationError: the name or the rule cannot be read.
+        NotationError: the name or the rule cannot be read, there is no such operator, or it has other operands.
     """
-    if "::" not in op:
+    if not isinstance(op, str) or "::" not in op:
         raise NotationError(f"{op!r} is no operator name: write namespace::name, such as 'mylib::fused'")
+    check_type(rule, str, f"the rule of {op}", "write it like 'm k, k n -> m n'", NotationError)
     left = rule.partition("->")[0]
     operands = len(left.split(",")) if left.strip() else 0
-    _check_text(rule, operands, reduce)
+    outputs = _check_text(rule, operands, reduce)
+    _check_schema(op, rule, operands, outputs)
+    given = as_tuple(linear, "linear", "give the numbers of operands, such as (0,)", NotationError)
+    linear = [as_int(operand, "linear: an operand", NotationError) for operand in given]
     beyond = [operand for operand in linear if not 0 <= operand < operands]
     if beyond:
         raise NotationError(f"the rule {rule!r} has no operand {beyond[0]}: linear counts its {operands} from 0")
@@ -130,14 +139,53 @@ def _says(op: Op) -> str:
     return (op.rule.__doc__ or "").partition("\n")[0]
 
 
-def _check_text(rule: str, operands: int, reduce: ReduceOp | Sequence[ReduceOp]) -> None:
-    """Read the rule once with operands that fit, so that a mistake shows at registration."""
+def _check_schema(op: str, rule: str, operands: int, outputs: int) -> None:
+    """Refuse an operator that is not there, or none of whose overloads has so many operands and outputs."""
+    namespace, _, name = op.partition("::")
+    known = getattr(getattr(torch.ops, namespace), name, None) if name.isidentifier() else None
+    if known is None or not hasattr(known, "overloads"):
+        names = [f"{namespace}::{other}" for other in dir(getattr(torch.ops, namespace, None))]
+        hint = "a rule is that of all overloads: leave out" if "." in name else "define it before its rule, or look up"
+        raise NotationError(
+            f"there is no operator {op!r}: {hint} {repr('.' + name.partition('.')[2]) if '.' in name else 'its name'}"
+            f"{suggestion(op, names)}"
+        )
+    schemas = [getattr(known, overload)._schema for overload in known.overloads()]
+    counts = [
+        (_counts([a.type for a in s.arguments if not a.is_out]), _counts([r.type for r in s.returns])) for s in schemas
+    ]
+    if not any(
+        low <= operands <= high and (not rest or least <= outputs <= rest) for (low, high), (least, rest) in counts
+    ):
+        raise NotationError(
+            f"the rule {rule!r} has {operands} operands and {outputs} outputs, but {op} is {schemas[0]}: "
+            "give a term for each tensor, in their order"
+        )
+
+
+def _counts(types: Sequence[Any]) -> tuple[float, float]:
+    """The fewest and the most tensors among values of these types."""
+    kinds = list(map(str, types))
+    fewest = kinds.count("Tensor")
+    many = any("Tensor" in kind and kind.startswith("List") for kind in kinds)
+    return fewest, inf if many else fewest + kinds.count("Optional[Tensor]")
+
+
+def _check_text(rule: str, operands: int, reduce: ReduceOp | Sequence[ReduceOp]) -> int:
+    """Read the rule once with operands that fit, so that a mistake shows at registration; how many outputs it has."""
     left = rule.partition("->")[0]
     terms = [part.replace("(", " ( ").split() for part in left.split(",")][:operands]
     depth = [_ndim(term) for term in terms]
     read = parse_rule(rule, [(2,) * n for n in depth], reduce=reduce)
     if len(read.reduce) not in (1, len(read.outputs)):
         raise NotationError(f"the rule {rule!r} has {len(read.outputs)} outputs: give one reduction, or one for each")
+    inputs = {name for term in read.inputs for dim in term for name in dim}
+    new = sorted({name for term in read.outputs for dim in term for name in dim} - inputs - read.whole)
+    if new and not any("..." in token for token in rule.split()):
+        raise NotationError(
+            f"the rule {rule!r} splits {new[0]!r}, which no operand has: write it [{new[0]}], so that it stays whole"
+        )
+    return len(read.outputs)
 
 
 def _ndim(tokens: list[str]) -> int:

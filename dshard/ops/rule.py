@@ -108,8 +108,8 @@ def parse_rule(
     )
     spread_in = [_expand(term, leading, len(shape), text) for term, shape in zip(inputs, shapes, strict=True)]
     spread_out = [_expand(term, leading, None, text) for term in outputs]
-    ops = (reduce,) if isinstance(reduce, str) else tuple(reduce)
-    if not set(ops) <= set(REDUCE_OPS):
+    ops = (reduce,) if isinstance(reduce, str) or reduce is None else tuple(reduce)
+    if not all(isinstance(op, str) and op in REDUCE_OPS for op in ops):
         raise NotationError(f"the rule {text!r} reduces by {ops}: use {', '.join(REDUCE_OPS)}")
     return Rule(
         tuple(_broadcast(spread_in, shapes, text)), tuple(spread_out), frozenset(whole), ops, pending, loops=loops

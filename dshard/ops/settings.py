@@ -9,6 +9,7 @@ from dshard.caches import Cache, clear_caches
 from dshard.comm import FORGET, DeviceMesh, bind, outside_graphs, ranks_per_host, same_topology
 from dshard.mesh import Mesh
 from dshard.topology import Topology, default_topology
+from dshard.topology.model import check_topology
 
 
 class Settings:
@@ -66,7 +67,11 @@ def use_topology(topology: Topology, *, mesh: DeviceMesh | Mesh | None = None) -
 
     With a `mesh`, which all its ranks then give, they use the topology of its first rank, which is sent on entry.
     Without, nothing is sent.
+
+    Raises:
+        TopologyError: no topology, such as the name of a preset.
     """
+    check_topology(topology)
     outside_graphs("use_topology")
     if mesh is not None:
         topology = same_topology(topology, mesh if isinstance(mesh, Mesh) else bind(mesh))

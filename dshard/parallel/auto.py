@@ -28,13 +28,22 @@ from dshard.parallel.strategies import STRATEGIES, axes_of, check_units
 from dshard.parallel.values import Cost, Placements, Plan
 from dshard.redistribute import plan as plan_moves
 from dshard.tables import human_bytes
+from dshard.validate import as_number
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """Ask for the cheapest plan; `memory` bytes are the most that a rank may hold of what a plan reports."""
+    """Ask for the cheapest plan; `memory` bytes are the most that a rank may hold of what a plan reports.
+
+    Raises:
+        StrategyError: a `memory` that is no number above zero.
+    """
 
     memory: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory is not None:
+            as_number(self.memory, "memory", StrategyError)
 
 
 def cheapest(

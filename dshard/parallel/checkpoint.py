@@ -18,6 +18,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from dshard.errors import LayoutError
 from dshard.ops.moving import leaves, replace_leaves
 from dshard.product import RERUNS
+from dshard.validate import check_callable
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -29,7 +30,9 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         LayoutError: in the backward pass, a `fn` that saves fewer tensors the second time.
+        ArgumentError: nothing that can be called.
     """
+    check_callable(fn, "checkpoint", "give a function and its arguments, as in checkpoint(block, x)")
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     block = _Block(fn, args, kwargs)
@@ -50,7 +53,7 @@ class _Block:
         self.found: dict[int, Tensor] = {}
         tensors = [x for x in leaves(self.given) if isinstance(x, Tensor)]
         self.random = torch.get_rng_state(), get_device_states(*tensors)
-        self.device = next((x.device.type for x in tensors), "cpu")
+        self.device = next((x.device.type for x in tensors if x.device.type != "meta"), "cpu")
         self.cast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
 
     def pack(self, x: Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from dshard.comm import DeviceMesh
-from dshard.errors import LayoutError, MeshError
+from dshard.errors import ArgumentError, LayoutError, MeshError
 from dshard.layout import layout_of
 from dshard.mesh import Mesh
 from dshard.parallel.auto import Auto, cheapest
@@ -26,6 +27,7 @@ from dshard.parallel.values import Plan
 from dshard.parallel.wire import distribute_parameters, wire
 from dshard.placements import Placement, Replicate
 from dshard.tensor import as_mesh
+from dshard.validate import check_type, shown
 
 AUTO = "auto"
 Asked = str | Auto | Mapping[str, Sequence[Placement]] | Plan | Path
@@ -42,10 +44,12 @@ def plan_model(model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /,
         LayoutError: a forward pass that depends on the values of tensors; a pattern that matches no parameter.
     """
     pure = as_mesh(mesh)
-    plan = strategy_of(plan, pure) if isinstance(plan, Path) else plan
+    plan = _asked(model, plan, pure, kwargs)
     args, kwargs = _example(model, args, kwargs)
     if isinstance(plan, Plan):
         found = replace(plan, cost=None)
+        if found.mesh.ranks != pure.ranks:
+            raise _other_mesh(found.mesh, pure)
     elif isinstance(plan, str | Auto):
         found = planned(model, pure, plan, args, kwargs)
     else:
@@ -72,7 +76,7 @@ def parallelize(
         LayoutError: a forward pass that depends on the values of tensors; a pattern that matches no parameter.
     """
     pure = as_mesh(mesh)
-    plan = strategy_of(plan, pure) if isinstance(plan, Path) else plan
+    plan = _asked(model, plan, pure, kwargs)
     if isinstance(plan, Plan):
         found = plan
     elif isinstance(plan, str | Auto):
@@ -84,6 +88,40 @@ def parallelize(
     distribute_parameters(model, found)
     wire(model, found)
     return model
+
+
+def _asked(
+    model: nn.Module, plan: Asked, mesh: Mesh, kwargs: Mapping[str, Any]
+) -> str | Auto | Mapping[str, Sequence[Placement]] | Plan:
+    """The plan as it was asked for, that of a file by its strategy.
+
+    Raises:
+        ArgumentError: no module, or no plan.
+        LayoutError: a plan for another model.
+    """
+    check_type(model, nn.Module, "the model", "give an nn.Module")
+    if "plan" in kwargs and "plan" not in signature(model.forward).parameters:
+        raise ArgumentError(
+            f"plan={shown(kwargs['plan'])}: the plan is the third argument, by position; what is named is the model's"
+        )
+    if isinstance(plan, Path):
+        return strategy_of(plan, mesh)
+    kinds = str | Auto | Mapping | Plan
+    check_type(plan, kinds, "the plan", "give the name of a strategy, placements by name, a Plan, an Auto or a Path")
+    if isinstance(plan, Plan):
+        missing = set(plan.parameters) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if missing:
+            raise LayoutError(
+                f"a plan for another model: {type(model).__name__} has no parameter {', '.join(sorted(missing)[:3])}; "
+                "make one of this model with plan_model"
+            )
+    return plan
+
+
+def _other_mesh(planned_for: Mesh, given: Mesh) -> MeshError:
+    return MeshError(
+        f"a plan for the mesh ({planned_for}) was given the mesh ({given}): give one of the same ranks, or plan again"
+    )
 
 
 def planned(model: nn.Module, mesh: Mesh, plan: str | Auto, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
@@ -104,9 +142,7 @@ def _folded(mesh: DeviceMesh | Mesh, found: Mesh) -> Mesh:
     """
     given = as_mesh(mesh)
     if given.ranks != found.ranks:
-        raise MeshError(
-            f"a plan for the mesh ({found}) was given the mesh ({given}): give one of the same ranks, or plan again"
-        )
+        raise _other_mesh(found, given)
     if isinstance(mesh, Mesh):
         return found
     ranks = torch.tensor(found.ranks).view(found.shape)
@@ -121,6 +157,7 @@ def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placem
     """
     names = [name for name, _ in model.named_parameters()]
     for pattern in patterns:
+        check_type(pattern, str, "a pattern", "give names of parameters, as fnmatch reads them", LayoutError)
         if not any(fnmatchcase(name, pattern) for name in names):
             raise LayoutError(
                 f"the pattern {pattern!r} matches no parameter of {type(model).__name__}: patterns are those of "
@@ -130,7 +167,10 @@ def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placem
     parameters = {}
     for name, parameter in model.named_parameters():
         given = next((p for pattern, p in patterns.items() if fnmatchcase(name, pattern)), whole)
-        parameters[name] = layout_of(mesh, given, parameter.dim()).placements
+        layout = layout_of(mesh, given, parameter.dim())
+        if layout.partial_axes():
+            raise LayoutError(f"{name} cannot lie [{layout}]: a parameter is no pending reduction; use Shard or Replicate")
+        parameters[name] = layout.placements
     return Plan("by name", mesh, parameters, whole)
 
 

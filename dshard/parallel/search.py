@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
-from dshard.errors import ShapeError
+from dshard.errors import ShapeError, StrategyError
 from dshard.layout import parse_layout
 from dshard.mesh import Mesh
 from dshard.redistribute import Plan, plan
 from dshard.topology import Link, Topology
+from dshard.topology.model import check_topology
+from dshard.validate import as_int, as_tuple, check_one_of, check_type
 
 Form: TypeAlias = Literal["all_reduce", "reduce_scatter"]
 """Whether sums that only a split consumer reads are reduced to all ranks first, as in the paper, or straight to it."""
@@ -50,6 +52,9 @@ class Transformer:
     ffn: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("hidden", "tokens", "layers", "itemsize", "ffn"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, as_int(getattr(self, name), name, ShapeError))
         sizes = (self.hidden, self.tokens, self.layers, self.itemsize, self.width)
         if min(sizes) < 1:
             raise ShapeError(f"{self}: all sizes of a transformer must be above zero")
@@ -117,10 +122,19 @@ def rank_meshes(
     Raises:
         TopologyError: a topology of another number of ranks.
         ShapeError: a mesh of another number of devices.
+        StrategyError: no such form.
     """
+    check_topology(topology)
+    check_type(transformer, Transformer, "transformer", "give its sizes, as in Transformer(hidden=4096, tokens=8192)")
+    check_one_of(form, get_args(Form), "form", StrategyError)
+    devices = as_int(devices, "devices", ShapeError, least=1)
     topology.check(devices)
     shapes = [(d1, devices // d1) for d1 in range(1, devices + 1) if devices % d1 == 0] if meshes is None else [*meshes]
-    for d1, d2 in shapes:
+    for shape in shapes:
+        pair = as_tuple(shape, "a mesh", "give its two sizes, such as (2, 4)", ShapeError)
+        if len(pair) != 2:
+            raise ShapeError(f"the mesh {pair} has {len(pair)} axes: give two sizes, d1 and d2")
+        d1, d2 = pair
         if d1 * d2 != devices:
             raise ShapeError(
                 f"the mesh ({d1}, {d2}) has {d1 * d2} devices, not {devices}: give d1 and d2 with that product"

@@ -13,8 +13,9 @@ from dshard.comm import DeviceMesh
 from dshard.errors import LayoutError, MixedError
 from dshard.factories import distribute_module
 from dshard.mesh import Mesh
-from dshard.placements import Placement, Replicate, Shard
+from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor, as_mesh, distribute_tensor
+from dshard.validate import check_type
 
 AnyMesh = DeviceMesh | Mesh
 
@@ -46,8 +47,8 @@ class ColwiseParallel(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        self.input_layouts = (input_layouts or Replicate(),)
-        self.output_layouts = (output_layouts or Shard(-1),)
+        self.input_layouts = (_placement("input_layouts", input_layouts, Replicate()),)
+        self.output_layouts = (_placement("output_layouts", output_layouts, Shard(-1)),)
         self.desired_input_layouts = (Replicate(),)
         self.use_local_output = use_local_output
 
@@ -81,8 +82,8 @@ class RowwiseParallel(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        self.input_layouts = (input_layouts or Shard(-1),)
-        self.output_layouts = (output_layouts or Replicate(),)
+        self.input_layouts = (_placement("input_layouts", input_layouts, Shard(-1)),)
+        self.output_layouts = (_placement("output_layouts", output_layouts, Replicate()),)
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
@@ -128,6 +129,28 @@ class SequenceParallel(ParallelStyle):
         return (
             f"SequenceParallel(sequence_dim={self.sequence_sharding[0].dim}, use_local_output={self.use_local_output})"
         )
+
+
+def _placement(name: str, placement: Placement | None, default: Placement) -> Placement:
+    """The placement that a style was given, or its own.
+
+    Raises:
+        LayoutError: no placement.
+    """
+    if placement is None:
+        return default
+    check_placement(name, placement)
+    return placement
+
+
+def check_placement(name: str, placement: object) -> None:
+    """Refuse what is no placement.
+
+    Raises:
+        LayoutError: with the name of the argument.
+    """
+    way_out = "give one placement, Shard(dim), Replicate() or Partial(op)"
+    check_type(placement, Shard | Replicate | Partial, name, way_out, LayoutError)
 
 
 def given(

@@ -8,8 +8,9 @@ from fnmatch import fnmatch
 from torch import nn
 
 from dshard.comm import current_mesh
-from dshard.errors import LayoutError
+from dshard.errors import LayoutError, MeshError
 from dshard.parallel.style import AnyMesh, ParallelStyle, one_axis
+from dshard.validate import as_int, check_type
 
 
 def parallelize_module(
@@ -30,8 +31,11 @@ def parallelize_module(
         LayoutError: a mesh of several axes, or something that is no style.
         MeshError: no mesh, or no processes.
     """
+    check_type(module, nn.Module, "parallelize_module", "give an nn.Module")
     mesh = current_mesh() if device_mesh is None else device_mesh
-    one_axis(mesh)
+    size = one_axis(mesh).size
+    if src_data_rank is not None and as_int(src_data_rank, "src_data_rank", MeshError, least=0) >= size:
+        raise MeshError(f"src_data_rank {src_data_rank}: the mesh has ranks number 0 to {size - 1}")
     if parallelize_plan is None:
         warnings.warn("parallelize_module has no parallelize_plan, and leaves the module as it is", stacklevel=2)
         return module
@@ -56,6 +60,7 @@ def _check(plan: object) -> None:
             f"parallelize_plan is {type(plan).__name__}: give a ParallelStyle, or a dict of them by module name"
         )
     for name, style in plan.items():
+        check_type(name, str, "parallelize_plan", "give names of submodules, such as 'layers.*.wq'", LayoutError)
         if not isinstance(style, ParallelStyle):
             raise LayoutError(
                 f"parallelize_plan[{name!r}] is {style!r}: give a ParallelStyle, such as ColwiseParallel()"

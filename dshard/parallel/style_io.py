@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from dshard.errors import LayoutError, ShapeError
-from dshard.parallel.style import AnyMesh, ParallelStyle, given, one_axis
+from dshard.parallel.style import AnyMesh, ParallelStyle, check_placement, given, one_axis
 from dshard.placements import Placement
+from dshard.validate import check_type
 
 Layouts = Placement | Sequence[Placement | None] | None
 
@@ -34,15 +35,20 @@ class PrepareModuleInput(ParallelStyle):
         desired_input_kwarg_layouts: dict[str, Placement] | None = None,
         use_local_output: bool = False,
     ) -> None:
-        self.input_layouts = _tuple(input_layouts)
-        self.desired_input_layouts = _tuple(desired_input_layouts)
-        self.input_kwarg_layouts = input_kwarg_layouts or {}
-        self.desired_input_kwarg_layouts = desired_input_kwarg_layouts or {}
+        self.input_layouts = _tuple("input_layouts", input_layouts)
+        self.desired_input_layouts = _tuple("desired_input_layouts", desired_input_layouts)
+        self.input_kwarg_layouts = _named("input_kwarg_layouts", input_kwarg_layouts)
+        self.desired_input_kwarg_layouts = _named("desired_input_kwarg_layouts", desired_input_kwarg_layouts)
         self.use_local_output = use_local_output
+        if self.input_layouts is None and self.desired_input_layouts is not None:
+            raise LayoutError("desired_input_layouts without input_layouts: say how the inputs lie, too")
         if self.input_layouts is not None:
             _check_pair("input_layouts", self.input_layouts, self.desired_input_layouts)
         if input_kwarg_layouts is not None:
             _check_pair("input_kwarg_layouts", self.input_kwarg_layouts, self.desired_input_kwarg_layouts)
+            if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
+                here, there = (", ".join(names) for names in (self.input_kwarg_layouts, self.desired_input_kwarg_layouts))
+                raise LayoutError(f"input_kwarg_layouts are of {here}, desired_input_kwarg_layouts of {there}: name both")
 
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
         one_axis(device_mesh)
@@ -85,8 +91,8 @@ class PrepareModuleOutput(ParallelStyle):
         desired_output_layouts: Layouts,
         use_local_output: bool = True,
     ) -> None:
-        self.output_layouts = _tuple(output_layouts) or ()
-        self.desired_output_layouts = _tuple(desired_output_layouts) or ()
+        self.output_layouts = _tuple("output_layouts", output_layouts) or ()
+        self.desired_output_layouts = _tuple("desired_output_layouts", desired_output_layouts) or ()
         self.use_local_output = use_local_output
         _check_pair("output_layouts", self.output_layouts, self.desired_output_layouts)
 
@@ -142,8 +148,24 @@ class PrepareModuleInputOutput(ParallelStyle):
         return f"PrepareModuleInputOutput({_listed(renamed | after)})"
 
 
-def _tuple(layouts: Layouts) -> tuple[Placement | None, ...] | None:
-    return None if layouts is None else tuple(layouts) if isinstance(layouts, Sequence) else (layouts,)
+def _tuple(name: str, layouts: Layouts) -> tuple[Placement | None, ...] | None:
+    if layouts is None:
+        return None
+    found = tuple(layouts) if isinstance(layouts, list | tuple) else (layouts,)
+    for placement in found:
+        if placement is not None:
+            check_placement(name, placement)
+    return found  # type: ignore[return-value]  # just checked
+
+
+def _named(name: str, layouts: Mapping[str, Placement] | None) -> dict[str, Placement]:
+    if layouts is None:
+        return {}
+    check_type(layouts, Mapping, name, "give a placement for each name, as in {'x': Shard(0)}", LayoutError)
+    for key, placement in layouts.items():
+        if placement is not None:
+            check_placement(f"{name}[{key!r}]", placement)
+    return dict(layouts)
 
 
 def _check_pair(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dshard.errors import LayoutError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.ops.matmul import Schedule
 from dshard.placements import Placement
 from dshard.tables import human_bytes, text_table
+from dshard.validate import suggestion
 
 Placements = tuple[Placement, ...]
 
@@ -98,7 +100,14 @@ class Plan:
     cost: Cost | None = None
 
     def placements(self, parameter: str) -> Placements:
-        """Where a parameter lies."""
+        """Where a parameter lies.
+
+        Raises:
+            LayoutError: the plan knows no parameter of this name.
+        """
+        if parameter not in self.parameters:
+            hint = suggestion(parameter, self.parameters)
+            raise LayoutError(f"the plan has no parameter {parameter!r}: look into plan.parameters{hint}")
         return self.parameters[parameter]
 
     def rows(self) -> list[list[str]]:

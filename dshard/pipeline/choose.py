@@ -12,6 +12,7 @@ from dshard.pipeline.program import Program
 from dshard.pipeline.schedule import SCHEDULES
 from dshard.pipeline.simulate import simulate
 from dshard.pipeline.timeline import Timeline
+from dshard.validate import as_number, as_tuple, check_type
 
 DELAYS = (None, 0, 1)
 
@@ -33,6 +34,11 @@ def rank_schedules(
     costs: Costs, n_microbatches: int, edges: Sequence[Edge], delays: Iterable[int | None] = DELAYS
 ) -> tuple[Choice, ...]:
     """All schedules with each of these delays: the fastest first, of equally fast ones that of least memory."""
+    check_type(costs, Costs, "costs", "give Costs(stages, edges), as pipeline.uniform makes them", ScheduleError)
+    delays = as_tuple(delays, "delays", "give some, such as (None, 0, 1)", ScheduleError)
+    if not delays:
+        raise ScheduleError("delays: none are given; None stands for a backward pass in one")
+    edges = as_tuple(edges, "edges", "give the Edges that cross", ScheduleError)
     found = []
     for schedule in SCHEDULES:
         for delay in delays:
@@ -51,8 +57,10 @@ def choose(
     """The fastest schedule of which no rank ever holds more than `budget` bytes.
 
     Raises:
-        ScheduleError: none fits.
+        ScheduleError: none fits, or costs, delays or a budget that cannot be.
     """
+    if budget is not None:
+        as_number(budget, "budget", ScheduleError, zero=True)
     ranked = rank_schedules(costs, n_microbatches, edges, delays)
     fitting = [choice for choice in ranked if budget is None or choice.peak_bytes <= budget]
     if not fitting:

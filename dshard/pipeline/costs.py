@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from dshard.errors import ScheduleError
 from dshard.pipeline.actions import Backward, BackwardInput, BackwardWeight, Compute, Edge, Forward
+from dshard.validate import as_int, as_number, as_tuple, check_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,9 @@ class StageCost:
 
     `activation` bytes are held from the forward until the gradients of the inputs; of these `kept` are needed until
     those of the weights. `fixed` bytes are there throughout: parameters, gradients, optimiser.
+
+    Raises:
+        ScheduleError: a time or number of bytes below zero, or none.
     """
 
     forward: float = 1.0
@@ -23,6 +27,9 @@ class StageCost:
     activation: int = 0
     kept: int = 0
     fixed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
 
     def seconds(self, compute: Compute) -> float:
         """How long it computes."""
@@ -42,12 +49,25 @@ class EdgeCost:
     """One value that crosses, for one microbatch: `latency` seconds and those of its bytes, `nbytes` in its buffer.
 
     Its gradient costs as much.
+
+    Raises:
+        ScheduleError: a time or number of bytes below zero, or none.
     """
 
     edge: Edge
     seconds: float = 0.0
     nbytes: int = 0
     latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_type(self.edge, Edge, "edge", "give an Edge(value, src, dst)", ScheduleError)
+        _check_numbers(self)
+
+
+def _check_numbers(cost: StageCost | EdgeCost) -> None:
+    for field in fields(cost):
+        if field.name != "edge":
+            as_number(getattr(cost, field.name), f"{type(cost).__name__}.{field.name}", ScheduleError, zero=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +82,13 @@ class Costs:
     edges: tuple[EdgeCost, ...] = ()
 
     def __post_init__(self) -> None:
-        numbers = [n for s in self.stages for n in (s.forward, s.backward_input, s.backward_weight, s.activation)]
-        numbers += [n for s in self.stages for n in (s.kept, s.fixed)]
-        numbers += [n for e in self.edges for n in (e.seconds, e.nbytes, e.latency)]
-        if not self.stages or not all(0 <= number < float("inf") for number in numbers):
+        for name, kind in ("stages", StageCost), ("edges", EdgeCost):
+            way_out = f"give a {kind.__name__} for each, as a tuple"
+            found = as_tuple(getattr(self, name), name, way_out, ScheduleError)
+            for cost in found:
+                check_type(cost, kind, f"one of the {name}", way_out, ScheduleError)
+            object.__setattr__(self, name, found)
+        if not self.stages:
             raise ScheduleError("the costs of a pipeline are those of at least one stage, and none is negative")
         if len({cost.edge.forth() for cost in self.edges}) < len(self.edges):
             raise ScheduleError("an edge has two costs: give one for each, its gradient costs as much")
@@ -87,5 +110,9 @@ def uniform(
 
     >>> uniform(2, [Edge("x", 0, 1)], StageCost(), seconds=0.5).of(Edge("x", 1, 0)).seconds
     0.5
+
+    Raises:
+        ScheduleError: no stage, or a cost that cannot be.
     """
+    n_stages = as_int(n_stages, "n_stages", ScheduleError, least=1)
     return Costs((stage,) * n_stages, tuple(EdgeCost(edge, seconds, nbytes, latency) for edge in edges))

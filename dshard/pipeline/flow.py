@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from dshard.errors import ScheduleError
 from dshard.pipeline.actions import Edge
+from dshard.validate import as_int, as_tuple, check_type
 
 Ports = tuple[Sequence[str], Sequence[str]]
 """The names that a stage takes, and those that it gives."""
@@ -22,9 +23,13 @@ def edges_of(stages: Sequence[Ports], batch: Collection[str]) -> tuple[Edge, ...
     Raises:
         ScheduleError: a name that neither the batch nor an earlier stage gives, or that one stage names twice.
     """
+    batch = names_of(batch, "batch")
     givers: dict[str, int] = {}
     found: list[Edge] = []
-    for stage, (takes, gives) in enumerate(stages):
+    for stage, ports in enumerate(as_tuple(stages, "stages", "give the names of each", ScheduleError)):
+        if len(ports) != 2 or isinstance(ports, str):
+            raise ScheduleError(f"stage {stage}: {ports!r} is no pair: give the names that it takes, and those it gives")
+        takes, gives = (names_of(names, f"what stage {stage} {verb}") for names, verb in zip(ports, _VERBS, strict=True))
         for names, verb in (takes, "takes"), (gives, "gives"):
             if len(set(names)) < len(names):
                 raise ScheduleError(f"stage {stage} {verb} {', '.join(names)}: name each value once")
@@ -40,12 +45,31 @@ def edges_of(stages: Sequence[Ports], batch: Collection[str]) -> tuple[Edge, ...
     return tuple(sorted(found, key=lambda edge: (edge.src, edge.dst, edge.value)))
 
 
+_VERBS = ("takes", "gives")
+
+
+def names_of(names: Collection[str], what: str) -> tuple[str, ...]:
+    """Names of values; one alone is no sequence of them.
+
+    Raises:
+        ScheduleError: text, or something else than text within.
+    """
+    found = as_tuple(names, what, "give names in a tuple, such as ('x',)", ScheduleError)
+    for name in found:
+        check_type(name, str, what, "give names as text, such as ('x',)", ScheduleError)
+    return found
+
+
 def chain(n_stages: int) -> tuple[Edge, ...]:
     """One value that goes from each stage to the next.
 
     >>> chain(3)
     (Edge(value='x', src=0, dst=1), Edge(value='x', src=1, dst=2))
+
+    Raises:
+        ScheduleError: no stage.
     """
+    n_stages = as_int(n_stages, "n_stages", ScheduleError, least=1)
     return tuple(Edge("x", stage, stage + 1) for stage in range(n_stages - 1))
 
 

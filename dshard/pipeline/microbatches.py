@@ -11,6 +11,7 @@ from torch import Tensor
 from dshard.errors import MixedError, ShapeError
 from dshard.placements import chunk
 from dshard.tensor import DTensor
+from dshard.validate import check_type
 
 TARGET = "target"
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -37,8 +38,10 @@ def cut_batch(values: Mapping[str, Tensor], n_microbatches: int, reduction: Redu
     Raises:
         ShapeError: values of different numbers of samples, or a microbatch without any.
         MixedError: a DTensor.
+        ArgumentError: no tensor.
     """
     for name, x in values.items():
+        check_type(x, Tensor, f"{name} of the batch", "give a torch.Tensor with the samples along dim 0")
         if isinstance(x, DTensor):
             raise MixedError(f"{name} is a DTensor: a pipeline takes the whole batch as plain tensors, on every rank")
     sizes = {x.shape[0] if x.dim() else None for x in values.values()}

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
 from dshard.comm import group_of, runtime_of
 from dshard.errors import MeshError, ScheduleError
 from dshard.pipeline.actions import Compute
-from dshard.pipeline.choose import choose
+from dshard.pipeline.choose import DELAYS, choose
 from dshard.pipeline.costs import Costs
-from dshard.pipeline.flow import edges_of
+from dshard.pipeline.flow import edges_of, names_of
 from dshard.pipeline.microbatches import TARGET, Reduction, cut_batch
 from dshard.pipeline.program import Program
 from dshard.pipeline.run import Runner
 from dshard.pipeline.stage import Stage
 from dshard.pipeline.tied import tied_of
+from dshard.validate import as_number, as_tuple, check_callable, check_one_of, check_type
 
 AUTO = "auto"
 _MADE: Counter[tuple[int, ...]] = Counter()
@@ -61,7 +62,14 @@ class Pipeline:
         timeout: float = 300.0,
         tied: Sequence[Sequence[str]] = (),
     ) -> None:
-        self.stages, self.batch, self._reduction = tuple(stages), tuple(batch), reduction
+        way_out = "give each a Stage(module, mesh)"
+        self.stages = as_tuple(stages, "stages", way_out, ScheduleError)
+        for stage in self.stages or (None,):
+            check_type(stage, Stage, "a stage", way_out, ScheduleError)
+        self.batch, self._reduction = names_of(batch, "batch"), reduction
+        _check_options(self.batch, reduction, loss, timeout)
+        if schedule != AUTO and (costs is not None or budget is not None):
+            raise ScheduleError(f'costs and budget choose a schedule, and {schedule!r} is given: use schedule="auto"')
         self.edges = edges_of([(stage.takes, stage.gives) for stage in self.stages], self.batch)
         _check_tied(self.stages)
         self.number = _number(self.stages)
@@ -69,7 +77,11 @@ class Pipeline:
         if schedule == AUTO:
             if costs is None:
                 raise ScheduleError('schedule="auto" chooses by the costs of the stages: give costs=Costs(...)')
-            self.program = choose(costs, n_microbatches, self.edges, budget).program
+            check_type(costs, Costs, "costs", "give Costs(stages, edges), as pipeline.uniform makes them", ScheduleError)
+            if len(costs.stages) != len(self.stages):
+                raise ScheduleError(f"costs of {len(costs.stages)} stages for a pipeline of {len(self.stages)}")
+            delays = DELAYS if delay is None else (delay,)
+            self.program = choose(costs, n_microbatches, self.edges, budget, delays).program
         else:
             self.program = Program(schedule, len(self.stages), n_microbatches, self.edges, delay, overlap)
         ranks = tuple(sorted(rank for stage in self.stages for rank in stage.layout_mesh.ranks))
@@ -95,6 +107,7 @@ class Pipeline:
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
+        as_number(seconds, "timeout", ScheduleError, infinite=True)
         self._runner.channels.timeout = seconds
 
     @property
@@ -112,6 +125,8 @@ class Pipeline:
             ShapeError: a batch that cannot be cut so.
             PipelineError: a rank died or did not answer; names it and what was being done.
         """
+        if not isinstance(batch, Mapping):
+            check_type(batch, Tensor, "the batch", "give a tensor, or one for each name of the batch")
         values = dict(batch) if isinstance(batch, Mapping) else dict.fromkeys(self.batch[:1], batch)
         if set(values) != set(self.batch):
             raise ScheduleError(f"the batch has {', '.join(values)}, and the pipeline takes {', '.join(self.batch)}")
@@ -131,6 +146,15 @@ class Pipeline:
                 for tag in (0, 1):  # activations, gradients
                     group_of(tuple(sorted(pair)), runtime, tag)
         return group_of(ranks, runtime)
+
+
+def _check_options(batch: Sequence[str], reduction: object, loss: object, timeout: object) -> None:
+    if len(set(batch)) < len(batch) or TARGET in batch:
+        raise ScheduleError(f"the batch has {', '.join(batch)}: name each value once; {TARGET!r} is given to step")
+    check_one_of(reduction, get_args(Reduction), "reduction", ScheduleError)
+    if loss is not None:
+        check_callable(loss, "loss", "give a function of the outputs and the target, such as F.mse_loss")
+    as_number(timeout, "timeout", ScheduleError, infinite=True)
 
 
 def _check_tied(stages: Sequence[Stage]) -> None:

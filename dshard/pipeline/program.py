@@ -19,6 +19,7 @@ from dshard.pipeline.actions import (
     Send,
 )
 from dshard.pipeline.schedule import computes, lead_of
+from dshard.validate import as_int, as_tuple, check_type
 
 AHEAD = 2
 """For how many microbatches beyond the one that is needed a stage gives the memory: under eager-1F1B a stage is so far
@@ -50,13 +51,20 @@ class Program:
     ahead: int = AHEAD
 
     def __post_init__(self) -> None:
+        for name in ("n_stages", "n_microbatches", "delay", "ahead"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, as_int(getattr(self, name), name, ScheduleError))
+        object.__setattr__(self, "edges", as_tuple(self.edges, "edges", "give Edges in a tuple", ScheduleError))
         for what, number in ("stages", self.n_stages), ("microbatches", self.n_microbatches):
             if number < 1:
                 raise ScheduleError(f"a pipeline of {number} {what}: it needs at least one")
         lead_of(self.schedule, 0, self.n_stages, self.n_microbatches)
         if min(self.delay or 0, self.ahead) < 0:
             raise ScheduleError(f"delay {self.delay}, ahead {self.ahead}: neither can be negative")
+        if len(set(self.edges)) < len(self.edges):
+            raise ScheduleError("an edge is given twice: name each value that crosses between two stages once")
         for edge in self.edges:
+            check_type(edge, Edge, "an edge", "give an Edge(value, src, dst)", ScheduleError)
             if not 0 <= edge.src < edge.dst < self.n_stages:
                 raise ScheduleError(f"{edge} must go from a stage to a later one of {self.n_stages}")
 
@@ -77,7 +85,13 @@ class Program:
         return self.ahead if self.overlap else max(self.ahead, self.window(edge))
 
     def actions(self, stage: int) -> tuple[Action, ...]:
-        """Everything that a stage does, in order."""
+        """Everything that a stage does, in order.
+
+        Raises:
+            ScheduleError: no such stage.
+        """
+        if not 0 <= as_int(stage, "stage", ScheduleError) < self.n_stages:
+            raise ScheduleError(f"there is no stage {stage}: they are 0 to {self.n_stages - 1}")
         return _actions(self, stage)
 
     def takes(self, compute: Compute, stage: int) -> tuple[Edge, ...]:

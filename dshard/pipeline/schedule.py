@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from dshard.errors import ScheduleError
 from dshard.pipeline.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from dshard.validate import as_int, suggestion
 
 Lead: TypeAlias = Callable[[int, int, int], int]
 """Stage, number of stages, number of microbatches -> forwards before the first backward."""
@@ -60,10 +61,13 @@ def lead_of(schedule: str, stage: int, n_stages: int, n_microbatches: int) -> in
     """How many forwards a stage runs before its first backward.
 
     Raises:
-        ScheduleError: no such schedule.
+        ScheduleError: no such schedule, or no such stage.
     """
-    if schedule not in SCHEDULES:
-        raise ScheduleError(f"there is no schedule {schedule!r}: use one of {', '.join(SCHEDULES)}")
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
+        known = f"use one of {', '.join(SCHEDULES)}{suggestion(schedule, SCHEDULES)}"
+        raise ScheduleError(f"there is no schedule {schedule!r}: {known}")
+    if not 0 <= stage < n_stages:
+        raise ScheduleError(f"there is no stage {stage}: they are 0 to {n_stages - 1}")
     return SCHEDULES[schedule](stage, n_stages, n_microbatches)
 
 
@@ -77,7 +81,16 @@ def computes(lead: int, n_microbatches: int, delay: int | None = None) -> Iterat
     'F0 F1 B0 F2 B1 F3 B2 B3'
     >>> " ".join(map(str, computes(2, 4, delay=1)))
     'F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3'
+
+    Raises:
+        ScheduleError: no microbatch, a lead that is not among them, or a negative delay.
     """
+    least = {"n_microbatches": 1, "lead": 1, "delay": 0}
+    for name, number in {"n_microbatches": n_microbatches, "lead": lead, "delay": delay}.items():
+        if number is not None:
+            as_int(number, name, ScheduleError, least=least[name])
+    if lead > n_microbatches:
+        raise ScheduleError(f"a lead of {lead} forwards is more than the {n_microbatches} microbatches")
     yield from map(Forward, range(lead))
     for microbatch in range(n_microbatches):
         yield from _backward(microbatch, delay)

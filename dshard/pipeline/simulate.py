@@ -27,6 +27,7 @@ from dshard.pipeline.actions import (
 from dshard.pipeline.costs import Costs
 from dshard.pipeline.program import Program
 from dshard.pipeline.timeline import Crossing, Span, Timeline
+from dshard.validate import as_tuple, check_type
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:
@@ -40,6 +41,8 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     Raises:
         ScheduleError: costs for another number of stages.
     """
+    check_type(program, Program, "program", "give a Program(schedule, n_stages, n_microbatches, edges)", ScheduleError)
+    check_type(costs, Costs, "costs", "give Costs(stages, edges), as pipeline.uniform makes them", ScheduleError)
     if len(costs.stages) != program.n_stages:
         raise ScheduleError(f"costs of {len(costs.stages)} stages for a pipeline of {program.n_stages}")
     actions = [program.actions(stage) for stage in range(program.n_stages)]
@@ -50,8 +53,14 @@ def play(actions: Sequence[Sequence[Action]], costs: Costs, *, overlap: bool = T
     """When everything happens where each stage does these actions, in order.
 
     Raises:
-        ScheduleError: stages that wait for each other forever; names what each waits for.
+        ScheduleError: stages that wait for each other forever; names what each waits for. What is no action.
     """
+    check_type(costs, Costs, "costs", "give Costs(stages, edges), as pipeline.uniform makes them", ScheduleError)
+    if len(actions) != len(costs.stages):
+        raise ScheduleError(f"actions of {len(actions)} stages, and costs of {len(costs.stages)}: give both of each stage")
+    for stage in actions:
+        for action in as_tuple(stage, "the actions of a stage", "give them in order", ScheduleError):
+            check_type(action, Action, "an action", "give Forward(0), Backward(0), Send(...), ...", ScheduleError)
     state = _State(costs, overlap, [[*stage] for stage in actions])
     while any(state.advance(stage) for stage in range(len(actions))):
         pass

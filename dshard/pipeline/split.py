@@ -11,6 +11,8 @@ from torch import Tensor, fx, nn
 
 from dshard.comm import split_graph
 from dshard.errors import ScheduleError
+from dshard.pipeline.flow import names_of
+from dshard.validate import as_tuple, check_type, shown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,12 +31,26 @@ def split(module: nn.Module, example: Sequence[Tensor], at: Sequence[str]) -> tu
     the next or another, the part that computes it gives. Values of the batch have the names of the forward's arguments.
 
     Raises:
-        ScheduleError: no such submodule, or a parameter in several parts.
+        ScheduleError: no such submodule, or a parameter in several parts; an example that the module does not take.
     """
+    check_type(module, nn.Module, "split", "give an nn.Module", ScheduleError)
+    example = as_tuple(example, "example", "give the arguments of one call in a tuple", ScheduleError)
+    if isinstance(example, Tensor) or not all(isinstance(x, Tensor) for x in example):
+        raise ScheduleError(f"example: {shown(example)}: give the tensors of one microbatch in a tuple, such as (x,)")
+    at = names_of(at, "at")
+    if len(set(at)) < len(at) or "" in at:
+        raise ScheduleError(f"at: {at}: name submodules by path, each once; the first part begins by itself")
     for name in at:
         if name not in dict(module.named_modules()):
             raise ScheduleError(f"the module has no submodule {name!r} to begin a stage at")
-    graph_module = split_graph(module, example, at)
+    try:
+        graph_module = split_graph(module, example, at)
+    except RuntimeError as error:
+        cause = error.__cause__ or error
+        raise ScheduleError(
+            f"the module cannot be traced with the example {shown([tuple(x.shape) for x in example])}: "
+            f"{type(cause).__name__}: {cause}"
+        ) from error
     calls = [node for node in graph_module.graph.nodes if node.op == "call_module"]
     names = {call: _given(graph_module, call) for call in calls}
     parts = []

@@ -9,11 +9,13 @@ from typing import Any
 from torch import nn
 
 from dshard.comm import DeviceMesh
-from dshard.errors import MixedError, ScheduleError
-from dshard.layout import Layout, layout_of, replicated
+from dshard.errors import LayoutError, MeshError, MixedError, ScheduleError
+from dshard.layout import Layout, layout_of, placements_on, replicated
 from dshard.mesh import Mesh
-from dshard.placements import Placement
+from dshard.pipeline.flow import names_of
+from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor, as_mesh
+from dshard.validate import check_callable, check_one_of, check_type
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +26,11 @@ class Stage:
     tensor, or as many as there are names, in their order. Its parameters are DTensors on `mesh`, laid out in any way.
     Ranks outside the mesh pass None, or a module that they do not use. `placements` say how what it takes comes to lie
     on the mesh, by name, "target" being what the loss is compared with; what is not named is replicated.
+
+    Raises:
+        ScheduleError: names that are no sequence, or placements of what the stage does not take.
+        LayoutError: what are no placements on the mesh.
+        MeshError: no mesh.
     """
 
     module: nn.Module | Callable[..., Any] | None
@@ -31,6 +38,30 @@ class Stage:
     takes: Sequence[str] = ("x",)
     gives: Sequence[str] = ("x",)
     placements: Mapping[str, Sequence[Placement]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.module is not None:
+            check_callable(self.module, "the module of a stage", "give an nn.Module, or None on ranks outside")
+        way_out = "give a DeviceMesh from init_device_mesh"
+        check_type(self.mesh, DeviceMesh | Mesh, "the mesh of a stage", way_out, MeshError)
+        for name in ("takes", "gives"):
+            object.__setattr__(self, name, names_of(getattr(self, name), f"what a stage {name}"))
+        if not self.gives:
+            raise ScheduleError("a stage gives nothing: name what its module returns, such as gives=('x',)")
+        way_out = "give a sequence of placements for each name, as in {'x': [Shard(0)]}"
+        check_type(self.placements, Mapping, "placements", way_out, ScheduleError)
+        known = (*self.takes, "target")
+        for name, placements in self.placements.items():
+            check_one_of(name, known, "placements of what a stage takes", ScheduleError)
+            if any(isinstance(placement, Partial) for placement in self._placements(placements)):
+                raise LayoutError(f"placements of {name!r}: what crosses is whole; use Shard or Replicate")
+
+    def _placements(self, given: Sequence[Placement]) -> tuple[Placement, ...]:
+        """The placements, one for each axis of the mesh, which has no processes here, perhaps."""
+        mesh = self.mesh if isinstance(self.mesh, Mesh) else Mesh(tuple(self.mesh.shape))
+        found = placements_on(mesh, given)
+        Layout(mesh, tuple(Replicate() if isinstance(p, Shard) else p for p in found))
+        return found
 
     @property
     def layout_mesh(self) -> Mesh:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 from dshard.errors import NotationError
 from dshard.placements.types import REDUCE_OPS, Partial, Placement, Replicate, Shard
+from dshard.validate import check_type
 
 _SHARD = re.compile(r"S\((-?\d+)\)")
 _PARTIAL = re.compile(r"P(?:\((\w+)\))?")
+_LEGAL = f"R, S(dim) or P(op) with op one of {', '.join(REDUCE_OPS)}"
 
 
 def parse_placement(text: str) -> Placement:
@@ -21,6 +23,7 @@ def parse_placement(text: str) -> Placement:
     Raises:
         NotationError: the text is none of these.
     """
+    check_type(text, str, "a placement", f"write {_LEGAL}", NotationError)
     text = text.strip()
     if text == "R":
         return Replicate()
@@ -29,7 +32,7 @@ def parse_placement(text: str) -> Placement:
     found = _PARTIAL.fullmatch(text)
     if found and (found[1] or "sum") in REDUCE_OPS:
         return Partial(found[1] or "sum")  # type: ignore[arg-type]  # membership was just checked
-    raise NotationError(f"{text!r} is no placement: write R, S(dim) or P(op) with op one of {', '.join(REDUCE_OPS)}")
+    raise NotationError(f"{text!r} is no placement: write {_LEGAL}")
 
 
 def format_placements(placements: Sequence[Placement], names: Sequence[str] | None = None) -> str:
@@ -54,6 +57,7 @@ def parse_placements(text: str, names: Sequence[str] | None = None) -> tuple[Pla
     Raises:
         NotationError: a word that is no placement, or axis names that are not `names`.
     """
+    check_type(text, str, "placements", "write one for each mesh axis, as in 'dp:S(0) tp:R'", NotationError)
     words = text.split()
     if names is None:
         return tuple(map(parse_placement, words))

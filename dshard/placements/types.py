@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, get_args
 from typing_extensions import assert_never
 
 from dshard.errors import LayoutError
+from dshard.validate import as_int, suggestion
 
 ReduceOp: TypeAlias = Literal["sum", "avg", "product", "max", "min"]
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
@@ -24,8 +25,13 @@ class Shard:
     dim: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise LayoutError(f"Shard({self.dim!r}): the tensor dim must be an int, such as Shard(0)")
+        if type(self.dim) is int:
+            return
+        try:
+            dim = as_int(self.dim, "dim", LayoutError)
+        except LayoutError:
+            raise LayoutError(f"Shard({self.dim!r}): the tensor dim must be an int, such as Shard(0)") from None
+        object.__setattr__(self, "dim", dim)
 
     def __str__(self) -> str:
         return f"S({self.dim})"
@@ -58,7 +64,10 @@ class Partial:
 
     def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:
-            raise LayoutError(f"Partial({self.reduce_op!r}): the reduction must be one of {', '.join(REDUCE_OPS)}")
+            meant = "; did you mean 'avg'?" if self.reduce_op == "mean" else suggestion(self.reduce_op, REDUCE_OPS)
+            raise LayoutError(
+                f"Partial({self.reduce_op!r}): the reduction must be one of {', '.join(REDUCE_OPS)}{meant}"
+            )
 
     def __str__(self) -> str:
         return f"P({self.reduce_op})"

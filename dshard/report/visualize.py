@@ -19,6 +19,7 @@ from dshard.errors import ShapeError
 from dshard.layout import Layout, Region, Shape
 from dshard.tables import text_table
 from dshard.tensor import DTensor
+from dshard.validate import as_shape, check_type
 
 COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#cc79a7", "#999999", "#8da0cb")
 """Eight that stay apart for the colour-blind (Okabe and Ito); ranks take them in turn."""
@@ -138,9 +139,11 @@ def visualize(x: DTensor | Layout, shape: Sequence[int] | None = None) -> Pictur
             raise ShapeError(f"the tensor has a shape, {tuple(x.shape)}: leave out {tuple(shape)}, or give its layout")
         layout, shape = x.layout, tuple(x.shape)
     elif shape is None:
+        check_type(x, Layout, "visualize", "give a DTensor, or a dshard.Layout and a shape")
         raise ShapeError(f"the layout [{x}] is of tensors of any shape: give one, as in visualize(layout, (8, 8))")
     else:
-        layout, shape = x, tuple(shape)
+        check_type(x, Layout, "visualize", "give a DTensor, or a dshard.Layout and a shape")
+        layout, shape = x, as_shape(shape, "shape", ShapeError)
     layout.check(shape)
     held, idle = parts_of(layout, shape)
     tiles = [Tile(region[:-2], region[-2], region[-1], tuple(ranks)) for region, ranks in held.items()]

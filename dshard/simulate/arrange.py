@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isqrt
 
 from dshard.errors import MeshError
+from dshard.validate import as_int
 
 
 def bunched(rows: int, columns: int, per_host: int) -> tuple[int, ...]:
@@ -19,6 +20,8 @@ def bunched(rows: int, columns: int, per_host: int) -> tuple[int, ...]:
     Raises:
         MeshError: hosts of this size do not tile the mesh.
     """
+    for name, number in ("rows", rows), ("columns", columns), ("per_host", per_host):
+        as_int(number, name, MeshError, least=1)
     high = next((h for h in range(isqrt(per_host), 0, -1) if _tiles(rows, columns, h, per_host)), None)
     if high is None:
         raise MeshError(

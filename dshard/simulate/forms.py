@@ -16,6 +16,7 @@ from math import isqrt
 from dshard.errors import StrategyError
 from dshard.parallel.strategies import STRATEGIES, Axis
 from dshard.placements import Placement, Replicate, Shard
+from dshard.validate import as_int, suggestion
 
 Placements = tuple[Placement, ...]
 
@@ -42,7 +43,8 @@ class Form:
     def __post_init__(self) -> None:
         places = (self.residual, self.inner, self.first, self.second)
         for part in (*places, self.first_loops, self.second_loops, self.gathered):
-            assert len(part) == len(self.roles), self.name
+            if len(part) != len(self.roles):
+                raise StrategyError(f"the form {self.name!r} has {len(self.roles)} mesh axes: {part!r} says other")
 
     def shapes(self, ranks: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of its mesh for so many ranks: all factorisations, or those that the form is defined for.
@@ -50,6 +52,7 @@ class Form:
         >>> FORMS["optimus"].shapes(4), FORMS["tesseract"].shapes(8), FORMS["megatron"].shapes(4)
         (((2, 2),), ((2, 2, 2),), ((4,),))
         """
+        as_int(ranks, "ranks", StrategyError, least=1)
         if not self.roles:
             return ((),) if ranks == 1 else ()
         if len(self.roles) == 1:
@@ -115,7 +118,8 @@ def form_of(name: str) -> Form:
     Raises:
         StrategyError: there is none.
     """
-    found = FORMS.get(name)
+    found = FORMS.get(name) if isinstance(name, str) else None
     if found is None:
-        raise StrategyError(f"there is no form of tensor parallelism {name!r}: use {', '.join(FORMS)}")
+        known = f"use {', '.join(FORMS)}{suggestion(name, FORMS)}"
+        raise StrategyError(f"there is no form of tensor parallelism {name!r}: {known}")
     return found

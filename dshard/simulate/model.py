@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dshard.errors import ShapeError
+from dshard.validate import as_int, check_one_of, check_type
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "layers": ("layers", "num_hidden_layers", "n_layer", "num_layers"),
@@ -82,12 +83,15 @@ class Model:
     biases: bool | None = None
 
     def __post_init__(self) -> None:
-        sizes = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "sequence": self.sequence}
-        optional = {"kv_heads": self.kv_heads, "ffn": self.ffn, "head_size": self.head_size}
-        sizes |= {name: size for name, size in optional.items() if size is not None}
-        for name, size in sizes.items():
-            if size < 1:
+        for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "kv_heads", "ffn", "head_size"):
+            size = getattr(self, name)
+            if size is None and name in ("kv_heads", "ffn", "head_size"):
+                continue
+            least = 0 if name == "vocabulary" else 1
+            number = as_int(size, f"the model's {name}", ShapeError)
+            if number < least:
                 raise ShapeError(f"a model of {size} {name}: all sizes must be above zero")
+            object.__setattr__(self, name, number)
         if self.head_size is None and self.hidden % self.heads:
             raise ShapeError(f"{self.heads} heads do not divide the hidden size {self.hidden}: give head_size")
         if self.heads % (self.kv_heads or self.heads):
@@ -152,6 +156,9 @@ class Model:
         Raises:
             ShapeError: no JSON object, a size that is missing or no integer.
         """
+        check_type(text, str, "the model", "give its JSON as text; Model.load reads a file", ShapeError)
+        for name in changes:
+            check_one_of(name, _KEYS, "a size of the model", ShapeError)
         try:
             found = json.loads(text)
         except json.JSONDecodeError as error:
@@ -176,8 +183,9 @@ class Model:
         """
         try:
             return cls.from_json(Path(path).read_text(), **changes)
-        except OSError as error:
-            raise ShapeError(f"the model {path} cannot be read: {error.strerror}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise ShapeError(f"the model {path} cannot be read: {why}") from None
 
 
 def _integer(found: Mapping[str, object], name: str, keys: tuple[str, ...]) -> int | None:

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dshard.cost import work_seconds
-from dshard.errors import StrategyError
+from dshard.errors import ShapeError, StrategyError
 from dshard.simulate.block import Costs
-from dshard.simulate.forms import FORMS, Form
+from dshard.simulate.forms import FORMS, Form, form_of
 from dshard.simulate.memory import memory_of
 from dshard.simulate.model import Model
 from dshard.simulate.setup import Setup, Sharded
-from dshard.simulate.step import Step, simulate_step
+from dshard.simulate.step import Step, dtype_name, simulate_step
 from dshard.topology import Topology
+from dshard.topology.model import check_topology
+from dshard.validate import as_int, as_number, as_tuple, check_callable, check_type
 
 Tell = Callable[[int, int], None]
 """Called with how many setups are simulated, and of how many."""
@@ -68,8 +70,20 @@ def search(
     Raises:
         StrategyError: no setup fits; the message says what came nearest.
         TopologyError: the topology has fewer ranks.
+        ShapeError: a number or size that cannot be.
     """
-    chosen = [FORMS[name] for name in (FORMS if forms is None else forms)]
+    check_type(model, Model, "model", "give a dshard.simulate.Model", ShapeError)
+    check_topology(topology)
+    dtype = dtype_name(dtype, topology)
+    counts = {"devices": devices, "batch": batch, "itemsize": itemsize, "keep": keep, "most_tensor": most_tensor}
+    devices, batch, itemsize, keep, most_tensor = (as_int(n, name, ShapeError, least=1) for name, n in counts.items())
+    if memory is not None:
+        as_number(memory, "memory", ShapeError)
+    if tell is not None:
+        check_callable(tell, "tell", "give a function of two numbers")
+    chosen = list(FORMS.values())
+    if forms is not None:
+        chosen = [form_of(name) for name in as_tuple(forms, "forms", "give names of forms in a list", StrategyError)]
     found = [s for s in setups(model, devices, batch, chosen, most_tensor) if not (runnable and s.beyond)]
     if not found:
         raise StrategyError(

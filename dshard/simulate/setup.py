@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from dshard.caches import remembered
 from dshard.errors import ShapeError, StrategyError
@@ -13,6 +13,7 @@ from dshard.mesh import Mesh
 from dshard.placements import Placement, Replicate, Shard
 from dshard.simulate.forms import Form, Placements
 from dshard.simulate.model import Model
+from dshard.validate import as_int, as_tuple, check_one_of, check_type
 
 Sharded: TypeAlias = Literal["none", "optimizer", "all"]
 """What the ranks of data parallelism share out: nothing, the optimiser's state, or weights and gradients as well."""
@@ -35,6 +36,9 @@ class Setup:
         sharded: What the replicas share out.
         recompute: Whether each block keeps its input alone and runs again for its backward pass.
         ranks: Which rank has each place of the mesh, in order; 0, 1, 2, ... unless given.
+
+    Raises:
+        StrategyError: no form, a size or number below one, or no such way to share.
     """
 
     form: Form
@@ -45,6 +49,18 @@ class Setup:
     sharded: Sharded = "none"
     recompute: bool = False
     ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_type(self.form, Form, "form", "give one of form_of(name)", StrategyError)
+        sizes = as_tuple(self.tensor, "tensor", "give the sizes of the form's mesh axes, such as (2, 4)", StrategyError)
+        counts = tuple(as_int(size, "tensor: a size", StrategyError, least=1) for size in sizes)
+        object.__setattr__(self, "tensor", counts)
+        for name in ("data", "stages", "microbatches"):
+            object.__setattr__(self, name, as_int(getattr(self, name), name, StrategyError, least=1))
+        check_one_of(self.sharded, get_args(Sharded), "sharded", StrategyError)
+        object.__setattr__(self, "ranks", tuple(self.ranks))
+        if self.ranks and len(self.ranks) != self.devices:
+            raise StrategyError(f"{len(self.ranks)} ranks for {self.devices} devices: give one for each, or none")
 
     @property
     def mesh(self) -> Mesh:
@@ -92,6 +108,8 @@ class Setup:
             StrategyError: sizes that are not the form's, or heads fewer than the ranks that share them.
             ShapeError: a batch or layers that do not divide into microbatches, replicas or stages.
         """
+        check_type(model, Model, "model", "give a dshard.simulate.Model", ShapeError)
+        as_int(batch, "batch", ShapeError, least=1)
         if len(self.tensor) != len(self.form.roles):
             raise StrategyError(
                 f"{self.form.name!r} has {len(self.form.roles)} mesh axes ({', '.join(self.form.roles)}), "

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dshard.cost import collective_seconds, work_seconds
+from dshard.errors import ShapeError, StrategyError
+from dshard.explain import parse_dtype
 from dshard.simulate.block import Costs, Product, block_events, products
 from dshard.simulate.forms import Placements
 from dshard.simulate.memory import Memory, memory_of
@@ -14,6 +16,8 @@ from dshard.simulate.setup import STAGES, Setup
 from dshard.simulate.timeline import Event, Phase, Slot, makespan, placed
 from dshard.simulate.vectors import vectors
 from dshard.topology import Topology
+from dshard.topology.model import check_topology
+from dshard.validate import as_int, check_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,7 @@ def simulate_step(
         ShapeError: batch, layers or heads that do not divide.
         TopologyError: the topology has fewer ranks.
     """
+    dtype, itemsize = _checked(setup, topology, dtype, itemsize)
     setup.check(model, batch)
     costs = Costs(model, setup, topology, dtype, itemsize, exact)
     sequences = batch // setup.microbatches
@@ -112,10 +117,32 @@ def timeline(
     Raises:
         StrategyError, ShapeError, TopologyError: as `simulate_step`.
     """
+    dtype, itemsize = _checked(setup, topology, dtype, itemsize)
     setup.check(model, batch)
     parts = parts_of(Costs(model, setup, topology, dtype, itemsize), batch // setup.microbatches)
     events = _turn(parts, model.layers // setup.stages, setup, parts.sums)
     return placed([*events, _BARRIER, parts.update], overlap=overlap)
+
+
+def _checked(setup: Setup, topology: Topology, dtype: str, itemsize: int) -> tuple[str, int]:
+    """The dtype by name, and the bytes of an element.
+
+    Raises:
+        StrategyError, TopologyError, NotationError, ShapeError: what is no setup, topology, dtype or size.
+    """
+    check_type(setup, Setup, "setup", "give a dshard.simulate.Setup, as in Setup(form_of('megatron'), (2,))", StrategyError)
+    check_topology(topology)
+    return dtype_name(dtype, topology), as_int(itemsize, "itemsize", ShapeError, least=1)
+
+
+def dtype_name(dtype: object, topology: Topology) -> str:
+    """The name of a dtype, of torch's or of those that the topology has a rate of.
+
+    Raises:
+        NotationError: there is no such dtype.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return name if name in dict(topology.device.flops) else str(parse_dtype(name)).removeprefix("torch.")
 
 
 def parts_of(costs: Costs, sequences: int) -> Parts:

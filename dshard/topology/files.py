@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 from dshard.errors import DShardError, TopologyError
 from dshard.mesh import Mesh
 from dshard.topology.values import Device, Layer, Measured
+from dshard.validate import check_type
 
 SCHEMA = 1
 """The version of the format that this code writes, and the only one it reads."""
@@ -83,6 +84,7 @@ def loads(text: str) -> Fields:
     Raises:
         TopologyError: it describes none, with the path of the field that is wrong.
     """
+    check_type(text, str, "a topology", "give its JSON as text; Topology.load reads a file", TopologyError)
     try:
         value = json.loads(text, object_pairs_hook=_once)
     except TopologyError:

@@ -13,9 +13,10 @@ from dshard.caches import remembered
 from dshard.errors import TopologyError
 from dshard.mesh import Mesh
 from dshard.topology import files
-from dshard.topology.presets import CPU, Backend, parts_of, torus_layers
+from dshard.topology.presets import CPU, PRESETS, Backend, parts_of, torus_layers
 from dshard.topology.sharing import groups_of, measured_link, shared_link
 from dshard.topology.values import COLLECTIVES, Collective, Device, Layer, Link, Measured, check_name
+from dshard.validate import as_int, as_tuple, check_type, suggestion, shown
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Topology:
 
     def __post_init__(self) -> None:
         _set = object.__setattr__
-        _set(self, "layers", tuple(self.layers))
-        _set(self, "measured", tuple(self.measured))
+        for name in ("layers", "measured"):
+            _set(self, name, as_tuple(getattr(self, name), name, "give them as a tuple", TopologyError))
         _check(self)
         parts = (self.name, self.layers, self.device, self.backend, self.measured, self.source)
         _set(self, "_hash", hash(parts))
@@ -100,10 +101,15 @@ class Topology:
             TopologyError: the mesh has ranks that this topology has not.
             MeshError: the mesh has no such axis.
         """
-        return _link(self, mesh, tuple(axes), collective)
+        try:
+            return _link(self, mesh, tuple(axes), collective)
+        except TypeError:  # of what is no sequence, or has no hash
+            as_tuple(axes, "axes", f"give names of axes of the mesh ({mesh}), such as ['tp']", TopologyError)
+            raise
 
     def flops(self, dtype: str = "") -> float:
         """Floating-point operations per second of one rank, for the dtype of this name or by default."""
+        dtype = str(dtype).removeprefix("torch.")
         rates = self.device.flops
         known = (rate for name, rate in rates if dtype == name or dtype.startswith(f"{name}_")) if dtype else iter(())
         return next(known, rates[0][1])
@@ -114,6 +120,7 @@ class Topology:
         Raises:
             TopologyError: the sizes differ.
         """
+        world_size = as_int(world_size, "world_size", TopologyError, least=1)
         if self.size not in (None, world_size):
             raise TopologyError(
                 f"the topology {self.name!r} is one of {self._ranks_text()}, but the world has {world_size}: "
@@ -126,7 +133,8 @@ class Topology:
 
     def with_measured(self, measured: Iterable[Measured]) -> Topology:
         """The same topology with these figures beside those it has; of two for the same, the later counts."""
-        return replace(self, measured=(*self.measured, *measured))
+        added = as_tuple(measured, "measured", "give a sequence of dshard.topology.Measured", TopologyError)
+        return replace(self, measured=(*self.measured, *added))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the topology to a JSON file that `load` reads."""
@@ -217,6 +225,7 @@ class Topology:
         backend: Backend = "gloo",
     ) -> Topology:
         """Ranks in a torus of this shape, with one link of `bandwidth` to the next rank along each dim."""
+        shape = as_tuple(shape, "shape", "give the ranks along each dim, such as (4, 4)", TopologyError)
         name = f"torus {'x'.join(map(str, shape))}"
         return cls(name, torus_layers(shape, bandwidth, latency), device, backend)
 
@@ -237,10 +246,35 @@ MEASURERS: list[Callable[..., Topology]] = []
 """Who measures. A topology is a value and runs nothing: what runs collectives is entered here by the package."""
 
 
+def check_topology(topology: object) -> None:
+    """Refuse what is no topology: of a preset's name it is not known how many nodes there are.
+
+    Raises:
+        TopologyError: with the way out.
+    """
+    if isinstance(topology, Topology):
+        return
+    if isinstance(topology, str) and topology in PRESETS:
+        raise TopologyError(
+            f"{topology!r} is the name of a preset, of any number of nodes, and no Topology: give "
+            f"Topology.preset({topology!r}, nodes=1), or of as many nodes as there are"
+        )
+    raise TopologyError(
+        f"{shown(topology)} is no Topology: give one of Topology.preset(name, nodes), Topology.load(path) or "
+        f"Topology.flat(bandwidth, latency){suggestion(topology, PRESETS)}"
+    )
+
+
 def _check(topology: Topology) -> None:
     check_name("name", topology.name)
+    if not isinstance(topology.source, str):
+        raise TopologyError(f"source: {shown(topology.source)} is no text")
     if not topology.layers:
         raise TopologyError("layers: a topology needs at least one")
+    for field, values, kind in ("layers", topology.layers, Layer), ("measured", topology.measured, Measured):
+        for i, value in enumerate(values):
+            check_type(value, kind, f"{field}[{i}]", f"give a dshard.topology.{kind.__name__}", TopologyError)
+    check_type(topology.device, Device, "device", "give a dshard.topology.Device", TopologyError)
     for i, layer in enumerate(topology.layers[1:], 1):
         if layer.ranks is None:
             raise TopologyError(f"layers[{i}].ranks: only the outermost layer may have any number of units")
@@ -260,6 +294,7 @@ def _check_ranks(topology: Topology, mesh: Mesh, where: str = "") -> None:
 
 @remembered("links", 8192)
 def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Collective | None) -> Link:
+    check_type(mesh, Mesh, "the mesh of a link", "give a dshard.Mesh", TopologyError)
     if collective is not None and collective not in COLLECTIVES:
         raise TopologyError(f"collective: {collective!r} is none; use {', '.join(COLLECTIVES)}, or None for any")
     _check_ranks(topology, mesh)

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from dshard.errors import TopologyError
 from dshard.topology.values import Device, Layer, Matrix, check_count
+from dshard.validate import suggestion
 
 Backend: TypeAlias = Literal["gloo", "nccl", "xla"]
 
@@ -201,8 +202,8 @@ def parts_of(name: str, nodes: int, ranks: int | None) -> Parts:
     Raises:
         TopologyError: there is no such preset, or not with so many nodes or ranks.
     """
-    if name not in PRESETS:
-        raise TopologyError(f"no preset is called {name!r}; there are {', '.join(PRESETS)}")
+    if not isinstance(name, str) or name not in PRESETS:
+        raise TopologyError(f"no preset is called {name!r}; there are {', '.join(PRESETS)}{suggestion(name, PRESETS)}")
     check_count("nodes", nodes)
     if ranks is not None:
         check_count("ranks", ranks)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal, TypeAlias, get_args
 
 from dshard.errors import TopologyError
 from dshard.mesh import Mesh
+from dshard.validate import as_tuple, check_type
 
 Collective: TypeAlias = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "broadcast", "permute"
@@ -40,6 +42,7 @@ class Link:
         check_number("latency", self.latency, zero=True)
         check_number("bandwidth", self.bandwidth, infinite=True)
         if self.points:
+            object.__setattr__(self, "points", pairs_of(self.points))
             check_points(self.points)
 
     def seconds(self, nbytes: float) -> float:
@@ -106,7 +109,9 @@ class Layer:
         if self.rank_bandwidth is not None:
             check_number("rank_bandwidth", self.rank_bandwidth)
         if isinstance(self.pair_bandwidth, tuple | list):
-            object.__setattr__(self, "pair_bandwidth", tuple(map(tuple, self.pair_bandwidth)))
+            way_out = "give one number for all pairs, or a row of them for each unit"
+            rows = (as_tuple(row, "pair_bandwidth", way_out, TopologyError) for row in self.pair_bandwidth)
+            object.__setattr__(self, "pair_bandwidth", tuple(rows))
             _check_matrix(self.pair_bandwidth, self.ranks)
         elif self.pair_bandwidth is not None:
             check_number("pair_bandwidth", self.pair_bandwidth)
@@ -138,7 +143,7 @@ class Device:
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
-        object.__setattr__(self, "flops", tuple((dtype, rate) for dtype, rate in self.flops))
+        object.__setattr__(self, "flops", _rates(self.flops))
         if not self.flops or len(dict(self.flops)) != len(self.flops):
             raise TopologyError(f"flops: give the rate of at least one dtype, each once, got {self.flops}")
         for dtype, rate in self.flops:
@@ -184,9 +189,11 @@ class Measured:
     points: Points = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "axes", tuple(self.axes))
-        object.__setattr__(self, "points", tuple(map(tuple, self.points)))
-        object.__setattr__(self, "sizes", tuple(self.sizes))
+        way_out = "give the names of mesh axes, such as ('tp',)"
+        object.__setattr__(self, "axes", as_tuple(self.axes, "axes", way_out, TopologyError))
+        check_type(self.mesh, Mesh, "mesh", "give the dshard.Mesh whose groups were measured", TopologyError)
+        object.__setattr__(self, "points", pairs_of(self.points))
+        object.__setattr__(self, "sizes", as_tuple(self.sizes, "sizes", "give them as a tuple", TopologyError))
         if self.collective is not None and self.collective not in COLLECTIVES:
             raise TopologyError(f"collective: {self.collective!r} is none; use {', '.join(COLLECTIVES)} or None")
         unknown = [axis for axis in self.axes if axis not in self.mesh.names]
@@ -227,6 +234,30 @@ def check_count(field: str, value: object) -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise TopologyError(f"{field}: {value!r} is not a whole number above 0")
+
+
+def pairs_of(points: object) -> Points:
+    """Points as pairs, which `check_points` looks into.
+
+    Raises:
+        TopologyError: no sequence of sequences.
+    """
+    way_out = "give pairs of bytes and seconds"
+    return tuple(
+        as_tuple(point, "points", way_out, TopologyError)  # type: ignore[misc]  # check_points refuses other lengths
+        for point in as_tuple(points, "points", way_out, TopologyError)
+    )
+
+
+def _rates(flops: object) -> tuple[tuple[str, float], ...]:
+    """Rates by the names of dtypes, from pairs or a mapping."""
+    way_out = "give pairs of a dtype's name and a rate, such as (('float32', 1e13),)"
+    found = []
+    for pair in flops.items() if isinstance(flops, Mapping) else as_tuple(flops, "flops", way_out, TopologyError):
+        if isinstance(pair, str) or len(as_tuple(pair, "flops", way_out, TopologyError)) != 2:
+            raise TopologyError(f"flops: {pair!r} is no pair: {way_out}")
+        found.append((pair[0], pair[1]))
+    return tuple(found)
 
 
 def check_points(points: object) -> None:

@@ -113,10 +113,9 @@ def use_strategy(
         StrategyError: there is no strategy of this name, or no such stream.
     """
     outside_graphs("use_strategy")
-    if isinstance(matmul, str):
-        named(matmul)
-    if saved not in ("auto", "moved", "stored"):
-        raise StrategyError(f"saved={saved!r}: use 'auto', 'moved' or 'stored'")
+    if matmul is not None:
+        check_strategy(matmul)
+    check_saved(saved)
     before = _Current.asked
     strategy, stream = before.strategy if matmul is None else matmul, stream_of(panels, buffer_bytes)
     asked = replace(before, strategy=strategy, saved=saved, stream=before.stream if stream is None else stream)
@@ -125,6 +124,26 @@ def use_strategy(
         yield
     finally:
         _Current.asked = before
+
+
+def check_strategy(strategy: object) -> None:
+    """Refuse what is neither the name of a strategy nor a schedule.
+
+    Raises:
+        StrategyError: with the names there are.
+    """
+    if not isinstance(strategy, Schedule):
+        named(strategy)  # type: ignore[arg-type]  # it refuses what is no name
+
+
+def check_saved(saved: object) -> None:
+    """Refuse another choice than those of `Saved`.
+
+    Raises:
+        StrategyError: with the choices.
+    """
+    if saved not in ("auto", "moved", "stored"):
+        raise StrategyError(f"saved={saved!r}: use 'auto', 'moved' or 'stored'")
 
 
 def stream_of(panels: int | Literal["auto"] | Stream | None, limit: int | None = None) -> Stream | Auto | None:

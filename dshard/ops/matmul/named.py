@@ -13,6 +13,7 @@ from dshard.ops.expand import Allowed, Row
 from dshard.ops.matmul.schedule import Loop, Schedule, Stored
 from dshard.ops.matmul.stream import Stream
 from dshard.ops.rule import Rule
+from dshard.validate import suggestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,10 @@ def named(name: str) -> Named:
     Raises:
         StrategyError: there is none.
     """
-    found = STRATEGIES.get(name)
+    found = STRATEGIES.get(name) if isinstance(name, str) else None
     if found is None:
-        raise StrategyError(f"there is no strategy {name!r}: use {', '.join(STRATEGIES)}")
+        known = f"use {', '.join(STRATEGIES)}" if isinstance(name, str) else "give a name, or a dshard.Schedule"
+        raise StrategyError(f"there is no strategy {name!r}: {known}{suggestion(name, STRATEGIES)}")
     return found
 
 

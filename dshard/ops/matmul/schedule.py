@@ -18,6 +18,7 @@ from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.ops.matmul.stream import Stream
 from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.validate import as_tuple
 
 Loop: TypeAlias = Literal["m", "n", "k"]
 Stored: TypeAlias = Literal["R", "P", "m", "n", "k"]
@@ -53,10 +54,18 @@ class Schedule:
     stream: Stream | None = None
 
     def __post_init__(self) -> None:
+        for name in ("loops", "stored"):
+            given = getattr(self, name)
+            if type(given) is not tuple:
+                way_out = "give one of them for each mesh axis, such as ('m', 'n')"
+                letters = tuple(given) if isinstance(given, str) else as_tuple(given, name, way_out, LayoutError)
+                object.__setattr__(self, name, letters)
+        if self.stream is not None and not isinstance(self.stream, Stream):
+            raise LayoutError(f"a schedule in {self.stream!r}: give a dshard.Stream, such as Stream(4), or None")
         if len(self.loops) != len(self.stored):
             raise LayoutError(f"a schedule of {len(self.loops)} loops stores {len(self.stored)} tensors: give one each")
         for loop, stored in zip(self.loops, self.stored, strict=True):
-            if loop not in STORAGES:
+            if not isinstance(loop, str) or loop not in STORAGES:
                 raise LayoutError(f"{loop!r} is no loop: use m, n or k")
             if stored not in STORAGES[loop]:
                 raise LayoutError(f"under loop {loop} a tensor is not stored {stored!r}: use {STORAGES[loop]}")

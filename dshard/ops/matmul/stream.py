@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from dshard.errors import StrategyError
+from dshard.validate import as_int
 
 Transport: TypeAlias = Literal["collective", "broadcast", "ring"]
 TRANSPORTS: tuple[Transport, ...] = ("collective", "broadcast", "ring")
@@ -32,8 +33,8 @@ class Stream:
     transport: Transport = "collective"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.panels, int):
-            raise StrategyError(f"panels={self.panels!r}: give a number of them, or 'auto'")
+        if type(self.panels) is not int:
+            object.__setattr__(self, "panels", _count(self.panels))
         if self.panels < 1:
             raise StrategyError(f"{self.panels} panels: a stream has at least one")
         if self.axis not in ("m", "n", "k", None):
@@ -56,5 +57,15 @@ class Auto:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 0:
+        if self.limit is None:
+            return
+        object.__setattr__(self, "limit", as_int(self.limit, "buffer_bytes", StrategyError))
+        if self.limit < 0:
             raise StrategyError(f"buffer_bytes={self.limit}: buffers take no less than nothing")
+
+
+def _count(panels: object) -> int:
+    try:
+        return as_int(panels, "panels", StrategyError)
+    except StrategyError:
+        raise StrategyError(f"panels={panels!r}: give a number of them, or 'auto'") from None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import plain
+from dshard.validate import as_int, check_type
 
 MASK = (1 << 64) - 1
 _MAX_SEEDS = 1 << 16
@@ -117,8 +118,11 @@ def manual_seed(seed: int) -> None:
 
     Seeds that are equal modulo 2^64 are the same. torch's own generators are not seeded by it, nor does seeding them
     move this sequence.
+
+    Raises:
+        ArgumentError: no whole number.
     """
-    _SEQUENCE.begin(Draw(seed & MASK, 0))
+    _SEQUENCE.begin(Draw(as_int(seed, "manual_seed") & MASK, 0))
 
 
 def get_rng_state() -> Tensor:
@@ -133,7 +137,9 @@ def set_rng_state(state: Tensor) -> None:
 
     Raises:
         ValueError: not what `get_rng_state` gives.
+        ArgumentError: no tensor.
     """
+    check_type(state, Tensor, "a state of dshard's random values", "pass what dshard.get_rng_state() returned")
     with plain():
         numbers = state.tolist() if state.dtype == torch.int64 and tuple(state.shape) == (2,) else []
     if len(numbers) != 2 or not 0 <= numbers[1] < 1 << _NUMBER_BITS:

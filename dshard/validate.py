@@ -1,0 +1,132 @@
+"""What callers pass, checked where it comes in: each message says what was given, the rule, and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from operator import index
+from typing import Any, TypeVar
+
+from dshard.errors import ArgumentError, DShardError
+
+T = TypeVar("T")
+
+
+def as_int(value: Any, what: str, error: type[DShardError] = ArgumentError, *, least: int | None = None) -> int:
+    """The whole number that `value` is, numpy's included, a bool not.
+
+    >>> as_int(3, "panels", least=1)
+    3
+
+    Raises:
+        ArgumentError: it is none, or below `least`; or the `error` given.
+    """
+    try:
+        found = None if isinstance(value, bool) else index(value)
+    except (TypeError, ValueError):  # a tensor of several elements is a ValueError
+        found = None
+    if found is None or (least is not None and found < least):
+        rule = "" if least is None else " above 0" if least == 1 else f" of at least {least}"
+        raise error(f"{what}: {shown(value)} is not a whole number{rule}")
+    return found
+
+
+def as_number(
+    value: Any, what: str, error: type[DShardError] = ArgumentError, *, zero: bool = False, infinite: bool = False
+) -> float:
+    """`value`, if it is a number above 0; `zero` and `infinite` allow these too.
+
+    Raises:
+        ArgumentError: it is none, or NaN; or the `error` given.
+    """
+    try:
+        number = float(value) if not isinstance(value, bool | str | bytes) else -1.0
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = -1.0
+    if not ((number >= 0 if zero else number > 0) and (infinite or number < float("inf"))):
+        raise error(f"{what}: {shown(value)} is not a number {'of at least' if zero else 'above'} 0")
+    return value  # type: ignore[no-any-return]
+
+
+def as_tuple(value: Any, what: str, way_out: str, error: type[DShardError] = ArgumentError) -> tuple[Any, ...]:
+    """The items of a sequence, or of anything that can be iterated; text and mappings are no sequences of items.
+
+    Raises:
+        ArgumentError: it is none, with the way out; or the `error` given.
+    """
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+        try:
+            return tuple(value)
+        except TypeError:  # such as a tensor without dims
+            pass
+    raise error(f"{what}: {shown(value)} is no sequence: {way_out}")
+
+
+def as_shape(value: Any, what: str, error: type[DShardError]) -> tuple[int, ...]:
+    """The sizes of a tensor's dims, numpy's integers included; sizes that a graph leaves open stay so.
+
+    Raises:
+        DShardError: the `error` given: no sequence, or a size that is no whole number of at least 0.
+    """
+    sizes = as_tuple(value, what, "give the size of each dim, such as (4, 8)", error)
+    return tuple(size if is_symbolic(size) else as_int(size, what, error, least=0) for size in sizes)
+
+
+def is_symbolic(size: object) -> bool:
+    """Whether this is a size that a traced graph leaves open."""
+    return type(size).__name__ == "SymInt"
+
+
+def check_type(value: object, kind: Any, what: str, way_out: str, error: type[DShardError] = ArgumentError) -> None:
+    """Refuse a value of another type.
+
+    Raises:
+        ArgumentError: with the way out; or the `error` given.
+    """
+    if not isinstance(value, kind):
+        raise error(f"{what}: {shown(value)} is {article(value)}: {way_out}")
+
+
+def check_callable(value: object, what: str, way_out: str) -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        ArgumentError: with the way out.
+    """
+    if not callable(value):
+        raise ArgumentError(f"{what}: {shown(value)} cannot be called: {way_out}")
+
+
+def check_one_of(value: object, known: Iterable[str], what: str, error: type[DShardError] = ArgumentError) -> None:
+    """Refuse what is none of the `known` names.
+
+    Raises:
+        ArgumentError: with the suggestion of them; or the `error` given.
+    """
+    names = tuple(known)
+    if not isinstance(value, str) or value not in names:
+        raise error(f"{what}: {shown(value)} is none: use {', '.join(names)}{suggestion(value, names)}")
+
+
+def suggestion(value: object, known: Iterable[str]) -> str:
+    """What was meant, perhaps, for the end of a message.
+
+    >>> suggestion("suma", ["data", "summa"])
+    "; did you mean 'summa'?"
+    """
+    found = get_close_matches(value, list(known), n=1) if isinstance(value, str) else []
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def article(value: object) -> str:
+    """The type of a value, for a message."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}, not one of its values"
+    name = type(value).__name__
+    return f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def shown(value: object) -> str:
+    """A value in a message, cut where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
