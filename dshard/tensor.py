@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from dshard import comm, shortcut
 from dshard.autograd import FromLocal, Live, ToLocal, brought, redistribute
@@ -122,6 +123,8 @@ class DTensor(torch.Tensor):
             else layout_of(self._spec.layout.mesh, grad_placements, self.ndim)
         )
         local: Tensor = ToLocal.apply(self, self._spec.with_layout(layout))  # type: ignore[no-untyped-call]
+        if not is_dynamo_compiling():
+            comm.watch_backward(local, layout.mesh.ranks)
         return local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
