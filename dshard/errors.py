@@ -13,6 +13,7 @@
     ├── CheckpointError a checkpoint that cannot be saved or loaded     (also a RuntimeError)
     ├── ScheduleError   stages or a schedule that cannot be             (also a ValueError)
     ├── PipelineError   a rank failed within a pipeline's step          (also a RuntimeError)
+    ├── PeerError       a rank that this one waits for does not come    (also a RuntimeError)
     ├── RankError       a rank of the pool failed                       (also a RuntimeError)
     └── RuleError       check_rule found an operator wrong              (also an AssertionError)
 
@@ -72,6 +73,10 @@ class ScheduleError(DShardError, ValueError):
 
 class PipelineError(DShardError, RuntimeError):
     """A stage failed, or a peer died or did not answer within the time limit, in the midst of a step."""
+
+
+class PeerError(DShardError, RuntimeError):
+    """A rank ended, or runs other operators, while this one waits for it in a collective."""
 
 
 class CompileError(DShardError, RuntimeError):

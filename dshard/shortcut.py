@@ -61,8 +61,14 @@ def call(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through) -> A
             return through(cls, func, args, kwargs)
         return _learn(cls, func, args, kwargs, through, key)
     except Exception as error:
-        tell_failure(error)
+        tell_failure(error, _ranks(cls, args))
         raise
+
+
+def _ranks(cls: Any, args: Args) -> tuple[int, ...]:
+    """The ranks of the mesh of the first distributed operand."""
+    flat = (x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,)))
+    return next((x._spec.layout.mesh.ranks for x in flat if isinstance(x, cls)), ())
 
 
 def _watched(found: Shortcut, args: Args, kwargs: Kwargs) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from dshard import comm, shortcut
 from dshard.autograd import FromLocal, Live, ToLocal, brought, redistribute
@@ -125,6 +126,8 @@ class DTensor(torch.Tensor):
             return self._local.detach()
         layout = self._spec.layout.cotangent() if layout is None else layout
         local: Tensor = ToLocal.apply(self, self._spec.with_layout(layout))  # type: ignore[no-untyped-call]
+        if not is_dynamo_compiling():
+            comm.watch_backward(local, layout.mesh.ranks)
         return local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:

@@ -9,7 +9,8 @@ from dshard.comm.agree import (
     same_topology,
     share,
 )
-from dshard.comm.alarm import tell_failure
+from dshard.comm.alarm import tell_failure, watch_backward
+from dshard.comm.caller import user_line
 from dshard.comm.debug import compare_draws
 from dshard.comm.events import Event, listen
 from dshard.comm.functional import outside_graphs, traced
@@ -19,7 +20,7 @@ from dshard.comm.mail import fetch, leave, peek
 from dshard.comm.parts import split_graph
 from dshard.comm.perform import drive, perform, rehearse
 from dshard.comm.reshard import Resharding, begin_reshard, reshard
-from dshard.comm.run import run, runner, swap
+from dshard.comm.run import run, run_number, runner, swap
 from dshard.comm.runtime import (
     FORGET,
     DeviceMesh,
@@ -92,6 +93,7 @@ __all__ = [
     "rehearse",
     "reshard",
     "run",
+    "run_number",
     "runner",
     "runtime_of",
     "same_memory",
@@ -108,4 +110,6 @@ __all__ = [
     "tell_failure",
     "traced",
     "unstack",
+    "user_line",
+    "watch_backward",
 ]

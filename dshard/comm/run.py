@@ -17,9 +17,10 @@ from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of
 from dshard.comm.simulate import exchange, plain, stack, unstack
 from dshard.comm.tell import told
 from dshard.comm.transfer import Local, Transfer, compile_step
+from dshard.comm.transport import reduce_number
 from dshard.errors import MeshError
 from dshard.mesh import Coordinate, Mesh
-from dshard.redistribute import Pend, Plan, Slice, Step
+from dshard.redistribute import AllReduce, Pend, Plan, Slice, Step
 from dshard.redistribute.price import busiest
 
 Stage = Local | Transfer
@@ -54,6 +55,25 @@ def _announce(plan: Plan, itemsize: int) -> None:
             emit(stage.collective, stage.mesh, stage.axes, busiest(step, layout, plan.shape) * itemsize)
 
 
+def run_number(plan: Plan, x: Tensor) -> Tensor:
+    """`run` for a tensor of one element, which a rank may wait for alone until it is told that the others do not."""
+    runtime = runtime_of(plan.src.mesh)
+    step = plan.steps[0] if len(plan.steps) == 1 else None
+    if runtime is None or runtime.coordinate is None or type(x) is not Tensor or x.is_meta:
+        return run(plan, x)
+    if not isinstance(step, AllReduce) or debug.enabled():
+        return run(plan, x)
+    group = runtime.group(step.axes)
+    if group.backend != "gloo" or not 1 < len(group.ranks) <= _FEW_RANKS:
+        return run(plan, x)
+    found = stages_of(plan, runtime.coordinate)[0]
+    assert isinstance(found, Transfer)
+    nbytes, op = found.received * x.itemsize, step.op
+    with torch.no_grad():
+        return told("all_reduce", plan.src.mesh, nbytes, group, x.device, lambda: reduce_number(x, op, group))
+
+
+_FEW_RANKS = 64  # which may each send every other a number
 Sizes = Callable[[Coordinate], tuple[tuple[int, ...], tuple[int, ...]]]
 
 

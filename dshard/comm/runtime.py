@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -44,7 +44,7 @@ class Group:
 
     torch sorts the ranks of a process group: `slots` are the places there of `ranks`, or None where both orders agree.
     `hosts` is on how many hosts it has ranks, one where nobody says. `backend` is torch's name of what carries the
-    bytes: gloo, nccl, fake, ...
+    bytes: gloo, nccl, fake, ... `waits` is how often this process has waited on the process group, in one place.
     """
 
     axes: tuple[str, ...]
@@ -54,6 +54,7 @@ class Group:
     slots: tuple[int, ...] | None = None
     hosts: int = 1
     backend: str = ""
+    waits: list[int] = field(default_factory=lambda: [0], compare=False, repr=False)
 
     @property
     def spread(self) -> bool:
@@ -64,6 +65,15 @@ class Group:
     def name(self) -> str:
         """What torch's functional collectives call the process group."""
         return self.process_group.group_name
+
+    @property
+    def key(self) -> str:
+        """What all its ranks call the process group."""
+        return f"{self.name}/{','.join(map(str, sorted(self.ranks)))}"
+
+    def __str__(self) -> str:
+        along = f"along {', '.join(self.axes)}" if self.axes else "between meshes"
+        return f"{along} of ranks {', '.join(map(str, self.ranks))}"
 
 
 @dataclass(slots=True)
@@ -107,7 +117,7 @@ class Runtime:
         in_order = slots == tuple(range(len(ranks)))
         hosts = _hosts(ranks, os.environ.get("LOCAL_WORLD_SIZE", ""))
         backend = dist.get_backend(process_group)
-        return Group(axes, ranks, ranks.index(self.rank), process_group, None if in_order else slots, hosts, backend)
+        return _counted(axes, ranks, self.rank, process_group, None if in_order else slots, hosts, backend)
 
 
 def _hosts(ranks: Sequence[int], local: str) -> int:
@@ -121,20 +131,40 @@ def _hosts(ranks: Sequence[int], local: str) -> int:
 
 @dataclass(slots=True)
 class _Worlds:
-    """The process group of all ranks, how many there have been, and the groups of its ranks by their tag."""
+    """The process group of all ranks, how many there have been, the groups of its ranks by their tag, and the waits."""
 
     world: Any = None
     count: int = 0
     groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = field(default_factory=dict)
+    waits: dict[str, list[int]] = field(default_factory=dict)
 
     def of(self, world: Any) -> _Worlds:
         """The same for this world, the last of all."""
         if world is not self.world:
-            self.world, self.count, self.groups = world, self.count + 1, {}
+            self.world, self.count, self.groups, self.waits = world, self.count + 1, {}, {}
         return self
 
 
 _WORLDS = _Worlds()
+
+
+def _counted(
+    axes: tuple[str, ...],
+    ranks: tuple[int, ...],
+    rank: int,
+    process_group: dist.ProcessGroup,
+    slots: tuple[int, ...] | None,
+    hosts: int,
+    backend: str,
+) -> Group:
+    """The group, which counts its waits together with the groups of other meshes that have its process group."""
+    group = Group(axes, ranks, ranks.index(rank), process_group, slots, hosts, backend)
+    return replace(group, waits=waits().setdefault(group.key, group.waits))
+
+
+def waits() -> dict[str, list[int]]:
+    """How often this process has waited on each process group of the world, by what `Group.key` is."""
+    return _WORLDS.of(dist.group.WORLD).waits
 
 
 def _joined(ranks: tuple[int, ...], world: Any, tag: int = 0) -> dist.ProcessGroup:
@@ -177,7 +207,7 @@ def group_of(ranks: tuple[int, ...], runtime: Runtime, tag: int = 0) -> Group:
     if found is None or found[0] is not runtime.world:
         process_group = _joined(ranks, runtime.world, tag)
         backend = dist.get_backend(process_group)
-        group = Group((), ranks, ranks.index(runtime.rank), process_group, backend=backend)
+        group = _counted((), ranks, runtime.rank, process_group, None, 1, backend)
         if group.backend == "nccl":
             dist.barrier(group.process_group)  # its first call must be one that all ranks make
         found = _UNIONS[ranks, tag] = (runtime.world, group)

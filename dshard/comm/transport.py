@@ -34,6 +34,7 @@ _SUMS = {torch.float64, torch.float32, torch.int64, torch.int32}
 # they are this small, one exchange of copies takes less time than the start of so many broadcasts; between hosts whose
 # ranks share a link, its ring sends least over that link
 _FEW_BYTES = 2**18
+_NUMBER = 2**24  # what is sent to reduce a number is told by this from all other messages
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
@@ -70,7 +71,9 @@ def _placed_in_pairs(group: Group) -> bool:
     return in_pairs(group) or (group.backend == "gloo" and group.slots is not None)
 
 
-def exchange(send: Sequence[Tensor], recv: Sequence[Tensor], here: int, pg: dist.ProcessGroup) -> list[dist.Work]:
+def exchange(
+    send: Sequence[Tensor], recv: Sequence[Tensor], here: int, pg: dist.ProcessGroup, tag: int = 0
+) -> list[dist.Work]:
     """Begin to send a piece to each rank of a process group, of which this is number `here`, and to receive its part.
 
     gloo says over the connection of two ranks that one of them may send, after all that is on its way there. In its own
@@ -79,8 +82,8 @@ def exchange(send: Sequence[Tensor], recv: Sequence[Tensor], here: int, pg: dist
     first. Nothing that is empty is sent.
     """
     peers = [*range(here + 1, len(recv)), *range(here)]
-    works = [pg.recv([recv[peer]], peer, 0) for peer in reversed(peers) if recv[peer].numel()]
-    works += [pg.send([send[peer]], peer, 0) for peer in peers if send[peer].numel()]
+    works = [pg.recv([recv[peer]], peer, tag) for peer in reversed(peers) if recv[peer].numel()]
+    works += [pg.send([send[peer]], peer, tag) for peer in peers if send[peer].numel()]
     recv[here].copy_(send[here])
     return works
 
@@ -150,6 +153,20 @@ def all_reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
     step = -(-size // n)
     sizes = [min((i + 1) * step, size) - min(i * step, size) for i in group.slots or range(n)]
     return all_gather(reduce_scatter(x, sizes, op, group), sizes, group)
+
+
+def reduce_number(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
+    """An all_reduce of one element, over gloo, which a rank may come to alone: no other collective is taken for it.
+
+    gloo tells collectives of one kind by their order alone, and ends the process of a rank that is sent too much.
+    """
+    x, n = x.reshape(1), len(group.ranks)
+    terms = x.new_empty(n)
+    recv, slots = list(movable(terms).chunk(n)), group.slots or range(n)
+    send, here = [movable(x)] * n, slots[group.index]
+    works = exchange(send, by_slot(recv, slots), here, group.process_group, _NUMBER)
+    wait_for_pairs(works, group, "all_reduce of a number")
+    return reduce(terms.view(n, 1), op)
 
 
 def broadcast(x: Tensor, source: int, group: Group) -> Tensor:

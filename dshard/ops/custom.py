@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from dshard.comm import LocalTensor, plain, unstack
+from dshard.comm import LocalTensor, plain, run_number, unstack
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.checks import Refusing, accept
 from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
 from dshard.ops.foreach import FOREACH
-from dshard.ops.moving import leaves, move, replace_leaves
+from dshard.ops.moving import leaves, move_of, replace_leaves
 from dshard.ops.spec import spec_of
 
 Custom: TypeAlias = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -107,7 +107,7 @@ def _meta(cls: Any, x: Any) -> Tensor:
 def number(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """item(): the number of the whole tensor, the same on every rank."""
     spec = args[0]._spec
-    local = move(args[0]._local, spec, replicated(spec.layout.mesh))
+    local = run_number(move_of(spec, replicated(spec.layout.mesh)).plan, args[0]._local)
     one = next(iter(unstack(local).values())) if type(local) is LocalTensor else local
     return one.item()
 

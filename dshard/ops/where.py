@@ -3,45 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 from bisect import bisect_right
 from collections.abc import Iterator
-from os import sep
-from pathlib import Path
-from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.modules.module import Module, register_module_forward_hook, register_module_forward_pre_hook
 
-_OTHERS = (
-    str(Path(__file__).parents[1]) + sep,
-    str(Path(torch.__file__).parent) + sep,
-    "<frozen",
-    "<eval_with_key>",
-)
-_PYTHON = str(Path(contextlib.__file__).parent) + sep
-"""How the names of files begin that are not those of a program's author: packages apart, which lie within Python's."""
+from dshard.comm import user_line
 
-
-def user_line() -> str:
-    """The innermost line of the running program that lies neither in dshard, torch nor Python: "file:number".
-
-    A thread that runs autograd has none: there it is the line at which the main thread waits.
-    """
-    main = threading.main_thread().ident
-    return _line(sys._getframe(1)) or _line(sys._current_frames().get(main or 0)) or "?"
-
-
-def _line(frame: FrameType | None) -> str | None:
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_OTHERS) and (not name.startswith(_PYTHON) or "-packages" in name):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None
+__all__ = ["Modules", "user_line"]
 
 
 class Modules:
