@@ -42,7 +42,7 @@ class Move:
     `gathers` where a split dim becomes whole: a gradient that is pending there comes back by one collective.
     """
 
-    __slots__ = ("back", "gathers", "grad", "plan", "runner", "source", "spec", "starter", "targets")
+    __slots__ = ("back", "gathers", "grad", "gradient", "plan", "runner", "source", "spec", "starter", "targets")
 
     def __init__(self, source: Spec, layout: Layout) -> None:
         topology = current().topology_of(layout.mesh)
@@ -55,6 +55,7 @@ class Move:
         )
         self.runner: Callable[[Tensor], Tensor] | None = None
         self.starter: Start | None = None
+        self.gradient: Move | None = None
         self.targets: dict[Spec, Layout] = {}
 
     def __call__(self, local: Tensor) -> Tensor:
@@ -67,6 +68,12 @@ class Move:
             return self.runner(local)
         with torch.no_grad():
             return self.runner(local)
+
+    def of_gradient(self) -> Move | None:
+        """The move of the gradient, to the layout that the source's has; None where it lies so already."""
+        if self.gradient is None and self.grad is not self.back:
+            self.gradient = move_of(self.spec.with_layout(self.grad), self.back)
+        return self.gradient
 
     def later(self, local: Tensor, own: bool = False) -> Later | None:
         """The same begun, to be waited for at its first use; None where it cannot run beside the computation.
