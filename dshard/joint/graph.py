@@ -124,6 +124,14 @@ def detach_(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return out
 
 
+def data(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Tensor.data`: the same memory, whose writes are not counted."""
+    out = plainly(func, args, kwargs)
+    if type(out._local) is Tensor:
+        out._local = out._local.data
+    return out
+
+
 def asked_of(cls: Any, inputs: Sequence[Any]) -> list[list[Any]]:
     """For each tensor by whose gradient is asked, those by which it comes."""
     found = []

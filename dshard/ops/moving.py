@@ -34,6 +34,11 @@ from dshard.ops.strategy import completed
 from dshard.placements import Replicate, Shard
 from dshard.redistribute import plan
 
+_increment: Callable[[list[Tensor]], None] = torch._C._increment_version
+_COUNTS = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+
 
 class Move:
     """A tensor of one spec brought to another layout: planned once for each topology, then looked up.
@@ -131,6 +136,28 @@ def write_local(target: Tensor, value: Tensor) -> None:
                 unstack(target)[rank].copy_(t)
     else:
         target.copy_(value)
+        count_write(target)
+
+
+def count_write(local: Tensor) -> None:
+    """Note a write to a local tensor below autograd, where torch counts none: what was saved of it is out of date."""
+    if type(local) is Tensor:
+        _increment([local])
+
+
+def sharing_version(operator: LocalOp) -> LocalOp:
+    """`operator`, whose outputs are views, so that their writes count as those of its operand, below autograd, too."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not _is_excluded(_COUNTS) or torch.is_inference_mode_enabled():
+            return operator(*args, **kwargs)
+        _exclude(_COUNTS, False)
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            _exclude(_COUNTS, True)
+
+    return run
 
 
 def on_all_ranks(x: Tensor, mesh: Mesh) -> Tensor:
