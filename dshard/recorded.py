@@ -19,7 +19,7 @@ from dshard.autograd import Live, live, lively, made
 from dshard.comm import LocalTensor
 from dshard.dispatch import Run, Seen
 from dshard.layout import Layout, interned
-from dshard.ops.moving import coordinate_of
+from dshard.ops.moving import coordinate_of, sharing_version
 from dshard.ops.spec import Spec
 from dshard.placements import Partial
 from dshard.product import Product
@@ -44,7 +44,7 @@ def recorded(
     if not all(isinstance(run, Run | Product) for run, *_ in seen) or not out.requires_grad or is_elsewhere(out):
         return None
     seen = [each for each in seen if each[1] is not _DETACH]  # torch detaches what it saves, and what a view gives
-    if not seen:
+    if not seen or _is_uneven(seen, out):
         return None
     taken = [id(x) for x in (*seen[0][2], *seen[0][3].values()) if isinstance(x, Tensor)]
     in_order = taken == [id(x) for _, x in _given(cls, args, kwargs)]
@@ -67,6 +67,17 @@ def recorded(
 def is_elsewhere(x: Any) -> bool:
     """Whether the ranks are simulated."""
     return type(x._local) is LocalTensor
+
+
+def _is_uneven(seen: Sequence[Seen], out: Any) -> bool:
+    """Whether a rank holds nothing of a tensor of which others hold something.
+
+    Some of torch's formulas for gradients are others where there are no elements, and need other operands: ranks that
+    ran them on their local tensors would not meet in a backward pass through a gradient.
+    """
+    tensors = [x for _, _, args, kwargs, _ in seen for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    specs = {x._spec for x in (*tensors, out) if hasattr(x, "_spec")}
+    return any(spec.layout.leaves_empty(spec.shape) for spec in specs)
 
 
 def _is_local(run: Run) -> bool:
@@ -161,6 +172,7 @@ def viewed(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequ
     ):  # torch finds its own functions faster than operators
         take, rest, options = func, args[1:], kwargs
     spec, recorded = out._spec, torch.is_grad_enabled() and out.requires_grad
+    taken_later = sharing_version(take)
 
     def call(args: Args, kwargs: Kwargs) -> Any:
         x = args[0]
@@ -173,7 +185,7 @@ def viewed(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequ
         if source is None:
             out._local = take(x._local, *rest, **options)
         else:  # which is what others go on from
-            out._coming = lambda: take(x._local, *rest, **options)
+            out._coming = lambda: taken_later(x._local, *rest, **options)
             out._live = Live(out._version, make=lambda: take(source.at_home(), *rest, **options))
         return out
 
