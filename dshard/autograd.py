@@ -32,14 +32,14 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, grad_spec: Spec) -> Tensor:
         local: Tensor = x._local
-        ctx.cls, ctx.spec = type(x), grad_spec
+        ctx.cls, ctx.spec, ctx.layout = type(x), grad_spec, x._spec.layout
         ctx.stride = local.stride() if not grad_spec.pending and x.is_leaf else None
         return local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
         if torch.is_grad_enabled():
-            return FromLocal.apply(grad, ctx.cls, ctx.spec, ctx.spec.layout.cotangent()), None  # type: ignore[no-untyped-call]
+            return FromLocal.apply(grad, ctx.cls, ctx.spec, ctx.layout), None  # type: ignore[no-untyped-call]
         stride = ctx.stride
         if stride is not None and type(grad) is Tensor and (_owners(grad) > 1 or grad.stride() != stride):
             grad = grad.clone(memory_format=torch.contiguous_format)  # it will be the leaf's own, to be written
@@ -51,7 +51,7 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, cls: Any, spec: Spec, grad_layout: Layout) -> Any:
-        ctx.cls, ctx.grad_layout = cls, grad_layout
+        ctx.cls, ctx.spec, ctx.grad_layout = cls, spec, grad_layout
         return cls._wrap(local.detach(), spec)
 
     @staticmethod
@@ -59,7 +59,7 @@ class FromLocal(torch.autograd.Function):
         laid = redistribute(distributed(ctx.cls, grad, ctx.grad_layout), ctx.grad_layout)
         if not torch.is_grad_enabled():
             return laid._local, None, None, None
-        return ToLocal.apply(laid, laid._spec.with_layout(ctx.grad_layout.cotangent())), None, None, None  # type: ignore[no-untyped-call]
+        return ToLocal.apply(laid, ctx.spec), None, None, None  # type: ignore[no-untyped-call]
 
 
 class Live:
@@ -110,8 +110,8 @@ def live(x: Any, grad: Spec, is_home: bool) -> Tensor:
 
 def _pending(x: Any, grad: Spec) -> Tensor:
     """The same, beside one whose gradient lies otherwise, which the sum of what comes back here is brought to."""
-    found: Tensor = _turn(x._live.at_home(), type(x), move_of(grad, x._spec.layout.cotangent()))
-    return found
+    back = move_of(grad, x._spec.layout.cotangent())
+    return _redistribute_local(x._live.at_home(), None, back, None)  # type: ignore[no-any-return]
 
 
 def lively(x: Any) -> Live | None:
@@ -129,43 +129,29 @@ def made(cls: Any, local: Tensor, spec: Spec, cotangent: Layout) -> Any:
     return out
 
 
-class Turn(torch.autograd.Function):
-    """A local tensor as it is; backward: the local gradient is moved."""
+class RedistributeLocal(torch.autograd.Function):
+    """A recorded local tensor brought to another layout by `move`; backward: its gradient by the move `back`.
+
+    None is no move. The gradient is itself recorded with the moves exchanged: what is a tensor's layout is that of the
+    gradient of its gradient, and the other way round.
+    """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, cls: Any, back: Move) -> Tensor:
-        ctx.cls, ctx.back = cls, back
-        return local.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _moved_back(ctx.cls, ctx.back, grad), None, None
-
-
-class Complete(torch.autograd.Function):
-    """A local tensor under another layout; backward: so is its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, cls: Any, move: Move, op: str | None) -> Tensor:
-        ctx.cls, ctx.move = cls, move
-        moved = observed(_decision(move.source, move, op), move, (local,)) if OBSERVERS else move(local)
+    def forward(ctx: Any, local: Tensor, move: Move | None, back: Move | None, op: str | None) -> Tensor:
+        ctx.move, ctx.back = move, back
+        moved = local if move is None else _moved_local(local, move, op)
         return moved.detach() if moved is local else moved
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        move: Move = ctx.move
-        if move.grad is not move.back:
-            grad = _moved_back(ctx.cls, move_of(move.spec.with_layout(move.grad), move.back), grad)
-        return grad, None, None, None
+        back: Move | None = ctx.back
+        if torch.is_grad_enabled():
+            return _redistribute_local(grad, back, ctx.move, None), None, None, None
+        return grad if back is None else _moved_local(grad, back, None), None, None, None
 
 
-def _moved_back(cls: Any, move: Move, grad: Tensor) -> Tensor:
-    """A local gradient under another layout."""
-    if not (torch.is_grad_enabled() or OBSERVERS):
-        return move(grad)
-    laid = redistribute(FromLocal.apply(grad, cls, move.source, move.back), move.spec.layout)  # type: ignore[no-untyped-call]
-    out: Tensor = ToLocal.apply(laid, laid._spec.with_layout(laid._spec.layout.cotangent()))  # type: ignore[no-untyped-call]
-    return out
+def _moved_local(local: Tensor, move: Move, op: str | None) -> Tensor:
+    return observed(_decision(move.source, move, op), move, (local,)) if OBSERVERS else move(local)
 
 
 def _straight(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -285,7 +271,8 @@ def redistribute(x: Any, layout: Layout, op: str | None = None, *, later: bool =
             if not later and lively(x) is not None:
                 move = move_of(x._spec, layout)
                 if not move.gathers:
-                    return made(type(x), _complete(x._live.at_home(), type(x), move, op), move.spec, move.grad)
+                    local = _redistribute_local(x._live.at_home(), move, move.of_gradient(), op)
+                    return made(type(x), local, move.spec, move.grad)
             return Redistribute.apply(x, layout, op, later)  # type: ignore[no-untyped-call]
         return _moved(x, move_of(x._spec, layout), op, later)
 
@@ -316,7 +303,7 @@ def left_pending(layout: Layout, target: Layout) -> Layout:
 
 
 to_local, from_local = _straight(ToLocal), _straight(FromLocal)
-_turn, _complete = _straight(Turn), _straight(Complete)
+_redistribute_local = _straight(RedistributeLocal)
 _owners: Callable[[Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 _holders: Callable[[int], int] = torch._C._storage_Use_Count
 _OWN = [_hands(torch.empty(2, device="cpu")), _hands(torch.empty(2, device="cpu").view(2, 1))]

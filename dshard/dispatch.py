@@ -23,7 +23,17 @@ from dshard.ops.checks import infer
 from dshard.ops.custom import UNREPEATABLE, check, decomposed
 from dshard.ops.decompositions import decomposition_of
 from dshard.ops.expand import Operand
-from dshard.ops.moving import coordinate_of, leaves, move, on_all_ranks, replace_leaves, run_on_ranks, write_local
+from dshard.ops.moving import (
+    coordinate_of,
+    count_write,
+    leaves,
+    move,
+    on_all_ranks,
+    replace_leaves,
+    run_on_ranks,
+    sharing_version,
+    write_local,
+)
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.origin import SCATTERS, Origin, Terms, mark, remember, settle
 from dshard.ops.random import is_random, seeded_op
@@ -52,8 +62,8 @@ def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
             for seen in SEEN:
                 seen.append((None, func, args, kwargs, None))
             out = instead(cls, func, args, kwargs)
-            if facts.writes:
-                settle(args[0])
+            if facts.changes:
+                _changed(cls, args[0], facts.writes)
             return out
     values = facts.values
     parts: list[Any] = [number]
@@ -75,9 +85,17 @@ def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
         out = observed(executor.decision(), executor, (args, kwargs))
     else:
         out = executor(args, kwargs)
-    if facts.writes:
-        settle(args[0])
+    if facts.changes:
+        _changed(cls, args[0], facts.writes)
     return out
+
+
+def _changed(cls: Any, operand: Any, written: bool) -> None:
+    """After an operator in place: the local tensor counts the change, and other views show what was written."""
+    if isinstance(operand, cls):
+        count_write(operand._local)
+    if written:
+        settle(operand)
 
 
 def _seen(executor: Executor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -235,7 +253,8 @@ class Run:
 
     def local_op(self, coordinate: Coordinate) -> LocalOp:
         """The local operator of the rank at `coordinate`."""
-        return self.call.func if self.op.kernel is None else self.op.kernel(self.call, self.strategy, coordinate)
+        found = self.call.func if self.op.kernel is None else self.op.kernel(self.call, self.strategy, coordinate)
+        return sharing_version(found) if self.views else found
 
 
 def _places(result: Any, specs: list[Spec]) -> list[Spec | None] | None:

@@ -19,7 +19,7 @@ from dshard.autograd import Live, live, lively, made
 from dshard.comm import LocalTensor
 from dshard.dispatch import Run, Seen
 from dshard.layout import Layout, interned
-from dshard.ops.moving import coordinate_of
+from dshard.ops.moving import coordinate_of, sharing_version
 from dshard.ops.spec import Spec
 from dshard.placements import Partial
 from dshard.product import Product
@@ -161,6 +161,7 @@ def viewed(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequ
     ):  # torch finds its own functions faster than operators
         take, rest, options = func, args[1:], kwargs
     spec, recorded = out._spec, torch.is_grad_enabled() and out.requires_grad
+    taken_later = sharing_version(take)
 
     def call(args: Args, kwargs: Kwargs) -> Any:
         x = args[0]
@@ -173,7 +174,7 @@ def viewed(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequ
         if source is None:
             out._local = take(x._local, *rest, **options)
         else:  # which is what others go on from
-            out._coming = lambda: take(x._local, *rest, **options)
+            out._coming = lambda: taken_later(x._local, *rest, **options)
             out._live = Live(out._version, make=lambda: take(source.at_home(), *rest, **options))
         return out
 

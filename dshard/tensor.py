@@ -174,7 +174,7 @@ class DTensor(torch.Tensor):
             if "_coming" in x.__dict__:  # what is accumulated may be on its way, too
                 return DTensor._wrap_later(x._coming, x._spec)
             if type(x._local) is Tensor and x._origin is None:
-                return DTensor._wrap(x._local.detach(), x._spec)
+                return DTensor._wrap(x._local, x._spec)  # not a view of it, which would count its writes alone
         return dispatch(DTensor, func, args, kwargs or {})
 
     # -- what torch.compile asks of it

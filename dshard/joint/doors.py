@@ -16,7 +16,7 @@ from dshard.comm import LocalTensor, unstack
 from dshard.joint.along import cross_entropy, rms_norm
 from dshard.joint.attention import attention
 from dshard.joint.embedding import embedding
-from dshard.joint.graph import GRAPH, accumulating, gradients
+from dshard.joint.graph import GRAPH, accumulating, data, gradients
 from dshard.joint.products import addmm, bmm, einsum, linear, matmul, rmatmul
 from dshard.joint.run import bound, plainly
 from dshard.layout import replicated
@@ -134,6 +134,7 @@ def closing(handler: Callable[..., Any]) -> Callable[..., Any]:
     return handle
 
 
+_DATA: Any = Tensor.data
 _CLOSING: dict[Any, Callable[..., Any]] = {
     torch.matmul: matmul,
     torch.mm: matmul,
@@ -154,6 +155,7 @@ _CLOSING: dict[Any, Callable[..., Any]] = {
     Tensor.tensor_split: tensor_split,
     Tensor.__getitem__: getitem,
     Tensor.__setitem__: getitem,
+    _DATA.__get__: data,
 }
 NONLINEAR = (
     *(getattr(F, name) for name in ("relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu")),

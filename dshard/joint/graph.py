@@ -36,7 +36,7 @@ def _both(x: Any) -> bool:
 def _distributed(cls: Any, x: Any, grad: Tensor) -> Any:
     """A local gradient of `x`, distributed."""
     spec = x._spec.with_layout(x._spec.layout.cotangent())
-    return FromLocal.apply(grad, cls, spec, spec.layout) if torch.is_grad_enabled() else cls._wrap(grad, spec)  # type: ignore[no-untyped-call]
+    return FromLocal.apply(grad, cls, spec, x._spec.layout) if torch.is_grad_enabled() else cls._wrap(grad, spec)  # type: ignore[no-untyped-call]
 
 
 def register_hook(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,16 +45,17 @@ def register_hook(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     found = _used(cls, x)
     if found is None:
         return plainly(func, args, kwargs)
-    spec = x._spec.with_layout(x._spec.layout.cotangent())
+    of = x._spec
+    spec = of.with_layout(of.layout.cotangent())
 
     def shown(grad: Tensor) -> Tensor | None:
         recorded = torch.is_grad_enabled()
-        given = FromLocal.apply(grad, cls, spec, spec.layout) if recorded else cls._wrap(grad, spec)  # type: ignore[no-untyped-call]
+        given = FromLocal.apply(grad, cls, spec, of.layout) if recorded else cls._wrap(grad, spec)  # type: ignore[no-untyped-call]
         out = hook(given)
         if out is None:
             return None
         out = redistribute(distributed(cls, out, spec.layout), spec.layout)
-        return ToLocal.apply(out, out._spec) if recorded else out._local  # type: ignore[no-any-return, no-untyped-call]
+        return ToLocal.apply(out, of) if recorded else out._local  # type: ignore[no-any-return, no-untyped-call]
 
     if _both(x):
         plainly(func, args, kwargs)
@@ -120,6 +121,14 @@ def detach_(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """`Tensor.detach_`: what was recorded of it counts no more."""
     out = plainly(func, args, kwargs)
     args[0]._live = None
+    return out
+
+
+def data(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Tensor.data`: the same memory, whose writes are not counted."""
+    out = plainly(func, args, kwargs)
+    if type(out._local) is Tensor:
+        out._local = out._local.data
     return out
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from dshard.autograd import FromLocal, ToLocal, distributed, redistribute
 from dshard.comm import LocalTensor
 from dshard.dispatch import common_mesh, spec_like
+from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.ops.expand import Operand
 from dshard.ops.matmul.rules import same_dtype
@@ -28,6 +29,7 @@ from dshard.ops.strategy import Strategy, choose
 from dshard.redistribute import plan
 
 Local: TypeAlias = Callable[..., Tensor]
+Locals: TypeAlias = Callable[..., tuple[Tensor, ...]]
 Kernel: TypeAlias = Callable[[Strategy, Coordinate], Local]
 Choice: TypeAlias = tuple[Strategy, Spec]
 
@@ -133,7 +135,8 @@ def run_strategy(
         if not recorded:
             return cls._wrap(run_on_ranks(mesh, local_op, tuple(t._local for t in laid), {}), out)
         if any(type(t._local) is LocalTensor for t in laid):
-            return Simulated.apply(cls, strategy, out, local_op, *laid)  # type: ignore[no-untyped-call]
+            of_gradients = [t._spec.with_layout(layout) for t, layout in zip(laid, strategy.gradients, strict=True)]
+            return Simulated.apply(cls, _alone(local_op), (out,), (out.layout.cotangent(),), of_gradients, *laid)[0]  # type: ignore[no-untyped-call]
         parts = [
             ToLocal.apply(t, t._spec.with_layout(layout)) if t.requires_grad else t._local  # type: ignore[no-untyped-call]
             for t, layout in zip(laid, strategy.gradients, strict=True)
@@ -153,39 +156,80 @@ def _connected(out: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 class Simulated(torch.autograd.Function):
-    """The same for all ranks simulated in one process: each rank's backward pass is run from its saved operands."""
+    """A local operator on all ranks simulated in one process, recorded; backward: each rank's own backward pass.
+
+    That is a local operator as well, of the gradients of the outputs and the operands. `outs` are the specs of the
+    outputs and `cotangents` the layouts of their gradients; `of_gradients` are the specs of those of the operands.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, cls: Any, strategy: Strategy, out: Spec, local_op: Callable[[Coordinate], Local], *tensors: Any
-    ) -> Any:
-        ctx.cls, ctx.strategy, ctx.out, ctx.local_op = cls, strategy, out, local_op
+        ctx: Any,
+        cls: Any,
+        local_op: Callable[[Coordinate], Locals],
+        outs: Sequence[Spec],
+        cotangents: Sequence[Layout],
+        of_gradients: Sequence[Spec],
+        *tensors: Any,
+    ) -> tuple[Any, ...]:
+        ctx.cls, ctx.local_op, ctx.outs, ctx.cotangents, ctx.of_gradients = (
+            cls,
+            local_op,
+            outs,
+            cotangents,
+            of_gradients,
+        )
         ctx.save_for_backward(*tensors)
-        return cls._wrap(run_on_ranks(out.layout.mesh, local_op, tuple(t._local for t in tensors), {}), out)
+        ctx.set_materialize_grads(True)
+        results = run_on_ranks(outs[0].layout.mesh, local_op, tuple(t._local for t in tensors), {})
+        return tuple(cls._wrap(local, spec) for local, spec in zip(results, outs, strict=True))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Any) -> Any:
-        tensors = ctx.saved_tensors
-        layout = ctx.out.layout.cotangent()
-        laid = redistribute(distributed(ctx.cls, grad, layout), layout)
-        needed, operands = ctx.needs_input_grad[4:], (laid._local, *(t._local for t in tensors))
-        grads = run_on_ranks(ctx.out.layout.mesh, lambda at: _pull_back(ctx.local_op(at), needed), operands, {})
-        rest = iter(grads)
-        wrapped = [
-            ctx.cls._wrap(next(rest), t._spec.with_layout(layout)) if needed else None
-            for t, layout, needed in zip(tensors, ctx.strategy.gradients, ctx.needs_input_grad[4:], strict=True)
-        ]
-        return (None, None, None, None, *wrapped)
+    def backward(ctx: Any, *grads: Any) -> Any:
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[5:]
+        pairs = zip(grads, ctx.cotangents, strict=True)
+        laid = [redistribute(distributed(ctx.cls, grad, layout), layout) for grad, layout in pairs]
+        wanted = [i for i, is_needed in enumerate(needed) if is_needed]
+        found = Simulated.apply(  # type: ignore[no-untyped-call]
+            ctx.cls,
+            lambda at: _pull_back(ctx.local_op(at), len(grads), needed),
+            [ctx.of_gradients[i] for i in wanted],
+            [tensors[i]._spec.layout for i in wanted],
+            [*ctx.outs, *ctx.of_gradients],
+            *laid,
+            *tensors,
+        )
+        out: list[Any] = [None] * len(tensors)
+        for i, grad in zip(wanted, found, strict=True):
+            out[i] = grad
+        return (None,) * 5 + tuple(out)
 
 
-def _pull_back(local: Local, needed: Sequence[bool]) -> Callable[..., list[Tensor]]:
-    def pull(grad: Tensor, *parts: Tensor) -> list[Tensor]:
+def _alone(local_op: Callable[[Coordinate], Local]) -> Callable[[Coordinate], Locals]:
+    """A local operator with one output, as one with several."""
+    return lambda at: lambda *parts: (local_op(at)(*parts),)
+
+
+def _pull_back(local: Locals, n: int, needed: Sequence[bool]) -> Locals:
+    """From `n` gradients of the outputs of `local`, and its operands, the gradients of those that are needed.
+
+    It can be differentiated itself, where its operands are recorded.
+    """
+
+    def pull(*given: Tensor) -> tuple[Tensor, ...]:
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         with torch.enable_grad():
-            inputs = [part.detach().requires_grad_(is_needed) for part, is_needed in zip(parts, needed, strict=True)]
-            out = _connected(local(*inputs), inputs)
-        wanted = [x for x in inputs if x.requires_grad]
-        return list(torch.autograd.grad(out, wanted, grad))
+            parts = [
+                x if x.requires_grad else x.detach().requires_grad_(is_needed)
+                for x, is_needed in zip(given[n:], needed, strict=True)
+            ]
+            pairs = [(out, grad) for out, grad in zip(local(*parts), given[:n], strict=True) if out.requires_grad]
+        wanted = [x for x, is_needed in zip(parts, needed, strict=True) if is_needed]
+        if not pairs:
+            return tuple(map(torch.zeros_like, wanted))
+        outs, grads = zip(*pairs, strict=True)
+        options = {"create_graph": recorded, "allow_unused": True, "materialize_grads": True}
+        return torch.autograd.grad(outs, wanted, grads, **options)
 
     return pull
 

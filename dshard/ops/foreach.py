@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._ops import OpOverload
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import _foreach_supported_types as OPTIMISED
 from torch.utils._foreach_utils import _foreach_supported_types as GROUPED
 
+from dshard.comm import traced
 from dshard.errors import LayoutError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.ops.decompositions import power_sum, real_dtype, root, widened
-from dshard.ops.moving import move, run_on_ranks, write_local
+from dshard.ops.moving import count_write, move, run_on_ranks, write_local
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.ops.strategy import completed
 from dshard.placements import Partial, Placement, Replicate, Shard
@@ -37,6 +39,20 @@ def support(cls: type[Tensor]) -> None:
 def one_by_one(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each entry by itself: torch's own loop over the operator for one tensor."""
     return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+def counted(run: ForEach) -> ForEach:
+    """`run`, in place: torch counts no write to a list before its entries are written one by one, below autograd."""
+
+    def written(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = run(cls, func, args, kwargs)
+        for t in args[0]:
+            if isinstance(t, cls) and not traced(t._local):
+                increment_version(t)
+                count_write(t._local)
+        return out
+
+    return written
 
 
 def elementwise(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -227,6 +243,10 @@ _NOT_ELEMENTWISE: dict[str, ForEach] = {
 _FUSED = ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_")
 
 
+def _run_of(name: str) -> ForEach:
+    return _NOT_ELEMENTWISE.get(name, elementwise)
+
+
 def _overloads(name: str) -> list[OpOverload]:
     packet = getattr(torch.ops.aten, name)
     return [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
@@ -234,7 +254,7 @@ def _overloads(name: str) -> list[OpOverload]:
 
 FOREACH: dict[OpOverload, ForEach] = {
     **{
-        func: _NOT_ELEMENTWISE.get(name, elementwise)
+        func: counted(_run_of(name)) if name.endswith("_") else _run_of(name)
         for name in dir(torch)
         if name.startswith("_foreach_")
         for func in _overloads(name)

@@ -34,6 +34,11 @@ from dshard.ops.strategy import completed
 from dshard.placements import Replicate, Shard
 from dshard.redistribute import plan
 
+_increment: Callable[[list[Tensor]], None] = torch._C._increment_version
+_COUNTS = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+
 
 class Move:
     """A tensor of one spec brought to another layout: planned once for each topology, then looked up.
@@ -42,7 +47,7 @@ class Move:
     `gathers` where a split dim becomes whole: a gradient that is pending there comes back by one collective.
     """
 
-    __slots__ = ("back", "gathers", "grad", "plan", "runner", "source", "spec", "starter", "targets")
+    __slots__ = ("back", "gathers", "grad", "gradient", "plan", "runner", "source", "spec", "starter", "targets")
 
     def __init__(self, source: Spec, layout: Layout) -> None:
         topology = current().topology_of(layout.mesh)
@@ -55,6 +60,7 @@ class Move:
         )
         self.runner: Callable[[Tensor], Tensor] | None = None
         self.starter: Start | None = None
+        self.gradient: Move | None = None
         self.targets: dict[Spec, Layout] = {}
 
     def __call__(self, local: Tensor) -> Tensor:
@@ -67,6 +73,12 @@ class Move:
             return self.runner(local)
         with torch.no_grad():
             return self.runner(local)
+
+    def of_gradient(self) -> Move | None:
+        """The move of the gradient, to the layout that the source's has; None where it lies so already."""
+        if self.gradient is None and self.grad is not self.back:
+            self.gradient = move_of(self.spec.with_layout(self.grad), self.back)
+        return self.gradient
 
     def later(self, local: Tensor, own: bool = False) -> Later | None:
         """The same begun, to be waited for at its first use; None where it cannot run beside the computation.
@@ -124,6 +136,28 @@ def write_local(target: Tensor, value: Tensor) -> None:
                 unstack(target)[rank].copy_(t)
     else:
         target.copy_(value)
+        count_write(target)
+
+
+def count_write(local: Tensor) -> None:
+    """Note a write to a local tensor below autograd, where torch counts none: what was saved of it is out of date."""
+    if type(local) is Tensor:
+        _increment([local])
+
+
+def sharing_version(operator: LocalOp) -> LocalOp:
+    """`operator`, whose outputs are views, so that their writes count as those of its operand, below autograd, too."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not _is_excluded(_COUNTS) or torch.is_inference_mode_enabled():
+            return operator(*args, **kwargs)
+        _exclude(_COUNTS, False)
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            _exclude(_COUNTS, True)
+
+    return run
 
 
 def on_all_ranks(x: Tensor, mesh: Mesh) -> Tensor:

@@ -171,14 +171,15 @@ class Known:
     """What the tables say of an operator, all in one look-up.
 
     `instead`, where there is one, tells from the arguments what runs in its place, if anything; `values` whether the
-    rule depends on the values of scalar arguments; `writes` whether elements of the first
-    operand are written, not its shape alone.
+    rule depends on the values of scalar arguments; `changes` whether the first operand is changed in place, and
+    `writes` whether its elements are, not its shape alone.
     """
 
     func: OpOverload
     op: Op | None
     instead: Callable[[tuple[Any, ...]], Instead | None] | None
     values: bool
+    changes: bool
     writes: bool
 
 
@@ -191,8 +192,9 @@ def known(func: OpOverload) -> Known:
     found = FACTS.get(id(func))
     if found is None:
         op = find(func)
-        writes = writes_first(func) and Tag.inplace_view not in func.tags
-        found = FACTS[id(func)] = Known(func, op, _instead(func), op is None or op.values, writes)
+        changes = writes_first(func)
+        writes = changes and Tag.inplace_view not in func.tags
+        found = FACTS[id(func)] = Known(func, op, _instead(func), op is None or op.values, changes, writes)
     return found
 
 
