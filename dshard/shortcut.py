@@ -19,8 +19,8 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
 from dshard.comm import tell_failure
-from dshard.dispatch import SEEN, Run, Seen
-from dshard.ops.matmul.asked import nothing_asked
+from dshard.dispatch import WATCHED, Run, Seen
+from dshard.ops.matmul.asked import ASKING, nothing_asked
 from dshard.ops.observe import OBSERVERS, observed
 from dshard.ops.settings import current
 from dshard.product import Product
@@ -31,6 +31,7 @@ Through: TypeAlias = Callable[[Any, Any, Args, Kwargs], Any]
 _make, _STRIDED = Tensor._make_wrapper_subclass, torch.strided  # given by position: names take it longer
 _is_compiling = torch.compiler.is_dynamo_compiling  # what traces operators is a mode
 _modes, _autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
+_transformed = torch._C._are_functorch_transforms_active
 _recording, _door_closed = torch.is_grad_enabled, torch._C.DisableTorchFunctionSubclass
 _NUMBERS = frozenset({int, float, bool, complex})
 _INT = frozenset({int})
@@ -115,19 +116,16 @@ def _key(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | N
 
 
 def _is_special() -> bool:
-    """Whether operators are intercepted or cast, or something is asked of products."""
-    if _modes() or _autocast() or not nothing_asked():
+    """Whether operators are intercepted, cast or transformed, or something is asked of products."""
+    if _modes() or _autocast() or _transformed() or (ASKING and not nothing_asked()):
         return True
     return forward_ad._current_level >= 0
 
 
 def _learn(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through, key: Any) -> Any:
     seen: list[Seen] = []
-    SEEN.append(seen)
-    try:
+    with WATCHED.entered(seen):
         out = through(cls, func, args, kwargs)
-    finally:
-        SEEN[:] = [other for other in SEEN if other is not seen]  # an equal one may be another's
     if not any(isinstance(run, Run | Product) for run, *_ in seen) or getattr(seen[0][0], "inplace", False):
         _NEVER.add(func)
     elif type(out) is not cls:
