@@ -23,6 +23,7 @@ from dshard.dispatch import WATCHED, Run, Seen
 from dshard.ops.matmul.asked import ASKING, nothing_asked
 from dshard.ops.observe import OBSERVERS, observed
 from dshard.ops.settings import current
+from dshard.ops.transforms import is_transforming
 from dshard.product import Product
 from dshard.recorded import Args, Kwargs, Shortcut, is_elsewhere, is_itself, recorded, viewed
 
@@ -31,7 +32,6 @@ Through: TypeAlias = Callable[[Any, Any, Args, Kwargs], Any]
 _make, _STRIDED = Tensor._make_wrapper_subclass, torch.strided  # given by position: names take it longer
 _is_compiling = torch.compiler.is_dynamo_compiling  # what traces operators is a mode
 _modes, _autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
-_transformed = torch._C._are_functorch_transforms_active
 _recording, _door_closed = torch.is_grad_enabled, torch._C.DisableTorchFunctionSubclass
 _NUMBERS = frozenset({int, float, bool, complex})
 _INT = frozenset({int})
@@ -117,7 +117,7 @@ def _key(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | N
 
 def _is_special() -> bool:
     """Whether operators are intercepted, cast or transformed, or something is asked of products."""
-    if _modes() or _autocast() or _transformed() or (ASKING and not nothing_asked()):
+    if _modes() or _autocast() or is_transforming() or (ASKING and not nothing_asked()):
         return True
     return forward_ad._current_level >= 0
 
