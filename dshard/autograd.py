@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dshard import comm
+from dshard.errors import LayoutError
 from dshard.layout import Layout, interned, replicated
 from dshard.mesh import Mesh
 from dshard.ops.expand import Operand
@@ -22,6 +23,7 @@ from dshard.ops.moving import Move, move_of
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec, spec_of
+from dshard.ops.transforms import is_batched, refuse_batched, with_tangent
 from dshard.placements import Partial, Replicate
 from dshard.reshard import plan_reshard
 
@@ -38,6 +40,8 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
+        if is_batched(grad):
+            refuse_batched(grad, "the backward pass")
         if torch.is_grad_enabled():
             return FromLocal.apply(grad, ctx.cls, ctx.spec, ctx.layout), None  # type: ignore[no-untyped-call]
         stride = ctx.stride
@@ -266,6 +270,9 @@ def redistribute(x: Any, layout: Layout, op: str | None = None, *, later: bool =
         return x
     if held.mesh is not layout.mesh and held.mesh != layout.mesh:
         return Reshard.apply(x, layout)  # type: ignore[no-untyped-call]
+    dual = with_tangent(x, lambda y: in_layout(type(x), y, layout, op, later=later))
+    if dual is not None:
+        return dual
     with torch._C.DisableTorchFunctionSubclass():
         if torch.is_grad_enabled() and x.requires_grad:
             if not later and lively(x) is not None:
@@ -275,6 +282,22 @@ def redistribute(x: Any, layout: Layout, op: str | None = None, *, later: bool =
                     return made(type(x), local, move.spec, move.grad)
             return Redistribute.apply(x, layout, op, later)  # type: ignore[no-untyped-call]
         return _moved(x, move_of(x._spec, layout), op, later)
+
+
+def in_layout(cls: Any, x: Any, layout: Layout, op: str | None = None, *, later: bool = False) -> Any:
+    """A tensor or a tangent in another layout; `distributed` where torch made it plain.
+
+    Raises:
+        LayoutError: a partial maximum, minimum or product, which is not linear.
+    """
+    x = distributed(cls, x, layout)
+    for placement in (*x._spec.layout.placements, *layout.placements):
+        if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
+            raise LayoutError(
+                f"a tangent of a pending {placement.reduce_op}, [{x._spec.layout}] -> [{layout}]: only sums are "
+                "linear; redistribute to a Shard or Replicate before the tangent is made"
+            )
+    return redistribute(x, layout, op, later=later)
 
 
 def brought(cls: Any, grad: Any, layout: Layout) -> Any:

@@ -7,14 +7,14 @@ executor and runs it: no planning.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from dshard.comm import LocalTensor, device_of, run, runner, runtime_of, same_replicas, unstack
+from dshard.comm import LocalTensor, Scoped, device_of, run, runner, runtime_of, same_replicas, unstack
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Coordinate, Mesh
@@ -48,8 +48,15 @@ _WARNED: set[OpOverload] = set()
 _NUMBERS = frozenset({float, int, bool, complex})
 Seen: TypeAlias = tuple[Any, Any, tuple[Any, ...], dict[str, Any], Any]
 """What ran: an executor or a product, or None for what is neither, the operator, its arguments, and what came out."""
-SEEN: list[list[Seen]] = []
-"""Where what runs is written down, for as long as somebody watches."""
+WATCHED: Scoped[list[Seen], tuple[list[Seen], ...]] = Scoped("watched", tuple)
+SEEN: Sequence[object] = WATCHED.anywhere
+"""Empty while no thread watches; `log` writes down for those who watch in its own thread what ran there."""
+
+
+def log(seen: Seen) -> None:
+    """Write down what ran, for whoever watches."""
+    for each in WATCHED.value():
+        each.append(seen)
 
 
 def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -59,8 +66,8 @@ def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if facts.instead is not None:
         instead = facts.instead(args)
         if instead is not None:
-            for seen in SEEN:
-                seen.append((None, func, args, kwargs, None))
+            if SEEN:
+                log((None, func, args, kwargs, None))
             out = instead(cls, func, args, kwargs)
             if facts.changes:
                 _changed(cls, args[0], facts.writes)
@@ -79,12 +86,7 @@ def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
         executor = executors.add(key, _build(cls, func, facts.op, args, kwargs))
     else:
         executors.hits += 1
-    if SEEN:
-        out = _seen(executor, func, args, kwargs)
-    elif OBSERVERS and isinstance(executor, Run):
-        out = observed(executor.decision(), executor, (args, kwargs))
-    else:
-        out = executor(args, kwargs)
+    out = _watched(executor, func, args, kwargs) if SEEN or OBSERVERS else executor(args, kwargs)
     if facts.changes:
         _changed(cls, args[0], facts.writes)
     return out
@@ -98,10 +100,13 @@ def _changed(cls: Any, operand: Any, written: bool) -> None:
         settle(operand)
 
 
-def _seen(executor: Executor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    out = executor(args, kwargs)
-    for seen in SEEN:
-        seen.append((executor if isinstance(executor, Run) else None, func, args, kwargs, out))
+def _watched(executor: Executor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    run = executor if isinstance(executor, Run) else None
+    if run is not None and OBSERVERS:
+        out = observed(run.decision(), run, (args, kwargs))
+    else:
+        out = executor(args, kwargs)
+    log((run, func, args, kwargs, out))
     return out
 
 

@@ -19,10 +19,11 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
 from dshard.comm import tell_failure
-from dshard.dispatch import SEEN, Run, Seen
-from dshard.ops.matmul.asked import nothing_asked
+from dshard.dispatch import WATCHED, Run, Seen
+from dshard.ops.matmul.asked import ASKING, nothing_asked
 from dshard.ops.observe import OBSERVERS, observed
 from dshard.ops.settings import current
+from dshard.ops.transforms import is_transforming
 from dshard.product import Product
 from dshard.recorded import Args, Kwargs, Shortcut, is_elsewhere, is_itself, recorded, viewed
 
@@ -121,19 +122,16 @@ def _key(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | N
 
 
 def _is_special() -> bool:
-    """Whether operators are intercepted or cast, or something is asked of products."""
-    if _modes() or _autocast() or not nothing_asked():
+    """Whether operators are intercepted, cast or transformed, or something is asked of products."""
+    if _modes() or _autocast() or is_transforming() or (ASKING and not nothing_asked()):
         return True
     return forward_ad._current_level >= 0
 
 
 def _learn(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through, key: Any) -> Any:
     seen: list[Seen] = []
-    SEEN.append(seen)
-    try:
+    with WATCHED.entered(seen):
         out = through(cls, func, args, kwargs)
-    finally:
-        SEEN[:] = [other for other in SEEN if other is not seen]  # an equal one may be another's
     if not any(isinstance(run, Run | Product) for run, *_ in seen) or getattr(seen[0][0], "inplace", False):
         _NEVER.add(func)
     elif type(out) is not cls:

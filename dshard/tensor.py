@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from dshard import comm, shortcut
-from dshard.autograd import FromLocal, Live, ToLocal, brought, redistribute
+from dshard.autograd import FromLocal, Live, ToLocal, brought, in_layout, redistribute
 from dshard.comm import Awaited, DeviceMesh, Later, stored, traced
 from dshard.dispatch import SEEN, dispatch
 from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
@@ -20,10 +20,18 @@ from dshard.layout import Layout, interned, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
-from dshard.ops.mixed import MADE_PLAIN, may_hold_plain, settle_plain
+from dshard.ops.mixed import MADE_PLAIN, may_hold_plain, refuse_plain, settle_plain
+from dshard.ops.moving import leaves
 from dshard.ops.observe import OBSERVERS
 from dshard.ops.origin import Origin
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
+from dshard.ops.transforms import (
+    is_differentiating_forward,
+    is_transforming,
+    is_wrapped,
+    refuse_wrapped,
+    with_tangent,
+)
 from dshard.placements import Partial, Placement
 from dshard.product import is_leaf
 from dshard.tracing import Flat, flat, numbers, traceable, unseen
@@ -122,6 +130,13 @@ class DTensor(torch.Tensor):
         By default it lies like the tensor, and whole where that is pending.
         """
         layout = None if grad_placements is None else layout_of(self._spec.layout.mesh, grad_placements, self.ndim)
+        if is_differentiating_forward():
+            held = self._spec.layout
+            dual: Tensor | None = with_tangent(
+                self, lambda x: in_layout(DTensor, x, held).to_local(grad_placements=grad_placements)
+            )
+            if dual is not None:
+                return dual
         if not (torch.is_grad_enabled() and self.requires_grad):
             return self._local.detach()
         layout = self._spec.layout.cotangent() if layout is None else layout
@@ -264,6 +279,8 @@ class DTensor(torch.Tensor):
 
 def _through(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of torch's: what is caught whole, or as torch breaks it up into operators."""
+    if is_transforming():
+        return _transformed(cls, func, args, kwargs)
     if may_hold_plain(args) or (kwargs and may_hold_plain(kwargs.values())):
         args, kwargs = settle_plain(cls, func, args, kwargs)
     joint = JOINT.get(func)
@@ -274,6 +291,17 @@ def _through(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return wrapped(cls, out, (args, kwargs)) if type(out) in MADE_PLAIN else out
 
 
+def _transformed(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function within one that torch.func transforms, which takes it apart into operators."""
+    if func in JOINT and func in _BACKWARD:
+        return JOINT[func](cls, func, args, kwargs)
+    if not any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in leaves((args, kwargs))):
+        refuse_plain(cls, func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+_BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _DETACH = torch.ops.aten.detach.default
 _GRAD: Any = torch.Tensor.grad
 _SET_GRAD = _GRAD.__set__
@@ -348,7 +376,13 @@ def _from_local(
         raise ShapeError(
             "from_local takes this rank's plain local tensor, not a DTensor: use redistribute to change placements"
         )
+    refuse_wrapped(local, "from_local")
     check_strided(local, "from_local", "this rank's local tensor")
+    dual: DTensor | None = with_tangent(
+        local, lambda x: _from_local(x, mesh, placements, run_check, shape, stride, grad_placements)
+    )
+    if dual is not None:
+        return dual
     shape = None if shape is None else as_shape(shape, "from_local: shape", ShapeError)
     ndim = local.ndim if shape is None else len(shape)
     layout = replicated(mesh) if placements is None else layout_of(mesh, placements, ndim)
@@ -428,6 +462,7 @@ def distribute_tensor(
             f"distribute_tensor was given a DTensor laid out [{tensor.layout}]: "
             f"use redistribute to lay it out [{layout}]"
         )
+    refuse_wrapped(tensor, "distribute_tensor")
     if any(isinstance(placement, Partial) for placement in layout.placements):
         raise LayoutError(
             f"distribute_tensor cannot make a pending reduction, [{layout}]: use Shard or Replicate, "

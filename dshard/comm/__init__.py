@@ -36,6 +36,7 @@ from dshard.comm.runtime import (
     runtime_of,
     simulated_ranks,
 )
+from dshard.comm.scoped import Scoped
 from dshard.comm.simulate import each, plain, stack, unstack
 from dshard.comm.spread import cut, device_of, local_of, spread
 from dshard.comm.transfer import Local
@@ -57,6 +58,7 @@ __all__ = [
     "Request",
     "Resharding",
     "Runtime",
+    "Scoped",
     "Session",
     "Start",
     "Workspace",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
+from dshard.comm.scoped import Scoped
 from dshard.mesh import Mesh
 
 
@@ -29,14 +30,19 @@ class Event:
 
 
 Listener = Callable[[Event], None]
-LISTENERS: list[Listener] = []
-MEASURING: list[Listener] = []
-"""Those of the listeners that want measured seconds."""
+_LISTENERS: Scoped[tuple[Listener, bool], tuple[tuple[Listener, bool], ...]] = Scoped("listeners", tuple)
+LISTENERS: Sequence[object] = _LISTENERS.anywhere
+"""Empty while no thread listens; `tell` calls the listeners of its own thread alone."""
+
+
+def measuring() -> bool:
+    """Whether a listener of this thread wants measured seconds."""
+    return bool(LISTENERS) and any(measure for _, measure in _LISTENERS.value())
 
 
 @contextmanager
 def listen(listener: Listener, *, measure: bool = False) -> Iterator[None]:
-    """Call `listener` with the event of each collective that runs within the block.
+    """Call `listener` with the event of each collective that this thread, or asynchronous task, runs within the block.
 
     With `measure` the ranks of each collective first wait for each other, and then for its end, to tell its seconds:
     nothing overlaps any more, and all its ranks must measure.
@@ -47,15 +53,8 @@ def listen(listener: Listener, *, measure: bool = False) -> Iterator[None]:
     >>> events
     []
     """
-    LISTENERS.append(listener)
-    if measure:
-        MEASURING.append(listener)
-    try:
+    with _LISTENERS.entered((listener, measure)):
         yield
-    finally:
-        LISTENERS.remove(listener)
-        if measure:
-            MEASURING.remove(listener)
 
 
 def emit(collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int, measured: float | None = None) -> None:
@@ -67,5 +66,5 @@ def emit(collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int, measur
 
 def tell(event: Event) -> None:
     """Tell the listeners of an event."""
-    for listener in tuple(LISTENERS):
+    for listener, _ in _LISTENERS.value():
         listener(event)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dshard.comm import debug
 from dshard.comm.alarm import wait_for_pairs
-from dshard.comm.events import LISTENERS, MEASURING, emit
+from dshard.comm.events import LISTENERS, emit, measuring
 from dshard.comm.functional import traced
 from dshard.comm.legs import Program, Request, Wait
 from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of
@@ -120,7 +120,7 @@ def launch_on(runtime: Runtime, request: Request) -> Wait:
     """Begin a collective, and return what waits for it."""
     leg, group = request.leg, runtime.group(request.leg.message.axes)
     nbytes = leg.elements * request.buffer.itemsize
-    if MEASURING and leg.event:
+    if leg.event and measuring():
         device = request.buffer.device
         told(leg.event, leg.message.mesh, nbytes, group, device, partial(_at_once, request, group))
         return _done

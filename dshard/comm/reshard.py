@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm import debug, transport
-from dshard.comm.events import LISTENERS, MEASURING, Event, tell
+from dshard.comm.events import LISTENERS, Event, measuring, tell
 from dshard.comm.landing import Buffers
 from dshard.comm.run import run
 from dshard.comm.runtime import Group, LocalTensor, Runtime, group_of, runtime_of
@@ -63,7 +63,7 @@ def reshard(plan: ReshardPlan, x: Tensor) -> Tensor | None:
     if x.is_meta:
         _tell(plan, max(map(plan.received, plan.ranks)) * plan.itemsize)
         return x.new_empty(plan.dst.local_shape(plan.shape, (0,) * plan.dst.mesh.ndim))
-    return _measure(plan, x) if MEASURING else begin_reshard(plan, x).finish()
+    return _measure(plan, x) if measuring() else begin_reshard(plan, x).finish()
 
 
 def begin_reshard(plan: ReshardPlan, x: Tensor, *, tag: int = 0, timeout: float | None = None) -> Resharding:
@@ -78,7 +78,7 @@ def begin_reshard(plan: ReshardPlan, x: Tensor, *, tag: int = 0, timeout: float 
         MeshError: a mesh has no processes, or this rank is in neither.
     """
     runtime = _runtime(plan)
-    if not MEASURING:
+    if not measuring():
         _tell(plan, plan.received(runtime.rank) * plan.itemsize)
     with torch.no_grad():
         group = group_of(plan.ranks, runtime, tag)

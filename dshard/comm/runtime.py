@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
 from dshard.caches import Cache
+from dshard.comm.scoped import Scoped
 from dshard.errors import MeshError
 from dshard.mesh import DEVICE_TYPES, Coordinate, Mesh
 from dshard.mesh import mesh_shape as sizes_of
@@ -334,20 +335,21 @@ def _pure_of(device_mesh: DeviceMesh, ranks: Any) -> Mesh:
 
 def runtime_of(mesh: Mesh) -> Runtime | None:
     """The processes behind `mesh`, or None for a mesh that only plans."""
-    return None if _PLANNING else _RUNTIMES.get(mesh)
+    return None if _is_planning() else _RUNTIMES.get(mesh)
 
 
-_PLANNING: list[None] = []
+_PLANNING: Scoped[None, bool] = Scoped("planning", bool)
+
+
+def _is_planning() -> bool:
+    return bool(_PLANNING.anywhere) and _PLANNING.value()
 
 
 @contextmanager
 def planning() -> Iterator[None]:
     """Within the block every mesh only plans, as if it had no processes: so all ranks see what the first would."""
-    _PLANNING.append(None)
-    try:
+    with _PLANNING.entered(None):
         yield
-    finally:
-        _PLANNING.pop()
 
 
 def current_mesh() -> DeviceMesh:
@@ -385,5 +387,5 @@ def device_mesh_of(mesh: Mesh) -> DeviceMesh | Mesh:
 
 def simulated_ranks() -> frozenset[int] | None:
     """The ranks that torch's LocalTensorMode simulates in this process, or None, as where it only plans."""
-    mode = None if _PLANNING else local_tensor_mode()
+    mode = None if _is_planning() else local_tensor_mode()
     return None if mode is None else mode.ranks

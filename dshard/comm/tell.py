@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import transport
-from dshard.comm.events import LISTENERS, MEASURING, emit
+from dshard.comm.events import LISTENERS, emit, measuring
 from dshard.comm.runtime import Group
 from dshard.mesh import Mesh
 
@@ -18,7 +18,7 @@ def told(
     collective: str, mesh: Mesh, nbytes: int, group: Group, device: torch.device, send: Callable[[], Tensor]
 ) -> Tensor:
     """What `send` returns, its collective on `group` told: before it runs, or with its seconds once it is over."""
-    if not MEASURING:
+    if not measuring():
         if LISTENERS:
             emit(collective, mesh, group.axes, nbytes)
         return send()

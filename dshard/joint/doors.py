@@ -24,6 +24,7 @@ from dshard.ops.custom import accept_call
 from dshard.ops.moving import on_all_ranks
 from dshard.ops.spec import spec_of
 from dshard.ops.strategy import completed
+from dshard.ops.transforms import is_differentiating_forward
 
 
 def getitem(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,11 +123,12 @@ def _begin(
 def closing(handler: Callable[..., Any]) -> Callable[..., Any]:
     """The handler run with this door closed: what it asks of its operands does not come in here again.
 
-    torch.export writes down operators on distributed tensors, so for it the call stays what it is.
+    torch.export writes down operators on distributed tensors, so for it the call stays what it is; and so for
+    forward-mode derivatives, which torch knows of each operator.
     """
 
     def handle(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_exporting():
+        if is_exporting() or is_differentiating_forward():
             return plainly(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return handler(cls, func, args, kwargs)

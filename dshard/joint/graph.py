@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from dshard.autograd import FromLocal, Live, ToLocal, distributed, lively, redistribute
+from dshard.errors import ShapeError
 from dshard.joint.run import plainly
+from dshard.ops.transforms import refuse_batched
 
 Door = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -144,7 +146,11 @@ def asked_of(cls: Any, inputs: Sequence[Any]) -> list[list[Any]]:
 
 def gradients(cls: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.autograd.grad`, by `run`."""
-    given = dict(zip(("outputs", "inputs", "grad_outputs", "retain_graph"), args, strict=False)) | kwargs
+    given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+    for grad in _listed(given.get("grad_outputs")):
+        refuse_batched(grad, "torch.autograd.grad")
+    if given.get("is_grads_batched") and not isinstance(given.get("inputs"), dict):
+        return _one_by_one(cls, run, given)
     if len(args) > 4 or isinstance(given.get("inputs"), dict | None):
         return run(*args, **kwargs)
     inputs = given["inputs"]
@@ -169,6 +175,41 @@ def gradients(cls: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: 
             )
         out.append(present[0] + present[1] if len(present) > 1 else present[0] if present else None)
     return tuple(out)
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, list | tuple) else [given]
+
+
+def _one_by_one(cls: Any, run: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """The gradients for each of several gradients of the outputs, stacked: backward passes take one at a time.
+
+    Raises:
+        ShapeError: there are none.
+    """
+    grads, last = _listed(given["grad_outputs"]), {"retain_graph": given.get("retain_graph")}
+    n = next(len(grad) for grad in grads if grad is not None)
+    if not n:
+        raise ShapeError("torch.autograd.grad(..., is_grads_batched=True) with no gradient of the outputs: give one")
+    found = []
+    for i in range(n):
+        now = [None if grad is None else grad[i] for grad in grads]
+        kept = {"retain_graph": True} if i < n - 1 else last
+        found.append(gradients(cls, run, (), {**given, **kept, "grad_outputs": now, "is_grads_batched": False}))
+    return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*found, strict=True))
+
+
+_ARGUMENTS = (
+    "outputs",
+    "inputs",
+    "grad_outputs",
+    "retain_graph",
+    "create_graph",
+    "only_inputs",
+    "allow_unused",
+    "is_grads_batched",
+    "materialize_grads",
+)
 
 
 def accumulating(cls: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
 from dshard.ops.foreach import FOREACH
 from dshard.ops.moving import leaves, move_of, replace_leaves
 from dshard.ops.spec import spec_of
+from dshard.ops.transforms import refuse_batched
 
 Custom: TypeAlias = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 MAX_CHECKED = 16384
@@ -45,6 +46,7 @@ def wrapped(cls: Any, out: Any, given: Any) -> Any:
     layout = replicated(next(leaf._spec.layout.mesh for leaf in leaves(given) if isinstance(leaf, cls)))
 
     def wrap(leaf: Any) -> Any:
+        refuse_batched(leaf, "an operator")
         if not _is_new_plain(cls, leaf, had):
             return leaf
         return cls._wrap(leaf, spec_of(layout, tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device))

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from dshard.comm import outside_graphs
+from dshard.comm import Scoped, outside_graphs
 from dshard.layout import Shape
 from dshard.ops.expand import Operand
 from dshard.ops.matmul.priced import Panelled
@@ -42,23 +42,22 @@ class Decision:
 
 
 Observer: TypeAlias = Callable[[Decision], AbstractContextManager[object]]
-OBSERVERS: list[Observer] = []
+_OBSERVERS: Scoped[Observer, tuple[Observer, ...]] = Scoped("observers", tuple)
+OBSERVERS: Sequence[object] = _OBSERVERS.anywhere
+"""Empty while no thread observes; `observed` tells the observers of its own thread alone."""
 
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Let `observer` wrap each operator that runs within the block."""
+    """Let `observer` wrap each operator that this thread, or asynchronous task, runs within the block."""
     outside_graphs("trace, explain or strict")
-    OBSERVERS.append(observer)
-    try:
+    with _OBSERVERS.entered(observer):
         yield
-    finally:
-        OBSERVERS.remove(observer)
 
 
 def observed(decision: Decision, run: Callable[..., Any], args: Sequence[Any]) -> Any:
     """`run(*args)` within the contexts that the observers give."""
     with ExitStack() as stack:
-        for observer in tuple(OBSERVERS):
+        for observer in _OBSERVERS.value():
             stack.enter_context(observer(decision))
         return run(*args)

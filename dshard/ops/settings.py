@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dshard.caches import Cache, clear_caches
-from dshard.comm import FORGET, DeviceMesh, bind, outside_graphs, ranks_per_host, same_topology
+from dshard.comm import FORGET, DeviceMesh, Scoped, bind, outside_graphs, ranks_per_host, same_topology
 from dshard.mesh import Mesh
 from dshard.topology import Topology, default_topology
 from dshard.topology.model import check_topology
@@ -37,19 +37,27 @@ class Settings:
         return f"the default for {mesh.device_type} ranks{hosts}"
 
 
-class _Current:
-    settings = Settings()
-
-
+_DEFAULT = Settings()
 MAX_TOPOLOGIES = 16
 """Of so many, the last that were used, what was decided is remembered."""
 
-_ALL: dict[Topology | None, Settings] = {None: _Current.settings}
+_ALL: dict[Topology | None, Settings] = {None: _DEFAULT}
+_SETTINGS: Scoped[Settings, Settings] = Scoped("settings", lambda entered: entered[-1] if entered else _DEFAULT)
+_here, _ANYWHERE = _SETTINGS.here, _SETTINGS.anywhere
+
+
+class Guarded:
+    """The settings of the last block that was entered or left, which a compiled graph can read: no ContextVar."""
+
+    settings = _DEFAULT
 
 
 def current() -> Settings:
-    """The settings in force."""
-    return _Current.settings
+    """The settings in force where the call is."""
+    if not _ANYWHERE:
+        return _DEFAULT
+    state = _here()
+    return state.value if state is not None else _SETTINGS.value()
 
 
 def settings_of(topology: Topology | None) -> Settings:
@@ -66,7 +74,8 @@ def use_topology(topology: Topology, *, mesh: DeviceMesh | Mesh | None = None) -
     """Price every choice within the block on `topology`, which must be the same on all ranks.
 
     With a `mesh`, which all its ranks then give, they use the topology of its first rank, which is sent on entry.
-    Without, nothing is sent.
+    Without, nothing is sent. It holds for the thread and the asynchronous task that enters the block, and for the
+    backward passes that they call.
 
     Raises:
         TopologyError: no topology, such as the name of a preset.
@@ -75,12 +84,12 @@ def use_topology(topology: Topology, *, mesh: DeviceMesh | Mesh | None = None) -
     outside_graphs("use_topology")
     if mesh is not None:
         topology = same_topology(topology, mesh if isinstance(mesh, Mesh) else bind(mesh))
-    before = _Current.settings
-    _Current.settings = settings_of(topology)
     try:
-        yield
+        with _SETTINGS.entered(settings_of(topology)):
+            Guarded.settings = current()
+            yield
     finally:
-        _Current.settings = before
+        Guarded.settings = current()
 
 
 FORGET.append(clear_caches)

@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from dshard.comm import Scoped
 from dshard.layout import Layout, Shape, interned
 
 
@@ -53,23 +54,19 @@ class Spec:
         return f"Spec([{self.layout}], {self.shape}, {self.dtype})"
 
 
-class _ForShapes:
-    depth = 0
+_FOR_SHAPES: Scoped[None, bool] = Scoped("for shapes", bool)
 
 
 @contextmanager
 def for_shapes() -> Iterator[None]:
     """Within the block operators run on tensors without data to tell what comes out, and are no part of any step."""
-    _ForShapes.depth += 1
-    try:
+    with _FOR_SHAPES.entered(None):
         yield
-    finally:
-        _ForShapes.depth -= 1
 
 
 def is_for_shapes() -> bool:
     """Whether what runs now only tells what would come out."""
-    return _ForShapes.depth > 0
+    return bool(_FOR_SHAPES.anywhere) and _FOR_SHAPES.value()
 
 
 _SPECS: WeakValueDictionary[tuple[object, ...], Spec] = WeakValueDictionary()

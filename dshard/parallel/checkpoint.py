@@ -6,8 +6,8 @@ What is computed again stops where the last tensor that the backward pass wants 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     block = _Block(fn, args, kwargs)
-    with saved_tensors_hooks(block.pack, block.unpack), _announced(block.product):
+    with saved_tensors_hooks(block.pack, block.unpack), RERUNS.entered(block.product):
         return fn(*args, **kwargs)
 
 
@@ -102,15 +102,5 @@ class _Block:
             torch.set_rng_state(self.random[0])
             set_device_states(devices, states)
             cast = torch.autocast(self.device, enabled=self.cast[0], dtype=self.cast[1])
-            with cast, saved_tensors_hooks(keep, lambda x: x), _announced(product), suppress(_Enough):
+            with cast, saved_tensors_hooks(keep, lambda x: x), RERUNS.entered(product), suppress(_Enough):
                 self.fn(*args, **kwargs)
-
-
-@contextmanager
-def _announced(hook: Callable[..., None]) -> Iterator[None]:
-    """Products tell `hook` before they run, and no hook around it."""
-    RERUNS.append(hook)
-    try:
-        yield
-    finally:
-        RERUNS.remove(hook)

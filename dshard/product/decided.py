@@ -31,9 +31,6 @@ from dshard.redistribute import Pend, Plan, Slice, plan
 
 NEITHER = (False, False)
 
-RERUNS: list[Callable[[Callable[[], Sequence[Any]], int], None]] = []
-"""Called, the last alone, before a recorded product: with what gives the tensors that it saves, and their number."""
-
 
 class Product:
     """One product of operands of given specs, decided: how they move, what is multiplied, where the result lies."""

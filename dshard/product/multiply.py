@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from dshard.autograd import distributed, redistribute
-from dshard.comm import Program, Session, perform, run, traced
-from dshard.dispatch import SEEN
+from dshard.comm import Program, Scoped, Session, perform, run, traced
+from dshard.dispatch import SEEN, log
 from dshard.mesh import Coordinate
 from dshard.ops.observe import OBSERVERS, observed
 from dshard.product.decided import Product
 
-RERUNS: list[Callable[[Callable[[], Sequence[Any]], int], None]] = []
+Rerun: TypeAlias = Callable[[Callable[[], Sequence[Any]], int], None]
+RERUNS: Scoped[Rerun, list[Rerun]] = Scoped("reruns", list)
 """Called, the last alone, before a recorded product: with what gives the tensors that it saves, and their number."""
 
 
@@ -39,9 +40,10 @@ class Multiply(torch.autograd.Function):
                 product.wrap_moved(cls, 1, moved) if keep_b and moved else None,
             ]
 
-        if RERUNS:
+        reruns = RERUNS.value()
+        if reruns:
             n = need_a + need_b + keep_a + keep_b
-            RERUNS[-1](lambda: [t for t in saved() if t is not None], n)
+            reruns[-1](lambda: [t for t in saved() if t is not None], n)
         out, moved = product(tensors)
         ctx.save_for_backward(*saved(moved))
         return cls._wrap(out, product.out)
@@ -144,8 +146,7 @@ def multiply_keeping(cls: Any, product: Product, tensors: Sequence[Any]) -> tupl
         return found
     out = _multiply(cls, product, tensors)
     if SEEN and cut is None:
-        for seen in SEEN:
-            seen.append((product, None, tuple(tensors), {}, out[0]))
+        log((product, None, tuple(tensors), {}, out[0]))
     return out
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
 from dshard.comm import runtime_of
 from dshard.layout import Layout, Shape
 from dshard.ops.matmul.asked import Asked, asked_now
-from dshard.ops.matmul.asked import _Current as _Asked
 from dshard.ops.settings import Settings, current, settings_of
-from dshard.ops.settings import _Current as _Settings
 from dshard.ops.spec import Spec, spec_of
 from dshard.topology import Topology
 
@@ -77,27 +75,35 @@ class Flat:
         return _restored, (self.layout, self.dtype, self.device, self.leaf, self.settings.topology, self.asked)
 
 
-class _Now:
-    settings, asked = current(), asked_now()
-    flats: ClassVar[dict[tuple[object, ...], Flat]] = {}
-    known: ClassVar[tuple[dict[Spec, Flat], dict[Spec, Flat]]] = ({}, {})
-    """Those of the specs that were asked for, of tensors that are no leaves and of leaves."""
+_Known: TypeAlias = tuple[Settings, Asked, dict[tuple[object, ...], Flat], tuple[dict[Spec, Flat], dict[Spec, Flat]]]
+_ALL: dict[tuple[Settings, Asked], dict[tuple[object, ...], Flat]] = {}
 
 
-_ALL: dict[tuple[Settings, Asked], dict[tuple[object, ...], Flat]] = {(_Now.settings, _Now.asked): _Now.flats}
+class _Last:
+    """The settings that were asked for last, with what describes tensors under them.
+
+    Last of all the specs of tensors that are no leaves, and of leaves.
+    """
+
+    known: ClassVar[_Known | None] = None
+
+
+def _under(settings: Settings, asked: Asked) -> _Known:
+    last = _Last.known
+    if last is None or last[0] is not settings or last[1] is not asked:
+        last = _Last.known = settings, asked, _ALL.setdefault((settings, asked), {}), ({}, {})
+    return last
 
 
 def flat(spec: Spec, leaf: bool) -> Flat:
     """What describes the tensor of this spec here and now; `leaf` of autograd or not."""
-    if _Now.settings is not _Settings.settings or _Now.asked is not _Asked.asked:  # a call for each would take as long
-        _Now.settings, _Now.asked = current(), asked_now()
-        _Now.flats, _Now.known = _ALL.setdefault((_Now.settings, _Now.asked), {}), ({}, {})
-    known = _Now.known[leaf]
+    settings, asked, flats, specs = _under(current(), asked_now())
+    known = specs[leaf]
     found = known.get(spec)
     if found is None:
         if len(known) >= _SPECS:
             known.clear()
-        found = known[spec] = _flat(spec.layout, spec.dtype, spec.device, leaf, _Now.settings, _Now.asked, _Now.flats)
+        found = known[spec] = _flat(spec.layout, spec.dtype, spec.device, leaf, settings, asked, flats)
     return found
 
 

@@ -18,6 +18,9 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def guard() -> None:
-    """Traced: the graph serves only under the settings in force now, which are told apart by identity."""
-    id(settings._Current.settings)
-    id(asked._Current.asked)
+    """Traced: the graph serves only under the settings in force now, which are told apart by identity.
+
+    They are those that some thread entered last; the tensors that a graph is given say what holds in its own thread.
+    """
+    id(settings.Guarded.settings)
+    id(asked.Guarded.asked)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from dshard.comm import outside_graphs
+from dshard.comm import Scoped, outside_graphs
 from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
@@ -74,21 +74,41 @@ class Asked:
 NOTHING = Asked()
 
 
-class _Current:
+_ALL: dict[Asked, Asked] = {NOTHING: NOTHING}
+
+
+def _asked(changes: Sequence[Asked]) -> Asked:
+    """What blocks ask for together: the innermost says what is saved, and of strategy and panels who says something.
+
+    One object each time, which is what a compiled graph is guarded by.
+    """
+    found = NOTHING
+    for change in changes:
+        strategy = found.strategy if change.strategy is None else change.strategy
+        stream = found.stream if change.stream is None else change.stream
+        found = replace(change, strategy=strategy, stream=stream)
+    return _ALL.setdefault(found, found)
+
+
+_ASKED: Scoped[Asked, Asked] = Scoped("asked", _asked)
+ASKING: Sequence[object] = _ASKED.anywhere
+"""Empty while no thread is in a block of `use_strategy`."""
+
+
+class Guarded:
+    """What the last block that was entered or left asks for, which a compiled graph can read: no ContextVar."""
+
     asked = NOTHING
 
 
 def nothing_asked() -> bool:
     """Whether no `use_strategy` is in force."""
-    return _Current.asked is NOTHING
-
-
-_ALL: dict[Asked, Asked] = {_Current.asked: _Current.asked}
+    return asked_now() is NOTHING
 
 
 def asked_now() -> Asked:
     """What `use_strategy` asks for where the call is."""
-    return _Current.asked
+    return _ASKED.value() if ASKING else NOTHING
 
 
 @contextmanager
@@ -107,7 +127,7 @@ def use_strategy(
     `saved` says which operands are kept for the backward pass where they had to be moved: "moved" keeps the moved
     copies, so that nothing is sent twice; "stored" keeps only what is stored and moves it again; "auto" keeps moved
     activations, but moves parameters again, of which the whole would otherwise pile up over the layers. In panels only
-    what is stored is kept.
+    what is stored is kept. All this holds for the thread and the asynchronous task that enters the block.
 
     Raises:
         StrategyError: there is no strategy of this name, or no such stream.
@@ -116,14 +136,15 @@ def use_strategy(
     if matmul is not None:
         check_strategy(matmul)
     check_saved(saved)
-    before = _Current.asked
+    before = asked_now()
     strategy, stream = before.strategy if matmul is None else matmul, stream_of(panels, buffer_bytes)
     asked = replace(before, strategy=strategy, saved=saved, stream=before.stream if stream is None else stream)
-    _Current.asked = _ALL.setdefault(asked, asked)  # one object each time, which is what a compiled graph is guarded by
     try:
-        yield
+        with _ASKED.entered(asked):
+            Guarded.asked = asked_now()
+            yield
     finally:
-        _Current.asked = before
+        Guarded.asked = asked_now()
 
 
 def check_strategy(strategy: object) -> None:

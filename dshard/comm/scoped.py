@@ -1,0 +1,88 @@
+"""Values that a `with` block changes for the thread, and the asynchronous task, that runs the block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import get_ident
+from typing import Generic, TypeVar
+
+import torch
+
+E = TypeVar("E")
+T = TypeVar("T")
+
+
+class _Block(Generic[E]):
+    """One block that was entered, with what it changes."""
+
+    __slots__ = ("change",)
+
+    def __init__(self, change: E) -> None:
+        self.change = change
+
+
+class State(Generic[E, T]):
+    """The blocks around a call, outermost first, and the value that they make."""
+
+    __slots__ = ("blocks", "value")
+
+    def __init__(self, blocks: tuple[_Block[E], ...], value: T) -> None:
+        self.blocks, self.value = blocks, value
+
+
+class Scoped(Generic[E, T]):
+    """A value computed by `fold` from the changes of all blocks that this thread and asynchronous task has entered.
+
+    Blocks may be left in any order: each takes back its own change alone. A thread begins outside of all blocks, but
+    for those on which autograd runs the backward pass of an accelerator: they are within the blocks of the thread that
+    called backward, which torch hands over with its other thread-local state.
+
+    `anywhere` are the blocks that any thread is in: while it is empty nobody needs to ask for the value, which is the
+    one of no blocks. `here` gives the state of this context, None where it was never changed.
+    """
+
+    def __init__(self, name: str, fold: Callable[[list[E]], T]) -> None:
+        self._fold, self._key = fold, f"dshard.{name}"
+        self._var: ContextVar[State[E, T] | None] = ContextVar(name, default=None)
+        self._none: State[E, T] = State((), fold([]))
+        self.here = self._var.get
+        self.anywhere: list[_Block[E]] = []
+
+    def value(self) -> T:
+        """The value where the call is."""
+        return (self.here() or self.outer()).value
+
+    def outer(self) -> State[E, T]:
+        """The state of a context in which no block was entered: that of the caller of backward, on its threads."""
+        return (self._handed_over() if self.anywhere else None) or self._none
+
+    @contextmanager
+    def entered(self, change: E) -> Iterator[None]:
+        """Within the block the value is made with `change`, too."""
+        block, before = _Block(change), self.here()
+        self.anywhere.append(block)
+        self._set(self._state((*(before or self.outer()).blocks, block)))
+        try:
+            yield
+        finally:
+            self.anywhere.remove(block)
+            left = tuple(other for other in (self.here() or self._none).blocks if other is not block)
+            outside = before is None and left == self.outer().blocks
+            self._set(None if outside else self._state(left))
+
+    def _state(self, blocks: tuple[_Block[E], ...]) -> State[E, T]:
+        return State(blocks, self._fold([block.change for block in blocks])) if blocks else self._none
+
+    def _set(self, state: State[E, T] | None) -> None:
+        self._var.set(state)
+        if self._handed_over() is None:
+            torch._C._stash_obj_in_tls(self._key, (get_ident(), state))
+
+    def _handed_over(self) -> State[E, T] | None:
+        """What another thread stored, which called the backward pass that runs on this one."""
+        if not torch._C._is_key_in_tls(self._key):
+            return None
+        thread, state = torch._C._get_obj_in_tls(self._key)
+        return None if thread == get_ident() else state

@@ -1,0 +1,69 @@
+"""torch.func transforms and forward-mode derivatives: what they ask of distributed tensors beside their operators.
+
+A transform wraps the tensors that it follows, distributed ones, too, and takes functions apart into operators itself,
+which then reach `dshard.dispatch` on what was wrapped. So it must see every call: nothing is planned jointly above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dshard.errors import MixedError
+
+is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether the call is within a function that torch.func transforms."""
+
+
+def is_differentiating_forward() -> bool:
+    """Whether the call is within a level of forward-mode derivatives."""
+    return forward_ad._current_level >= 0
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Whether a transform of torch.func wraps `x`."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def refuse_wrapped(x: Tensor, what: str) -> None:
+    """Refuse to make a distributed tensor of one that a transform wraps: it would not be followed any more.
+
+    Raises:
+        MixedError: `x` is wrapped.
+    """
+    if is_wrapped(x):
+        raise MixedError(
+            f"{what} of a tensor that torch.func follows: transforms follow distributed tensors, but not into them; "
+            "distribute it first and give the DTensor to the transformed function"
+        )
+
+
+def is_batched(x: Tensor) -> bool:
+    """Whether `x` stands for several tensors: within vmap, or within torch.autograd.functional with vectorize=True."""
+    return is_wrapped(x) or torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def refuse_batched(x: Any, what: str) -> None:
+    """Refuse to take several tensors at once, outside of what torch.func follows.
+
+    Raises:
+        MixedError: `x` stands for several tensors.
+    """
+    if isinstance(x, Tensor) and is_batched(x):
+        raise MixedError(
+            f"{what} of distributed tensors, batched by vmap or vectorize=True: it takes one tensor at a time; use "
+            "vectorize=False, torch.autograd.grad(..., is_grads_batched=True), or torch.func.jacrev, jacfwd and vmap"
+        )
+
+
+def with_tangent(x: Any, linear: Callable[[Any], Any]) -> Any:
+    """What the function `linear` makes of `x`, with what it makes of the tangent of `x`; None where it has none."""
+    if not is_differentiating_forward():
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        primal, tangent = forward_ad.unpack_dual(x)
+        return None if tangent is None else forward_ad.make_dual(linear(primal), linear(tangent))
