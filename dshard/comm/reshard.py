@@ -267,10 +267,19 @@ def _check_worlds(src: Mesh, dst: Mesh) -> None:
 
 def _tell(plan: ReshardPlan, nbytes: int, measured: float | None = None) -> None:
     """Tell the listeners, if there are any, of the chains of a plan."""
-    if LISTENERS and plan.chains:
-        forms = ",".join(sorted({chain.form for chain in plan.chains}))
-        axis = " -> ".join(",".join(mesh.names) for mesh in (plan.src.mesh, plan.dst.mesh))
-        tell(Event(f"reshard {forms}", axis, len(plan.ranks), nbytes, plan.src.mesh, measured, plan.chains_seconds))
+    if LISTENERS:
+        event = crossing_event(plan, nbytes, measured)
+        if event is not None:
+            tell(event)
+
+
+def crossing_event(plan: ReshardPlan, nbytes: int, measured: float | None = None) -> Event | None:
+    """The event of the chains of a plan, by which a rank receives `nbytes`; None where it has none."""
+    if not plan.chains:
+        return None
+    forms = ",".join(sorted({chain.form for chain in plan.chains}))
+    axis = " -> ".join(",".join(mesh.names) for mesh in (plan.src.mesh, plan.dst.mesh))
+    return Event(f"reshard {forms}", axis, len(plan.ranks), nbytes, plan.src.mesh, measured, plan.chains_seconds)
 
 
 def _measure(plan: ReshardPlan, x: Tensor) -> Tensor | None:
