@@ -85,21 +85,14 @@ def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
         executor = executors.add(key, _build(cls, func, facts.op, args, kwargs))
     else:
         executors.hits += 1
-    if SEEN:
-        out = _seen(executor, func, args, kwargs)
-    elif OBSERVERS and isinstance(executor, Run):
+    if OBSERVERS and isinstance(executor, Run):
         out = observed(executor.decision(), executor, (args, kwargs))
     else:
         out = executor(args, kwargs)
-    if facts.writes:
-        settle(args[0], func)
-    return out
-
-
-def _seen(executor: Executor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    out = executor(args, kwargs)
     for seen in SEEN:
         seen.append((executor if isinstance(executor, Run) else None, func, args, kwargs, out))
+    if facts.writes:
+        settle(args[0], func)
     return out
 
 

@@ -1,11 +1,11 @@
-"""explain, trace and strict tell one story: what is explained is what runs, and strict refuses what nobody asked for."""
+"""explain, trace and strict tell one story: what is explained runs, and strict refuses what nobody asked for."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,105 +15,131 @@ from told_programs import LAYOUTS, MESH, PROGRAMS, SHAPE
 from torch import Tensor
 
 from dshard import Layout, LayoutError, Mesh, explain, strict, trace
-from dshard.ops.moving import replace_leaves
-from dshard.testing import distribute, simulated
+from dshard.comm import bind, init_device_mesh
+from dshard.explain import Explanation
+from dshard.ops.moving import leaves, replace_leaves
+from dshard.testing import RankPool, distribute, simulated
 from dshard.testing.choices import layouts_of
 
 THOROUGH = settings().max_examples > 100
 Make = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
-REFUSED = "which strict() forbids"
+Sent = tuple[str, str, str, int]
+"""Operator, collective, mesh axes, bytes."""
+pytestmark = [pytest.mark.filterwarnings("ignore"), *([pytest.mark.thorough] if THOROUGH else [])]
 
 
-def disagreements(function: Callable[..., Any], make: Make) -> list[str]:
-    """Where explain, trace and strict tell different stories of a call; `make` gives its arguments anew each time."""
+class Story(NamedTuple):
+    """What trace records of a call, of that what nobody asked for, what explain says of it, and what strict does."""
+
+    sent: list[Sent]
+    implicit: list[Sent]
+    planned: list[Sent]
+    operators: tuple[Explanation, ...]
+    strictly: str
+
+    def disagreements(self) -> Iterator[str]:
+        """Where they tell different stories."""
+        if self.sent != self.planned:
+            yield f"explain says {self.planned}, trace {self.sent}"
+        if any(op == "?" for op, *_ in self.sent):
+            yield f"no operator: {self.sent}"
+        if self.strictly != ("refused before any of it" if self.implicit else "ran"):
+            yield f"strict: {self.strictly}, though nobody asked for {self.implicit}"
+        for found in self.operators:
+            if not _adds_up(found):
+                yield f"{found.op} runs {found.collectives}, but {found.chosen} was chosen"
+
+
+def _adds_up(found: Explanation) -> bool:
+    """Whether the chosen candidate has the bytes of what runs; more only where it completes what is left pending."""
+    nbytes = sum(sent.nbytes for sent in found.collectives)
+    pending = bool(found.rule) and "P(" in found.chosen.placements.rpartition("->")[2]
+    fits = nbytes <= found.chosen.bytes_moved if pending else nbytes == found.chosen.bytes_moved
+    return fits and found.chosen in found.candidates and len(found.collectives) <= len(found.chosen.steps)
+
+
+def story(function: Callable[..., Any], make: Make) -> Story:
+    """A call traced, explained and made strictly; `make` gives its arguments anew each time."""
 
     def call(run: Callable[..., Any]) -> Any:
         torch.manual_seed(0)
         args, kwargs = make()
         return run(function, *args, **kwargs)
 
-    with trace() as sent:
+    with trace() as t:
+        call(lambda f, *args, **kwargs: f(*args, **kwargs))
+    operators = call(explain).operators
+    sent = [(e.op, e.collective, e.axis, e.nbytes) for e in t.events]
+    implicit = [one for one, event in zip(sent, t.events, strict=True) if not event.asked]
+    planned = [(found.op, c.collective, c.axis, c.nbytes) for found in operators for c in found.collectives]
+    return Story(sent, implicit, planned, operators, call(_strictly))
+
+
+def _strictly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    with trace() as t, strict():
         try:
-            call(lambda f, *args, **kwargs: f(*args, **kwargs))
-        except Exception:  # it is refused with or without being watched
-            return []
-    report = call(explain)
-    return [*_explained(report, sent.events), *_refused(call, sent.events)]
-
-
-def _explained(report: Any, events: Sequence[Any]) -> Iterator[str]:
-    ran = [(event.op, event.collective, event.axis, event.nbytes) for event in events]
-    planned = [(op.op, c.collective, c.axis, c.nbytes) for op in report.operators for c in op.collectives]
-    if planned != ran:
-        yield f"explain says {planned}, trace {ran}"
-    if any(event.op == "?" for event in events):
-        yield f"no operator: {ran}"
-    for op in report.operators:
-        nbytes = sum(c.nbytes for c in op.collectives)
-        completed = op.rule and op.chosen in op.candidates and "P(" in op.chosen.placements.rpartition("->")[2]
-        if op.chosen.bytes_moved < nbytes or (op.chosen.bytes_moved > nbytes and not completed):
-            yield f"{op.op}: the chosen candidate moves {op.chosen.bytes_moved} B, its collectives {nbytes}: {op.chosen}"
-        if len(op.collectives) > len(op.chosen.steps) or op.chosen not in op.candidates:
-            yield f"{op.op}: {op.chosen.steps} for {op.collectives}"
-
-
-def _refused(call: Callable[..., Any], events: Sequence[Any]) -> Iterator[str]:
-    def run(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-        with trace() as sent, strict():
-            try:
-                f(*args, **kwargs)
-            except LayoutError as error:
-                if REFUSED not in str(error):
-                    raise
-                return f"refused after {len([e for e in sent.events if not e.asked])}"
-        return "ran"
-
-    implicit = [(event.op, event.collective) for event in events if not event.asked]
-    found = call(run)
-    if found != ("refused after 0" if implicit else "ran"):
-        yield f"strict: {found}, though trace shows {implicit} unasked"
+            function(*args, **kwargs)
+        except LayoutError as error:
+            if "which strict() forbids" not in str(error):
+                raise
+            return "refused before any of it" if all(event.asked for event in t.events) else "refused too late"
+    return "ran"
 
 
 def laid(sample: tuple[Any, ...], layouts: Sequence[Layout]) -> Make:
-    args, kwargs = (sample[:-1], sample[-1]) if isinstance(sample[-1], dict) else (sample, {})
+    """The arguments of a sample, its tensors laid out."""
+    given = (sample[:-1], sample[-1]) if isinstance(sample[-1], dict) else (sample, {})
 
-    def make() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def make() -> Any:
         rest = iter(layouts)
-        return replace_leaves(
-            (args, kwargs), lambda leaf: distribute(leaf, next(rest)) if isinstance(leaf, Tensor) else leaf
-        )
+        return replace_leaves(given, lambda leaf: distribute(leaf, next(rest)) if isinstance(leaf, Tensor) else leaf)
 
     return make
 
 
-def tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    replace_leaves(tree, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
-    return found
-
-
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_is_explained_traced_and_refused_alike(name: str) -> None:
-    x = torch.rand(SHAPE)
+    at = list(PROGRAMS).index(name)
     with simulated(MESH):
-        wrong = {str(layout): disagreements(PROGRAMS[name], laid((x,), [layout])) for layout in LAYOUTS}
+        for layout in LAYOUTS if THOROUGH else (LAYOUTS * 2)[at % len(LAYOUTS) :][:2]:
+            told = story(PROGRAMS[name], laid((torch.rand(SHAPE),), [layout]))
 
-    assert not {layout: found for layout, found in wrong.items() if found}
+            assert not list(told.disagreements()), layout
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", sorted({name.partition(":")[0] for name in SAMPLES}))
 def test_every_operator_is_explained_traced_and_refused_alike(family: str) -> None:
     draw, wrong = Random(0), []
-    for mesh in (Mesh((3,)), Mesh((2, 2))):
+    names = [name for name in SAMPLES if name.startswith(family)]
+    for i, mesh in enumerate((Mesh((3,)), Mesh((2, 2)))):
         with simulated(mesh):
-            for name, (function, sample) in SAMPLES.items():
-                if name.partition(":")[0] != family:
-                    continue
-                for _ in range(10 if THOROUGH else 2):
-                    layouts = [draw.choice(layouts_of(x, mesh)) for x in tensors(sample)]
-                    found = disagreements(function, laid(sample, layouts))
-                    wrong += [f"{name} [{'], ['.join(map(str, layouts))}]: {each}" for each in found]
+            for name in names if THOROUGH else names[i::2]:
+                function, sample = SAMPLES[name]
+                for _ in range(10 if THOROUGH else 1):
+                    tensors = [leaf for leaf in leaves(list(sample)) if isinstance(leaf, Tensor)]
+                    make = laid(sample, [draw.choice(layouts_of(x, mesh)) for x in tensors])
+                    wrong += [f"{name}, {make()}: {each}" for each in story(function, make).disagreements()]
 
     assert not wrong
+
+
+def on_a_rank(names: Sequence[str]) -> dict[str, Story]:
+    """The story of each program on one of its layouts, as this rank tells it."""
+    mesh, found = bind(init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.names)), {}
+    warnings.simplefilter("ignore")
+    for i, name in enumerate(names):
+        layout = Layout(mesh, LAYOUTS[i % len(LAYOUTS)].placements)
+        found[name] = story(PROGRAMS[name], laid((torch.full(SHAPE, 0.5),), [layout]))._replace(operators=())
+    return found
+
+
+@pytest.mark.ranks
+def test_ranks_tell_it_too(ranks: RankPool) -> None:
+    names = [name for name in PROGRAMS if name != "to another mesh"]
+    every = ranks.run(on_a_rank, names if THOROUGH else names[::4], timeout=600.0)
+
+    for name, first in every[0].items():
+        sent = [each[name].sent for each in every]
+        busiest = [(*one[0][:3], max(nbytes for *_, nbytes in one)) for one in zip(*sent, strict=True)]
+        assert not list(first._replace(sent=busiest).disagreements()), name
+        assert {each[name].strictly for each in every} == {first.strictly}, name

@@ -1,4 +1,4 @@
-"""Programs of one operator or few, by name, that `explain`, `trace` and `strict` tell of, and the layouts of their operands."""
+"""Programs that `explain`, `trace` and `strict` tell of, and the layouts of what they are given."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard, distribute_tensor
 
 MESH = Mesh((2, 2), ("dp", "tp"))
+OTHER = Mesh((2, 2), ("a", "b"))
 SHAPE = (8, 12)
 LAYOUTS = tuple(
     Layout(MESH, placements)
@@ -55,10 +56,14 @@ def backward(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
     return run
 
 
+def completed(x: DTensor) -> DTensor:
+    """`x`, whole on the mesh axes where it was partial."""
+    return x.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in x.placements])
+
+
 def parameter(x: Tensor) -> nn.Parameter:
     """A parameter like `x`, with a gradient; where that is pending, whole."""
-    completed = [Replicate() if isinstance(p, Partial) else p for p in x.placements]
-    found = nn.Parameter(x.redistribute(placements=completed) if x.layout.partial_axes() else x.detach())
+    found = nn.Parameter(completed(x).detach())
     found.grad = found.detach().clone()
     return found
 
@@ -168,7 +173,11 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "isfinite": lambda x: x.isfinite().all(),
     "full_tensor": lambda x: x.full_tensor(),
     "redistribute": lambda x: x.redistribute(placements=[Shard(1), Shard(0)]),
+    "to another mesh": lambda x: completed(x).redistribute(OTHER, [Shard(0), Shard(0)]),
     "to_local": lambda x: x.to_local(),
+    "distribute_tensor": lambda x: distribute_tensor(torch.ones(SHAPE), x.device_mesh, [Shard(1), Replicate()]),
+    "from_local": lambda x: DTensor.from_local(torch.ones(4, 3), x.device_mesh, [Shard(1), Replicate()]),
+    "from_local checked": lambda x: DTensor.from_local(torch.ones(4, 3), x.device_mesh, run_check=True),
     "clip_grad_norm_": clipped(None),
     "clip_grad_norm_ foreach": clipped(True),
     "clip_grad_norm_ max": clipped(True, torch.inf),

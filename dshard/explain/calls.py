@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from dshard.explain.price import candidate, crossing_candidate, figures_of
+from dshard.explain.price import Moved, candidate, crossing_candidate, figures_of
 from dshard.explain.values import Candidate, Explanation, Report, why_chosen
 from dshard.ops.observe import Decision, observing
 from dshard.ops.settings import current
@@ -100,7 +100,9 @@ def _chosen(decision: Decision, ruled: dict[Strategy, Candidate]) -> Candidate:
     assert rule is not None
     assert strategy is not None
     found = ruled.get(strategy)
-    return found or candidate(rule, strategy, decision.operands, decision.outputs, decision.topology)
+    if found is None:
+        found = candidate(rule, strategy, decision.operands, decision.outputs, decision.topology)
+    return found if decision.bias is None else _moved(found, [figures_of(decision.bias, decision.outputs[0][1])])
 
 
 def _why_instead(decision: Decision, ruled: tuple[Candidate, ...]) -> str:
@@ -136,18 +138,23 @@ def _moving(decision: Decision, within: tuple[Decision, ...]) -> Candidate:
 def _with(found: Candidate, within: tuple[Decision, ...]) -> Candidate:
     """A candidate and what is moved, sent and computed by the decisions made within it."""
     for decision in within:
-        moves = [figures_of(plan, itemsize) for plan, itemsize in decision.moves()]
-        found = replace(
-            found,
-            bytes_moved=found.bytes_moved + sum(move.nbytes for move in moves),
-            messages=found.messages + sum(move.messages for move in moves),
-            peak_bytes=found.peak_bytes + sum(move.after for move in moves),
-            gather_seconds=found.gather_seconds + sum(move.plan.seconds for move in moves),
-            compute_seconds=found.compute_seconds + (decision.strategy.compute if decision.strategy else 0.0),
-            steps=(*found.steps, *(step for move in moves for step in move.steps)),
-        )
+        found = _moved(found, [figures_of(plan, itemsize) for plan, itemsize in decision.moves()])
+        if decision.strategy is not None:
+            found = replace(found, compute_seconds=found.compute_seconds + decision.strategy.compute)
         found = _exchanging(found, decision)
     return found
+
+
+def _moved(found: Candidate, moves: list[Moved]) -> Candidate:
+    """A candidate and redistributions beside its own."""
+    return replace(
+        found,
+        bytes_moved=found.bytes_moved + sum(move.nbytes for move in moves),
+        messages=found.messages + sum(move.messages for move in moves),
+        peak_bytes=found.peak_bytes + sum(move.after for move in moves),
+        gather_seconds=found.gather_seconds + sum(move.plan.seconds for move in moves),
+        steps=(*found.steps, *(step for move in moves for step in move.steps)),
+    )
 
 
 def _exchanging(found: Candidate, decision: Decision) -> Candidate:

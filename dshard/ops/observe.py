@@ -54,10 +54,11 @@ class Decision:
     """One operator on given operands, and what was chosen for it.
 
     `rule` and `strategy` are None for an operator that only moves data or has no rule; `plans` are the redistributions
-    of the operands, and of the result of a product, `exchanges` what is sent beside them. `explicit` says whether the
-    user asked for all of it, else `why` what needs it. An `alternative` runs in place of the rule's strategies: what it
-    sends is in the decisions made within it. `panels` tells what a product takes in each number of panels, `run_in`
-    the number that it runs in. `crossing` is the plan to another mesh.
+    of the operands, `bias` that of a product's bias, which no strategy counts, `ends` those of the outputs, `exchanges`
+    what is sent beside them. `explicit` says whether the user asked for all of it, else `why` what needs it. An
+    `alternative` runs in place of the rule's strategies: what it sends is in the decisions made within it. `panels`
+    tells what a product takes in each number of panels, `run_in` the number that it runs in. `crossing` is the plan to
+    another mesh.
     """
 
     op: str
@@ -75,11 +76,14 @@ class Decision:
     exchanges: tuple[PlannedCollective, ...] = ()
     alternative: str = ""
     why: str = NEEDED
+    bias: Plan | None = None
+    ends: tuple[Plan, ...] = ()
 
     def moves(self) -> tuple[tuple[Plan, int], ...]:
         """The plans that have steps, each with the bytes of an element of what it moves."""
-        sizes = (*(operand.itemsize for operand in self.operands), *(itemsize for _, itemsize in self.outputs))
-        return tuple((plan, itemsize) for plan, itemsize in zip(self.plans, sizes, strict=False) if plan.steps)
+        found = [(p, operand.itemsize) for p, operand in zip(self.plans, self.operands, strict=False)]
+        found += [(p, self.outputs[0][1]) for p in (self.bias, *self.ends) if p is not None]
+        return tuple((p, itemsize) for p, itemsize in found if p.steps)
 
     def collectives(self) -> tuple[PlannedCollective, ...]:
         """The collectives that will run for it, in order, apart from those of decisions made within it."""
