@@ -367,8 +367,7 @@ def _agreed(local: Tensor, layout: Layout, shape: Sequence[int] | None, run_chec
 
 def _scattered(tensor: Tensor, layout: Layout, source: int | None) -> Tensor:
     """The local tensor of this rank, from the rank `source`, or cut out of its own copy."""
-    sends = comm.scatters(tensor, layout, source)
-    if not (OBSERVERS and sends):
+    if not (OBSERVERS and comm.scatters(tensor, layout, source)):
         return comm.spread(tensor, layout, source)
     shape = tuple(tensor.shape)
     spec = spec_of(layout, shape, contiguous_stride(shape), tensor.dtype, tensor.device)

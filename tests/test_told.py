@@ -14,12 +14,25 @@ from operator_samples import SAMPLES
 from told_programs import LAYOUTS, MESH, PROGRAMS, SHAPE
 from torch import Tensor
 
-from dshard import Layout, LayoutError, Mesh, explain, strict, trace
+from dshard import (
+    Layout,
+    LayoutError,
+    Mesh,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    explain,
+    strict,
+    trace,
+    use_topology,
+)
 from dshard.comm import bind, init_device_mesh
 from dshard.explain import Explanation
 from dshard.ops.moving import leaves, replace_leaves
 from dshard.testing import RankPool, distribute, simulated
 from dshard.testing.choices import layouts_of
+from dshard.topology import BYTES
 
 THOROUGH = settings().max_examples > 100
 Make = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -121,6 +134,59 @@ def test_every_operator_is_explained_traced_and_refused_alike(family: str) -> No
                     wrong += [f"{name}, {make()}: {each}" for each in story(function, make).disagreements()]
 
     assert not wrong
+
+
+class TestAlternatives:
+    """Operators that run in place of their rule."""
+
+    @pytest.mark.parametrize(
+        ("function", "name", "kinds"),
+        [
+            (lambda x: x[1:], "index exchange", ["all_to_all"]),
+            (lambda x: torch.cat([x, x]), "index exchange", ["all_to_all"]),
+            (lambda x: x.softmax(0), "small reductions", ["all_reduce", "all_reduce"]),
+            (lambda x: x.cumsum(0), "summaries of blocks", ["all_gather"]),
+            (lambda x: x.sort(0), "split moved to another dim", ["all_to_all"]),
+        ],
+    )
+    def test_they_are_candidates_beside_those_of_the_rule(
+        self, function: Callable[[Tensor], Tensor], name: str, kinds: list[str]
+    ) -> None:
+        mesh = Mesh((4,), ("x",))
+        x = distribute_tensor(torch.empty(64, 4096, device="meta"), mesh, [Shard(0)])
+        with use_topology(BYTES):
+            (found,) = explain(function, x).operators
+
+        assert (found.chosen.name, [sent.collective for sent in found.collectives]) == (name, kinds)
+        assert len(found.candidates) > 1
+        assert found.rule
+        assert found.why.startswith("in place of the rule, whose cheapest candidate, ")
+        assert f"*  {name}" in str(found)
+
+    def test_an_operator_that_needs_a_layout_is_not_said_to_have_no_rule(self) -> None:
+        with simulated(MESH):
+            x = distribute(torch.rand(SHAPE), Layout(MESH, (Partial(), Shard(1))))
+            found = explain(lambda: x.relu()).operators[0]
+
+        assert found.why == "the operator needs it so"
+
+    def test_strict_names_what_would_be_sent(self) -> None:
+        with simulated(MESH), strict():
+            x = distribute(torch.rand(SHAPE), Layout(MESH, (Shard(0), Shard(1))))
+            with pytest.raises(
+                LayoutError,
+                match=r"^aten.roll.default at .*test_told.py:\d+ would send all_to_all over dp, which strict",
+            ):
+                x.roll(1, 0)
+
+
+def test_local_work_is_not_refused() -> None:
+    with simulated(MESH), trace() as t, strict():
+        x = distribute(torch.rand(SHAPE), Layout(MESH, (Shard(0), Replicate())))
+        y = distribute(torch.rand(SHAPE), Layout(MESH, (Replicate(), Replicate())))
+
+        assert (x + y).placements == (Shard(0), Replicate())
+    assert not t.events
 
 
 def on_a_rank(names: Sequence[str]) -> dict[str, Story]:
