@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 from operator_samples import SAMPLES
+from pipeline_models import LOSS, Where, errors, staged
 from told_programs import LAYOUTS, MESH, PROGRAMS, SHAPE
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from dshard import (
 from dshard.comm import bind, init_device_mesh
 from dshard.explain import Explanation
 from dshard.ops.moving import leaves, replace_leaves
+from dshard.pipeline import Pipeline
 from dshard.testing import RankPool, distribute, simulated
 from dshard.testing.choices import layouts_of
 from dshard.topology import BYTES
@@ -209,3 +211,19 @@ def test_ranks_tell_it_too(ranks: RankPool) -> None:
         busiest = [(*one[0][:3], max(nbytes for *_, nbytes in one)) for one in zip(*sent, strict=True)]
         assert not list(first._replace(sent=busiest).disagreements()), name
         assert {each[name].strictly for each in every} == {first.strictly}, name
+
+
+def pipeline_on_a_rank() -> list[tuple[str, bool]]:
+    """The operators of what is sent in two steps of a pipeline, and whether they were asked for."""
+    stages = staged("u", (Where((0, 1), (2,), "data"), Where((2, 3), (2,), "tensor")))
+    pipeline = Pipeline(stages, n_microbatches=2, loss=LOSS["u"])
+    with trace() as t:
+        errors(pipeline, "u")
+        errors(pipeline, "u")
+    return [(event.op, event.asked) for event in t.events if event.collective.startswith("reshard") or event.op == "?"]
+
+
+@pytest.mark.ranks
+def test_what_stages_send_each_other_is_asked_for(ranks: RankPool) -> None:
+    for sent in ranks.run(pipeline_on_a_rank):
+        assert set(sent) == {("pipeline", True)}

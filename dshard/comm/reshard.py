@@ -93,7 +93,7 @@ class Resharding:
     """A plan between meshes that is under way on this rank."""
 
     def __init__(self, plan: ReshardPlan, rank: int, x: Tensor, group: Group, tag: int, timeout: float | None) -> None:
-        self._plan, self._group = plan, group.process_group
+        self.plan, self._group = plan, group.process_group
         self._buffers = Buffers(plan, rank, x)
         self._tag = tag * MAX_CHAINS
         self._timeout = timeout
@@ -119,7 +119,7 @@ class Resharding:
             for work in self._works:
                 work.wait()
             out = self._buffers.landed()
-            return out if out is None or self._plan.last is None else run(self._plan.last, out)
+            return out if out is None or self.plan.last is None else run(self.plan.last, out)
 
     def _post(self) -> None:
         """All receives, then all sends of what this rank holds: the backend's threads move what can move."""
