@@ -9,7 +9,7 @@ from itertools import product
 from math import prod
 
 from dshard.errors import MeshError
-from dshard.validate import as_int, as_tuple, suggestion, shown
+from dshard.validate import as_int, as_tuple, shown, suggestion
 
 MAX_RANKS = 1 << 22
 """A mesh holds all its ranks; one of more is a mistake."""

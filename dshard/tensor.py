@@ -16,13 +16,13 @@ from dshard.comm import Awaited, DeviceMesh, Later, stored, traced
 from dshard.dispatch import SEEN, dispatch
 from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
 from dshard.joint import JOINT
-from dshard.layout import Layout, interned, layout_of, replicated
+from dshard.layout import Layout, Shape, interned, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
 from dshard.ops.mixed import MADE_PLAIN, may_hold_plain, refuse_plain, settle_plain
-from dshard.ops.moving import leaves
-from dshard.ops.observe import OBSERVERS
+from dshard.ops.moving import leaves, replica_broadcasts, sending
+from dshard.ops.observe import OBSERVERS, observed
 from dshard.ops.origin import Origin
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.ops.transforms import (
@@ -390,11 +390,15 @@ def _from_local(
         _check_reductions(local.dtype, layout)
     back = layout.cotangent() if grad_placements is None else layout_of(mesh, grad_placements, ndim)
     stride = None if stride is None else _strides(stride, ndim)
-    known = comm.global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, shape)
+    if OBSERVERS:
+        spec = spec_of(layout, tuple(local.shape), contiguous_stride(tuple(local.shape)), local.dtype, local.device)
+        sent = [*(comm.shape_exchange(local, layout) if shape is None else ()), *(replica_broadcasts(spec) * run_check)]
+        decision = sending("from_local", [spec], sent, explicit=True)
+        known, local = observed(decision, _agreed, (local, layout, shape, run_check))
+    else:
+        known, local = _agreed(local, layout, shape, run_check)
     strides = contiguous_stride(known) if stride is None else stride
     spec = spec_of(layout, known, strides, local.dtype, local.device)
-    if run_check:
-        local = comm.same_replicas(local, layout)
     if not (torch.is_grad_enabled() and local.requires_grad):
         return DTensor._wrap(local.detach(), spec)
     out: DTensor = FromLocal.apply(local, DTensor, spec, back)  # type: ignore[no-untyped-call]
@@ -433,6 +437,21 @@ def _check_reductions(dtype: torch.dtype, layout: Layout) -> None:
         ):
             why = "a mean of whole numbers is none" if placement.reduce_op == "avg" else "complex numbers have no order"
             raise LayoutError(f"{placement} of {dtype}: {why}; convert with .to(dtype), or use another reduction")
+def _agreed(local: Tensor, layout: Layout, shape: Sequence[int] | None, run_check: bool) -> tuple[Shape, Tensor]:
+    """The global shape, and the local tensor; with `run_check` that of the first replica."""
+    known = comm.global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, tuple(shape))
+    return known, comm.same_replicas(local, layout) if run_check else local
+
+
+def _scattered(tensor: Tensor, layout: Layout, source: int | None) -> Tensor:
+    """The local tensor of this rank, from the rank `source`, or cut out of its own copy."""
+    if not (OBSERVERS and comm.scatters(tensor, layout, source)):
+        return comm.spread(tensor, layout, source)
+    shape = tuple(tensor.shape)
+    spec = spec_of(layout, shape, contiguous_stride(shape), tensor.dtype, tensor.device)
+    nbytes = layout.local_numel(shape) * tensor.itemsize
+    decision = sending("distribute_tensor", [spec], [("scatter", layout.mesh.names, nbytes)], explicit=True)
+    return observed(decision, comm.spread, (tensor, layout, source))  # type: ignore[no-any-return]
 
 
 @traceable
@@ -468,7 +487,7 @@ def distribute_tensor(
             f"distribute_tensor cannot make a pending reduction, [{layout}]: use Shard or Replicate, "
             "or DTensor.from_local if each rank has a term"
         )
-    local = comm.spread(tensor.detach(), layout, src_data_rank)
+    local = _scattered(tensor.detach(), layout, src_data_rank)
     spec = spec_of(layout, tuple(tensor.shape), contiguous_stride(tuple(tensor.shape)), tensor.dtype, local.device)
     out = DTensor._wrap(local, spec)
     if isinstance(tensor, torch.nn.Parameter):

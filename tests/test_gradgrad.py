@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import settings
 from operator_samples import SAMPLES
@@ -17,7 +16,7 @@ import dshard
 from dshard import DTensor, Mesh
 from dshard.comm import bind, plain
 from dshard.ops.moving import leaves, replace_leaves
-from dshard.testing import RankPool, distribute, simulated, whole
+from dshard.testing import distribute, whole
 from dshard.testing.choices import has_gradient, layouts_of
 
 THOROUGH = settings().max_examples > 100

@@ -17,6 +17,7 @@ from dshard.ops.checks import Refusing, accept
 from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
 from dshard.ops.foreach import FOREACH
 from dshard.ops.moving import leaves, move_of, replace_leaves
+from dshard.ops.observe import OBSERVERS, observed
 from dshard.ops.spec import spec_of
 from dshard.ops.transforms import refuse_batched
 
@@ -109,9 +110,21 @@ def _meta(cls: Any, x: Any) -> Tensor:
 def number(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """item(): the number of the whole tensor, the same on every rank."""
     spec = args[0]._spec
-    local = run_number(move_of(spec, replicated(spec.layout.mesh)).plan, args[0]._local)
+    move = move_of(spec, replicated(spec.layout.mesh))
+    if OBSERVERS and move.plan.steps:
+        local = observed(move.decision(str(func), explicit=True), run_number, (move.plan, args[0]._local))
+    else:
+        local = run_number(move.plan, args[0]._local)
     one = next(iter(unstack(local).values())) if type(local) is LocalTensor else local
     return one.item()
+
+
+def asked_for(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the user asks, with this call, for a number of whole tensors: what it takes is no surprise."""
+    if func in _NORMS:
+        given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+        return given.get("dim") is None
+    return func in _NUMBERS
 
 
 def no_resize(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,18 +138,31 @@ def no_resize(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     return x
 
 
+_ATEN = torch.ops.aten
+
 CUSTOM: dict[OpOverload, Custom] = {
     **{func: decomposed(function) for func, function in DECOMPOSITIONS.items()},
     **{func: answered(function) for func, function in QUESTIONS.items()},
     **FOREACH,
-    torch.ops.aten._local_scalar_dense.default: number,
-    torch.ops.aten.resize_.default: no_resize,
-    torch.ops.aten.resize_as_.default: no_resize,
+    _ATEN._local_scalar_dense.default: number,
+    _ATEN.resize_.default: no_resize,
+    _ATEN.resize_as_.default: no_resize,
 }
 """What runs instead of these operators."""
+
+_NUMBERS = frozenset(
+    {
+        _ATEN._local_scalar_dense.default,
+        _ATEN._foreach_norm.Scalar,
+        _ATEN._amp_foreach_non_finite_check_and_unscale_.default,
+    }
+)
+"""item() and what builds on it; the norms and the flag that gradient clipping and scaling need of all gradients."""
+_NORMS = frozenset({_ATEN.linalg_vector_norm.default, *(f for f in DECOMPOSITIONS if f._schema.name == "aten::norm")})
+"""Of whole tensors, where no dims are given."""
 
 RULED: frozenset[Custom] = frozenset({*FOREACH.values(), number})
 """Those of them that are local work by themselves."""
 
-UNREPEATABLE = frozenset({torch.ops.aten.linalg_lstsq.default})
+UNREPEATABLE = frozenset({_ATEN.linalg_lstsq.default})
 """Operators whose results differ in the last bits from call to call: all ranks take those of the first."""

@@ -136,9 +136,7 @@ def use_strategy(
     if matmul is not None:
         check_strategy(matmul)
     check_saved(saved)
-    before = asked_now()
-    strategy, stream = before.strategy if matmul is None else matmul, stream_of(panels, buffer_bytes)
-    asked = replace(before, strategy=strategy, saved=saved, stream=before.stream if stream is None else stream)
+    asked = Asked(matmul, saved=saved, stream=stream_of(panels, buffer_bytes))
     try:
         with _ASKED.entered(asked):
             Guarded.asked = asked_now()
