@@ -9,7 +9,7 @@ from dshard.comm.agree import (
     same_topology,
     share,
 )
-from dshard.comm.alarm import tell_failure, watch_backward
+from dshard.comm.alarm import is_heard, is_told, leave_word, tell_failure, watch_backward
 from dshard.comm.caller import user_line
 from dshard.comm.debug import compare_draws
 from dshard.comm.events import Event, listen
@@ -27,6 +27,7 @@ from dshard.comm.runtime import (
     LocalTensor,
     Runtime,
     bind,
+    break_off,
     current_mesh,
     device_mesh_of,
     group_of,
@@ -63,6 +64,7 @@ __all__ = [
     "begin",
     "begin_reshard",
     "bind",
+    "break_off",
     "checked_shape",
     "compare_draws",
     "current_mesh",
@@ -79,7 +81,10 @@ __all__ = [
     "group_of",
     "group_rank",
     "init_device_mesh",
+    "is_heard",
+    "is_told",
     "leave",
+    "leave_word",
     "legs_of",
     "listen",
     "local_of",
