@@ -10,7 +10,7 @@ from dshard.comm.agree import (
     shape_exchange,
     share,
 )
-from dshard.comm.alarm import tell_failure, watch_backward
+from dshard.comm.alarm import is_heard, is_told, leave_word, tell_failure, watch_backward
 from dshard.comm.caller import user_line
 from dshard.comm.debug import compare_draws
 from dshard.comm.events import Event, listen
@@ -28,6 +28,7 @@ from dshard.comm.runtime import (
     LocalTensor,
     Runtime,
     bind,
+    break_off,
     current_mesh,
     device_mesh_of,
     group_of,
@@ -66,6 +67,7 @@ __all__ = [
     "begin",
     "begin_reshard",
     "bind",
+    "break_off",
     "checked_shape",
     "collectives_of",
     "compare_draws",
@@ -84,7 +86,10 @@ __all__ = [
     "group_of",
     "group_rank",
     "init_device_mesh",
+    "is_heard",
+    "is_told",
     "leave",
+    "leave_word",
     "legs_of",
     "listen",
     "local_of",

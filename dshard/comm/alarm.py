@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late  # the built-in one from Python 3.11
@@ -29,6 +28,7 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Thread, local
 from time import monotonic, sleep
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from torch import Tensor
 
 from dshard.comm import mail
 from dshard.comm.caller import user_call
-from dshard.comm.runtime import Group, simulated_ranks, waits
+from dshard.comm.runtime import Group, disconnect, simulated_ranks, this_world
 from dshard.errors import DShardError, PeerError
 
 PATIENCE = timedelta(seconds=1)
@@ -47,9 +47,9 @@ _KINDS: dict[str, type[Exception]] = {
 }
 _NAMES = {0: "broadcast", 1: "all_reduce", 4: "all_gather", 5: "all_gather", 9: "reduce_scatter"}
 """Of torch's numbers of collectives; the others exchange."""
-_FAILURES: Counter[str] = Counter()
 _LEFT: list[str] = []
 _UNNAMED: list[str] = []  # the same where the error is not known yet
+_GIVEN_UP: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()  # because of which error
 _OWN = local()  # each thread has another wait for it, so that none waits behind what a third has begun
 
 
@@ -88,10 +88,10 @@ def tell_failure(error: Exception, ranks: Collection[int] = ()) -> None:
 
     What dshard refuses, it refuses on all ranks, before anything is sent: nobody waits.
     """
-    if (isinstance(error, DShardError) and not isinstance(error, PeerError)) or hasattr(error, "_told"):
+    if (isinstance(error, DShardError) and not isinstance(error, PeerError)) or is_told(error):
         return
     if _has_others():
-        _leave_word(error)
+        leave_word(error)
         _unaware(ranks)
 
 
@@ -119,27 +119,38 @@ class _Backward:
     """A backward pass: called at its end if that is good, and else let go."""
 
     def __init__(self, ranks: Collection[int]) -> None:
-        self._ranks, self._failures, self._ended = ranks, _FAILURES[_key(dist.get_rank())], False
+        self._ranks, self._failures, self._ended = ranks, this_world().failures, False
 
     def __call__(self) -> None:
         self._ended = True
 
     def __del__(self) -> None:
-        if self._ended or sys.is_finalizing() or not _has_others() or self._failures < _FAILURES[_key(dist.get_rank())]:
+        if self._ended or sys.is_finalizing() or not _has_others() or self._failures < this_world().failures:
             return
-        _leave_word(RuntimeError("its backward pass has failed"))
+        leave_word(RuntimeError("its backward pass has failed"))
         _UNNAMED.append(_key(dist.get_rank()))
         _unaware(self._ranks)
 
 
-def _leave_word(error: Exception) -> None:
+def is_told(error: BaseException) -> bool:
+    """Whether word was left of this error, or it was raised because of such word."""
+    return hasattr(error, "_told")
+
+
+def is_heard(error: BaseException) -> bool:
+    """Whether it was raised because of another rank."""
+    return isinstance(error, PeerError) or hasattr(error, "_failed")
+
+
+def leave_word(error: BaseException) -> None:
+    """Leave word in the store that this rank has raised `error`."""
     rank = dist.get_rank()
     key = _key(rank)
     kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
-    _FAILURES[key] += not _UNNAMED
+    this_world().failures += not _UNNAMED
     _UNNAMED.clear()
     first: Failed = getattr(error, "_failed", None) or Failed(0, kind, str(error), rank)
-    mail.leave(key, Failed(_FAILURES[key], first.kind, first.text, first.rank))
+    mail.leave(key, Failed(this_world().failures, first.kind, first.text, first.rank))
     with contextlib.suppress(AttributeError):
         error._told = True  # type: ignore[attr-defined]
     _LEFT[:] = [key]
@@ -150,7 +161,7 @@ def _unaware(ranks: Collection[int]) -> list[int]:
     here, end, pause = dist.get_rank(), monotonic() + 3 * PATIENCE.total_seconds(), 0.001
     left = [rank for rank in ranks if rank != here]
     while True:
-        left = [rank for rank in left if _failures(rank) < _FAILURES[_key(here)]]
+        left = [rank for rank in left if _failures(rank) < this_world().failures]
         if not left or monotonic() > end:
             return left
         sleep(pause)
@@ -231,29 +242,31 @@ def _take_back() -> None:
     _UNNAMED.clear()
     while _LEFT:
         key = _LEFT.pop()
-        mail.leave(key, Failed(_FAILURES[key], "", "", dist.get_rank()))
+        mail.leave(key, Failed(this_world().failures, "", "", dist.get_rank()))
 
 
 def _wait_on(wait: Callable[[], object], over: Callable[[], bool], group: Group, kind: str) -> None:
     """Wait again and again after the first time, and look in between why it may never end."""
     rank = dist.get_rank()
-    counts = {key: count[0] for key, count in waits().items()}
+    counts = {key: count[0] for key, count in this_world().waits.items()}
     here = Waiting(rank, group.key, group.ranks, kind, counts, f"{user_call()}, {kind} {group}")
     mail.leave(_waiting(rank), here)
     seen: dict[int, Waiting] = {}
     try:
-        while not _ended(wait, over, here):
+        while not _ended(wait, over, here, _GIVEN_UP.get(group.process_group)):
             _heed(here)
             seen = _look_around(here, seen)
     except Exception as error:
-        if not hasattr(error, "_told"):
-            _leave_word(error)
+        if not is_told(error):
+            leave_word(error)
+        _GIVEN_UP.setdefault(group.process_group, str(error))
+        disconnect(group)  # a rank has left out what the others began: what comes next would be taken for that
         raise
     finally:
         mail.leave(_waiting(rank), None)
 
 
-def _ended(wait: Callable[[], object], over: Callable[[], bool], here: Waiting) -> bool:
+def _ended(wait: Callable[[], object], over: Callable[[], bool], here: Waiting, given_up: str | None) -> bool:
     """Whether it has ended well, after some patience.
 
     Raises:
@@ -267,14 +280,16 @@ def _ended(wait: Callable[[], object], over: Callable[[], bool], here: Waiting) 
         try:
             wait()  # it may have ended just now
         except (RuntimeError, Late) as error:
+            if given_up is not None:
+                raise PeerError(f"{here.text}: these ranks are out of step since this error: {given_up}") from error
             raise _lost(here, error) from error
     return True
 
 
 def _lost(here: Waiting, error: Exception) -> Exception:
     """The error where the backend gives up, because a rank has ended or the time is over: it does not know which."""
-    known = _FAILURES[_key(here.rank)]
-    _leave_word(PeerError(f"{here.text}: {error}"))
+    known = this_world().failures
+    leave_word(PeerError(f"{here.text}: {error}"))
     silent = ", ".join(map(str, _unaware(here.ranks)))
     failed = _first_failure(here, known)
     if failed is not None and (failed.kind != "PeerError" or not silent):
@@ -287,7 +302,7 @@ def _lost(here: Waiting, error: Exception) -> Exception:
 
 def _heed(here: Waiting) -> None:
     """Raise what a rank of the group has raised and this one has not."""
-    failed = _first_failure(here, _FAILURES[_key(here.rank)])
+    failed = _first_failure(here, this_world().failures)
     if failed is not None:
         raise _raised_there(failed, here)
 

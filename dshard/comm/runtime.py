@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from math import prod
 from typing import Any
 
@@ -29,6 +32,7 @@ __all__ = [
     "LocalTensor",
     "Runtime",
     "bind",
+    "break_off",
     "current_mesh",
     "device_mesh_of",
     "group_of",
@@ -132,17 +136,24 @@ def _hosts(ranks: Sequence[int], local: str) -> int:
 
 @dataclass(slots=True)
 class _Worlds:
-    """The process group of all ranks, how many there have been, the groups of its ranks by their tag, and the waits."""
+    """The process group of all ranks, how many there have been, and of the last what this process has done on it.
+
+    These are the groups of its ranks by their tag, how often it has waited on each, by `Group.key`, how many of those
+    that meshes send by were broken off, and how many errors it has told the others of.
+    """
 
     world: Any = None
     count: int = 0
     groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = field(default_factory=dict)
     waits: dict[str, list[int]] = field(default_factory=dict)
+    broken: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    failures: int = 0
 
     def of(self, world: Any) -> _Worlds:
         """The same for this world, the last of all."""
         if world is not self.world:
             self.world, self.count, self.groups, self.waits = world, self.count + 1, {}, {}
+            self.broken, self.failures = Counter(), 0
         return self
 
 
@@ -160,12 +171,12 @@ def _counted(
 ) -> Group:
     """The group, which counts its waits together with the groups of other meshes that have its process group."""
     group = Group(axes, ranks, ranks.index(rank), process_group, slots, hosts, backend)
-    return replace(group, waits=waits().setdefault(group.key, group.waits))
+    return replace(group, waits=this_world().waits.setdefault(group.key, group.waits))
 
 
-def waits() -> dict[str, list[int]]:
-    """How often this process has waited on each process group of the world, by what `Group.key` is."""
-    return _WORLDS.of(dist.group.WORLD).waits
+def this_world() -> _Worlds:
+    """The process group of all ranks as it is now."""
+    return _WORLDS.of(dist.group.WORLD)
 
 
 def _joined(ranks: tuple[int, ...], world: Any, tag: int = 0) -> dist.ProcessGroup:
@@ -201,9 +212,11 @@ _UNIONS: dict[tuple[tuple[int, ...], int], tuple[Any, Group]] = {}
 def group_of(ranks: tuple[int, ...], runtime: Runtime, tag: int = 0) -> Group:
     """The group of these ranks, in ascending order, in the world of `runtime`; made on first use, by all its ranks.
 
-    Where the backend knows no tags, each has a group of its own, so that what has one does not wait for another.
+    Where the backend knows no tags, each has a group of its own, so that what has one does not wait for another. Where
+    it does, a group that was broken off is followed by a new one: it is never that of all ranks, which others use.
     """
-    tag = tag if dist.get_backend() == "nccl" else 0
+    broken = _WORLDS.of(runtime.world).broken
+    tag = tag if dist.get_backend() == "nccl" else _OWN + broken[ranks]
     found = _UNIONS.get((ranks, tag))
     if found is None or found[0] is not runtime.world:
         process_group = _joined(ranks, runtime.world, tag)
@@ -213,6 +226,30 @@ def group_of(ranks: tuple[int, ...], runtime: Runtime, tag: int = 0) -> Group:
             dist.barrier(group.process_group)  # its first call must be one that all ranks make
         found = _UNIONS[ranks, tag] = (runtime.world, group)
     return found[1]
+
+
+_OWN = 2  # how the tags of groups begin where they tell those that follow each other
+
+
+def break_off(ranks: tuple[int, ...], runtime: Runtime) -> None:
+    """Close what connects this rank to the others of `group_of`, if gloo does: what they wait for there is an error."""
+    found = _UNIONS.get((ranks, _OWN + _WORLDS.of(runtime.world).broken[ranks]))
+    if found is None or found[0] is not runtime.world or found[1].backend != "gloo" or len(ranks) == 1:
+        return
+    _WORLDS.of(runtime.world).broken[ranks] += 1
+    disconnect(found[1])
+
+
+def disconnect(group: Group) -> None:
+    """Close what connects this rank to the others of a group that is out of step: what they wait for is an error."""
+    here = group.process_group.rank()
+    for peer in range(len(group.ranks)):
+        if peer != here:
+            with contextlib.suppress(RuntimeError):  # what comes too late makes gloo close all connections of the group
+                group.process_group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+_NEVER_SENT = 2**25  # the tag of no message
 
 
 _RUNTIMES: dict[Mesh, Runtime] = {}

@@ -140,11 +140,15 @@ class Pipeline:
         """Make the groups that edges need, in the same order on all ranks, and the one of all ranks."""
         runtime = runtime_of(self.stages[self.number].layout_mesh)
         assert runtime is not None
-        for src, dst in sorted({(edge.src, edge.dst) for edge in self.edges}):
-            if self.number in (src, dst):
-                pair = {*self.stages[src].layout_mesh.ranks, *self.stages[dst].layout_mesh.ranks}
-                for tag in (0, 1):  # activations, gradients
-                    group_of(tuple(sorted(pair)), runtime, tag)
+        pairs = [
+            tuple(sorted({*self.stages[src].layout_mesh.ranks, *self.stages[dst].layout_mesh.ranks}))
+            for src, dst in sorted({(edge.src, edge.dst) for edge in self.edges})
+            if self.number in (src, dst)
+        ]
+        for pair in pairs:
+            for tag in (0, 1):  # activations, gradients
+                group_of(pair, runtime, tag)
+        self._runner.groups = tuple({*pairs, ranks})
         return group_of(ranks, runtime)
 
 

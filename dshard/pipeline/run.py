@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import assert_never
 
-from dshard.comm import device_of, leave, peek, runtime_of, share
+from dshard.comm import break_off, device_of, is_heard, is_told, leave, leave_word, peek, runtime_of, share
 from dshard.errors import DShardError, PipelineError, ScheduleError
 from dshard.layout import Layout
 from dshard.pipeline.actions import (
@@ -66,9 +66,21 @@ class Runner:
         self.channels = Channels(name, runtime.rank, self._landing, timeout)
         self.seconds: list[tuple[Compute, float]] = []
         self.tied: tuple[Tied, ...] = ()
+        self.groups: tuple[tuple[int, ...], ...] = ()
+        self.failed: str | None = None
 
     def run(self, program: Program, microbatches: Sequence[Microbatch], shapes: Sequence[Hashable]) -> Tensor | None:
-        """Run one step; the sum of the weighted losses, on the last stage."""
+        """Run one step; the sum of the weighted losses, on the last stage.
+
+        Raises:
+            PipelineError: an earlier step has failed.
+        """
+        if self.failed is not None:
+            raise PipelineError(
+                f"rank {self.rank}, stage {self.number}: an earlier step of this pipeline has failed, the first to "
+                f"fail was {self.failed}; what its stages then sent each other is lost: make the Pipeline anew, on all "
+                "its ranks, or begin again from a checkpoint"
+            )
         self.channels.begin_step(shapes)
         self._microbatches, self._program = microbatches, program
         self._running: dict[int, Running] = {}
@@ -215,22 +227,33 @@ class Runner:
 
     @contextmanager
     def _named(self, action: object) -> Iterator[None]:
-        """Say of a failure where it was, and of one of the backend who else has failed."""
+        """Say of a failure where it was, and of one of the backend who else has failed; and break off the step."""
         try:
             yield
         except BaseException as error:
             self.channels.forget()
             told = peek(f"{self._name}/failed")
             here = f"rank {self.rank}, stage {self.number}, at {action}"
+            self.failed = told or f"{here}: {type(error).__name__}: {str(error)[:300]}"
             if told is None:
-                leave(f"{self._name}/failed", f"{here}: {type(error).__name__}: {str(error)[:300]}")
-            if isinstance(error, DShardError) or not isinstance(error, RuntimeError):
+                leave(f"{self._name}/failed", self.failed)
+            if not is_told(error):
+                leave_word(error)
+            self._break_off()
+            if not is_heard(error) and (isinstance(error, DShardError) or not isinstance(error, RuntimeError)):
                 raise
             raise PipelineError(_failure(here, action, self._stages, self.number, error, told)) from error
 
+    def _break_off(self) -> None:
+        """No rank that waits for this one is to wait for long, nor to get in another step what was sent in this."""
+        runtime = runtime_of(self.stage.layout_mesh)
+        assert runtime is not None
+        for ranks in self.groups:
+            break_off(ranks, runtime)
+
 
 def _failure(
-    here: str, action: object, stages: Sequence[Stage], number: int, error: RuntimeError, told: str | None
+    here: str, action: object, stages: Sequence[Stage], number: int, error: BaseException, told: str | None
 ) -> str:
     match action:
         case Receive(edge) | Send(edge):

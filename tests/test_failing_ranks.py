@@ -1,0 +1,254 @@
+"""Errors on one rank, and ranks that call what the others do not: all ranks raise soon, say why, and none is ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import dshard
+from dshard import Replicate, Shard
+from dshard.comm import alarm
+from dshard.comm.alarm import Waiting, stuck
+from dshard.testing import RankPool
+
+SECONDS = 12.0  # for a rank to raise, on a machine with much else to do
+BAD = 2
+
+
+def waiting(rank: int, group: str, ranks: tuple[int, ...], counts: dict[str, int], kind: str = "all_reduce") -> Waiting:
+    return Waiting(rank, group, ranks, kind, counts, "")
+
+
+ROW, COLUMN = (0, 1), (0, 2)
+SITUATIONS: dict[str, tuple[list[Waiting], set[int]]] = {
+    "one waits for a rank that computes": ([waiting(0, "row", ROW, {"row": 1})], set()),
+    "both have come, and the data is on its way": (
+        [waiting(0, "row", ROW, {"row": 1}), waiting(1, "row", ROW, {"row": 1})],
+        set(),
+    ),
+    "each waits where the other has not come": (
+        [waiting(0, "row", ROW, {"row": 1}), waiting(1, "line", ROW, {"row": 0, "line": 1})],
+        {0, 1},
+    ),
+    "both have come, to different collectives": (
+        [waiting(0, "row", ROW, {"row": 1}), waiting(1, "row", ROW, {"row": 1}, "all_gather")],
+        {0, 1},
+    ),
+    "the other has passed": ([waiting(0, "row", ROW, {"row": 1}), waiting(1, "row", ROW, {"row": 2})], {0, 1}),
+    "a chain that ends at a rank that computes": (
+        [waiting(1, "row", ROW, {"row": 1}), waiting(0, "column", COLUMN, {"row": 0, "column": 1})],
+        set(),
+    ),
+    "a chain that ends at ranks which have all come": (
+        [
+            waiting(1, "row", ROW, {"row": 1}),
+            waiting(0, "column", COLUMN, {"row": 0, "column": 1}),
+            waiting(2, "column", COLUMN, {"column": 1}),
+        ],
+        set(),
+    ),
+    "a chain that ends at ranks which are stuck": (
+        [
+            waiting(1, "row", ROW, {"row": 1}),
+            waiting(0, "column", COLUMN, {"row": 0, "column": 1}),
+            waiting(2, "column", COLUMN, {"column": 1}, "all_gather"),
+        ],
+        {0, 1, 2},
+    ),
+    "a third may still be on its way": (
+        [waiting(0, "all", (0, 1, 2), {"all": 1}), waiting(1, "all", (0, 1, 2), {"all": 2})],
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_ranks_are_stuck_where_none_that_they_wait_for_goes_on(name: str) -> None:
+    situation, expected = SITUATIONS[name]
+    assert stuck({waiting.rank: waiting for waiting in situation}) == expected
+
+
+def mesh() -> Any:
+    return dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
+
+
+def laid(x: Tensor, placement: Any) -> Any:
+    return dshard.distribute_tensor(x, mesh(), [placement], src_data_rank=None)
+
+
+def recorded() -> tuple[Any, Any]:
+    """The root of the products of split x and a replicated w: that of one rank is not a number."""
+    x = laid(torch.ones(8).index_fill_(0, torch.tensor([2 * BAD]), -1.0), Shard(0)).requires_grad_()
+    w = laid(torch.ones(8), Replicate()).requires_grad_()
+    return w, (x * w).sqrt()
+
+
+def nan_under_anomaly() -> Any:
+    with torch.autograd.detect_anomaly(check_nan=True):
+        w, y = recorded()
+        y.sum().backward()
+    return w.grad.full_tensor()
+
+
+def nan_under_anomaly_of_a_plain_loss() -> Any:
+    with torch.autograd.detect_anomaly(check_nan=True):
+        w, y = recorded()
+        y.sum().full_tensor().backward()
+    return w.grad.full_tensor()
+
+
+def index_in_a_shard() -> Any:
+    index = torch.arange(4)
+    index[BAD] = 7
+    return laid(torch.arange(5.0), Replicate()).index_select(0, laid(index, Shard(0))).full_tensor()
+
+
+def hook() -> Any:
+    def bad(grad: Tensor) -> None:
+        if dist.get_rank() == BAD:
+            raise IndexError("my hook")
+
+    x, w = laid(torch.ones(8, 4), Shard(0)), laid(torch.ones(4, 4), Replicate()).requires_grad_()
+    h = x @ w
+    h.register_hook(bad)
+    (h.relu() @ w).sum().backward()
+    return w.grad.full_tensor()
+
+
+def hook_of_a_local_tensor() -> Any:
+    def bad(grad: Tensor) -> None:
+        if dist.get_rank() == BAD:
+            raise IndexError("my hook")
+
+    x, w = laid(torch.ones(8, 4), Shard(0)), laid(torch.ones(4, 4), Replicate()).requires_grad_()
+    h = x @ w
+    h.register_hook(bad)
+    h.to_local().square().sum().backward()
+    return w.grad.full_tensor()
+
+
+ONE_RANK: dict[Callable[[], Any], tuple[str, str]] = {
+    nan_under_anomaly: ("RuntimeError", "returned nan values"),
+    nan_under_anomaly_of_a_plain_loss: ("RuntimeError", "returned nan values|its backward pass has failed"),
+    index_in_a_shard: ("IndexError", "index out of range|out of bounds"),
+    hook: ("IndexError", "my hook"),
+    hook_of_a_local_tensor: ("IndexError|RuntimeError", "my hook|its backward pass has failed"),
+}
+
+
+def partial_loss() -> Any:
+    return laid(torch.arange(8.0), Shard(0)).sum()
+
+
+def item() -> Any:
+    loss = partial_loss()
+    if dist.get_rank() == 0:
+        loss.item()
+    return laid(torch.ones(64, 8), Shard(0)).sum(0).full_tensor()
+
+
+def as_float_before_another_number() -> Any:
+    loss = partial_loss()
+    if dist.get_rank() == 0:
+        float(loss)
+    return laid(torch.ones(64, 8), Shard(0)).full_tensor()
+
+
+def truth_before_an_exchange() -> Any:
+    loss = partial_loss()
+    if dist.get_rank() == 0 and loss:
+        pass
+    return laid(torch.ones(8, 8), Shard(0)).redistribute(placements=[Shard(1)]).to_local()
+
+
+def formatted_before_a_scatter() -> Any:
+    loss = partial_loss()
+    if dist.get_rank() == 0:
+        f"{loss:.2f}"
+    return dshard.distribute_tensor(torch.ones(8), mesh(), [Shard(0)]).to_local()
+
+
+def gathered_alone() -> Any:
+    x = laid(torch.ones(8, 8), Shard(0))
+    if dist.get_rank() == 0:
+        x.full_tensor()
+    return x.sum(0).full_tensor()
+
+
+ALONE = {
+    item: "item",
+    as_float_before_another_number: "__float__",
+    truth_before_an_exchange: "__bool__",
+    formatted_before_a_scatter: "item",
+    gathered_alone: "full_tensor",
+}
+
+
+def outcomes(calls: list[Callable[[], Any]]) -> list[tuple[str, str, float]]:
+    """The kind and the text of the error of each call on this rank, and the seconds until then, each in a new world.
+
+    Afterwards the ranks are out of step, or right.
+    """
+    alarm.PATIENCE = timedelta(seconds=0.5)
+    store, found = dist.distributed_c10d._get_default_store(), []
+    for i, call in enumerate(calls):
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"world {i}", store), rank=rank, world_size=4)
+        mesh()
+        dist.barrier()
+        begin, kind, text = time.monotonic(), "none", ""
+        try:
+            call()
+        except Exception as error:
+            kind, text = type(error).__name__, str(error)
+        found.append((kind, text, time.monotonic() - begin))
+        store.set(f"{i} {rank}", "over")
+        store.wait([f"{i} {rank}" for rank in range(4)], timedelta(seconds=40))
+        try:
+            assert laid(torch.arange(8.0), Shard(0)).sum().item() == 28.0
+        except dshard.DShardError as error:
+            assert "out of step" in str(error) or "not answer" in str(error) or "Connection" in str(error), error
+        except Exception as error:
+            assert "which this rank waited for" in str(error), error
+    return found
+
+
+@pytest.mark.ranks
+def test_an_error_on_one_rank_is_raised_on_all_soon_and_none_is_ended() -> None:
+    calls = list(ONE_RANK)
+    with RankPool(4, timeout=100) as pool:
+        ranks = pool.run(outcomes, calls)
+    for i, call in enumerate(calls):
+        kind, text = ONE_RANK[call]
+        for rank, found in enumerate(ranks):
+            print(call.__name__, rank, found[i])
+        for rank, found in enumerate(ranks):
+            assert found[i][0] in kind.split("|"), (call, rank, found[i])
+            assert any(part in found[i][1] for part in text.split("|")), (call, rank, found[i])
+            assert ("waited for" in found[i][1]) == (rank != BAD), (call, rank, found[i])
+            assert "along x of ranks 0, 1, 2, 3: " in found[i][1] or rank == BAD
+            assert found[i][2] < SECONDS, (call, rank, found[i])
+
+
+@pytest.mark.ranks
+def test_a_rank_that_asks_alone_for_a_number_is_told_the_line_and_so_are_the_others() -> None:
+    calls = list(ALONE)
+    with RankPool(4, timeout=100) as pool:
+        ranks = pool.run(outcomes, calls)
+    for i, call in enumerate(calls):
+        for rank, found in enumerate(ranks):
+            print(call.__name__, rank, found[i])
+        for rank, found in enumerate(ranks):
+            kind, text, seconds = found[i]
+            assert kind == "PeerError", (call, rank, found[i])
+            assert f"{ALONE[call]} at {__file__}:" in text, (call, rank, text)
+            assert "not all these ranks come to it" in text, (call, rank, text)
+            assert seconds < SECONDS, (call, rank, found[i])
