@@ -110,6 +110,17 @@ class Layout:
         """The number of elements of the largest part: that of the rank at coordinate 0, 0, ..."""
         return _first_part(self, tuple(shape))[1]
 
+    def leaves_empty(self, shape: Sequence[int]) -> bool:
+        """Whether a rank holds nothing of a tensor of this shape that has elements."""
+        for dim in self.sharded_dims():
+            sizes = {shape[dim]}
+            for axis in self.axes_of(dim):
+                n = self.mesh.shape[axis]
+                sizes = {len(chunk(size, n, i)) for size in sizes for i in range(n)}
+            if 0 in sizes and 0 not in shape:
+                return True
+        return False
+
     def first_region(self, shape: Sequence[int]) -> Region:
         """The part of the rank at coordinate 0, 0, ..., the largest."""
         return _first_part(self, tuple(shape))[0]

@@ -44,7 +44,7 @@ def recorded(
     if not all(isinstance(run, Run | Product) for run, *_ in seen) or not out.requires_grad or is_elsewhere(out):
         return None
     seen = [each for each in seen if each[1] is not _DETACH]  # torch detaches what it saves, and what a view gives
-    if not seen:
+    if not seen or _is_uneven(seen, out):
         return None
     taken = [id(x) for x in (*seen[0][2], *seen[0][3].values()) if isinstance(x, Tensor)]
     in_order = taken == [id(x) for _, x in _given(cls, args, kwargs)]
@@ -67,6 +67,17 @@ def recorded(
 def is_elsewhere(x: Any) -> bool:
     """Whether the ranks are simulated."""
     return type(x._local) is LocalTensor
+
+
+def _is_uneven(seen: Sequence[Seen], out: Any) -> bool:
+    """Whether a rank holds nothing of a tensor of which others hold something.
+
+    Some of torch's formulas for gradients are others where there are no elements, and need other operands: ranks that
+    ran them on their local tensors would not meet in a backward pass through a gradient.
+    """
+    tensors = [x for _, _, args, kwargs, _ in seen for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    specs = {x._spec for x in (*tensors, out) if hasattr(x, "_spec")}
+    return any(spec.layout.leaves_empty(spec.shape) for spec in specs)
 
 
 def _is_local(run: Run) -> bool:
