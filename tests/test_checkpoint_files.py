@@ -83,6 +83,7 @@ def test_a_save_refuses_what_is_no_checkpoint_and_leaves_it(tmp_path: Path) -> N
     assert not Path("s3:").exists()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_save_replaces_a_checkpoint_and_keeps_other_files(tmp_path: Path) -> None:
     dcp.save({"x": numbers((3,))}, checkpoint_id=tmp_path / "real")
     (tmp_path / "real" / "notes.txt").write_text("mine")
@@ -200,6 +201,7 @@ def test_damage_that_one_rank_reads_is_an_error_on_all(ranks: RankPool, tmp_path
     assert found[0].startswith(f"loading from {tmp_path}/x\nrank 2: 'x' is damaged: bytes 0 to ")
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_checkpoints_without_checksums_load(tmp_path: Path) -> None:
     dcp.save({"x": numbers((3,)), "n": 5}, checkpoint_id=tmp_path / "x")
     state = {"x": torch.zeros(3), "n": 0}
@@ -279,6 +281,10 @@ def test_values_of_classes_that_the_state_has_are_read(tmp_path: Path) -> None:
 # -- full disks
 
 
+def fail(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 FULL: list[tuple[Callable[..., None], int, str]] = [
     (save, 2, "former"),
     (save, 0, "former"),
@@ -328,16 +334,26 @@ def test_a_disk_that_is_full_for_the_metadata_says_so(tmp_path: Path, monkeypatc
     save({"x": numbers((3,))}, tmp_path / "x")
     before = contents(tmp_path)
 
-    def full(*_: object) -> bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(metadata_file, "as_bytes", full)
+        patch.setattr(metadata_file, "as_bytes", fail)
         for name in ("x", "new"):
             with pytest.raises(CheckpointError, match=r"rank 0: OSError: .* No space left on device"):
                 save({"x": numbers((3,)) + 1}, tmp_path / name)
             assert contents(tmp_path) == before
     assert not (tmp_path / "new").exists()
+
+
+def test_a_save_succeeds_where_former_files_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"x": numbers((3,))}, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", fail)
+        save({"x": numbers((3,)) + 1}, tmp_path)
+    assert loaded(tmp_path) == [2]
+    assert len(list(tmp_path.iterdir())) == 3
+
+    save({"x": numbers((3,)) + 2}, tmp_path)
+    assert loaded(tmp_path) == [3]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_files_that_the_first_rank_does_not_see_are_not_published(
@@ -384,6 +400,10 @@ def test_a_killed_save_leaves_the_former_checkpoint_and_its_rest_is_removed(mome
 
     assert loaded(tmp_path / "former") == [1]
     assert "it is no checkpoint: it has no file .metadata" in error_of(lambda: loaded(tmp_path / "new"))
+    for name, count in (("former", 2), ("new", 0)):
+        assert "No space left" in error_of(partial(save, {"x": numbers((3,)) + 2}, tmp_path / name, progress=fail))
+        assert len(list((tmp_path / name).iterdir())) == count
+    assert loaded(tmp_path / "former") == [1]
     for name in ("former", "new"):
         save({"x": numbers((3,)) + 2}, tmp_path / name)
         assert loaded(tmp_path / name) == [3]

@@ -130,10 +130,11 @@ class Writer(FileSystemWriter):
             os.fsync(file.fileno())
         _sync(path)  # the names of the data files, before what names them
         unpublished.replace(path / metadata_file.NAME)
-        _sync(path)
-        for file_, save in files_of_saves(path):
-            if save != self.save_id:
-                file_.unlink(missing_ok=True)
+        with suppress(OSError):  # The checkpoint is there; files that are left are removed by the next save.
+            _sync(path)
+            for former, save in files_of_saves(path):
+                if save != self.save_id:
+                    former.unlink(missing_ok=True)
 
     def _check_files(self, path: Path, infos: Any) -> None:
         ends: dict[str, int] = {}
