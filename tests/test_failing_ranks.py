@@ -18,7 +18,7 @@ from dshard.comm import alarm
 from dshard.comm.alarm import Waiting, stuck
 from dshard.testing import RankPool
 
-SECONDS = 12.0  # for a rank to raise, on a machine with much else to do
+SECONDS = 20.0  # for a rank to raise, on a machine with much else to do; about 2 where it has not
 BAD = 2
 
 
@@ -191,64 +191,69 @@ ALONE = {
 }
 
 
-def outcomes(calls: list[Callable[[], Any]]) -> list[tuple[str, str, float]]:
-    """The kind and the text of the error of each call on this rank, and the seconds until then, each in a new world.
+def outcome(call: Callable[[], Any]) -> tuple[str, str, float]:
+    """The kind and the text of the error of the call on this rank, and the seconds until then."""
+    begin = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "none", "", time.monotonic() - begin
 
-    Afterwards the ranks are out of step, or right.
-    """
+
+def outcomes(calls: list[Callable[[], Any]]) -> list[list[tuple[str, str, float]]]:
+    """Of each call, in a new world, and of one more that is right but for what was before it."""
     alarm.PATIENCE = timedelta(seconds=0.5)
     store, found = dist.distributed_c10d._get_default_store(), []
+    w, y = recorded()  # what is slow the first time
+    y.sum().backward()
+    next_step()
     for i, call in enumerate(calls):
         rank = dist.get_rank()
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.PrefixStore(f"world {i}", store), rank=rank, world_size=4)
         mesh()
         dist.barrier()
-        begin, kind, text = time.monotonic(), "none", ""
-        try:
-            call()
-        except Exception as error:
-            kind, text = type(error).__name__, str(error)
-        found.append((kind, text, time.monotonic() - begin))
+        first = outcome(call)
         store.set(f"{i} {rank}", "over")
         store.wait([f"{i} {rank}" for rank in range(4)], timedelta(seconds=40))
-        try:
-            assert laid(torch.arange(8.0), Shard(0)).sum().item() == 28.0
-        except dshard.DShardError as error:
-            assert "out of step" in str(error) or "not answer" in str(error) or "Connection" in str(error), error
-        except Exception as error:
-            assert "which this rank waited for" in str(error), error
+        found.append([first, outcome(next_step)])
     return found
+
+
+def next_step() -> None:
+    assert laid(torch.arange(8.0), Shard(0)).sum().item() == 28.0
 
 
 @pytest.mark.ranks
 def test_an_error_on_one_rank_is_raised_on_all_soon_and_none_is_ended() -> None:
     calls = list(ONE_RANK)
-    with RankPool(4, timeout=100) as pool:
+    with RankPool(4, timeout=150) as pool:
         ranks = pool.run(outcomes, calls)
+
     for i, call in enumerate(calls):
-        kind, text = ONE_RANK[call]
+        kind, parts = ONE_RANK[call]
         for rank, found in enumerate(ranks):
-            print(call.__name__, rank, found[i])
-        for rank, found in enumerate(ranks):
-            assert found[i][0] in kind.split("|"), (call, rank, found[i])
-            assert any(part in found[i][1] for part in text.split("|")), (call, rank, found[i])
-            assert ("waited for" in found[i][1]) == (rank != BAD), (call, rank, found[i])
-            assert "along x of ranks 0, 1, 2, 3: " in found[i][1] or rank == BAD
-            assert found[i][2] < SECONDS, (call, rank, found[i])
+            (raised, text, seconds), (after, _, seconds_after) = found[i]
+            assert raised in kind.split("|"), (call, rank, text)
+            assert any(part in text for part in parts.split("|")), (call, rank, text)
+            assert ("which this rank waited for)" in text) == (rank != BAD), (call, rank, text)
+            assert ("along x of ranks 0, 1, 2, 3: " in text) == (rank != BAD), (call, rank, text)
+            assert after in ("none", "PeerError", raised), (call, rank, found[i])
+            assert max(seconds, seconds_after) < SECONDS, (call, rank, found[i])
 
 
 @pytest.mark.ranks
 def test_a_rank_that_asks_alone_for_a_number_is_told_the_line_and_so_are_the_others() -> None:
     calls = list(ALONE)
-    with RankPool(4, timeout=100) as pool:
+    with RankPool(4, timeout=150) as pool:
         ranks = pool.run(outcomes, calls)
+
     for i, call in enumerate(calls):
         for rank, found in enumerate(ranks):
-            print(call.__name__, rank, found[i])
-        for rank, found in enumerate(ranks):
-            kind, text, seconds = found[i]
-            assert kind == "PeerError", (call, rank, found[i])
+            (raised, text, seconds), (after, _, seconds_after) = found[i]
+            assert raised == "PeerError", (call, rank, found[i])
             assert f"{ALONE[call]} at {__file__}:" in text, (call, rank, text)
             assert "not all these ranks come to it" in text, (call, rank, text)
-            assert seconds < SECONDS, (call, rank, found[i])
+            assert after == "PeerError", (call, rank, found[i])
+            assert max(seconds, seconds_after) < SECONDS, (call, rank, found[i])

@@ -247,10 +247,8 @@ def _take_back() -> None:
 
 def _wait_on(wait: Callable[[], object], over: Callable[[], bool], group: Group, kind: str) -> None:
     """Wait again and again after the first time, and look in between why it may never end."""
-    rank = dist.get_rank()
-    counts = {key: count[0] for key, count in this_world().waits.items()}
-    here = Waiting(rank, group.key, group.ranks, kind, counts, f"{user_call()}, {kind} {group}")
-    mail.leave(_waiting(rank), here)
+    here = _here(group, kind)
+    mail.leave(_waiting(here.rank), here)
     seen: dict[int, Waiting] = {}
     try:
         while not _ended(wait, over, here, _GIVEN_UP.get(group.process_group)):
@@ -263,7 +261,17 @@ def _wait_on(wait: Callable[[], object], over: Callable[[], bool], group: Group,
         disconnect(group)  # a rank has left out what the others began: what comes next would be taken for that
         raise
     finally:
-        mail.leave(_waiting(rank), None)
+        mail.leave(_waiting(here.rank), None)
+
+
+def _here(group: Group, kind: str) -> Waiting:
+    counts = {key: count[0] for key, count in this_world().waits.items()}
+    return Waiting(dist.get_rank(), group.key, group.ranks, kind, counts, f"{user_call()}, {kind} {group}")
+
+
+def not_begun(error: Exception, group: Group, kind: str = "exchange in pairs") -> Exception:
+    """The error where the backend does not even begin what the ranks of the group send each other."""
+    return _not_ended(error, _here(group, kind), _GIVEN_UP.get(group.process_group))
 
 
 def _ended(wait: Callable[[], object], over: Callable[[], bool], here: Waiting, given_up: str | None) -> bool:
@@ -280,14 +288,14 @@ def _ended(wait: Callable[[], object], over: Callable[[], bool], here: Waiting, 
         try:
             wait()  # it may have ended just now
         except (RuntimeError, Late) as error:
-            if given_up is not None:
-                raise PeerError(f"{here.text}: these ranks are out of step since this error: {given_up}") from error
-            raise _lost(here, error) from error
+            raise _not_ended(error, here, given_up) from error
     return True
 
 
-def _lost(here: Waiting, error: Exception) -> Exception:
+def _not_ended(error: Exception, here: Waiting, given_up: str | None) -> Exception:
     """The error where the backend gives up, because a rank has ended or the time is over: it does not know which."""
+    if given_up is not None:
+        return PeerError(f"{here.text}: these ranks are out of step since this error: {given_up}")
     known = this_world().failures
     leave_word(PeerError(f"{here.text}: {error}"))
     silent = ", ".join(map(str, _unaware(here.ranks)))

@@ -18,8 +18,7 @@ from dshard.comm.legs import Program, Request, Wait
 from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of
 from dshard.comm.simulate import exchange, plain, stack, unstack
 from dshard.comm.tell import told
-from dshard.comm.transport import exchange as exchange_pairs
-from dshard.comm.transport import in_pairs, movable, wait_all
+from dshard.comm.transport import begin_exchange, in_pairs, movable, wait_all
 from dshard.comm.workspace import WORKSPACE, Session, Unkept, Workspace
 from dshard.errors import MeshError
 from dshard.mesh import Coordinate, Mesh
@@ -179,7 +178,7 @@ def _works(request: Request, group: Group) -> list[dist.Work]:
             pass
         case "all_gather" if pairs and not group.spread:
             parts = out.split([size * scale for size in message.recv])
-            works += exchange_pairs([buffer] * len(parts), parts, message.index, pg)
+            works += begin_exchange([buffer] * len(parts), parts, group)
         case "all_gather" if len(set(message.recv)) == 1:
             works.append(_all_gather(out, buffer, pg, async_op=True))
         case "all_gather":
@@ -188,7 +187,7 @@ def _works(request: Request, group: Group) -> list[dist.Work]:
         case "all_to_all":
             send, recv = ([size * scale for size in sizes] for sizes in (message.send, message.recv))
             if pairs:
-                works += exchange_pairs(buffer.split(send), out.split(recv), message.index, pg)
+                works += begin_exchange(buffer.split(send), out.split(recv), group)
             else:
                 works.append(dist.all_to_all_single(out, buffer, recv, send, pg, async_op=True))
         case "reduce_scatter":

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm import collectives
-from dshard.comm.alarm import wait_for, wait_for_pairs
+from dshard.comm.alarm import not_begun, wait_for, wait_for_pairs
 from dshard.comm.functional import traced
 from dshard.comm.runtime import Group
 from dshard.errors import ShapeError
@@ -92,9 +92,17 @@ def _exchanged(send: Sequence[Tensor], like: Tensor, sizes: Sequence[int], group
     """What each rank of the group has sent, one after the other, of these `sizes`."""
     out = like.new_empty(sum(sizes))
     recv, slots = out.split(list(sizes)), group.slots or range(len(sizes))
-    works = exchange(by_slot(send, slots), by_slot(recv, slots), slots[group.index], group.process_group)
-    wait_for_pairs(works, group)
+    wait_for_pairs(begin_exchange(by_slot(send, slots), by_slot(recv, slots), group), group)
     return out
+
+
+def begin_exchange(send: Sequence[Tensor], recv: Sequence[Tensor], group: Group, tag: int = 0) -> list[dist.Work]:
+    """`exchange` between the ranks of a group, in the order of its process group."""
+    here = group.index if group.slots is None else group.slots[group.index]
+    try:
+        return exchange(send, recv, here, group.process_group, tag)
+    except RuntimeError as error:
+        raise not_begun(error, group) from error
 
 
 def wait_all(works: list[dist.Work], group: Group) -> None:
@@ -163,8 +171,7 @@ def reduce_number(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
     x, n = x.reshape(1), len(group.ranks)
     terms = x.new_empty(n)
     recv, slots = list(movable(terms).chunk(n)), group.slots or range(n)
-    send, here = [movable(x)] * n, slots[group.index]
-    works = exchange(send, by_slot(recv, slots), here, group.process_group, _NUMBER)
+    works = begin_exchange([movable(x)] * n, by_slot(recv, slots), group, _NUMBER)
     wait_for_pairs(works, group, "all_reduce of a number")
     return reduce(terms.view(n, 1), op)
 
