@@ -19,7 +19,7 @@ from dshard.ops.spec import contiguous_stride, spec_of
 from dshard.placements import Placement, Replicate
 from dshard.tensor import DTensor, as_mesh, distribute_tensor
 from dshard.tracing import traceable
-from dshard.validate import as_int, as_shape, check_callable, check_type, is_symbolic, suggestion, shown
+from dshard.validate import as_int, as_shape, check_callable, check_type, is_symbolic, shown, suggestion
 
 
 @traceable
@@ -131,6 +131,7 @@ def _new(
     size: tuple[Any, ...],
     device_mesh: DeviceMesh | Mesh,
     placements: Sequence[Placement] | None,
+    /,
     **options: Any,
 ) -> DTensor:
     """Each rank makes its own part."""
@@ -151,6 +152,7 @@ def _random(
     size: tuple[Any, ...],
     device_mesh: DeviceMesh | Mesh,
     placements: Sequence[Placement] | None,
+    /,
     **options: Any,
 ) -> DTensor:
     """Each rank draws its own part, once torch has accepted the arguments."""

@@ -9,7 +9,7 @@ from itertools import product
 from math import prod
 
 from dshard.errors import MeshError
-from dshard.validate import as_int, as_tuple, suggestion, shown
+from dshard.validate import as_int, as_tuple, shown, suggestion
 
 MAX_RANKS = 1 << 22
 """A mesh holds all its ranks; one of more is a mistake."""
@@ -74,7 +74,8 @@ class Mesh:
         """
         if name not in self.names:
             known = ", ".join(self.names)
-            raise MeshError(f"the mesh ({self}) has no axis {name!r}; its axes are {known}{suggestion(name, self.names)}")
+            hint = suggestion(name, self.names)
+            raise MeshError(f"the mesh ({self}) has no axis {name!r}; its axes are {known}{hint}")
         return self.names.index(name)
 
     def coordinate(self, rank: int) -> Coordinate:

@@ -24,10 +24,11 @@ from torch.utils._pytree import tree_map_only
 from dshard import comm
 from dshard.checkpoint.flat import Leaf, leaves
 from dshard.checkpoint.planners import LoadPlanner, Report, SavePlanner
-from dshard.errors import CheckpointError
+from dshard.errors import ArgumentError, CheckpointError
 from dshard.layout import format_of
 from dshard.ops.moving import settled
 from dshard.tensor import DTensor
+from dshard.validate import check_type
 
 Group = dist.ProcessGroup | None
 SHOWN = 8
@@ -50,7 +51,8 @@ def save(
     Raises:
         CheckpointError: something could not be written, or a rank failed.
     """
-    path = Path(path)
+    check_state(state)
+    path = _path(path)
     partial, previous = _beside(path, "partial"), _beside(path, "previous")
     flat = {name: leaf.value for name, leaf in leaves(settled_state(states(state))).items()}
 
@@ -90,6 +92,8 @@ def load(
     Raises:
         CheckpointError: there is no such checkpoint, or it has other names, shapes or dtypes, or cannot be read.
     """
+    check_state(state)
+    path = _path(path)
     for value in state.values():
         if isinstance(value, Optimizer):
             _give_state(value)
@@ -108,6 +112,23 @@ def load(
             value.load_state_dict(nested[key])
         else:
             state[key] = nested[key]
+
+
+def check_state(state: object) -> None:
+    """Refuse what is no dict of values by name.
+
+    Raises:
+        ArgumentError: with the way out.
+    """
+    way_out = "give a dict, as in {'model': model, 'optimizer': optimizer}, and the path after it"
+    check_type(state, dict, "the state of a checkpoint", way_out)
+
+
+def _path(path: str | os.PathLike[str]) -> Path:
+    check_type(path, str | os.PathLike, "the path of a checkpoint", "give that of a directory")
+    if not str(path):
+        raise ArgumentError("the path of a checkpoint is empty: give that of a directory")
+    return Path(path)
 
 
 class _Reader(FileSystemReader):

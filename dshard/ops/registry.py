@@ -85,12 +85,12 @@ def register_rule(
     left = rule.partition("->")[0]
     operands = len(left.split(",")) if left.strip() else 0
     outputs = _check_text(rule, operands, reduce)
-    _check_schema(op, rule, operands, outputs)
     given = as_tuple(linear, "linear", "give the numbers of operands, such as (0,)", NotationError)
     linear = [as_int(operand, "linear: an operand", NotationError) for operand in given]
     beyond = [operand for operand in linear if not 0 <= operand < operands]
     if beyond:
         raise NotationError(f"the rule {rule!r} has no operand {beyond[0]}: linear counts its {operands} from 0")
+    _check_schema(op, rule, operands, outputs)
     pending = tuple(Pending(frozenset({operand})) for operand in linear)
 
     def of(call: Call) -> Rule:

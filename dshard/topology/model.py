@@ -16,7 +16,7 @@ from dshard.topology import files
 from dshard.topology.presets import CPU, PRESETS, Backend, parts_of, torus_layers
 from dshard.topology.sharing import groups_of, measured_link, shared_link
 from dshard.topology.values import COLLECTIVES, Collective, Device, Layer, Link, Measured, check_name
-from dshard.validate import as_int, as_tuple, check_type, suggestion, shown
+from dshard.validate import as_int, as_tuple, check_type, shown, suggestion
 
 
 @dataclass(frozen=True)
