@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import inf, nan
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import dshard
@@ -489,7 +487,11 @@ MODELS: list[Row] = [
 ]
 
 PIPELINES: list[Row] = [
-    (lambda: StageCost(-1), ScheduleError, "StageCost.forward: -1 is not a number of at least 0"),
+    (
+        lambda: StageCost(-1),
+        ScheduleError,
+        "of the costs of a pipeline none is negative; StageCost.forward: -1 is not a number of at least 0",
+    ),
     (lambda: StageCost(nan), ScheduleError, "nan is not a number"),
     (lambda: StageCost("1"), ScheduleError, "'1' is not a number"),
     (lambda: Costs(None), ScheduleError, "stages: None is no sequence"),
@@ -681,3 +683,119 @@ ROWS = [pytest.param(*row, id=f"{kind}-{i}") for kind, rows in WRONG.items() for
 def test_a_wrong_call_is_refused_in_words(call: Callable[[], object], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         call()
+
+
+TAKEN: list[tuple[Callable[[], Any], object]] = [
+    (lambda: Mesh((np.int64(2), np.int64(2))), Mesh((2, 2))),
+    (lambda: Mesh(torch.Size([2, 2])), Mesh((2, 2))),
+    (lambda: Mesh(n for n in (2, 2)), Mesh((2, 2))),
+    (lambda: Mesh([2, 2], ["a", "b"]), Mesh((2, 2), ("a", "b"))),
+    (lambda: Mesh((2, 2), None, None), Mesh((2, 2))),
+    (lambda: Mesh((2,), ("a",), np.arange(2)[::-1]), Mesh((2,), ("a",), (1, 0))),
+    (lambda: Mesh((2,), ("a",), torch.arange(2)), Mesh((2,), ("a",))),
+    (lambda: [0] in MESH, False),
+    (lambda: Shard(np.int64(1)), Shard(1)),
+    (lambda: Layout(MESH, [Shard(0), Shard(0)], {0: [1, 0]}), Layout(MESH, (Shard(0),) * 2, ((0, (1, 0)),))),
+    (lambda: tuple(dshard.zeros(np.int64(4), device_mesh=MESH).shape), (4,)),
+    (lambda: tuple(dshard.zeros((np.int64(4), 2), device_mesh=MESH).shape), (4, 2)),
+    (lambda: tuple(dshard.zeros(size=(4, 2), device_mesh=MESH).shape), (4, 2)),
+    (lambda: tuple(dshard.zeros(torch.Size([4, 2]), device_mesh=MESH).shape), (4, 2)),
+    (lambda: tuple(dshard.zeros(device_mesh=MESH).shape), ()),
+    (lambda: tuple(dshard.randint(low=0, high=5, size=(4,), device_mesh=MESH).shape), (4,)),
+    (lambda: tuple(dshard.randperm(np.int64(4), device_mesh=MESH).shape), (4,)),
+    (lambda: dshard.manual_seed(np.int64(3)), None),
+    (lambda: Stream(np.int64(2)), Stream(2)),
+    (lambda: Schedule(["m", "n"], "kk"), Schedule(("m", "n"), ("k", "k"))),
+    (lambda: dshard.matmul(X, W, strategy=Schedule(["m", "n"], ["k", "k"])).placements, (Shard(0), Shard(1))),
+    (lambda: Device("d", {"float32": 1e9}, 1e9, 0), Device("d", (("float32", 1e9),), 1e9, 0)),
+    (lambda: Link(0, 1, points=[(1, 1)]), Link(0, 1, points=((1, 1),))),
+    (lambda: DGX.flops(torch.float32), DGX.flops("float32")),
+    (lambda: Topology.torus([2, np.int64(2)], 1e9).size, 4),
+    (lambda: model(layers=np.int64(2)), model()),
+    (lambda: Program("1f1b", 2, np.int64(2), list(chain(2))), Program("1f1b", 2, 2, chain(2))),
+    (lambda: Costs([StageCost()]), Costs((StageCost(),))),
+]
+
+
+@pytest.mark.parametrize(("call", "expected"), TAKEN)
+def test_what_is_as_good_is_taken(call: Callable[[], Any], expected: object) -> None:
+    assert call() == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("plan redistribute --mesh 99999x99999 --shape 4x4 --from R --to R", "one has at most"),
+        ("plan matmul --m 4 --k 4 --n 4 --mesh 2 --a S(2) --b R", "is out of range for shape"),
+        (
+            "plan reshard --mesh 2 --to-mesh 2 --shape 4 --from R --to R --to-first -3",
+            "is not a whole number of at least",
+        ),
+        ("plan redistribute --mesh 2 --shape 4 --from R --to S(0) --topology dgx-a10", "did you mean 'dgx-a100'"),
+        ("explain x --mesh 2 --tensor x:4_R", "describes no tensor"),
+        ("simulate pipeline --stages 2 --microbatches 2 --schedule 1f1", "did you mean '1f1b'"),
+        ("simulate pipeline --stages 2 --microbatches 2 --skip 1-1", "from a stage to itself"),
+    ],
+)
+def test_a_wrong_command_says_why(text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(text.split())
+    except SystemExit as error:  # of a text that is no mesh at all
+        status = error.code
+
+    assert status
+    assert says in " ".join("".join(capsys.readouterr()).split())
+
+
+def test_data_on_a_mesh_that_only_plans_is_dropped_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="has no processes: the result is only planned with, and has no data") as told:
+        x = distribute_tensor(torch.ones(4), LINE, [Shard(0)])
+
+    assert x.to_local().is_meta
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        distribute_tensor(torch.empty(4, device="meta"), LINE, [Shard(0)])
+
+
+def differing() -> list[str]:
+    """What this rank is told where one rank's local tensor differs."""
+    rank, mesh = dist.get_rank(), dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
+    dtype = torch.float64 if rank == 2 else torch.float32
+    calls: list[Callable[[], DTensor]] = [
+        lambda: DTensor.from_local(torch.ones(2, dtype=dtype), mesh, [Shard(0)]),
+        lambda: DTensor.from_local(torch.ones(2, dtype=dtype), mesh),
+        lambda: DTensor.from_local(torch.ones(2, 2), mesh, [Shard(int(rank == 1))]),
+    ]
+    told = [said(call) for call in calls]
+    pipe = Pipeline([Stage(dshard.distribute_module(nn.Linear(8, 8), mesh), mesh)], n_microbatches=2)
+    return [
+        *told,
+        said(lambda: setattr(pipe, "timeout", -3)),
+        said(lambda: pipe.step(None)),
+        said(lambda: pipe.step([1, 2])),
+        said(lambda: pipe.step(torch.ones(4, 8), [1, 2, 3, 4])),
+        said(lambda: Pipeline(pipe.stages, n_microbatches="2")),
+        said(lambda: Pipeline(pipe.stages, n_microbatches=2, schedule="auto", costs=COSTS)),
+    ]
+
+
+def said(call: Callable[[], object]) -> str:
+    """What a call is refused with."""
+    with pytest.raises(DShardError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_all_ranks_are_told_where_one_differs(ranks: RankPool) -> None:
+    for told in ranks.run(differing):
+        assert "local tensors of torch.float32 at (0,) and torch.float64 at (2,)" in told[0]
+        assert "local tensors of torch.float32 at (0,) and torch.float64 at (2,)" in told[1]
+        assert "the ranks give different placements" in told[2]
+        assert "timeout: -3 is not a number above 0" in told[3]
+        assert "the batch: None is a NoneType" in told[4]
+        assert "the batch: [1, 2] is a list" in told[5]
+        assert "target of the batch: [1, 2, 3, 4] is a list" in told[6]
+        assert "n_microbatches: '2' is not a whole number" in told[7]
+        assert "costs of 2 stages for a pipeline of 1" in told[8]
