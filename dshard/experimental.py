@@ -183,7 +183,7 @@ def register_sharding(
         LayoutError: at a call, a row with not one placement for each argument or output.
     """
     overloads = list(op) if isinstance(op, list | tuple) else [op]
-    for overload in overloads or [None]:
+    for overload in overloads or (op,):
         _check_overload(overload)
 
     def decorate(function: Callable[..., Sequence[Row]]) -> Callable[..., Sequence[Row]]:

@@ -131,6 +131,7 @@ def _new(
     size: tuple[Any, ...],
     device_mesh: DeviceMesh | Mesh,
     placements: Sequence[Placement] | None,
+    /,
     **options: Any,
 ) -> DTensor:
     """Each rank makes its own part."""
@@ -151,6 +152,7 @@ def _random(
     size: tuple[Any, ...],
     device_mesh: DeviceMesh | Mesh,
     placements: Sequence[Placement] | None,
+    /,
     **options: Any,
 ) -> DTensor:
     """Each rank draws its own part, once torch has accepted the arguments."""

@@ -229,7 +229,9 @@ def placements_on(mesh: Mesh, placements: Iterable[Placement]) -> tuple[Placemen
         given = f"{placements!r} is text, which dshard.placements.parse_placements reads"
     else:
         given = f"{shown(placements)} is no sequence of placements"
-    raise LayoutError(f"{given}; for the mesh ({mesh}) give {mesh.ndim}, one for each mesh axis, as in {_example(mesh)}")
+    raise LayoutError(
+        f"{given}; for the mesh ({mesh}) give {mesh.ndim}, one for each mesh axis, as in {_example(mesh)}"
+    )
 
 
 def _example(mesh: Mesh) -> str:

@@ -74,7 +74,8 @@ class Mesh:
         """
         if name not in self.names:
             known = ", ".join(self.names)
-            raise MeshError(f"the mesh ({self}) has no axis {name!r}; its axes are {known}{suggestion(name, self.names)}")
+            hint = suggestion(name, self.names)
+            raise MeshError(f"the mesh ({self}) has no axis {name!r}; its axes are {known}{hint}")
         return self.names.index(name)
 
     def coordinate(self, rank: int) -> Coordinate:

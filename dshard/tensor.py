@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -416,9 +417,11 @@ def check_strided(x: object, what: str, kind: str) -> None:
         raise ArgumentError(
             f"{what} takes {kind}, a torch.Tensor, not {shown(x)}, {article(x)}: make one, as by torch.as_tensor"
         )
+    if isinstance(x, DTensor):
+        return
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
         given = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
-        raise LayoutError(f"{what} of a tensor that is {given}: a distributed tensor is strided; use x.to_dense() first")
+        raise LayoutError(f"{what} of a tensor that is {given}: a DTensor is strided; make it dense first")
 
 
 def _strides(stride: Sequence[int], ndim: int) -> tuple[int, ...]:
@@ -465,7 +468,7 @@ def distribute_tensor(
     """The whole tensor, which every rank passes, laid out on the mesh; a leaf, with the `requires_grad` of `tensor`.
 
     The mesh's rank number `src_data_rank` sends each rank its part. With None each rank cuts its part out of its own
-    copy and nothing is sent.
+    copy and nothing is sent. On a `Mesh` without processes the result has no data, with a warning if `tensor` has some.
 
     Raises:
         LayoutError: a Partial, a dim out of range, or not one placement for each mesh axis.
@@ -488,6 +491,12 @@ def distribute_tensor(
             "or DTensor.from_local if each rank has a term"
         )
     local = _scattered(tensor.detach(), layout, src_data_rank)
+    if local.is_meta and not tensor.is_meta and tensor.numel():
+        warn(
+            f"distribute_tensor on the mesh ({mesh}), which has no processes: the result is only planned with, and has "
+            "no data; give a tensor on device='meta' if that is meant, else a DeviceMesh from init_device_mesh",
+            stacklevel=3,
+        )
     spec = spec_of(layout, tuple(tensor.shape), contiguous_stride(tuple(tensor.shape)), tensor.dtype, local.device)
     out = DTensor._wrap(local, spec)
     if isinstance(tensor, torch.nn.Parameter):

@@ -25,10 +25,11 @@ from dshard.checkpoint.flat import Leaf, leaves
 from dshard.checkpoint.metadata_file import version
 from dshard.checkpoint.planners import LoadPlanner, Report, SavePlanner
 from dshard.checkpoint.storage import Reader, Writer
-from dshard.errors import CheckpointError
+from dshard.errors import ArgumentError, CheckpointError
 from dshard.layout import format_of
 from dshard.ops.moving import settled
 from dshard.tensor import DTensor
+from dshard.validate import check_type
 
 Group = dist.ProcessGroup | None
 SHOWN = 8
@@ -56,6 +57,8 @@ def save(
         CheckpointError: the ranks give different paths, something else is there, something could not be written, or a
             rank failed.
     """
+    check_state(state)
+    check_path(path)
     path, doing = agreed_path(path, "save to", process_group), f"cannot save to {path}"
     flat = {name: leaf.value for name, leaf in leaves(settled_state(states(state))).items()}
     with failing(f"saving to {path}: what was there before stays as it was"):
@@ -88,6 +91,8 @@ def load(
         CheckpointError: the ranks give different paths, there is no such checkpoint, or it has other names, shapes or
             dtypes, is damaged, or cannot be read.
     """
+    check_state(state)
+    check_path(path)
     path = agreed_path(path, "load from", process_group)
     for value in state.values():
         if isinstance(value, Optimizer):
@@ -135,6 +140,27 @@ def _load_one_version(found: dict[str, Leaf], path: Path, progress: Report | Non
         f"cannot load from {path}: {TRIES} times, ranks saw different checkpoints there; give a path on a file system "
         "that all ranks share, and save to it less often"
     )
+
+
+def check_state(state: object) -> None:
+    """Refuse what is no dict of values by name.
+
+    Raises:
+        ArgumentError: with the way out.
+    """
+    way_out = "give a dict, as in {'model': model, 'optimizer': optimizer}, and the path after it"
+    check_type(state, dict, "the state of a checkpoint", way_out)
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """Refuse what is no path.
+
+    Raises:
+        ArgumentError: with the way out.
+    """
+    check_type(path, str | os.PathLike, "the path of a checkpoint", "give that of a directory")
+    if not str(path):
+        raise ArgumentError("the path of a checkpoint is empty: give that of a directory")
 
 
 def states(state: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 
 from dshard import report
+from dshard.errors import MeshError
 from dshard.mesh import Mesh
 from dshard.topology import PRESETS, Topology, default_topology
 
@@ -83,6 +84,13 @@ def sentence(text: str) -> str:
 
 def parse_mesh(text: str) -> Mesh:
     """A mesh such as 2x4 or dp=2,tp=4."""
+    try:
+        return _mesh(text)
+    except MeshError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _mesh(text: str) -> Mesh:
     if all(size.isdecimal() for size in text.split("x")):
         return Mesh(tuple(map(int, text.split("x"))))
     pairs = [part.partition("=") for part in text.split(",")]

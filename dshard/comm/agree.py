@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of, simulat
 from dshard.comm.simulate import each, plain, unstack
 from dshard.comm.spread import device_of
 from dshard.comm.tell import told
-from dshard.errors import CompileError, ShapeError
+from dshard.errors import CompileError, DtypeError, LayoutError, ShapeError
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import Replicate, Shard
@@ -29,6 +31,7 @@ def global_shape(local: Tensor, layout: Layout) -> Shape:
 
     Raises:
         ShapeError: the local shapes are not the parts of one tensor.
+        DtypeError, LayoutError: the ranks give different dtypes or placements.
     """
     mesh = layout.mesh
     if type(local) is LocalTensor:
@@ -54,7 +57,7 @@ def shape_exchange(local: Tensor, layout: Layout) -> list[tuple[str, tuple[str, 
         return []
     if mesh.size == 1 or runtime.group(mesh.names).backend == "fake":
         return []
-    return [("all_gather", mesh.names, 8 * (MAX_DIMS + 1) * (mesh.size - 1))]
+    return [("all_gather", mesh.names, 8 * (MAX_DIMS + 3) * (mesh.size - 1))]
 
 
 def checked_shape(local: Tensor, layout: Layout, shape: Shape) -> Shape:
@@ -148,13 +151,38 @@ def _gather_shapes(local: Tensor, layout: Layout, runtime: Runtime) -> dict[Coor
             f"from_local takes tensors of at most {MAX_DIMS} dims unless shape= is given, got {local.ndim}"
         )
     mesh = layout.mesh
-    sizes = [local.ndim, *local.shape, *([0] * (MAX_DIMS - local.ndim))]
-    mine, group = torch.tensor(sizes, dtype=torch.int64, device=local.device), runtime.group(mesh.names)
+    told_too = [_dtypes().index(local.dtype), crc32(str(layout).encode()), local.ndim]
+    mine = torch.tensor([*told_too, *local.shape, *([0] * (MAX_DIMS - local.ndim))], device=local.device)
+    group = runtime.group(mesh.names)
     ((_, _, received),) = shape_exchange(local, layout)
-    parts = [MAX_DIMS + 1] * mesh.size
+    parts = [mine.numel()] * mesh.size
     found = told("all_gather", mesh, received, group, mine.device, lambda: transport.all_gather(mine, parts, group))
-    table = found.view(mesh.size, -1).tolist()
-    return {at: tuple(row[1 : 1 + row[0]]) for at, row in zip(mesh.coordinates(), table, strict=True)}
+    rows = dict(zip(mesh.coordinates(), found.view(mesh.size, -1).tolist(), strict=True))
+    _check_alike(rows, layout)
+    return {at: tuple(row[3 : 3 + row[2]]) for at, row in rows.items()}
+
+
+@cache
+def _dtypes() -> list[torch.dtype]:
+    """All dtypes, in an order that is the same in every process."""
+    known = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return sorted(known, key=str)
+
+
+def _check_alike(rows: dict[Coordinate, list[int]], layout: Layout) -> None:
+    """Refuse parts of different dtypes or layouts: all ranks know those of all.
+
+    Raises:
+        DtypeError: the local tensors have different dtypes.
+        LayoutError: the ranks gave different placements.
+    """
+    dtypes = {at: _dtypes()[row[0]] for at, row in rows.items()}
+    if len(set(dtypes.values())) > 1:
+        first = {dtype: at for at, dtype in reversed(dtypes.items())}
+        listed = " and ".join(f"{dtype} at {at}" for dtype, at in sorted(first.items(), key=lambda pair: pair[1]))
+        raise DtypeError(f"from_local: the ranks give local tensors of {listed}: convert them to one, with .to(dtype)")
+    if len({row[1] for row in rows.values()}) > 1:
+        raise LayoutError(f"from_local: the ranks give different placements, this one [{layout}]: give the same on all")
 
 
 def _joined(shapes: dict[Coordinate, Shape], layout: Layout) -> Shape:

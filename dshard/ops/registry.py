@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tag
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 
 from dshard.caches import clear_caches
 from dshard.errors import NotationError
@@ -85,12 +85,12 @@ def register_rule(
     left = rule.partition("->")[0]
     operands = len(left.split(",")) if left.strip() else 0
     outputs = _check_text(rule, operands, reduce)
-    _check_schema(op, rule, operands, outputs)
     given = as_tuple(linear, "linear", "give the numbers of operands, such as (0,)", NotationError)
     linear = [as_int(operand, "linear: an operand", NotationError) for operand in given]
     beyond = [operand for operand in linear if not 0 <= operand < operands]
     if beyond:
         raise NotationError(f"the rule {rule!r} has no operand {beyond[0]}: linear counts its {operands} from 0")
+    _check_schema(op, rule, operands, outputs)
     pending = tuple(Pending(frozenset({operand})) for operand in linear)
 
     def of(call: Call) -> Rule:
@@ -144,7 +144,8 @@ def _check_schema(op: str, rule: str, operands: int, outputs: int) -> None:
     namespace, _, name = op.partition("::")
     known = getattr(getattr(torch.ops, namespace), name, None) if name.isidentifier() else None
     if known is None or not hasattr(known, "overloads"):
-        names = [f"{namespace}::{other}" for other in dir(getattr(torch.ops, namespace, None))]
+        others = vars(getattr(torch.ops, namespace)).items()
+        names = [f"{namespace}::{other}" for other, found in others if isinstance(found, OpOverloadPacket)]
         hint = "a rule is that of all overloads: leave out" if "." in name else "define it before its rule, or look up"
         raise NotationError(
             f"there is no operator {op!r}: {hint} {repr('.' + name.partition('.')[2]) if '.' in name else 'its name'}"

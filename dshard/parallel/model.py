@@ -106,7 +106,7 @@ def _asked(
         )
     if isinstance(plan, Path):
         return strategy_of(plan, mesh)
-    kinds = str | Auto | Mapping | Plan
+    kinds = (str, Auto, Mapping, Plan)
     check_type(plan, kinds, "the plan", "give the name of a strategy, placements by name, a Plan, an Auto or a Path")
     if isinstance(plan, Plan):
         missing = set(plan.parameters) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -169,7 +169,9 @@ def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placem
         given = next((p for pattern, p in patterns.items() if fnmatchcase(name, pattern)), whole)
         layout = layout_of(mesh, given, parameter.dim())
         if layout.partial_axes():
-            raise LayoutError(f"{name} cannot lie [{layout}]: a parameter is no pending reduction; use Shard or Replicate")
+            raise LayoutError(
+                f"{name} cannot lie [{layout}]: a parameter is no pending reduction; use Shard or Replicate"
+            )
         parameters[name] = layout.placements
     return Plan("by name", mesh, parameters, whole)
 

@@ -47,8 +47,10 @@ class PrepareModuleInput(ParallelStyle):
         if input_kwarg_layouts is not None:
             _check_pair("input_kwarg_layouts", self.input_kwarg_layouts, self.desired_input_kwarg_layouts)
             if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
-                here, there = (", ".join(names) for names in (self.input_kwarg_layouts, self.desired_input_kwarg_layouts))
-                raise LayoutError(f"input_kwarg_layouts are of {here}, desired_input_kwarg_layouts of {there}: name both")
+                here, there = ", ".join(self.input_kwarg_layouts), ", ".join(self.desired_input_kwarg_layouts)
+                raise LayoutError(
+                    f"input_kwarg_layouts are of {here}, desired_input_kwarg_layouts of {there}: name the same in both"
+                )
 
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
         one_axis(device_mesh)
@@ -155,7 +157,7 @@ def _tuple(name: str, layouts: Layouts) -> tuple[Placement | None, ...] | None:
     for placement in found:
         if placement is not None:
             check_placement(name, placement)
-    return found  # type: ignore[return-value]  # just checked
+    return found
 
 
 def _named(name: str, layouts: Mapping[str, Placement] | None) -> dict[str, Placement]:

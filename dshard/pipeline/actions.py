@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from dshard.errors import ScheduleError
+from dshard.validate import as_int
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Edge:
@@ -12,11 +15,20 @@ class Edge:
 
     >>> Edge("x", 0, 1).back(), Edge("x", 1, 0).backward
     (Edge(value='x', src=1, dst=0), True)
+
+    Raises:
+        ScheduleError: what are no two stages.
     """
 
     value: str
     src: int
     dst: int
+
+    def __post_init__(self) -> None:
+        for name in ("src", "dst"):
+            object.__setattr__(self, name, as_int(getattr(self, name), f"{name} of an edge", ScheduleError, least=0))
+        if self.src == self.dst:
+            raise ScheduleError(f"the edge {self} goes from a stage to itself: what a stage computes it has")
 
     @property
     def backward(self) -> bool:

@@ -67,7 +67,8 @@ class EdgeCost:
 def _check_numbers(cost: StageCost | EdgeCost) -> None:
     for field in fields(cost):
         if field.name != "edge":
-            as_number(getattr(cost, field.name), f"{type(cost).__name__}.{field.name}", ScheduleError, zero=True)
+            what = f"of the costs of a pipeline none is negative; {type(cost).__name__}.{field.name}"
+            as_number(getattr(cost, field.name), what, ScheduleError, zero=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,10 @@ def edges_of(stages: Sequence[Ports], batch: Collection[str]) -> tuple[Edge, ...
     found: list[Edge] = []
     for stage, ports in enumerate(as_tuple(stages, "stages", "give the names of each", ScheduleError)):
         if len(ports) != 2 or isinstance(ports, str):
-            raise ScheduleError(f"stage {stage}: {ports!r} is no pair: give the names that it takes, and those it gives")
-        takes, gives = (names_of(names, f"what stage {stage} {verb}") for names, verb in zip(ports, _VERBS, strict=True))
+            raise ScheduleError(f"stage {stage}: {ports!r} is no pair: give the names it takes, and those it gives")
+        takes, gives = (
+            names_of(names, f"what stage {stage} {verb}") for names, verb in zip(ports, _VERBS, strict=True)
+        )
         for names, verb in (takes, "takes"), (gives, "gives"):
             if len(set(names)) < len(names):
                 raise ScheduleError(f"stage {stage} {verb} {', '.join(names)}: name each value once")

@@ -63,7 +63,7 @@ class Pipeline:
         tied: Sequence[Sequence[str]] = (),
     ) -> None:
         way_out = "give each a Stage(module, mesh)"
-        self.stages = as_tuple(stages, "stages", way_out, ScheduleError)
+        self.stages: tuple[Stage, ...] = as_tuple(stages, "stages", way_out, ScheduleError)
         for stage in self.stages or (None,):
             check_type(stage, Stage, "a stage", way_out, ScheduleError)
         self.batch, self._reduction = names_of(batch, "batch"), reduction
@@ -77,7 +77,8 @@ class Pipeline:
         if schedule == AUTO:
             if costs is None:
                 raise ScheduleError('schedule="auto" chooses by the costs of the stages: give costs=Costs(...)')
-            check_type(costs, Costs, "costs", "give Costs(stages, edges), as pipeline.uniform makes them", ScheduleError)
+            way_out = "give Costs(stages, edges), as pipeline.uniform makes them"
+            check_type(costs, Costs, "costs", way_out, ScheduleError)
             if len(costs.stages) != len(self.stages):
                 raise ScheduleError(f"costs of {len(costs.stages)} stages for a pipeline of {len(self.stages)}")
             delays = DELAYS if delay is None else (delay,)

@@ -57,7 +57,7 @@ def play(actions: Sequence[Sequence[Action]], costs: Costs, *, overlap: bool = T
     """
     check_type(costs, Costs, "costs", "give Costs(stages, edges), as pipeline.uniform makes them", ScheduleError)
     if len(actions) != len(costs.stages):
-        raise ScheduleError(f"actions of {len(actions)} stages, and costs of {len(costs.stages)}: give both of each stage")
+        raise ScheduleError(f"actions of {len(actions)} stages, and costs of {len(costs.stages)}: give both of each")
     for stage in actions:
         for action in as_tuple(stage, "the actions of a stage", "give them in order", ScheduleError):
             check_type(action, Action, "an action", "give Forward(0), Backward(0), Send(...), ...", ScheduleError)

@@ -34,9 +34,12 @@ def split(module: nn.Module, example: Sequence[Tensor], at: Sequence[str]) -> tu
         ScheduleError: no such submodule, or a parameter in several parts; an example that the module does not take.
     """
     check_type(module, nn.Module, "split", "give an nn.Module", ScheduleError)
-    example = as_tuple(example, "example", "give the arguments of one call in a tuple", ScheduleError)
-    if isinstance(example, Tensor) or not all(isinstance(x, Tensor) for x in example):
-        raise ScheduleError(f"example: {shown(example)}: give the tensors of one microbatch in a tuple, such as (x,)")
+    way_out = "give the tensors of one microbatch in a tuple, such as (x,)"
+    if isinstance(example, Tensor):
+        raise ScheduleError(f"example: a tensor of shape {tuple(example.shape)}: {way_out}")
+    example = as_tuple(example, "example", way_out, ScheduleError)
+    for x in example:
+        check_type(x, Tensor, "example", way_out, ScheduleError)
     at = names_of(at, "at")
     if len(set(at)) < len(at) or "" in at:
         raise ScheduleError(f"at: {at}: name submodules by path, each once; the first part begins by itself")

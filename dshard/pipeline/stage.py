@@ -46,6 +46,8 @@ class Stage:
         check_type(self.mesh, DeviceMesh | Mesh, "the mesh of a stage", way_out, MeshError)
         for name in ("takes", "gives"):
             object.__setattr__(self, name, names_of(getattr(self, name), f"what a stage {name}"))
+        if len(set(self.gives)) < len(self.gives):
+            raise ScheduleError(f"a stage gives {', '.join(self.gives)}: name each value once")
         if not self.gives:
             raise ScheduleError("a stage gives nothing: name what its module returns, such as gives=('x',)")
         way_out = "give a sequence of placements for each name, as in {'x': [Shard(0)]}"

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dshard.chrome import Slice, to_chrome
+from dshard.errors import ScheduleError
 from dshard.pipeline.actions import Backward, BackwardInput, BackwardWeight, Compute, Edge, Forward
 from dshard.pipeline.costs import Costs
+from dshard.validate import as_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,13 @@ class Timeline:
         return max(ends, default=0.0)
 
     def busy(self, stage: int) -> float:
-        """Seconds that a stage computes."""
+        """Seconds that a stage computes.
+
+        Raises:
+            ScheduleError: no such stage.
+        """
+        if not 0 <= as_int(stage, "stage", ScheduleError) < len(self.spans):
+            raise ScheduleError(f"there is no stage {stage}: they are 0 to {len(self.spans) - 1}")
         return sum(span.end - span.begin for span in self.spans[stage])
 
     def bubble(self, stage: int) -> float:

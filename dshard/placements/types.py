@@ -64,7 +64,7 @@ class Partial:
 
     def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:
-            meant = "; did you mean 'avg'?" if self.reduce_op == "mean" else suggestion(self.reduce_op, REDUCE_OPS)
+            meant = "; did you mean 'avg'?" if str(self.reduce_op) == "mean" else suggestion(self.reduce_op, REDUCE_OPS)
             raise LayoutError(
                 f"Partial({self.reduce_op!r}): the reduction must be one of {', '.join(REDUCE_OPS)}{meant}"
             )

@@ -33,6 +33,7 @@ from dshard.ops.spec import is_for_shapes
 from dshard.simulate.timeline import Event, Slot, makespan, placed
 from dshard.tensor import DTensor
 from dshard.topology import Topology
+from dshard.validate import check_callable
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ def record(step: Callable[[], object], topology: Topology | None = None, *, warm
     >>> found.flops, found.peak
     (256.0, 64)
     """
+    check_callable(step, "record", "give a function that runs one step")
     if not warm:
         _watched(step, _Recorder(topology))
     recorder = _Recorder(topology)

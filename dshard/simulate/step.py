@@ -130,7 +130,8 @@ def _checked(setup: Setup, topology: Topology, dtype: str, itemsize: int) -> tup
     Raises:
         StrategyError, TopologyError, NotationError, ShapeError: what is no setup, topology, dtype or size.
     """
-    check_type(setup, Setup, "setup", "give a dshard.simulate.Setup, as in Setup(form_of('megatron'), (2,))", StrategyError)
+    way_out = "give a dshard.simulate.Setup, as in Setup(form_of('megatron'), (2,))"
+    check_type(setup, Setup, "setup", way_out, StrategyError)
     check_topology(topology)
     return dtype_name(dtype, topology), as_int(itemsize, "itemsize", ShapeError, least=1)
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.errors import NotationError
 from dshard.ops.moving import leaves, replace_leaves
+from dshard.validate import check_callable
 
 Recorded: TypeAlias = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
@@ -21,12 +22,14 @@ def resolve(op: OpOverload | Callable[..., Any] | str) -> Callable[..., Any]:
 
     Raises:
         NotationError: no operator has this name, or several overloads do.
+        ArgumentError: nothing that can be called.
     """
     if isinstance(op, str):
         namespace, colons, name = op.partition("::")
         if not colons or not hasattr(getattr(torch.ops, namespace), name):
             raise NotationError(f"there is no operator {op!r}: write namespace::name, such as 'mylib::fused'")
         return _only_overload(getattr(getattr(torch.ops, namespace), name))
+    check_callable(op, "check_rule", "give an operator of torch's, a function, or the name of an operator")
     return _only_overload(op) if isinstance(op, OpOverloadPacket) else op
 
 

@@ -14,16 +14,17 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from dshard import comm
-from dshard.errors import RuleError
+from dshard.errors import ArgumentError, LayoutError, RuleError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.ops.moving import leaves, replace_leaves
-from dshard.placements import Placement
+from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor
 from dshard.testing.calls import recorded, resolve
 from dshard.testing.choices import Choice, has_gradient, layouts_of, sampled
 from dshard.testing.rows import Same, check_rows
 from dshard.testing.simulate import distribute, simulated, whole
+from dshard.validate import as_int, as_tuple, check_type
 
 Op: TypeAlias = OpOverload | Callable[..., Any] | str
 
@@ -59,6 +60,7 @@ def check_rule(
         RuleError: a difference; it names the operator, the rule, the mesh, the layouts and what differs.
     """
     function, same = resolve(op), _same(rtol, atol)
+    _check_asked(samples, mesh_shapes, placements, limit)
     for sample in samples:
         call = _Call.of(function, sample)
         expected = call.on_one_device(gradients)
@@ -92,9 +94,32 @@ def check_call(
         RuleError: a difference.
     """
     call = _Call.of(resolve(op), sample)
+    layouts = as_tuple(layouts, "layouts", "give one for each tensor of the sample, in a list", LayoutError)
+    n = len(call.operands())
+    if len(layouts) != n or not layouts:
+        raise LayoutError(f"{len(layouts)} layouts for the {n} tensors of the sample: give one for each, at least one")
+    for layout in layouts:
+        check_type(layout, Layout, "a layout", "give a dshard.Layout", LayoutError)
     expected = call.on_one_device(gradients)
     with _ranks_of(layouts[0].mesh):
         call.compare(tuple(layouts), expected, 0, _same(rtol, atol))
+
+
+def _check_asked(samples: Sequence[Any], mesh_shapes: object, placements: object, limit: object) -> None:
+    """Refuse to check nothing, which would pass.
+
+    Raises:
+        ArgumentError: no sample, no mesh, a limit below one, or what are no placements.
+    """
+    shapes = as_tuple(mesh_shapes, "mesh_shapes", "give the shapes of meshes, as in [(2,), (2, 2)]")
+    as_int(limit, "limit", least=1)
+    if not samples or not shapes:
+        what = "samples" if not samples else "meshes"
+        raise ArgumentError(f"check_rule without {what} checks nothing: give at least one")
+    if placements != "all":
+        way_out = "give 'all', or some placements in a list"
+        for placement in as_tuple(placements, "placements", way_out):
+            check_type(placement, Shard | Replicate | Partial, "placements", way_out)
 
 
 @dataclass(frozen=True, slots=True)

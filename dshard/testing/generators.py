@@ -20,11 +20,13 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
+from dshard.errors import ShapeError
 from dshard.layout import DimOrder, Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
 from dshard.tensor import DTensor
 from dshard.testing.simulate import distribute, simulated
+from dshard.validate import as_int, as_shape, check_type
 
 AXIS_NAMES = ("dp", "tp", "pp", "x", "y", "z")
 Redistribution: TypeAlias = tuple[Layout, Layout, Shape]
@@ -56,6 +58,7 @@ def shapes(*, min_dims: int = 0, max_dims: int = 4, max_size: int = 7) -> Search
 
 def placements(ndim: int, *, pending: Sequence[ReduceOp] = ("sum",)) -> SearchStrategy[Placement]:
     """Placements that a tensor of `ndim` dims can have on one mesh axis; `pending` are the reductions to include."""
+    as_int(ndim, "ndim", ShapeError, least=0)
     found: list[Placement] = [Replicate(), *map(Shard, range(ndim)), *map(Partial, pending)]
     return st.sampled_from(found)
 
@@ -120,7 +123,12 @@ def whole_numbers(shape: Sequence[int], dtype: torch.dtype = torch.float64, seed
 
     >>> whole_numbers((2, 3), torch.int8).dtype
     torch.int8
+
+    Raises:
+        ShapeError: what are no sizes.
     """
+    shape = as_shape(shape, "shape", ShapeError)
+    check_type(dtype, torch.dtype, "dtype", "give one of torch's, such as torch.float64")
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, tuple(shape), generator=generator).bool()

@@ -30,10 +30,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Backend, TCPStore  # type: ignore[attr-defined]
 
 from dshard.errors import RankError
 from dshard.testing.rank import Answer, Failure, Kind, Outcome, collectives_begun, dumps, join, serve
+from dshard.validate import as_int, as_number, check_callable, check_one_of
 
 __all__ = ["RankPool", "rank_pool"]
 
@@ -52,8 +53,11 @@ class RankPool:
     """
 
     def __init__(self, n_ranks: int, backend: str = "gloo", timeout: float = 60.0) -> None:
+        n_ranks = as_int(n_ranks, "n_ranks", RankError)
         if n_ranks < 1:
             raise RankError(f"a pool of {n_ranks} ranks: it needs at least one")
+        as_number(timeout, "timeout", RankError, infinite=True)
+        check_one_of(backend, sorted({*Backend.backend_list, *Backend.backend_type_map}), "backend", RankError)
         self.n_ranks = n_ranks
         self.backend = backend
         self.timeout = timeout
@@ -62,6 +66,7 @@ class RankPool:
 
     def run(self, fn: Callable[..., _T], *args: object, timeout: float | None = None) -> list[_T]:
         """Call `fn(*args)` on every rank; the results in rank order, their tensors on the CPU."""
+        check_callable(fn, "what ranks run", "give a function that is defined at module level")
         request = _request(fn, args)
         try:
             if not self._workers:

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.distributed._local_tensor import LocalTensorMode
 
 from dshard import comm
-from dshard.errors import MeshError
+from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.spec import contiguous_stride, spec_of
-from dshard.tensor import DTensor
+from dshard.tensor import DTensor, check_strided
 from dshard.testing.terms import Parts, joined, parted
+from dshard.validate import as_int, check_type
 
 
 @contextmanager
@@ -33,8 +34,13 @@ def simulated(ranks: int | Mesh) -> Iterator[None]:
     ...     x = distribute(torch.arange(6.0), Layout(mesh, (Partial(), Replicate())))
     ...     whole(x * 2)
     tensor([ 0.,  2.,  4.,  6.,  8., 10.])
+
+    Raises:
+        MeshError: neither a number of ranks nor a mesh.
     """
-    members = frozenset(range(ranks) if isinstance(ranks, int) else ranks.ranks)
+    if not isinstance(ranks, Mesh):
+        ranks = as_int(ranks, "simulated: ranks, a number or a dshard.Mesh", MeshError, least=1)
+    members = frozenset(ranks.ranks if isinstance(ranks, Mesh) else range(ranks))
     with _process_group(max(members) + 1), LocalTensorMode(members) as mode:
         # States of the generators for each rank, put back at every operator, would undo what a checkpoint restores.
         mode._per_rank_rng_states.clear()
@@ -64,7 +70,10 @@ def distribute(x: Tensor, layout: Layout, *, seed: int = 0) -> DTensor:
 
     Raises:
         LayoutError: a dim that the tensor does not have, or a reduction that its dtype does not.
+        ArgumentError: no tensor.
     """
+    check_strided(x, "distribute", "the whole tensor")
+    check_type(layout, Layout, "the layout", "give a dshard.Layout", LayoutError)
     layout.check(x.shape)
     if type(x) is comm.LocalTensor:  # made within simulated(...), alike on all ranks
         x = next(iter(comm.unstack(x).values()))
@@ -96,6 +105,7 @@ def parts(x: DTensor) -> dict[int, Tensor]:
 
 
 def _parts(x: DTensor) -> Parts:
+    check_type(x, DTensor, "whole and parts", "give a DTensor; a plain tensor is whole")
     mesh, local = x.layout.mesh, x._local.detach()
     if type(local) is comm.LocalTensor:
         tensors = comm.unstack(local)

@@ -225,7 +225,8 @@ class Topology:
         backend: Backend = "gloo",
     ) -> Topology:
         """Ranks in a torus of this shape, with one link of `bandwidth` to the next rank along each dim."""
-        shape = as_tuple(shape, "shape", "give the ranks along each dim, such as (4, 4)", TopologyError)
+        sizes = as_tuple(shape, "shape", "give the ranks along each dim, such as (4, 4)", TopologyError)
+        shape = tuple(as_int(size, "shape", TopologyError, least=1) for size in sizes)
         name = f"torus {'x'.join(map(str, shape))}"
         return cls(name, torus_layers(shape, bandwidth, latency), device, backend)
 

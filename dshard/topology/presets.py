@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from dshard.errors import TopologyError
 from dshard.topology.values import Device, Layer, Matrix, check_count
-from dshard.validate import suggestion
+from dshard.validate import as_int, suggestion
 
 Backend: TypeAlias = Literal["gloo", "nccl", "xla"]
 
@@ -204,7 +204,7 @@ def parts_of(name: str, nodes: int, ranks: int | None) -> Parts:
     """
     if not isinstance(name, str) or name not in PRESETS:
         raise TopologyError(f"no preset is called {name!r}; there are {', '.join(PRESETS)}{suggestion(name, PRESETS)}")
-    check_count("nodes", nodes)
+    nodes = as_int(nodes, "nodes", TopologyError, least=1)
     if ranks is not None:
-        check_count("ranks", ranks)
+        ranks = as_int(ranks, "ranks", TopologyError, least=1)
     return PRESETS[name](nodes, ranks)

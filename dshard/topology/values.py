@@ -244,7 +244,7 @@ def pairs_of(points: object) -> Points:
     """
     way_out = "give pairs of bytes and seconds"
     return tuple(
-        as_tuple(point, "points", way_out, TopologyError)  # type: ignore[misc]  # check_points refuses other lengths
+        as_tuple(point, "points", way_out, TopologyError)  # check_points refuses other lengths
         for point in as_tuple(points, "points", way_out, TopologyError)
     )
 
