@@ -391,15 +391,14 @@ def _from_local(
         _check_reductions(local.dtype, layout)
     back = layout.cotangent() if grad_placements is None else layout_of(mesh, grad_placements, ndim)
     stride = None if stride is None else _strides(stride, ndim)
-    if OBSERVERS:
-        spec = spec_of(layout, tuple(local.shape), contiguous_stride(tuple(local.shape)), local.dtype, local.device)
-        sent = [*(comm.shape_exchange(local, layout) if shape is None else ()), *(replica_broadcasts(spec) * run_check)]
-        decision = sending("from_local", [spec], sent, explicit=True)
-        known, local = observed(decision, _agreed, (local, layout, shape, run_check))
-    else:
-        known, local = _agreed(local, layout, shape, run_check)
+    known = _global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, shape)
     strides = contiguous_stride(known) if stride is None else stride
     spec = spec_of(layout, known, strides, local.dtype, local.device)
+    if run_check and OBSERVERS:
+        decision = sending("from_local", [spec], replica_broadcasts(spec), explicit=True)
+        local = observed(decision, comm.same_replicas, (local, layout))
+    elif run_check:
+        local = comm.same_replicas(local, layout)
     if not (torch.is_grad_enabled() and local.requires_grad):
         return DTensor._wrap(local.detach(), spec)
     out: DTensor = FromLocal.apply(local, DTensor, spec, back)  # type: ignore[no-untyped-call]
@@ -440,10 +439,16 @@ def _check_reductions(dtype: torch.dtype, layout: Layout) -> None:
         ):
             why = "a mean of whole numbers is none" if placement.reduce_op == "avg" else "complex numbers have no order"
             raise LayoutError(f"{placement} of {dtype}: {why}; convert with .to(dtype), or use another reduction")
-def _agreed(local: Tensor, layout: Layout, shape: Sequence[int] | None, run_check: bool) -> tuple[Shape, Tensor]:
-    """The global shape, and the local tensor; with `run_check` that of the first replica."""
-    known = comm.global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, tuple(shape))
-    return known, comm.same_replicas(local, layout) if run_check else local
+
+
+def _global_shape(local: Tensor, layout: Layout) -> Shape:
+    """The global shape of the ranks' local tensors, which may tell each other their own."""
+    exchange = comm.shape_exchange(local, layout) if OBSERVERS else []
+    if not exchange:
+        return comm.global_shape(local, layout)
+    shape = tuple(local.shape)
+    spec = spec_of(layout, shape, contiguous_stride(shape), local.dtype, local.device)
+    return observed(sending("from_local", [spec], exchange, explicit=True), comm.global_shape, (local, layout))  # type: ignore[no-any-return]
 
 
 def _scattered(tensor: Tensor, layout: Layout, source: int | None) -> Tensor:

@@ -177,7 +177,9 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "to_local": lambda x: x.to_local(),
     "distribute_tensor": lambda x: distribute_tensor(torch.ones(SHAPE), x.device_mesh, [Shard(1), Replicate()]),
     "from_local": lambda x: DTensor.from_local(torch.ones(4, 3), x.device_mesh, [Shard(1), Replicate()]),
-    "from_local checked": lambda x: DTensor.from_local(torch.ones(4, 3), x.device_mesh, run_check=True),
+    "from_local checked": lambda x: DTensor.from_local(
+        torch.ones(4, 3), x.device_mesh, [Shard(0), Replicate()], run_check=True
+    ),
     "clip_grad_norm_": clipped(None),
     "clip_grad_norm_ foreach": clipped(True),
     "clip_grad_norm_ max": clipped(True, torch.inf),
