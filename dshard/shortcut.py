@@ -37,8 +37,12 @@ _INT = frozenset({int})
 _VALUES = frozenset({type(None), str, torch.dtype})
 _replays, _replay = torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled
 _packing = torch._C._autograd._top_saved_tensors_default_hooks
-_NEVER: set[Any] = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
-"""Functions that run no operator or write to their operand: autograd has to see those. And what runs many of others."""
+_HOOKS: Any = Tensor._backward_hooks
+_NEVER: set[Any] = {Tensor.backward, torch.autograd.backward, torch.autograd.grad, _HOOKS.__set__}
+"""Functions that run no operator or write to their operand: autograd has to see those. And what runs many of others.
+
+Autograd sets hooks of a view that was written to while it holds a lock, and must not be asked anything about the view.
+"""
 _BY_KIND: set[Any] = set()
 """Functions that run one operator whatever the values of their numbers are, which need not be looked up."""
 
