@@ -303,11 +303,15 @@ class Drawing:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.size() for _ in range(self.random.choice([1, 2, 2, 2, 3, 3])))
 
-    def layout(self, ndim: int, *, partial: bool = True) -> str:
+    def layout(self, ndim: int, *, partial: bool = True, ordered: bool = False) -> str:
         choices = [f"S({dim})" for dim in range(ndim)] * 2 + ["R"] + ["P(sum)"] * partial
         if ndim and self.chance(0.15):  # one dim on all axes
             choices = [f"S({self.below(ndim)})"]
-        return " ".join(f"{axis}:{self.random.choice(choices)}" for axis in self.axes)
+        chosen = [self.random.choice(choices) for _ in self.axes]
+        text = " ".join(f"{axis}:{placement}" for axis, placement in zip(self.axes, chosen, strict=True))
+        if ordered and len(chosen) > 1 and len({*chosen}) == 1 and chosen[0][0] == "S":
+            return f"{text}; {chosen[0][2]}:{','.join(self.random.sample(self.axes, len(self.axes)))}"
+        return text
 
     def name(self) -> str:
         self.count += 1
@@ -340,7 +344,7 @@ class Drawing:
         return self.add(f"{self.name()} = {source}")
 
     def leaf(self, shape: Sequence[int], grad: bool) -> None:
-        layout = self.layout(len(shape))
+        layout = self.layout(len(shape), ordered=True)
         self.new(f"leaf({tuple(shape)}, {layout!r}, {self.below(1000)}{'' if grad else ', False'})")
 
     def index(self, n: int, size: int) -> str:
@@ -703,6 +707,15 @@ def summed(d: Drawing, name: str, of: Sequence[str]) -> bool:
     return True
 
 
+def trained_on(d: Drawing, leaves: Sequence[str]) -> None:
+    """A step of an optimiser, and gradients that add to those that are there."""
+    for name in leaves:
+        if d.names[name].grad is not None:
+            d.add(f"with no_grad(): {name}.sub_({name}.grad, alpha=0.1)")
+    if summed(d, "loss", leaves[:2]):
+        d.add("loss.backward()", may_raise=1.0)
+
+
 def differentiated(d: Drawing) -> None:
     """The end of a program: gradients of first or second order."""
     found = {name: x for name, x in d.tensors().items() if x.requires_grad}
@@ -717,9 +730,16 @@ def differentiated(d: Drawing) -> None:
         d.add("loss.backward()", may_raise=1.0)
         if not d.ended and d.chance(0.1):
             d.add("loss.backward()", may_raise=0.3)
+        elif not d.ended and d.chance(0.3):
+            trained_on(d, leaves)
         return
     sources = leaves + ([d.random.choice(ends)] if d.chance(0.2) else [])
-    line = "grads = grad({}, {}, create_graph=True, allow_unused=True)".format("loss", f"[{', '.join(sources)}]")
+    of, options = "loss", "create_graph=True, allow_unused=True"
+    if d.chance(0.2):  # of a tensor, with a gradient that comes in
+        of = d.random.choice(ends)
+        like = d.random.choice([of, f"{of}.detach()", f"torch.ones_like({of})"])
+        options = f"{like}, {options}"
+    line = f"grads = grad({of}, [{', '.join(sources)}], {options})"
     if not d.add(line, may_raise=1.0) or d.ended:
         return
     used = []
@@ -812,7 +832,7 @@ def agreed(word: str) -> bool:
     return most == least and len(begun) == len({group for group, _ in begun})
 
 
-def outcomes(pool: RankPool, programs: Sequence[Program] | range, each: int = 200) -> Iterator[tuple[int, str, str]]:
+def outcomes(pool: RankPool, programs: Sequence[Program] | range, each: int = 100) -> Iterator[tuple[int, str, str]]:
     """The outcome of each program on four ranks: seed or number, a word, and what was seen."""
     done = 0
     while done < len(programs):
@@ -974,7 +994,7 @@ def main() -> None:
                 file.write(json.dumps([seed, word, text]) + "\n")
         elif word not in ("equal", "raised"):
             print(f"seed {seed}: {word}: {text}", flush=True)
-        if number % 200 == 0:
+        if number % 100 == 0:
             print(f"{number} programs in {time.perf_counter() - start:.0f} s: {dict(words)}", flush=True)
     print(f"{sum(words.values())} programs in {time.perf_counter() - start:.0f} s: {dict(words)}")
 
