@@ -36,6 +36,7 @@ _recording, _door_closed = torch.is_grad_enabled, torch._C.DisableTorchFunctionS
 _NUMBERS = frozenset({int, float, bool, complex})
 _INT = frozenset({int})
 _VALUES = frozenset({type(None), str, torch.dtype})
+_replays, _replay = torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled
 _packing = torch._C._autograd._top_saved_tensors_default_hooks
 _HOOKS: Any = Tensor._backward_hooks
 _NEVER: set[Any] = {Tensor.backward, torch.autograd.backward, torch.autograd.grad, _HOOKS.__set__}
@@ -53,7 +54,7 @@ def call(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through) -> A
         return through(cls, func, args, kwargs)
     try:
         if func in _NEVER or _is_special():
-            return through(cls, func, args, kwargs)
+            return _views_replayed(through, cls, func, args, kwargs)
         with _door_closed():
             key = _key(cls, func, args, kwargs)
             if key is not None:
@@ -63,8 +64,8 @@ def call(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through) -> A
                     shortcuts.hits += 1
                     return _watched(found, args, kwargs) if OBSERVERS else found(args, kwargs)
         if key is None or found is not None:
-            return through(cls, func, args, kwargs)
-        return _learn(cls, func, args, kwargs, through, key)
+            return _views_replayed(through, cls, func, args, kwargs)
+        return _views_replayed(_learn, cls, func, args, kwargs, through, key)
     except Exception as error:
         tell_failure(error, _ranks(cls, args))
         raise
@@ -74,6 +75,19 @@ def _ranks(cls: Any, args: Args) -> tuple[int, ...]:
     """The ranks of the mesh of the first distributed operand."""
     flat = (x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,)))
     return next((x._spec.layout.mesh.ranks for x in flat if isinstance(x, cls)), ())
+
+
+def _views_replayed(run: Callable[..., Any], *given: Any) -> Any:
+    """`run` with views that autograd makes anew by the function that made them.
+
+    Else it would take them by the strides of the whole tensor, when a write through one is recorded, and gather for it.
+    """
+    before = _replays()
+    _replay(True)
+    try:
+        return run(*given)
+    finally:
+        _replay(before)
 
 
 def _watched(found: Shortcut, args: Args, kwargs: Kwargs) -> Any:

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.comm import plain
+from dshard.ops.call import writes_first
 from dshard.ops.moving import replace_leaves
 from dshard.ops.spec import for_shapes
 
@@ -95,10 +96,25 @@ class Refusing(TorchDispatchMode):
 
 
 def _refuse_more(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if args and isinstance(args[0], Tensor) and _writes_each(func):
+        torch._check(torch._debug_has_internal_overlap(args[0]) != 1, lambda: _OVERLAPS)
     more = MORE.get(func._schema.name.removesuffix("_"))
     if more is not None:
         given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
         more(given | dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs)
+
+
+def _writes_each(func: OpOverload) -> bool:
+    """Whether the operator writes to each element of its first operand by itself, so that these must be apart."""
+    return writes_first(func) and torch.Tag.inplace_view not in func.tags and func._schema.name not in _IDEMPOTENT
+
+
+_IDEMPOTENT = frozenset(f"aten::{name}_" for name in ("zero", "fill", "masked_fill", "index_fill", "index_put", "tril", "triu"))
+"""In-place operators that torch's kernels let write to an expanded tensor."""
+_OVERLAPS = (
+    "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+    "Please clone() the tensor before performing the operation."
+)
 
 
 def _scatter(given: Args) -> None:
