@@ -93,6 +93,8 @@ def tell_failure(error: Exception, ranks: Collection[int] = ()) -> None:
     if _has_others():
         leave_word(error)
         _unaware(ranks)
+        if any(word.kind and word.rank == dist.get_rank() for word in _said(ranks)):
+            this_world().strayed = str(error)
 
 
 def _has_others() -> bool:
@@ -110,7 +112,7 @@ def watch_backward(x: Tensor, ranks: Collection[int]) -> None:
 
 def _watch(ranks: Collection[int], grads: object) -> None:
     task = torch._C._current_graph_task_id()
-    if getattr(_OWN, "task", None) != task:
+    if task >= 0 and getattr(_OWN, "task", None) != task:
         _OWN.task = task
         torch.autograd.Variable._execution_engine.queue_callback(_Backward(ranks))
 
@@ -169,8 +171,13 @@ def _unaware(ranks: Collection[int]) -> list[int]:
 
 
 def _failures(rank: int) -> int:
-    found: Failed | None = mail.peek(_key(rank))
-    return 0 if found is None else found.count
+    return max((word.count for word in _said([rank])), default=0)
+
+
+def _said(ranks: Collection[int]) -> list[Failed]:
+    """The words of other ranks among these."""
+    others = (rank for rank in ranks if rank != dist.get_rank())
+    return [found for rank in others for found in [mail.peek(_key(rank))] if found is not None]
 
 
 def wait_for(work: dist.Work, group: Group) -> None:
@@ -294,6 +301,7 @@ def _ended(wait: Callable[[], object], over: Callable[[], bool], here: Waiting, 
 
 def _not_ended(error: Exception, here: Waiting, given_up: str | None) -> Exception:
     """The error where the backend gives up, because a rank has ended or the time is over: it does not know which."""
+    given_up = given_up or this_world().strayed
     if given_up is not None:
         return PeerError(f"{here.text}: these ranks are out of step since this error: {given_up}")
     known = this_world().failures
@@ -320,8 +328,9 @@ def _first_failure(here: Waiting, known: int) -> Failed | None:
 
     Rather an error of an operator than that of a rank which waited for it.
     """
-    said: list[Failed] = [found for rank in here.ranks for found in [mail.peek(_key(rank))] if found is not None]
-    ahead = [failed for failed in said if failed.kind and failed.rank != here.rank and failed.count > known]
+    ahead = [
+        failed for failed in _said(here.ranks) if failed.kind and failed.rank != here.rank and failed.count > known
+    ]
     return min(ahead, key=lambda failed: failed.kind == "PeerError", default=None)
 
 

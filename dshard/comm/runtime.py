@@ -139,7 +139,8 @@ class _Worlds:
     """The process group of all ranks, how many there have been, and of the last what this process has done on it.
 
     These are the groups of its ranks by their tag, how often it has waited on each, by `Group.key`, how many of those
-    that meshes send by were broken off, and how many errors it has told the others of.
+    that meshes send by were broken off, how many errors it has told the others of, and which of them they
+    have raised because they were told.
     """
 
     world: Any = None
@@ -148,12 +149,13 @@ class _Worlds:
     waits: dict[str, list[int]] = field(default_factory=dict)
     broken: Counter[tuple[int, ...]] = field(default_factory=Counter)
     failures: int = 0
+    strayed: str | None = None
 
     def of(self, world: Any) -> _Worlds:
         """The same for this world, the last of all."""
         if world is not self.world:
             self.world, self.count, self.groups, self.waits = world, self.count + 1, {}, {}
-            self.broken, self.failures = Counter(), 0
+            self.broken, self.failures, self.strayed = Counter(), 0, None
         return self
 
 
