@@ -418,14 +418,11 @@ def save_of_ranks(path: str) -> None:
 
 
 def publish(version: Path, path: Path) -> None:
-    """Put a checkpoint that was saved elsewhere in place of another, as a save does."""
-    former = [file for file in path.iterdir() if file.name != ".metadata"]
+    """Put a checkpoint that was saved elsewhere in place of another, as a save does before it removes files."""
     for file in version.glob("*.distcp"):
         shutil.copy(file, path)
     shutil.copy(version / ".metadata", path / ".unpublished")
     (path / ".unpublished").replace(path / ".metadata")
-    for file in former:
-        file.unlink()
 
 
 @pytest.mark.ranks
