@@ -10,7 +10,8 @@ from dshard.comm.agree import (
     share,
 )
 from dshard.comm.alarm import tell_failure
-from dshard.comm.debug import compare_draws
+from dshard.comm.debug import compare_calls, compare_draws
+from dshard.comm.debug import enabled as comparing
 from dshard.comm.events import Event, listen
 from dshard.comm.functional import outside_graphs, traced
 from dshard.comm.later import Awaited, Later, Start, starter
@@ -65,7 +66,9 @@ __all__ = [
     "begin_reshard",
     "bind",
     "checked_shape",
+    "compare_calls",
     "compare_draws",
+    "comparing",
     "current_mesh",
     "cut",
     "device_mesh_of",
