@@ -15,7 +15,18 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from dshard.comm import LocalTensor, Scoped, device_of, run, runner, runtime_of, same_replicas, unstack
+from dshard.comm import (
+    LocalTensor,
+    Scoped,
+    compare_calls,
+    comparing,
+    device_of,
+    run,
+    runner,
+    runtime_of,
+    same_replicas,
+    unstack,
+)
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Coordinate, Mesh
@@ -214,9 +225,9 @@ class Run:
         self.leaves_terms = self.views and call.func in SCATTERS and _begins(self.strategy)
         self.single = isinstance(result, Tensor) and not self.inplace
         self.places = _places(result, self.out_specs) if not (self.inplace or self.views) else None
-        self.warm = (
-            _Warm(self, args) if self.flat and not (self.rewrites or self.gathers or self.leaves_terms) else None
-        )
+        self.compared = comparing()
+        at_once = self.flat and not (self.rewrites or self.gathers or self.leaves_terms or self.compared)
+        self.warm = _Warm(self, args) if at_once else None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         warm = self.warm
@@ -240,6 +251,8 @@ class Run:
                     pairs = zip(out, self.places, strict=True)
                     return tuple([x if spec is None else wrap(x, spec) for x, spec in pairs])
                 return self.wrapped(out, args)
+        if self.compared:
+            compare_calls(f"{self.call.func} of {_described(args, kwargs)}", self.mesh)
         local_args, local_kwargs = self.moved(args, kwargs)
         out = run_on_ranks(self.mesh, self.local_op, local_args, local_kwargs)
         wrapped = self.wrapped(out, args)
@@ -298,6 +311,20 @@ class Run:
         """The local operator of the rank at `coordinate`."""
         found = self.call.func if self.op.kernel is None else self.op.kernel(self.call, self.strategy, coordinate)
         return sharing_version(found) if self.views else found
+
+
+def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The arguments of a call: tensors by what is known of them, all else as it is."""
+    given = [*map(_shown, leaves(args)), *(f"{name}={_shown(value)}" for name, value in kwargs.items())]
+    return ", ".join(given)
+
+
+def _shown(x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return repr(x)
+    spec = getattr(x, "_spec", None)
+    where = "plain" if spec is None else f"[{spec.layout}]"
+    return f"{tuple(x.shape)} {x.dtype} {where}"
 
 
 def _places(result: Any, specs: list[Spec]) -> list[Spec | None] | None:

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.autograd import Live, live, lively, made
-from dshard.comm import LocalTensor
+from dshard.comm import LocalTensor, comparing
 from dshard.dispatch import Run, Seen
 from dshard.layout import Layout, interned
 from dshard.ops.moving import coordinate_of, sharing_version
@@ -128,7 +128,7 @@ def _product(cls: Any, product: Product, args: Args, out: Any) -> Shortcut | Non
     """A product of which nothing moves."""
     plans = (*product.plans, product.end, *([] if product.bias_plan is None else [product.bias_plan]))
     layout = out._spec.layout
-    if product.cut is not None or product.streamed is not None or any(p.steps for p in plans):
+    if comparing() or product.cut is not None or product.streamed is not None or any(p.steps for p in plans):
         return None
     if product.bias is not None and layout.partial_axes():
         return None  # one rank alone adds the bias
@@ -160,7 +160,7 @@ def viewed(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequ
     back for each.
     """
     run, _, op_args, op_kwargs, _ = seen[0]
-    if len(seen) > 1 or not run.views or out._spec is not run.out_specs[0]:
+    if len(seen) > 1 or not run.views or run.warm is None or out._spec is not run.out_specs[0]:
         return None
     if not out._is_view() or out._origin is not None:  # detached, or a copy that is shown
         return None

@@ -54,6 +54,7 @@ class DTensor(torch.Tensor):
     _origin: Origin | None = None
     _leaf: bool | None = None
     _live: Live | None = None
+    _gradient_layout: list[Layout] | None = None
 
     @staticmethod
     def __new__(cls, *parts: Any) -> DTensor:
@@ -312,11 +313,12 @@ unseen(DTensor)
 
 def keep_gradient_layout(x: DTensor) -> None:
     """Bring each gradient of the leaf `x` into the layout of `x` before it is accumulated."""
-    if getattr(x, "_keeps_gradient_layout", False):
+    if x._gradient_layout is not None:
         return
-    layout = interned(x._spec.layout.cotangent())
+    held = x._gradient_layout = [interned(x._spec.layout.cotangent())]
 
     def bring(grad: Tensor | None) -> Tensor | None:
+        (layout,) = held
         if grad is None or (type(grad) is DTensor and grad._spec.layout is layout):
             return None
         found: DTensor = brought(DTensor, grad, layout)
@@ -324,7 +326,6 @@ def keep_gradient_layout(x: DTensor) -> None:
 
     with torch._C.DisableTorchFunctionSubclass():
         x.register_hook(bring)  # type: ignore[no-untyped-call]
-    x._keeps_gradient_layout = True  # type: ignore[attr-defined]
 
 
 def _restore(x: DTensor, requires_grad: bool, is_parameter: bool, memo: dict[int, Any] | None, source: Any) -> DTensor:
@@ -391,6 +392,10 @@ def _from_local(
         _check_reductions(local.dtype, layout)
     back = layout.cotangent() if grad_placements is None else layout_of(mesh, grad_placements, ndim)
     stride = None if stride is None else _strides(stride, ndim)
+    if comm.comparing() and not traced(local):
+        asked = f"from_local of {local.ndim} dims, {local.dtype}, [{layout}], {shape=}"
+        asked += f", {run_check=}, {grad_placements=}" + ", requires_grad" * local.requires_grad
+        comm.compare_calls(asked, mesh)
     known = _global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, shape)
     strides = contiguous_stride(known) if stride is None else stride
     spec = spec_of(layout, known, strides, local.dtype, local.device)
@@ -495,6 +500,10 @@ def distribute_tensor(
             f"distribute_tensor cannot make a pending reduction, [{layout}]: use Shard or Replicate, "
             "or DTensor.from_local if each rank has a term"
         )
+    if comm.comparing():
+        asked = f"distribute_tensor of {tuple(tensor.shape)}, {tensor.dtype}, [{layout}], src_data_rank={src_data_rank}"
+        asked += ", requires_grad" * tensor.requires_grad
+        comm.compare_calls(asked, mesh, contents=tensor if src_data_rank is None else None)
     local = _scattered(tensor.detach(), layout, src_data_rank)
     if local.is_meta and not tensor.is_meta and tensor.numel():
         warn(

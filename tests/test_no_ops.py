@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dshard
-from dshard import DeviceMesh, DTensor, Layout, Mesh, Partial, Replicate, Shard, distribute_tensor
+from dshard import DeviceMesh, DTensor, Mesh, Replicate, Shard, distribute_tensor
 from dshard.testing import RankPool, distribute, simulated, whole
 from dshard.testing.choices import layouts_of
 

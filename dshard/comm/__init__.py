@@ -12,7 +12,8 @@ from dshard.comm.agree import (
 )
 from dshard.comm.alarm import is_heard, is_told, leave_word, tell_failure, watch_backward
 from dshard.comm.caller import user_line
-from dshard.comm.debug import compare_draws
+from dshard.comm.debug import compare_calls, compare_draws
+from dshard.comm.debug import enabled as comparing
 from dshard.comm.events import Event, listen
 from dshard.comm.functional import outside_graphs, traced
 from dshard.comm.later import Awaited, Later, Start, starter
@@ -70,7 +71,9 @@ __all__ = [
     "break_off",
     "checked_shape",
     "collectives_of",
+    "compare_calls",
     "compare_draws",
+    "comparing",
     "crossing_event",
     "current_mesh",
     "cut",

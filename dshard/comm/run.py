@@ -13,7 +13,7 @@ from dshard.caches import remembered
 from dshard.comm import collectives, debug, transport
 from dshard.comm.events import LISTENERS, emit
 from dshard.comm.functional import traced
-from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of
+from dshard.comm.runtime import Group, LocalTensor, Runtime, own_coordinate, runtime_of
 from dshard.comm.simulate import exchange, plain, stack, unstack
 from dshard.comm.tell import told
 from dshard.comm.transfer import Local, Transfer, compile_step
@@ -43,7 +43,7 @@ def run(plan: Plan, x: Tensor) -> Tensor:
             if LISTENERS:
                 for collective, axes, nbytes in collectives_of(plan, x.itemsize):
                     emit(collective, plan.src.mesh, axes, nbytes)
-            return x.new_empty(plan.dst.local_shape(plan.shape, (0,) * plan.dst.mesh.ndim))
+            return x.new_empty(plan.dst.local_shape(plan.shape, own_coordinate(plan.dst.mesh)))
         return runner(plan)(x)
 
 
@@ -105,7 +105,7 @@ def swap(x: Tensor, mesh: Mesh, axes: tuple[str, ...], sizes: Sizes) -> Tensor:
         if LISTENERS:
             received = max(transfer(peer).received for peer in mesh.peers(axes, first))
             emit("all_to_all", mesh, axes, received * x.itemsize)
-        return x.new_empty(sum(sizes(first)[1]))
+        return x.new_empty(sum(sizes(own_coordinate(mesh))[1]))
     runtime = runtime_of(mesh)
     if runtime is None or runtime.coordinate is None:
         raise MeshError(f"the mesh ({mesh}) has no processes here: nothing can be sent; use init_device_mesh")

@@ -37,6 +37,7 @@ __all__ = [
     "device_mesh_of",
     "group_of",
     "init_device_mesh",
+    "own_coordinate",
     "ranks_per_host",
     "runtime_of",
     "simulated_ranks",
@@ -375,6 +376,13 @@ def _pure_of(device_mesh: DeviceMesh, ranks: Any) -> Mesh:
 def runtime_of(mesh: Mesh) -> Runtime | None:
     """The processes behind `mesh`, or None for a mesh that only plans."""
     return None if _is_planning() else _RUNTIMES.get(mesh)
+
+
+def own_coordinate(mesh: Mesh) -> Coordinate:
+    """Where this process sits on the mesh: the first place without processes, or outside of it."""
+    runtime = runtime_of(mesh)
+    found = None if runtime is None else runtime.coordinate
+    return (0,) * mesh.ndim if found is None else found
 
 
 _PLANNING: Scoped[None, bool] = Scoped("planning", bool)

@@ -16,7 +16,7 @@ from dshard.comm import LocalTensor, unstack
 from dshard.joint.along import cross_entropy, rms_norm
 from dshard.joint.attention import attention
 from dshard.joint.embedding import embedding
-from dshard.joint.graph import GRAPH, accumulating, data, gradients
+from dshard.joint.graph import GRAPH, accumulating, data, gradients, set_data
 from dshard.joint.products import addmm, bmm, einsum, linear, matmul, rmatmul
 from dshard.joint.run import bound, plainly
 from dshard.layout import replicated
@@ -171,9 +171,12 @@ NONLINEAR = (
 )
 _CLOSING |= dict.fromkeys(NONLINEAR, completing)
 _CLOSING |= {F.cross_entropy: or_completing(cross_entropy), F.rms_norm: or_completing(rms_norm)}
+_DATA: Any = Tensor.data
 JOINT: dict[Any, Callable[..., Any]] = {
     **{func: closing(handler) for func, handler in _CLOSING.items()},
     **GRAPH,
+    _DATA.__set__: set_data,
+    torch._has_compatible_shallow_copy_type: lambda cls, func, args, kwargs: all(type(x) is cls for x in args),
     Tensor.backward: backward,
     torch.autograd.backward: lambda cls, func, args, kwargs: accumulating(cls, _backward, args, kwargs),
     torch.autograd.grad: lambda cls, func, args, kwargs: gradients(cls, _grad, args, kwargs),

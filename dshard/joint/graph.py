@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dshard.autograd import FromLocal, Live, ToLocal, distributed, lively, redistribute
-from dshard.errors import ShapeError
+from dshard.errors import MixedError, ShapeError
 from dshard.joint.run import plainly
+from dshard.layout import interned
 from dshard.ops.transforms import refuse_batched
 
 Door = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -109,6 +110,25 @@ def set_grad(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if found is not None and found.home is not None:
         found.home.grad = None
     return plainly(func, args, kwargs)
+
+
+def set_data(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x.data = value`: from now on `x` has the layout and the local tensor of `value`, as autograd does not see.
+
+    Raises:
+        MixedError: `value` is a plain tensor.
+    """
+    x, value = args
+    if not isinstance(value, cls):
+        raise MixedError(
+            f"x.data = a plain torch.Tensor of shape {tuple(value.shape)}, of a distributed x: wrap it with "
+            "distribute_tensor(value, x.device_mesh, x.placements), or DTensor.from_local if each rank has a part"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        func(x, value)
+    x._local, x._spec, x._live, x._origin = value._local.detach(), value._spec, None, None
+    if x._gradient_layout is not None:
+        x._gradient_layout[:] = [interned(x._spec.layout.cotangent())]
 
 
 def grad_fn(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -109,7 +109,9 @@ def _writes_each(func: OpOverload) -> bool:
     return writes_first(func) and torch.Tag.inplace_view not in func.tags and func._schema.name not in _IDEMPOTENT
 
 
-_IDEMPOTENT = frozenset(f"aten::{name}_" for name in ("zero", "fill", "masked_fill", "index_fill", "index_put", "tril", "triu"))
+_IDEMPOTENT = frozenset(
+    f"aten::{name}_" for name in ("zero", "fill", "masked_fill", "index_fill", "index_put", "tril", "triu")
+)
 """In-place operators that torch's kernels let write to an expanded tensor."""
 _OVERLAPS = (
     "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "

@@ -40,7 +40,19 @@ def may_hold_plain(values: Iterable[Any]) -> bool:
 MADE_PLAIN = frozenset({Tensor, LocalTensor})
 """The types of what a composite operator may return though it was given distributed tensors."""
 
-_HARMLESS = frozenset({"backward", "grad", "__set__", "to", "type_as", "view_as", "reshape_as", "expand_as"})
+_HARMLESS = frozenset(
+    {
+        "backward",
+        "grad",
+        "__set__",
+        "_has_compatible_shallow_copy_type",
+        "to",
+        "type_as",
+        "view_as",
+        "reshape_as",
+        "expand_as",
+    }
+)
 """Functions that take a plain tensor for its shape or dtype, or as a gradient that is the same on all ranks."""
 
 

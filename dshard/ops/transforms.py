@@ -15,6 +15,8 @@ from torch.autograd import forward_ad
 
 from dshard.errors import MixedError
 
+_below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether the call is within a function that torch.func transforms."""
 
@@ -62,8 +64,8 @@ def refuse_batched(x: Any, what: str) -> None:
 
 def with_tangent(x: Any, linear: Callable[[Any], Any]) -> Any:
     """What the function `linear` makes of `x`, with what it makes of the tangent of `x`; None where it has none."""
-    if not is_differentiating_forward():
-        return None
+    if not is_differentiating_forward() or _below_autograd(_AUTOGRAD):
+        return None  # below autograd, which runs primal and tangent apart
     with torch._C.DisableTorchFunctionSubclass():
         primal, tangent = forward_ad.unpack_dual(x)
         return None if tangent is None else forward_ad.make_dual(linear(primal), linear(tangent))

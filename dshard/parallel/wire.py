@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dshard.comm import runtime_of, simulated_ranks
+from dshard.comm import compare_calls, runtime_of, simulated_ranks
 from dshard.errors import LayoutError
 from dshard.factories import full
 from dshard.ops.matmul import Schedule, use_strategy
@@ -115,6 +115,7 @@ def laid_out(given: Any, plan: Plan) -> Any:
         placements = (Replicate(),) * plan.mesh.ndim if whole else plan.batch
         if isinstance(leaf, DTensor):
             return leaf.redistribute(plan.mesh, placements)
+        compare_calls(f"a parallelized module with a plain input {tuple(leaf.shape)}", plan.mesh, contents=leaf)
         return distribute_tensor(leaf, plan.mesh, placements, src_data_rank=None)
 
     return replace_leaves(given, lay)
@@ -154,6 +155,7 @@ def distribute_parameters(model: nn.Module, plan: Plan) -> None:
 
 
 def _laid(x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, DTensor], name: str) -> Any:
+    compare_calls(f"parallelize with {name}: {tuple(x.shape)}, {x.dtype}, {placements}", plan.mesh, contents=x)
     if not x.is_meta or (runtime_of(plan.mesh) is None and simulated_ranks() is None):
         return distribute_tensor(x, plan.mesh, placements, src_data_rank=None)
     unset = nan if x.is_floating_point() else 0

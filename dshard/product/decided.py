@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.autograd import left_pending
-from dshard.comm import LocalTensor, run, runner, runtime_of
+from dshard.comm import LocalTensor, compare_calls, comparing, run, runner, runtime_of
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.ops.expand import Expansion, Operand, Order, Row, expand, sizes_of
@@ -141,7 +141,7 @@ class Product:
     def on_local(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Sequence[Tensor]]:
         """The same for the local parts of operands that have data and processes."""
         if self.warm is None:
-            self.warm = self.local(coordinate_of(self.mesh))
+            self.warm = self._compared(self.local(coordinate_of(self.mesh)))
             plans = (*self.plans, self.end, *([] if self.bias_plan is None else [self.bias_plan]))
             self.movers = [runner(p) if p.steps else None for p in plans]
         move_a, move_b, finish, *move_bias = self.movers
@@ -154,6 +154,17 @@ class Product:
         else:
             out = self.warm(a, b, bias if move_bias[0] is None else move_bias[0](bias))
         return (out if finish is None else finish(out)), (a, b)
+
+    def _compared(self, local: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The local product; in the debug mode compared between the ranks before it runs."""
+        if not comparing():
+            return local
+
+        def run_compared(*tensors: Tensor) -> Tensor:
+            compare_calls(f"{self.name} of {' and '.join(map(repr, self.specs))}", self.mesh)
+            return local(*tensors)
+
+        return run_compared
 
     def slow(self, tensors: Sequence[Any]) -> tuple[Tensor, Sequence[Tensor]]:
         """The same for ranks simulated in one process, or without data."""
