@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard import joint
-from dshard.errors import ArgumentError, MixedError
+from dshard.errors import ArgumentError, DShardError, MixedError
 from dshard.layout import layout_of
 from dshard.ops.matmul.asked import Asked, Saved, asked_now, check_saved, check_strategy, stream_of
 from dshard.ops.matmul.schedule import Schedule
@@ -42,7 +42,8 @@ def matmul(
         StrategyError: there is no such strategy, or not on this mesh, or less than one panel.
         LayoutError: placements that do not fit the result.
     """
-    _check_operands(input, other)
+    if not (isinstance(input, DTensor) and isinstance(other, DTensor)):
+        raise _refused(input, other)
     ndim = len(torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])) + (input.ndim > 1) + (other.ndim > 1)
     asked = _asked((input, other), ndim, strategy, out_placements, saved, panels)
     return joint.matmul(DTensor, torch.matmul, (input, other), {}, asked)  # type: ignore[no-any-return]
@@ -65,22 +66,23 @@ def linear(
         StrategyError: there is no such strategy, or not on this mesh, or less than one panel.
         LayoutError: placements that do not fit the result.
     """
-    _check_operands(input, weight)
+    if not (isinstance(input, DTensor) and isinstance(weight, DTensor)):
+        raise _refused(input, weight)
     if bias is not None:
         check_type(bias, Tensor, "bias", "give a DTensor, or None")
     asked = _asked((input, weight), input.ndim - 2 + weight.ndim, strategy, out_placements, saved, panels)
     return joint.linear(DTensor, F.linear, (input, weight, bias), {}, asked)  # type: ignore[no-any-return]
 
 
-def _check_operands(*tensors: Any) -> None:
-    if not all(isinstance(t, DTensor) for t in tensors):
-        other = next(t for t in tensors if not isinstance(t, DTensor))
-        if not isinstance(other, Tensor):
-            raise ArgumentError(f"a product of {shown(other)}, {article(other)}: it multiplies two DTensors")
-        raise MixedError(
-            "a product with a strategy multiplies two DTensors: wrap a plain torch.Tensor with "
-            "distribute_tensor(x, mesh, placements)"
-        )
+def _refused(*tensors: Any) -> DShardError:
+    """The error for operands that are not all DTensors."""
+    other = next(t for t in tensors if not isinstance(t, DTensor))
+    if not isinstance(other, Tensor):
+        return ArgumentError(f"a product of {shown(other)}, {article(other)}: it multiplies two DTensors")
+    return MixedError(
+        "a product with a strategy multiplies two DTensors: wrap a plain torch.Tensor with "
+        "distribute_tensor(x, mesh, placements)"
+    )
 
 
 def _asked(

@@ -541,7 +541,7 @@ PIPELINES: list[Row] = [
     (lambda: Stage(None, LINE, placements={"x": Shard(0)}), LayoutError, "is one placement"),
     (lambda: Stage(None, MESH, placements={"x": [Shard(0)]}), LayoutError, "1 placements"),
     (lambda: Stage(None, LINE, placements={"x": [Partial()]}), LayoutError, "what crosses is whole"),
-    (lambda: Pipeline([], n_microbatches=2), ScheduleError, "a stage: None is a NoneType"),
+    (lambda: Pipeline([], n_microbatches=2), ScheduleError, "a pipeline without stages: give each"),
     (lambda: Pipeline(Stage(None, LINE), n_microbatches=2), ScheduleError, "is no sequence: give each a Stage"),
     (lambda: Pipeline([linear()], n_microbatches=2), ScheduleError, "is a Linear: give each a Stage"),
     (

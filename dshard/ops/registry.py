@@ -168,7 +168,7 @@ def _counts(types: Sequence[Any]) -> tuple[float, float]:
     """The fewest and the most tensors among values of these types."""
     kinds = list(map(str, types))
     fewest = kinds.count("Tensor")
-    many = any("Tensor" in kind and kind.startswith("List") for kind in kinds)
+    many = any("Tensor" in kind and "List[" in kind for kind in kinds)
     return fewest, inf if many else fewest + kinds.count("Optional[Tensor]")
 
 

@@ -64,7 +64,9 @@ class Pipeline:
     ) -> None:
         way_out = "give each a Stage(module, mesh)"
         self.stages: tuple[Stage, ...] = as_tuple(stages, "stages", way_out, ScheduleError)
-        for stage in self.stages or (None,):
+        if not self.stages:
+            raise ScheduleError(f"a pipeline without stages: {way_out}")
+        for stage in self.stages:
             check_type(stage, Stage, "a stage", way_out, ScheduleError)
         self.batch, self._reduction = names_of(batch, "batch"), reduction
         _check_options(self.batch, reduction, loss, timeout)

@@ -109,7 +109,7 @@ class Topology:
 
     def flops(self, dtype: str = "") -> float:
         """Floating-point operations per second of one rank, for the dtype of this name or by default."""
-        dtype = str(dtype).removeprefix("torch.")
+        dtype = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
         rates = self.device.flops
         known = (rate for name, rate in rates if dtype == name or dtype.startswith(f"{name}_")) if dtype else iter(())
         return next(known, rates[0][1])
