@@ -171,7 +171,6 @@ NONLINEAR = (
 )
 _CLOSING |= dict.fromkeys(NONLINEAR, completing)
 _CLOSING |= {F.cross_entropy: or_completing(cross_entropy), F.rms_norm: or_completing(rms_norm)}
-_DATA: Any = Tensor.data
 JOINT: dict[Any, Callable[..., Any]] = {
     **{func: closing(handler) for func, handler in _CLOSING.items()},
     **GRAPH,
