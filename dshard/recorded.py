@@ -160,7 +160,7 @@ def viewed(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequ
     back for each.
     """
     run, _, op_args, op_kwargs, _ = seen[0]
-    if len(seen) > 1 or not run.views or out._spec is not run.out_specs[0]:
+    if len(seen) > 1 or not run.views or run.warm is None or out._spec is not run.out_specs[0]:
         return None
     if not out._is_view() or out._origin is not None:  # detached, or a copy that is shown
         return None

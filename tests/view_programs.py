@@ -248,6 +248,40 @@ VIEWS = (
 )
 
 
+def _plain(*texts: str, shape: Shape = (6, 4), leaf: bool = False) -> Program:
+    """The program of these writes to `h`, the base."""
+    writes = [Step("write", f"h{text}", partial(_run, text), not leaf) for text in texts]
+    return Program(shape, tuple(writes), leaf)
+
+
+def _run(text: str, values: list[Any], y: Any) -> None:
+    exec(f"h{text}", {"h": values[0], "y": y})  # the line as it reads
+
+
+PLAIN: tuple[Program, ...] = tuple(
+    _plain(text)
+    for text in (
+        ".t().mul_(2)",
+        ".mT.mul_(2)",
+        ".transpose(0, 1).relu_()",
+        ".T[0] = 5",
+        ".t()[2].zero_()",
+        ".permute(1, 0).mul_(3)",
+        ".swapaxes(0, 1).mul_(3)",
+        ".t()[1:].mul_(2)",
+        ".diagonal().mul_(y[0])",
+        ".unfold(0, 2, 2).mul_(2)",
+        ".as_strided((2, 4), (4, 1), 4).mul_(2)",
+        ".select(1, 2).mul_(2)",
+        ".t().as_strided((2,), (1,), 3).mul_(y[1])",
+        "[2:].as_strided((2,), (3,)).mul_(2)",
+        ".expand(2, 6, 4).add_(1)",
+        ".unbind(0)[1].mul_(2)",
+    )
+)
+"""Writes that a reader can tell what they do."""
+
+
 def outcome(made: Program, x: Any, y: Any, full: Function) -> list[Tensor | None] | str:
     """What comes out, the gradients of x and y; or the kind of error that is raised."""
     try:

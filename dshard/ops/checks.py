@@ -105,10 +105,23 @@ def _refuse_more(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _writes_each(func: OpOverload) -> bool:
     """Whether the operator writes to each element of its first operand by itself, so that these must be apart."""
-    return writes_first(func) and torch.Tag.inplace_view not in func.tags and func._schema.name not in _IDEMPOTENT
+    return writes_first(func) and torch.Tag.inplace_view not in func.tags and func not in _IDEMPOTENT
 
 
-_IDEMPOTENT = frozenset(f"aten::{name}_" for name in ("zero", "fill", "masked_fill", "index_fill", "index_put", "tril", "triu"))
+_ATEN = torch.ops.aten
+_IDEMPOTENT = frozenset(
+    {
+        _ATEN.zero_.default,
+        _ATEN.fill_.Scalar,
+        _ATEN.masked_fill_.Scalar,
+        _ATEN.masked_fill_.Tensor,
+        _ATEN.index_fill_.int_Scalar,
+        _ATEN.index_fill_.int_Tensor,
+        _ATEN.index_put_.default,
+        _ATEN.tril_.default,
+        _ATEN.triu_.default,
+    }
+)
 """In-place operators that torch's kernels let write to an expanded tensor."""
 _OVERLAPS = (
     "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
