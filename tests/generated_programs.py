@@ -803,7 +803,8 @@ def on_this_rank(programs: Sequence[Program] | range, path: str) -> None:
         for number, each in enumerate(programs):
             program = each if isinstance(each, Program) else generated(each)
             mesh, at = mesh_of(program.mesh)
-            faulthandler.dump_traceback_later(LIMIT, exit=True, file=stack)
+            limit = LIMIT if number else 4 * LIMIT  # the first one loads and builds what all need
+            faulthandler.dump_traceback_later(limit, exit=True, file=stack)
             try:
                 word, text = compare(program, mesh, at)
             except Exception as error:
