@@ -114,6 +114,11 @@ def trained_and_constant(x: Any, w: Any) -> Any:
     return inner, *torch.autograd.grad(inner.sum(), leaf)
 
 
+def plain_constant(x: Any, w: Any) -> Any:
+    plain = torch.ones(3, dtype=w.dtype)
+    return grad(lambda x: (x @ torch.add(w, plain)).sum())(x)
+
+
 def pulled_back(x: Any, w: Any) -> Any:
     found: Any = vjp(lambda x: torch.tanh(x @ w), x)
     return found[1](found[0])
@@ -193,10 +198,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
         lambda x, w: grad(lambda t: distribute_tensor(t, grid(), [R, R]).sum())(x.to_local()),
         "distribute_tensor of a tensor that torch.func follows",
     ),
-    "a plain operand": (
-        lambda x, w: grad(lambda x: (x * (w @ torch.ones(3, 4, dtype=w.dtype))[0]).sum())(x),
-        "a plain",
-    ),
+    "a plain operand": (plain_constant, r"add: a plain torch.Tensor of shape \(3,\)"),
     "a tangent of a maximum": (
         lambda x, w: dual(lambda x: x.redistribute(placements=[R, R]), maximum(x), tangent_of(x)),
         "a tangent of a pending max.*only sums are linear",
