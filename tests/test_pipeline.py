@@ -219,7 +219,7 @@ def refuse():
 
 
 def again(parts, bad):
-    """The errors of two steps, in the first of which the rank `bad` fails, with their seconds; a new pipeline's loss."""
+    """The errors of two steps, in the first of which the rank `bad` fails, with their seconds; new losses."""
 
     def made(fail):
         meshes = [mesh_of(ranks, (len(ranks),)) for ranks in parts]
@@ -237,10 +237,8 @@ def again(parts, bad):
         except (PipelineError, ValueError) as error:
             found.append((f"{type(error).__name__}: {error}", time.monotonic() - begin))
     torch.distributed.barrier()
-    pipeline, losses = made(int), []
-    for _ in range(2):
-        losses.append(pipeline.step(x, x).item())
-    return found, losses
+    pipeline = made(int)
+    return found, [pipeline.step(x, x).item() for _ in range(2)]
 
 
 @pytest.mark.ranks
