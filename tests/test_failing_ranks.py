@@ -205,7 +205,7 @@ def outcomes(calls: list[Callable[[], Any]]) -> list[list[tuple[str, str, float]
     """Of each call, in a new world, and of one more that is right but for what was before it."""
     alarm.PATIENCE = timedelta(seconds=0.5)
     store, found = dist.distributed_c10d._get_default_store(), []
-    w, y = recorded()  # what is slow the first time
+    _, y = recorded()  # what is slow the first time
     y.sum().backward()
     next_step()
     for i, call in enumerate(calls):

@@ -212,3 +212,49 @@ def test_when_a_rank_dies_its_neighbours_name_it_and_the_action():
     assert "rank 2 exited with code 7" in str(raised.value)
     pattern = r"PipelineError: rank [13], stage [13], at (receive|send) .* of microbatch \d, .*stage 2 on ranks 2"
     assert re.search(pattern, str(raised.value)), str(raised.value)
+
+
+def refuse():
+    raise ValueError("no such thing")
+
+
+def again(parts, bad):
+    """The errors of two steps, in the first of which the rank `bad` fails, with their seconds; new losses."""
+
+    def made(fail):
+        meshes = [mesh_of(ranks, (len(ranks),)) for ranks in parts]
+        modules = [distribute_module(Failing(fail), m) if m.get_coordinate() is not None else None for m in meshes]
+        stages = [Stage(module, mesh) for module, mesh in zip(modules, meshes, strict=True)]
+        return Pipeline(stages, n_microbatches=3, loss=F.mse_loss)
+
+    x, found = torch.ones(6, 3), []
+    pipeline = made(refuse if torch.distributed.get_rank() == bad else int)
+    pipeline.step(x, x)
+    for _ in range(2):
+        begin = time.monotonic()
+        try:
+            pipeline.step(x, x)
+        except (PipelineError, ValueError) as error:
+            found.append((f"{type(error).__name__}: {error}", time.monotonic() - begin))
+    torch.distributed.barrier()
+    pipeline = made(int)
+    return found, [pipeline.step(x, x).item() for _ in range(2)]
+
+
+@pytest.mark.ranks
+def test_when_a_module_fails_all_stages_fail_at_once_and_so_does_the_next_step():
+    with RankPool(4, timeout=100) as pool:
+        chain = pool.run(again, ((0,), (1,), (2,), (3,)), 2)
+        wide = pool.run(again, ((0, 1), (2, 3)), 3)
+
+    for found, bad in ((chain, 2), (wide, 3)):
+        first = rf"the first to fail was rank {bad}, stage \d, at F0: ValueError: no such thing"
+        for rank, (errors_of, losses) in enumerate(found):
+            *now, (later, seconds) = errors_of
+            assert re.match(rf"PipelineError: rank {rank}, stage \d: an earlier step .* has failed, {first}", later)
+            assert seconds < 2
+            for text, seconds in now:  # a rank that has all that it waits for before ends its step
+                assert (text == "ValueError: no such thing") if rank == bad else re.search(first, text), text
+                assert seconds < 20
+            assert now or (found is wide and rank != bad)
+            assert losses[0] == losses[1] == found[0][1][0]

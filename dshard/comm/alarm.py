@@ -305,6 +305,9 @@ def _not_ended(error: Exception, here: Waiting, given_up: str | None) -> Excepti
     if given_up is not None:
         return PeerError(f"{here.text}: these ranks are out of step since this error: {given_up}")
     known = this_world().failures
+    failed = _first_failure(here, known)
+    if failed is not None:  # who leaves a group closes its connections once it has left word
+        return _raised_there(failed, here)
     leave_word(PeerError(f"{here.text}: {error}"))
     silent = ", ".join(map(str, _unaware(here.ranks)))
     failed = _first_failure(here, known)
