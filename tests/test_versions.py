@@ -138,16 +138,25 @@ def programs(share: float, seed: int) -> list[tuple[str, Program]]:
 
 def leaves() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(SHAPE, dtype=torch.float64, generator=generator) for _ in range(2)]
+    with plain():
+        return [torch.randn(SHAPE, dtype=torch.float64, generator=generator) for _ in range(2)]
 
 
-def differences(mesh: Mesh, share: float, seed: int) -> list[str]:
+Expected = list[tuple[str, Program, list[Tensor] | str]]
+"""Programs, and what one device meets."""
+
+
+def on_one_device(share: float, seed: int) -> Expected:
+    return [
+        (name, program, program(*[x.requires_grad_() for x in leaves()])) for name, program in programs(share, seed)
+    ]
+
+
+def differences(mesh: Mesh, expected: Expected, seed: int) -> list[str]:
     """Where what ranks meet is not what one device meets, with operands laid out at random."""
     draw, wrong = Random(seed), []
     choices = [layout for layout in layouts_of(leaves()[0], mesh) if not layout.partial_axes()]
-    for name, program in programs(share, seed):
-        with plain():  # where ranks are simulated
-            right = program(*[x.requires_grad_() for x in leaves()])
+    for name, program, right in expected:
         laid = [draw.choice(choices) for _ in range(2)]
         for warm in (False, True):
             found = program(*[distribute(x, at).requires_grad_() for x, at in zip(leaves(), laid, strict=True)])
@@ -170,7 +179,7 @@ def same(found: Tensor, right: Tensor) -> bool:
 
 
 def on_ranks(shape: tuple[int, ...], share: float, seed: int) -> list[str]:
-    return differences(bind(dshard.init_device_mesh("cpu", shape)), share, seed)
+    return differences(bind(dshard.init_device_mesh("cpu", shape)), on_one_device(share, seed), seed)
 
 
 @pytest.mark.ranks
@@ -188,6 +197,6 @@ def test_all_writes_between_forward_and_backward(ranks: RankPool, shape: tuple[i
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_simulated_ranks_refuse_the_same(shape: tuple[int, ...]) -> None:
-    mesh = Mesh(shape)
+    mesh, expected = Mesh(shape), on_one_device(0.6 if THOROUGH else 0.05, 1)
     with simulated(mesh):
-        assert differences(mesh, 0.6 if THOROUGH else 0.05, 1) == []
+        assert differences(mesh, expected, 1) == []

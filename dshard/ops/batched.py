@@ -63,10 +63,15 @@ def or_nothing(kernel: Kernel | None = None) -> Kernel:
 
 def _nothing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     shapes = [out_local_shape(call, strategy, coordinate, i) for i in range(len(call.outs))]
+    mask = call.argument("output_mask")
 
     def make(*args: Any, **kwargs: Any) -> Any:
         x: Tensor = next(arg for arg in args if isinstance(arg, Tensor))
         found = [x.new_zeros(shape, dtype=out.dtype) for shape, out in zip(shapes, call.outs, strict=True)]
+        if mask is not None:
+            missing = [i for i, is_wanted in enumerate(mask) if not is_wanted][: len(mask) - len(found)]
+            rest = iter(found)  # not all that is not wanted is left out
+            return tuple([None if i in missing else next(rest) for i in range(len(mask))])
         return found[0] if len(found) == 1 else tuple(found)
 
     return make
