@@ -78,8 +78,18 @@ class Result:
 
     def tensors(self) -> Names:
         found = {name: x for name, x in self.names.items() if x is None or isinstance(x, Tensor)}
-        grads = {f"{name}.grad": x.grad for name, x in found.items() if x is not None and x.is_leaf and x.requires_grad}
+        grads = {
+            f"{name}.grad": x.grad for name, x in found.items() if x is not None and is_leaf(x) and x.requires_grad
+        }
         return found | grads
+
+
+def is_leaf(x: Tensor) -> bool:
+    """Whether nothing made `x`; torch raises where it is one of several views and the others were written to."""
+    try:
+        return x.is_leaf
+    except RuntimeError:
+        return False
 
 
 # -- running: one namespace for one device, one for ranks
@@ -662,7 +672,7 @@ def other(d: Drawing) -> bool:
     sources += [f"{name}.float().double()", f"{name}.to(torch.float32).sin().to(torch.float64)"]
     if x.requires_grad and d.chance(0.3):
         return d.add(f"{name}.register_hook(lambda g: g * {d.value()})")
-    if x.requires_grad and not x.is_leaf and d.chance(0.2):
+    if x.requires_grad and not is_leaf(x) and d.chance(0.2):
         return d.add(f"{name}.retain_grad()")
     source = d.random.choice(sources)
     done = d.new(source)
@@ -719,8 +729,8 @@ def trained_on(d: Drawing, leaves: Sequence[str]) -> None:
 def differentiated(d: Drawing) -> None:
     """The end of a program: gradients of first or second order."""
     found = {name: x for name, x in d.tensors().items() if x.requires_grad}
-    leaves = [name for name, x in found.items() if x.is_leaf]
-    ends = [name for name, x in found.items() if not x.is_leaf]
+    leaves = [name for name, x in found.items() if is_leaf(x)]
+    ends = [name for name, x in found.items() if not is_leaf(x)]
     if not ends:
         return
     of = sorted({ends[-1], *d.random.sample(ends, min(len(ends), d.below(3)))})

@@ -10,7 +10,50 @@ from generated_programs import Program, generated, is_documented, one_device, ou
 from dshard.testing import RankPool
 
 RIGHT = {"equal", "raised"}
-Seeds = range
+ONCE_WRONG = {
+    "second order": Program((4,), (
+        "t1 = leaf((5,), 'x:S(0)', 743)",
+        "g, = grad((t1 * t1).sum().sin(), [t1], create_graph=True)",
+        "(g * g).sum().backward()",
+    ), runs=2),
+    "a row written": Program((2, 1, 2), (
+        "t1 = leaf((5, 5), 'x:R y:R z:R', 404)",
+        "t2 = t1 * 1",
+        "t2[1].masked_fill_(t2[1] > 0, 0.3)",
+        "g, = grad(t2.sum(), [t1], create_graph=True)",
+    )),
+    "a transpose written": Program((4,), (
+        "t1 = leaf((4, 1), 'x:S(0)', 483)",
+        "t2 = t1.sin()",
+        "t2.mT.transpose(1, 1).T[..., 0] = 0.7",
+        "t2.sum().sin().backward()",
+    )),
+    "memory in another order": Program((4,), (
+        "t1 = leaf((5, 4, 3), 'x:R', 689)",
+        "t2 = t1.amax(2)",
+        "t2.select(-1, 2).narrow(-1, 1, 4).masked_fill_(t2.select(-1, 2).narrow(-1, 1, 4) > 0.2, 0.3)",
+    )),
+    "a view of what was sent": Program((2, 2), (
+        "t1 = leaf((4, 4, 7), 'x:S(2) y:S(1)', 201)",
+        "t2 = moved(t1, 'x:S(2) y:S(2)')",
+        "t3 = t2.select(1, 3)",
+        "with no_grad(): t2.view([16, 7]).view([4, 28])[None].div_(1.5)",
+    )),
+    "all of a dim": Program((2, 1, 2), (
+        "t1 = leaf((3, 4, 5), 'x:S(0) y:S(2) z:R', 46)",
+        "t2 = t1.index_select(2, index([0], 'x:S(0) y:R z:S(0)'))",
+        "t2.narrow(2, 0, 1).fill_(0.3)",
+        "t3 = t1.mT.narrow(2, 0, 4)",
+        "(t2.sum() + t3.sin().sum()).backward()",
+    )),
+    "overwritten": Program((4,), (
+        "t1 = leaf((5, 5), 'x:S(1)', 1)",
+        "t2 = t1.sigmoid()",
+        "t2.mul_(3)",
+        "t2.sum().backward()",
+    ), runs=2),
+}  # fmt: skip
+"""Programs of a few lines that gave something else than one device, or raised on some ranks alone."""
 
 
 def failures(pool: RankPool, seeds: range, cases: Counter[str], law: str) -> list[str]:
@@ -27,6 +70,12 @@ def failures(pool: RankPool, seeds: range, cases: Counter[str], law: str) -> lis
 def test_programs_on_ranks_are_those_of_one_device(ranks: RankPool, cases_run: Counter[str]) -> None:
     found = failures(ranks, range(150), cases_run, "generated programs on real ranks")
     assert not found, "\n\n".join(found)
+
+
+@pytest.mark.ranks
+def test_what_was_wrong_once(ranks: RankPool) -> None:
+    found = {name: word for name, (_, word, _) in zip(ONCE_WRONG, outcomes(ranks, [*ONCE_WRONG.values()]), strict=True)}
+    assert found == {name: "raised" if name == "overwritten" else "equal" for name in ONCE_WRONG}
 
 
 @pytest.mark.ranks
