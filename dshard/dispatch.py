@@ -177,9 +177,8 @@ def _instead_decision(
     alternative = "" if explicit else alternative_of(func, instead)
     if not (explicit or alternative):
         return None
-    tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
-    mesh = common_mesh(cls, func, tensors)
-    operands = tuple(_operand(spec_like(cls, t, mesh)) for t in tensors)
+    operands = tuple(_operand(t._spec) for t in leaves((args, kwargs)) if isinstance(t, cls))
+    mesh = operands[0].layout.mesh  # the norms of a list may be of several meshes
     decision = Decision(str(func), operands, (), None, None, (), current().topology_of(mesh), explicit=explicit)
     if not alternative or facts.op is None:
         return replace(decision, alternative=alternative)

@@ -191,6 +191,14 @@ def test_local_work_is_not_refused() -> None:
     assert not t.events
 
 
+def test_norms_of_tensors_on_several_meshes_are_traced() -> None:
+    with simulated(4), trace() as t, strict():
+        meshes = Mesh((2,), ("a",)), Mesh((2,), ("b",), ranks=(2, 3))
+        torch._foreach_norm([distribute(torch.ones(4), Layout(mesh, (Shard(0),))) for mesh in meshes])
+
+    assert [(event.op, event.axis) for event in t.events] == [("aten._foreach_norm.Scalar", name) for name in "ab"]
+
+
 def on_a_rank(names: Sequence[str]) -> dict[str, Story]:
     """The story of each program on one of its layouts, as this rank tells it."""
     mesh, found = bind(init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.names)), {}
