@@ -148,7 +148,7 @@ class Complete(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, cls: Any, move: Move, op: str | None) -> Tensor:
         ctx.cls, ctx.move = cls, move
-        moved = observed(_decision(move.source, move, op), move, (local,)) if OBSERVERS else move(local)
+        moved = observed(_decision(move, op), move, (local,)) if OBSERVERS else move(local)
         return moved.detach() if moved is local else moved
 
     @staticmethod
@@ -255,18 +255,15 @@ def _hands(x: Tensor) -> tuple[int, int, int]:
 def _moved(x: Any, move: Move, op: str | None, later: bool, own: bool = False) -> Any:
     if later:
         start, given = move.later, (x._local, own)
-        coming = observed(_decision(x._spec, move, op), start, given) if OBSERVERS else start(*given)
+        coming = observed(_decision(move, op), start, given) if OBSERVERS else start(*given)
         if coming is not None:
             return type(x)._wrap_later(coming, move.spec)
-    local = observed(_decision(x._spec, move, op), move, (x._local,)) if OBSERVERS else move(x._local)
+    local = observed(_decision(move, op), move, (x._local,)) if OBSERVERS else move(x._local)
     return type(x)._wrap(local, move.spec)
 
 
-def _decision(spec: Spec, move: Move, op: str | None) -> Decision:
-    topology = current().topology_of(spec.layout.mesh)
-    operand = Operand(spec.layout, spec.shape, spec.itemsize)
-    outputs = ((spec.shape, spec.itemsize),)
-    return Decision(op or "redistribute", (operand,), outputs, None, None, (move.plan,), topology, explicit=op is None)
+def _decision(move: Move, op: str | None) -> Decision:
+    return move.decision(op or "redistribute", explicit=op is None)
 
 
 def redistribute(x: Any, layout: Layout, op: str | None = None, *, later: bool = False) -> Any:

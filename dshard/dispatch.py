@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -20,14 +21,25 @@ from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.call import Call, LocalOp, Op, views_first, writes_first
 from dshard.ops.checks import infer
-from dshard.ops.custom import UNREPEATABLE, check, decomposed
+from dshard.ops.custom import UNREPEATABLE, asked_for, check, decomposed
 from dshard.ops.decompositions import decomposition_of
 from dshard.ops.expand import Operand
-from dshard.ops.moving import coordinate_of, leaves, move, on_all_ranks, replace_leaves, run_on_ranks, write_local
+from dshard.ops.moving import (
+    coordinate_of,
+    leaves,
+    move,
+    move_of,
+    on_all_ranks,
+    replace_leaves,
+    replica_broadcasts,
+    run_on_ranks,
+    sending,
+    write_local,
+)
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.origin import SCATTERS, Origin, Terms, mark, remember, settle
 from dshard.ops.random import is_random, seeded_op
-from dshard.ops.registry import FACTS, known
+from dshard.ops.registry import FACTS, Instead, Known, alternative_of, known
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.ops.strategy import Strategy, Wanted, choose
@@ -51,9 +63,13 @@ def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
         if instead is not None:
             for seen in SEEN:
                 seen.append((None, func, args, kwargs, None))
-            out = instead(cls, func, args, kwargs)
+            decision = _instead_decision(cls, facts, instead, args, kwargs) if OBSERVERS else None
+            if decision is None:
+                out = instead(cls, func, args, kwargs)
+            else:
+                out = observed(decision, instead, (cls, func, args, kwargs))
             if facts.writes:
-                settle(args[0])
+                settle(args[0], func)
             return out
     values = facts.values
     parts: list[Any] = [number]
@@ -69,21 +85,14 @@ def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
         executor = executors.add(key, _build(cls, func, facts.op, args, kwargs))
     else:
         executors.hits += 1
-    if SEEN:
-        out = _seen(executor, func, args, kwargs)
-    elif OBSERVERS and isinstance(executor, Run):
+    if OBSERVERS and isinstance(executor, Run):
         out = observed(executor.decision(), executor, (args, kwargs))
     else:
         out = executor(args, kwargs)
-    if facts.writes:
-        settle(args[0])
-    return out
-
-
-def _seen(executor: Executor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    out = executor(args, kwargs)
     for seen in SEEN:
         seen.append((executor if isinstance(executor, Run) else None, func, args, kwargs, out))
+    if facts.writes:
+        settle(args[0], func)
     return out
 
 
@@ -101,22 +110,46 @@ def _key(cls: Any, arg: Any, values: bool) -> Any:
 
 
 def _build(cls: Any, func: OpOverload, op: Op | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:
-    tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
-    mesh = common_mesh(cls, func, tensors)
+    mesh = common_mesh(cls, func, [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)])
     if op is None:
         return _without_rule(cls, func)
-    specs = tuple(spec_like(cls, t, mesh) for t in tensors)
+    try:
+        call, result = _call(cls, func, mesh, args, kwargs)
+    except NotImplementedError:  # torch cannot tell what comes out without data
+        return _without_rule(cls, func)
+    return Run(cls, op, call, result, args, kwargs)
+
+
+def _call(cls: Any, func: OpOverload, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
+    """The call with specs in place of tensors, and what comes out, without data."""
+    specs = tuple(spec_like(cls, t, mesh) for t in leaves((args, kwargs)) if isinstance(t, Tensor))
     rest = iter(specs)
     spec_args, spec_kwargs = replace_leaves(
         (args, kwargs), lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf
     )
-    try:
-        result = infer(func, *replace_leaves((spec_args, spec_kwargs), _meta))
-    except NotImplementedError:  # torch cannot tell what comes out without data
-        return _without_rule(cls, func)
+    result = infer(func, *replace_leaves((spec_args, spec_kwargs), _meta))
     outs = tuple(t for t in leaves(result) if isinstance(t, Tensor))
-    call = Call(func, spec_args, spec_kwargs, specs, outs)
-    return Run(cls, op, call, result, args, kwargs)
+    return Call(func, spec_args, spec_kwargs, specs, outs), result
+
+
+def _instead_decision(
+    cls: Any, facts: Known, instead: Instead, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Decision | None:
+    """What is told of a call that `instead` runs: an alternative beside the rule's candidates, or what is asked for.
+
+    None for an operator that is made of others: each of these tells of itself.
+    """
+    func, explicit = facts.func, asked_for(facts.func, args, kwargs)
+    alternative = "" if explicit else alternative_of(func, instead)
+    if not (explicit or alternative):
+        return None
+    operands = tuple(_operand(t._spec) for t in leaves((args, kwargs)) if isinstance(t, cls))
+    mesh = operands[0].layout.mesh  # the norms of a list may be of several meshes
+    decision = Decision(str(func), operands, (), None, None, (), current().topology_of(mesh), explicit=explicit)
+    if not alternative or facts.op is None:
+        return replace(decision, alternative=alternative)
+    call, _ = _call(cls, func, mesh, args, kwargs)
+    return replace(decision, alternative=alternative, outputs=_operands(call)[1], rule=facts.op.rule(call))
 
 
 def _meta(leaf: Any) -> Any:
@@ -205,7 +238,8 @@ class Run:
     def _wrapped(self, out: Any, args: tuple[Any, ...]) -> Any:
         if self.inplace:
             if self.rewrites or not isinstance(args[0], self.cls):
-                write_local(_local(self.cls, args[0]), run(_plan(self.out_specs[0], self.call.specs[0].layout), out))
+                written = move(out, self.out_specs[0], self.call.specs[0].layout, self.call.func)
+                write_local(_local(self.cls, args[0]), written)
             return args[0]
         if isinstance(out, Tensor):
             return self.cls._wrap(out, self.out_specs[0])
@@ -230,8 +264,12 @@ class Run:
         """What was chosen."""
         operands, outputs = _operands(self.call)
         topology = current().topology_of(self.mesh)
-        rule = self.op.rule(self.call)
-        return Decision(str(self.call.func), operands, outputs, rule, self.strategy, tuple(self.plans), topology)
+        wanted = _wanted(operands, self.inplace)
+        return Decision(
+            *(str(self.call.func), operands, outputs, self.op.rule(self.call), self.strategy, tuple(self.plans)),
+            topology,
+            wanted=wanted,
+        )
 
     def local_op(self, coordinate: Coordinate) -> LocalOp:
         """The local operator of the rank at `coordinate`."""
@@ -289,11 +327,19 @@ def strategy_of(op: Op, call: Call, keep: bool = False) -> Strategy:
     """The cheapest strategy; with `keep`, one that leaves the first operand in its layout where there is such."""
     operands, outputs = _operands(call)
     topology = current().topology_of(operands[0].layout.mesh)
-    return choose(op.rule(call), operands, outputs, topology, Wanted(keep=operands[0].layout if keep else None))
+    return choose(op.rule(call), operands, outputs, topology, _wanted(operands, keep))
+
+
+def _wanted(operands: tuple[Operand, ...], keep: bool) -> Wanted:
+    return Wanted(keep=operands[0].layout if keep else None)
+
+
+def _operand(spec: Spec) -> Operand:
+    return Operand(spec.layout, spec.shape, spec.itemsize)
 
 
 def _operands(call: Call) -> tuple[tuple[Operand, ...], tuple[tuple[Shape, int], ...]]:
-    operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in call.specs)
+    operands = tuple(map(_operand, call.specs))
     return operands, tuple((tuple(out.shape), out.itemsize) for out in call.outs)
 
 
@@ -308,25 +354,25 @@ def replicate(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     check(cls, func, args, kwargs)
     if OBSERVERS:
         specs = [spec_like(cls, t, whole.mesh) for t in tensors]
-        operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs)
         plans = tuple(_plan(spec, whole) for spec in specs)
-        decision = Decision(str(func), operands, (), None, None, plans, current().topology_of(whole.mesh))
+        topology, why = current().topology_of(whole.mesh), "no rule: every rank computes all of it"
+        decision = Decision(str(func), tuple(map(_operand, specs)), (), None, None, plans, topology, why=why)
         return observed(decision, _replicate, (cls, func, args, kwargs, whole, random))
     return _replicate(cls, func, args, kwargs, whole, random)
 
 
 def _replicate(cls: Any, func: OpOverload, args: Any, kwargs: Any, whole: Layout, random: bool) -> Any:
     local_args, local_kwargs = replace_leaves(
-        (args, kwargs), lambda leaf: move(leaf._local, leaf._spec, whole) if isinstance(leaf, cls) else leaf
+        (args, kwargs), lambda leaf: move_of(leaf._spec, whole)(leaf._local) if isinstance(leaf, cls) else leaf
     )
     local_op = seeded_op(func, whole.mesh, device_of(whole.mesh), kwargs) if random else func
     result = run_on_ranks(whole.mesh, lambda coordinate: local_op, local_args, local_kwargs)
     _refuse_sparse(func, result)
     if func in UNREPEATABLE:
-        result = replace_leaves(result, lambda leaf: same_replicas(leaf, whole) if isinstance(leaf, Tensor) else leaf)
+        result = replace_leaves(result, lambda leaf: _agreed(func, leaf, whole) if isinstance(leaf, Tensor) else leaf)
     for given, argument, local in zip(args, func._schema.arguments, local_args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, cls):
-            write_local(given._local, move(local, given._spec.with_layout(whole), given._spec.layout))
+            write_local(given._local, move(local, given._spec.with_layout(whole), given._spec.layout, func))
     if writes_first(func):
         return args[0]
     out = replace_leaves(
@@ -335,6 +381,14 @@ def _replicate(cls: Any, func: OpOverload, args: Any, kwargs: Any, whole: Layout
     if views_first(func) and isinstance(args[0], cls):
         remember(out, Origin(args[0], local_args[0], args[0]._spec.with_layout(whole)))
     return out
+
+
+def _agreed(func: OpOverload, local: Tensor, whole: Layout) -> Tensor:
+    """What the first rank of each axis computed, on all ranks."""
+    if not OBSERVERS:
+        return same_replicas(local, whole)
+    spec = _whole_spec(local, whole)
+    return observed(sending(str(func), [spec], replica_broadcasts(spec)), same_replicas, (local, whole))  # type: ignore[no-any-return]
 
 
 def _refuse_sparse(func: OpOverload, result: Any) -> None:

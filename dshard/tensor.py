@@ -15,12 +15,13 @@ from dshard.comm import Awaited, DeviceMesh, Later, stored, traced
 from dshard.dispatch import SEEN, dispatch
 from dshard.errors import LayoutError, MeshError, ShapeError
 from dshard.joint import JOINT
-from dshard.layout import Layout, interned, layout_of, replicated
+from dshard.layout import Layout, Shape, interned, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
 from dshard.ops.mixed import MADE_PLAIN, may_hold_plain, settle_plain
-from dshard.ops.observe import OBSERVERS
+from dshard.ops.moving import replica_broadcasts, sending
+from dshard.ops.observe import OBSERVERS, observed
 from dshard.ops.origin import Origin
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.placements import Partial, Placement
@@ -342,16 +343,40 @@ def _from_local(
         )
     ndim = local.ndim if shape is None else len(tuple(shape))
     layout = replicated(mesh) if placements is None else layout_of(mesh, placements, ndim)
-    known = comm.global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, tuple(shape))
+    known = _global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, tuple(shape))
     strides = contiguous_stride(known) if stride is None else tuple(stride)
     spec = spec_of(layout, known, strides, local.dtype, local.device)
-    if run_check:
+    if run_check and OBSERVERS:
+        decision = sending("from_local", [spec], replica_broadcasts(spec), explicit=True)
+        local = observed(decision, comm.same_replicas, (local, layout))
+    elif run_check:
         local = comm.same_replicas(local, layout)
     if not (torch.is_grad_enabled() and local.requires_grad):
         return DTensor._wrap(local.detach(), spec)
     back = layout.cotangent() if grad_placements is None else layout_of(mesh, grad_placements, ndim)
     out: DTensor = FromLocal.apply(local, DTensor, spec, back)  # type: ignore[no-untyped-call]
     return out
+
+
+def _global_shape(local: Tensor, layout: Layout) -> Shape:
+    """The global shape of the ranks' local tensors, which may tell each other their own."""
+    exchange = comm.shape_exchange(local, layout) if OBSERVERS else []
+    if not exchange:
+        return comm.global_shape(local, layout)
+    shape = tuple(local.shape)
+    spec = spec_of(layout, shape, contiguous_stride(shape), local.dtype, local.device)
+    return observed(sending("from_local", [spec], exchange, explicit=True), comm.global_shape, (local, layout))  # type: ignore[no-any-return]
+
+
+def _scattered(tensor: Tensor, layout: Layout, source: int | None) -> Tensor:
+    """The local tensor of this rank, from the rank `source`, or cut out of its own copy."""
+    if not (OBSERVERS and comm.scatters(tensor, layout, source)):
+        return comm.spread(tensor, layout, source)
+    shape = tuple(tensor.shape)
+    spec = spec_of(layout, shape, contiguous_stride(shape), tensor.dtype, tensor.device)
+    nbytes = layout.local_numel(shape) * tensor.itemsize
+    decision = sending("distribute_tensor", [spec], [("scatter", layout.mesh.names, nbytes)], explicit=True)
+    return observed(decision, comm.spread, (tensor, layout, source))  # type: ignore[no-any-return]
 
 
 @traceable
@@ -385,7 +410,7 @@ def distribute_tensor(
             f"distribute_tensor cannot make a pending reduction, [{layout}]: use Shard or Replicate, "
             "or DTensor.from_local if each rank has a term"
         )
-    local = comm.spread(tensor.detach(), layout, src_data_rank)
+    local = _scattered(tensor.detach(), layout, src_data_rank)
     spec = spec_of(layout, tuple(tensor.shape), contiguous_stride(tuple(tensor.shape)), tensor.dtype, local.device)
     out = DTensor._wrap(local, spec)
     if isinstance(tensor, torch.nn.Parameter):

@@ -10,14 +10,12 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 
 from dshard.chrome import Slice, to_chrome
-from dshard.comm import Event, listen, runtime_of
-from dshard.cost import collective_seconds
+from dshard.comm import Event, collectives_of, listen, runtime_of
 from dshard.errors import LayoutError
-from dshard.ops.observe import Decision, observing
+from dshard.ops.observe import Decision, observing, predicted_seconds
 from dshard.ops.settings import current
 from dshard.ops.where import Modules, user_line
 from dshard.tables import human_bytes, text_table
-from dshard.topology import COLLECTIVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +24,7 @@ class Traced:
 
     `seconds` are what the topology predicts, `measured` those that it took, where they were asked for; `at` is when it
     began, in seconds since the trace did. `module` is the path of the module that ran, forward or backward: "Net.fc.1".
+    `asked` says whether the user asked for it; where it is False, `strict` would have refused the operator.
     """
 
     op: str
@@ -37,6 +36,7 @@ class Traced:
     at: float
     module: str = ""
     measured: float | None = None
+    asked: bool = False
 
 
 HEADINGS = ("operator", "collective", "axis", "count", "received", "predicted ms", "measured ms", "module", "line")
@@ -135,14 +135,14 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
     >>> t.events, t.nbytes
     ([], 0)
     """
-    found, stack, modules, begin = Trace(), ["?"], Modules(), perf_counter()
+    found, modules, begin = Trace(), Modules(), perf_counter()
+    stack: list[Decision] = []
 
     @contextmanager
     def on_operator(decision: Decision) -> Iterator[None]:
-        outermost = len(stack) == 1
-        if outermost:
+        if not stack:
             found.operators.append(decision.op)
-        stack.append(decision.op if outermost else stack[-1])
+        stack.append(decision)
         try:
             yield
         finally:
@@ -154,7 +154,7 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
         found.rank = 0 if runtime is None else runtime.rank
         found.events.append(
             Traced(
-                stack[-1],
+                stack[0].op if stack else "?",
                 event.collective,
                 event.axis,
                 event.nbytes,
@@ -163,6 +163,7 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
                 at,
                 modules.current(),
                 event.measured,
+                bool(stack) and stack[0].explicit,
             )
         )
 
@@ -174,38 +175,46 @@ def _predicted(event: Event) -> float:
     if event.predicted is not None:
         return event.predicted
     topology, axes = current().topology_of(event.mesh), tuple(event.axis.split(","))
-    if event.collective in COLLECTIVES:
-        return collective_seconds(event.collective, event.nbytes, event.mesh, axes, topology)
-    link = topology.link(event.mesh, axes)
-    return link.latency + link.seconds(event.nbytes)
+    return predicted_seconds(event.collective, event.nbytes, event.mesh, axes, topology)
 
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Within the block an operator that would redistribute an operand by itself is an error, before anything is sent.
+    """Within the block an operator that would communicate without being asked to is an error, before it sends anything.
 
-    What you ask for stays allowed: `redistribute`, `full_tensor`, and gradients that are brought into the layout of
-    their parameters.
+    What you ask for stays allowed: `redistribute`, `full_tensor`, `distribute_tensor` and `from_local`; numbers of
+    whole tensors, such as `item()` and norms without dims; gradients that are brought into the layout of their
+    parameters.
 
     Raises:
-        LayoutError: an implicit redistribution; names the operator, the layouts and the line.
+        LayoutError: an implicit collective; names the operator, the layouts and the line.
     """
+    stack: list[Decision] = []
 
     @contextmanager
     def refuse(decision: Decision) -> Iterator[None]:
-        if not decision.explicit:
-            _check(decision)
-        yield
+        stack.append(decision)
+        try:
+            if not stack[0].explicit:
+                _check(stack[0].op, decision)
+            yield
+        finally:
+            stack.pop()
 
     with observing(refuse):
         yield
 
 
-def _check(decision: Decision) -> None:
-    moved = [plan for plan in decision.plans if plan.steps]
-    if moved:
-        changes = "; ".join(f"[{plan.src}] -> [{plan.dst}]" for plan in moved)
-        raise LayoutError(
-            f"{decision.op} at {user_line()} would redistribute {changes}, which strict() forbids: "
-            "redistribute the operands yourself, or lay them out alike"
-        )
+def _check(op: str, decision: Decision) -> None:
+    """Refuse what sends anything; `op` is the operator that the user called, within which it was decided."""
+    if not decision.collectives():
+        return
+    moved = [f"[{plan.src}] -> [{plan.dst}]" for plan, itemsize in decision.moves() if collectives_of(plan, itemsize)]
+    sent = [f"{sent.collective} over {sent.axis}" for sent in decision.exchanges]
+    would = " and ".join(
+        f"{verb} {'; '.join(what)}" for verb, what in (("redistribute", moved), ("send", sent)) if what
+    )
+    raise LayoutError(
+        f"{op} at {user_line()} would {would}, which strict() forbids: "
+        "redistribute the operands yourself, or lay them out alike"
+    )

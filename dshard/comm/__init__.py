@@ -7,6 +7,7 @@ from dshard.comm.agree import (
     group_rank,
     same_replicas,
     same_topology,
+    shape_exchange,
     share,
 )
 from dshard.comm.alarm import tell_failure
@@ -18,8 +19,8 @@ from dshard.comm.legs import Flight, Leg, Program, Request, begin, finish, flat,
 from dshard.comm.mail import fetch, leave, peek
 from dshard.comm.parts import split_graph
 from dshard.comm.perform import drive, perform, rehearse
-from dshard.comm.reshard import Resharding, begin_reshard, reshard
-from dshard.comm.run import run, runner, swap
+from dshard.comm.reshard import Resharding, begin_reshard, crossing_event, reshard
+from dshard.comm.run import collectives_of, run, runner, swap
 from dshard.comm.runtime import (
     FORGET,
     DeviceMesh,
@@ -36,7 +37,7 @@ from dshard.comm.runtime import (
     simulated_ranks,
 )
 from dshard.comm.simulate import each, plain, stack, unstack
-from dshard.comm.spread import cut, device_of, local_of, spread
+from dshard.comm.spread import cut, device_of, local_of, scatters, spread
 from dshard.comm.transfer import Local
 from dshard.comm.turns import take_turns
 from dshard.comm.workspace import WORKSPACE, Session, Workspace
@@ -63,7 +64,9 @@ __all__ = [
     "begin_reshard",
     "bind",
     "checked_shape",
+    "collectives_of",
     "compare_draws",
+    "crossing_event",
     "current_mesh",
     "cut",
     "device_mesh_of",
@@ -97,6 +100,8 @@ __all__ = [
     "same_memory",
     "same_replicas",
     "same_topology",
+    "scatters",
+    "shape_exchange",
     "share",
     "simulated_ranks",
     "split_graph",

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm import transport
+from dshard.comm.events import emit
 from dshard.comm.functional import traced
 from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of, simulated_ranks
 from dshard.comm.simulate import each, plain, unstack
@@ -34,17 +35,26 @@ def global_shape(local: Tensor, layout: Layout) -> Shape:
         with plain():
             tensors = unstack(local)
             return _joined({mesh.coordinate(rank): _shape(tensors[rank]) for rank in mesh.ranks}, layout)
-    runtime = runtime_of(mesh)
     if traced(local) and any(isinstance(placement, Shard) for placement in layout.placements):
         raise CompileError(
             f"from_local of local shape {_shape(local)} laid out [{layout}], within a compiled region: ranks cannot "
             "ask each other for their shapes there; pass the global shape, shape=(...)"
         )
-    if runtime is None or runtime.coordinate is None or traced(local):
-        return _even(_shape(local), layout)
-    if mesh.size == 1 or runtime.group(mesh.names).backend == "fake":
+    runtime = runtime_of(mesh)
+    if runtime is None or not shape_exchange(local, layout):
         return _even(_shape(local), layout)
     return _joined(_gather_shapes(local, layout, runtime), layout)
+
+
+def shape_exchange(local: Tensor, layout: Layout) -> list[tuple[str, tuple[str, ...], int]]:
+    """The collective in which ranks tell each other their local shapes, with the bytes that each receives, if any."""
+    mesh = layout.mesh
+    runtime = runtime_of(mesh)
+    if type(local) is LocalTensor or runtime is None or runtime.coordinate is None or traced(local):
+        return []
+    if mesh.size == 1 or runtime.group(mesh.names).backend == "fake":
+        return []
+    return [("all_gather", mesh.names, 8 * (MAX_DIMS + 1) * (mesh.size - 1))]
 
 
 def checked_shape(local: Tensor, layout: Layout, shape: Shape) -> Shape:
@@ -121,6 +131,7 @@ def _from_first(local: Tensor, mesh: Mesh, axis: int) -> Tensor:
     if type(local) is LocalTensor:
         tensors = unstack(local)
         first = {rank: mesh.group([name], mesh.coordinate(rank))[0] for rank in mesh.ranks}
+        emit("broadcast", mesh, (name,), next(iter(tensors.values())).nbytes)
         return each(lambda rank, x: tensors[first[rank]].clone(), local)
     runtime = runtime_of(mesh)
     if runtime is None or runtime.coordinate is None:
@@ -139,7 +150,7 @@ def _gather_shapes(local: Tensor, layout: Layout, runtime: Runtime) -> dict[Coor
     mesh = layout.mesh
     sizes = [local.ndim, *local.shape, *([0] * (MAX_DIMS - local.ndim))]
     mine, group = torch.tensor(sizes, dtype=torch.int64, device=local.device), runtime.group(mesh.names)
-    received = 8 * len(sizes) * (mesh.size - 1)
+    ((_, _, received),) = shape_exchange(local, layout)
     parts = [MAX_DIMS + 1] * mesh.size
     found = told("all_gather", mesh, received, group, mine.device, lambda: transport.all_gather(mine, parts, group))
     table = found.view(mesh.size, -1).tolist()

@@ -93,7 +93,7 @@ class Resharding:
     """A plan between meshes that is under way on this rank."""
 
     def __init__(self, plan: ReshardPlan, rank: int, x: Tensor, group: Group, tag: int, timeout: float | None) -> None:
-        self._plan, self._group = plan, group.process_group
+        self.plan, self._group = plan, group.process_group
         self._buffers = Buffers(plan, rank, x)
         self._tag = tag * MAX_CHAINS
         self._timeout = timeout
@@ -119,7 +119,7 @@ class Resharding:
             for work in self._works:
                 work.wait()
             out = self._buffers.landed()
-            return out if out is None or self._plan.last is None else run(self._plan.last, out)
+            return out if out is None or self.plan.last is None else run(self.plan.last, out)
 
     def _post(self) -> None:
         """All receives, then all sends of what this rank holds: the backend's threads move what can move."""
@@ -267,10 +267,19 @@ def _check_worlds(src: Mesh, dst: Mesh) -> None:
 
 def _tell(plan: ReshardPlan, nbytes: int, measured: float | None = None) -> None:
     """Tell the listeners, if there are any, of the chains of a plan."""
-    if LISTENERS and plan.chains:
-        forms = ",".join(sorted({chain.form for chain in plan.chains}))
-        axis = " -> ".join(",".join(mesh.names) for mesh in (plan.src.mesh, plan.dst.mesh))
-        tell(Event(f"reshard {forms}", axis, len(plan.ranks), nbytes, plan.src.mesh, measured, plan.chains_seconds))
+    if LISTENERS:
+        event = crossing_event(plan, nbytes, measured)
+        if event is not None:
+            tell(event)
+
+
+def crossing_event(plan: ReshardPlan, nbytes: int, measured: float | None = None) -> Event | None:
+    """The event of the chains of a plan, by which a rank receives `nbytes`; None where it has none."""
+    if not plan.chains:
+        return None
+    forms = ",".join(sorted({chain.form for chain in plan.chains}))
+    axis = " -> ".join(",".join(mesh.names) for mesh in (plan.src.mesh, plan.dst.mesh))
+    return Event(f"reshard {forms}", axis, len(plan.ranks), nbytes, plan.src.mesh, measured, plan.chains_seconds)
 
 
 def _measure(plan: ReshardPlan, x: Tensor) -> Tensor | None:

@@ -40,18 +40,21 @@ def run(plan: Plan, x: Tensor) -> Tensor:
             return _simulate(plan, x)
         if x.is_meta:
             if LISTENERS:
-                _announce(plan, x.itemsize)
+                for collective, axes, nbytes in collectives_of(plan, x.itemsize):
+                    emit(collective, plan.src.mesh, axes, nbytes)
             return x.new_empty(plan.dst.local_shape(plan.shape, (0,) * plan.dst.mesh.ndim))
         return runner(plan)(x)
 
 
-def _announce(plan: Plan, itemsize: int) -> None:
-    """Tell of each collective that a plan would run, without data or processes."""
+def collectives_of(plan: Plan, itemsize: int) -> list[tuple[str, tuple[str, ...], int]]:
+    """Each collective that a plan runs: its kind, its mesh axes, and the bytes that the busiest rank receives."""
     first = (0,) * plan.src.mesh.ndim
+    found: list[tuple[str, tuple[str, ...], int]] = []
     for step, layout in zip(plan.steps, plan.layouts(), strict=True):
         stage = compile_step(step, layout, plan.shape, first)
         if isinstance(stage, Transfer):
-            emit(stage.collective, stage.mesh, stage.axes, busiest(step, layout, plan.shape) * itemsize)
+            found.append((stage.collective, stage.axes, busiest(step, layout, plan.shape) * itemsize))
+    return found
 
 
 Sizes = Callable[[Coordinate], tuple[tuple[int, ...], tuple[int, ...]]]

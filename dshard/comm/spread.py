@@ -52,9 +52,18 @@ def spread(x: Tensor, layout: Layout, source: int | None) -> Tensor:
                 f"distribute_tensor from rank {source} within a compiled region: a graph sends no whole tensors; "
                 "pass src_data_rank=None, so that each rank cuts its own part, or distribute it before"
             )
-        if source is None or mesh.size == 1 or x.numel() == 0:
+        if not scatters(x, layout, source):
             return cut(x, layout.region(x.shape, runtime.coordinate))
+        assert source is not None
         return _scatter(x, layout, source)
+
+
+def scatters(x: Tensor, layout: Layout, source: int | None) -> bool:
+    """Whether `spread` sends anything."""
+    runtime = runtime_of(layout.mesh)
+    if source is None or simulated_ranks() is not None or runtime is None or runtime.coordinate is None:
+        return False
+    return layout.mesh.size > 1 and x.numel() > 0
 
 
 def _scatter(x: Tensor, layout: Layout, source: int) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dshard.ops.matmul.priced import Panelled
+from dshard.ops.observe import PlannedCollective
 from dshard.tables import human_bytes, text_table
 
 
@@ -59,7 +60,8 @@ class Explanation:
 
     `topology` is the name of the one that priced them, `network` what it joins, `topology_why` how it came to be used.
     Of `considered` candidates `candidates` are those to show. `line` is the line of the program that called it.
-    `panels` is what the chosen one takes in each number of panels, of which it runs in `run_in`.
+    `panels` is what the chosen one takes in each number of panels, of which it runs in `run_in`. `collectives` are
+    those that run when the operator does, as `trace` records them; what completes a pending result is not among them.
     """
 
     op: str
@@ -75,6 +77,7 @@ class Explanation:
     line: str = ""
     panels: tuple[Panelled, ...] = ()
     run_in: int = 1
+    collectives: tuple[PlannedCollective, ...] = ()
 
     def top(self, n: int) -> Explanation:
         """The same with the `n` cheapest candidates, and the chosen one, if that is none of them."""
@@ -94,6 +97,7 @@ class Explanation:
             "line": self.line,
             "panels": [asdict(found) for found in self.panels],
             "run_in": self.run_in,
+            "collectives": [asdict(sent) for sent in self.collectives],
         }
 
     def to_json(self) -> str:

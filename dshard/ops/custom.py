@@ -107,9 +107,17 @@ def _meta(cls: Any, x: Any) -> Tensor:
 def number(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """item(): the number of the whole tensor, the same on every rank."""
     spec = args[0]._spec
-    local = move(args[0]._local, spec, replicated(spec.layout.mesh))
+    local = move(args[0]._local, spec, replicated(spec.layout.mesh), func, explicit=True)
     one = next(iter(unstack(local).values())) if type(local) is LocalTensor else local
     return one.item()
+
+
+def asked_for(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the user asks, with this call, for a number of whole tensors: what it takes is no surprise."""
+    if func in _NORMS:
+        given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+        return given.get("dim") is None
+    return func in _NUMBERS
 
 
 def no_resize(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,18 +131,31 @@ def no_resize(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     return x
 
 
+_ATEN = torch.ops.aten
+
 CUSTOM: dict[OpOverload, Custom] = {
     **{func: decomposed(function) for func, function in DECOMPOSITIONS.items()},
     **{func: answered(function) for func, function in QUESTIONS.items()},
     **FOREACH,
-    torch.ops.aten._local_scalar_dense.default: number,
-    torch.ops.aten.resize_.default: no_resize,
-    torch.ops.aten.resize_as_.default: no_resize,
+    _ATEN._local_scalar_dense.default: number,
+    _ATEN.resize_.default: no_resize,
+    _ATEN.resize_as_.default: no_resize,
 }
 """What runs instead of these operators."""
+
+_NUMBERS = frozenset(
+    {
+        _ATEN._local_scalar_dense.default,
+        _ATEN._foreach_norm.Scalar,
+        _ATEN._amp_foreach_non_finite_check_and_unscale_.default,
+    }
+)
+"""item() and what builds on it; the norms and the flag that gradient clipping and scaling need of all gradients."""
+_NORMS = frozenset({_ATEN.linalg_vector_norm.default, *(f for f in DECOMPOSITIONS if f._schema.name == "aten::norm")})
+"""Of whole tensors, where no dims are given."""
 
 RULED: frozenset[Custom] = frozenset({*FOREACH.values(), number})
 """Those of them that are local work by themselves."""
 
-UNREPEATABLE = frozenset({torch.ops.aten.linalg_lstsq.default})
+UNREPEATABLE = frozenset({_ATEN.linalg_lstsq.default})
 """Operators whose results differ in the last bits from call to call: all ranks take those of the first."""

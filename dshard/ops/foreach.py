@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, repeat
 from math import inf
 from typing import Any, TypeAlias
 
@@ -46,8 +46,8 @@ def elementwise(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     if specs is None:
         return one_by_one(cls, func, args, kwargs)
     mesh = specs[0].layout.mesh
-    local_args = [_local(cls, arg, mesh) for arg in args]
-    local_kwargs = {name: _local(cls, arg, mesh) for name, arg in kwargs.items()}
+    local_args = [_local(cls, func, arg, mesh) for arg in args]
+    local_kwargs = {name: _local(cls, func, arg, mesh) for name, arg in kwargs.items()}
     out = run_on_ranks(mesh, lambda coordinate: func, tuple(local_args), local_kwargs)
     if out is None:
         return None
@@ -64,7 +64,7 @@ def norms(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         groups.setdefault((_terms_layout(t._spec.layout, ord), t.dtype if dtype is None else dtype), []).append(i)
     found: dict[int, Any] = {}
     for (layout, kind), positions in groups.items():
-        found |= zip(positions, _norms(cls, [tensors[i] for i in positions], ord, layout, kind), strict=True)
+        found |= zip(positions, _norms(cls, func, [tensors[i] for i in positions], ord, layout, kind), strict=True)
     return [found[i] for i in range(len(tensors))]
 
 
@@ -78,11 +78,13 @@ def _terms_layout(layout: Layout, ord: float) -> Layout:
     return Layout(layout.mesh, tuple(pending if isinstance(p, Shard) else Replicate() for p in layout.placements))
 
 
-def _norms(cls: Any, tensors: Sequence[Any], ord: float, layout: Layout, dtype: torch.dtype) -> list[Any]:
+def _norms(
+    cls: Any, func: OpOverload, tensors: Sequence[Any], ord: float, layout: Layout, dtype: torch.dtype
+) -> list[Any]:
     mesh, n, spec, kind = layout.mesh, len(tensors), tensors[0]._spec, real_dtype(dtype)
-    parts = [move(t._local, t._spec, completed(t._spec.layout)) for t in tensors]
+    parts = [move(t._local, t._spec, completed(t._spec.layout), func) for t in tensors]
     terms = run_on_ranks(mesh, lambda coordinate: partial(_terms, ord=ord, dtype=dtype), (parts,), {})
-    whole = move(terms, spec_of(layout, (n,), (1,), terms.dtype, spec.device), replicated(mesh))
+    whole = move(terms, spec_of(layout, (n,), (1,), terms.dtype, spec.device), replicated(mesh), func)
     norms = run_on_ranks(mesh, lambda coordinate: partial(_roots, ord=ord, dtype=kind), (whole,), {})
     out = spec_of(replicated(mesh), (), (), kind, spec.device)
     return [cls._wrap(norm, out) for norm in norms]
@@ -111,19 +113,23 @@ def fused(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     mesh = layouts[0].mesh
     shapes = [t.shape for t in args[0]]
 
-    def laid(i: int, t: Any) -> Any:
+    def laid(i: int, t: Any, explicit: bool) -> Any:
         if not isinstance(t, cls):
             return t
-        return move(t._local, t._spec, layouts[i] if t.shape == shapes[i] else replicated(mesh))
+        layout = layouts[i] if t.shape == shapes[i] else replicated(mesh)
+        return move(t._local, t._spec, layout, func, explicit)
 
     local_args = [
-        list(map(laid, count(), arg)) if isinstance(arg, list | tuple) else _local(cls, arg, mesh) for arg in args
+        list(map(laid, count(), arg, repeat(arg is args[1])))  # gradients come to their parameters as after backward
+        if isinstance(arg, list | tuple)
+        else _local(cls, func, arg, mesh)
+        for arg in args
     ]
-    local_kwargs = {name: _local(cls, arg, mesh) for name, arg in kwargs.items()}
+    local_kwargs = {name: _local(cls, func, arg, mesh) for name, arg in kwargs.items()}
     run_on_ranks(mesh, lambda coordinate: func, tuple(local_args), local_kwargs)
     for argument, given, local in zip(func._schema.arguments, args, local_args, strict=False):
         if given and argument.alias_info is not None and argument.alias_info.is_write:
-            _write_back(cls, given, local, layouts)
+            _write_back(cls, func, given, local, layouts)
 
 
 def _settled(func: OpOverload, layout: Layout) -> Layout:
@@ -134,22 +140,24 @@ def _settled(func: OpOverload, layout: Layout) -> Layout:
     return layout
 
 
-def _write_back(cls: Any, given: Sequence[Any], local: Sequence[Any], layouts: Sequence[Layout]) -> None:
+def _write_back(
+    cls: Any, func: OpOverload, given: Sequence[Any], local: Sequence[Any], layouts: Sequence[Layout]
+) -> None:
     """Bring what was written elsewhere back to where it belongs."""
     for t, written, layout in zip(given, local, layouts, strict=True):
         if isinstance(t, cls) and written is not t._local:
-            write_local(t._local, move(written, t._spec.with_layout(layout), t._spec.layout))
+            write_local(t._local, move(written, t._spec.with_layout(layout), t._spec.layout, func))
 
 
 def unscale(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Gradients of a scaled loss, in place; whether any of them is infinite is told to all ranks."""
     grads, found, scale = args
     mesh = next(t for t in grads if isinstance(t, cls))._spec.layout.mesh
-    flag, local = _local(cls, found, mesh), _local(cls, grads, mesh)
-    run_on_ranks(mesh, lambda coordinate: func, (local, flag, _local(cls, scale, mesh)), {})
+    flag, local = _local(cls, func, found, mesh), _local(cls, func, grads, mesh)
+    run_on_ranks(mesh, lambda coordinate: func, (local, flag, _local(cls, func, scale, mesh)), {})
     pending, shape = Layout(mesh, (Partial("max"),) * mesh.ndim), tuple(found.shape)
     terms = spec_of(pending, shape, contiguous_stride(shape), found.dtype, found.device)
-    write_local(found._local if isinstance(found, cls) else found, move(flag, terms, replicated(mesh)))
+    write_local(found._local if isinstance(found, cls) else found, move(flag, terms, replicated(mesh), func))
 
 
 # -- what lies alike
@@ -197,11 +205,11 @@ def _is_linear(func: OpOverload) -> bool:
     return (func._schema.name.removeprefix("aten::_foreach_").removesuffix("_"), func._overloadname) in LINEAR
 
 
-def _local(cls: Any, arg: Any, mesh: Mesh) -> Any:
+def _local(cls: Any, func: OpOverload, arg: Any, mesh: Mesh) -> Any:
     """The local tensors of a list, as they lie; a single tensor, a factor for all, whole."""
     if isinstance(arg, list | tuple):
         return [t._local if isinstance(t, cls) else t for t in arg]
-    return move(arg._local, arg._spec, replicated(mesh)) if isinstance(arg, cls) else arg
+    return move(arg._local, arg._spec, replicated(mesh), func) if isinstance(arg, cls) else arg
 
 
 def _retyped(spec: Spec, dtype: torch.dtype) -> Spec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from dshard.layout import Layout, interned
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.call import LocalOp
 from dshard.ops.expand import Operand
-from dshard.ops.observe import OBSERVERS, Decision, observed
+from dshard.ops.observe import OBSERVERS, Decision, observed, planned_collective
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec
 from dshard.ops.strategy import completed
@@ -79,6 +79,13 @@ class Move:
             self.starter = starter(self.plan)
         return self.starter(local, own)
 
+    def decision(self, op: str, explicit: bool = False) -> Decision:
+        """This redistribution, as the operator named `op` needs it, or as the user asked for it."""
+        operand = Operand(self.source.layout, self.source.shape, self.source.itemsize)
+        topology = current().topology_of(self.source.layout.mesh)
+        outputs = ((self.spec.shape, self.spec.itemsize),)
+        return Decision(op, (operand,), outputs, None, None, (self.plan,), topology, explicit=explicit)
+
 
 def move_of(spec: Spec, layout: Layout) -> Move:
     """How a tensor of this spec comes to lie so."""
@@ -91,9 +98,31 @@ def move_of(spec: Spec, layout: Layout) -> Move:
     return found
 
 
-def move(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
-    """The local tensor under another layout; not recorded by autograd."""
-    return move_of(spec, layout)(local)
+def move(local: Tensor, spec: Spec, layout: Layout, op: object, explicit: bool = False) -> Tensor:
+    """The local tensor under another layout, as `op` needs it or the user asked for it; not recorded by autograd."""
+    found = move_of(spec, layout)
+    if OBSERVERS and found.plan.steps:
+        moved: Tensor = observed(found.decision(str(op), explicit), found, (local,))
+        return moved
+    return found(local)
+
+
+def sending(
+    op: str, specs: Sequence[Spec], collectives: Sequence[tuple[str, tuple[str, ...], int]], explicit: bool = False
+) -> Decision:
+    """An operator that sends these collectives by itself, each a kind, its mesh axes, and bytes of the busiest rank."""
+    mesh = specs[0].layout.mesh
+    topology = current().topology_of(mesh)
+    sent = tuple(planned_collective(kind, mesh, axes, nbytes, topology) for kind, axes, nbytes in collectives)
+    operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs)
+    return Decision(op, operands, (), None, None, (), topology, explicit=explicit, exchanges=sent)
+
+
+def replica_broadcasts(spec: Spec) -> list[tuple[str, tuple[str, ...], int]]:
+    """What makes the replicas of a tensor those of the first rank: a broadcast along each axis that holds copies."""
+    mesh, nbytes = spec.layout.mesh, spec.layout.local_numel(spec.shape) * spec.itemsize
+    axes = zip(mesh.names, spec.layout.placements, mesh.shape, strict=True)
+    return [("broadcast", (name,), nbytes) for name, placement, n in axes if placement == Replicate() and n > 1]
 
 
 def relaid(x: Any, layout: Layout, op: str) -> Any:
@@ -101,14 +130,7 @@ def relaid(x: Any, layout: Layout, op: str) -> Any:
     spec: Spec = x._spec
     if spec.layout == layout:
         return x
-    topology = current().topology_of(layout.mesh)
-    found = plan(spec.layout, layout, spec.shape, spec.itemsize, topology)
-    if OBSERVERS:
-        operand = Operand(spec.layout, spec.shape, spec.itemsize)
-        local = observed(Decision(op, (operand,), (), None, None, (found,), topology), run, (found, x._local))
-    else:
-        local = run(found, x._local)
-    return type(x)._wrap(local, spec.with_layout(layout))
+    return type(x)._wrap(move(x._local, spec, layout, op), spec.with_layout(layout))
 
 
 def settled(x: Any, op: str) -> Any:

@@ -23,13 +23,13 @@ class Origin:
     local: Tensor
     spec: Spec
 
-    def write_back(self) -> None:
-        """Bring the copy, written through the view, back to the base."""
-        write_local(self.base._local, move(self.local, self.spec, self.base._spec.layout))
+    def write_back(self, op: object) -> None:
+        """Bring the copy, which `op` wrote through the view, back to the base."""
+        write_local(self.base._local, move(self.local, self.spec, self.base._spec.layout, op))
 
-    def refresh(self) -> None:
-        """Bring the base, which was written, to the copy."""
-        write_local(self.local, move(self.base._local, self.base._spec, self.spec.layout))
+    def refresh(self, op: object) -> None:
+        """Bring the base, which `op` wrote, to the copy."""
+        write_local(self.local, move(self.base._local, self.base._spec, self.spec.layout, op))
 
 
 @dataclass(eq=False)
@@ -39,16 +39,16 @@ class Terms(Origin):
     func: OpOverload
     rest: tuple[Any, ...]
 
-    def write_back(self) -> None:
-        """Put the view, written to, into the base."""
+    def write_back(self, op: object) -> None:
+        """Put the view, which `op` wrote, into the base."""
         view = type(self.base)._wrap(self.local, self.spec)
         whole = SCATTERS[self.func](self.base, view, *self.rest)
-        write_local(self.base._local, move(whole._local, whole._spec, self.base._spec.layout))
+        write_local(self.base._local, move(whole._local, whole._spec, self.base._spec.layout, op))
 
-    def refresh(self) -> None:
+    def refresh(self, op: object) -> None:
         """Take the view anew."""
         again = self.func(self.base, *self.rest)
-        write_local(self.local, move(again._local, again._spec, self.spec.layout))
+        write_local(self.local, move(again._local, again._spec, self.spec.layout, op))
 
 
 SCATTERS: dict[OpOverload, Callable[..., Any]] = {
@@ -58,19 +58,19 @@ SCATTERS: dict[OpOverload, Callable[..., Any]] = {
 """Views that may have memory of their own, and what puts them back."""
 
 
-def settle(written: Any) -> None:
-    """After a write: where it went through views with memory of their own it reaches their bases, and other views."""
+def settle(written: Any, op: object) -> None:
+    """After a write by `op`: where it went through views with memory of their own it reaches bases and other views."""
     for t in written if isinstance(written, list | tuple) else (written,):
         origin: Origin | None = getattr(t, "_origin", None)
         while origin is not None:
-            origin.write_back()
+            origin.write_back(op)
             origin = getattr(origin.base, "_origin", None)
         shown = getattr(_root(t), "_shown", None)
         if shown is not None:
             for each in shown:
                 view_origin = each()
                 if view_origin is not None:
-                    view_origin.refresh()
+                    view_origin.refresh(op)
 
 
 def _root(t: Any) -> Any:

@@ -222,6 +222,17 @@ def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | 
     return None
 
 
+def alternative_of(func: OpOverload, instead: Instead) -> str:
+    """What the alternative is called that runs in place of the rule of `func`; "" where `instead` is none."""
+    if instead is turn.run:
+        return "split moved to another dim"
+    if func in spread.SPREAD:
+        return "small reductions"
+    if func in blocks.BLOCKS:
+        return "summaries of blocks"
+    return "index exchange" if func in shift.SHIFTS or func in split.SPLITS else ""
+
+
 def _along(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None]:
     """By summaries of blocks, or with the split moved to another dim, where one of these pays."""
     ways = [(along.pays, along.run) for along in (blocks.BLOCKS.get(func),) if along is not None]

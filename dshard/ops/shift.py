@@ -21,11 +21,9 @@ from dshard.mesh import Coordinate
 from dshard.ops.call import LocalOp
 from dshard.ops.checks import infer
 from dshard.ops.custom import Custom
-from dshard.ops.expand import Operand
-from dshard.ops.moving import relaid, run_on_ranks, settled
-from dshard.ops.observe import OBSERVERS, Decision, observed
+from dshard.ops.moving import relaid, run_on_ranks, sending, settled
+from dshard.ops.observe import OBSERVERS, observed
 from dshard.ops.origin import Terms, remember
-from dshard.ops.settings import current
 from dshard.ops.spec import Spec, spec_of
 from dshard.ops.spread import split_axes
 
@@ -87,6 +85,12 @@ class Shift:
     def sizes(self, at: Coordinate) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The elements that the rank at `at` sends to and receives from each rank of its group."""
         return _sizes(self, at)
+
+    def busiest(self) -> int:
+        """The elements that the busiest rank receives from its peers."""
+        mesh = self.layout.mesh
+        kept = {at: mesh.peers(self.axes, at).index(at) for at in mesh.coordinates()}
+        return max(sum(recv) - recv[kept[at]] for at in kept for recv in (self.sizes(at)[1],))
 
     def pack(self, at: Coordinate) -> LocalOp:
         """The local operands -> what each peer needs, flat."""
@@ -152,9 +156,8 @@ def shifted(cls: Any, op: str, tensors: Sequence[Any], dim: int, moves: Moves, o
         return found
 
     if OBSERVERS:
-        operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs)
-        outputs = ((tuple(out.shape), out.itemsize),)
-        local = observed(Decision(op, operands, outputs, None, None, (), current().topology_of(mesh)), run, ())
+        exchange = ("all_to_all", shift.axes, shift.busiest() * out.itemsize)
+        local = observed(sending(op, specs, [exchange]), run, ())
     else:
         local = run()
     return cls._wrap(local, spec_of(layout, tuple(out.shape), out.stride(), out.dtype, specs[0].device))

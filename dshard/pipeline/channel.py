@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dshard.comm import begin_reshard, device_of, fetch, leave
+from dshard.comm import Resharding, begin_reshard, device_of, fetch, leave
 from dshard.errors import PipelineError
 from dshard.layout import Layout, Shape
+from dshard.ops.expand import Operand
+from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.settings import current
 from dshard.ops.spec import contiguous_stride, spec_of
 from dshard.pipeline.actions import Edge
@@ -78,7 +81,7 @@ class Channels:
         assert header is not None
         while item not in self._arrived:  # in the order in which it began: some of it is passed on within the mesh
             first, under_way = self._arriving[_pair(item)].popleft()
-            self._arrived[first] = None if under_way is None else under_way.finish()
+            self._arrived[first] = None if under_way is None else _finished(under_way)
         local = self._arrived.pop(item)
         if local is None:
             return None
@@ -102,7 +105,7 @@ class Channels:
         """Wait until what was sent has left."""
         under_way = self._leaving.pop(item, None)
         if under_way is not None:
-            under_way.finish()
+            _finished(under_way)
 
     def settle_all(self) -> None:
         """Wait until all has left."""
@@ -145,7 +148,8 @@ class Channels:
     def _begin(self, item: Item, header: Header, x: DTensor | None) -> Any:
         plan = self._plan(item[0], header)
         local: Tensor = torch.empty(0, dtype=header.dtype, device=device_of(plan.dst.mesh)) if x is None else x._local
-        return begin_reshard(plan, local.detach(), tag=int(item[0].backward), timeout=self.timeout)
+        begin = partial(begin_reshard, tag=int(item[0].backward), timeout=self.timeout)
+        return _observed(plan, begin, (plan, local.detach()), crossing=plan)
 
     def _plan(self, edge: Edge, header: Header) -> ReshardPlan:
         forth = edge.forth()
@@ -160,6 +164,21 @@ class Channels:
 
     def _post(self, item: Item) -> str:
         return f"{self._name}/{item[0].forth()}/{self._shapes[item[1]]!r}"
+
+
+def _finished(under_way: Resharding) -> Tensor | None:
+    return _observed(under_way.plan, under_way.finish, ())  # type: ignore[no-any-return]
+
+
+def _observed(
+    plan: ReshardPlan, run: Callable[..., Any], args: Sequence[Any], crossing: ReshardPlan | None = None
+) -> Any:
+    """`run(*args)`, which begins or ends a plan, as what the pipeline does: with the stages the user asked for it."""
+    if not OBSERVERS:
+        return run(*args)
+    operand, topology = Operand(plan.src, plan.shape, plan.itemsize), current().topology_of(plan.src.mesh)
+    decision = Decision("pipeline", (operand,), (), None, None, (), topology, explicit=True, crossing=crossing)
+    return observed(decision, run, args)
 
 
 def _complete(x: DTensor) -> DTensor:

@@ -173,11 +173,11 @@ class Product:
         operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in self.specs)
         outputs = ((self.out.shape, self.out.itemsize),)
         topology = current().topology_of(self.mesh)
-        plans = (*self.plans, *([self.bias_plan] if self.bias_plan is not None else []), self.end)
-        strategy, wanted = self.strategy, self.wanted
         return Decision(
-            *(self.name, operands, outputs, self.rule, strategy, plans, topology),
-            wanted=wanted,
+            *(self.name, operands, outputs, self.rule, self.strategy, tuple(self.plans), topology),
+            bias=self.bias_plan,
+            ends=(self.end,),
+            wanted=self.wanted,
             panels=self.in_panels,
             run_in=1 if self.streamed is None else self.streamed.stream.panels,
         )

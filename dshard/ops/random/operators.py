@@ -83,7 +83,7 @@ def filled(x: Any, make: Make, what: object, generator: Generator | None = None)
     with torch.no_grad():
         drawn = run_on_ranks(layout.mesh, local_op, (x._local,), {})
         if layout != spec.layout:
-            write_local(x._local, move(drawn, spec.with_layout(layout), spec.layout))
+            write_local(x._local, move(drawn, spec.with_layout(layout), spec.layout, what))
     return x
 
 
@@ -252,7 +252,7 @@ def multinomial(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     mesh, shape = x._spec.layout.mesh, (*x.shape[:-1], count)
     check(cls, func, (x, count, replacement), {})
     found = draw_for(mesh, func, generator)
-    local = move(x._local, x._spec, replicated(mesh))
+    local = move(x._local, x._spec, replicated(mesh), func)
     sample = partial(_sample, count=count, replacement=replacement and count > 1, found=found)
     out = run_on_ranks(mesh, lambda coordinate: sample, (local,), {})
     one = next(iter(unstack(out).values())) if type(out) is LocalTensor else out
