@@ -38,6 +38,8 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
+        if grad._is_zerotensor():  # torch's zeros without memory, which nobody can send
+            grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
         if torch.is_grad_enabled():
             return FromLocal.apply(grad, ctx.cls, ctx.spec, ctx.layout), None  # type: ignore[no-untyped-call]
         stride = ctx.stride
