@@ -42,6 +42,8 @@ class ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
         if is_batched(grad):
             refuse_batched(grad, "the backward pass")
+        if grad._is_zerotensor():  # torch's zeros without memory, which nobody can send
+            grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
         if torch.is_grad_enabled():
             return FromLocal.apply(grad, ctx.cls, ctx.spec, ctx.layout), None  # type: ignore[no-untyped-call]
         stride = ctx.stride
