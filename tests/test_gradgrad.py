@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import settings
@@ -20,7 +21,7 @@ import dshard
 from dshard import DTensor, Mesh, Replicate
 from dshard.comm import bind, plain
 from dshard.ops.moving import leaves, replace_leaves
-from dshard.testing import distribute, whole
+from dshard.testing import RankPool, distribute, simulated, whole
 from dshard.testing.choices import has_gradient, layouts_of
 
 NOT_YET = ("batched: det",)
