@@ -79,7 +79,7 @@ def compare_calls(text: str, mesh: Mesh, *, contents: Tensor | None = None) -> N
     """
     if not enabled() or (contents is not None and traced(contents)):
         return
-    if contents is not None and type(contents) is Tensor and not contents.is_meta:
+    if contents is not None and type(contents.detach()) is Tensor and not contents.is_meta:
         text = f"{text}, checksum {checksum(contents):016x}"
     listed = _differences_on(text, mesh, "call")
     if listed:
