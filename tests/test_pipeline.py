@@ -251,9 +251,11 @@ def test_when_a_module_fails_all_stages_fail_at_once_and_so_does_the_next_step()
         first = rf"the first to fail was rank {bad}, stage \d, at F0: ValueError: no such thing"
         for rank, (errors_of, losses) in enumerate(found):
             *now, (later, seconds) = errors_of
-            assert re.match(rf"PipelineError: rank {rank}, stage \d: an earlier step .* has failed, {first}", later)
-            assert seconds < 2
-            for text, seconds in now:  # a rank that has all that it waits for before ends its step
+            earlier = rf"rank {rank}, stage \d: an earlier step .* has failed, {first}"
+            assert re.match(rf"PipelineError: {earlier if now else ''}", later), later
+            assert re.search(first, later), later
+            assert seconds < 5
+            for text, seconds in now:  # none of a rank that had all it waits for: it ended that step
                 assert (text == "ValueError: no such thing") if rank == bad else re.search(first, text), text
                 assert seconds < 20
             assert now or (found is wide and rank != bad)
