@@ -31,6 +31,7 @@ from dshard.ops.registry import FACTS, known
 from dshard.ops.settings import current
 from dshard.ops.spec import Spec, contiguous_stride, spec_of
 from dshard.ops.strategy import Strategy, Wanted, choose
+from dshard.ops.views import counts_memory, in_memory_as
 from dshard.redistribute import Plan, plan
 
 Executor = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -155,11 +156,14 @@ class Run:
         self.rewrites = self.inplace and bool(self.plans[0].steps)
         self.views = views_first(call.func)
         self.gathers = self.views and bool(self.plans[0].steps)
+        self.counts_memory = self.views and counts_memory(call)
         self.leaves_terms = self.views and call.func in SCATTERS and _begins(self.strategy)
         self.single = isinstance(result, Tensor) and not self.inplace
         self.places = _places(result, self.out_specs) if not (self.inplace or self.views) else None
         self.warm = (
-            _Warm(self, args) if self.flat and not (self.rewrites or self.gathers or self.leaves_terms) else None
+            _Warm(self, args)
+            if self.flat and not (self.rewrites or self.gathers or self.leaves_terms or self.counts_memory)
+            else None
         )
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,22 +179,23 @@ class Run:
                     local[i] = mover(local[i])
                 out = warm.operator(*local, **kwargs)  # type: ignore[misc]  # prepared above
                 if self.single:
-                    found = self.cls._wrap(out, self.out_specs[0])
-                    if self.views and args[0]._origin is not None:
-                        mark(found, args[0]._origin)
-                    return found
+                    if self.views:
+                        return self.wrapped(out, args)
+                    return self.cls._wrap(out, self.out_specs[0])
                 if self.places is not None:
                     wrap = self.cls._wrap
                     pairs = zip(out, self.places, strict=True)
                     return tuple([x if spec is None else wrap(x, spec) for x, spec in pairs])
                 return self.wrapped(out, args)
         local_args, local_kwargs = self.moved(args, kwargs)
+        if self.counts_memory:
+            local_args = (in_memory_as(self.call.specs[0], local_args[0]), *local_args[1:])
         out = run_on_ranks(self.mesh, self.local_op, local_args, local_kwargs)
         wrapped = self.wrapped(out, args)
         if isinstance(args[0], self.cls):
             if self.leaves_terms:
                 remember(wrapped, Terms(args[0], wrapped._local, wrapped._spec, self.call.func, args[1:]))
-            elif self.gathers:
+            elif self.gathers or (self.counts_memory and local_args[0] is not args[0]._local):
                 layout = self.strategy.inputs[0]
                 remember(wrapped, Origin(args[0], local_args[0], args[0]._spec.with_layout(layout)))
         return wrapped
@@ -207,12 +212,18 @@ class Run:
             if self.rewrites or not isinstance(args[0], self.cls):
                 write_local(_local(self.cls, args[0]), run(_plan(self.out_specs[0], self.call.specs[0].layout), out))
             return args[0]
+        start = args[0].storage_offset() if self.views else 0  # strides, and where they start, are of the whole tensor
         if isinstance(out, Tensor):
-            return self.cls._wrap(out, self.out_specs[0])
+            return self.cls._wrap(out, self.out_specs[0], start + self.call.outs[0].storage_offset())
         locals_ = iter(t for t in leaves(out) if isinstance(t, Tensor))
         specs = iter(self.out_specs)
         return replace_leaves(
-            self.result, lambda leaf: self.cls._wrap(next(locals_), next(specs)) if isinstance(leaf, Tensor) else leaf
+            self.result,
+            lambda leaf: (
+                self.cls._wrap(next(locals_), next(specs), start + leaf.storage_offset())
+                if isinstance(leaf, Tensor)
+                else leaf
+            ),
         )
 
     def moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

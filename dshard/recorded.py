@@ -30,6 +30,8 @@ Shortcut: TypeAlias = Callable[[Args, Kwargs], Any]
 Place: TypeAlias = tuple[Any, Spec | None, bool]
 """Which argument, what its gradient is (None: it needs none), and whether that lies as it wants it."""
 _ATEN = torch.ops.aten
+_replays, _replay = torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled
+_recording = torch.is_grad_enabled
 _unasked = torch._C._DisableTorchDispatch
 _DETACH, _RESHAPES = _ATEN.detach.default, frozenset({_ATEN._unsafe_view.default, _ATEN.reshape.default})
 
@@ -147,7 +149,7 @@ def viewed(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequ
     back for each.
     """
     run, _, op_args, op_kwargs, _ = seen[0]
-    if len(seen) > 1 or not run.views or out._spec is not run.out_specs[0]:
+    if len(seen) > 1 or not run.views or run.warm is None or out._spec is not run.out_specs[0]:
         return None
     if not out._is_view() or out._origin is not None:  # detached, or a copy that is shown
         return None
@@ -166,8 +168,13 @@ def viewed(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequ
         x = args[0]
         if x._origin is not None:
             return func(*args, **kwargs)
-        with _unasked():
-            out = func(*args, **kwargs).as_subclass(cls)
+        before = _replays()
+        _replay(_recording())  # what may be written to; see `dshard.shortcut`
+        try:
+            with _unasked():
+                out = func(*args, **kwargs).as_subclass(cls)
+        finally:
+            _replay(before)
         out._spec = spec
         source = lively(x) if recorded else None
         if source is None:
@@ -229,8 +236,11 @@ def is_itself(func: Any, args: Args, kwargs: Kwargs, seen: Seen, cls: Any) -> bo
     _, op, op_args, op_kwargs, _ = seen
     local = [arg._local if type(arg) is cls else arg for arg in args]
     local_kwargs = {name: arg._local if type(arg) is cls else arg for name, arg in kwargs.items()}
-    with torch.no_grad(), _Watch() as watch:
-        func(*local, **local_kwargs)
+    try:
+        with torch.no_grad(), _Watch() as watch:
+            func(*local, **local_kwargs)
+    except (RuntimeError, IndexError):  # arguments that fit the whole tensor, not this rank's part of it
+        return False
     if len(watch.calls) != 1:
         return False
     found, found_args, found_kwargs = watch.calls[0]

@@ -35,6 +35,7 @@ _recording, _door_closed = torch.is_grad_enabled, torch._C.DisableTorchFunctionS
 _NUMBERS = frozenset({int, float, bool, complex})
 _INT = frozenset({int})
 _VALUES = frozenset({type(None), str, torch.dtype})
+_replays, _replay = torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled
 _packing = torch._C._autograd._top_saved_tensors_default_hooks
 _NEVER: set[Any] = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 """Functions that run no operator or write to their operand: autograd has to see those. And what runs many of others."""
@@ -48,7 +49,7 @@ def call(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through) -> A
         return through(cls, func, args, kwargs)
     try:
         if func in _NEVER or _is_special():
-            return through(cls, func, args, kwargs)
+            return _views_replayed(through, cls, func, args, kwargs)
         with _door_closed():
             key = _key(cls, func, args, kwargs)
             if key is not None:
@@ -58,11 +59,24 @@ def call(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through) -> A
                     shortcuts.hits += 1
                     return _watched(found, args, kwargs) if OBSERVERS else found(args, kwargs)
         if key is None or found is not None:
-            return through(cls, func, args, kwargs)
-        return _learn(cls, func, args, kwargs, through, key)
+            return _views_replayed(through, cls, func, args, kwargs)
+        return _views_replayed(_learn, cls, func, args, kwargs, through, key)
     except Exception as error:
         tell_failure(error)
         raise
+
+
+def _views_replayed(run: Callable[..., Any], *given: Any) -> Any:
+    """`run` with views that autograd makes anew by the function that made them.
+
+    Else it would take them by the strides of the whole tensor, when a write through one is recorded, and gather for it.
+    """
+    before = _replays()
+    _replay(True)
+    try:
+        return run(*given)
+    finally:
+        _replay(before)
 
 
 def _watched(found: Shortcut, args: Args, kwargs: Kwargs) -> Any:

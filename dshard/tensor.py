@@ -49,8 +49,8 @@ class DTensor(torch.Tensor):
         return cls._wrap(local, spec)
 
     @classmethod
-    def _wrap(cls, local: Tensor, spec: Spec) -> DTensor:
-        out: DTensor = _make(cls, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, spec.device)
+    def _wrap(cls, local: Tensor, spec: Spec, storage_offset: int | None = None) -> DTensor:
+        out: DTensor = _make(cls, spec.shape, spec.stride, storage_offset, None, spec.dtype, torch.strided, spec.device)
         out._local = local
         out._spec = spec
         return out

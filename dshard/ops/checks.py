@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.comm import plain
+from dshard.ops.call import writes_first
 from dshard.ops.moving import replace_leaves
 from dshard.ops.spec import for_shapes
 
@@ -94,10 +95,38 @@ class Refusing(TorchDispatchMode):
 
 
 def _refuse_more(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if args and isinstance(args[0], Tensor) and _writes_each(func):
+        torch._check(torch._debug_has_internal_overlap(args[0]) != 1, lambda: _OVERLAPS)
     more = MORE.get(func._schema.name.removesuffix("_"))
     if more is not None:
         given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
         more(given | dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs)
+
+
+def _writes_each(func: OpOverload) -> bool:
+    """Whether the operator writes to each element of its first operand by itself, so that these must be apart."""
+    return writes_first(func) and torch.Tag.inplace_view not in func.tags and func not in _IDEMPOTENT
+
+
+_ATEN = torch.ops.aten
+_IDEMPOTENT = frozenset(
+    {
+        _ATEN.zero_.default,
+        _ATEN.fill_.Scalar,
+        _ATEN.masked_fill_.Scalar,
+        _ATEN.masked_fill_.Tensor,
+        _ATEN.index_fill_.int_Scalar,
+        _ATEN.index_fill_.int_Tensor,
+        _ATEN.index_put_.default,
+        _ATEN.tril_.default,
+        _ATEN.triu_.default,
+    }
+)
+"""In-place operators that torch's kernels let write to an expanded tensor."""
+_OVERLAPS = (
+    "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+    "Please clone() the tensor before performing the operation."
+)
 
 
 def _scatter(given: Args) -> None:

@@ -204,6 +204,9 @@ def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | 
     custom = CUSTOM.get(func) or views.CUSTOM.get(func) or random.CUSTOM.get(func)
     if custom is not None:
         return lambda args: custom
+    if func in views.OF_BASE:
+        of_base = views.OF_BASE[func]
+        return lambda args: of_base if args[0]._is_view() else None
     if func in spread.SPREAD:
         row = spread.SPREAD[func]
         return lambda args: row.run if row.pays(args) else None

@@ -170,6 +170,7 @@ def slice_(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     (out,) = _inferred(func, args, kwargs)
     wanted = range(*slice(start, end, step).indices(x.shape[dim]))
     found = shifted(cls, str(func), [x], dim, (Move(0, wanted, 0),), out)
+    found = cls._wrap(found._local, found._spec, x.storage_offset() + out.storage_offset())
     remember(found, Terms(x, found._local, found._spec, func, (dim, start, end, step)))
     return found
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
+from dshard.comm import LocalTensor, plain, stack, unstack
 from dshard.mesh import Coordinate
 from dshard.ops.call import Call, Kernel, LocalOp, Op, names, out_local_shape
 from dshard.ops.reshape import reshape_rule
 from dshard.ops.rule import ANY, LINEAR, Pending, Rule, Term
-from dshard.ops.spec import contiguous_stride
+from dshard.ops.spec import Spec, contiguous_stride
 from dshard.ops.strategy import Strategy
 
 PASS = (Pending(frozenset({0}), ANY),)
@@ -161,18 +162,37 @@ def _is_plain(call: Call) -> bool:
     )
 
 
+def counts_memory(call: Call) -> bool:
+    """Whether strides are given that count in memory, where the operand must lie as its own strides say."""
+    return call.func is _ATEN.as_strided.default and not _is_plain(call)
+
+
+def in_memory_as(spec: Spec, whole: Tensor) -> Tensor:
+    """The whole tensor with the strides of `spec`; itself where it has them."""
+    if type(whole) is LocalTensor:
+        with plain():
+            parts = {rank: in_memory_as(spec, part) for rank, part in unstack(whole).items()}
+            return whole if all(parts[rank] is part for rank, part in unstack(whole).items()) else stack(parts)
+    return whole if whole.stride() == spec.stride else whole.new_empty_strided(spec.shape, spec.stride).copy_(whole)
+
+
 def strided_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """The strides count in memory where the tensor lies as its own strides say; the offset counts from its start."""
+    """The offset counts from where the operand starts, which has all its memory: see `strided_of_base`."""
     if _is_plain(call):
         return reshape_kernel(call, strategy, coordinate)
-    spec = call.specs[0]
 
     def local(x: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
-        if x.stride() != spec.stride:
-            x = x.new_empty_strided(spec.shape, spec.stride).copy_(x)
         return x.as_strided(size, stride, x.storage_offset() + (storage_offset or 0))
 
     return local
+
+
+def strided_of_base(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any strides over the memory of a view: that of its base."""
+    x, size, stride, *rest = args
+    start = rest[0] if rest else kwargs.get("storage_offset")
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(x._base, size, stride, x.storage_offset() if start is None else start)
 
 
 # -- complex numbers
@@ -227,6 +247,8 @@ VIEWS_IN_PLACE: dict[Any, Any] = {
 }
 
 CUSTOM: dict[Any, Callable[..., Any]] = dict.fromkeys(VIEWS_IN_PLACE, in_place)
+OF_BASE: dict[Any, Callable[..., Any]] = {_ATEN.as_strided.default: strided_of_base}
+"""Views that reach beyond a view, where they are asked of one."""
 
 _RESHAPE = Op(reshape, reshape_kernel)
 
