@@ -294,7 +294,7 @@ def outcome(made: Program, x: Any, y: Any, full: Function) -> list[Tensor | None
 
 def leaves_of(made: Program) -> tuple[Tensor, Tensor]:
     """The leaves."""
-    x = torch.arange(1.0, prod(made.shape) + 1, dtype=torch.float64).cos().view(made.shape)
+    x = torch.arange(1.0, prod(made.shape) + 1, dtype=torch.float64).cos().view(made.shape).clone()
     return x, torch.tensor([0.7, -1.3, 0.4], dtype=torch.float64)
 
 
