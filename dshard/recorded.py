@@ -168,13 +168,17 @@ def viewed(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequ
         x = args[0]
         if x._origin is not None:
             return func(*args, **kwargs)
-        before = _replays()
-        _replay(_recording())  # what may be written to; see `dshard.shortcut`
-        try:
+        if recorded or _recording():  # it may be written to; see `dshard.shortcut`
+            before = _replays()
+            _replay(True)
+            try:
+                with _unasked():
+                    out = func(*args, **kwargs).as_subclass(cls)
+            finally:
+                _replay(before)
+        else:
             with _unasked():
                 out = func(*args, **kwargs).as_subclass(cls)
-        finally:
-            _replay(before)
         out._spec = spec
         source = lively(x) if recorded else None
         if source is None:

@@ -39,6 +39,8 @@ _replays, _replay = torch._C._is_view_replay_enabled, torch._C._set_view_replay_
 _packing = torch._C._autograd._top_saved_tensors_default_hooks
 _NEVER: set[Any] = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 """Functions that run no operator or write to their operand: autograd has to see those. And what runs many of others."""
+_WRITES: set[Any] = set()
+"""Those of them that are one operator that writes to its operand, and so make no view."""
 _BY_KIND: set[Any] = set()
 """Functions that run one operator whatever the values of their numbers are, which need not be looked up."""
 
@@ -49,6 +51,8 @@ def call(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through) -> A
         return through(cls, func, args, kwargs)
     try:
         if func in _NEVER or _is_special():
+            if func in _WRITES:
+                return through(cls, func, args, kwargs)
             return _views_replayed(through, cls, func, args, kwargs)
         with _door_closed():
             key = _key(cls, func, args, kwargs)
@@ -144,6 +148,8 @@ def _learn(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through, ke
         SEEN[:] = [other for other in SEEN if other is not seen]  # an equal one may be another's
     if not any(isinstance(run, Run | Product) for run, *_ in seen) or getattr(seen[0][0], "inplace", False):
         _NEVER.add(func)
+        if len(seen) == 1 and _is_method_in_place(func):
+            _WRITES.add(func)
     elif type(out) is not cls:
         current().shortcuts.add(key, False)
     elif _recording() and any(type(arg) is cls and arg.requires_grad for arg in (*args, *kwargs.values())):
@@ -156,6 +162,12 @@ def _learn(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Through, ke
     else:
         current().shortcuts.add(key, _shortcut(cls, func, args, kwargs, out, seen) or False)
     return out
+
+
+def _is_method_in_place(func: Any) -> bool:
+    """Whether `func` is called like one operator in place; `x[i] = y` may be one, or write through views."""
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
 
 
 def _shortcut(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequence[Seen]) -> Shortcut | None:
