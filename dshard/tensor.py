@@ -378,8 +378,8 @@ def _from_local(
         raise ShapeError(
             "from_local takes this rank's plain local tensor, not a DTensor: use redistribute to change placements"
         )
-    refuse_wrapped(local, "from_local")
     check_strided(local, "from_local", "this rank's local tensor")
+    refuse_wrapped(local, "from_local")
     dual: DTensor | None = with_tangent(
         local, lambda x: _from_local(x, mesh, placements, run_check, shape, stride, grad_placements)
     )

@@ -159,6 +159,9 @@ def test_gradients_are_reduced_behind_the_backward_pass(ranks: RankPool) -> None
 
 
 class Broken:
+    def _get_op_type(self) -> int:
+        return 0
+
     def wait(self, patience: timedelta) -> None:
         raise RuntimeError("connection closed by peer")
 
