@@ -177,3 +177,14 @@ def test_a_view_taken_before_its_base_changes_its_shape_in_place() -> None:
 
         assert whole(x).equal(torch.arange(8.0))
         assert whole(part).equal(torch.arange(3.0).view(1, 3))
+
+
+@pytest.mark.parametrize("layout", ["x:R y:P(sum)", "x:P(sum) y:P(sum)", "x:S(0) y:P(sum)", "x:S(1) y:S(0)"])
+def test_a_number_copied_into_a_tensor_is_its_value(layout: str) -> None:
+    """Not that of each rank's term: a sum of terms would count it once for each rank."""
+    mesh = Mesh((2, 2), ("x", "y"))
+    with simulated(mesh):
+        x = distribute(rows(5, 3), parse_layout(layout, mesh))
+        x.copy_(2)
+        assert str(x.layout) == layout
+        assert_same(x, torch.full((5, 3), 2.0, dtype=torch.float64))

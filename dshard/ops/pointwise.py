@@ -24,6 +24,8 @@ def passing(call: Call) -> tuple[Pending, ...]:
         return ()
     if name.endswith("_backward"):
         return linear(0)
+    if name == "copy" and n == 1:  # a number: no operand is read, and the value becomes it, not each rank's term
+        return ()
     if name in COPIES:
         return (Pending(frozenset(range(n)), ANY),) if _exact(call, n - 1) else ()
     return tuple(
