@@ -188,6 +188,7 @@ def failing(fail, timeout):
 
 
 @pytest.mark.ranks
+@pytest.mark.thorough  # its time limits pass
 def test_when_a_rank_is_silent_all_others_name_the_peer_and_the_action_within_the_time_limit():
     with RankPool(4, timeout=100) as pool:
         found = pool.run(failing, fall_silent, 2.0)

@@ -168,7 +168,7 @@ def left_waiting_between_hosts(exchange: bool) -> tuple[str, str, list[float]]:
     ("call", "given", "kind"),
     [
         (left_waiting, False, "IndexError"),
-        (left_waiting_between_hosts, False, "IndexError"),
+        pytest.param(left_waiting_between_hosts, False, "IndexError", marks=pytest.mark.thorough),
         (left_waiting_between_hosts, True, "RuntimeError"),
     ],
 )
