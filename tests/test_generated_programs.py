@@ -39,6 +39,20 @@ ONCE_WRONG = {
         "t2.mT.narrow(1, 0, 5).mul_(2)",
         "t2.sum().backward()",
     )),
+    "an expanded gradient of a view": Program((4,), (
+        "t1 = leaf((4,), 'x:R', 878)",
+        "loss = t1.t().sum()",
+        "loss.backward()",
+        "loss.backward()",
+    )),
+    "an expanded partial tensor": Program((4,), (
+        "t2 = leaf((1,), 'x:P(sum)', 449, False)",
+        "t2.expand(2, -1).zero_()",
+    )),
+    "a number copied": Program((4,), (
+        "t2 = leaf((6, 3), 'x:P(sum)', 350, False)",
+        "t2.copy_(2)",
+    )),
     "overwritten": Program((4,), (
         "t1 = leaf((5, 5), 'x:S(1)', 1)",
         "t2 = t1.sigmoid()",

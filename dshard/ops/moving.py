@@ -151,14 +151,17 @@ def settled(x: Any, op: str) -> Any:
 
 
 def write_local(target: Tensor, value: Tensor) -> None:
-    """Write the local tensor `value` into `target`."""
+    """Write the local tensor `value` into `target`; of an expanded dim the first entry, which is all of them."""
     if type(target) is LocalTensor:
         with plain():
             for rank, t in unstack(value).items():
-                unstack(target)[rank].copy_(t)
-    else:
-        target.copy_(value)
-        count_write(target)
+                write_local(unstack(target)[rank], t)
+        return
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:  # torch does not copy into memory that several entries share
+            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    target.copy_(value)
+    count_write(target)
 
 
 def count_write(local: Tensor) -> None:
