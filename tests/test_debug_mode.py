@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,9 +19,13 @@ from torch import nn
 import dshard
 from dshard import DTensor, MeshError, Replicate, Shard, distribute_tensor
 from dshard.caches import clear_caches
+from dshard.comm import alarm
 from dshard.comm.debug import WIDTH, _row, checksum
+from dshard.errors import RankError
 from dshard.parallel import parallelize
 from dshard.testing import RankPool
+
+SECONDS = 10.0  # for a rank to raise, on a machine with much else to do
 
 
 @functools.cache
@@ -139,6 +146,67 @@ def alike(debug: bool) -> list[float]:
         return [x.grad.full_tensor().sum().item(), out.item(), local.sum().item()]
 
 
+def renew_world(name: str, store: Any) -> None:
+    """A process group that nothing has put out of step."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=4)
+    grid.cache_clear()
+
+
+def one_more(meet: Callable[[], None]) -> None:
+    """Rank 1 calls one operator more than the others, which do something else for longer than it waits."""
+    x = laid()
+    meet()
+    if dist.get_rank() == 1:
+        x * 3
+    else:
+        time.sleep(4)
+
+
+def others_ended() -> None:
+    """Rank 1 calls one operator more than the others, which have ended."""
+    alarm.PATIENCE = timedelta(seconds=0.3)
+    renew_world("ended", dist.distributed_c10d._get_default_store())
+    with debugging():
+        x = laid()
+        dist.barrier()
+        if dist.get_rank() != 1:
+            time.sleep(3)  # the pool gives rank 1 as long to answer
+            os._exit(0)
+        x.cos()
+
+
+def failed_alone(meet: Callable[[], None]) -> None:
+    """An operator fails on rank 1 alone, for its values: the others have gone on to the next."""
+    table = distribute_tensor(torch.arange(3.0), grid())
+    index = DTensor.from_local(torch.full((1,), 2 + (dist.get_rank() == 1)), grid(), [Shard(0), Shard(0)], shape=(4,))
+    meet()
+    table.index_select(0, index) + 1
+
+
+def failures(limits: dict[Callable[[Callable[[], None]], None], str]) -> list[tuple[str, float]]:
+    """The error of each program in a world of its own, on this rank, and the seconds until then."""
+    found, rank, first = [], dist.get_rank(), dist.distributed_c10d._get_default_store()
+    for call, seconds in limits.items():
+
+        def meet(place: str, name: str = call.__name__) -> None:
+            first.set(f"{name} {place} {rank}", "")
+            first.wait([f"{name} {place} {other}" for other in range(4)])
+
+        renew_world(call.__name__, first)
+        with debugging(DSHARD_DEBUG_SECONDS=seconds):
+            told, begin = "", list[float]()
+            laid().cos() * 2  # what is slow the first time
+            try:
+                call(lambda meet=meet, begin=begin: (meet("begun"), begin.append(time.monotonic())))
+            except (MeshError, IndexError) as error:
+                told = f"{type(error).__name__}: {error}"
+            found.append((told, time.monotonic() - begin[0]))
+            meet("over")
+    return found
+
+
 @pytest.mark.ranks
 def test_what_differs_between_ranks_is_named_by_rank(ranks: RankPool) -> None:
     for found in ranks.run(compared):
@@ -150,6 +218,24 @@ def test_what_is_alike_runs_as_without(ranks: RankPool) -> None:
     expected = ranks.run(alike, False)
 
     assert ranks.run(alike, True) == expected
+
+
+@pytest.mark.ranks
+def test_ranks_that_do_not_come_to_compare_are_named_soon() -> None:
+    with RankPool(4, timeout=120) as pool:
+        ranks = pool.run(failures, {one_more: "1", failed_alone: "300"})
+        with pytest.raises(RankError) as ended:
+            pool.run(others_ended)
+
+    for told, called in ((ranks[1][0][0], "mul.Tensor of .*, 3"), (str(ended.value), "cos.default of .*")):
+        place = re.escape(__file__)
+        assert re.search(rf"rank 1 is about to .*aten.{called} \({place}:\d+\), and not all of ranks \[0, 2, 3\]", told)
+        assert "calls one operator less" in told
+    for rank, ((more, first), (failed, second)) in enumerate(ranks):
+        assert max(first, second) < SECONDS, (rank, first, second)
+        assert ("came to compare it within 1 s" in more) == (rank == 1), (rank, more)
+        assert re.search("^IndexError: .*(index out of range|out of bounds)", failed), (rank, failed)
+        assert ("on rank 1, which this rank waited for" in failed) == (rank != 1), (rank, failed)
 
 
 def test_texts_and_contents_are_told_apart() -> None:

@@ -13,13 +13,15 @@ from collections import defaultdict
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
+from dshard.comm.alarm import is_heard, wait_for
+from dshard.comm.caller import user_line
 from dshard.comm.functional import traced
 from dshard.comm.runtime import Group, Runtime, runtime_of, simulated_ranks
 from dshard.comm.spread import device_of
-from dshard.errors import MeshError
+from dshard.errors import MeshError, PeerError
 from dshard.mesh import Mesh
 from dshard.redistribute import Plan
 
@@ -130,16 +132,19 @@ def _told(text: str, group: Group, device: torch.device) -> dict[str, list[int]]
     row = _row(text)
     mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
     rows = mine.new_empty(len(group.ranks) * WIDTH)
+    limit = AllgatherOptions()
+    limit.timeout = timedelta(seconds=patience())
     try:
-        work = dist.all_gather_into_tensor(rows, mine, group=group.process_group, async_op=True)
-        work.wait(timedelta(seconds=patience()))
+        wait_for(group.process_group._allgather_base(rows, mine, limit), group)
         rows = rows.view(-1, WIDTH).cpu()
     except RuntimeError as error:
+        if is_heard(error) and not isinstance(error, PeerError):
+            raise  # what an operator has raised on another rank
         others = [rank for rank in group.ranks if rank != group.ranks[group.index]]
         raise MeshError(
-            f"rank {group.ranks[group.index]} is about to run or call {text}, and not all of ranks {others} came to "
-            f"compare it within {patience():g} s (DSHARD_DEBUG_SECONDS): one of them has ended, waits for something "
-            f"else, or calls one operator less ({str(error).splitlines()[0]})"
+            f"rank {group.ranks[group.index]} is about to run or call {text} ({user_line()}), and not all of ranks "
+            f"{others} came to compare it within {patience():g} s (DSHARD_DEBUG_SECONDS): one of them has ended, waits "
+            f"for something else, or calls one operator less ({str(error).splitlines()[0]})"
         ) from error
     found: defaultdict[str, list[int]] = defaultdict(list)
     for rank, said in zip(sorted(group.ranks), rows, strict=True):
