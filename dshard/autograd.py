@@ -208,7 +208,7 @@ class Reshard(torch.autograd.Function):
 
 
 def _refuse_second_order(layout: Layout, other: Layout) -> None:
-    """Refuse to record a gradient that some ranks do not get: where it is differentiated they would not meet the others.
+    """Refuse to record a gradient that some ranks do not get: differentiated, it would let the others wait for them.
 
     Raises:
         MeshError: the meshes are not of the same ranks.
