@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dshard import comm
-from dshard.errors import LayoutError
+from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, interned, replicated
 from dshard.mesh import Mesh
 from dshard.ops.expand import Operand
@@ -200,11 +200,27 @@ class Reshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
+        if torch.is_grad_enabled():
+            _refuse_second_order(ctx.back, ctx.there)
         grad = distributed(ctx.cls, grad, ctx.there)
         if _outside(ctx.there.mesh):
             grad = ctx.cls._wrap(grad._local.new_empty(0), grad._spec.with_layout(ctx.there))
         back = redistribute(redistribute(grad, ctx.there), ctx.back)
         return None if _outside(ctx.back.mesh) else back, None
+
+
+def _refuse_second_order(layout: Layout, other: Layout) -> None:
+    """Refuse to record a gradient that some ranks do not get: differentiated, it would let the others wait for them.
+
+    Raises:
+        MeshError: the meshes are not of the same ranks.
+    """
+    if set(layout.mesh.ranks) != set(other.mesh.ranks):
+        raise MeshError(
+            f"a backward pass with create_graph=True through a redistribution from ({layout.mesh}) to ({other.mesh}): "
+            "second derivatives need both meshes to be of the same ranks; take the second derivative on one mesh, or "
+            "leave out create_graph"
+        )
 
 
 def _outside(mesh: Mesh) -> bool:

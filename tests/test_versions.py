@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 
 import pytest
@@ -43,6 +43,12 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "of a view": lambda h, w: h.unsqueeze(0).exp(),
 }
 """Of a tensor and a leaf of its shape; some save the tensor, some what comes out, some nothing."""
+ATTENTION: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "queries": lambda h, w: attended(h, w, w),
+    "keys": lambda h, w: attended(w, h, w),
+    "values": lambda h, w: attended(w, w, h),
+}
+"""Where operands are redistributed before what they are saved for is known."""
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "none": lambda t: None,
     "read": lambda t: t * 2,
@@ -79,10 +85,14 @@ def dark(write: Callable[[], object]) -> None:
         write()
 
 
+def attended(*operands: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(*(x.unsqueeze(0).unsqueeze(0) for x in operands))
+
+
 def written(use: str, write: str, to: str, x: Tensor, w: Tensor) -> list[Tensor] | str:
     """The gradients of a program that writes between its forward and its backward pass, or what refuses it."""
     h = x * 1.5
-    y = USES[use](h, w)
+    y = (USES | ATTENTION)[use](h, w)
     target = {"operand": h, "result": y, "leaf": w}[to]
     try:
         WRITES[write](target) if to != "leaf" else dark(lambda: WRITES[write](target))
@@ -119,20 +129,20 @@ def stepped(use: str, optimiser: str, x: Tensor, w: Tensor) -> list[Tensor] | st
 Program = Callable[[Tensor, Tensor], list[Tensor] | str]
 
 
-def programs(share: float, seed: int) -> list[tuple[str, Program]]:
+def programs(share: float, seed: int, uses: Iterable[str] = USES) -> list[tuple[str, Program]]:
     draw = Random(seed)
     found: list[tuple[str, Program]] = [
         (f"{use}, {to} {write}", lambda x, w, use=use, write=write, to=to: written(use, write, to, x, w))
-        for use in USES
+        for use in uses
         for write in WRITES
         for to in ("operand", "result", "leaf")
         if draw.random() < share and (write, to) != ("in other dims", "leaf")  # its views are no more what they were
     ]
     return found + [
         (f"{use}, {name}", lambda x, w, use=use, name=name: stepped(use, name, x, w))
-        for use in USES
+        for use in uses
         for name in OPTIMISERS
-        if draw.random() < share
+        if use in USES and draw.random() < share
     ]
 
 
@@ -146,10 +156,9 @@ Expected = list[tuple[str, Program, list[Tensor] | str]]
 """Programs, and what one device meets."""
 
 
-def on_one_device(share: float, seed: int) -> Expected:
-    return [
-        (name, program, program(*[x.requires_grad_() for x in leaves()])) for name, program in programs(share, seed)
-    ]
+def on_one_device(share: float, seed: int, uses: Iterable[str] = USES) -> Expected:
+    drawn = programs(share, seed, uses)
+    return [(name, program, program(*[x.requires_grad_() for x in leaves()])) for name, program in drawn]
 
 
 def differences(mesh: Mesh, expected: Expected, seed: int) -> list[str]:
@@ -178,13 +187,18 @@ def same(found: Tensor, right: Tensor) -> bool:
         return torch.allclose(whole(found) if isinstance(found, DTensor) else found, right, equal_nan=True)
 
 
-def on_ranks(shape: tuple[int, ...], share: float, seed: int) -> list[str]:
-    return differences(bind(dshard.init_device_mesh("cpu", shape)), on_one_device(share, seed), seed)
+def on_ranks(shape: tuple[int, ...], share: float, seed: int, uses: Iterable[str] = tuple(USES)) -> list[str]:
+    return differences(bind(dshard.init_device_mesh("cpu", shape)), on_one_device(share, seed, uses), seed)
 
 
 @pytest.mark.ranks
 def test_what_was_overwritten_is_refused_where_one_device_refuses_it(ranks: RankPool) -> None:
     assert ranks.run(on_ranks, (4,), 0.08, 0) == [[]] * 4
+
+
+@pytest.mark.ranks
+def test_a_redistributed_operand_of_attention_is_refused_as_the_operand(ranks: RankPool) -> None:
+    assert ranks.run(on_ranks, (2, 2), 0.4, 0, tuple(ATTENTION)) == [[]] * 4
 
 
 @pytest.mark.ranks

@@ -17,6 +17,7 @@ from dshard.autograd import FromLocal, Live, ToLocal, distributed, lively, redis
 from dshard.errors import MixedError, ShapeError
 from dshard.joint.run import plainly
 from dshard.layout import interned
+from dshard.ops.origin import shown_of
 from dshard.ops.transforms import refuse_batched
 
 Door = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -150,7 +151,9 @@ def data(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """`Tensor.data`: the same memory, whose writes are not counted."""
     out = plainly(func, args, kwargs)
     if type(out._local) is Tensor:
-        out._local = out._local.data
+        local = out._local
+        out._local = local.data
+        out._local._shown = shown_of(local)
     return out
 
 

@@ -20,7 +20,7 @@ from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.ops.expand import Operand
 from dshard.ops.matmul.rules import same_dtype
-from dshard.ops.moving import coordinate_of, run_on_ranks
+from dshard.ops.moving import coordinate_of, counting_as, run_on_ranks
 from dshard.ops.observe import OBSERVERS, Decision, observed
 from dshard.ops.rule import Rule
 from dshard.ops.settings import current
@@ -137,6 +137,9 @@ def run_strategy(
         if any(type(t._local) is LocalTensor for t in laid):
             of_gradients = [t._spec.with_layout(layout) for t, layout in zip(laid, strategy.gradients, strict=True)]
             return Simulated.apply(cls, _alone(local_op), (out,), (out.layout.cotangent(),), of_gradients, *laid)[0]  # type: ignore[no-untyped-call]
+        for t, moved in zip(tensors, laid, strict=True):
+            if moved is not t:
+                moved._local = counting_as(t._local, moved._local)
         parts = [
             ToLocal.apply(t, t._spec.with_layout(layout)) if t.requires_grad else t._local  # type: ignore[no-untyped-call]
             for t, layout in zip(laid, strategy.gradients, strict=True)

@@ -77,6 +77,21 @@ def _nothing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     return make
 
 
+def in_memory_like(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """The operator of a local matrix that is contiguous where the whole tensor is, and nowhere else.
+
+    torch factors the transpose of a contiguous matrix, and its backward looks at the whole tensor to tell which it was.
+    """
+    is_contiguous = call.specs[0].meta().is_contiguous()
+
+    def local(matrix: Tensor, *rest: Any, **options: Any) -> Any:
+        if matrix.is_contiguous() != is_contiguous:
+            matrix = matrix.contiguous() if is_contiguous else matrix.mT.contiguous().mT
+        return call.func(matrix, *rest, **options)
+
+    return local
+
+
 def but(trailing: int) -> Callable[[int], int]:
     """All dims but the last ones."""
     return lambda ndim: ndim - trailing
@@ -108,11 +123,8 @@ def _pooling(n: int) -> dict[str, Op]:
 
 _MATRICES = (
     "_cdist_forward",
-    "_linalg_det",
     "_linalg_eigh",
     "_linalg_eigvals",
-    "_linalg_slogdet",
-    "_linalg_solve_ex",
     "_linalg_svd",
     "cholesky",
     "cholesky_inverse",
@@ -133,12 +145,15 @@ _MATRICES = (
     "ormqr",
     "triangular_solve",
 )
+_FACTORED = ("_linalg_det", "_linalg_slogdet", "_linalg_solve_ex")
+"""Of matrices whose factors the backward pass takes up."""
 
 RULES: dict[str, Op] = {
     **_pooling(1),
     **_pooling(2),
     **_pooling(3),
     **{f"aten::{name}": Op(leading(but(2)), or_nothing()) for name in _MATRICES},
+    **{f"aten::{name}": Op(leading(but(2)), or_nothing(in_memory_like)) for name in _FACTORED},
     **{f"aten::_fft_{name}": Op(transformed, or_nothing()) for name in ("c2c", "r2c", "c2r")},
     **{f"aten::grid_sampler_{n}d": Op(leading(_one, (0,)), or_nothing()) for n in (2, 3)},
     **{f"aten::grid_sampler_{n}d_backward": Op(leading(_one, (0,)), or_nothing()) for n in (2, 3)},

@@ -170,6 +170,16 @@ def count_write(local: Tensor) -> None:
         _increment([local])
 
 
+def counting_as(source: Tensor, copy: Tensor) -> Tensor:
+    """`copy`, whose version is that of `source`: where it is saved for a backward pass, a write to `source` is noticed.
+
+    On one device there is no copy, and torch saves the operand itself.
+    """
+    out = source.detach()
+    out.data = copy
+    return out
+
+
 def sharing_version(operator: LocalOp) -> LocalOp:
     """`operator`, whose outputs are views, so that their writes count as those of its operand, below autograd, too."""
 

@@ -65,7 +65,7 @@ def settle(written: Any, op: object) -> None:
         while origin is not None:
             origin.write_back(op)
             origin = getattr(origin.base, "_origin", None)
-        shown = getattr(_root(t), "_shown", None)
+        shown = getattr(getattr(_root(t), "_local", None), "_shown", None)
         if shown is not None:
             for each in shown:
                 view_origin = each()
@@ -80,8 +80,15 @@ def _root(t: Any) -> Any:
 def remember(outputs: Any, origin: Origin) -> None:
     """Mark views with their origin, which is refreshed when what they show is written."""
     mark(outputs, origin)
-    root = _root(origin.base)
-    root._shown = [*(each for each in getattr(root, "_shown", None) or () if each() is not None), ref(origin)]
+    shown = shown_of(_root(origin.base)._local)
+    shown[:] = [*(each for each in shown if each() is not None), ref(origin)]
+
+
+def shown_of(local: Any) -> list[Any]:
+    """The origins of views of the memory of `local`, which what is detached shares, whichever was first."""
+    if not hasattr(local, "_shown"):
+        local._shown = []
+    return local._shown  # type: ignore[no-any-return]
 
 
 def mark(outputs: Any, origin: Origin) -> None:

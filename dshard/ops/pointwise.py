@@ -69,6 +69,7 @@ _POINTWISE = Op(pointwise, values=False)
 
 RULES: dict[str, Op] = {
     **{f"aten::{name}": _POINTWISE for name in COPIES},
+    "aten::detach": Op(pointwise, lambda call, strategy, coordinate: lambda x: x, values=False),  # views are shared
     "aten::fill": _POINTWISE,
     "aten::zero": _POINTWISE,
     "aten::masked_fill": _POINTWISE,
