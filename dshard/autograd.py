@@ -50,7 +50,7 @@ class ToLocal(torch.autograd.Function):
         if stride is not None and type(grad) is Tensor and (_owners(grad) > 1 or grad.stride() != stride):
             grad = grad.clone(memory_format=torch.contiguous_format)  # it will be the leaf's own, to be written
         elif stride is None and type(grad) is Tensor and 0 in grad.stride():
-            grad = grad.contiguous()  # through views the leaf may take it for its own, and write to one that is expanded
+            grad = grad.contiguous()  # a leaf may take it for its own through views, and write to it
         return ctx.cls._wrap(grad, ctx.spec), None
 
 
