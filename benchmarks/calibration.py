@@ -31,7 +31,7 @@ from section import markdown_table, write_section
 from dshard.calibrate import measure, typical
 from dshard.calibrate.measure import axes_to_measure
 from dshard.calibrate.rounds import COLLECTIVES, Case, Clock, run_rounds
-from dshard.comm import bind, init_device_mesh, runner, runtime_of, take_turns
+from dshard.comm import bind, init_device_mesh, runner, runtime_of, share_cores
 from dshard.cost import collective_seconds, work_seconds
 from dshard.layout import parse_layout
 from dshard.mesh import Mesh
@@ -81,7 +81,7 @@ SETTINGS = (
 def as_rank(shape: tuple[int, int], seconds: float) -> dict[str, Any]:
     """Measure, then compare; the same rows on all ranks."""
     warnings.simplefilter("ignore")
-    take_turns()
+    share_cores()
     mesh = bind(init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")))
     topology = measure(mesh, seconds=seconds)
     singles = compare_collectives(mesh, topology, seconds)

@@ -48,8 +48,8 @@ from torch import Tensor
 
 from dshard import DTensor, Layout, Replicate
 from dshard.comm import listen
+from dshard.dispatch.registry import path_of
 from dshard.errors import DShardError
-from dshard.ops.registry import path_of
 from dshard.tables import text_table
 from dshard.testing import distribute, simulated, whole
 

@@ -37,9 +37,9 @@ import dshard
 from dshard import DTensor, Partial, Placement, Replicate, Schedule, Shard, matmul, use_topology
 from dshard.calibrate import measure, typical
 from dshard.calibrate.rounds import Clock
-from dshard.comm import DeviceMesh, bind, init_device_mesh, runtime_of, take_turns
-from dshard.ops.matmul.named import STRATEGIES
-from dshard.ops.observe import Decision, observing
+from dshard.comm import DeviceMesh, bind, init_device_mesh, runtime_of, share_cores
+from dshard.core.observe import Decision, observing
+from dshard.rules.matmul_strategies import STRATEGIES
 from dshard.tables import text_table
 from dshard.testing import RankPool
 from dshard.topology import Topology
@@ -104,7 +104,7 @@ SETTINGS = (
 def as_rank(seconds: float, turns: int) -> list[dict[str, Any]]:
     """All cases; the same rows on every rank."""
     warnings.simplefilter("ignore")
-    take_turns()
+    share_cores()
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     topology = measure(bind(device_mesh), seconds=seconds)
     with use_topology(topology), torch.no_grad():

@@ -17,7 +17,7 @@ from section import markdown_table, write_section
 from torch.utils.flop_counter import FlopCounterMode
 
 from dshard import DTensor, Layout, Mesh, Partial, Placement, Replicate, Shard, matmul, trace, use_topology
-from dshard.autograd import redistribute
+from dshard.autograd.crossing import redistribute
 from dshard.redistribute import plan
 from dshard.topology import BYTES
 from dshard.trace import Trace

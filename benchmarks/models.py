@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import dshard
 from dshard import Mesh, Topology, parallelize, plan_model, use_topology
 from dshard.calibrate import measure
-from dshard.comm import take_turns
+from dshard.comm import share_cores
 from dshard.parallel import Plan
 from dshard.parallel.auto import foldings, names
 from dshard.tables import text_table
@@ -79,7 +79,7 @@ def topology_of(meshes: dict[Mesh, dshard.DeviceMesh], seconds: float) -> Topolo
 
 def as_rank(hidden: int, batch: int, calibrate: float) -> dict[str, Any]:
     """Seconds of a step under each plan, measured and predicted, and what auto took."""
-    take_turns()
+    share_cores()
     line = Mesh((dist.get_world_size(),), ("x",))
     meshes = {m: dshard.init_device_mesh("cpu", m.shape, mesh_dim_names=m.names) for m in foldings(line)}
     with use_topology(topology_of(meshes, calibrate)):

@@ -26,11 +26,11 @@ from dshard.caches import clear_caches
 from dshard.explain.product import explain_matmul
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.ops.expand import Operand
 from dshard.ops.matmul.rules import matmul_rule
-from dshard.ops.strategy import Wanted, choose
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import plan
+from dshard.rules.expand import Operand
+from dshard.rules.strategy import Constraints, choose
 from dshard.topology import Topology
 
 MESHES = (
@@ -70,7 +70,7 @@ def redistributions(count: int) -> Iterator[list[str]]:
 
 def products(count: int) -> Iterator[list[str]]:
     """One row for each number of mesh axes and topology."""
-    rule, wanted = matmul_rule((M, K), (K, N)), Wanted(gradients=(True, True), kept=(True, True))
+    rule, wanted = matmul_rule((M, K), (K, N)), Constraints(gradients=(True, True), kept=(True, True))
     placements = [Replicate(), Shard(0), Shard(1)]
     for axes in range(1, 5):
         mesh, chance = Mesh((2,) * axes), random.Random(axes)

@@ -32,7 +32,7 @@ import torch.distributed.tensor as theirs
 from section import markdown_table, write_section
 
 import dshard as ours
-from dshard.redistribute.bound import lower_bound
+from dshard.redistribute.received_bound import lower_bound
 from dshard.tables import text_table
 from dshard.testing import RankPool, count_traffic
 

@@ -32,7 +32,7 @@ from section import markdown_table, write_section
 
 from dshard import Layout, Mesh, Placement, Replicate, Shard, Topology
 from dshard.calibrate.rounds import Clock
-from dshard.comm import DeviceMesh, bind, init_device_mesh, reshard, runtime_of, take_turns
+from dshard.comm import DeviceMesh, bind, init_device_mesh, reshard, runtime_of, share_cores
 from dshard.reshard import ReshardPlan, plan_of_form, plan_reshard
 from dshard.tables import text_table
 from dshard.topology import Layer
@@ -146,7 +146,7 @@ def run_case(case: Case, netlab: str) -> dict[str, Any]:
 
 
 def join_and_run(name: str, result: str) -> None:
-    take_turns()
+    share_cores()
     dist.init_process_group("gloo")
     found = as_rank(next(case for case in CASES if case.name == name))
     if dist.get_rank() == 0:

@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/step.py [--ranks 8] [--seconds 20] [--json FILE] [--write]
 
 The ranks are calibrated, all of them at once: collectives along every axis of the meshes, products, copies and what
-the host takes for a distributed operator. On that topology `dshard.simulate.search`, which is `dshard plan model`,
-finds the fastest plans of a small transformer; of those that `parallelize` runs, the fastest and a few of other kinds
+the host takes for a distributed operator. On that topology `dshard.simulate.setup_search`, which is
+`dshard plan model`, finds the fastest plans of a small transformer; of those that `parallelize` runs, the fastest and a few of other kinds
 then train on the same ranks. Three predictions: the closed form by which the plan was found, the program recorded
 without data, and rehearsed: its local work on as many ranks without a network, and what it sends as calibrated. Steps
 of all plans are interleaved, and a step takes as long as its slowest rank. Into the first two nothing measured enters
@@ -31,10 +31,10 @@ from torch import Tensor, nn
 
 from dshard import DeviceMesh, Mesh, init_device_mesh, parallelize
 from dshard.calibrate import measure
-from dshard.comm import take_turns
+from dshard.comm import share_cores
+from dshard.core.context import use_topology
 from dshard.errors import DShardError
 from dshard.launch import rehearse
-from dshard.ops import use_topology
 from dshard.simulate import Model, Setup, Step, record, search, simulate_step
 from dshard.tables import text_table
 from dshard.testing import RankPool
@@ -88,7 +88,7 @@ def on_mesh(shape: tuple[int, ...], names: tuple[str, ...], strategy: str) -> Ca
 
 def calibrated(shapes: Sequence[tuple[int, ...]], seconds: float) -> Topology:
     """Figures of all meshes: the same topology on every rank."""
-    take_turns()
+    share_cores()
     topology = None
     for shape in shapes:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp", "x")[: len(shape)])

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import dshard
+from dshard.dispatch.registry import known
 from dshard.mesh import Mesh
-from dshard.ops.registry import known
-from dshard.testing.calls import recorded
 from dshard.testing.check import _Call
-from dshard.testing.rows import call_of
+from dshard.testing.operator_calls import recorded
+from dshard.testing.rule_rows import call_of
 
 HERE = Path(__file__).parent
 PAGE = HERE / "operators.md"

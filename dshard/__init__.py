@@ -6,6 +6,8 @@ from typing import Any as _Any
 
 from dshard.caches import CacheInfo, cache_info, clear_caches
 from dshard.comm import DeviceMesh, init_device_mesh
+from dshard.core.context import use_topology
+from dshard.dispatch.registry import register_rule, rules
 from dshard.errors import (
     ArgumentError,
     CheckpointError,
@@ -27,12 +29,15 @@ from dshard.factories import distribute_module, empty, full, ones, rand, randint
 from dshard.functional import linear, matmul
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.ops import get_rng_state, manual_seed, register_rule, rules, set_rng_state, use_topology
-from dshard.ops.matmul import Schedule, Stream, strategies, use_strategy
+from dshard.ops.matmul.options import use_strategy
+from dshard.ops.random.state import get_rng_state, manual_seed, set_rng_state
 from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.rules.matmul_loops import Schedule
+from dshard.rules.matmul_strategies import strategies
+from dshard.rules.panel_stream import Stream
 from dshard.tensor import DTensor, distribute_tensor
 from dshard.topology import Topology
-from dshard.topology.model import MEASURERS as _MEASURERS
+from dshard.topology.network import MEASURERS as _MEASURERS
 from dshard.trace import strict, trace
 
 __version__ = "0.1.0"
@@ -95,8 +100,6 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
-    from dshard import calibrate as calibrate
-    from dshard import parallel as parallel
     from dshard.parallel import parallelize, plan_model
 
 _LATE = {

@@ -23,7 +23,7 @@ _FUNCTIONS: dict[str, Any] = {}
 _DICTS: dict[str, list[ref[Cache]]] = {}
 
 
-def remembered(name: str, bound: int) -> Callable[[F], F]:
+def cached(name: str, bound: int) -> Callable[[F], F]:
     """`functools.lru_cache`, under a name that `cache_info` shows.
 
     >>> @remembered("squares", 2)

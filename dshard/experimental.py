@@ -14,15 +14,15 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 
 from dshard.comm import DeviceMesh
+from dshard.core.call import Call, Op
+from dshard.core.moves import leaves
+from dshard.core.spec import Spec
+from dshard.dispatch.registry import register
 from dshard.errors import ArgumentError, LayoutError, ShapeError
 from dshard.layout import Shape, format_of, layout_of, placements_on
 from dshard.mesh import Mesh
-from dshard.ops.call import Call, Op
-from dshard.ops.moving import leaves
-from dshard.ops.registry import register
-from dshard.ops.rule import Pending, Rule, Term
-from dshard.ops.spec import Spec
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
+from dshard.rules.rule import PassThrough, Rule, Term
 from dshard.tensor import DTensor, as_mesh
 from dshard.validate import as_tuple, check_callable, check_type, shown
 
@@ -242,7 +242,7 @@ class _Rows:
         self.whole = {name for term in self.terms for dim in term for name in dim}
         self.reduce: dict[int, ReduceOp] = {}
         self.sizes: list[tuple[str, int]] = []
-        self.pending: list[Pending] = []
+        self.pending: list[PassThrough] = []
         self.factors = 0
 
     def of_tensors(self, ins: list[Placement | None]) -> list[Placement | None]:
@@ -277,7 +277,7 @@ class _Rows:
             if split or len(left) != n or len(ops) > 1:
                 self.drop(outs, ins)
             else:
-                self.pending.append(Pending(frozenset(i for i, _ in given), (given[0][1],)))
+                self.pending.append(PassThrough(frozenset(i for i, _ in given), (given[0][1],)))
         elif split:
             agrees = all(self.reduce.get(i, op) == op for i, op in left.items())
             whole_out = any(isinstance(p, Replicate) for p in outs)

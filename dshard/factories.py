@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from dshard import comm
 from dshard.comm import DeviceMesh
+from dshard.compile.graph_functions import traceable
+from dshard.core.spec import contiguous_stride, spec_of
 from dshard.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from dshard.layout import Layout, layout_of, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops import random
-from dshard.ops.spec import contiguous_stride, spec_of
 from dshard.placements import Placement, Replicate
 from dshard.tensor import DTensor, as_mesh, distribute_tensor
-from dshard.tracing import traceable
 from dshard.validate import as_int, as_shape, check_callable, check_type, is_symbolic, shown, suggestion
 
 
@@ -121,7 +121,7 @@ def randperm(
     order = random.permutation(n, random.draw_for(layout.mesh, "randperm", generator)).to(dtype)
 
     def part(coordinate: Coordinate, device: torch.device) -> Tensor:
-        return comm.cut(order, layout.region(shape, coordinate)).to(device)
+        return comm.local_shard(order, layout.region(shape, coordinate)).to(device)
 
     return _finished(comm.local_of(layout, part), layout, shape, **options)
 

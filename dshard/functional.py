@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dshard import joint
+from dshard.compile.graph_functions import traceable
 from dshard.errors import ArgumentError, DShardError, MixedError
 from dshard.layout import layout_of
-from dshard.ops.matmul.asked import Asked, Saved, asked_now, check_saved, check_strategy, stream_of
-from dshard.ops.matmul.schedule import Schedule
-from dshard.ops.matmul.stream import Stream
+from dshard.ops.matmul import functions
+from dshard.ops.matmul.options import MatmulOptions, Saved, check_saved, check_strategy, current_options, stream_of
 from dshard.placements import Placement
+from dshard.rules.matmul_loops import Schedule
+from dshard.rules.panel_stream import Stream
 from dshard.tensor import DTensor
-from dshard.tracing import traceable
 from dshard.validate import article, check_type, shown
 
 
@@ -46,7 +46,7 @@ def matmul(
         raise _refused(input, other)
     ndim = len(torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])) + (input.ndim > 1) + (other.ndim > 1)
     asked = _asked((input, other), ndim, strategy, out_placements, saved, panels)
-    return joint.matmul(DTensor, torch.matmul, (input, other), {}, asked)  # type: ignore[no-any-return]
+    return functions.matmul(DTensor, torch.matmul, (input, other), {}, asked)  # type: ignore[no-any-return]
 
 
 @traceable
@@ -71,7 +71,7 @@ def linear(
     if bias is not None:
         check_type(bias, Tensor, "bias", "give a DTensor, or None")
     asked = _asked((input, weight), input.ndim - 2 + weight.ndim, strategy, out_placements, saved, panels)
-    return joint.linear(DTensor, F.linear, (input, weight, bias), {}, asked)  # type: ignore[no-any-return]
+    return functions.linear(DTensor, F.linear, (input, weight, bias), {}, asked)  # type: ignore[no-any-return]
 
 
 def _refused(*tensors: Any) -> DShardError:
@@ -92,8 +92,8 @@ def _asked(
     out_placements: Sequence[Placement] | None,
     saved: Saved | None,
     panels: int | Literal["auto"] | Stream | None,
-) -> Asked:
-    now = asked_now()
+) -> MatmulOptions:
+    now = current_options()
     mesh = tensors[0].layout.mesh
     if strategy is not None:
         check_strategy(strategy)
@@ -101,4 +101,6 @@ def _asked(
         check_saved(saved)
     result = None if out_placements is None else layout_of(mesh, out_placements, ndim)
     stream = now.stream if panels is None else stream_of(panels)
-    return Asked(now.strategy if strategy is None else strategy, result, now.saved if saved is None else saved, stream)
+    return MatmulOptions(
+        now.strategy if strategy is None else strategy, result, now.saved if saved is None else saved, stream
+    )

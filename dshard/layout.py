@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from dshard.caches import remembered
+from dshard.caches import cached
 from dshard.errors import LayoutError, NotationError
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import (
@@ -185,13 +185,13 @@ class Layout:
         return f"{text}; {orders}" if orders else text
 
 
-@remembered("local parts", 65536)
+@cached("local parts", 65536)
 def _first_part(layout: Layout, shape: Shape) -> tuple[Region, int]:
     region = layout.region(shape, (0,) * layout.mesh.ndim)
     return region, prod(map(len, region))
 
 
-@remembered("layouts", 65536)
+@cached("layouts", 65536)
 def interned(layout: Layout) -> Layout:
     """The same object for all layouts that are equal to this one, which are then found equal at once."""
     return layout
@@ -263,7 +263,7 @@ def _pairs(order: Iterable[object]) -> tuple[DimOrder, ...]:
     )
 
 
-@remembered("placements", 4096)
+@cached("placements", 4096)
 def _layout_of(mesh: Mesh, placements: tuple[Placement, ...], ndim: int) -> Layout:
     _check_placements(mesh, placements)
     resolved = tuple(_resolve(placement, ndim) for placement in placements)

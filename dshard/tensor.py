@@ -11,31 +11,28 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from dshard import comm, shortcut
-from dshard.autograd import FromLocal, Live, ToLocal, brought, in_layout, redistribute
-from dshard.comm import Awaited, DeviceMesh, Later, stored, traced
-from dshard.dispatch import SEEN, dispatch
+from dshard import comm
+from dshard.autograd.crossing import FromLocal, LocalGraph, ToLocal, gradient_in_layout, in_layout, redistribute
+from dshard.comm import AsyncLocal, DeviceMesh, LazyLocal, stored_chunks, traced
+from dshard.compile.graph_functions import skip_frames, traceable
+from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes
+from dshard.core.call_log import CALL_LOG
+from dshard.core.moves import leaves, replica_broadcasts, sending
+from dshard.core.observe import OBSERVERS, observed
+from dshard.core.plain_tensors import PLAIN_RESULTS, may_hold_plain, refuse_plain, wrap_or_refuse_plain
+from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.transforms import is_differentiating_forward, is_transforming, is_wrapped, refuse_wrapped, with_tangent
+from dshard.core.view_sync import CopiedView
+from dshard.dispatch import fast_path
+from dshard.dispatch.composite_table import COMPOSITES
+from dshard.dispatch.operator import dispatch
 from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
-from dshard.joint import JOINT
 from dshard.layout import Layout, Shape, interned, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
-from dshard.ops.mixed import MADE_PLAIN, may_hold_plain, refuse_plain, settle_plain
-from dshard.ops.moving import leaves, replica_broadcasts, sending
-from dshard.ops.observe import OBSERVERS, observed
-from dshard.ops.origin import Origin
-from dshard.ops.spec import Spec, contiguous_stride, spec_of
-from dshard.ops.transforms import (
-    is_differentiating_forward,
-    is_transforming,
-    is_wrapped,
-    refuse_wrapped,
-    with_tangent,
-)
+from dshard.ops.matmul.decision import is_leaf
 from dshard.placements import Partial, Placement
-from dshard.product import is_leaf
-from dshard.tracing import Flat, flat, numbers, traceable, unseen
 from dshard.validate import article, as_shape, shown
 
 _make = torch.Tensor._make_wrapper_subclass  # given by position: names take it longer
@@ -48,12 +45,12 @@ class DTensor(torch.Tensor):
     Made by `distribute_tensor`, `DTensor.from_local` or a factory such as `dshard.zeros`.
     """
 
-    _local: Tensor = Awaited()  # type: ignore[assignment]
+    _local: Tensor = LazyLocal()  # type: ignore[assignment]
     _spec: Spec
-    _coming: Callable[[], Tensor]
-    _origin: Origin | None = None
+    _pending_local: Callable[[], Tensor]
+    _view_sync: CopiedView | None = None
     _leaf: bool | None = None
-    _live: Live | None = None
+    _local_graph: LocalGraph | None = None
     _gradient_layout: list[Layout] | None = None
 
     @staticmethod
@@ -73,10 +70,10 @@ class DTensor(torch.Tensor):
         return out
 
     @classmethod
-    def _wrap_later(cls, coming: Later, spec: Spec) -> DTensor:
+    def _wrap_later(cls, coming: AsyncLocal, spec: Spec) -> DTensor:
         """The same with a local part that is still to come: `_local` is missing, and who asks for it waits."""
         out: DTensor = _make(cls, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, spec.device)
-        out._coming = coming
+        out._pending_local = coming
         out._spec = spec
         return out
 
@@ -187,50 +184,50 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _SET_GRAD and args[0]._live is None:  # once for each parameter and step
+        if func == _SET_GRAD and args[0]._local_graph is None:  # once for each parameter and step
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args)
-        return shortcut.call(DTensor, func, args, kwargs or {}, _through)
+        return fast_path.call(DTensor, func, args, kwargs or {}, _through)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is _DETACH and not (SEEN or OBSERVERS):
+        if func is _DETACH and not (CALL_LOG or OBSERVERS):
             x = args[0]
-            if "_coming" in x.__dict__:  # what is accumulated may be on its way, too
-                return DTensor._wrap_later(x._coming, x._spec)
-            if type(x._local) is Tensor and x._origin is None:
+            if "_pending_local" in x.__dict__:  # what is accumulated may be on its way, too
+                return DTensor._wrap_later(x._pending_local, x._spec)
+            if type(x._local) is Tensor and x._view_sync is None:
                 return DTensor._wrap(x._local, x._spec)  # not a view of it, which would count its writes alone
         return dispatch(DTensor, func, args, kwargs or {})
 
     # -- what torch.compile asks of it
 
-    def __tensor_flatten__(self) -> tuple[list[str], Flat]:
+    def __tensor_flatten__(self) -> tuple[list[str], CompileMetadata]:
         leaf = self._leaf
-        return ["_local"], flat(self._spec, self.is_leaf if leaf is None else leaf)
+        return ["_local"], compile_metadata(self._spec, self.is_leaf if leaf is None else leaf)
 
     @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Tensor], flat: Flat, size: Any, stride: Any) -> DTensor:
+    def __tensor_unflatten__(parts: dict[str, Tensor], flat: CompileMetadata, size: Any, stride: Any) -> DTensor:
         local = parts["_local"]
         if type(local) is Tensor or not traced(local):
             return DTensor._wrap(local, flat.spec(tuple(size), tuple(stride)))
-        known = [numbers(sizes) for sizes in (size, stride, local.shape)]
+        known = [concrete_sizes(sizes) for sizes in (size, stride, local.shape)]
         out = DTensor._wrap(local, flat.spec(known[0], known[1]))
         out._leaf = flat.leaf
         return out
 
     @classmethod
-    def __metadata_guard__(cls, then: Flat, now: Flat) -> bool:
+    def __metadata_guard__(cls, then: CompileMetadata, now: CompileMetadata) -> bool:
         return then is now or then.serves(now)
 
     def _stable_hash_for_caching(self) -> str:
-        return flat(self._spec, is_leaf(self)).digest()
+        return compile_metadata(self._spec, is_leaf(self)).digest()
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         layout = self._spec.layout.cotangent()
         with torch._C.DisableTorchFunctionSubclass():
             return redistribute(self, layout)  # type: ignore[no-any-return]
 
-    def __coerce_same_metadata_as_tangent__(self, flat: Flat, expected_type: Any = None) -> DTensor | None:
+    def __coerce_same_metadata_as_tangent__(self, flat: CompileMetadata, expected_type: Any = None) -> DTensor | None:
         return None if expected_type is not None else redistribute(self, flat.layout)
 
     # -- what people see of it, and what copies it
@@ -265,13 +262,13 @@ class DTensor(torch.Tensor):
     # -- what torch.distributed.checkpoint asks of a tensor
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return stored.write_items(fqn, self._local, self._spec.layout, self._spec.shape)
+        return stored_chunks.write_items(fqn, self._local, self._spec.layout, self._spec.shape)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return stored.chunks(self._spec.layout, self._spec.shape)
+        return stored_chunks.chunks(self._spec.layout, self._spec.shape)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return stored.part(self._local, self._spec.shape)
+        return stored_chunks.part(self._local, self._spec.shape)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         spec = self._spec
@@ -284,19 +281,19 @@ def _through(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if is_transforming():
         return _transformed(cls, func, args, kwargs)
     if may_hold_plain(args) or (kwargs and may_hold_plain(kwargs.values())):
-        args, kwargs = settle_plain(cls, func, args, kwargs)
-    joint = JOINT.get(func)
+        args, kwargs = wrap_or_refuse_plain(cls, func, args, kwargs)
+    joint = COMPOSITES.get(func)
     if joint is not None:
         return joint(cls, func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         out = func(*args, **kwargs)
-    return wrapped(cls, out, (args, kwargs)) if type(out) in MADE_PLAIN else out
+    return wrapped(cls, out, (args, kwargs)) if type(out) in PLAIN_RESULTS else out
 
 
 def _transformed(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function within one that torch.func transforms, which takes it apart into operators."""
-    if func in JOINT and func in _BACKWARD:
-        return JOINT[func](cls, func, args, kwargs)
+    if func in COMPOSITES and func in _BACKWARD:
+        return COMPOSITES[func](cls, func, args, kwargs)
     if not any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in leaves((args, kwargs))):
         refuse_plain(cls, func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
@@ -308,7 +305,7 @@ _DETACH = torch.ops.aten.detach.default
 _GRAD: Any = torch.Tensor.grad
 _SET_GRAD = _GRAD.__set__
 support(DTensor)
-unseen(DTensor)
+skip_frames(DTensor)
 
 
 def keep_gradient_layout(x: DTensor) -> None:
@@ -321,7 +318,7 @@ def keep_gradient_layout(x: DTensor) -> None:
         (layout,) = held
         if grad is None or (type(grad) is DTensor and grad._spec.layout is layout):
             return None
-        found: DTensor = brought(DTensor, grad, layout)
+        found: DTensor = gradient_in_layout(DTensor, grad, layout)
         return found
 
     with torch._C.DisableTorchFunctionSubclass():
@@ -459,12 +456,12 @@ def _global_shape(local: Tensor, layout: Layout) -> Shape:
 def _scattered(tensor: Tensor, layout: Layout, source: int | None) -> Tensor:
     """The local tensor of this rank, from the rank `source`, or cut out of its own copy."""
     if not (OBSERVERS and comm.scatters(tensor, layout, source)):
-        return comm.spread(tensor, layout, source)
+        return comm.scatter_shards(tensor, layout, source)
     shape = tuple(tensor.shape)
     spec = spec_of(layout, shape, contiguous_stride(shape), tensor.dtype, tensor.device)
     nbytes = layout.local_numel(shape) * tensor.itemsize
     decision = sending("distribute_tensor", [spec], [("scatter", layout.mesh.names, nbytes)], explicit=True)
-    return observed(decision, comm.spread, (tensor, layout, source))  # type: ignore[no-any-return]
+    return observed(decision, comm.scatter_shards, (tensor, layout, source))  # type: ignore[no-any-return]
 
 
 @traceable

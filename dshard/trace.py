@@ -11,10 +11,11 @@ from time import perf_counter
 
 from dshard.chrome import Slice, to_chrome
 from dshard.comm import Event, collectives_of, listen, runtime_of
+from dshard.comm.user_code import user_line
+from dshard.core.context import planning_context
+from dshard.core.observe import Decision, observing, predicted_seconds
+from dshard.core.provenance import Modules
 from dshard.errors import LayoutError
-from dshard.ops.observe import Decision, observing, predicted_seconds
-from dshard.ops.settings import current
-from dshard.ops.where import Modules, user_line
 from dshard.tables import human_bytes, text_table
 from dshard.validate import check_one_of
 
@@ -180,7 +181,7 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
 def _predicted(event: Event) -> float:
     if event.predicted is not None:
         return event.predicted
-    topology, axes = current().topology_of(event.mesh), tuple(event.axis.split(","))
+    topology, axes = planning_context().topology_of(event.mesh), tuple(event.axis.split(","))
     return predicted_seconds(event.collective, event.nbytes, event.mesh, axes, topology)
 
 

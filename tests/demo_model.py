@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dshard import Mesh
 from dshard.comm import plain
-from dshard.demo.model import build as build_demo
+from dshard.demo.vit import build as build_demo
 from dshard.parallel import Plan, plan_model
 
 

@@ -6,14 +6,7 @@ from functools import cache
 
 import torch
 
-from dshard import (
-    DeviceMesh,
-    Mesh,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-)
+from dshard import DeviceMesh, Mesh, Replicate, Shard, distribute_tensor, init_device_mesh
 
 MESH = Mesh((4, 2), ("dp", "tp"))
 

@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard import DTensor, Mesh
-from dshard.comm import bind, cut, plain
+from dshard.comm import bind, local_shard, plain
 from dshard.errors import DShardError, RankError
 from dshard.layout import parse_layout, replicated
 from dshard.testing import RankPool, distribute, rank_pool, simulated, whole
@@ -258,7 +258,7 @@ def held(x: Any, value: Tensor, at: tuple[int, ...] | None) -> tuple[Tensor, Ten
             return whole(x), value
         if x.layout.partial_axes():
             x = x.redistribute(placements=replicated(x.layout.mesh).placements)
-        return x.to_local(), cut(value, x.layout.region(tuple(value.shape), at))
+        return x.to_local(), local_shard(value, x.layout.region(tuple(value.shape), at))
 
 
 # -- drawing

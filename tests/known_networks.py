@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from dshard.mesh import Mesh
-from dshard.topology import (
-    Layer,
-    Topology,
-)
+from dshard.topology import Layer, Topology
 
 GB = 1e9
 

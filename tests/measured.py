@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dshard import DTensor, Layout, Mesh, Schedule, matmul, trace, use_topology
 from dshard.layout import parse_layout
-from dshard.ops.matmul.asked import Saved
+from dshard.ops.matmul.options import Saved
 from dshard.testing import distribute, simulated, whole
 from dshard.topology import BYTES
 from dshard.trace import Trace

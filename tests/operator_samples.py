@@ -1,6 +1,6 @@
 """Arguments for every registered operator, of sizes that do not divide. A new row in a table needs a sample here.
 
-A backward operator is covered by the sample of its forward one: see `dshard.testing.calls.recorded`.
+A backward operator is covered by the sample of its forward one: see `dshard.testing.operator_calls.recorded`.
 """
 
 from __future__ import annotations

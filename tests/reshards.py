@@ -12,7 +12,7 @@ from dshard.layout import Shape
 from dshard.placements import Placement, ReduceOp
 from dshard.testing import layouts, shapes
 from dshard.topology import Topology
-from dshard.topology.values import Layer
+from dshard.topology.links import Layer
 
 Case: TypeAlias = tuple[Layout, Layout, Shape]
 R, S = Replicate(), Shard

@@ -6,15 +6,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dshard import (
-    DTensor,
-    Mesh,
-    Schedule,
-    Stream,
-)
+from dshard import DTensor, Mesh, Schedule, Stream
+from dshard.ops.matmul.panel_executor import PanelExecutor
 from dshard.ops.matmul.ring import executor
 from dshard.ops.matmul.rules import matmul_rule
-from dshard.ops.matmul.streamed import Streamed
 from dshard.redistribute import Plan, plan
 from dshard.testing import distribute
 from dshard.topology import BYTES
@@ -55,7 +50,7 @@ def plans_of(mesh: Mesh, schedule: Schedule, m: int, k: int, n: int) -> tuple[Pl
     return first, second, third
 
 
-def executor_of(mesh: Mesh, schedule: Schedule, shape: tuple[int, int, int], stream: Stream) -> Streamed | None:
+def executor_of(mesh: Mesh, schedule: Schedule, shape: tuple[int, int, int], stream: Stream) -> PanelExecutor | None:
     m, k, n = shape
     plans = plans_of(mesh, schedule, m, k, n)
     return executor(matmul_rule((m, k), (k, n)), plans, torch.float64, stream, None)

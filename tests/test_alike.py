@@ -10,7 +10,7 @@ from dshard.layout import Layout, parse_layout
 from dshard.mesh import Mesh
 from dshard.placements import REDUCE_OPS
 from dshard.redistribute import after, plan, plan_alike
-from dshard.redistribute.alike import back, renamed, renaming, roles
+from dshard.redistribute.canonical import axis_relabelling, back, relabelled, roles
 from dshard.redistribute.plan import _search
 from dshard.redistribute.price import step_seconds
 from dshard.redistribute.space import space_of
@@ -47,13 +47,13 @@ def test_a_renamed_plan_takes_as_long_as_one_that_is_searched(
 @given(LAYOUTS, LAYOUTS, st.permutations(range(3)))
 def test_one_redistribution_stands_for_all_that_are_alike(src: Layout, dst: Layout, names: list[int]) -> None:
     def standing(src: Layout, dst: Layout) -> tuple[Layout, Layout]:
-        found = renaming(src, dst, FLAT_CPU)
-        return (src, dst) if found is None else (renamed(src, found), renamed(dst, found))
+        found = axis_relabelling(src, dst, FLAT_CPU)
+        return (src, dst) if found is None else (relabelled(src, found), relabelled(dst, found))
 
-    other = renamed(src, tuple(names)), renamed(dst, tuple(names))
+    other = relabelled(src, tuple(names)), relabelled(dst, tuple(names))
 
     assert standing(*other) == standing(src, dst)
-    assert renamed(other[0], back(tuple(names))) == src
+    assert relabelled(other[0], back(tuple(names))) == src
 
 
 def test_axes_of_one_role_have_one_size_and_the_same_links() -> None:

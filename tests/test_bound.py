@@ -14,7 +14,7 @@ from dshard import Layout, Mesh, Partial, Replicate, Shard
 from dshard.cli import main
 from dshard.layout import parse_layout
 from dshard.redistribute import plan, plan_of_fewest_bytes
-from dshard.redistribute.bound import lower_bound
+from dshard.redistribute.received_bound import lower_bound
 from dshard.testing import layouts, meshes, redistributions, shapes
 from dshard.topology import BYTES, FLAT_CPU, FLAT_CUDA
 

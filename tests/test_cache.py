@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dshard
 from dshard import Replicate, Shard, distribute_tensor, init_device_mesh
-from dshard.caches import Cache, cache_info, clear_caches, remembered
-from dshard.ops.settings import MAX_TOPOLOGIES, settings_of
+from dshard.caches import Cache, cache_info, cached, clear_caches
+from dshard.core.context import MAX_TOPOLOGIES, planning_context_of
 from dshard.testing import RankPool
 from dshard.topology import Topology
 
@@ -32,7 +32,7 @@ def test_a_cache_forgets_its_oldest_entry_beyond_its_bound() -> None:
 def test_functions_are_remembered_up_to_their_bound() -> None:
     calls = []
 
-    @remembered("one of two", 2)
+    @cached("one of two", 2)
     def double(x: int) -> int:
         calls.append(x)
         return 2 * x
@@ -49,11 +49,11 @@ def test_no_cache_is_without_a_bound() -> None:
 
 
 def test_what_was_decided_on_many_topologies_is_forgotten_but_for_the_last() -> None:
-    kept = [settings_of(Topology.flat(bandwidth=1e9 + i)) for i in range(MAX_TOPOLOGIES + 1)]
+    kept = [planning_context_of(Topology.flat(bandwidth=1e9 + i)) for i in range(MAX_TOPOLOGIES + 1)]
 
-    assert settings_of(kept[1].topology) is kept[1]
-    assert settings_of(kept[0].topology) is not kept[0]
-    assert settings_of(None) is settings_of(None)
+    assert planning_context_of(kept[1].topology) is kept[1]
+    assert planning_context_of(kept[0].topology) is not kept[0]
+    assert planning_context_of(None) is planning_context_of(None)
 
 
 @cache

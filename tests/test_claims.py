@@ -15,12 +15,12 @@ from torch.optim import SGD, AdamW
 from dshard import Layout, Mesh, Replicate, Shard, matmul, trace, use_topology
 from dshard.functional import linear
 from dshard.layout import parse_layout
-from dshard.ops.expand import Operand
-from dshard.ops.matmul import schedules
-from dshard.ops.matmul.named import STRATEGIES
 from dshard.ops.matmul.rules import matmul_rule
-from dshard.ops.strategy import Wanted, strategies
 from dshard.redistribute import plan
+from dshard.rules.expand import Operand
+from dshard.rules.matmul_loops import schedules
+from dshard.rules.matmul_strategies import STRATEGIES
+from dshard.rules.strategy import Constraints, strategies
 from dshard.testing import distribute, parts, simulated, whole
 from dshard.topology import BYTES
 
@@ -70,7 +70,7 @@ def test_no_product_has_all_three_split_and_sends_nothing() -> None:
     for a, b in product(split, repeat=2):
         operands = [Operand(layout, shape, 8) for layout in (a, b)]
         for c in split:
-            found = strategies(matmul_rule(shape, shape), operands, [(shape, 8)], BYTES, Wanted(result=c))
+            found = strategies(matmul_rule(shape, shape), operands, [(shape, 8)], BYTES, Constraints(result=c))
             for one in found:
                 pairs = zip((a, b, one.outputs[0]), (*one.inputs, c), strict=True)
                 sent.append(sum(plan(src, dst, shape, 8, BYTES).busiest() for src, dst in pairs))

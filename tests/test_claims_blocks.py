@@ -16,18 +16,10 @@ from torch.func import functional_call
 from vision import batch, vision
 
 import dshard
-from dshard import (
-    Mesh,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    parallelize,
-    use_strategy,
-)
-from dshard.comm import WORKSPACE, Program, Session, plain, rehearse, unstack
+from dshard import Mesh, Placement, Replicate, Shard, distribute_tensor, parallelize, use_strategy
+from dshard.comm import WORKSPACE, Program, Session, plain, run_without_data, unstack
 from dshard.mesh import Coordinate
-from dshard.ops.matmul.streamed import Streamed
+from dshard.ops.matmul.panel_executor import PanelExecutor
 from dshard.simulate.recording import record
 from dshard.tensor import as_mesh
 from dshard.testing import RankPool, simulated, whole
@@ -125,7 +117,7 @@ def test_s6_biases_hosted_once_are_updated_by_their_owners_alone() -> None:
             torch.testing.assert_close(whole(mine.detach()), biases[name].detach(), rtol=1e-9, atol=1e-11)
 
 
-def rehearsed(products: Sequence[Streamed], at: Coordinate) -> int:
+def rehearsed(products: Sequence[PanelExecutor], at: Coordinate) -> int:
     """The most bytes in buffers of one product, or of two of which the second is computed as the first is reduced."""
     plans = [plan for product in products for plan in product.plans[:2]]
     tensors = [torch.empty(p.src.local_shape(p.shape, at), dtype=torch.float64, device="meta") for p in plans]
@@ -136,16 +128,16 @@ def rehearsed(products: Sequence[Streamed], at: Coordinate) -> int:
         last = yield from rests.pop()
         return last, (yield from rests.pop())
 
-    return products[0].transient_bytes(at) if len(products) == 1 else rehearse(program, tensors, at)[1]
+    return products[0].transient_bytes(at) if len(products) == 1 else run_without_data(program, tensors, at)[1]
 
 
 def stepped_in_panels() -> tuple[int, int, int, int]:
     """Buffers that an Optimus step in panels makes at first and later, the most bytes lent, what was promised."""
     mesh = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "c"))
-    model, asked = parallelize(vision(layers=1), mesh, "optimus", batch()[0]), Streamed.program
-    ran: list[tuple[Session, list[Streamed]]] = []  # by the loan of buffers that they share
+    model, asked = parallelize(vision(layers=1), mesh, "optimus", batch()[0]), PanelExecutor.program
+    ran: list[tuple[Session, list[PanelExecutor]]] = []  # by the loan of buffers that they share
 
-    def program(self: Streamed, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Any:
+    def program(self: PanelExecutor, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Any:
         if not ran or ran[-1][0] is not space:
             ran.append((space, []))
         ran[-1][1].append(self)
@@ -159,11 +151,11 @@ def stepped_in_panels() -> tuple[int, int, int, int]:
 
     WORKSPACE.clear()
     WORKSPACE.peak = 0
-    Streamed.program = program  # type: ignore[method-assign]
+    PanelExecutor.program = program  # type: ignore[method-assign]
     try:
         first = step()
     finally:
-        Streamed.program = asked  # type: ignore[method-assign]
+        PanelExecutor.program = asked  # type: ignore[method-assign]
     later = sum(step() for _ in range(3))
     at = as_mesh(mesh).coordinate(dist.get_rank())
     return first, later, WORKSPACE.peak, max(rehearsed(products, at) for _, products in ran)

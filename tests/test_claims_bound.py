@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard import Layout, Mesh, Partial, Replicate, Schedule, Shard
-from dshard.ops.expand import Operand
-from dshard.ops.matmul import schedules
-from dshard.ops.matmul.bound import matmul_lower_bound
-from dshard.ops.matmul.named import STRATEGIES
 from dshard.ops.matmul.rules import matmul_rule
-from dshard.ops.strategy import Strategy, Wanted, choose
 from dshard.parallel import Transformer, rank_meshes
 from dshard.placements import Placement
 from dshard.redistribute import plan
+from dshard.rules.expand import Operand
+from dshard.rules.matmul_bound import matmul_lower_bound
+from dshard.rules.matmul_loops import schedules
+from dshard.rules.matmul_strategies import STRATEGIES
+from dshard.rules.strategy import Constraints, Strategy, choose
 from dshard.topology import BYTES, Topology
 
 ITEMSIZE = 2
@@ -77,7 +77,7 @@ def dispatched(sizes: Sizes, stored: Sequence[Layout]) -> int:
     m, k, n = sizes
     shapes = (m, k), (k, n), (m, n)
     operands = [Operand(layout, shape, ITEMSIZE) for layout, shape in zip(stored[:2], shapes[:2], strict=True)]
-    rule, wanted = matmul_rule(*shapes[:2]), Wanted(result=stored[2])
+    rule, wanted = matmul_rule(*shapes[:2]), Constraints(result=stored[2])
     return moved(choose(rule, operands, [(shapes[2], ITEMSIZE)], BYTES, wanted), stored, shapes)
 
 

@@ -20,15 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from vision import Vision, batch, vision
 
 import dshard
-from dshard import (
-    Mesh,
-    Replicate,
-    Shard,
-    StrategyError,
-    distribute_tensor,
-    parallelize,
-    plan_model,
-)
+from dshard import Mesh, Replicate, Shard, StrategyError, distribute_tensor, parallelize, plan_model
 from dshard.parallel import Plan
 from dshard.testing import simulated, whole
 

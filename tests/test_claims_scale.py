@@ -10,7 +10,7 @@ import pytest
 from dshard.errors import ShapeError
 from dshard.simulate import Model, Setup, form_of, simulate_step
 from dshard.simulate.block import Costs
-from dshard.simulate.step import parts_of
+from dshard.simulate.training_step import parts_of
 from dshard.topology import Topology
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

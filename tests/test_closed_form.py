@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dshard import Mesh, parallelize, use_topology
 from dshard.simulate import Model, Recorded, Setup, form_of, record
 from dshard.simulate.block import Costs
-from dshard.simulate.step import parts_of
+from dshard.simulate.training_step import parts_of
 from dshard.topology import BYTES
 
 MODEL = Model(layers=1, hidden=32, heads=8, sequence=8)

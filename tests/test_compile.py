@@ -40,10 +40,10 @@ from dshard import (
 )
 from dshard.comm import runtime_of
 from dshard.comm.runtime import Runtime
-from dshard.ops.settings import current
+from dshard.compile.metadata import compile_metadata
+from dshard.core.context import planning_context
 from dshard.testing import RankPool, rank_pool
 from dshard.topology import Layer
-from dshard.tracing import flat
 
 pytestmark = pytest.mark.ranks
 GRID = Mesh((2, 2), ("x", "y"))
@@ -269,17 +269,17 @@ def test_each_size_has_its_graph(ranks: RankPool) -> None:
 
 def described_elsewhere() -> list[str]:
     x = tensor(0, (8, 8), Shard(0), R)
-    known = flat(x._spec, True)
+    known = compile_metadata(x._spec, True)
     assert copy.deepcopy(known) is known
     assert pickle.loads(pickle.dumps(known)) is known
     with use_topology(slow_axis((1e6, 1e6))):
-        other = flat(x._spec, True)
+        other = compile_metadata(x._spec, True)
         assert pickle.loads(pickle.dumps(other)) is other
         assert other == known
         assert not other.serves(known)
-        assert other.settings is current()
-    assert known.serves(flat(x._spec, True))
-    assert not known.serves(flat(x._spec, False))
+        assert other.settings is planning_context()
+    assert known.serves(compile_metadata(x._spec, True))
+    assert not known.serves(compile_metadata(x._spec, False))
     runtime = runtime_of(GRID)
     assert runtime is not None
     groups = runtime.device_mesh.get_all_groups()  # of the first mesh of this shape that was made

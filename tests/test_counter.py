@@ -17,9 +17,9 @@ from torch import Tensor
 
 import dshard as ours
 from dshard import Layout, Mesh, Shard, matmul
-from dshard.autograd import redistribute
+from dshard.autograd.crossing import redistribute
 from dshard.comm import DeviceMesh, Event, bind, init_device_mesh, listen, run, runtime_of, transport
-from dshard.ops.settings import current
+from dshard.core.context import planning_context
 from dshard.placements import REDUCE_OPS
 from dshard.redistribute import Plan, after, plan
 from dshard.testing import (
@@ -86,7 +86,7 @@ def against_each_step(
 ) -> list[str]:
     """Every step of the cheapest plan and of the one of fewest bytes, run alone."""
     wrong = []
-    for topology in (current().topology_of(src.mesh), BYTES):
+    for topology in (planning_context().topology_of(src.mesh), BYTES):
         x = distribute(whole_numbers(shape, dtype), src)._local
         for step in steps_of(plan(src, dst, shape, dtype.itemsize, topology)):
             with count_traffic() as traffic:
@@ -103,7 +103,7 @@ def against_the_whole(
     """The plan as a redistribution runs it, and what its listeners are told."""
     events: list[Event] = []
     x = distribute(whole_numbers(shape, dtype), src)
-    expected = plan(src, dst, shape, dtype.itemsize, current().topology_of(src.mesh))
+    expected = plan(src, dst, shape, dtype.itemsize, planning_context().topology_of(src.mesh))
     with count_traffic() as traffic, listen(events.append):
         redistribute(x, dst)
     figures = {expected.received(at) * dtype.itemsize, sum(event.nbytes for event in events), traffic.nbytes}

@@ -19,8 +19,8 @@ from torch import nn
 import dshard
 from dshard import DTensor, MeshError, Replicate, Shard, distribute_tensor
 from dshard.caches import clear_caches
-from dshard.comm import alarm
-from dshard.comm.debug import WIDTH, _row, checksum
+from dshard.comm import peer_failure
+from dshard.comm.rank_checks import WIDTH, _row, checksum
 from dshard.errors import RankError
 from dshard.parallel import parallelize
 from dshard.testing import RankPool
@@ -166,7 +166,7 @@ def one_more(meet: Callable[[], None]) -> None:
 
 def others_ended() -> None:
     """Rank 1 calls one operator more than the others, which have ended."""
-    alarm.PATIENCE = timedelta(seconds=0.3)
+    peer_failure.PATIENCE = timedelta(seconds=0.3)
     renew_world("ended", dist.distributed_c10d._get_default_store())
     with debugging():
         x = laid()

@@ -11,23 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from dshard import trace
-from dshard.demo import (
-    BATCH,
-    Progress,
-    Row,
-    Settings,
-    draw,
-    names,
-    predict,
-    rank,
-)
+from dshard.demo import BATCH, Progress, Row, Settings, draw, names, predict, rank
 from dshard.demo import data as data_module
 from dshard.demo.data import Digits, MissingExtra, batches, load
-from dshard.demo.launch import run
-from dshard.demo.laying import lay_out
-from dshard.demo.model import build
-from dshard.demo.strategies import SINGLE, STRATEGIES, Strategy, UnknownStrategy, find
+from dshard.demo.lay_out import lay_out
+from dshard.demo.layouts import SINGLE, STRATEGIES, Strategy, UnknownStrategy, find
+from dshard.demo.start import run
 from dshard.demo.train import train, train_all
+from dshard.demo.vit import build
 from dshard.layout import parse_layout
 from dshard.placements import Replicate, Shard
 from dshard.testing import RankPool, distribute, rank_pool, simulated, whole

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import dshard
 from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard, trace
+from dshard.dispatch import registry
 from dshard.errors import LayoutError, ShapeError
 from dshard.experimental import TensorLike, local_map, register_sharding
-from dshard.ops import registry
 from dshard.testing import RankPool, check_rule, distribute, simulated, whole
 
 LINE = Mesh((4,), ("tp",))

@@ -24,7 +24,7 @@ from dshard import (
     use_topology,
 )
 from dshard.explain import explain_matmul
-from dshard.ops.matmul.bound import matmul_lower_bound
+from dshard.rules.matmul_bound import matmul_lower_bound
 from dshard.topology import BYTES
 
 

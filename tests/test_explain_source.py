@@ -27,8 +27,8 @@ from dshard import (
 )
 from dshard.caches import clear_caches
 from dshard.explain import describe_tensor, explain_source
-from dshard.ops.matmul.bound import matmul_lower_bound
 from dshard.report import export
+from dshard.rules.matmul_bound import matmul_lower_bound
 from dshard.testing import distribute, simulated
 
 

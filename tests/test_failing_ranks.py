@@ -14,8 +14,8 @@ from torch import Tensor
 
 import dshard
 from dshard import Replicate, Shard
-from dshard.comm import alarm
-from dshard.comm.alarm import Waiting, stuck
+from dshard.comm import peer_failure
+from dshard.comm.peer_failure import Waiting, stuck
 from dshard.testing import RankPool
 
 SECONDS = 20.0  # for a rank to raise, on a machine with much else to do; about 2 where it has not
@@ -203,7 +203,7 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str, float]:
 
 def outcomes(calls: list[Callable[[], Any]]) -> list[list[tuple[str, str, float]]]:
     """Of each call, in a new world, and of one more that is right but for what was before it."""
-    alarm.PATIENCE = timedelta(seconds=0.5)
+    peer_failure.PATIENCE = timedelta(seconds=0.5)
     store, found = dist.distributed_c10d._get_default_store(), []
     _, y = recorded()  # what is slow the first time
     y.sum().backward()

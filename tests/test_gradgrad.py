@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import dshard
 from dshard import DTensor, Mesh, Replicate
 from dshard.comm import bind, plain
-from dshard.ops.moving import leaves, replace_leaves
+from dshard.core.moves import leaves, replace_leaves
 from dshard.testing import RankPool, distribute, simulated, whole
 from dshard.testing.choices import has_gradient, layouts_of
 

@@ -13,24 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dshard
-from dshard import (
-    DeviceMesh,
-    DTensor,
-    Layout,
-    Mesh,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
-from dshard.testing import (
-    RankPool,
-    distribute,
-    dtensors,
-    layouts,
-    simulated,
-    whole,
-)
+from dshard import DeviceMesh, DTensor, Layout, Mesh, Partial, Replicate, Shard, distribute_tensor
+from dshard.testing import RankPool, distribute, dtensors, layouts, simulated, whole
 
 GRID = Mesh((2, 2), ("dp", "tp"))
 X = torch.arange(15.0).view(5, 3)
@@ -46,7 +30,7 @@ def test_gradients_of_leaves_lie_like_the_leaves(x: DTensor, data: st.DataObject
     value = whole(x)
     with simulated(x.layout.mesh):
         x.requires_grad_()
-        y = dshard.autograd.redistribute(x, other)
+        y = dshard.autograd.crossing.redistribute(x, other)
         (x * x + 3 * y).backward(distribute(torch.ones(x.shape, dtype=x.dtype), x.layout.cotangent()))
 
         assert x.grad is not None

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dshard import Mesh
-from dshard.calibrate.program import operators_of, operators_of_phases, program_on
+from dshard.calibrate.block_program import operators_of, operators_of_phases, program_on
 from dshard.comm import listen
 from dshard.simulate import Model, Setup, form_of, record, simulate_step
 from dshard.topology import Topology

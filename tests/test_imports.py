@@ -21,11 +21,11 @@ MAY_IMPORT_RICH = ("report",)
 # Functions that may import, as "dshard/file.py: function". Each needs a reason beside it.
 MAY_IMPORT_LATE = frozenset(
     {
-        "dshard/comm/stored.py: _torch",  # torch.distributed.checkpoint takes a second to import, and calls this itself
-        "dshard/comm/parts.py: split_graph",  # torch.distributed.pipelining takes longer to import than all of dshard
+        "dshard/comm/stored_chunks.py: _torch",  # torch.distributed.checkpoint takes a second to import
+        "dshard/comm/graph_split.py: split_graph",  # torch.distributed.pipelining takes seconds to import
         "dshard/checkpoint/tensor_files.py: _library",  # safetensors is an extra
-        "dshard/tracing/fronts.py: traceable",  # torch._dynamo takes long, and is there already when this runs:
-        "dshard/tracing/fronts.py: front",  # while it traces
+        "dshard/compile/graph_functions.py: traceable",  # torch._dynamo takes long, and is there already
+        "dshard/compile/graph_functions.py: front",  # while it traces
     }
 )
 

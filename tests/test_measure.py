@@ -17,10 +17,10 @@ from dshard.calibrate.measure import axes_to_measure
 from dshard.calibrate.rounds import Case, Clock, Times, call_of, run_rounds
 from dshard.cli import main
 from dshard.comm import bind, listen, runtime_of, same_topology
+from dshard.core.context import planning_context
 from dshard.cost import collective_seconds
 from dshard.errors import MeshError, TopologyError
 from dshard.mesh import Mesh
-from dshard.ops.settings import current
 from dshard.testing import RankPool, simulated
 from dshard.topology import Collective, Measured
 from dshard.topology.sharing import cut_bandwidth, groups_of
@@ -133,7 +133,7 @@ def disagree(how: str) -> tuple[float, float, list[str]]:
             shared = same_topology(own, bind(mesh))
             return shared.layers[0].group_bandwidth, 0.0, events
         with use_topology(own, mesh=mesh if how == "mesh" else None):
-            inside = current().topology
+            inside = planning_context().topology
             assert inside is not None
             return inside.layers[0].group_bandwidth, own.layers[0].group_bandwidth, events
 

@@ -20,8 +20,8 @@ from dshard import Mesh
 from dshard.comm import DeviceMesh, bind, run, transport
 from dshard.comm.run import stages_of
 from dshard.comm.transfer import Transfer
+from dshard.core.context import planning_context
 from dshard.mesh import Coordinate
-from dshard.ops.settings import current
 from dshard.placements import REDUCE_OPS
 from dshard.redistribute import Plan, plan
 from dshard.testing import RankPool, Redistribution, distribute, redistributions, shapes, whole_numbers
@@ -66,7 +66,7 @@ def above_the_limit(batch: list[Redistribution], few_bytes: int) -> list[str]:
             device_mesh(src.mesh)
             at = src.mesh.coordinate(dist.get_rank())
             x = distribute(whole_numbers(shape, DTYPE), src)._local
-            topologies: list[Topology] = [current().topology_of(src.mesh), BYTES]
+            topologies: list[Topology] = [planning_context().topology_of(src.mesh), BYTES]
             for topology in topologies:
                 found = plan(src, dst, shape, DTYPE.itemsize, topology)
                 end = max(src.local_numel(shape), dst.local_numel(shape))

@@ -13,25 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dshard
-from dshard import (
-    DTensor,
-    Layout,
-    Mesh,
-    Replicate,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-)
+from dshard import DTensor, Layout, Mesh, Replicate, Shard, distribute_module, distribute_tensor
 from dshard.layout import Shape
-from dshard.testing import (
-    distribute,
-    layouts,
-    meshes,
-    shapes,
-    simulated,
-    whole,
-    whole_numbers,
-)
+from dshard.testing import distribute, layouts, meshes, shapes, simulated, whole, whole_numbers
 
 GRID = Mesh((2, 2), ("dp", "tp"))
 X = torch.arange(15.0).view(5, 3)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dshard import Mesh
 from dshard.comm import bind, init_device_mesh
-from dshard.ops.registry import TABLES
+from dshard.dispatch.registry import TABLES
 from dshard.testing import (
     RankPool,
     RuleError,
@@ -28,9 +28,9 @@ from dshard.testing import (
     simulated,
     whole_numbers,
 )
-from dshard.testing.calls import recorded
 from dshard.testing.check import _Call
 from dshard.testing.choices import layouts_of
+from dshard.testing.operator_calls import recorded
 
 THOROUGH = settings().max_examples > 100
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,17 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.optimizer import _foreach_supported_types
 
-from dshard import (
-    DTensor,
-    Layout,
-    LayoutError,
-    Mesh,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-)
+from dshard import DTensor, Layout, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dshard.comm import Event, listen
 from dshard.testing import RankPool, distribute, parts, simulated, whole
 

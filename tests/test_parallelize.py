@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import dshard
 from dshard import LayoutError, Mesh, Replicate, Shard, distribute_tensor, trace
 from dshard.comm import plain
-from dshard.demo.model import build as build_demo
+from dshard.demo.vit import build as build_demo
 from dshard.parallel import parallelize
 from dshard.testing import RankPool, rank_pool, simulated, whole
 

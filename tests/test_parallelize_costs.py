@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dshard
 from dshard import LayoutError, Mesh, Placement, Replicate, Shard, StrategyError, distribute_tensor, trace
 from dshard.comm import WORKSPACE, planning
-from dshard.demo.model import build as build_demo
+from dshard.demo.vit import build as build_demo
 from dshard.parallel import Auto, Cost, Memory, Moves, Plan, parallelize, plan_model
 from dshard.parallel.auto import foldings, mixture, uniform
 from dshard.parallel.factors import trace_factors

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import dshard
 from dshard import DTensor, Layout, Mesh, Replicate, Shard
+from dshard.dispatch.registry import known
 from dshard.ops.random import draw
-from dshard.ops.registry import known
 from dshard.testing import distribute, dtensors, layouts, meshes, shapes, simulated, whole
 
 aten = torch.ops.aten

@@ -12,10 +12,10 @@ from torch import nn
 from dshard import DeviceMesh, Mesh, use_topology
 from dshard.comm import init_device_mesh
 from dshard.comm.workspace import WORKSPACE
-from dshard.demo.laying import lay_out
-from dshard.demo.model import build
-from dshard.demo.strategies import find
-from dshard.ops.matmul import use_strategy
+from dshard.demo.lay_out import lay_out
+from dshard.demo.layouts import find
+from dshard.demo.vit import build
+from dshard.ops.matmul.options import use_strategy
 from dshard.simulate.recording import Recorded, record
 from dshard.testing import rank_pool
 from dshard.topology import Topology

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dshard import DTensor, Layout, Mesh, MeshError, Partial, Replicate, Shard
-from dshard.autograd import redistribute
+from dshard.autograd.crossing import redistribute
 from dshard.comm import DeviceMesh, Event, bind, listen
+from dshard.core.context import planning_context
 from dshard.layout import Shape, parse_layout
-from dshard.ops.settings import current
 from dshard.placements import REDUCE_OPS
 from dshard.redistribute import Plan, axes_of, plan, received
 from dshard.testing import (
@@ -38,7 +38,7 @@ Case: TypeAlias = tuple[Redistribution, torch.dtype]
 
 def planned(src: Layout, dst: Layout, shape: Shape, itemsize: int) -> Plan:
     """The plan that a redistribution runs."""
-    return plan(src, dst, shape, itemsize, current().topology_of(src.mesh))
+    return plan(src, dst, shape, itemsize, planning_context().topology_of(src.mesh))
 
 
 def ordered(case: Redistribution) -> bool:

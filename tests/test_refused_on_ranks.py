@@ -19,7 +19,7 @@ from torch import Tensor
 
 import dshard
 from dshard import Layout, Partial, Replicate, Shard
-from dshard.comm import alarm, bind
+from dshard.comm import bind, peer_failure
 from dshard.testing import RankPool, count_traffic, distribute
 
 BENCHMARKS = str(Path(__file__).parent.parent / "benchmarks")
@@ -130,7 +130,7 @@ def test_what_torch_lists_as_refused_is_refused_on_all_ranks_alike(ranks: RankPo
 
 def left_waiting(alike: bool) -> tuple[str, str, list[float]]:
     """What this rank meets where an index is out of range on the last rank, or on all, which is slow to go on."""
-    alarm.PATIENCE = timedelta(seconds=0.1)
+    peer_failure.PATIENCE = timedelta(seconds=0.1)
     mesh = dshard.init_device_mesh("cpu", (4,))
     table = dshard.distribute_tensor(torch.arange(5.0), mesh, [Replicate()])
     index = torch.tensor([0, 1, 2, 5] if not alike else [5, 5, 5, 5])
@@ -152,7 +152,7 @@ def left_waiting_between_hosts(exchange: bool) -> tuple[str, str, list[float]]:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     if not exchange:
         return left_waiting(False)
-    alarm.PATIENCE = timedelta(seconds=0.1)
+    peer_failure.PATIENCE = timedelta(seconds=0.1)
     mesh = dshard.init_device_mesh("cpu", (4,))
     x = dshard.distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [Shard(0)])
     index = dshard.distribute_tensor(torch.tensor([[0, 1, 2, 3]] * 3 + [[5] * 4]), mesh, [Shard(0)])

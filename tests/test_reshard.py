@@ -28,13 +28,13 @@ from dshard import (
     strict,
     trace,
 )
-from dshard.autograd import redistribute
+from dshard.autograd.crossing import redistribute
 from dshard.comm import DeviceMesh, begin_reshard, bind, reshard
-from dshard.ops import use_topology
-from dshard.ops.strategy import completed
+from dshard.core.context import use_topology
 from dshard.placements import REDUCE_OPS
-from dshard.reshard import Form, plan_of_form, plan_reshard, price
-from dshard.reshard.forms import FORMS
+from dshard.reshard import Form, chain_price, plan_of_form, plan_reshard
+from dshard.reshard.chain_forms import FORMS
+from dshard.rules.strategy import completed_layout
 from dshard.testing import RankPool, count_traffic, distribute, parts, rank_pool, simulated, whole, whole_numbers
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
@@ -102,7 +102,7 @@ def test_the_gradient_comes_back_from_another_mesh(run: Run) -> None:
 @given(runs(meshes_of(8)))
 def test_every_form_keeps_the_tensor(run: Run) -> None:
     (src, dst, shape), dtype, topology, form = run
-    src, dst = completed(src), completed(dst)
+    src, dst = completed_layout(src), completed_layout(dst)
     value = whole_numbers(shape, dtype)
     with simulated(8), many_chunks():
         x = distribute(value, src)
@@ -117,7 +117,7 @@ def test_every_form_keeps_the_tensor(run: Run) -> None:
 def many_chunks() -> Iterator[None]:
     """Within the block chains may have chunks of a single element."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(price, "LEAST_BYTES", 1)
+        patch.setattr(chain_price, "LEAST_BYTES", 1)
         yield
 
 
@@ -209,7 +209,7 @@ def cross_one(run: Run) -> str:
                 assert_value(whole(x.grad), incoming)
             else:
                 assert x.grad is None
-        ends, value = (completed(src), completed(dst)), value.to(dtype)
+        ends, value = (completed_layout(src), completed_layout(dst)), value.to(dtype)
         with many_chunks():
             plan = plan_of_form(*ends, shape, dtype.itemsize, topology, form, balance=True)
         out = reshard(plan, distribute(value, ends[0])._local.to(dtype))

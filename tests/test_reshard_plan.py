@@ -16,13 +16,13 @@ from dshard import Layout, LayoutError, Mesh, MeshError, Partial, Replicate, Sha
 from dshard.redistribute import numel
 from dshard.reshard import ReshardPlan, plan_reshard, tasks
 from dshard.reshard.baselines import BASELINES, baseline_seconds
-from dshard.reshard.bound import least_crossing, lower_bound
-from dshard.reshard.forms import FORMS, drafts, forms_of
+from dshard.reshard.chain_forms import FORMS, drafts, forms_of
+from dshard.reshard.chain_price import chains_seconds, scheduled
+from dshard.reshard.host_network import host_network_of
 from dshard.reshard.order import Use, best, greedy, in_depth, in_order
-from dshard.reshard.plan import _plan
-from dshard.reshard.price import chains_seconds, scheduled
+from dshard.reshard.reshard_plan import _plan
 from dshard.reshard.tasks import overlap, pending_axes, region_of
-from dshard.reshard.wires import wires_of
+from dshard.reshard.time_bound import least_crossing, lower_bound
 
 PUBLISHED = {
     "1": (2.0, 0.5, 0.5, 0.5),
@@ -73,7 +73,7 @@ def test_a_slice_crosses_once_for_each_host_that_needs_it(name: str) -> None:
 
     hosts = dst.mesh.shape[0] if name[0] in "78" else 1
     assert sum(found.crossing().values()) == hosts * prod(shape) * 4
-    assert sum(found.crossing().values()) == least_crossing(tasks(src, dst, shape), 4, wires_of(topology))
+    assert sum(found.crossing().values()) == least_crossing(tasks(src, dst, shape), 4, host_network_of(topology))
 
 
 # -- any plan
@@ -141,7 +141,7 @@ def test_no_plan_ends_before_its_bound(drawn: tuple[Case, Topology]) -> None:
 def test_no_form_for_all_tasks_is_cheaper(drawn: tuple[Case, Topology]) -> None:
     case, topology = drawn
     found = planned(case, topology)
-    wires = wires_of(topology)
+    wires = host_network_of(topology)
     asked = tasks(found.held, found.landed, found.shape)
     around = sum(plan.seconds for plan in (found.first, found.last) if plan is not None)
 
@@ -298,4 +298,4 @@ def test_the_bound_counts_slices_that_only_some_hosts_hold() -> None:
     src = Layout(Mesh((2, 1), ranks=(0, 2)), (Replicate(), Replicate()))
     dst = Layout(Mesh((2, 1), ranks=(4, 6)), (Shard(0), Replicate()))
 
-    assert lower_bound(tasks(src, dst, (8,)), 1, wires_of(paper_network(2))) == 4.0
+    assert lower_bound(tasks(src, dst, (8,)), 1, host_network_of(paper_network(2))) == 4.0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard import NotationError, ShapeError, register_rule
-from dshard.ops.rule import Pending, Rule, linear, parse_rule
+from dshard.rules.rule import PassThrough, Rule, linear, parse_rule
 
 FACTORS = st.sampled_from("abcdefg")
 
@@ -72,8 +72,8 @@ def test_what_is_reduced_how() -> None:
 
 
 def test_what_passes_through_pending() -> None:
-    assert linear(0, 2) == (Pending(frozenset({0})), Pending(frozenset({2})))
-    assert Pending(frozenset({0})).ops == ("sum", "avg")
+    assert linear(0, 2) == (PassThrough(frozenset({0})), PassThrough(frozenset({2})))
+    assert PassThrough(frozenset({0})).ops == ("sum", "avg")
 
 
 @pytest.mark.parametrize(

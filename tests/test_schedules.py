@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dshard import DTensor, Mesh, Schedule, Topology, matmul, trace, use_topology
 from dshard.comm import DeviceMesh, bind, transport
-from dshard.ops.matmul import schedules
+from dshard.rules.matmul_loops import schedules
 from dshard.testing import RankPool, count_traffic, distribute, rank_pool, simulated, whole
 from dshard.topology import BYTES, CPU
 from dshard.trace import Trace

@@ -32,11 +32,11 @@ from dshard import (
 )
 from dshard.comm import Scoped, listen, planning
 from dshard.comm.runtime import runtime_of
+from dshard.core.context import planning_context
+from dshard.core.observe import _OBSERVERS, OBSERVERS, observing
+from dshard.core.spec import for_shapes, is_for_shapes
 from dshard.errors import LayoutError
-from dshard.ops.matmul.asked import NOTHING, Asked, asked_now
-from dshard.ops.observe import _OBSERVERS, OBSERVERS, observing
-from dshard.ops.settings import current
-from dshard.ops.spec import for_shapes, is_for_shapes
+from dshard.ops.matmul.options import NO_OPTIONS, MatmulOptions, current_options
 from dshard.testing import distribute, simulated
 
 MESH = Mesh((2,), ("x",))
@@ -49,7 +49,10 @@ BLOCKS: dict[str, Callable[[int], AbstractContextManager[object]]] = {
         use_strategy(matmul="row"),
     )[i],
 }
-VALUES: dict[str, Callable[[], object]] = {"use_topology": lambda: current().topology, "use_strategy": asked_now}
+VALUES: dict[str, Callable[[], object]] = {
+    "use_topology": lambda: planning_context().topology,
+    "use_strategy": current_options,
+}
 NAMES = pytest.mark.parametrize("name", BLOCKS)
 
 
@@ -77,11 +80,11 @@ def test_blocks_may_be_left_in_any_order(name: str, order: tuple[int, ...]) -> N
 
 def test_what_nothing_asks_for_is_one_object() -> None:
     with use_strategy():
-        assert asked_now() is NOTHING
+        assert current_options() is NO_OPTIONS
     with use_strategy(matmul="summa"), use_strategy(saved="stored"):
-        assert asked_now() is not NOTHING
-        assert asked_now() == Asked("summa", saved="stored")
-    assert asked_now() is NOTHING
+        assert current_options() is not NO_OPTIONS
+        assert current_options() == MatmulOptions("summa", saved="stored")
+    assert current_options() is NO_OPTIONS
 
 
 @NAMES
@@ -245,10 +248,17 @@ def test_threads_of_autograd_see_what_the_caller_of_backward_does() -> None:
 
     def ask() -> None:
         with use_strategy(saved="stored"):
-            inner = asked_now()
+            inner = current_options()
         assert inner.saved == "stored"
-        assert inner.strategy == asked_now().strategy
-        seen.add((threading.get_ident() == main, current().topology, asked_now().strategy, len(_OBSERVERS.value())))
+        assert inner.strategy == current_options().strategy
+        seen.add(
+            (
+                threading.get_ident() == main,
+                planning_context().topology,
+                current_options().strategy,
+                len(_OBSERVERS.value()),
+            )
+        )
 
     with use_topology(FIRST), use_strategy(matmul="row"), observing(lambda decision: ExitStack()):
         deep(ask)

@@ -15,13 +15,13 @@ from torch import nn
 from dshard import Mesh, plan_model
 from dshard.cli import main
 from dshard.errors import MeshError, ShapeError, StrategyError
-from dshard.simulate import FORMS, Model, Setup, bunched, form_of, search, simulate_step, timeline
+from dshard.simulate import FORMS, Model, Setup, form_of, host_tiles, search, simulate_step, timeline
 from dshard.simulate.block import Costs, block_events
-from dshard.simulate.files import read_setup, setup_data, setup_from
 from dshard.simulate.memory import memory_of
-from dshard.simulate.search import MOST_TENSOR, setups
-from dshard.simulate.step import parts_of
-from dshard.simulate.timeline import Event, makespan, placed
+from dshard.simulate.queues import Event, makespan, placed
+from dshard.simulate.setup_files import read_setup, setup_data, setup_from
+from dshard.simulate.setup_search import MOST_TENSOR, setups
+from dshard.simulate.training_step import parts_of
 from dshard.topology import BYTES, Topology
 
 MODEL = Model(layers=4, hidden=64, heads=16, sequence=32, vocabulary=0)
@@ -138,7 +138,7 @@ def test_overlap_never_takes_longer_and_hides_no_more_than_there_is() -> None:
 @pytest.mark.parametrize(("rows", "columns", "host"), [(4, 4, 4), (8, 8, 4), (4, 6, 2), (6, 6, 4), (8, 8, 8)])
 def test_bunched_hosts_are_blocks(rows: int, columns: int, host: int) -> None:
     """Claim S14: with 4 GPUs a node and q = 4, each column and row of the mesh crosses two nodes, not four."""
-    ranks = bunched(rows, columns, host)
+    ranks = host_tiles(rows, columns, host)
     assert sorted(ranks) == list(range(rows * columns))
     grid = [ranks[i * columns : (i + 1) * columns] for i in range(rows)]
     rowwise = [range(i * columns, (i + 1) * columns) for i in range(rows)]
@@ -152,7 +152,7 @@ def test_bunched_hosts_are_blocks(rows: int, columns: int, host: int) -> None:
 
 def test_hosts_that_do_not_tile_are_refused() -> None:
     with pytest.raises(MeshError, match="hosts of 4 ranks do not tile a mesh of"):
-        bunched(3, 3, 4)
+        host_tiles(3, 3, 4)
 
 
 def test_isoefficiency() -> None:

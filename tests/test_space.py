@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
-from dshard.ops.expand import Operand
 from dshard.ops.matmul.rules import matmul_rule
-from dshard.ops.strategy import Wanted, choose, strategies
 from dshard.placements import REDUCE_OPS, Partial
 from dshard.redistribute import after, plan
-from dshard.redistribute.plan import steps_straight, useful_dims, way_within
+from dshard.redistribute.plan import plan_within, steps_straight, useful_dims
 from dshard.redistribute.price import step_seconds
 from dshard.redistribute.space import Space
 from dshard.redistribute.step import steps_from
+from dshard.rules.expand import Operand
+from dshard.rules.strategy import Constraints, choose, strategies
 from dshard.testing import Redistribution, layouts, meshes, redistributions, shapes
 from dshard.topology import BYTES, FLAT_CPU, FLAT_CUDA, Measured, Topology
 
@@ -89,7 +89,7 @@ def test_a_plan_is_found_within_its_seconds(
 ) -> None:
     expected = plan(src, dst, shape, 4, topology)
 
-    found = way_within(src, dst, shape, 4, topology, expected.seconds * times)
+    found = plan_within(src, dst, shape, 4, topology, expected.seconds * times)
 
     if abs(times - 1) > 1e-9 and expected.seconds:
         assert (found is None) == (times < 1)
@@ -104,7 +104,7 @@ def test_no_strategy_is_cheaper_than_the_chosen_one(data: st.DataObject, topolog
     operands = [Operand(data.draw(layouts(GRID, 2)), shape, 4) for shape in ((m, k), (k, n))]
     flags = st.tuples(st.booleans(), st.booleans())
     result = data.draw(st.none() | layouts(GRID, 2, pending=()))
-    wanted = Wanted(result=result, gradients=data.draw(flags), kept=data.draw(flags))
+    wanted = Constraints(result=result, gradients=data.draw(flags), kept=data.draw(flags))
 
     chosen = choose(rule, operands, outputs, topology, wanted)
 

@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard import DTensor, Layout, Mesh
-from dshard.joint import run_strategy
+from dshard.core.call import Call
+from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.layout import Shape, parse_layout
 from dshard.ops.attention import attention_rule
-from dshard.ops.call import Call
-from dshard.ops.expand import Operand, merges
+from dshard.ops.composite import run_strategy
 from dshard.ops.matmul.rules import linear_rule, matmul_rule
-from dshard.ops.rule import Rule, parse_rule
-from dshard.ops.spec import Spec, contiguous_stride, spec_of
-from dshard.ops.strategy import Strategy, Wanted, choose, completed, strategies
 from dshard.placements import Replicate, Shard, chunk
+from dshard.rules.expand import Operand, merges
+from dshard.rules.rule import Rule, parse_rule
+from dshard.rules.strategy import Constraints, Strategy, choose, completed_layout, strategies
 from dshard.testing import distribute, meshes, simulated, whole
-from dshard.testing.rows import every_strategy
+from dshard.testing.rule_rows import every_strategy
 from dshard.topology import BYTES, FLAT_CPU
 
 LINE = Mesh((4,), ("tp",))
@@ -88,7 +88,7 @@ def test_a_product_with_gradients_repeats_no_work_that_its_operands_split(x: str
     axis = operands[0].layout.axes_of(0)[0]
 
     for gradients, repeated in (((False, False), True), ((True, True), False)):
-        found = strategies(rule, operands, [((8, 4), 4)], FLAT_CPU, Wanted(gradients=gradients, kept=(True, True)))
+        found = strategies(rule, operands, [((8, 4), 4)], FLAT_CPU, Constraints(gradients=gradients, kept=(True, True)))
         assert any(each.rows[axis] is None for each in found) == repeated
 
 
@@ -118,7 +118,7 @@ def test_a_pending_result_is_charged_its_completion() -> None:
     found = chosen(MM, LINE, SQUARE, ("tp:S(1)", SQUARE), ("tp:S(0)", SQUARE))
 
     assert found.reduce > 0
-    assert str(completed(found.outputs[0])) == "tp:R"
+    assert str(completed_layout(found.outputs[0])) == "tp:R"
 
 
 def test_an_order_of_mesh_axes_is_kept() -> None:
@@ -133,7 +133,7 @@ def test_what_is_kept_in_place_stays() -> None:
     operands = [Operand(parse_layout(text, LINE), SQUARE, 4) for text in ("tp:R", "tp:S(0)")]
     kept = operands[0].layout
 
-    found = choose(rule, operands, [(SQUARE, 4)], FLAT_CPU, Wanted(keep=kept))
+    found = choose(rule, operands, [(SQUARE, 4)], FLAT_CPU, Constraints(keep=kept))
 
     assert found.inputs[0] == found.outputs[0] == kept
 

@@ -11,24 +11,14 @@ from hypothesis import strategies as st
 from streams import ABT, MESHES, SUMMA, executor_of, expected, placed, reals, sizes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dshard import (
-    DTensor,
-    Mesh,
-    Schedule,
-    Stream,
-    linear,
-    matmul,
-    trace,
-    use_strategy,
-    use_topology,
-)
-from dshard.comm import Leg, perform
+from dshard import DTensor, Mesh, Schedule, Stream, linear, matmul, trace, use_strategy, use_topology
+from dshard.comm import CollectiveOp, run_program
 from dshard.layout import Layout
-from dshard.ops.matmul import schedules
-from dshard.ops.matmul.ring import Ringed
-from dshard.ops.matmul.streamed import Streamed
+from dshard.ops.matmul.panel_executor import PanelExecutor
+from dshard.ops.matmul.ring import RingExecutor
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import AllReduce, cuts, slices, turns
+from dshard.rules.matmul_loops import schedules
 from dshard.testing import distribute, simulated, whole
 from dshard.topology import BYTES
 
@@ -138,14 +128,14 @@ def test_every_rank_receives_what_it_receives_in_bulk(
         todo = found.compiled(at, None)
         bulk = sum(p.received(at) for i, p in enumerate(found.plans) if not passes(found, i))
         legs = [leg for group in (*(part.legs for part in todo.parts), todo.whole) for each in group for leg in each]
-        received = sum(leg.elements for leg in legs if isinstance(leg, Leg))
+        received = sum(leg.elements for leg in legs if isinstance(leg, CollectiveOp))
         rounding = len(found.panels) * len(at) * mesh.size**2 * 9
         reduces = any(isinstance(step, AllReduce) for p in found.plans for step in p.steps)
         assert bulk <= received <= bulk + rounding * reduces
 
 
-def passes(found: Streamed, i: int) -> bool:
-    return isinstance(found, Ringed) and i in found.axes
+def passes(found: PanelExecutor, i: int) -> bool:
+    return isinstance(found, RingExecutor) and i in found.axes
 
 
 @pytest.mark.parametrize("panels", [1, 2, 4])
@@ -229,7 +219,7 @@ def test_rings_pass_each_chunk_on(shape: tuple[int, ...], schedule: Schedule, ar
     mesh = Mesh(shape, ("x", "y", "z")[: len(shape)])
     for m, k, n in ((12, 36, 24), (5, 7, 6), (1, 2, 4)):
         found = executor_of(mesh, schedule, (m, k, n), Stream(panels, None, "ring"))
-        assert isinstance(found, Ringed)
+        assert isinstance(found, RingExecutor)
         assert set(found.axes) == around or (m, k, n) != (12, 36, 24)
         with simulated(mesh), use_topology(BYTES):
             x, y, grad = placed(mesh, schedule, m, k, n)
@@ -293,7 +283,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
         return original(program, logged)
 
-    module = __import__("sys").modules[perform.__module__]
+    module = __import__("sys").modules[run_program.__module__]
     original = module.drive
     monkeypatch.setattr(module, "drive", drive)
     return log

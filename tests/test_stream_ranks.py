@@ -15,25 +15,16 @@ from hypothesis import strategies as st
 from streams import ABT, MESHES, SUMMA, executor_of, expected, placed, plans_of, reals
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dshard import (
-    Mesh,
-    Schedule,
-    Stream,
-    explain,
-    init_device_mesh,
-    matmul,
-    trace,
-    use_strategy,
-    use_topology,
-)
-from dshard.comm import WORKSPACE, Leg, bind
+from dshard import Mesh, Schedule, Stream, explain, init_device_mesh, matmul, trace, use_strategy, use_topology
+from dshard.comm import WORKSPACE, CollectiveOp, bind
+from dshard.core.panel_cost import PanelCost
 from dshard.errors import RankError, StrategyError
-from dshard.ops.matmul.priced import Panelled, cheapest, in_panels
+from dshard.ops.matmul.panel_price import cheapest, in_panels
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.testing import RankPool, distribute, simulated, whole
 from dshard.topology import BYTES, Device, Topology
 
-Prices = tuple[Panelled, ...]
+Prices = tuple[PanelCost, ...]
 
 
 # -- real ranks
@@ -278,7 +269,7 @@ def test_all_coordinates_have_collectives_in_one_order() -> None:
                 for part in found.compiled(at, None).parts
                 for legs in part.legs
                 for leg in legs
-                if isinstance(leg, Leg)
+                if isinstance(leg, CollectiveOp)
             )
             for at in mesh.coordinates()
         }

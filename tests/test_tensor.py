@@ -31,17 +31,7 @@ from dshard import (
     distribute_tensor,
 )
 from dshard.layout import Shape
-from dshard.testing import (
-    RankPool,
-    distribute,
-    dtensors,
-    layouts,
-    meshes,
-    shapes,
-    simulated,
-    whole,
-    whole_numbers,
-)
+from dshard.testing import RankPool, distribute, dtensors, layouts, meshes, shapes, simulated, whole, whole_numbers
 
 GRID = Mesh((2, 2), ("dp", "tp"))
 X = torch.arange(15.0).view(5, 3)

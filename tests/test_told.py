@@ -29,8 +29,8 @@ from dshard import (
     use_topology,
 )
 from dshard.comm import bind, init_device_mesh
+from dshard.core.moves import leaves, replace_leaves
 from dshard.explain import Explanation
-from dshard.ops.moving import leaves, replace_leaves
 from dshard.pipeline import Pipeline
 from dshard.testing import RankPool, distribute, simulated
 from dshard.testing.choices import layouts_of

@@ -14,15 +14,7 @@ from topologies import cases, measured_on, topologies
 
 from dshard.mesh import Mesh
 from dshard.testing import meshes
-from dshard.topology import (
-    COLLECTIVES,
-    FLAT_CPU,
-    PRESETS,
-    Layer,
-    Link,
-    Measured,
-    Topology,
-)
+from dshard.topology import COLLECTIVES, FLAT_CPU, PRESETS, Layer, Link, Measured, Topology
 from dshard.topology.presets import ring
 from dshard.topology.sharing import groups_of
 

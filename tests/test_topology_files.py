@@ -16,17 +16,7 @@ from topologies import measured_on, meshes_on, topologies
 
 from dshard.errors import DShardError, MeshError, TopologyError
 from dshard.mesh import Mesh
-from dshard.topology import (
-    BYTES,
-    FLAT_CPU,
-    FLAT_CUDA,
-    Device,
-    Layer,
-    Link,
-    Measured,
-    Topology,
-    default_topology,
-)
+from dshard.topology import BYTES, FLAT_CPU, FLAT_CUDA, Device, Layer, Link, Measured, Topology, default_topology
 from dshard.topology.presets import CPU
 
 

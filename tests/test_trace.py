@@ -29,7 +29,7 @@ from dshard import (
     use_strategy,
     use_topology,
 )
-from dshard.ops.where import user_line
+from dshard.comm.user_code import user_line
 from dshard.testing import distribute, simulated
 from dshard.trace import Trace
 

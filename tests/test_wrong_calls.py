@@ -52,17 +52,8 @@ from dshard.explain import explain_matmul, parse_dtype
 from dshard.layout import parse_layout
 from dshard.pipeline import Costs, Edge, Pipeline, Program, Stage, StageCost, chain
 from dshard.placements import parse_placement, parse_placements
-from dshard.simulate import Model, Setup, bunched, form_of, search, simulate_step
-from dshard.testing import (
-    RankPool,
-    check_call,
-    check_rule,
-    distribute,
-    parts,
-    simulated,
-    whole,
-    whole_numbers,
-)
+from dshard.simulate import Model, Setup, form_of, host_tiles, search, simulate_step
+from dshard.testing import RankPool, check_call, check_rule, distribute, parts, simulated, whole, whole_numbers
 from dshard.topology import Device, Layer, Link, Measured
 
 Row = tuple[Callable[[], object], type[Exception], str]
@@ -602,8 +593,8 @@ SIMULATIONS: list[Row] = [
     (lambda: searched(topology="dgx-a100"), TopologyError, "is the name of a preset"),
     (lambda: searched(dtype="bf17"), NotationError, "'bf17' is no dtype"),
     (lambda: searched(tell=3), ArgumentError, "tell: 3 cannot be called"),
-    (lambda: bunched(4, 4, -4), MeshError, "per_host: -4"),
-    (lambda: bunched(0, 4, 4), MeshError, "rows: 0"),
+    (lambda: host_tiles(4, 4, -4), MeshError, "per_host: -4"),
+    (lambda: host_tiles(0, 4, 4), MeshError, "rows: 0"),
     (lambda: dshard_record(3), ArgumentError, "record: 3 cannot be called"),
 ]
 

@@ -23,10 +23,10 @@ from typing import Literal, TypeAlias
 from dshard.layout import Layout, Shape
 from dshard.redistribute import axes_of
 from dshard.redistribute.price import step_seconds as seconds_of
-from dshard.simulate import Event, Model, Setup, bunched, form_of
+from dshard.simulate import Event, Model, Setup, form_of, host_tiles
 from dshard.simulate.block import Costs
-from dshard.simulate.step import parts_of
-from dshard.simulate.timeline import Phase
+from dshard.simulate.queues import Phase
+from dshard.simulate.training_step import parts_of
 from dshard.topology import Device, Layer, Topology
 
 DATA = Path(__file__).parent / "data"
@@ -82,7 +82,7 @@ class Row:
         if self.system == "megatron":
             return Setup(form_of("megatron"), self.shape, recompute=True)
         q, depth = self.shape[0], self.shape[2] if len(self.shape) == 3 else 1
-        plane = bunched(q, q, min(PER_NODE, q * q))
+        plane = host_tiles(q, q, min(PER_NODE, q * q))
         if depth == 1:
             return Setup(form_of("optimus"), (q, q), recompute=True, ranks=plane)
         ranks = tuple(layer * q * q + rank for layer in range(depth) for rank in plane)

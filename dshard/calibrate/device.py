@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
+from dshard.calibrate.block_program import operators_of, program_on
 from dshard.calibrate.fit import typical
-from dshard.calibrate.program import operators_of, program_on
 from dshard.calibrate.rounds import Clock
 from dshard.topology import Device
 

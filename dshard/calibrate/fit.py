@@ -16,7 +16,7 @@ from itertools import combinations
 from math import inf
 from statistics import mean, median
 
-from dshard.topology.values import Points
+from dshard.topology.links import Points
 
 LINE_TYPICALLY, LINE_ALWAYS = 0.05, 0.15
 """A line describes times from which it differs by no more: in the median, and at any size."""

@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from dshard import comm
-from dshard.checkpoint.flat import Leaf, leaves
+from dshard.checkpoint.flat_names import Leaf, leaves
 from dshard.checkpoint.metadata_file import version
 from dshard.checkpoint.planners import LoadPlanner, Report, SavePlanner
 from dshard.checkpoint.storage import Reader, Writer
+from dshard.core.moves import with_partials_reduced
 from dshard.errors import ArgumentError, CheckpointError
 from dshard.layout import format_of
-from dshard.ops.moving import settled
 from dshard.tensor import DTensor
 from dshard.validate import check_type
 
@@ -169,7 +169,9 @@ def states(state: dict[str, Any]) -> dict[str, Any]:
 
 def settled_state(state: Any) -> Any:
     """The state with nothing pending."""
-    return tree_map_only(DTensor, lambda x: settled(x.detach(), "checkpoint") if x.layout.partial_axes() else x, state)
+    return tree_map_only(
+        DTensor, lambda x: with_partials_reduced(x.detach(), "checkpoint") if x.layout.partial_axes() else x, state
+    )
 
 
 def _give_state(optimizer: Optimizer) -> None:

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard import comm
-from dshard.checkpoint.flat import leaves
+from dshard.checkpoint.flat_names import leaves
 from dshard.checkpoint.store import agree, agreed_path, failing, on_all_ranks, on_first_rank, settled_state, states
-from dshard.comm.stored import boxes
+from dshard.comm.stored_chunks import boxes
 from dshard.errors import CheckpointError
 from dshard.layout import Region, Shape
 from dshard.tensor import DTensor

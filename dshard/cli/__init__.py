@@ -10,10 +10,10 @@ import torch
 
 from dshard import __version__, report
 from dshard.cli.completion import add_completion
-from dshard.cli.demo import add_demo
-from dshard.cli.plan import add_explain, add_plan
-from dshard.cli.simulate import add_simulate
-from dshard.cli.topology import add_topology
+from dshard.cli.demo_command import add_demo
+from dshard.cli.plan_commands import add_explain, add_plan
+from dshard.cli.simulate_commands import add_simulate
+from dshard.cli.topology_commands import add_topology
 from dshard.errors import DShardError
 
 

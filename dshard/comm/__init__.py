@@ -1,6 +1,6 @@
 """The one door to torch.distributed: plans run here, and every collective is told to whoever listens."""
 
-from dshard.comm.agree import (
+from dshard.comm.agreement import (
     checked_shape,
     gather_objects,
     global_shape,
@@ -10,17 +10,26 @@ from dshard.comm.agree import (
     shape_exchange,
     share,
 )
-from dshard.comm.alarm import is_heard, is_told, leave_word, tell_failure, watch_backward
-from dshard.comm.caller import user_line
-from dshard.comm.debug import compare_calls, compare_draws
-from dshard.comm.debug import enabled as comparing
+from dshard.comm.async_local import AsyncLocal, LazyLocal, Start, async_start
+from dshard.comm.async_ops import (
+    CollectiveOp,
+    InFlight,
+    Program,
+    Request,
+    begin,
+    collective_ops_of,
+    finish,
+    flat,
+    same_memory,
+    send_receive,
+)
+from dshard.comm.async_run import advance, run_program, run_without_data
+from dshard.comm.cpu_scheduling import share_cores
 from dshard.comm.events import Event, listen
-from dshard.comm.functional import outside_graphs, traced
-from dshard.comm.later import Awaited, Later, Start, starter
-from dshard.comm.legs import Flight, Leg, Program, Request, begin, finish, flat, legs_of, passing, same_memory
-from dshard.comm.mail import fetch, leave, peek
-from dshard.comm.parts import split_graph
-from dshard.comm.perform import drive, perform, rehearse
+from dshard.comm.graph_split import split_graph
+from dshard.comm.peer_failure import is_heard, is_told, leave_word, publish_failure, watch_backward
+from dshard.comm.rank_checks import compare_calls, compare_draws
+from dshard.comm.rank_checks import enabled as comparing
 from dshard.comm.reshard import Resharding, begin_reshard, crossing_event, reshard
 from dshard.comm.run import collectives_of, run, run_number, runner, swap
 from dshard.comm.runtime import (
@@ -39,22 +48,24 @@ from dshard.comm.runtime import (
     runtime_of,
     simulated_ranks,
 )
+from dshard.comm.scatter_shards import device_of, local_of, local_shard, scatter_shards, scatters
 from dshard.comm.scoped import Scoped
-from dshard.comm.simulate import each, plain, stack, unstack
-from dshard.comm.spread import cut, device_of, local_of, scatters, spread
+from dshard.comm.simulated import each, plain, stack, unstack
+from dshard.comm.store import fetch, peek, put
+from dshard.comm.traced_collectives import outside_graphs, traced
 from dshard.comm.transfer import Local
-from dshard.comm.turns import take_turns
+from dshard.comm.user_code import user_line
 from dshard.comm.workspace import WORKSPACE, Session, Workspace
 
 __all__ = [
     "FORGET",
     "WORKSPACE",
-    "Awaited",
+    "AsyncLocal",
+    "CollectiveOp",
     "DeviceMesh",
     "Event",
-    "Flight",
-    "Later",
-    "Leg",
+    "InFlight",
+    "LazyLocal",
     "Local",
     "LocalTensor",
     "Program",
@@ -65,21 +76,22 @@ __all__ = [
     "Session",
     "Start",
     "Workspace",
+    "advance",
+    "async_start",
     "begin",
     "begin_reshard",
     "bind",
     "break_off",
     "checked_shape",
+    "collective_ops_of",
     "collectives_of",
     "compare_calls",
     "compare_draws",
     "comparing",
     "crossing_event",
     "current_mesh",
-    "cut",
     "device_mesh_of",
     "device_of",
-    "drive",
     "each",
     "fetch",
     "finish",
@@ -91,38 +103,37 @@ __all__ = [
     "init_device_mesh",
     "is_heard",
     "is_told",
-    "leave",
     "leave_word",
-    "legs_of",
     "listen",
     "local_of",
+    "local_shard",
     "outside_graphs",
-    "passing",
     "peek",
-    "perform",
     "plain",
     "planning",
+    "publish_failure",
+    "put",
     "ranks_per_host",
-    "rehearse",
     "reshard",
     "run",
     "run_number",
+    "run_program",
+    "run_without_data",
     "runner",
     "runtime_of",
     "same_memory",
     "same_replicas",
     "same_topology",
+    "scatter_shards",
     "scatters",
+    "send_receive",
     "shape_exchange",
     "share",
+    "share_cores",
     "simulated_ranks",
     "split_graph",
-    "spread",
     "stack",
-    "starter",
     "swap",
-    "take_turns",
-    "tell_failure",
     "traced",
     "unstack",
     "user_line",

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dshard.comm.alarm import wait_for
+from dshard.comm.peer_failure import wait_for
 from dshard.comm.runtime import Group
 from dshard.placements import ReduceOp
 

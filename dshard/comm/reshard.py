@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dshard.comm import debug, transport
+from dshard.comm import rank_checks, transport
 from dshard.comm.events import LISTENERS, Event, measuring, tell
-from dshard.comm.landing import Buffers
+from dshard.comm.reshard_buffers import Buffers
 from dshard.comm.run import run
 from dshard.comm.runtime import Group, LocalTensor, Runtime, group_of, runtime_of
-from dshard.comm.simulate import plain, stack, unstack
-from dshard.comm.spread import device_of
-from dshard.comm.tell import settle
+from dshard.comm.scatter_shards import device_of
+from dshard.comm.simulated import plain, stack, unstack
+from dshard.comm.timing import synchronize
 from dshard.errors import MeshError
 from dshard.mesh import Mesh
 from dshard.reshard import ReshardPlan
@@ -82,8 +82,8 @@ def begin_reshard(plan: ReshardPlan, x: Tensor, *, tag: int = 0, timeout: float 
         _tell(plan, plan.received(runtime.rank) * plan.itemsize)
     with torch.no_grad():
         group = group_of(plan.ranks, runtime, tag)
-        if debug.enabled():
-            debug.compare_on(_told_of(plan), group, device_of(plan.src.mesh))
+        if rank_checks.enabled():
+            rank_checks.compare_on(_told_of(plan), group, device_of(plan.src.mesh))
         if runtime.rank in plan.src.mesh and plan.first is not None:
             x = run(plan.first, x)
         return Resharding(plan, runtime.rank, x, group, tag, timeout)
@@ -287,10 +287,10 @@ def _measure(plan: ReshardPlan, x: Tensor) -> Tensor | None:
     runtime = _runtime(plan)
     group, device = group_of(plan.ranks, runtime), device_of(plan.src.mesh)
     transport.all_reduce(torch.zeros(1, device=device), "sum", group)
-    settle(device)
+    synchronize(device)
     begin = perf_counter()
     out = begin_reshard(plan, x).finish()
-    settle(device)
+    synchronize(device)
     _tell(plan, plan.received(runtime.rank) * plan.itemsize, perf_counter() - begin)
     return out
 

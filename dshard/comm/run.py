@@ -9,13 +9,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dshard.caches import remembered
-from dshard.comm import collectives, debug, transport
+from dshard.caches import cached
+from dshard.comm import collectives, rank_checks, transport
 from dshard.comm.events import LISTENERS, emit
-from dshard.comm.functional import traced
 from dshard.comm.runtime import Group, LocalTensor, Runtime, own_coordinate, runtime_of
-from dshard.comm.simulate import exchange, plain, stack, unstack
-from dshard.comm.tell import told
+from dshard.comm.simulated import exchange, plain, stack, unstack
+from dshard.comm.timing import timed
+from dshard.comm.traced_collectives import traced
 from dshard.comm.transfer import Local, Transfer, compile_step
 from dshard.comm.transport import reduce_number
 from dshard.errors import MeshError
@@ -64,7 +64,7 @@ def run_number(plan: Plan, x: Tensor) -> Tensor:
     step = plan.steps[0] if len(plan.steps) == 1 else None
     if runtime is None or runtime.coordinate is None or type(x) is not Tensor or x.is_meta:
         return run(plan, x)
-    if not isinstance(step, AllReduce) or debug.enabled():
+    if not isinstance(step, AllReduce) or rank_checks.enabled():
         return run(plan, x)
     group = runtime.group(step.axes)
     if group.backend != "gloo" or not 1 < len(group.ranks) <= _FEW_RANKS:
@@ -73,7 +73,7 @@ def run_number(plan: Plan, x: Tensor) -> Tensor:
     assert isinstance(found, Transfer)
     nbytes, op = found.received * x.itemsize, step.op
     with torch.no_grad():
-        return told("all_reduce", plan.src.mesh, nbytes, group, x.device, lambda: reduce_number(x, op, group))
+        return timed("all_reduce", plan.src.mesh, nbytes, group, x.device, lambda: reduce_number(x, op, group))
 
 
 _FEW_RANKS = 64  # which may each send every other a number
@@ -142,7 +142,7 @@ def _runner(plan: Plan, runtime: Runtime, coordinate: Coordinate) -> Local:
     calls: list[Local] = []
     for stage in stages:
         calls += _transfer(stage, runtime.group(stage.axes)) if isinstance(stage, Transfer) else [stage]
-    if debug.enabled():
+    if rank_checks.enabled():
         calls.insert(0, partial(_compared, plan, runtime))
     if len(calls) == 1:
         return calls[0]
@@ -180,11 +180,11 @@ def _in_turn(calls: list[Local]) -> Local:
 
 def _compared(plan: Plan, runtime: Runtime, x: Tensor) -> Tensor:
     if not traced(x):
-        debug.compare(plan, runtime)
+        rank_checks.compare(plan, runtime)
     return x
 
 
-@remembered("stages", 65536)
+@cached("stages", 65536)
 def stages_of(plan: Plan, coordinate: Coordinate) -> tuple[Stage, ...]:
     """What the rank at `coordinate` does, in order; axes of one rank fall out. Nothing is copied that will be again.
 
@@ -210,7 +210,7 @@ def _transfer(transfer: Transfer, group: Group) -> list[Local]:
     def call(x: Tensor) -> Tensor:
         if LISTENERS and not traced(x):
             nbytes = transfer.received * x.itemsize
-            return told(transfer.collective, transfer.mesh, nbytes, group, x.device, lambda: first(x))
+            return timed(transfer.collective, transfer.mesh, nbytes, group, x.device, lambda: first(x))
         return first(x)
 
     return [transfer.pack, call, *others, transfer.unpack]

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dshard.comm.functional import joined, traced
+from dshard.comm.traced_collectives import joined, traced
 from dshard.layout import Layout, Region, Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import ReduceOp

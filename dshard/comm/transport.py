@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm import collectives
-from dshard.comm.alarm import not_begun, wait_for, wait_for_pairs
-from dshard.comm.functional import traced
+from dshard.comm.peer_failure import not_begun, wait_for, wait_for_pairs
 from dshard.comm.runtime import Group
+from dshard.comm.traced_collectives import traced
 from dshard.errors import ShapeError
 from dshard.placements import ReduceOp
 

@@ -56,7 +56,7 @@ class Workspace:
         self.free.clear()
 
 
-def lent_now() -> int:
+def borrowed_now() -> int:
     """Bytes that all workspaces have lent."""
     return sum(space.held for space in tuple(WORKSPACES))
 
@@ -67,7 +67,7 @@ def in_use(sizes: Mapping[StorageWeakRef, int]) -> int:
     Buffers that a workspace keeps for the next who asks are not in use: on real ranks they stay from step to step.
     """
     kept = set().union(*(space.storages for space in tuple(WORKSPACES)))
-    return sum(size for ref, size in sizes.items() if ref not in kept and not ref.expired()) + lent_now()
+    return sum(size for ref, size in sizes.items() if ref not in kept and not ref.expired()) + borrowed_now()
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ def _number(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
-class Unkept(Session):
+class FreshBuffers(Session):
     """Buffers for what is traced: each is new, for what runs later has its memory planned by whoever compiles it."""
 
     def take(self, shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

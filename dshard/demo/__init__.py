@@ -6,9 +6,9 @@ The model (`model.py`) is an ordinary `nn.Module`; the layouts (`strategies.py`)
 """
 
 from dshard.demo.curves import draw
-from dshard.demo.launch import run
+from dshard.demo.layouts import find, names
 from dshard.demo.predict import Predicted, predict, rank
-from dshard.demo.strategies import find, names
+from dshard.demo.start import run
 from dshard.demo.train import BATCH, Progress, Row, Settings
 
 __all__ = [

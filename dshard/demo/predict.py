@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from dshard import trace
-from dshard.demo.laying import lay_out
-from dshard.demo.model import build
-from dshard.demo.strategies import SINGLE, Strategy, find, names
-from dshard.ops.matmul import use_strategy
+from dshard.demo.lay_out import lay_out
+from dshard.demo.layouts import SINGLE, Strategy, find, names
+from dshard.demo.vit import build
+from dshard.ops.matmul.options import use_strategy
 
 
 @dataclass(frozen=True, slots=True)

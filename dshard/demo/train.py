@@ -15,10 +15,10 @@ from torch import nn
 from dshard import DTensor, init_device_mesh
 from dshard.comm import Event, listen
 from dshard.demo.data import Digits, batches, load
-from dshard.demo.laying import Place, lay_out
-from dshard.demo.model import build
-from dshard.demo.strategies import SINGLE, Strategy, find, names
-from dshard.ops.matmul import use_strategy
+from dshard.demo.lay_out import Place, lay_out
+from dshard.demo.layouts import SINGLE, Strategy, find, names
+from dshard.demo.vit import build
+from dshard.ops.matmul.options import use_strategy
 
 BATCH = 128
 # Adam divides each gradient by its size: an epsilon well above rounding keeps rounding from becoming whole steps.

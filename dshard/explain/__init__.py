@@ -4,10 +4,10 @@
 files; `price` has what a candidate moves and holds, `values` what is returned.
 """
 
-from dshard.explain.calls import explain
+from dshard.explain.explain_calls import explain
 from dshard.explain.product import LEGEND, explain_matmul
+from dshard.explain.report_values import Candidate, Explanation, Report
 from dshard.explain.source import describe_tensor, explain_source, parse_dtype, read_layout
-from dshard.explain.values import Candidate, Explanation, Report
 
 __all__ = [
     "LEGEND",

@@ -14,24 +14,23 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from dshard.core.context import planning_context
 from dshard.cost import work_seconds
 from dshard.errors import LayoutError, MeshError, ShapeError
-from dshard.explain.price import Moved, candidate, combined, moved, once
-from dshard.explain.values import Candidate, Explanation, why_chosen
+from dshard.explain.candidates import Moved, candidate, combined, moved, once
+from dshard.explain.report_values import Candidate, Explanation, why_chosen
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.ops.expand import Operand
-from dshard.ops.matmul import Schedule, schedules
-from dshard.ops.matmul.bound import matmul_lower_bound
-from dshard.ops.matmul.named import ORDERED, STRATEGIES
-from dshard.ops.matmul.priced import Plans, in_panels
+from dshard.ops.matmul.panel_price import Plans, in_panels
 from dshard.ops.matmul.rules import matmul_rule
-from dshard.ops.matmul.schedule import STORAGES
-from dshard.ops.settings import current
-from dshard.ops.strategy import choose, strategies
 from dshard.redistribute import plan
+from dshard.rules.expand import Operand
+from dshard.rules.matmul_bound import matmul_lower_bound
+from dshard.rules.matmul_loops import STORAGES, Schedule, schedules
+from dshard.rules.matmul_strategies import ORDERED, STRATEGIES
+from dshard.rules.strategy import choose, strategies
 from dshard.topology import Topology
-from dshard.topology.model import check_topology
+from dshard.topology.network import check_topology
 from dshard.validate import as_int, check_type
 
 
@@ -98,8 +97,8 @@ def explain_matmul(
             _check_layout(layout, shape, mesh)
     if min(m, k, n) < 1:
         raise ShapeError(f"a product of {m} x {k} by {k} x {n}: all sizes must be above zero")
-    why = current().why_topology(mesh) if topology is None else "as given"
-    asked = Product(m, k, n, mesh, dtype, current().topology_of(mesh) if topology is None else topology)
+    why = planning_context().why_topology(mesh) if topology is None else "as given"
+    asked = Product(m, k, n, mesh, dtype, planning_context().topology_of(mesh) if topology is None else topology)
     if a is None and b is None:
         ways = {found: plans for found, plans in _ways(asked) if found.one_copy or not one_copy}
         candidates = sorted(ways, key=lambda c: (c.seconds, c.bytes_moved, c.peak_bytes, "P" in c.name, c.name))

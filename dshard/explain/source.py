@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dshard.core.spec import contiguous_stride, spec_of
 from dshard.errors import DShardError, NotationError
-from dshard.explain.calls import explain
-from dshard.explain.values import Report
+from dshard.explain.explain_calls import explain
+from dshard.explain.report_values import Report
 from dshard.layout import Layout, Shape, parse_layout
 from dshard.mesh import Mesh
-from dshard.ops.spec import contiguous_stride, spec_of
 from dshard.placements import parse_placements
 from dshard.tensor import DTensor
 from dshard.validate import check_type, suggestion

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from dshard.comm import take_turns
+from dshard.comm import share_cores
 from dshard.errors import MeshError, RankError
 from dshard.launch.ranks import Send, run_ranks, screenful
 
@@ -114,7 +114,7 @@ def _as_rank(work: Work[T], ranks: int, device: str, rank: int, meet: str, send:
 
 def _in_group(work: Work[T], tell: Tell, device: str, local_rank: int, **group: Any) -> T:
     """Do the work as one rank of a process group, which exists meanwhile."""
-    take_turns()
+    share_cores()
     own = None
     if device == "cuda":
         own = torch.device("cuda", local_rank)

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from dshard.comm import take_turns
+from dshard.comm import share_cores
+from dshard.core.context import use_topology
 from dshard.launch.ranks import Send, run_ranks
-from dshard.ops import use_topology
 from dshard.simulate import record
 from dshard.topology import Topology
 
@@ -84,7 +84,7 @@ def _rehearse(
     meet: str,
     send: Send,
 ) -> None:
-    take_turns()
+    share_cores()
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     import_module("torch.testing._internal.distributed.fake_pg")  # which makes the backend known

@@ -1,7 +1,9 @@
-"""Operators: rules in one notation, a table for each family, and the choice of a strategy."""
+"""Operators: a family a file, with its rules, its kernels, and every other way to run it.
 
-from dshard.ops.random import get_rng_state, manual_seed, set_rng_state
-from dshard.ops.registry import register_rule, rules
-from dshard.ops.settings import use_topology
-
-__all__ = ["get_rng_state", "manual_seed", "register_rule", "rules", "set_rng_state", "use_topology"]
+pointwise reductions views slicing concat indexing nn losses convolution batched addmm   tables of rules
+matmul/              matmuls: chosen by loops, run whole or in panels, differentiated as matmuls
+random/              random values that do not depend on the mesh
+attention embedding vocab_parallel   functions of torch that are planned jointly; composite.py runs them
+scans exchange move_split split_pieces reduced_norms   ways that need not gather a sharded dim
+foreach out_argument decompositions custom   lists of tensors, `out=`, operators made of others
+"""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dshard.core.call import Call, LocalOp, Op, aligned, out_local_shape
 from dshard.mesh import Coordinate
-from dshard.ops.call import Call, LocalOp, Op, aligned, out_local_shape
-from dshard.ops.rule import LINEAR, Pending, Rule
-from dshard.ops.strategy import Strategy
+from dshard.rules.rule import LINEAR, PassThrough, Rule
+from dshard.rules.strategy import Strategy
 
 CONTRACTED = frozenset({"k", "s"})
 
@@ -17,7 +17,7 @@ def plus(a: str, b: str, out: str) -> Op:
     def rule(call: Call) -> Rule:
         """A product to which something is added, once."""
         bias = tuple(result[int(dim[0])] if dim else () for dim in aligned(call.shapes[0], call.out_shapes[0]))
-        pending = tuple(Pending(frozenset({0, factor}), LINEAR) for factor in (1, 2))
+        pending = tuple(PassThrough(frozenset({0, factor}), LINEAR) for factor in (1, 2))
         return Rule((bias, left, right), (result,), pending=pending)
 
     return Op(rule, once)

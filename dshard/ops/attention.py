@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dshard.layout import Shape
-from dshard.ops.rule import Rule, parse_rule
+from dshard.rules.rule import Rule, parse_rule
 
 
 def attention_rule(shapes: Sequence[Shape], gqa: bool) -> Rule:

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from dshard.core.call import Call, Kernel, LocalOp, Op, names, out_local_shape
 from dshard.mesh import Coordinate
-from dshard.ops.call import Call, Kernel, LocalOp, Op, names, out_local_shape
-from dshard.ops.rule import Rule, linear
-from dshard.ops.strategy import Strategy
 from dshard.ops.views import dims_of, kept, with_local_size
+from dshard.rules.rule import Rule, linear
+from dshard.rules.strategy import Strategy
 
 
 def leading(count: Callable[[int], int], passes: tuple[int, ...] = ()) -> Callable[[Call], Rule]:

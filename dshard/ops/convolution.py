@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.core.call import Call, LocalOp, Op, out_local_shape
 from dshard.mesh import Coordinate
-from dshard.ops.call import Call, LocalOp, Op, out_local_shape
-from dshard.ops.rule import Rule, Term, linear
-from dshard.ops.strategy import Strategy
+from dshard.rules.rule import Rule, Term, linear
+from dshard.rules.strategy import Strategy
 
 TERM = tuple[Term, Term, Term, Term]
 

@@ -11,15 +11,15 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from dshard.comm import LocalTensor, plain, run_number, unstack
+from dshard.core.checks import Refusing, accept
+from dshard.core.moves import leaves, local_redistribution, replace_leaves
+from dshard.core.observe import OBSERVERS, observed
+from dshard.core.spec import spec_of
+from dshard.core.transforms import refuse_batched
 from dshard.errors import LayoutError
 from dshard.layout import replicated
-from dshard.ops.checks import Refusing, accept
 from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
 from dshard.ops.foreach import FOREACH
-from dshard.ops.moving import leaves, move_of, replace_leaves
-from dshard.ops.observe import OBSERVERS, observed
-from dshard.ops.spec import spec_of
-from dshard.ops.transforms import refuse_batched
 
 Custom: TypeAlias = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 MAX_CHECKED = 16384
@@ -110,7 +110,7 @@ def _meta(cls: Any, x: Any) -> Tensor:
 def number(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """item(): the number of the whole tensor, the same on every rank."""
     spec = args[0]._spec
-    move = move_of(spec, replicated(spec.layout.mesh))
+    move = local_redistribution(spec, replicated(spec.layout.mesh))
     if OBSERVERS and move.plan.steps:
         local = observed(move.decision(str(func), explicit=True), run_number, (move.plan, args[0]._local))
     else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._ops import OpOverload
 
-from dshard.ops.moving import settled
+from dshard.core.moves import with_partials_reduced
 
 aten = torch.ops.aten
 Dims: TypeAlias = int | Sequence[int] | None
@@ -50,8 +50,8 @@ def std_mean(
 
 def _moments(x: Tensor, dim: Dims, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
     """Variance and mean by two small reductions, half precision in single."""
-    dims, wide = _dims(x, dim), settled(widened(x), "aten.var.correction")
-    mean = settled(wide.mean(dims, keepdim=True), "aten.mean.dim")
+    dims, wide = _dims(x, dim), with_partials_reduced(widened(x), "aten.var.correction")
+    mean = with_partials_reduced(wide.mean(dims, keepdim=True), "aten.mean.dim")
     distance = wide - mean
     squares = distance.real.square() + distance.imag.square() if x.is_complex() else distance.square()
     freedom = max(prod(x.shape[d] for d in dims) - (1 if correction is None else correction), 0)

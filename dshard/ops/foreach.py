@@ -17,14 +17,14 @@ from torch.optim.optimizer import _foreach_supported_types as OPTIMISED
 from torch.utils._foreach_utils import _foreach_supported_types as GROUPED
 
 from dshard.comm import traced
+from dshard.core.moves import count_write, redistribute_local, run_on_ranks, write_local
+from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.errors import LayoutError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.ops.decompositions import power_sum, real_dtype, root, widened
-from dshard.ops.moving import count_write, move, run_on_ranks, write_local
-from dshard.ops.spec import Spec, contiguous_stride, spec_of
-from dshard.ops.strategy import completed
 from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.rules.strategy import completed_layout
 
 ForEach: TypeAlias = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -98,9 +98,9 @@ def _norms(
     cls: Any, func: OpOverload, tensors: Sequence[Any], ord: float, layout: Layout, dtype: torch.dtype
 ) -> list[Any]:
     mesh, n, spec, kind = layout.mesh, len(tensors), tensors[0]._spec, real_dtype(dtype)
-    parts = [move(t._local, t._spec, completed(t._spec.layout), func) for t in tensors]
+    parts = [redistribute_local(t._local, t._spec, completed_layout(t._spec.layout), func) for t in tensors]
     terms = run_on_ranks(mesh, lambda coordinate: partial(_terms, ord=ord, dtype=dtype), (parts,), {})
-    whole = move(terms, spec_of(layout, (n,), (1,), terms.dtype, spec.device), replicated(mesh), func)
+    whole = redistribute_local(terms, spec_of(layout, (n,), (1,), terms.dtype, spec.device), replicated(mesh), func)
     norms = run_on_ranks(mesh, lambda coordinate: partial(_roots, ord=ord, dtype=kind), (whole,), {})
     out = spec_of(replicated(mesh), (), (), kind, spec.device)
     return [cls._wrap(norm, out) for norm in norms]
@@ -133,7 +133,7 @@ def fused(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         if not isinstance(t, cls):
             return t
         layout = layouts[i] if t.shape == shapes[i] else replicated(mesh)
-        return move(t._local, t._spec, layout, func, explicit)
+        return redistribute_local(t._local, t._spec, layout, func, explicit)
 
     local_args = [
         list(map(laid, count(), arg, repeat(arg is args[1])))  # gradients come to their parameters as after backward
@@ -162,7 +162,7 @@ def _write_back(
     """Bring what was written elsewhere back to where it belongs."""
     for t, written, layout in zip(given, local, layouts, strict=True):
         if isinstance(t, cls) and written is not t._local:
-            write_local(t._local, move(written, t._spec.with_layout(layout), t._spec.layout, func))
+            write_local(t._local, redistribute_local(written, t._spec.with_layout(layout), t._spec.layout, func))
 
 
 def unscale(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -173,7 +173,9 @@ def unscale(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     run_on_ranks(mesh, lambda coordinate: func, (local, flag, _local(cls, func, scale, mesh)), {})
     pending, shape = Layout(mesh, (Partial("max"),) * mesh.ndim), tuple(found.shape)
     terms = spec_of(pending, shape, contiguous_stride(shape), found.dtype, found.device)
-    write_local(found._local if isinstance(found, cls) else found, move(flag, terms, replicated(mesh), func))
+    write_local(
+        found._local if isinstance(found, cls) else found, redistribute_local(flag, terms, replicated(mesh), func)
+    )
 
 
 # -- what lies alike
@@ -225,7 +227,7 @@ def _local(cls: Any, func: OpOverload, arg: Any, mesh: Mesh) -> Any:
     """The local tensors of a list, as they lie; a single tensor, a factor for all, whole."""
     if isinstance(arg, list | tuple):
         return [t._local if isinstance(t, cls) else t for t in arg]
-    return move(arg._local, arg._spec, replicated(mesh), func) if isinstance(arg, cls) else arg
+    return redistribute_local(arg._local, arg._spec, replicated(mesh), func) if isinstance(arg, cls) else arg
 
 
 def _retyped(spec: Spec, dtype: torch.dtype) -> Spec:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.core.call import Call, Op
 from dshard.layout import Shape
 from dshard.ops import lookup
-from dshard.ops.call import Call, Op
-from dshard.ops.joins import SAME_WHEN_EQUAL
-from dshard.ops.rule import ANY, LINEAR, Pending, Rule, Term
+from dshard.ops.concat import SAME_WHEN_EQUAL
 from dshard.ops.views import PASS, kept
+from dshard.rules.rule import ANY, LINEAR, PassThrough, Rule, Term
 
 
 def _shared(dim: int, *shapes: Shape) -> Term:
@@ -56,18 +56,18 @@ def scatter(call: Call) -> Rule:
     return Rule((held, *(term,) * (len(call.specs) - 1)), (held,), pending=pending)
 
 
-def _scatter_pending(call: Call) -> tuple[Pending, ...]:
+def _scatter_pending(call: Call) -> tuple[PassThrough, ...]:
     if call.argument("reduce") is not None:
         return ()
     if len(call.specs) == 3:
         adds = call.func._schema.name.removesuffix("_") == "aten::scatter_add"
-        return (Pending(frozenset({0, 2}), LINEAR if adds else ANY),)
+        return (PassThrough(frozenset({0, 2}), LINEAR if adds else ANY),)
     return _overwritten(call)
 
 
-def _overwritten(call: Call) -> tuple[Pending, ...]:
+def _overwritten(call: Call) -> tuple[PassThrough, ...]:
     """Writing a number into a pending operand."""
-    return (Pending(frozenset({0}), ANY if call.argument("value") == 0 else SAME_WHEN_EQUAL),)
+    return (PassThrough(frozenset({0}), ANY if call.argument("value") == 0 else SAME_WHEN_EQUAL),)
 
 
 def index_select(call: Call) -> Rule:
@@ -85,7 +85,7 @@ def index_write(call: Call) -> Rule:
     """Rows of the source are added, or written, at some indices."""
     src, index, rows = call.shapes
     adds = call.func._schema.name.removesuffix("_") == "aten::index_add"
-    pending = (Pending(frozenset({0, 2}), LINEAR if adds else ANY),)
+    pending = (PassThrough(frozenset({0, 2}), LINEAR if adds else ANY),)
     term = kept(len(src), (call.dim(),))
     rows_term = term if len(rows) == len(src) else _whole(rows)[0]
     held = _at(term, call.dim()) if src else term
@@ -120,7 +120,7 @@ def index_put(call: Call) -> Rule:
     spread = torch.broadcast_shapes(*shapes)
     out = _result(len(src), where, ((),) * len(spread))
     sizes = _result(len(src), where, spread, src)
-    pending = (Pending(frozenset({0, len(call.specs) - 1}), LINEAR if call.argument("accumulate") else ANY),)
+    pending = (PassThrough(frozenset({0, len(call.specs) - 1}), LINEAR if call.argument("accumulate") else ANY),)
     inputs = (_held(src, where), *_whole(*shapes), _right(values, sizes, out))
     return Rule(inputs, (inputs[0],), pending=pending)
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from dshard.comm import traced
+from dshard.core.call import Call, LocalOp, writes_first
 from dshard.mesh import Coordinate
-from dshard.ops.call import Call, LocalOp, writes_first
-from dshard.ops.strategy import Strategy
+from dshard.rules.strategy import Strategy
 
 
 def local_index(

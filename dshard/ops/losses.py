@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.core.call import Call, LocalOp, Op, aligned, names
 from dshard.mesh import Coordinate
-from dshard.ops.call import Call, LocalOp, Op, aligned, names
-from dshard.ops.rule import Rule, linear
-from dshard.ops.strategy import Strategy
+from dshard.rules.rule import Rule, linear
+from dshard.rules.strategy import Strategy
 
 NONE, MEAN, SUM = 0, 1, 2
 """How torch numbers the reductions of a loss."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from dshard.core.call import Call, Kernel, LocalOp, Op, names
 from dshard.mesh import Coordinate
-from dshard.ops.call import Call, Kernel, LocalOp, Op, names
 from dshard.ops.lookup import refuse
-from dshard.ops.rule import Rule, Term, linear
-from dshard.ops.strategy import Strategy
+from dshard.rules.rule import Rule, Term, linear
+from dshard.rules.strategy import Strategy
 
 
 def along(call: Call) -> Rule:

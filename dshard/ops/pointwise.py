@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dshard.ops.call import Call, Op, aligned
-from dshard.ops.rule import ANY, LINEAR, Pending, Rule, linear
+from dshard.core.call import Call, Op, aligned
+from dshard.rules.rule import ANY, LINEAR, PassThrough, Rule, linear
 
 
 def pointwise(call: Call) -> Rule:
@@ -16,7 +16,7 @@ def pointwise(call: Call) -> Rule:
     return Rule(inputs, tuple(term for _ in call.outs), pending=passing(call))
 
 
-def passing(call: Call) -> tuple[Pending, ...]:
+def passing(call: Call) -> tuple[PassThrough, ...]:
     """Which pending operands pass through this call."""
     name = call.func._schema.name.removeprefix("aten::").removesuffix("_")
     n = len(call.specs)
@@ -27,7 +27,7 @@ def passing(call: Call) -> tuple[Pending, ...]:
     if name == "copy" and n == 1:  # a number: no operand is read, and the value becomes it, not each rank's term
         return ()
     if name in COPIES:
-        return (Pending(frozenset(range(n)), ANY),) if _exact(call, n - 1) else ()
+        return (PassThrough(frozenset(range(n)), ANY),) if _exact(call, n - 1) else ()
     return tuple(
         pending for pending in PASSING.get((name, n), ()) if all(_exact(call, operand) for operand in pending.operands)
     )
@@ -44,9 +44,9 @@ def is_pointwise(func: torch._ops.OpOverload) -> bool:
     return torch.Tag.pointwise in func.tags
 
 
-_BOTH = (Pending(frozenset({0, 1}), LINEAR),)
+_BOTH = (PassThrough(frozenset({0, 1}), LINEAR),)
 
-PASSING: dict[tuple[str, int], tuple[Pending, ...]] = {
+PASSING: dict[tuple[str, int], tuple[PassThrough, ...]] = {
     ("add", 2): _BOTH,
     ("sub", 2): _BOTH,
     ("rsub", 2): _BOTH,
@@ -57,9 +57,9 @@ PASSING: dict[tuple[str, int], tuple[Pending, ...]] = {
     ("neg", 1): linear(0),
     ("real", 1): linear(0),
     ("imag", 1): linear(0),
-    ("maximum", 2): (Pending(frozenset({0, 1}), ("max",)),),
-    ("minimum", 2): (Pending(frozenset({0, 1}), ("min",)),),
-    ("where", 3): (Pending(frozenset({1, 2}), LINEAR),),
+    ("maximum", 2): (PassThrough(frozenset({0, 1}), ("max",)),),
+    ("minimum", 2): (PassThrough(frozenset({0, 1}), ("min",)),),
+    ("where", 3): (PassThrough(frozenset({1, 2}), LINEAR),),
     ("lerp", 2): _BOTH,
 }
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.core.call import Call, LocalOp, Op, names, out_local_shape
 from dshard.mesh import Coordinate
-from dshard.ops.call import Call, LocalOp, Op, names, out_local_shape
 from dshard.ops.pointwise import pointwise
-from dshard.ops.rule import LINEAR, Pending, Rule, Term
-from dshard.ops.strategy import Strategy
 from dshard.placements import ReduceOp
+from dshard.rules.rule import LINEAR, PassThrough, Rule, Term
+from dshard.rules.strategy import Strategy
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 
@@ -37,7 +37,7 @@ def remaining(call: Call) -> Term:
 
 def reduction(call: Call, *reduce: ReduceOp, passes: tuple[ReduceOp, ...] = ()) -> Rule:
     """Operands reduced dim by dim: a split one leaves the outputs pending; what is pending with `passes` stays so."""
-    pending = (Pending(frozenset({0}), passes),) if passes else ()
+    pending = (PassThrough(frozenset({0}), passes),) if passes else ()
     out = remaining(call)
     return Rule((names(len(call.shapes[0])),), (out,) * len(call.outs), reduce=reduce, pending=pending)
 
@@ -165,7 +165,7 @@ def along(call: Call, passes: tuple[ReduceOp, ...] = ()) -> Rule:
     short = tuple(dim for i, dim in enumerate(term) if i not in at)
     resized = tuple(("out",) if i in at else dim for i, dim in enumerate(term))
     outputs = tuple(_like(shape, call.shapes[0], term, short, resized) for shape in call.out_shapes)
-    pending = (Pending(frozenset({0}), passes),) if passes else ()
+    pending = (PassThrough(frozenset({0}), passes),) if passes else ()
     return Rule((term,), outputs, frozenset({*map(str, at), "out"}), pending=pending)
 
 

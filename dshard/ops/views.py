@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
 from dshard.comm import LocalTensor, plain, stack, unstack
+from dshard.core.call import Call, Kernel, LocalOp, Op, names, out_local_shape
+from dshard.core.spec import Spec, contiguous_stride
 from dshard.mesh import Coordinate
-from dshard.ops.call import Call, Kernel, LocalOp, Op, names, out_local_shape
-from dshard.ops.reshape import reshape_rule
-from dshard.ops.rule import ANY, LINEAR, Pending, Rule, Term
-from dshard.ops.spec import Spec, contiguous_stride
-from dshard.ops.strategy import Strategy
+from dshard.rules.reshape import reshape_rule
+from dshard.rules.rule import ANY, LINEAR, PassThrough, Rule, Term
+from dshard.rules.strategy import Strategy
 
-PASS = (Pending(frozenset({0}), ANY),)
+PASS = (PassThrough(frozenset({0}), ANY),)
 """Moving elements commutes with any pending reduction."""
 
 
@@ -201,19 +201,19 @@ def strided_of_base(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str
 def as_real(call: Call) -> Rule:
     """Real and imaginary parts become a last dim."""
     term = names(len(call.shapes[0]))
-    return Rule((term,), ((*term, ()),), pending=(Pending(frozenset({0}), LINEAR),))
+    return Rule((term,), ((*term, ()),), pending=(PassThrough(frozenset({0}), LINEAR),))
 
 
 def as_complex(call: Call) -> Rule:
     """The last dim becomes one complex number."""
     term = names(len(call.out_shapes[0]))
-    return Rule(((*term, ()),), (term,), pending=(Pending(frozenset({0}), LINEAR),))
+    return Rule(((*term, ()),), (term,), pending=(PassThrough(frozenset({0}), LINEAR),))
 
 
 def conjugate(call: Call) -> Rule:
     """Every element by itself."""
     term = names(len(call.shapes[0]))
-    return Rule((term,), (term,), pending=(Pending(frozenset({0}), LINEAR),))
+    return Rule((term,), (term,), pending=(PassThrough(frozenset({0}), LINEAR),))
 
 
 def done_now(operator: LocalOp) -> Kernel:

@@ -1,14 +1,14 @@
 """Lay out whole models: by named strategies, the cheapest, or name by name; torch's own styles; search over meshes."""
 
+from dshard.parallel.atp_search import MeshChoice, Move, Transformer, rank_meshes
 from dshard.parallel.auto import Auto
 from dshard.parallel.checkpoint import checkpoint
 from dshard.parallel.loss import loss_parallel
-from dshard.parallel.model import parallelize, plan_model
-from dshard.parallel.search import MeshChoice, Move, Transformer, rank_meshes
+from dshard.parallel.model_plan import parallelize, plan_model
+from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
 from dshard.parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from dshard.parallel.style_apply import parallelize_module
 from dshard.parallel.style_io import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from dshard.parallel.values import Cost, Memory, Moves, Plan
 
 __all__ = [
     "Auto",

@@ -16,17 +16,17 @@ from typing import Any
 
 from torch import nn
 
+from dshard.core.context import planning_context
 from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.ops.matmul import Schedule
-from dshard.ops.settings import current
-from dshard.parallel.lay import lay_out
-from dshard.parallel.price import price
+from dshard.parallel.build_plan import lay_out
+from dshard.parallel.plan_values import Cost, Placements, Plan
 from dshard.parallel.roles import Roles
+from dshard.parallel.step_price import price
 from dshard.parallel.strategies import STRATEGIES, axes_of, check_units
-from dshard.parallel.values import Cost, Placements, Plan
 from dshard.redistribute import plan as plan_moves
+from dshard.rules.matmul_loops import Schedule
 from dshard.tables import human_bytes
 from dshard.validate import as_number
 
@@ -148,7 +148,7 @@ def _between(roles: Roles, block: tuple[str, ...], p: Plan, q: Plan) -> float:
     if last is None or p is q:
         return 0.0
     src, dst = (Layout(plan.mesh, plan.outputs[block[-1]]) for plan in (p, q))
-    topology = current().topology_of(p.mesh)
+    topology = planning_context().topology_of(p.mesh)
     return sum(plan_moves(a, b, last.shape, last.itemsize, topology).seconds for a, b in ((src, dst), (dst, src)))
 
 

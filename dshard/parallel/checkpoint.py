@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from dshard.core.moves import leaves, replace_leaves
 from dshard.errors import LayoutError
-from dshard.ops.moving import leaves, replace_leaves
-from dshard.product import RERUNS
+from dshard.ops.matmul.matmul_autograd import RECOMPUTE_HOOKS
 from dshard.validate import check_callable
 
 
@@ -36,7 +36,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     block = _Block(fn, args, kwargs)
-    with saved_tensors_hooks(block.pack, block.unpack), RERUNS.entered(block.product):
+    with saved_tensors_hooks(block.pack, block.unpack), RECOMPUTE_HOOKS.entered(block.product):
         return fn(*args, **kwargs)
 
 
@@ -102,5 +102,5 @@ class _Block:
             torch.set_rng_state(self.random[0])
             set_device_states(devices, states)
             cast = torch.autocast(self.device, enabled=self.cast[0], dtype=self.cast[1])
-            with cast, saved_tensors_hooks(keep, lambda x: x), RERUNS.entered(product), suppress(_Enough):
+            with cast, saved_tensors_hooks(keep, lambda x: x), RECOMPUTE_HOOKS.entered(product), suppress(_Enough):
                 self.fn(*args, **kwargs)

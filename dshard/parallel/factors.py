@@ -20,15 +20,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.comm import plain
+from dshard.core.call import Call
+from dshard.core.moves import leaves, replace_leaves
+from dshard.core.spec import spec_of
+from dshard.dispatch.registry import find
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.mesh import Mesh
-from dshard.ops.call import Call
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
-from dshard.ops.moving import leaves, replace_leaves
-from dshard.ops.registry import find
-from dshard.ops.rule import Rule, Term, factor_sizes
-from dshard.ops.spec import spec_of
+from dshard.rules.rule import Rule, Term, factor_sizes
 
 ONE = replicated(Mesh((1,), ("one",)))
 Nodes = tuple[int, ...]

@@ -8,10 +8,10 @@ from typing import Literal, TypeAlias
 
 from dshard.errors import StrategyError
 from dshard.mesh import Mesh
-from dshard.ops.matmul.schedule import Loop, Stored
 from dshard.parallel.factors import Use
 from dshard.parallel.roles import Kind, Output, Role, Roles
 from dshard.placements import Placement, Replicate, Shard
+from dshard.rules.matmul_loops import Loop, Stored
 
 Weights: TypeAlias = Literal["inner", "residual", "summed", "made", "first"]
 """Which dim of a parameter an axis splits: inner or residual features; what a product sums over, or what it makes;

@@ -17,7 +17,7 @@ from dshard.pipeline.flow import chain, edges_of
 from dshard.pipeline.pipeline import Pipeline
 from dshard.pipeline.program import Program
 from dshard.pipeline.schedule import SCHEDULES, computes, lead_of
-from dshard.pipeline.simulate import play, simulate
+from dshard.pipeline.simulator import play, simulate
 from dshard.pipeline.split import Part, split
 from dshard.pipeline.stage import Stage
 from dshard.pipeline.timeline import Crossing, Span, Timeline

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import Resharding, begin_reshard, device_of, fetch, leave
+from dshard.comm import Resharding, begin_reshard, device_of, fetch, put
+from dshard.core.context import planning_context
+from dshard.core.observe import OBSERVERS, Decision, observed
+from dshard.core.spec import contiguous_stride, spec_of
 from dshard.errors import PipelineError
 from dshard.layout import Layout, Shape
-from dshard.ops.expand import Operand
-from dshard.ops.observe import OBSERVERS, Decision, observed
-from dshard.ops.settings import current
-from dshard.ops.spec import contiguous_stride, spec_of
 from dshard.pipeline.actions import Edge
 from dshard.placements import Partial, Replicate
 from dshard.reshard import ReshardPlan, plan_reshard
+from dshard.rules.expand import Operand
 from dshard.tensor import DTensor
 
 Item = tuple[Edge, int]
@@ -129,7 +129,7 @@ class Channels:
         if known is None:
             self._headers[self._key(item)] = found
             if self._rank == found.layout.mesh.ranks[0]:
-                leave(self._post(item), found)
+                put(self._post(item), found)
             self._begin_known(_pair((item[0].back(), item[1])))
         elif known != found:
             raise PipelineError(
@@ -156,7 +156,7 @@ class Channels:
         src, dst = header.layout, self._landing(forth, len(header.shape))
         if edge.backward:
             src, dst = dst.cotangent(), src.cotangent()
-        topology = current().topology_of(header.layout.mesh)
+        topology = planning_context().topology_of(header.layout.mesh)
         return plan_reshard(src, dst, header.shape, header.dtype.itemsize, topology)
 
     def _key(self, item: Item) -> Hashable:
@@ -176,7 +176,7 @@ def _observed(
     """`run(*args)`, which begins or ends a plan, as what the pipeline does: with the stages the user asked for it."""
     if not OBSERVERS:
         return run(*args)
-    operand, topology = Operand(plan.src, plan.shape, plan.itemsize), current().topology_of(plan.src.mesh)
+    operand, topology = Operand(plan.src, plan.shape, plan.itemsize), planning_context().topology_of(plan.src.mesh)
     decision = Decision("pipeline", (operand,), (), None, None, (), topology, explicit=True, crossing=crossing)
     return observed(decision, run, args)
 

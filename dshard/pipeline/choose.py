@@ -10,7 +10,7 @@ from dshard.pipeline.actions import Edge
 from dshard.pipeline.costs import Costs
 from dshard.pipeline.program import Program
 from dshard.pipeline.schedule import SCHEDULES
-from dshard.pipeline.simulate import simulate
+from dshard.pipeline.simulator import simulate
 from dshard.pipeline.timeline import Timeline
 from dshard.validate import as_number, as_tuple, check_type
 

@@ -16,7 +16,7 @@ from dshard.pipeline.costs import Costs
 from dshard.pipeline.flow import edges_of, names_of
 from dshard.pipeline.microbatches import TARGET, Reduction, cut_batch
 from dshard.pipeline.program import Program
-from dshard.pipeline.run import Runner
+from dshard.pipeline.runner import Runner
 from dshard.pipeline.stage import Stage
 from dshard.pipeline.tied import tied_of
 from dshard.validate import as_number, as_tuple, check_callable, check_one_of, check_type

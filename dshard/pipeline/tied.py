@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from dshard.autograd import redistribute
+from dshard.autograd.crossing import redistribute
 from dshard.comm import device_of, gather_objects
+from dshard.core.spec import contiguous_stride, spec_of
 from dshard.errors import ScheduleError
 from dshard.layout import Layout, Shape
-from dshard.ops.spec import contiguous_stride, spec_of
 from dshard.pipeline.stage import Stage
 from dshard.tensor import DTensor
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from typing_extensions import assert_never
 
-from dshard.caches import remembered
+from dshard.caches import cached
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape, interned
 from dshard.placements import Partial, ReduceOp, Replicate
-from dshard.redistribute.alike import back, renamed, renamed_step, renaming
+from dshard.redistribute.canonical import axis_relabelling, back, relabelled, relabelled_step
 from dshard.redistribute.price import busiest, senders, step_seconds
 from dshard.redistribute.space import Space, State, space_of
 from dshard.redistribute.step import (
@@ -122,32 +122,34 @@ def plan_alike(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: 
 
     It is found faster than `plan`, where thousands are priced and few are run.
     """
-    return _plan(*standing(src, dst, topology), shape, itemsize, topology, True)
+    return _plan(*canonical_layouts(src, dst, topology), shape, itemsize, topology, True)
 
 
-def standing(src: Layout, dst: Layout, topology: Topology) -> tuple[Layout, Layout]:
+def canonical_layouts(src: Layout, dst: Layout, topology: Topology) -> tuple[Layout, Layout]:
     """The redistribution that stands for all that are like this one but for the names of its mesh axes."""
-    names = renaming(src, dst, topology)
-    return (src, dst) if names is None else (renamed(src, names), renamed(dst, names))
+    names = axis_relabelling(src, dst, topology)
+    return (src, dst) if names is None else (relabelled(src, names), relabelled(dst, names))
 
 
-class Way(NamedTuple):
+class PricedPlan(NamedTuple):
     """What a plan takes, and in how many steps."""
 
     seconds: float
     steps: int
 
 
-def way_within(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, most: float) -> Way | None:
+def plan_within(
+    src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, most: float
+) -> PricedPlan | None:
     """What the plan takes, or None if that is more than `most` seconds, which is found sooner."""
     if src == dst:
-        return Way(0.0, 0)
+        return PricedPlan(0.0, 0)
     room = max(src.local_numel(shape), dst.local_numel(shape))
     end = _search(src, dst, space_of(dst.mesh, topology, shape, itemsize), room, most)
-    return None if end is None else Way(end.seconds, len(list(_back(end))))
+    return None if end is None else PricedPlan(end.seconds, len(list(_back(end))))
 
 
-@remembered("plans", 16384)
+@cached("plans", 16384)
 def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, lean: bool) -> Plan:
     if src.mesh != dst.mesh:
         raise MeshError(f"cannot redistribute from the mesh ({src.mesh}) to the mesh ({dst.mesh}): use one mesh")
@@ -156,10 +158,10 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
     src, dst = interned(src), interned(dst)
     if src is dst:
         return Plan(src, dst, shape, (), 0.0)
-    names = renaming(src, dst, topology)
+    names = axis_relabelling(src, dst, topology)
     if names is not None:
-        alike = _plan(renamed(src, names), renamed(dst, names), shape, itemsize, topology, lean)
-        steps = tuple(renamed_step(step, src.mesh, back(names)) for step in alike.steps)
+        alike = _plan(relabelled(src, names), relabelled(dst, names), shape, itemsize, topology, lean)
+        steps = tuple(relabelled_step(step, src.mesh, back(names)) for step in alike.steps)
         return Plan(src, dst, shape, steps, alike.seconds)
     room = max(src.local_numel(shape), dst.local_numel(shape)) if lean else inf
     space = space_of(dst.mesh, topology, shape, itemsize)

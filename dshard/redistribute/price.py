@@ -8,7 +8,7 @@ from math import prod
 
 from typing_extensions import assert_never
 
-from dshard.caches import remembered
+from dshard.caches import cached
 from dshard.cost import collective_seconds, copy_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate, Mesh
@@ -157,7 +157,7 @@ def most_swapped(size: int, needed: int, rest: int, n: int) -> int:
     )
 
 
-@remembered("exchange sizes", 16384)
+@cached("exchange sizes", 16384)
 def _most_of_exchange(layout: Layout, shape: Shape, axes: tuple[str, ...], dst: Layout) -> int:
     """Of the corners of the mesh; what is needed and held of a dim is looked up by the axes that split it.
 
@@ -197,7 +197,7 @@ def _most_of_exchange(layout: Layout, shape: Shape, axes: tuple[str, ...], dst: 
     return most
 
 
-@remembered("local shapes", 16384)
+@cached("local shapes", 16384)
 def _first_part(layout: Layout, shape: Shape) -> Shape:
     """The local shape of the first rank, which is the largest."""
     return layout.local_shape(shape, (0,) * layout.mesh.ndim)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from dshard.caches import remembered
+from dshard.caches import cached
 from dshard.layout import DimOrder, Layout, Shape, interned
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
-from dshard.redistribute.alike import links_of
+from dshard.redistribute.canonical import links_of
 from dshard.redistribute.price import (
     RUNS,
     copied_of,
@@ -366,7 +366,7 @@ def _without(values: tuple[int, ...], i: int) -> tuple[int, ...]:
     return (*values[:i], *values[i + 1 :])
 
 
-@remembered("plan spaces", 64)
+@cached("plan spaces", 64)
 def space_of(mesh: Mesh, topology: Topology, shape: Shape, itemsize: int) -> Space:
     """The layouts that earlier searches looked at, for this one to go on from."""
     return Space(mesh, topology, shape, itemsize)

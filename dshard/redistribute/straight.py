@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from dshard.caches import remembered
+from dshard.caches import cached
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial
 from dshard.redistribute.plan import Plan, plan, steps_straight, useful_dims
@@ -14,7 +14,7 @@ from dshard.redistribute.step import Step, after, steps_from
 from dshard.topology import Topology
 
 
-@remembered("straight plans", 65536)
+@cached("straight plans", 65536)
 def plan_straight(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology) -> Plan:
     """A plan from `src` to `dst` that goes straight: never cheaper than `plan`, and mostly the same.
 

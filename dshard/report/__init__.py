@@ -20,10 +20,10 @@ from rich.text import Text
 from dshard.demo import Predicted, Row, Settings
 from dshard.errors import NotationError
 from dshard.explain import Explanation, Report
-from dshard.explain.values import NOTHING, figures
+from dshard.explain.report_values import NOTHING, figures
 from dshard.parallel import Plan as ModelPlan
-from dshard.parallel.search import MeshChoice
-from dshard.parallel.values import HEADINGS as PLAN_HEADINGS
+from dshard.parallel.atp_search import MeshChoice
+from dshard.parallel.plan_values import HEADINGS as PLAN_HEADINGS
 from dshard.redistribute import Plan, describe, plan_of_fewest_bytes
 from dshard.redistribute.price import busiest, step_seconds
 from dshard.report.progress import checkpoint_progress as checkpoint_progress
@@ -32,7 +32,7 @@ from dshard.report.progress import measure_progress as measure_progress
 from dshard.report.progress import search_progress as search_progress
 from dshard.report.progress import waiting as waiting
 from dshard.reshard import ReshardPlan
-from dshard.reshard.rows import chain_rows, summary_lines
+from dshard.reshard.plan_rows import chain_rows, summary_lines
 from dshard.tables import human_bytes
 from dshard.topology import Topology
 from dshard.trace import HEADINGS, Trace

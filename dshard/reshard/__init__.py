@@ -1,7 +1,7 @@
 """From a layout on one mesh to a layout on another: unit tasks, the chains that carry them, and their order."""
 
 from dshard.reshard.chain import Chain, Form
-from dshard.reshard.plan import ReshardPlan, plan_of_form, plan_reshard
+from dshard.reshard.reshard_plan import ReshardPlan, plan_of_form, plan_reshard
 from dshard.reshard.tasks import Task, overlap, pending_axes, region_of, tasks
 
 __all__ = [

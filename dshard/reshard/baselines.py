@@ -8,10 +8,10 @@ from typing import Literal, TypeAlias, get_args
 
 from dshard.layout import Layout
 from dshard.reshard.chain import Form
-from dshard.reshard.forms import drafts
+from dshard.reshard.chain_forms import drafts
+from dshard.reshard.host_network import HostNetwork, Resource, host_network_of
 from dshard.reshard.order import Choice, Use, balanced, in_order, uses_of
 from dshard.reshard.tasks import Task, tasks
-from dshard.reshard.wires import Resource, Wires, wires_of
 from dshard.topology import Topology
 
 Baseline: TypeAlias = Literal["send/recv", "local all-gather", "naive broadcast", "balanced broadcast"]
@@ -28,7 +28,7 @@ def baseline_seconds(
     does. Both are granted that nothing waits. Both broadcasts send one slice after the other in the order of the
     source's parts: "naive" from the first replica, "balanced" from the sender with the least to send (section 3.2).
     """
-    wires, asked = wires_of(topology), tasks(src, dst, shape)
+    wires, asked = host_network_of(topology), tasks(src, dst, shape)
     made = [draft for task in asked for draft in drafts(task, _form(baseline, task, wires), wires, 0)]
     uses = uses_of(made, itemsize, wires)
     if baseline in ("send/recv", "local all-gather"):
@@ -37,7 +37,7 @@ def baseline_seconds(
     return in_order(uses, choices).makespan
 
 
-def _form(baseline: Baseline, task: Task, wires: Wires) -> Form:
+def _form(baseline: Baseline, task: Task, wires: HostNetwork) -> Form:
     if baseline == "local all-gather" and len(wires.by_host(task.receivers)) == 1:
         return "local_all_gather"
     return "broadcast" if baseline.endswith("broadcast") else "send"

@@ -17,8 +17,8 @@ from math import inf
 from random import Random
 from typing import TypeAlias
 
-from dshard.reshard.forms import Draft
-from dshard.reshard.wires import Resource, Wires
+from dshard.reshard.chain_forms import Draft
+from dshard.reshard.host_network import HostNetwork, Resource
 
 Use: TypeAlias = dict[Resource, float]
 """Seconds for which a chain occupies each resource."""
@@ -47,7 +47,7 @@ class Schedule:
     makespan: float
 
 
-def use_of(ranks: Sequence[int], nbytes: float, wires: Wires) -> Use:
+def use_of(ranks: Sequence[int], nbytes: float, wires: HostNetwork) -> Use:
     """What a chain of these ranks occupies."""
     found: defaultdict[Resource, float] = defaultdict(float)
     for sender, receiver in pairwise(ranks):
@@ -57,7 +57,7 @@ def use_of(ranks: Sequence[int], nbytes: float, wires: Wires) -> Use:
     return dict(found)
 
 
-def uses_of(drafts: Sequence[Draft], itemsize: int, wires: Wires) -> list[list[Use]]:
+def uses_of(drafts: Sequence[Draft], itemsize: int, wires: HostNetwork) -> list[list[Use]]:
     """What each draft occupies, for each of its heads."""
     return [
         [use_of(draft.ranks(head), len(draft.span) * itemsize, wires) for head in range(len(draft.heads))]

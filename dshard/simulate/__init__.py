@@ -1,14 +1,14 @@
 """What a training step costs before anything is launched: time, bytes and memory, on 8 devices or on thousands."""
 
-from dshard.simulate.arrange import bunched
-from dshard.simulate.forms import FORMS, Form, form_of
+from dshard.simulate.arrange import host_tiles
 from dshard.simulate.memory import Memory
-from dshard.simulate.model import Model
+from dshard.simulate.queues import Event, Slot
 from dshard.simulate.recording import Recorded, record
-from dshard.simulate.search import Found, search
 from dshard.simulate.setup import Setup
-from dshard.simulate.step import Step, simulate_step, timeline
-from dshard.simulate.timeline import Event, Slot
+from dshard.simulate.setup_search import Found, search
+from dshard.simulate.tensor_forms import FORMS, Form, form_of
+from dshard.simulate.training_step import Step, simulate_step, timeline
+from dshard.simulate.transformer import Model
 
 __all__ = [
     "FORMS",
@@ -21,8 +21,8 @@ __all__ = [
     "Setup",
     "Slot",
     "Step",
-    "bunched",
     "form_of",
+    "host_tiles",
     "record",
     "search",
     "simulate_step",

@@ -8,7 +8,7 @@ from dshard.errors import MeshError
 from dshard.validate import as_int
 
 
-def bunched(rows: int, columns: int, per_host: int) -> tuple[int, ...]:
+def host_tiles(rows: int, columns: int, per_host: int) -> tuple[int, ...]:
     """The ranks of a mesh (rows, columns) whose hosts each have a block of it, as square as its sizes allow.
 
     With rows of hosts instead, the columns of the mesh would cross as many hosts as there are rows; in blocks, both

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dshard.caches import remembered
-from dshard.calibrate.program import operators_of_phases
+from dshard.caches import cached
+from dshard.calibrate.block_program import operators_of_phases
 from dshard.cost import work_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import Plan, axes_of, plan, plan_straight
-from dshard.simulate.forms import Placements
-from dshard.simulate.model import Linear, Model
+from dshard.simulate.queues import PHASES, Event, Phase
 from dshard.simulate.setup import Setup
-from dshard.simulate.timeline import PHASES, Event, Phase
+from dshard.simulate.tensor_forms import Placements
+from dshard.simulate.transformer import Linear, Model
 from dshard.topology import Topology
 
 
@@ -143,7 +143,7 @@ class Product:
         return float(sum(parts) * costs.itemsize)
 
 
-@remembered("worked layouts", 4096)
+@cached("worked layouts", 4096)
 def worked_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout, Layout]:
     """Where x, w and y must lie for local products to be the whole product's parts.
 
@@ -156,7 +156,7 @@ def worked_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout, Layout]:
     return tuple(Layout(mesh, tuple(dims.get(loop, Replicate()) for loop in loops)) for dims in (x, w, y))  # type: ignore[return-value]
 
 
-@remembered("gradient layouts", 4096)
+@cached("gradient layouts", 4096)
 def gradient_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout]:
     """Where the gradients of x and w arise: pending on the axes that the other operand alone is split over."""
     x: dict[str, Placement] = {"s": Shard(0), "m": Shard(1), "k": Shard(2), "n": Partial()}

@@ -21,16 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from dshard.calibrate.program import writes
+from dshard.calibrate.block_program import writes
 from dshard.comm import Event as Sent
 from dshard.comm import listen
 from dshard.comm.workspace import in_use
+from dshard.core.context import planning_context
+from dshard.core.observe import Decision, observing
+from dshard.core.spec import is_for_shapes
 from dshard.cost import collective_seconds, work_seconds
 from dshard.mesh import Mesh
-from dshard.ops.observe import Decision, observing
-from dshard.ops.settings import current
-from dshard.ops.spec import is_for_shapes
-from dshard.simulate.timeline import Event, Slot, makespan, placed
+from dshard.simulate.queues import Event, Slot, makespan, placed
 from dshard.tensor import DTensor
 from dshard.topology import Topology
 from dshard.validate import check_callable
@@ -157,7 +157,7 @@ class _Recorder(TorchDispatchMode):
         count = flop_registry.get(_COUNTED_AS.get(func.overloadpacket, func.overloadpacket))
         flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
         nbytes = sum(t.numel() * t.element_size() for t in (*given, *fresh))
-        topology = self.topology or current().topology_of(Mesh((1,)))
+        topology = self.topology or planning_context().topology_of(Mesh((1,)))
         dtype = str((fresh or given)[0].dtype).removeprefix("torch.")
         seconds = work_seconds(flops, nbytes, topology, dtype)
         if topology.dispatch:  # which has the launches in it
@@ -177,7 +177,7 @@ class _Recorder(TorchDispatchMode):
         """A collective."""
         self.sends = True
         axes, mesh = tuple(event.axis.split(",")), event.mesh
-        topology = self.topology or current().topology_of(mesh)
+        topology = self.topology or planning_context().topology_of(mesh)
         seconds = collective_seconds(event.collective, event.nbytes, mesh, axes, topology)  # type: ignore[arg-type]
         self.events.append(Event(event.collective, "step", "network", seconds, 0.0, event.nbytes, 1, axes))
 

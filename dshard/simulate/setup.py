@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, TypeAlias, get_args
 
-from dshard.caches import remembered
+from dshard.caches import cached
 from dshard.errors import ShapeError, StrategyError
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Placement, Replicate, Shard
-from dshard.simulate.forms import Form, Placements
-from dshard.simulate.model import Model
+from dshard.simulate.tensor_forms import Form, Placements
+from dshard.simulate.transformer import Model
 from dshard.validate import as_int, as_tuple, check_one_of, check_type
 
 Sharded: TypeAlias = Literal["none", "optimizer", "all"]
@@ -66,7 +66,7 @@ class Setup:
     def mesh(self) -> Mesh:
         """The mesh of all devices.
 
-        >>> from dshard.simulate.forms import form_of
+        >>> from dshard.simulate.tensor_forms import form_of
         >>> str(Setup(form_of("optimus"), (2, 2), data=3).mesh)
         'pp=1 dp=3 r=2 c=2'
         """
@@ -76,7 +76,7 @@ class Setup:
     def strategy(self) -> str:
         """What `dshard.parallelize` calls it, on the mesh of one stage.
 
-        >>> from dshard.simulate.forms import form_of
+        >>> from dshard.simulate.tensor_forms import form_of
         >>> Setup(form_of("megatron"), (2,), data=2, sharded="all").strategy
         'fsdp x megatron'
         """
@@ -89,7 +89,7 @@ class Setup:
 
         Microbatches are the caller's loop over forward and backward passes.
 
-        >>> from dshard.simulate.forms import form_of
+        >>> from dshard.simulate.tensor_forms import form_of
         >>> Setup(form_of("megatron"), (2,), stages=2, microbatches=4, recompute=True).beyond
         ('pipeline stages', 'recomputation')
         """
@@ -182,7 +182,7 @@ class Setup:
         return ", ".join(word for word in words if word)
 
 
-@remembered("simulated meshes", 1024)
+@cached("simulated meshes", 1024)
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> Mesh:
     """One value for equal meshes: that of thousands of ranks takes a while to make."""
     return Mesh(shape, names, ranks)

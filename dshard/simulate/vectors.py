@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.simulate.block import Costs, products, worked_layouts
-from dshard.simulate.timeline import Event, Phase
+from dshard.simulate.queues import Event, Phase
 
 
 @dataclass(frozen=True, slots=True)

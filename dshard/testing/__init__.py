@@ -17,7 +17,7 @@ from dshard.testing.generators import (
     whole_numbers,
 )
 from dshard.testing.pool import RankPool, rank_pool
-from dshard.testing.simulate import distribute, parts, simulated, whole
+from dshard.testing.simulated_ranks import distribute, parts, simulated, whole
 
 __all__ = [
     "Collective",

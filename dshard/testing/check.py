@@ -14,16 +14,16 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from dshard import comm
+from dshard.core.moves import leaves, replace_leaves
 from dshard.errors import ArgumentError, LayoutError, RuleError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
-from dshard.ops.moving import leaves, replace_leaves
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor
-from dshard.testing.calls import recorded, resolve
 from dshard.testing.choices import Choice, has_gradient, layouts_of, sampled
-from dshard.testing.rows import Same, check_rows
-from dshard.testing.simulate import distribute, simulated, whole
+from dshard.testing.operator_calls import recorded, resolve
+from dshard.testing.rule_rows import Same, check_rows
+from dshard.testing.simulated_ranks import distribute, simulated, whole
 from dshard.validate import as_int, as_tuple, check_type
 
 Op: TypeAlias = OpOverload | Callable[..., Any] | str

@@ -25,7 +25,7 @@ from dshard.layout import DimOrder, Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
 from dshard.tensor import DTensor
-from dshard.testing.simulate import distribute, simulated
+from dshard.testing.simulated_ranks import distribute, simulated
 from dshard.validate import as_int, as_shape, check_type
 
 AXIS_NAMES = ("dp", "tp", "pp", "x", "y", "z")

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dshard.comm import take_turns
+from dshard.comm import share_cores
 
 
 class Kind(IntEnum):
@@ -110,7 +110,7 @@ def _exit_with_parent(directory: str) -> None:
 
 def join(rank: int, n_ranks: int, backend: str, port: int) -> None:
     """Initialise torch.distributed over the loopback, meeting the others at the store on `port`."""
-    take_turns()
+    share_cores()
     if "nccl" in backend:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     for _, name in socket.if_nameindex():

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.comm import cut
+from dshard.comm import local_shard
 from dshard.errors import LayoutError
 from dshard.layout import Layout, Region, Shape
 from dshard.mesh import Coordinate
@@ -22,7 +22,7 @@ def parted(x: Tensor, layout: Layout, seed: int) -> Callable[[Coordinate], Tenso
     """What gives the part of each rank, a copy; the terms of what is pending are random."""
     ops, sizes = _pending(layout)
     terms = split(x.detach(), ops, sizes, seed)
-    return lambda at: cut(terms[_term_index(layout, at)], layout.region(tuple(x.shape), at))
+    return lambda at: local_shard(terms[_term_index(layout, at)], layout.region(tuple(x.shape), at))
 
 
 def joined(parts: Mapping[Coordinate, Tensor], layout: Layout, shape: Shape, dtype: torch.dtype) -> Tensor:

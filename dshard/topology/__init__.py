@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from dshard.topology.model import Topology
+from dshard.topology.links import COLLECTIVES, Collective, Device, Layer, Link, Measured
+from dshard.topology.network import Topology
 from dshard.topology.presets import CPU, CUDA, PRESETS, Backend
-from dshard.topology.values import COLLECTIVES, Collective, Device, Layer, Link, Measured
 
 __all__ = [
     "BYTES",

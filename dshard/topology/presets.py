@@ -12,7 +12,7 @@ from math import inf, prod
 from typing import Literal, NamedTuple, TypeAlias
 
 from dshard.errors import TopologyError
-from dshard.topology.values import Device, Layer, Matrix, check_count
+from dshard.topology.links import Device, Layer, Matrix, check_count
 from dshard.validate import as_int, suggestion
 
 Backend: TypeAlias = Literal["gloo", "nccl", "xla"]

@@ -18,9 +18,9 @@ from typing import TypeAlias
 
 from typing_extensions import assert_never
 
-from dshard.caches import remembered
+from dshard.caches import cached
 from dshard.mesh import Mesh
-from dshard.topology.values import Collective, Layer, Link, Measured
+from dshard.topology.links import Collective, Layer, Link, Measured
 from dshard.topology.wiring import Edge, least_rate, wiring_of
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
@@ -51,7 +51,7 @@ def groups_of(mesh: Mesh, axes: Iterable[str]) -> Groups:
     return _groups_of(mesh, frozenset(mesh.axis(axis) for axis in axes))
 
 
-@remembered("link sharing", 1024)
+@cached("link sharing", 1024)
 def _groups_of(mesh: Mesh, inside: frozenset[int]) -> Groups:
     starts, offsets, stride = [0], [0], 1
     for axis in reversed(range(mesh.ndim)):
@@ -79,7 +79,7 @@ def shared_link(layers: Sequence[Layer], groups: Groups, collective: Collective 
     return _shared_link(tuple(layers), groups, collective if collective in DIRECT else None)
 
 
-@remembered("shared links", 4096)
+@cached("shared links", 4096)
 def _shared_link(layers: tuple[Layer, ...], groups: Groups, collective: Collective | None) -> Link:
     latency, bandwidth = None, inf
     below = _ranks_below(layers)
@@ -129,7 +129,7 @@ def _least_entering(collective: Collective, inside: int, outside: int, n: int) -
             assert_never(collective)
 
 
-@remembered("crossings", 1024)
+@cached("crossings", 1024)
 def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[Part]:
     """The parts of `groups` that cross `layer`, whose units have `inner` ranks each."""
     found: Counter[Part] = Counter()

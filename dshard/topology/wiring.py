@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 from math import inf
 from typing import TypeAlias
 
-from dshard.topology.values import Layer, Matrix
+from dshard.topology.links import Layer, Matrix
 
 Edge: TypeAlias = tuple[int, int]
 """A link, from one unit to another."""

@@ -1,8 +1,11 @@
-"""Products: their rules, the strategies that have a name, all schedules with their closed forms, local kernels."""
+"""Matmuls: chosen by loops, run whole or in panels, differentiated as matmuls of the same factors.
 
-from dshard.ops.matmul.asked import use_strategy
-from dshard.ops.matmul.named import strategies
-from dshard.ops.matmul.schedule import Schedule, schedules
-from dshard.ops.matmul.stream import Stream
-
-__all__ = ["Schedule", "Stream", "schedules", "strategies", "use_strategy"]
+functions.py           torch's functions that are matmuls: matmul, mm, bmm, addmm, einsum, linear
+options.py             what the caller asked for: a strategy, a layout of the result, panels
+rules.py               their rules
+decision.py            the strategy of a call: asked for, or the cheapest
+matmul_executable.py   a chosen strategy as redistributions, a local kernel and the matmuls of its gradients
+matmul_autograd.py     forward, backward, and both gradients at once
+local.py               the kernel that fits the terms
+panel_executor.py ring.py panel_price.py   in panels: gathered, broadcast or around rings
+"""

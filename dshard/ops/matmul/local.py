@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dshard.caches import remembered
-from dshard.ops.rule import Term
+from dshard.caches import cached
+from dshard.rules.rule import Term
 
 LocalProduct: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
-@remembered("local products", 4096)
+@cached("local products", 4096)
 def local_product(a: Term, b: Term, out: Term) -> LocalProduct:
     """The function that multiplies tensors of terms `a` and `b` into one of term `out`; each dim is one factor or none.
 

@@ -17,20 +17,20 @@ from math import prod
 import torch
 from torch import Tensor
 
-from dshard.comm import Flight, Program, Request, Runtime, Session, begin, finish, flat, passing, same_memory
+from dshard.comm import InFlight, Program, Request, Runtime, Session, begin, finish, flat, same_memory, send_receive
 from dshard.layout import Shape
 from dshard.mesh import Coordinate
-from dshard.ops.expand import Operand, sizes_of
-from dshard.ops.matmul.named import factors_of
-from dshard.ops.matmul.stream import Stream
-from dshard.ops.matmul.streamed import HALF, Compiled, Streamed, place, selected
-from dshard.ops.rule import Rule
+from dshard.ops.matmul.panel_executor import HALF, Compiled, PanelExecutor, panel_of, place
 from dshard.placements import Partial, Replicate, Shard
 from dshard.redistribute import Panel, Plan, Ranges, owned
+from dshard.rules.expand import Operand, sizes_of
+from dshard.rules.matmul_strategies import factors_of
+from dshard.rules.panel_stream import Stream
+from dshard.rules.rule import Rule
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RingStep:
     """What a rank multiplies in one turn: where the panel lies in what it computes with, and the shapes there."""
 
     held: tuple[Ranges | None, ...]
@@ -39,7 +39,7 @@ class Turn:
 
 def executor(
     rule: Rule, plans: tuple[Plan, Plan, Plan], dtype: torch.dtype, stream: Stream, bias: Plan | None
-) -> Streamed | None:
+) -> PanelExecutor | None:
     """What runs this product in panels, or None where nothing that could be cut moves.
 
     Where there is no ring a collective is used: along several axes, to sum in half precision, which would round at
@@ -48,9 +48,9 @@ def executor(
     if stream.transport == "ring":
         axes = ring_axes(rule, plans, dtype, stream)
         if axes:
-            return Ringed(rule, plans, dtype, stream, bias, axes)
+            return RingExecutor(rule, plans, dtype, stream, bias, axes)
         stream = replace(stream, transport="collective")
-    found = Streamed(rule, plans, dtype, stream, bias)
+    found = PanelExecutor(rule, plans, dtype, stream, bias)
     return None if found.factor is None else found
 
 
@@ -109,7 +109,7 @@ def _meets(rule: Rule, plans: Sequence[Plan], a: int, b: int) -> bool:
     return owned(plans[0].src, dims[0], size, a, 1) == owned(plans[1].src, dims[1], size, b, 1)
 
 
-class Ringed(Streamed):
+class RingExecutor(PanelExecutor):
     """A product around rings."""
 
     def __init__(
@@ -135,7 +135,7 @@ class Ringed(Streamed):
         self.owned = owned(stored, dim, size, axes[first], stream.panels)
         self.each = stream.panels
         self.panels = ()
-        self.turns: dict[Coordinate, tuple[Turn, ...]] = {}
+        self.turns: dict[Coordinate, tuple[RingStep, ...]] = {}
 
     def _compile(self, at: Coordinate, runtime: Runtime | None) -> Compiled:
         """All that does not go around moves whole."""
@@ -146,7 +146,7 @@ class Ringed(Streamed):
         finally:
             self.dims = rest
 
-    def turns_of(self, at: Coordinate) -> tuple[Turn, ...]:
+    def turns_of(self, at: Coordinate) -> tuple[RingStep, ...]:
         """What the rank at `at` multiplies, in order: of one owner after the other all panels."""
         found = self.turns.get(at)
         if found is None:
@@ -159,7 +159,7 @@ class Ringed(Streamed):
             owner = (here - 1 - hop if 2 in self.axes else here + hop) % n
             yield self.owned[owner * self.each + panel]
 
-    def _turn(self, at: Coordinate, ranges: Ranges) -> Turn:
+    def _turn(self, at: Coordinate, ranges: Ranges) -> RingStep:
         held: list[Ranges | None] = []
         shapes: list[Shape] = []
         for i, (plan, dim) in enumerate(zip(self.plans, self.dims, strict=True)):
@@ -167,7 +167,7 @@ class Ringed(Streamed):
             panel = None if dim is None else Panel(dim, ranges)
             held.append(None if panel is None else panel.within(layout.region(plan.shape, at)[panel.dim]))
             shapes.append((panel or Panel(0, ())).shape(layout, plan.shape, at))
-        return Turn(tuple(held), tuple(shapes))
+        return RingStep(tuple(held), tuple(shapes))
 
     def program(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[Program[Tensor]]:
         """The product of this rank's parts, up to where its last collective has begun; returns what remains."""
@@ -185,7 +185,7 @@ class Ringed(Streamed):
         dim = self.dims[2]
         wide = torch.float32 if dim is None and self.dtype in HALF else self.dtype
         total = whole[0].new_zeros(out, dtype=wide) if dim is None else whole[0].new_empty(out)
-        arriving: dict[tuple[int, int], Flight] = {}
+        arriving: dict[tuple[int, int], InFlight] = {}
         for i in self.axes:
             for panel in range(self.each):
                 arriving[i, panel] = yield from self._first(i, panel, at, whole[i], space)
@@ -216,7 +216,7 @@ class Ringed(Streamed):
 
         return rest()
 
-    def _use(self, total: Tensor, turn: Turn, pair: list[Tensor], bias: Tensor | None, space: Session) -> None:
+    def _use(self, total: Tensor, turn: RingStep, pair: list[Tensor], bias: Tensor | None, space: Session) -> None:
         dim, held = self.dims[2], turn.held[2]
         if dim is None and total.dtype == self.dtype:
             self.add(total, *pair)
@@ -229,23 +229,23 @@ class Ringed(Streamed):
     def _term(self, pair: list[Tensor], held: Ranges, bias: Tensor | None, space: Session) -> Tensor:
         found = self.multiply(*pair)
         if bias is not None:
-            found.add_(selected(bias, 0, held, space) if self.dims[2] == found.ndim - 1 else bias)
+            found.add_(panel_of(bias, 0, held, space) if self.dims[2] == found.ndim - 1 else bias)
         return found
 
-    def _first(self, i: int, panel: int, at: Coordinate, x: Tensor, space: Session) -> Program[Flight]:
+    def _first(self, i: int, panel: int, at: Coordinate, x: Tensor, space: Session) -> Program[InFlight]:
         """A rank's own panel, brought to where it meets its counterpart: as far as the other ring's index says."""
         plan, axis, dim = self.plans[i], self.axes[i], self.dims[i]
         assert dim is not None
         mine = Panel(dim, self.owned[at[axis] * self.each + panel])
-        own = selected(x, dim, mine.within(plan.src.region(plan.shape, at)[dim]), space)
+        own = panel_of(x, dim, mine.within(plan.src.region(plan.shape, at)[dim]), space)
         skew = sum(at[other] for j, other in self.axes.items() if j != i)
         if len(self.axes) == 1:
-            return Flight(own, None, _nothing, ())
+            return InFlight(own, None, _nothing, ())
         shape = self.turns_of(at)[panel].shapes[i]
         n, here = self.length, at[axis]
         return (yield from self._send(axis, at, (here - skew) % n, (here + skew) % n, own, shape, space))
 
-    def _pass(self, i: int, at: Coordinate, x: Tensor, shape: Shape, space: Session) -> Program[Flight]:
+    def _pass(self, i: int, at: Coordinate, x: Tensor, shape: Shape, space: Session) -> Program[InFlight]:
         n, axis = self.length, self.axes[i]
         to, source = (at[axis] - 1) % n, (at[axis] + 1) % n
         if i == 2:
@@ -254,16 +254,16 @@ class Ringed(Streamed):
 
     def _send(
         self, axis: int, at: Coordinate, to: int, source: int, x: Tensor, shape: Shape, space: Session
-    ) -> Program[Flight]:
+    ) -> Program[InFlight]:
         """Pass `x` on; when that has ended its buffer is returned."""
         runtime = space.runtime
-        leg = passing(
+        leg = send_receive(
             self.mesh, axis, at, to, source, x, shape, (lambda axes: None) if runtime is None else runtime.group
         )
         buffer = flat(None, x, space)
         request = Request(leg, buffer, space.take((prod(shape),), x), buffer)
         wait = yield request
-        return Flight(x, request, wait, ())
+        return InFlight(x, request, wait, ())
 
     def _scattered(
         self, at: Coordinate, todo: Compiled, space: Session, whole: Sequence[Tensor], bias: Tensor | None
@@ -271,7 +271,7 @@ class Ringed(Streamed):
         turns, dim, plan = self.turns_of(at), self.dims[2], self.plans[2]
         assert dim is not None
         result = whole[0].new_empty(todo.out)
-        arriving: dict[int, Flight] = {}
+        arriving: dict[int, InFlight] = {}
         for number, turn in enumerate(turns):
             panel, held = number % self.each, turn.held[2]
             assert held is not None
@@ -299,7 +299,7 @@ class Ringed(Streamed):
 
 
 def _cut(x: Tensor, dim: int | None, ranges: Ranges | None, space: Session) -> Tensor:
-    return x if dim is None or ranges is None else selected(x, dim, ranges, space)
+    return x if dim is None or ranges is None else panel_of(x, dim, ranges, space)
 
 
 def _nothing() -> None: ...

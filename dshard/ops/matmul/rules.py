@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from dshard.core.call import Call, Op
 from dshard.errors import DtypeError
 from dshard.layout import Shape
-from dshard.ops.call import Call, Op
-from dshard.ops.rule import Rule, linear, parse_rule
+from dshard.rules.rule import Rule, linear, parse_rule
 
 
 def notation(text: str) -> Op:

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from dshard.caches import remembered
+from dshard.caches import cached
 from dshard.layout import Region, Shape
 from dshard.ops.random.distributions import Distribution
 from dshard.ops.random.philox import words
@@ -54,7 +54,7 @@ class Runs:
         return None if any(stride % per_block for _, stride in self.outer) else self.base % per_block
 
 
-@remembered("draws", 4096)
+@cached("draws", 4096)
 def runs(shape: Shape, region: Region) -> Runs:
     """The elements of a region that is not empty, of a tensor of this shape.
 

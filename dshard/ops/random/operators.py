@@ -13,19 +13,19 @@ from torch._guards import TracingContext
 from torch._ops import OpOverload
 
 from dshard.comm import LocalTensor, compare_draws, plain, traced, unstack
+from dshard.core.call import LocalOp
+from dshard.core.moves import redistribute_local, run_on_ranks, write_local
+from dshard.core.spec import contiguous_stride, spec_of
 from dshard.errors import CompileError
 from dshard.layout import replicated
 from dshard.mesh import Coordinate, Mesh
-from dshard.ops.call import LocalOp
 from dshard.ops.custom import Custom, check
-from dshard.ops.moving import move, run_on_ranks, write_local
 from dshard.ops.random import distributions, draw
 from dshard.ops.random.distributions import Distribution
 from dshard.ops.random.philox import words
 from dshard.ops.random.state import Draw, next_draw
 from dshard.ops.random.traced import filled_later
-from dshard.ops.spec import contiguous_stride, spec_of
-from dshard.ops.strategy import completed
+from dshard.rules.strategy import completed_layout
 
 aten = torch.ops.aten
 Make: TypeAlias = Callable[..., Distribution]
@@ -58,7 +58,7 @@ def draw_for(mesh: Mesh, what: object, generator: Generator | None = None) -> Dr
 def filled(x: Any, make: Make, what: object, generator: Generator | None = None) -> Any:
     """Overwrite the distributed tensor `x` with random values; where it is pending, so that they are the sum."""
     spec = x._spec
-    layout = completed(spec.layout)
+    layout = completed_layout(spec.layout)
     later = traced(x._local)
     if later and generator is not None:
         raise CompileError(f"{what} with a generator, within a compiled region: draw without one, or outside")
@@ -83,7 +83,7 @@ def filled(x: Any, make: Make, what: object, generator: Generator | None = None)
     with torch.no_grad():
         drawn = run_on_ranks(layout.mesh, local_op, (x._local,), {})
         if layout != spec.layout:
-            write_local(x._local, move(drawn, spec.with_layout(layout), spec.layout, what))
+            write_local(x._local, redistribute_local(drawn, spec.with_layout(layout), spec.layout, what))
     return x
 
 
@@ -252,7 +252,7 @@ def multinomial(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     mesh, shape = x._spec.layout.mesh, (*x.shape[:-1], count)
     check(cls, func, (x, count, replacement), {})
     found = draw_for(mesh, func, generator)
-    local = move(x._local, x._spec, replicated(mesh), func)
+    local = redistribute_local(x._local, x._spec, replicated(mesh), func)
     sample = partial(_sample, count=count, replacement=replacement and count > 1, found=found)
     out = run_on_ranks(mesh, lambda coordinate: sample, (local,), {})
     one = next(iter(unstack(out).values())) if type(out) is LocalTensor else out

@@ -1,0 +1,148 @@
+"""A training step of one small block of a transformer: what a distributed program asks of the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dshard.core.observe import Decision, observing
+from dshard.mesh import Mesh
+from dshard.placements import Replicate
+from dshard.tensor import DTensor, distribute_tensor
+from dshard.topology import Topology
+
+BATCH, LENGTH, WIDTH, HEADS = 2, 4, 16, 4
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, each normalised before and added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        query, key, value = heads.chunk(3, dim=-1)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True)
+class Program:
+    """The block on tensors that every rank has whole, so that it sends nothing: the phases of a step."""
+
+    block: nn.Module
+    x: DTensor
+    optimizer: torch.optim.Optimizer
+    loss: Tensor | None = None
+
+    def forward(self) -> None:
+        """Until the loss."""
+        self.optimizer.zero_grad()
+        self.loss = self.block(self.x).sum()
+
+    def backward(self) -> None:
+        """All gradients."""
+        assert self.loss is not None
+        self.loss.backward()
+
+    def update(self) -> None:
+        """New weights."""
+        self.optimizer.step()
+
+    def passes(self) -> None:
+        """Forward and backward."""
+        self.forward()
+        self.backward()
+
+    def step(self) -> None:
+        """All of it."""
+        self.passes()
+        self.update()
+
+
+def program_on(mesh: Mesh, device: str = "cpu") -> Program:
+    """The program on the ranks of a mesh, which may have no processes where the device is "meta"."""
+    with torch.device("meta"):  # whose values are not drawn from anybody's generator
+        block = Block()
+    for module in block.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            zeros = torch.zeros(parameter.shape, device=device)
+            module.register_parameter(name, nn.Parameter(_whole(zeros, mesh)))
+    x = _whole(torch.zeros(BATCH, LENGTH, WIDTH, device=device), mesh)
+    x.requires_grad_()
+    return Program(block, x, torch.optim.Adam(block.parameters(), foreach=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """How many distributed operators make their results, and how many write them to an operand."""
+
+    making: int
+    writing: int
+
+    def seconds(self, topology: Topology) -> float:
+        """What the host takes for them."""
+        return self.making * topology.dispatch + self.writing * topology.in_place
+
+
+def writes(op: str) -> bool:
+    """Whether the operator of this name writes to its operand.
+
+    >>> writes("aten.add_.Tensor"), writes("aten.add.Tensor"), writes("linear backward")
+    (True, False, False)
+    """
+    return op.partition(".")[2].partition(".")[0].endswith("_")
+
+
+@cache
+def operators_of_phases() -> tuple[Operators, Operators, Operators]:
+    """Of the block forward, backward and in the optimiser.
+
+    >>> [phase.writing > phase.making for phase in operators_of_phases()]
+    [False, False, True]
+    """
+    program = program_on(Mesh((1,)), "meta")
+    program.step()
+    forward, backward, update = map(operators_of, (program.forward, program.backward, program.update))
+    return forward, backward, update
+
+
+def operators_of(step: Callable[[], object]) -> Operators:
+    """The distributed operators that a step runs."""
+    found: Counter[bool] = Counter()
+
+    @contextmanager
+    def count(decision: Decision) -> Iterator[None]:
+        found[writes(decision.op)] += 1
+        yield
+
+    with observing(count), _Apart():  # type: ignore[no-untyped-call]
+        step()
+    return Operators(found[False], found[True])
+
+
+class _Apart(TorchDispatchMode):
+    """Within the block each operator is a distributed one, as in a recorded step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
+
+
+def _whole(x: Tensor, mesh: Mesh) -> DTensor:
+    return distribute_tensor(x, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)

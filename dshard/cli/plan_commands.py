@@ -1,0 +1,160 @@
+"""`dshard plan`, `dshard explain`: what a choice costs, before anything is launched."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+from dshard import report
+from dshard.cli.arguments import (
+    Commands,
+    add_common,
+    add_dtype,
+    add_files,
+    named,
+    parse_mesh,
+    parse_positive,
+    parse_shape,
+    planned_on,
+    sentence,
+    told,
+)
+from dshard.cli.model_commands import add_plan_model
+from dshard.core.context import use_topology
+from dshard.errors import MeshError
+from dshard.explain import LEGEND, Report, describe_tensor, explain_matmul, explain_source, parse_dtype, read_layout
+from dshard.parallel.atp_search import Transformer, rank_meshes
+from dshard.redistribute import plan
+from dshard.reshard import plan_reshard
+from dshard.reshard.plan_rows import data_of
+
+
+def add_plan(commands: Commands) -> None:
+    """Add the command to those of the parser."""
+    summary = "what a choice costs, before anything is launched"
+    kinds = commands.add_parser("plan", help=summary, description=sentence(summary)).add_subparsers(
+        title="what to plan", metavar="kind", required=True
+    )
+    summary = "the steps from one layout of a tensor to another"
+    parser = kinds.add_parser("redistribute", help=summary, description=sentence(summary))
+    parser.add_argument("--mesh", type=parse_mesh, required=True, metavar="AXES", help="such as 2x4 or dp=2,tp=4")
+    _add_ends(parser, _plan_redistribute)
+    _add_reshard(kinds)
+
+    summary = "meshes of two axes for the layers of a transformer, the cheapest first"
+    parser = kinds.add_parser("mesh", help=summary, description=sentence(summary))
+    parser.add_argument("--devices", type=parse_positive, required=True, metavar="N", help="how many")
+    parser.add_argument("--hidden", type=parse_positive, required=True, metavar="N", help="width of the model")
+    parser.add_argument("--tokens", type=parse_positive, required=True, metavar="N", help="tokens in a batch")
+    parser.add_argument("--layers", type=parse_positive, default=1, metavar="N", help="default: %(default)s")
+    add_common(parser, _plan_mesh)
+    add_files(parser)
+    _add_matmul(kinds)
+    add_plan_model(kinds)
+
+
+def _add_reshard(kinds: Commands) -> None:
+    summary = "who sends what to whom, and when, from a layout on one mesh to a layout on another"
+    parser = kinds.add_parser("reshard", help=summary, description=sentence(summary))
+    parser.add_argument("--mesh", type=parse_mesh, required=True, metavar="AXES", help="of the source: dp=2,tp=4, say")
+    parser.add_argument("--to-mesh", type=parse_mesh, required=True, metavar="AXES", help="the destination")
+    parser.add_argument("--to-first", type=int, metavar="RANK", help="its first rank (the next after the source)")
+    _add_ends(parser, _plan_reshard)
+
+
+def _add_ends(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
+    parser.add_argument("--shape", type=parse_shape, required=True, metavar="SIZES", help="such as 2048x2048")
+    parser.add_argument("--from", dest="src", required=True, metavar="LAYOUT", help="such as 'dp:P(sum) tp:S(0)'")
+    parser.add_argument("--to", dest="dst", required=True, metavar="LAYOUT", help="such as 'dp:S(0) tp:S(0)'")
+    add_common(parser, command)
+    add_files(parser)
+
+
+def _add_matmul(kinds: Commands) -> None:
+    summary = "every way to multiply m x k by k x n, the cheapest first; or those for given layouts"
+    parser = kinds.add_parser("matmul", help=summary, description=sentence(summary))
+    for size, what in ("m", "rows of the result"), ("k", "what is summed over"), ("n", "columns of the result"):
+        parser.add_argument(f"--{size}", type=parse_positive, required=True, metavar="N", help=what)
+    parser.add_argument("--mesh", type=parse_mesh, required=True, metavar="AXES", help="such as 8x8x8 or dp=2,tp=4")
+    for operand, size in ("a", "m x k"), ("b", "k x n"):
+        parser.add_argument(f"--{operand}", metavar="LAYOUT", help=f"of the operand {size}, such as 'S(0) R R'")
+    parser.add_argument("--one-copy", action="store_true", help="only where each tensor is stored once")
+    add_dtype(parser)
+    add_common(parser, _plan_matmul)
+    add_files(parser)
+
+
+def add_explain(commands: Commands) -> None:
+    """Add the command to those of the parser."""
+    summary = "the candidates for each operator of an expression or function, and why one is chosen"
+    parser = commands.add_parser("explain", help=summary, description=sentence(summary))
+    parser.add_argument("source", metavar="WHAT", help="such as 'F.gelu(x @ w)', or file.py:function")
+    parser.add_argument("--mesh", type=parse_mesh, metavar="AXES", help="of the tensors, such as 2x4 or dp=2,tp=4")
+    parser.add_argument(
+        "--tensor", action="append", default=[], metavar="TEXT", help="such as 'x: 4096x8192 S(0) R'; may be repeated"
+    )
+    add_dtype(parser)
+    add_common(parser, _explain)
+    add_files(parser)
+
+
+def _plan_redistribute(arguments: argparse.Namespace) -> int:
+    mesh = arguments.mesh
+    topology, why = planned_on(arguments, mesh.size)
+    src, dst = read_layout(arguments.src, mesh), read_layout(arguments.dst, mesh)
+    with report.waiting("planning"):
+        moved = plan(src, dst, arguments.shape, arguments.itemsize, topology)
+    rows = report.plan_rows(moved, arguments.itemsize, topology)
+    value = {"src": str(src), "dst": str(dst), "seconds": moved.seconds, "steps": rows}
+    return told(arguments, value | named(topology, why), report.plan_table(moved, arguments.itemsize, topology, why))
+
+
+def _plan_reshard(arguments: argparse.Namespace) -> int:
+    source = arguments.mesh
+    first = source.size if arguments.to_first is None else arguments.to_first
+    target = replace(arguments.to_mesh, ranks=tuple(range(first, first + arguments.to_mesh.size)))
+    topology, why = planned_on(arguments, max(*source.ranks, *target.ranks) + 1)
+    src, dst = read_layout(arguments.src, source), read_layout(arguments.dst, target)
+    with report.waiting("planning"):
+        found = plan_reshard(src, dst, arguments.shape, arguments.itemsize, topology)
+    value = data_of(found, topology) | named(topology, why)
+    return told(arguments, value, report.reshard_table(found, topology, why))
+
+
+def _plan_mesh(arguments: argparse.Namespace) -> int:
+    topology, why = planned_on(arguments, arguments.devices)
+    transformer = Transformer(arguments.hidden, arguments.tokens, arguments.layers, itemsize=arguments.itemsize)
+    with report.waiting("planning"):
+        choices = rank_meshes(arguments.devices, topology, transformer)
+    rows = [{"mesh": list(c.mesh.shape), "name": c.name, "seconds": c.seconds, "nbytes": c.nbytes} for c in choices]
+    return told(arguments, named(topology, why) | {"rows": rows}, report.meshes_table(choices, topology, why))
+
+
+def _plan_matmul(arguments: argparse.Namespace) -> int:
+    mesh = arguments.mesh
+    topology, why = planned_on(arguments, mesh.size)
+    a, b = (None if text is None else read_layout(text, mesh) for text in (arguments.a, arguments.b))
+    sizes, dtype = (arguments.m, arguments.k, arguments.n), parse_dtype(arguments.dtype)
+    with report.waiting("planning"):
+        found = explain_matmul(*sizes, mesh, topology, a=a, b=b, dtype=dtype, one_copy=arguments.one_copy)
+    found = replace(found, topology_why=why).top(arguments.top)
+    return told(arguments, found.data(), report.explanation_table(found, LEGEND if a is None else ""))
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    mesh, dtype = arguments.mesh, parse_dtype(arguments.dtype)
+    if mesh is None and arguments.tensor:
+        raise MeshError("--tensor needs the mesh on which it lies: give --mesh, as in --mesh 2x4")
+    tensors = dict(describe_tensor(text, mesh, dtype) for text in arguments.tensor)
+    if mesh is None and arguments.topology is None:
+        with report.waiting("explaining"):
+            found = explain_source(arguments.source, tensors)
+    else:
+        topology, why = planned_on(arguments, 1 if mesh is None else mesh.size)
+        with use_topology(topology), report.waiting("explaining"):
+            found = explain_source(arguments.source, tensors)
+        found = Report(tuple(replace(operator, topology_why=why) for operator in found.operators))
+    found = found.top(arguments.top)
+    return told(arguments, json.loads(found.to_json()), report.drawn(found))

@@ -1,0 +1,161 @@
+"""With DSHARD_DEBUG=1 the ranks compare what they are about to do: to diverge is an error, not a hang.
+
+They compare plans, random draws, calls of operators with the numbers that these are given, and what
+`distribute_tensor`, `from_local` and `parallelize` are given. It is read when something is first prepared to run: set
+it for the whole program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from dshard.comm.peer_failure import is_heard, wait_for
+from dshard.comm.runtime import Group, Runtime, runtime_of, simulated_ranks
+from dshard.comm.scatter_shards import device_of
+from dshard.comm.traced_collectives import traced
+from dshard.comm.user_code import user_line
+from dshard.errors import MeshError, PeerError
+from dshard.mesh import Mesh
+from dshard.redistribute import Plan
+
+WIDTH = 512
+"""Bytes of a text that the ranks show each other."""
+
+
+def enabled() -> bool:
+    """Whether the ranks compare what they do."""
+    return os.environ.get("DSHARD_DEBUG", "0") not in ("", "0")
+
+
+def patience() -> float:
+    """How many seconds a rank waits for the others to compare."""
+    return float(os.environ.get("DSHARD_DEBUG_SECONDS", "300"))
+
+
+def compare(plan: Plan, runtime: Runtime) -> None:
+    """Go on only if every rank of the mesh is about to run the same plan.
+
+    Raises:
+        MeshError: on every rank, naming who is about to run what.
+    """
+    compare_on(f"{tuple(plan.shape)} {plan}", runtime.group(runtime.mesh.names), device_of(runtime.mesh))
+
+
+def compare_on(text: str, group: Group, device: torch.device) -> None:
+    """Go on only if every rank of the group is about to run the same plan, which `text` describes.
+
+    Raises:
+        MeshError: on every rank, naming who is about to run what.
+    """
+    listed = _differences(text, group, device, "run")
+    if listed:
+        raise MeshError(f"the ranks are about to run different plans, so their programs have diverged: {listed}")
+
+
+def compare_draws(text: str, mesh: Mesh) -> None:
+    """In the debug mode, go on only if every rank of the mesh is about to draw the same random numbers.
+
+    Raises:
+        MeshError: on every rank, naming who is about to draw what.
+    """
+    listed = _differences_on(text, mesh, "make")
+    if listed:
+        raise MeshError(
+            "the ranks are about to draw different random numbers, so their seeds or their programs have diverged: "
+            f"{listed}; call dshard.manual_seed with one seed on all of them"
+        )
+
+
+def compare_calls(text: str, mesh: Mesh, *, contents: Tensor | None = None) -> None:
+    """In the debug mode, go on only if every rank of the mesh makes the same call, with the same `contents`.
+
+    Raises:
+        MeshError: on every rank, naming who makes which call.
+    """
+    if not enabled() or (contents is not None and traced(contents)):
+        return
+    if contents is not None and type(contents.detach()) is Tensor and not contents.is_meta:
+        text = f"{text}, checksum {checksum(contents):016x}"
+    listed = _differences_on(text, mesh, "call")
+    if listed:
+        raise MeshError(
+            f"the ranks make different calls, which all ranks of a mesh must make alike: {listed}; give every rank the "
+            "same arguments and the same order of calls, and what differs by rank as parts, with DTensor.from_local"
+        )
+
+
+def checksum(x: Tensor) -> int:
+    """A number that another tensor of this shape and dtype has only by a chance of about 2**-64.
+
+    >>> checksum(torch.zeros(3)) == checksum(torch.zeros(3)), checksum(torch.ones(3)) == checksum(torch.zeros(3))
+    (True, False)
+    """
+    flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
+    places = torch.arange(1, len(words) + 1, device=x.device) * _ODD
+    mixed = (words ^ places) * _ODD
+    mixed = (mixed ^ (mixed >> 29)) * (places | 1)
+    return int(mixed.sum().item()) % 2**64
+
+
+_ODD = -7046029254386353131
+"""2**64 divided by the golden ratio, as Knuth's multiplicative hashing has it, as a signed number."""
+
+
+def _differences_on(text: str, mesh: Mesh, verb: str) -> str:
+    """Which ranks of the mesh say what, where they say different things; nothing outside of the debug mode."""
+    runtime = runtime_of(mesh) if enabled() and simulated_ranks() is None else None
+    if runtime is None or runtime.coordinate is None or mesh.size == 1:
+        return ""
+    group = runtime.group(mesh.names)
+    return "" if group.backend == "fake" else _differences(text, group, device_of(mesh), verb)
+
+
+def _differences(text: str, group: Group, device: torch.device, verb: str) -> str:
+    found = _told(text, group, device)
+    return "; ".join(f"ranks {ranks} {verb} {text}" for text, ranks in found.items()) if len(found) > 1 else ""
+
+
+def _told(text: str, group: Group, device: torch.device) -> dict[str, list[int]]:
+    """What the ranks of the group tell each other, and who says it.
+
+    Raises:
+        MeshError: not all of them come to tell.
+    """
+    row = _row(text)
+    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
+    rows = mine.new_empty(len(group.ranks) * WIDTH)
+    limit = AllgatherOptions()
+    limit.timeout = timedelta(seconds=patience())
+    try:
+        wait_for(group.process_group._allgather_base(rows, mine, limit), group)
+        rows = rows.view(-1, WIDTH).cpu()
+    except RuntimeError as error:
+        if is_heard(error) and not isinstance(error, PeerError):
+            raise  # what an operator has raised on another rank
+        others = [rank for rank in group.ranks if rank != group.ranks[group.index]]
+        raise MeshError(
+            f"rank {group.ranks[group.index]} is about to run or call {text} ({user_line()}), and not all of ranks "
+            f"{others} came to compare it within {patience():g} s (DSHARD_DEBUG_SECONDS): one of them has ended, waits "
+            f"for something else, or calls one operator less ({str(error).splitlines()[0]})"
+        ) from error
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, said in zip(sorted(group.ranks), rows, strict=True):
+        found[bytes(said.tolist()).decode(errors="replace").strip()].append(rank)
+    return found
+
+
+def _row(text: str) -> bytes:
+    """A text as bytes of one length; of a longer one the rest is told by its digest."""
+    row = text.encode()
+    if len(row) > WIDTH:
+        digest = hashlib.blake2b(row, digest_size=8).hexdigest().encode()
+        row = row[: WIDTH - len(digest) - 4] + b"... " + digest
+    return row.ljust(WIDTH)

@@ -1,0 +1,122 @@
+"""A whole tensor to its shards: scattered from one rank, or cut out where each rank has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from dshard.comm import transport
+from dshard.comm.runtime import LocalTensor, runtime_of, simulated_ranks
+from dshard.comm.simulated import plain, stack, unstack
+from dshard.comm.timing import timed
+from dshard.comm.traced_collectives import traced
+from dshard.comm.transfer import view_of
+from dshard.errors import CompileError, MeshError
+from dshard.layout import Layout, Region
+from dshard.mesh import Coordinate, Mesh
+
+
+def local_shard(x: Tensor, region: Region) -> Tensor:
+    """A copy of the part of `x` within `region`."""
+    return view_of(x, region).clone(memory_format=torch.contiguous_format)
+
+
+def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
+    """The local tensor of this rank, of the whole tensor `x` laid out by `layout`.
+
+    The rank number `source` of the mesh sends each rank its part; with None each rank cuts its own part out of its own
+    `x` and nothing is sent. A rank outside the mesh gets an empty tensor.
+
+    Raises:
+        MeshError: `source` is not a rank of the mesh.
+    """
+    mesh = layout.mesh
+    if source is not None and (not isinstance(source, int) or isinstance(source, bool) or not 0 <= source < mesh.size):
+        raise MeshError(
+            f"src_data_rank {source!r}: the mesh ({mesh}) has ranks number 0 to {mesh.size - 1}; "
+            "or give None to send nothing"
+        )
+    with torch.no_grad():
+        if type(x) is LocalTensor or simulated_ranks() is not None:
+            return _simulate(x, layout, source)
+        runtime = runtime_of(mesh)
+        if runtime is None:
+            return x.new_empty(layout.local_shape(x.shape, (0,) * mesh.ndim), device="meta")
+        if runtime.coordinate is None:
+            return x.new_empty(0)
+        if source is not None and traced(x):
+            raise CompileError(
+                f"distribute_tensor from rank {source} within a compiled region: a graph sends no whole tensors; "
+                "pass src_data_rank=None, so that each rank cuts its own part, or distribute it before"
+            )
+        if not scatters(x, layout, source):
+            return local_shard(x, layout.region(x.shape, runtime.coordinate))
+        assert source is not None
+        return _scatter(x, layout, source)
+
+
+def scatters(x: Tensor, layout: Layout, source: int | None) -> bool:
+    """Whether `spread` sends anything."""
+    runtime = runtime_of(layout.mesh)
+    if source is None or simulated_ranks() is not None or runtime is None or runtime.coordinate is None:
+        return False
+    return layout.mesh.size > 1 and x.numel() > 0
+
+
+def _scatter(x: Tensor, layout: Layout, source: int) -> Tensor:
+    mesh = layout.mesh
+    runtime = runtime_of(mesh)
+    assert runtime is not None
+    group = runtime.group(mesh.names)
+    shapes = [layout.local_shape(x.shape, peer) for peer in mesh.coordinates()]
+    sizes = [prod(shape) for shape in shapes]
+    received = 0 if group.index == source else sizes[group.index] * x.itemsize
+    flat = None
+    if group.index == source:
+        flat = torch.cat([local_shard(x, layout.region(x.shape, peer)).reshape(-1) for peer in mesh.coordinates()])
+    out = timed("scatter", mesh, received, group, x.device, lambda: transport.scatter(flat, sizes, source, x, group))
+    return out.view(shapes[group.index])
+
+
+def _simulate(x: Tensor, layout: Layout, source: int | None) -> Tensor:
+    mesh = layout.mesh
+    with plain():
+        tensors = unstack(x) if type(x) is LocalTensor else dict.fromkeys(mesh.ranks, x)
+        whole = tensors if source is None else dict.fromkeys(mesh.ranks, tensors[mesh.ranks[source]])
+        return stack(
+            {
+                rank: local_shard(whole[rank], layout.region(_shape(whole[rank]), mesh.coordinate(rank)))
+                for rank in mesh.ranks
+            }
+        )
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def local_of(layout: Layout, make: Callable[[Coordinate, torch.device], Tensor]) -> Tensor:
+    """What `make` makes for this rank's coordinate and device; for every rank where all are simulated in one process.
+
+    Without processes it is made for the first rank on the meta device; a rank outside the mesh gets an empty tensor.
+    """
+    mesh = layout.mesh
+    runtime = runtime_of(mesh)
+    if simulated_ranks() is not None:
+        with plain():
+            return stack({rank: make(mesh.coordinate(rank), device_of(mesh)) for rank in mesh.ranks})
+    if runtime is None:
+        return make((0,) * mesh.ndim, torch.device("meta"))
+    if runtime.coordinate is None:
+        return torch.empty(0, device=device_of(mesh))
+    return make(runtime.coordinate, device_of(mesh))
+
+
+def device_of(mesh: Mesh) -> torch.device:
+    """The device on which this process computes for `mesh`."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)

@@ -1,0 +1,48 @@
+"""Short messages between ranks beside all process groups: left in the store that the ranks met at."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from typing import Any
+
+from torch.distributed import distributed_c10d
+
+_PAUSE = 0.05  # seconds between two looks, at most
+
+
+def put(key: str, value: object) -> None:
+    """Leave a value under a key, for any rank to read; nothing happens where the store is gone."""
+    with contextlib.suppress(RuntimeError, OSError):
+        _store().set(key, pickle.dumps(value))
+
+
+def fetch(key: str, seconds: float, unless: str) -> Any:
+    """The value under a key, as soon as some rank has left it.
+
+    Raises:
+        RuntimeError: one was left under the key `unless` before, nobody did within `seconds`, or the store is gone.
+    """
+    begin, pause, store = time.monotonic(), 0.001, _store()
+    while not store.check([key]):
+        if store.check([unless]):
+            raise RuntimeError("another rank has failed")
+        if time.monotonic() - begin > seconds:
+            raise RuntimeError(f"nobody has told what is to come after {seconds:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSE)
+    return pickle.loads(store.get(key))
+
+
+def peek(key: str) -> Any:
+    """The value under a key, or None if nobody has left one, or the store is gone."""
+    try:
+        store = _store()
+        return pickle.loads(store.get(key)) if store.check([key]) else None
+    except (RuntimeError, OSError):
+        return None
+
+
+def _store() -> Any:
+    return distributed_c10d._get_default_store()

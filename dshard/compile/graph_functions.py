@@ -1,0 +1,65 @@
+"""Functions that torch.compile does not look into: their calls stand in its graph, and are traced through later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from types import FunctionType
+from typing import Any, TypeVar
+
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._library.opaque_object import register_opaque_type
+from torch.compiler import is_dynamo_compiling
+from typing_extensions import ParamSpec
+
+from dshard.placements import Partial, Replicate, Shard
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+FUNCTIONS: dict[str, Callable[..., object]] = {}
+"""These functions by name."""
+
+
+def traceable(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`function`, which torch.compile takes as it is; the settings that choices depend on are guarded."""
+    name = function.__name__
+    FUNCTIONS[name] = function
+
+    @wraps(function)
+    def front(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if is_dynamo_compiling():
+            from dshard.compile import graph  # noqa: PLC0415  # it imports torch._dynamo, which takes long
+
+            graph.guard()
+            found: _T = graph.call(name, *args, **kwargs)
+            return found
+        return function(*args, **kwargs)
+
+    return front
+
+
+def skip_frames(cls: type[Any]) -> None:
+    """Leave the methods of `cls`, and all that they call, to Python where what calls them is not compiled.
+
+    After a graph break torch.compile would else try to compile each of them by itself.
+    """
+    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    for member in vars(cls).values():
+        function = getattr(member, "__func__", member)
+        if isinstance(function, FunctionType) and function.__code__ is not _FRONT:
+            set_code_exec_strategy(function.__code__, strategy)
+
+
+_FRONT = traceable(skip_frames).__code__  # shared by all fronts, which are to be seen
+del FUNCTIONS[skip_frames.__name__]
+
+
+def _written(placement: object) -> tuple[str, dict[str, type]]:
+    return repr(placement), {type(placement).__name__: type(placement)}
+
+
+for _kind in (Shard, Replicate, Partial):  # so that `x.placements` may be read within a compiled region
+    setattr(_kind, "__fx_repr__", _written)  # noqa: B010
+    with suppress(TypeError):  # an older torch calls the argument otherwise, and does not read placements there
+        register_opaque_type(_kind, typ="value")

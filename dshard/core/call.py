@@ -1,0 +1,123 @@
+"""One call of an operator as its rule sees it, and what a family's table says of an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from dshard.core.spec import Spec
+from dshard.layout import Shape
+from dshard.mesh import Coordinate
+from dshard.rules.rule import PassThrough, Rule
+from dshard.rules.strategy import Strategy
+
+LocalOp: TypeAlias = Callable[..., Any]
+Kernel: TypeAlias = Callable[["Call", Strategy, Coordinate], LocalOp]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """An operator with its arguments, in which a `Spec` stands for each distributed tensor.
+
+    `specs` are those of the tensor operands in order, `outs` what single-device torch gives, without data.
+    """
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    specs: tuple[Spec, ...]
+    outs: tuple[Tensor, ...]
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The global shapes of the tensor operands."""
+        return tuple(spec.shape for spec in self.specs)
+
+    @property
+    def out_shapes(self) -> tuple[Shape, ...]:
+        """The global shapes of the outputs."""
+        return tuple(tuple(out.shape) for out in self.outs)
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """The argument called `name` in the operator's schema, wherever it was given."""
+        for i, argument in enumerate(self.func._schema.arguments):
+            if argument.name == name:
+                if i < len(self.args):
+                    return self.args[i]
+                return self.kwargs.get(name, argument.default_value if argument.has_default_value() else default)
+        return default
+
+    def dim(self, name: str = "dim", ndim: int | None = None) -> int:
+        """The argument `name` as a tensor dim counted from 0."""
+        ndim = len(self.specs[0].shape) if ndim is None else ndim
+        dim: int = self.argument(name)
+        return dim + ndim if dim < 0 else dim
+
+    def dims(self, name: str = "dim") -> tuple[int, ...]:
+        """The argument `name` as tensor dims counted from 0: none or an empty list means all."""
+        ndim = len(self.specs[0].shape)
+        given = self.argument(name)
+        if given is None or given == []:
+            return tuple(range(ndim))
+        given = [given] if isinstance(given, int) else given
+        return tuple(dim + ndim if dim < 0 else dim for dim in given)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """What a table says of an operator: its rule, and the local operator where it is not the operator itself.
+
+    Values of scalar arguments are part of what is looked up unless `values` is False: then the rule does not depend on
+    them.
+    """
+
+    rule: Callable[[Call], Rule]
+    kernel: Kernel | None = None
+    values: bool = True
+
+
+def out_local_shape(call: Call, strategy: Strategy, coordinate: Coordinate, i: int = 0) -> Shape:
+    """The shape of output `i` on the rank at `coordinate`."""
+    return strategy.outputs[i].local_shape(call.out_shapes[i], coordinate)
+
+
+def aligned(shape: Sequence[int], out: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """The term of an operand that is broadcast to shape `out`: dims align at the right, dims of size one carry nothing.
+
+    >>> aligned((3, 1), (2, 3, 4))
+    (('1',), ())
+    """
+    shift = len(out) - len(shape)
+    return tuple((str(shift + i),) if n == out[shift + i] else () for i, n in enumerate(shape))
+
+
+def names(n: int, prefix: str = "") -> tuple[tuple[str, ...], ...]:
+    """A term of `n` dims, each a factor of its own."""
+    return tuple((f"{prefix}{i}",) for i in range(n))
+
+
+def pending_all(n: int, ops: Any) -> tuple[PassThrough, ...]:
+    """All `n` operands pending together."""
+    return (PassThrough(frozenset(range(n)), ops),)
+
+
+def like_first(call: Call) -> torch.dtype:
+    """The dtype of the first output."""
+    return call.outs[0].dtype
+
+
+def writes_first(func: OpOverload) -> bool:
+    """Whether the operator writes to its first operand, a tensor or a list of them."""
+    arguments = func._schema.arguments
+    return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+
+
+def views_first(func: OpOverload) -> bool:
+    """Whether the output shows memory of the first operand."""
+    arguments = func._schema.arguments
+    return bool(arguments) and arguments[0].alias_info is not None and not arguments[0].alias_info.is_write

@@ -1,0 +1,294 @@
+"""What torch refuses on one device is refused before anything is sent.
+
+Its functions for tensors without data do not look at all that the real ones refuse; the table at the foot adds to them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dshard.comm import plain
+from dshard.core.call import writes_first
+from dshard.core.moves import replace_leaves
+from dshard.core.spec import for_shapes
+
+Args: TypeAlias = dict[str, Any]
+UNKNOWN = (
+    NotImplementedError,
+    DynamicOutputShapeException,
+    DataDependentOutputException,
+    UnsupportedOperatorException,
+)
+"""What torch raises where it cannot tell without data."""
+
+
+def infer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `func` gives for meta tensors. Raises torch's own errors."""
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
+    _refuse_more(func, args, kwargs)
+    with plain(), _as_the_kernels_do(), for_shapes():
+        return func(*args, **kwargs)
+
+
+def accept(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what torch would raise for these arguments, in which meta tensors stand for any; as far as it can tell."""
+    _refuse_more(func, args, kwargs)
+    with plain(), FakeTensorMode(), suppress(*UNKNOWN), _quiet(), _as_the_kernels_do():
+        fakes: dict[int, Tensor] = {}
+        fake_args, fake_kwargs = replace_leaves((args, kwargs), lambda leaf: _fake(leaf, fakes))
+        func(*fake_args, **fake_kwargs)
+
+
+def _fake(leaf: Any, fakes: dict[int, Tensor]) -> Any:
+    """A fake of a meta tensor, the same for the same."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if id(leaf) not in fakes:
+        fakes[id(leaf)] = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+    return fakes[id(leaf)]
+
+
+@contextmanager
+def _as_the_kernels_do() -> Iterator[None]:
+    """torch's Python forms assert what its kernels refuse with a RuntimeError."""
+    try:
+        yield
+    except AssertionError as error:
+        raise RuntimeError(str(error)) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block torch does not log what it raises, too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+# -- what torch's functions without data do not look at
+
+
+class Refusing(TorchDispatchMode):
+    """Within the block torch's functions without data refuse what its kernels do, as far as the table below says."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _refuse_more(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_more(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if args and isinstance(args[0], Tensor) and _writes_each(func):
+        torch._check(torch._debug_has_internal_overlap(args[0]) != 1, lambda: _OVERLAPS)
+    more = MORE.get(func._schema.name.removesuffix("_"))
+    if more is not None:
+        given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+        more(given | dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs)
+
+
+def _writes_each(func: OpOverload) -> bool:
+    """Whether the operator writes to each element of its first operand by itself, so that these must be apart."""
+    return writes_first(func) and torch.Tag.inplace_view not in func.tags and func not in _IDEMPOTENT
+
+
+_ATEN = torch.ops.aten
+_IDEMPOTENT = frozenset(
+    {
+        _ATEN.zero_.default,
+        _ATEN.fill_.Scalar,
+        _ATEN.masked_fill_.Scalar,
+        _ATEN.masked_fill_.Tensor,
+        _ATEN.index_fill_.int_Scalar,
+        _ATEN.index_fill_.int_Tensor,
+        _ATEN.index_put_.default,
+        _ATEN.tril_.default,
+        _ATEN.triu_.default,
+    }
+)
+"""In-place operators that torch's kernels let write to an expanded tensor."""
+_OVERLAPS = (
+    "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+    "Please clone() the tensor before performing the operation."
+)
+
+
+def _scatter(given: Args) -> None:
+    x, index, source = given["self"], given["index"], given.get("src")
+    torch._check(
+        index.dtype in (torch.int64, torch.int32) or not index.numel(),
+        lambda: f"scatter(): Expected dtype int32/int64 for index, got {index.dtype}",
+    )
+    torch._check(
+        source is None or source.dtype == x.dtype,
+        lambda: f"scatter(): Expected self.dtype to be equal to src.dtype, got {x.dtype}",
+    )
+    if index.numel() == 0:
+        return
+    others = [x] if source is None else [x, source]
+    torch._check(
+        all(max(t.dim(), 1) == max(index.dim(), 1) for t in others),
+        lambda: "Index tensor must have the same number of dimensions as self tensor and src tensor",
+    )
+    dim = given["dim"] % max(x.dim(), 1)
+    fits = all(n <= x.shape[i] for i, n in enumerate(index.shape) if i != dim and x.dim())
+    if source is not None:
+        fits = fits and all(n <= m for n, m in zip(index.shape, source.shape, strict=False))
+    torch._check(
+        fits,
+        lambda: (
+            f"Expected index {tuple(index.shape)} to be no larger than self {tuple(x.shape)} apart from "
+            f"dimension {dim}" + ("" if source is None else f" and to be no larger size than src {tuple(source.shape)}")
+        ),
+    )
+
+
+def _index_add(given: Args) -> None:
+    x, index, source, dim = given["self"], given["index"], given["source"], given["dim"]
+    torch._check(
+        x.dtype == source.dtype,
+        lambda: f"index_add_(): self ({x.dtype}) and source ({source.dtype}) must have the same scalar type",
+    )
+    found = source.shape[dim] if source.dim() else 1
+    torch._check(
+        index.numel() == found,
+        lambda: f"index_add_(): Number of indices ({index.numel()}) should be equal to source.size(dim): ({found})",
+    )
+    torch._check(
+        x.dim() == source.dim() or not x.dim() or not source.dim(),
+        lambda: f"index_add_(): Source ({source.dim()}D) and self ({x.dim()}D) must have as many dims",
+    )
+    if x.dim() == source.dim() > 0:
+        at = dim % x.dim()
+        same = [n for i, n in enumerate(x.shape) if i != at] == [n for i, n in enumerate(source.shape) if i != at]
+        torch._check(
+            same, lambda: "source tensor shape must match self tensor shape, excluding the specified dimension"
+        )
+
+
+def _masked_scatter(given: Args) -> None:
+    torch._check(
+        given["mask"].dtype == torch.bool,
+        lambda: f"masked_scatter_ only supports boolean masks, but got mask with dtype {given['mask'].dtype}",
+    )
+
+
+def _multinomial(given: Args) -> None:
+    x, n = given["self"], given["num_samples"]
+    torch._check(x.is_floating_point(), lambda: f"multinomial only supports floating-point dtypes, got {x.dtype}")
+    torch._check(n > 0, lambda: "cannot sample n_sample <= 0 samples")
+    torch._check(x.dim() == 0 or x.shape[-1] <= 2**24, lambda: "number of categories cannot exceed 2^24")
+    _same_out(given.get("out"), torch.int64)
+    torch._check(
+        given["replacement"] or x.dim() == 0 or n <= x.shape[-1],
+        lambda: "cannot sample n_sample > prob_dist.size(-1) samples without replacement",
+    )
+
+
+def _convolution(given: Args) -> None:
+    for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
+        torch._check(
+            all(n >= least for n in given[name]),
+            lambda name=name: f"convolution: {name} {tuple(given[name])} is not supported: too small",
+        )
+
+
+def _lstsq(given: Args) -> None:
+    torch._check(given["self"].dim() >= 2, lambda: "torch.linalg.lstsq: input must have at least 2 dimensions.")
+    torch._check(given["b"].dim() >= 1, lambda: "torch.linalg.lstsq: other must have at least 1 dimension.")
+
+
+def _narrow_copy(given: Args) -> None:
+    x, dim = given["self"], given["dim"]
+    torch._check(dim < x.dim(), lambda: f"narrow_copy: dim {dim} of a tensor of {x.dim()} dims")
+
+
+def _strided_scatter(given: Args) -> None:
+    x, steps = given["self"], zip(given["size"], given["stride"], strict=False)
+    last = (given["storage_offset"] or 0) + sum((n - 1) * step for n, step in steps)
+    torch._check(
+        last < x.numel() or 0 in given["size"],
+        lambda: f"as_strided_scatter: element {last} is out of bounds for storage of {x.numel()} elements",
+    )
+
+
+def _cat(given: Args) -> None:
+    for i, x in enumerate(given["tensors"]):
+        torch._check(x.dim() > 0, lambda i=i: f"zero-dimensional tensor (at position {i}) cannot be concatenated")
+
+
+def _complex(given: Args) -> None:
+    _same_out(given.get("out"), given["real"].dtype.to_complex())
+
+
+def _aminmax(given: Args) -> None:
+    for name in ("min", "max"):
+        _same_out(given.get(name), given["self"].dtype)
+    _extreme(given)
+
+
+def _extreme(given: Args) -> None:
+    x, dims = given["self"], given.get("dim")
+    for dim in [dims] if isinstance(dims, int) else dims or []:
+        if 0 <= dim + x.dim() < 2 * x.dim() and x.shape[dim] == 0:
+            raise IndexError(f"Expected reduction dim {dim} to have non-zero size.")
+
+
+def _position(name: str, given: Args) -> None:
+    """torch's refusal on the CPU of a position among nothing, which meta tensors do not have or call otherwise."""
+    x, dim = given["self"], given.get("dim")
+    if dim is None and x.numel() == 0 and name in ("argmax", "argmin"):
+        raise IndexError(f"{name}(): Expected reduction dim to be specified for input.numel() == 0.")
+    if isinstance(dim, int) and 0 <= dim + x.dim() < 2 * x.dim() and x.shape[dim] == 0:
+        raise IndexError(f"{name}(): Expected reduction dim {dim} to have non-zero size.")
+
+
+def _dim(given: Args) -> None:
+    ndim, dim = max(given["self"].dim(), 1), given["dim"]
+    if not -ndim <= dim < ndim:
+        told = f"expected to be in range of [{-ndim}, {ndim - 1}], but got {dim}"
+        raise IndexError(f"Dimension out of range ({told})")
+
+
+def _same_out(out: Tensor | None, dtype: torch.dtype) -> None:
+    torch._check(out is None or out.dtype == dtype, lambda: f"Expected out tensor to have dtype {dtype}")
+
+
+MORE: dict[str, Callable[[Args], None]] = {
+    **dict.fromkeys(("aten::_softmax", "aten::sort", "aten::select_scatter", "aten::slice_scatter"), _dim),
+    "aten::scatter": _scatter,
+    "aten::scatter_add": _scatter,
+    "aten::index_add": _index_add,
+    "aten::masked_scatter": _masked_scatter,
+    "aten::multinomial": _multinomial,
+    "aten::convolution": _convolution,
+    "aten::cat": _cat,
+    "aten::complex": _complex,
+    "aten::aminmax": _aminmax,
+    "aten::amax": _extreme,
+    "aten::amin": _extreme,
+    **{
+        f"aten::{name}": partial(_position, name)
+        for name in ("argmax", "argmin", "kthvalue", "median", "nanmedian", "mode")
+    },
+    "aten::linalg_lstsq": _lstsq,
+    "aten::narrow_copy": _narrow_copy,
+    "aten::as_strided_scatter": _strided_scatter,
+}

@@ -1,0 +1,97 @@
+"""What choices depend on beside their operands: the topology in use. Each topology has caches of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dshard.caches import Cache, clear_caches
+from dshard.comm import FORGET, DeviceMesh, Scoped, bind, outside_graphs, ranks_per_host, same_topology
+from dshard.mesh import Mesh
+from dshard.topology import Topology, default_topology
+from dshard.topology.network import check_topology
+
+
+class PlanningContext:
+    """A topology, or None for the default of each mesh, and what was decided on it."""
+
+    def __init__(self, topology: Topology | None = None) -> None:
+        self.topology = topology
+        self.executors = Cache("executors")
+        self.choices = Cache("choices")
+        self.shortcuts = Cache("shortcuts")
+        self.moves = Cache("moves")
+
+    def topology_of(self, mesh: Mesh) -> Topology:
+        """The topology on which choices for this mesh are priced."""
+        if self.topology is not None:
+            return self.topology
+        return default_topology(mesh.device_type, ranks_per_host(mesh))
+
+    def why_topology(self, mesh: Mesh) -> str:
+        """How that topology came to be used, for people."""
+        if self.topology is not None:
+            return "as use_topology says"
+        ranks = ranks_per_host(mesh)
+        hosts = "" if ranks is None else f" with {ranks} ranks on each host (LOCAL_WORLD_SIZE)"
+        return f"the default for {mesh.device_type} ranks{hosts}"
+
+
+_DEFAULT = PlanningContext()
+MAX_TOPOLOGIES = 16
+"""Of so many, the last that were used, what was decided is remembered."""
+
+_ALL: dict[Topology | None, PlanningContext] = {None: _DEFAULT}
+_SETTINGS: Scoped[PlanningContext, PlanningContext] = Scoped(
+    "settings", lambda entered: entered[-1] if entered else _DEFAULT
+)
+_here, _ANYWHERE = _SETTINGS.here, _SETTINGS.anywhere
+
+
+class Guarded:
+    """The settings of the last block that was entered or left, which a compiled graph can read: no ContextVar."""
+
+    settings = _DEFAULT
+
+
+def planning_context() -> PlanningContext:
+    """The settings in force where the call is."""
+    if not _ANYWHERE:
+        return _DEFAULT
+    state = _here()
+    return state.value if state is not None else _SETTINGS.value()
+
+
+def planning_context_of(topology: Topology | None) -> PlanningContext:
+    """Those with this topology: the same object each time, until many others have been asked for since."""
+    found = _ALL.pop(topology, None) or PlanningContext(topology)
+    _ALL[topology] = found
+    for other in [other for other in _ALL if other is not None][:-MAX_TOPOLOGIES]:
+        del _ALL[other]
+    return found
+
+
+@contextmanager
+def use_topology(topology: Topology, *, mesh: DeviceMesh | Mesh | None = None) -> Iterator[None]:
+    """Price every choice within the block on `topology`, which must be the same on all ranks.
+
+    With a `mesh`, which all its ranks then give, they use the topology of its first rank, which is sent on entry.
+    Without, nothing is sent. It holds for the thread and the asynchronous task that enters the block, and for the
+    backward passes that they call.
+
+    Raises:
+        TopologyError: no topology, such as the name of a preset.
+    """
+    check_topology(topology)
+    outside_graphs("use_topology")
+    if mesh is not None:
+        topology = same_topology(topology, mesh if isinstance(mesh, Mesh) else bind(mesh))
+    try:
+        with _SETTINGS.entered(planning_context_of(topology)):
+            Guarded.settings = planning_context()
+            yield
+    finally:
+        Guarded.settings = planning_context()
+
+
+FORGET.append(clear_caches)

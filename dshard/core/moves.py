@@ -1,0 +1,262 @@
+"""Between the operators and the ranks: move a local tensor to another layout, run a local operator on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.comm import (
+    AsyncLocal,
+    LocalTensor,
+    Start,
+    async_start,
+    plain,
+    run,
+    runner,
+    runtime_of,
+    simulated_ranks,
+    stack,
+    unstack,
+)
+from dshard.core.call import LocalOp
+from dshard.core.context import planning_context
+from dshard.core.observe import OBSERVERS, Decision, observed, planned_collective
+from dshard.core.spec import Spec
+from dshard.errors import MeshError
+from dshard.layout import Layout, interned
+from dshard.mesh import Coordinate, Mesh
+from dshard.placements import Replicate, Shard
+from dshard.redistribute import plan
+from dshard.rules.expand import Operand
+from dshard.rules.strategy import completed_layout
+
+_increment: Callable[[list[Tensor]], None] = torch._C._increment_version
+_COUNTS = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+class LocalRedistribution:
+    """A tensor of one spec brought to another layout: planned once for each topology, then looked up.
+
+    `spec` is that of the moved tensor, `grad` the layout of its gradient, and `back` of what that comes back as. It
+    `gathers` where a split dim becomes whole: a gradient that is pending there comes back by one collective.
+    """
+
+    __slots__ = ("back", "gathers", "grad", "gradient", "plan", "runner", "source", "spec", "starter", "targets")
+
+    def __init__(self, source: Spec, layout: Layout) -> None:
+        topology = planning_context().topology_of(layout.mesh)
+        self.plan = plan(source.layout, layout, source.shape, source.itemsize, topology)
+        self.source, self.spec = source, source.with_layout(layout)
+        self.grad, self.back = interned(layout.cotangent()), interned(source.layout.cotangent())
+        self.gathers = any(
+            isinstance(there, Replicate) and isinstance(here, Shard)
+            for here, there in zip(source.layout.placements, layout.placements, strict=True)
+        )
+        self.runner: Callable[[Tensor], Tensor] | None = None
+        self.starter: Start | None = None
+        self.gradient: LocalRedistribution | None = None
+        self.targets: dict[Spec, Layout] = {}
+
+    def __call__(self, local: Tensor) -> Tensor:
+        """The local tensor in the new layout; not recorded by autograd."""
+        if type(local) is LocalTensor or local.is_meta or not self.plan.steps:
+            return run(self.plan, local)
+        if self.runner is None:
+            self.runner = runner(self.plan)
+        if not local.requires_grad or not torch.is_grad_enabled():
+            return self.runner(local)
+        with torch.no_grad():
+            return self.runner(local)
+
+    def of_gradient(self) -> LocalRedistribution | None:
+        """The move of the gradient, to the layout that the source's has; None where it lies so already."""
+        if self.gradient is None and self.grad is not self.back:
+            self.gradient = local_redistribution(self.spec.with_layout(self.grad), self.back)
+        return self.gradient
+
+    def later(self, local: Tensor, own: bool = False) -> AsyncLocal | None:
+        """The same begun, to be waited for at its first use; None where it cannot run beside the computation.
+
+        A local tensor that is the caller's `own` may be overwritten.
+        """
+        if self.starter is None:
+            if runtime_of(self.spec.layout.mesh) is None:
+                return None
+            self.starter = async_start(self.plan)
+        return self.starter(local, own)
+
+    def decision(self, op: str, explicit: bool = False) -> Decision:
+        """This redistribution, as the operator named `op` needs it, or as the user asked for it."""
+        operand = Operand(self.source.layout, self.source.shape, self.source.itemsize)
+        topology = planning_context().topology_of(self.source.layout.mesh)
+        outputs = ((self.spec.shape, self.spec.itemsize),)
+        return Decision(op, (operand,), outputs, None, None, (self.plan,), topology, explicit=explicit)
+
+
+def local_redistribution(spec: Spec, layout: Layout) -> LocalRedistribution:
+    """How a tensor of this spec comes to lie so."""
+    moves = planning_context().moves
+    found: LocalRedistribution | None = moves.get((spec, layout))
+    if found is None:
+        found = moves.add((spec, layout), LocalRedistribution(spec, layout))
+    else:
+        moves.hits += 1
+    return found
+
+
+def redistribute_local(local: Tensor, spec: Spec, layout: Layout, op: object, explicit: bool = False) -> Tensor:
+    """The local tensor under another layout, as `op` needs it or the user asked for it; not recorded by autograd."""
+    found = local_redistribution(spec, layout)
+    if OBSERVERS and found.plan.steps:
+        moved: Tensor = observed(found.decision(str(op), explicit), found, (local,))
+        return moved
+    return found(local)
+
+
+def sending(
+    op: str, specs: Sequence[Spec], collectives: Sequence[tuple[str, tuple[str, ...], int]], explicit: bool = False
+) -> Decision:
+    """An operator that sends these collectives by itself, each a kind, its mesh axes, and bytes of the busiest rank."""
+    mesh = specs[0].layout.mesh
+    topology = planning_context().topology_of(mesh)
+    sent = tuple(planned_collective(kind, mesh, axes, nbytes, topology) for kind, axes, nbytes in collectives)
+    operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs)
+    return Decision(op, operands, (), None, None, (), topology, explicit=explicit, exchanges=sent)
+
+
+def replica_broadcasts(spec: Spec) -> list[tuple[str, tuple[str, ...], int]]:
+    """What makes the replicas of a tensor those of the first rank: a broadcast along each axis that holds copies."""
+    mesh, nbytes = spec.layout.mesh, spec.layout.local_numel(spec.shape) * spec.itemsize
+    axes = zip(mesh.names, spec.layout.placements, mesh.shape, strict=True)
+    return [("broadcast", (name,), nbytes) for name, placement, n in axes if placement == Replicate() and n > 1]
+
+
+def redistributed(x: Any, layout: Layout, op: str) -> Any:
+    """The distributed tensor `x` in another layout, as the operator named `op` needs it; not recorded by autograd."""
+    spec: Spec = x._spec
+    if spec.layout == layout:
+        return x
+    return type(x)._wrap(redistribute_local(x._local, spec, layout, op), spec.with_layout(layout))
+
+
+def with_partials_reduced(x: Any, op: str) -> Any:
+    """`x` with nothing pending: what is used more than once is completed once. Plain tensors are as they are."""
+    return redistributed(x, completed_layout(x._spec.layout), op) if hasattr(x, "_spec") else x
+
+
+def write_local(target: Tensor, value: Tensor) -> None:
+    """Write the local tensor `value` into `target`; of an expanded dim the first entry, which is all of them."""
+    if type(target) is LocalTensor:
+        with plain():
+            for rank, t in unstack(value).items():
+                write_local(unstack(target)[rank], t)
+        return
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:  # torch does not copy into memory that several entries share
+            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    target.copy_(value)
+    count_write(target)
+
+
+def count_write(local: Tensor) -> None:
+    """Note a write to a local tensor below autograd, where torch counts none: what was saved of it is out of date."""
+    if type(local) is Tensor:
+        _increment([local])
+
+
+def counting_as(source: Tensor, copy: Tensor) -> Tensor:
+    """`copy`, whose version is that of `source`: where it is saved for a backward pass, a write to `source` is noticed.
+
+    On one device there is no copy, and torch saves the operand itself.
+    """
+    out = source.detach()
+    out.data = copy
+    return out
+
+
+def sharing_version(operator: LocalOp) -> LocalOp:
+    """`operator`, whose outputs are views, so that their writes count as those of its operand, below autograd, too."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not _is_excluded(_COUNTS) or torch.is_inference_mode_enabled():
+            return operator(*args, **kwargs)
+        _exclude(_COUNTS, False)
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            _exclude(_COUNTS, True)
+
+    return run
+
+
+def on_all_ranks(x: Tensor, mesh: Mesh) -> Tensor:
+    """A plain tensor, alike on all ranks, as the local tensor of each: where ranks are simulated, of every one."""
+    if simulated_ranks() is None or type(x) is LocalTensor:
+        return x
+    return stack(dict.fromkeys(mesh.ranks, x))
+
+
+def coordinate_of(mesh: Mesh) -> Coordinate:
+    """Where this process sits on the mesh; without processes, the first place.
+
+    Raises:
+        MeshError: this rank is not in the mesh.
+    """
+    runtime = runtime_of(mesh)
+    if runtime is None:
+        return (0,) * mesh.ndim
+    if runtime.coordinate is None:
+        raise MeshError(f"this rank, {runtime.rank}, is not in the mesh ({mesh}): run operators only on its ranks")
+    return runtime.coordinate
+
+
+def run_on_ranks(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Any, kwargs: Any) -> Any:
+    """The local operator on this rank, or on all ranks where they are simulated in one process."""
+    if any(type(leaf) is LocalTensor for leaf in leaves((args, kwargs))):
+        return simulate(mesh, local_op, args, kwargs)
+    return local_op(coordinate_of(mesh))(*args, **kwargs)
+
+
+def simulate(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Any, kwargs: Any) -> Any:
+    """The local operator on each rank's tensors, the results stacked again."""
+    with plain():
+        results = {}
+        for rank in mesh.ranks:
+            rank_args, rank_kwargs = replace_leaves((args, kwargs), partial(_of_rank, rank))
+            results[rank] = local_op(mesh.coordinate(rank))(*rank_args, **rank_kwargs)
+        tensors = {rank: iter([t for t in leaves(result) if isinstance(t, Tensor)]) for rank, result in results.items()}
+
+        def join(leaf: Any) -> Any:
+            return stack({rank: next(rest) for rank, rest in tensors.items()}) if isinstance(leaf, Tensor) else leaf
+
+        return replace_leaves(results[mesh.ranks[0]], join)
+
+
+def _of_rank(rank: int, leaf: Any) -> Any:
+    return unstack(leaf)[rank] if type(leaf) is LocalTensor else leaf
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of nested tuples, lists and dicts, in order."""
+    if isinstance(tree, list | tuple):
+        return [leaf for item in tree for leaf in leaves(item)]
+    if isinstance(tree, dict):
+        return [leaf for item in tree.values() for leaf in leaves(item)]
+    return [tree]
+
+
+def replace_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nest with each leaf changed, in order."""
+    if isinstance(tree, list):
+        return [replace_leaves(item, change) for item in tree]
+    if isinstance(tree, tuple):
+        return tuple(replace_leaves(item, change) for item in tree)
+    if isinstance(tree, dict):
+        return {name: replace_leaves(item, change) for name, item in tree.items()}
+    return change(tree)

@@ -1,0 +1,35 @@
+"""Calls of torch's functions: their arguments by name, without `__torch_function__`, and in autocast's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def call_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def bind_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    given = dict(zip(names, args, strict=False)) | kwargs
+    unknown = set(given) - set(names)
+    if unknown or len(args) > len(names):
+        raise TypeError(
+            f"unexpected arguments {sorted(unknown) or args[len(names) :]}; the parameters are {', '.join(names)}"
+        )
+    return [given.get(name) for name in names]
+
+
+def autocast(tensors: Sequence[Any]) -> Sequence[Any]:
+    """The operands in the dtype that autocast wants, where it is on."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    wide = (torch.float32, torch.float16, torch.bfloat16)
+    return [t.to(dtype) if t.dtype in wide else t for t in tensors]

@@ -1,0 +1,184 @@
+"""What `__torch_function__` catches, and what it does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.compiler import is_exporting
+
+from dshard.autograd.crossing import redistribute
+from dshard.autograd.hooks import GRAPH_FUNCTIONS, accumulating, data, gradients, set_data
+from dshard.comm import LocalTensor, unstack
+from dshard.core.moves import on_all_ranks
+from dshard.core.spec import spec_of
+from dshard.core.torch_function import bind_arguments, call_torch
+from dshard.core.transforms import is_differentiating_forward
+from dshard.layout import replicated
+from dshard.ops.attention_call import attention
+from dshard.ops.custom import accept_call
+from dshard.ops.embedding import embedding
+from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, rmatmul
+from dshard.ops.vocab_parallel import cross_entropy, rms_norm
+from dshard.rules.strategy import completed_layout
+
+
+def getitem(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x[index]`, `x[index] = value`: a list of positions counts as a replicated tensor."""
+    x, index, *value = args
+    if isinstance(x, cls):
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(part, list) for part in parts):
+            index = tuple(_replicated(cls, part, x) if isinstance(part, list) else part for part in parts)
+    return call_torch(func, (x, index, *value), kwargs)
+
+
+def reduce_partials_first(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator that is not linear, above autograd: what is pending is completed once, for the backward pass, too.
+
+    Not where it may be asked to write to its operand; and torch may refuse the arguments first.
+    """
+    pending = any(isinstance(arg, cls) and arg._spec.pending for arg in args)
+    if pending and not kwargs.get("inplace") and not any(arg is True for arg in args):
+        accept_call(cls, func, args, kwargs)
+        args = tuple(
+            [_reduce_partials(func, arg) if isinstance(arg, cls) and arg._spec.pending else arg for arg in args]
+        )
+    return call_torch(func, args, kwargs)
+
+
+def or_reduce_partials_first(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """What the handler gives, or else `completing`."""
+
+    def handle(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = handler(cls, func, args, kwargs)
+        return reduce_partials_first(cls, func, args, kwargs) if out is None else out
+
+    return handle
+
+
+def _reduce_partials(func: Any, x: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return redistribute(x, completed_layout(x._spec.layout), func.__name__)
+
+
+def tensor_split(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.tensor_split`: where to split may be a tensor, whose numbers torch would read from memory."""
+    x, where, dim = bind_arguments(("input", "tensor_indices_or_sections", "dim"), args, kwargs)
+    if not isinstance(where, cls):
+        return call_torch(func, args, kwargs)
+    numbers = where.full_tensor()
+    if type(numbers) is LocalTensor:
+        numbers = next(iter(unstack(numbers).values()))
+    return call_torch(torch.tensor_split, (x, numbers, 0 if dim is None else dim), {})
+
+
+def _replicated(cls: Any, values: list[Any], like: Any) -> Any:
+    local = torch.tensor(values, device=like._spec.device)
+    layout = replicated(like._spec.layout.mesh)
+    spec = spec_of(layout, tuple(local.shape), local.stride(), local.dtype, local.device)
+    return cls._wrap(on_all_ranks(local, layout.mesh), spec)
+
+
+def keeping_torch_function(function: Any) -> Callable[..., Any]:
+    """A function of torch's that starts a backward pass: what is recomputed on the way must come in here again.
+
+    `__torch_function__` is usually switched off while a function that it was asked about runs, for that would ask once
+    more. So this gives a copy of the function that does not ask, nor where it looks at the gradients it is given.
+    """
+    names = dict(function.__globals__)
+    names |= dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda operands: False)
+    names["_make_grads"] = with_torch_function_off(names["_make_grads"])
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def with_torch_function_off(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function run with this door closed."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return run
+
+
+_backward, _grad = keeping_torch_function(torch.autograd.backward), keeping_torch_function(torch.autograd.grad)
+
+
+def backward(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Tensor.backward`, which is `torch.autograd.backward` of one tensor."""
+    return _begin(cls, *args, **kwargs)
+
+
+def _begin(
+    cls: Any, x: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> Any:
+    return accumulating(cls, _backward, (x, gradient, retain_graph, bool(create_graph)), {"inputs": inputs})
+
+
+def without_torch_function(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler run with this door closed: what it asks of its operands does not come in here again.
+
+    torch.export writes down operators on distributed tensors, so for it the call stays what it is; and so for
+    forward-mode derivatives, which torch knows of each operator.
+    """
+
+    def handle(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_exporting() or is_differentiating_forward():
+            return call_torch(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return handler(cls, func, args, kwargs)
+
+    return handle
+
+
+_DATA: Any = Tensor.data
+_PLANNED: dict[Any, Callable[..., Any]] = {
+    torch.matmul: matmul,
+    torch.mm: matmul,
+    Tensor.mm: matmul,
+    torch.addmm: addmm,
+    Tensor.addmm: addmm,
+    torch.bmm: bmm,
+    Tensor.bmm: bmm,
+    torch.einsum: einsum,
+    torch.functional.einsum: einsum,
+    Tensor.matmul: matmul,
+    Tensor.__matmul__: matmul,
+    Tensor.__rmatmul__: rmatmul,
+    F.linear: linear,
+    F.scaled_dot_product_attention: attention,
+    F.embedding: embedding,
+    torch.tensor_split: tensor_split,
+    Tensor.tensor_split: tensor_split,
+    Tensor.__getitem__: getitem,
+    Tensor.__setitem__: getitem,
+    _DATA.__get__: data,
+}
+NONLINEAR = (
+    *(getattr(F, name) for name in ("relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu")),
+    *(
+        getattr(F, name)
+        for name in ("softplus", "hardswish", "hardtanh", "logsigmoid", "glu", "softmax", "log_softmax")
+    ),
+    *(getattr(F, name) for name in ("layer_norm", "rms_norm", "group_norm", "dropout", "cross_entropy", "normalize")),
+    *(getattr(module, name) for module in (torch, Tensor) for name in ("relu", "tanh", "sigmoid", "softmax", "exp")),
+    *(getattr(module, name) for module in (torch, Tensor) for name in ("log_softmax", "log", "sqrt", "rsqrt", "pow")),
+)
+_PLANNED |= dict.fromkeys(NONLINEAR, reduce_partials_first)
+_PLANNED |= {F.cross_entropy: or_reduce_partials_first(cross_entropy), F.rms_norm: or_reduce_partials_first(rms_norm)}
+COMPOSITES: dict[Any, Callable[..., Any]] = {
+    **{func: without_torch_function(handler) for func, handler in _PLANNED.items()},
+    **GRAPH_FUNCTIONS,
+    _DATA.__set__: set_data,
+    torch._has_compatible_shallow_copy_type: lambda cls, func, args, kwargs: all(type(x) is cls for x in args),
+    Tensor.backward: backward,
+    torch.autograd.backward: lambda cls, func, args, kwargs: accumulating(cls, _backward, args, kwargs),
+    torch.autograd.grad: lambda cls, func, args, kwargs: gradients(cls, _grad, args, kwargs),
+}

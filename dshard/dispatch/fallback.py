@@ -1,0 +1,100 @@
+"""An operator without a rule: its operands are replicated, and every rank computes all of it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from dshard.comm import LocalTensor, device_of, same_replicas, unstack
+from dshard.core.call import views_first, writes_first
+from dshard.core.context import planning_context
+from dshard.core.moves import (
+    leaves,
+    local_redistribution,
+    redistribute_local,
+    replace_leaves,
+    replica_broadcasts,
+    run_on_ranks,
+    sending,
+    write_local,
+)
+from dshard.core.observe import OBSERVERS, Decision, observed
+from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
+from dshard.core.spec import Spec, spec_of
+from dshard.core.view_sync import CopiedView, register_view
+from dshard.errors import LayoutError
+from dshard.layout import Layout, replicated
+from dshard.ops.custom import UNREPEATABLE, check
+from dshard.ops.random import is_random, seeded_op
+
+
+def replicate(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on whole tensors, on every rank: what is done for an operator without a rule. Warns once for each."""
+    random = is_random(func)
+    if func not in _WARNED and not random:
+        _WARNED.add(func)
+        warnings.warn(f"{func} has no rule: its operands are gathered and every rank computes all of it", stacklevel=2)
+    tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
+    whole = replicated(common_mesh(cls, func, tensors))
+    check(cls, func, args, kwargs)
+    if OBSERVERS:
+        specs = [spec_like(cls, t, whole.mesh) for t in tensors]
+        plans = tuple(plan_to(spec, whole) for spec in specs)
+        topology, why = planning_context().topology_of(whole.mesh), "no rule: every rank computes all of it"
+        decision = Decision(str(func), tuple(map(operand_of, specs)), (), None, None, plans, topology, why=why)
+        return observed(decision, _replicate, (cls, func, args, kwargs, whole, random))
+    return _replicate(cls, func, args, kwargs, whole, random)
+
+
+def _replicate(cls: Any, func: OpOverload, args: Any, kwargs: Any, whole: Layout, random: bool) -> Any:
+    local_args, local_kwargs = replace_leaves(
+        (args, kwargs),
+        lambda leaf: local_redistribution(leaf._spec, whole)(leaf._local) if isinstance(leaf, cls) else leaf,
+    )
+    local_op = seeded_op(func, whole.mesh, device_of(whole.mesh), kwargs) if random else func
+    result = run_on_ranks(whole.mesh, lambda coordinate: local_op, local_args, local_kwargs)
+    _refuse_sparse(func, result)
+    if func in UNREPEATABLE:
+        result = replace_leaves(result, lambda leaf: _agreed(func, leaf, whole) if isinstance(leaf, Tensor) else leaf)
+    for given, argument, local in zip(args, func._schema.arguments, local_args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, cls):
+            write_local(
+                given._local, redistribute_local(local, given._spec.with_layout(whole), given._spec.layout, func)
+            )
+    if writes_first(func):
+        return args[0]
+    out = replace_leaves(
+        result, lambda leaf: cls._wrap(leaf, _whole_spec(leaf, whole)) if isinstance(leaf, Tensor) else leaf
+    )
+    if views_first(func) and isinstance(args[0], cls):
+        register_view(out, CopiedView(args[0], local_args[0], args[0]._spec.with_layout(whole)))
+    return out
+
+
+def _refuse_sparse(func: OpOverload, result: Any) -> None:
+    kinds = {t.layout for t in leaves(result) if isinstance(t, Tensor)} - {torch.strided}
+    if kinds:
+        raise LayoutError(
+            f"{func} gives a tensor of layout {kinds.pop()}: a distributed tensor is strided; "
+            "call it on x.full_tensor(), or on the local parts"
+        )
+
+
+def _whole_spec(local: Tensor, whole: Layout) -> Spec:
+    one = next(iter(unstack(local).values())) if type(local) is LocalTensor else local
+    return spec_of(whole, tuple(one.shape), one.stride(), one.dtype, one.device)
+
+
+def _agreed(func: OpOverload, local: Tensor, whole: Layout) -> Tensor:
+    """What the first rank of each axis computed, on all ranks."""
+    if not OBSERVERS:
+        return same_replicas(local, whole)
+    spec = _whole_spec(local, whole)
+    return observed(sending(str(func), [spec], replica_broadcasts(spec)), same_replicas, (local, whole))  # type: ignore[no-any-return]
+
+
+_WARNED: set[OpOverload] = set()

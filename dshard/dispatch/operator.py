@@ -1,0 +1,370 @@
+"""An operator call becomes a cached executor: rule, strategy, redistributions and local operator, looked up by specs.
+
+The class of distributed tensors is passed in, so that this layer lies below it. A warm call makes a key, finds the
+executor and runs it: no planning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+
+from dshard.comm import LocalTensor, compare_calls, run, runner, runtime_of
+from dshard.comm.rank_checks import enabled as comparing
+from dshard.core.call import Call, LocalOp, Op, views_first, writes_first
+from dshard.core.call_log import CALL_LOG, log
+from dshard.core.checks import infer
+from dshard.core.context import planning_context
+from dshard.core.moves import (
+    coordinate_of,
+    count_write,
+    leaves,
+    on_all_ranks,
+    redistribute_local,
+    replace_leaves,
+    run_on_ranks,
+    sharing_version,
+    write_local,
+)
+from dshard.core.observe import OBSERVERS, Decision, observed
+from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
+from dshard.core.spec import Spec, spec_of
+from dshard.core.view_sync import SCATTERS, CopiedView, PartialView, attach_view, propagate_write, register_view
+from dshard.dispatch.fallback import replicate
+from dshard.dispatch.registry import FACTS, Instead, Known, alternative_of, known
+from dshard.layout import Shape
+from dshard.mesh import Coordinate, Mesh
+from dshard.ops.custom import asked_for, decomposed
+from dshard.ops.decompositions import decomposition_of
+from dshard.ops.views import counts_memory, in_memory_as
+from dshard.redistribute import Plan
+from dshard.rules.expand import Operand
+from dshard.rules.strategy import Constraints, Strategy, choose
+
+Executor = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_NUMBERS = frozenset({float, int, bool, complex})
+
+
+def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on distributed tensors of class `cls`, with the result of single-device torch on the whole tensors."""
+    number = id(func)  # its own hash is slow, and what is known of it keeps it alive
+    facts = FACTS.get(number) or known(func)
+    if facts.instead is not None:
+        instead = facts.instead(args)
+        if instead is not None:
+            if CALL_LOG:
+                log((None, func, args, kwargs, None))
+            decision = _instead_decision(cls, facts, instead, args, kwargs) if OBSERVERS else None
+            if decision is None:
+                out = instead(cls, func, args, kwargs)
+            else:
+                out = observed(decision, instead, (cls, func, args, kwargs))
+            if facts.changes:
+                _changed(cls, func, args[0], facts.writes)
+            return out
+    values = facts.values
+    parts: list[Any] = [number]
+    for arg in args:
+        kind = type(arg)
+        parts.append(arg._spec if kind is cls else arg if kind is int and values else _key(cls, arg, values))
+    if kwargs:
+        parts += [(name, _key(cls, arg, values)) for name, arg in kwargs.items()]
+    key = tuple(parts)
+    executors = planning_context().executors
+    executor = executors.get(key)
+    if executor is None:
+        executor = executors.add(key, _build(cls, func, facts.op, args, kwargs))
+    else:
+        executors.hits += 1
+    out = _watched(executor, func, args, kwargs) if CALL_LOG or OBSERVERS else executor(args, kwargs)
+    if facts.changes:
+        _changed(cls, func, args[0], facts.writes)
+    return out
+
+
+def _changed(cls: Any, func: OpOverload, operand: Any, written: bool) -> None:
+    """After an operator in place: the local tensor counts the change, and other views show what was written."""
+    if isinstance(operand, cls):
+        count_write(operand._local)
+    if written:
+        propagate_write(operand, func)
+
+
+def _watched(executor: Executor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    run = executor if isinstance(executor, OperatorExecutable) else None
+    if run is not None and OBSERVERS:
+        out = observed(run.decision(), run, (args, kwargs))
+    else:
+        out = executor(args, kwargs)
+    log((run, func, args, kwargs, out))
+    return out
+
+
+def _key(cls: Any, arg: Any, values: bool) -> Any:
+    kind = type(arg)
+    if kind in _NUMBERS:
+        return (kind, arg) if values else kind
+    if kind is list or kind is tuple:
+        return tuple([_key(cls, item, values) for item in arg])
+    if isinstance(arg, cls):
+        return arg._spec
+    if isinstance(arg, Tensor):
+        return Tensor, arg.dtype, arg.shape
+    return arg
+
+
+def _build(cls: Any, func: OpOverload, op: Op | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:
+    mesh = common_mesh(cls, func, [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)])
+    if op is None:
+        return _without_rule(cls, func)
+    try:
+        call, result = _call(cls, func, mesh, args, kwargs)
+    except NotImplementedError:  # torch cannot tell what comes out without data
+        return _without_rule(cls, func)
+    return OperatorExecutable(cls, op, call, result, args, kwargs)
+
+
+def _call(cls: Any, func: OpOverload, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
+    """The call with specs in place of tensors, and what comes out, without data."""
+    specs = tuple(spec_like(cls, t, mesh) for t in leaves((args, kwargs)) if isinstance(t, Tensor))
+    rest = iter(specs)
+    spec_args, spec_kwargs = replace_leaves(
+        (args, kwargs), lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf
+    )
+    result = infer(func, *replace_leaves((spec_args, spec_kwargs), _meta))
+    outs = tuple(t for t in leaves(result) if isinstance(t, Tensor))
+    return Call(func, spec_args, spec_kwargs, specs, outs), result
+
+
+def _instead_decision(
+    cls: Any, facts: Known, instead: Instead, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Decision | None:
+    """What is told of a call that `instead` runs: an alternative beside the rule's candidates, or what is asked for.
+
+    None for an operator that is made of others: each of these tells of itself.
+    """
+    func, explicit = facts.func, asked_for(facts.func, args, kwargs)
+    alternative = "" if explicit else alternative_of(func, instead)
+    if not (explicit or alternative):
+        return None
+    operands = tuple(operand_of(t._spec) for t in leaves((args, kwargs)) if isinstance(t, cls))
+    mesh = operands[0].layout.mesh  # the norms of a list may be of several meshes
+    decision = Decision(
+        str(func), operands, (), None, None, (), planning_context().topology_of(mesh), explicit=explicit
+    )
+    if not alternative or facts.op is None:
+        return replace(decision, alternative=alternative)
+    call, _ = _call(cls, func, mesh, args, kwargs)
+    return replace(decision, alternative=alternative, outputs=_operands(call)[1], rule=facts.op.rule(call))
+
+
+def _meta(leaf: Any) -> Any:
+    return leaf.meta() if isinstance(leaf, Spec) else leaf
+
+
+def _without_rule(cls: Any, func: OpOverload) -> Executor:
+    decomposition = decomposition_of(func)
+    if decomposition is None:
+        return lambda args, kwargs: replicate(cls, func, args, kwargs)
+    run_decomposed = decomposed(decomposition)
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = run_decomposed(cls, func, args, kwargs)
+        return replicate(cls, func, args, kwargs) if out is NotImplemented else out
+
+    return run
+
+
+class OperatorExecutable:
+    """Redistribute the operands, run the local operator, wrap its outputs; all but the running done once."""
+
+    def __init__(
+        self, cls: Any, op: Op, call: Call, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.cls, self.op, self.call, self.result = cls, op, call, result
+        self.mesh = call.specs[0].layout.mesh
+        self.inplace, self.values = writes_first(call.func), op.values
+        self.strategy = strategy_of(op, call, keep=self.inplace)
+        self.plans = [plan_to(spec, layout) for spec, layout in zip(call.specs, self.strategy.inputs, strict=True)]
+        self.out_specs = [
+            spec_of(layout, tuple(out.shape), out.stride(), out.dtype, call.specs[0].device)
+            for out, layout in zip(call.outs, self.strategy.outputs, strict=True)
+        ]
+        self.flat = _is_flat(cls, args, kwargs)
+        self.rewrites = self.inplace and bool(self.plans[0].steps)
+        self.views = views_first(call.func)
+        self.gathers = self.views and bool(self.plans[0].steps)
+        self.counts_memory = self.views and counts_memory(call)
+        self.leaves_terms = self.views and call.func in SCATTERS and _begins(self.strategy)
+        self.single = isinstance(result, Tensor) and not self.inplace
+        self.places = _places(result, self.out_specs) if not (self.inplace or self.views) else None
+        self.compared = comparing()
+        slow = self.rewrites or self.gathers or self.leaves_terms or self.counts_memory or self.compared
+        self.warm = _WarmOperator(self, args) if self.flat and not slow else None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        warm = self.warm
+        if warm is not None:
+            local = list(args)
+            for i in warm.tensors:
+                local[i] = args[i]._local
+            if type(local[warm.tensors[0]]) is not LocalTensor:
+                if warm.operator is None:
+                    warm.prepare(self, local)
+                for i, mover in warm.moves:
+                    local[i] = mover(local[i])
+                out = warm.operator(*local, **kwargs)  # type: ignore[misc]  # prepared above
+                if self.single:
+                    if self.views:
+                        return self.wrapped(out, args)
+                    return self.cls._wrap(out, self.out_specs[0])
+                if self.places is not None:
+                    wrap = self.cls._wrap
+                    pairs = zip(out, self.places, strict=True)
+                    return tuple([x if spec is None else wrap(x, spec) for x, spec in pairs])
+                return self.wrapped(out, args)
+        if self.compared:
+            compare_calls(f"{self.call.func} of {_described(args, kwargs)}", self.mesh)
+        local_args, local_kwargs = self.moved(args, kwargs)
+        if self.counts_memory:
+            local_args = (in_memory_as(self.call.specs[0], local_args[0]), *local_args[1:])
+        out = run_on_ranks(self.mesh, self.local_op, local_args, local_kwargs)
+        wrapped = self.wrapped(out, args)
+        if isinstance(args[0], self.cls):
+            if self.leaves_terms:
+                register_view(wrapped, PartialView(args[0], wrapped._local, wrapped._spec, self.call.func, args[1:]))
+            elif self.gathers or (self.counts_memory and local_args[0] is not args[0]._local):
+                layout = self.strategy.inputs[0]
+                register_view(wrapped, CopiedView(args[0], local_args[0], args[0]._spec.with_layout(layout)))
+        return wrapped
+
+    def wrapped(self, out: Any, args: tuple[Any, ...]) -> Any:
+        """The distributed outputs; of an in-place operator, the operand itself."""
+        outputs = self._wrapped(out, args)
+        if self.views and getattr(args[0], "_view_sync", None) is not None:
+            attach_view(outputs, args[0]._view_sync)
+        return outputs
+
+    def _wrapped(self, out: Any, args: tuple[Any, ...]) -> Any:
+        if self.inplace:
+            if self.rewrites or not isinstance(args[0], self.cls):
+                written = redistribute_local(out, self.out_specs[0], self.call.specs[0].layout, self.call.func)
+                write_local(_local(self.cls, args[0]), written)
+            return args[0]
+        start = args[0].storage_offset() if self.views else 0  # strides, and where they start, are of the whole tensor
+        if isinstance(out, Tensor):
+            return self.cls._wrap(out, self.out_specs[0], start + self.call.outs[0].storage_offset())
+        locals_ = iter(t for t in leaves(out) if isinstance(t, Tensor))
+        specs = iter(self.out_specs)
+        return replace_leaves(
+            self.result,
+            lambda leaf: (
+                self.cls._wrap(next(locals_), next(specs), start + leaf.storage_offset())
+                if isinstance(leaf, Tensor)
+                else leaf
+            ),
+        )
+
+    def moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments with local tensors under the strategy's layouts, wherever they stand."""
+        plans = iter(self.plans)
+
+        def move_leaf(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return run(next(plans), leaf._local if isinstance(leaf, self.cls) else on_all_ranks(leaf, self.mesh))
+
+        return replace_leaves((args, kwargs), move_leaf)
+
+    def decision(self) -> Decision:
+        """What was chosen."""
+        operands, outputs = _operands(self.call)
+        topology = planning_context().topology_of(self.mesh)
+        wanted = _wanted(operands, self.inplace)
+        return Decision(
+            *(str(self.call.func), operands, outputs, self.op.rule(self.call), self.strategy, tuple(self.plans)),
+            topology,
+            wanted=wanted,
+        )
+
+    def local_op(self, coordinate: Coordinate) -> LocalOp:
+        """The local operator of the rank at `coordinate`."""
+        found = self.call.func if self.op.kernel is None else self.op.kernel(self.call, self.strategy, coordinate)
+        return sharing_version(found) if self.views else found
+
+
+def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The arguments of a call: tensors by what is known of them, all else as it is."""
+    given = [*map(_shown, leaves(args)), *(f"{name}={_shown(value)}" for name, value in kwargs.items())]
+    return ", ".join(given)
+
+
+def _shown(x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return repr(x)
+    spec = getattr(x, "_spec", None)
+    where = "plain" if spec is None else f"[{spec.layout}]"
+    return f"{tuple(x.shape)} {x.dtype} {where}"
+
+
+def _places(result: Any, specs: list[Spec]) -> list[Spec | None] | None:
+    """For each of several outputs its spec, or None where it is no tensor; None if they are nested."""
+    if not isinstance(result, tuple) or not all(x is None or isinstance(x, Tensor) for x in result):
+        return None
+    rest = iter(specs)
+    return [next(rest) if isinstance(x, Tensor) else None for x in result]
+
+
+def _begins(strategy: Strategy) -> bool:
+    """Whether the output is pending where the first operand is not."""
+    return strategy.outputs[0].partial_axes() != strategy.inputs[0].partial_axes()
+
+
+def _local(cls: Any, x: Any) -> Tensor:
+    return x._local if isinstance(x, cls) else x  # type: ignore[no-any-return]
+
+
+class _WarmOperator:
+    """What a call with real processes needs: where the tensors stand, how each moves, this rank's local operator."""
+
+    def __init__(self, call: OperatorExecutable, args: tuple[Any, ...]) -> None:
+        self.tensors = [i for i, arg in enumerate(args) if isinstance(arg, call.cls)]
+        self.operator: LocalOp | None = None
+        self.moves: list[tuple[int, Callable[[Tensor], Tensor]]] = []
+
+    def prepare(self, call: OperatorExecutable, local: list[Any]) -> None:
+        """Look up groups and operator, once."""
+        operands = [i for i, arg in enumerate(local) if isinstance(arg, Tensor)]
+        meta = any(local[i].is_meta for i in operands)
+        self.moves = [(i, _mover(p, meta)) for i, p in zip(operands, call.plans, strict=True) if p.steps]
+        self.operator = call.local_op(coordinate_of(call.mesh))
+
+
+def _mover(p: Plan, meta: bool) -> Callable[[Tensor], Tensor]:
+    return (lambda x: run(p, x)) if meta or runtime_of(p.src.mesh) is None else runner(p)
+
+
+def _is_flat(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    inside = [leaf for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple) for leaf in leaves(arg)]
+    found = [*inside, *kwargs.values()]
+    return not any(isinstance(leaf, Tensor) for leaf in found) and any(isinstance(arg, cls) for arg in args)
+
+
+def strategy_of(op: Op, call: Call, keep: bool = False) -> Strategy:
+    """The cheapest strategy; with `keep`, one that leaves the first operand in its layout where there is such."""
+    operands, outputs = _operands(call)
+    topology = planning_context().topology_of(operands[0].layout.mesh)
+    return choose(op.rule(call), operands, outputs, topology, _wanted(operands, keep))
+
+
+def _wanted(operands: tuple[Operand, ...], keep: bool) -> Constraints:
+    return Constraints(keep=operands[0].layout if keep else None)
+
+
+def _operands(call: Call) -> tuple[tuple[Operand, ...], tuple[tuple[Shape, int], ...]]:
+    operands = tuple(map(operand_of, call.specs))
+    return operands, tuple((tuple(out.shape), out.itemsize) for out in call.outs)

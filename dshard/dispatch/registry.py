@@ -1,0 +1,312 @@
+"""Which rule an operator has: the families' tables, torch's tags, and what users register."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tag
+from torch._ops import OpOverload, OpOverloadPacket
+
+from dshard.caches import clear_caches
+from dshard.core.call import Call, Op, writes_first
+from dshard.errors import NotationError
+from dshard.ops import (
+    addmm,
+    batched,
+    concat,
+    convolution,
+    exchange,
+    indexing,
+    losses,
+    move_split,
+    nn,
+    out_argument,
+    pointwise,
+    random,
+    reduced_norms,
+    reductions,
+    scans,
+    slicing,
+    split_pieces,
+    views,
+)
+from dshard.ops.custom import CUSTOM, RULED
+from dshard.ops.decompositions import decomposition_of
+from dshard.ops.matmul import rules as matmul
+from dshard.placements import ReduceOp
+from dshard.rules.rule import PassThrough, Rule, parse_rule
+from dshard.validate import as_int, as_tuple, check_type, suggestion
+
+TABLES: tuple[dict[str, Op], ...] = (
+    pointwise.RULES,
+    reductions.RULES,
+    views.RULES,
+    slicing.RULES,
+    concat.RULES,
+    indexing.RULES,
+    matmul.RULES,
+    addmm.RULES,
+    nn.RULES,
+    losses.RULES,
+    convolution.RULES,
+    batched.RULES,
+)
+_USER: dict[str | OpOverload, Op] = {}
+_TEXTS: dict[str, str] = {}
+
+
+def register_rule(
+    op: str,
+    rule: str,
+    *,
+    reduce: ReduceOp | Sequence[ReduceOp] = "sum",
+    linear: Sequence[int] = (),
+) -> None:
+    """Teach dshard an operator in one line of the rule notation (see `dshard.rules.rule`).
+
+    `op` is the operator's qualified name, such as "mylib::fused"; all its overloads get the rule. `reduce` is the
+    reduction of split factors that an output lacks, `linear` the operands through each of which a pending sum passes.
+
+    The operator must be there, as defined by `torch.library.custom_op`:
+
+        register_rule("mylib::fused", "t h, h f, f h -> t h", linear=(0,))
+
+    Raises:
+        NotationError: the name or the rule cannot be read, there is no such operator, or it has other operands.
+    """
+    if not isinstance(op, str) or "::" not in op:
+        raise NotationError(f"{op!r} is no operator name: write namespace::name, such as 'mylib::fused'")
+    check_type(rule, str, f"the rule of {op}", "write it like 'm k, k n -> m n'", NotationError)
+    left = rule.partition("->")[0]
+    operands = len(left.split(",")) if left.strip() else 0
+    outputs = _check_text(rule, operands, reduce)
+    given = as_tuple(linear, "linear", "give the numbers of operands, such as (0,)", NotationError)
+    linear = [as_int(operand, "linear: an operand", NotationError) for operand in given]
+    beyond = [operand for operand in linear if not 0 <= operand < operands]
+    if beyond:
+        raise NotationError(f"the rule {rule!r} has no operand {beyond[0]}: linear counts its {operands} from 0")
+    _check_schema(op, rule, operands, outputs)
+    pending = tuple(PassThrough(frozenset({operand})) for operand in linear)
+
+    def of(call: Call) -> Rule:
+        return parse_rule(rule, call.shapes, reduce=reduce, pending=pending)
+
+    register(op, Op(of), rule)
+
+
+def register(op: str | OpOverload, found: Op, says: str) -> None:
+    """Let all overloads of the operator of this name, or the one overload, have `found` in place of dshard's own."""
+    _USER[op], _TEXTS[str(op)] = found, says
+    find.cache_clear()
+    FACTS.clear()
+    clear_caches()
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An operator that has a rule: its name, its family, and what the rule says; of one's own, the rule itself."""
+
+    op: str
+    family: str
+    says: str
+
+
+def rules() -> tuple[Listed, ...]:
+    """Every operator that has a rule by name, in the order of the names.
+
+    Beside these, all that torch tags pointwise has the rule of pointwise operators. The rule of a call depends on its
+    shapes: docs/operators.md writes each out for an example.
+
+    >>> next(row.says for row in rules() if row.op == "aten::mm")
+    'A product, linear in its operands.'
+    """
+    found = {name: Listed(name, "yours", text) for name, text in _TEXTS.items()}
+    for table in reversed(TABLES):
+        found |= {name: Listed(name, _family(op), _says(op)) for name, op in table.items() if name not in _TEXTS}
+    return tuple(found[name] for name in sorted(found))
+
+
+def _family(op: Op) -> str:
+    return op.rule.__module__.removeprefix("dshard.ops.").partition(".")[0]
+
+
+def _says(op: Op) -> str:
+    return (op.rule.__doc__ or "").partition("\n")[0]
+
+
+def _check_schema(op: str, rule: str, operands: int, outputs: int) -> None:
+    """Refuse an operator that is not there, or none of whose overloads has so many operands and outputs."""
+    namespace, _, name = op.partition("::")
+    known = getattr(getattr(torch.ops, namespace), name, None) if name.isidentifier() else None
+    if known is None or not hasattr(known, "overloads"):
+        others = vars(getattr(torch.ops, namespace)).items()
+        names = [f"{namespace}::{other}" for other, found in others if isinstance(found, OpOverloadPacket)]
+        hint = "a rule is that of all overloads: leave out" if "." in name else "define it before its rule, or look up"
+        raise NotationError(
+            f"there is no operator {op!r}: {hint} {repr('.' + name.partition('.')[2]) if '.' in name else 'its name'}"
+            f"{suggestion(op, names)}"
+        )
+    schemas = [getattr(known, overload)._schema for overload in known.overloads()]
+    counts = [
+        (_counts([a.type for a in s.arguments if not a.is_out]), _counts([r.type for r in s.returns])) for s in schemas
+    ]
+    if not any(
+        low <= operands <= high and (not rest or least <= outputs <= rest) for (low, high), (least, rest) in counts
+    ):
+        raise NotationError(
+            f"the rule {rule!r} has {operands} operands and {outputs} outputs, but {op} is {schemas[0]}: "
+            "give a term for each tensor, in their order"
+        )
+
+
+def _counts(types: Sequence[Any]) -> tuple[float, float]:
+    """The fewest and the most tensors among values of these types."""
+    kinds = list(map(str, types))
+    fewest = kinds.count("Tensor")
+    many = any("Tensor" in kind and "List[" in kind for kind in kinds)
+    return fewest, inf if many else fewest + kinds.count("Optional[Tensor]")
+
+
+def _check_text(rule: str, operands: int, reduce: ReduceOp | Sequence[ReduceOp]) -> int:
+    """Read the rule once with operands that fit, so that a mistake shows at registration; how many outputs it has."""
+    left = rule.partition("->")[0]
+    terms = [part.replace("(", " ( ").split() for part in left.split(",")][:operands]
+    depth = [_ndim(term) for term in terms]
+    read = parse_rule(rule, [(2,) * n for n in depth], reduce=reduce)
+    if len(read.reduce) not in (1, len(read.outputs)):
+        raise NotationError(f"the rule {rule!r} has {len(read.outputs)} outputs: give one reduction, or one for each")
+    inputs = {name for term in read.inputs for dim in term for name in dim}
+    new = sorted({name for term in read.outputs for dim in term for name in dim} - inputs - read.whole)
+    if new and not any("..." in token for token in rule.split()):
+        raise NotationError(
+            f"the rule {rule!r} splits {new[0]!r}, which no operand has: write it [{new[0]}], so that it stays whole"
+        )
+    return len(read.outputs)
+
+
+def _ndim(tokens: list[str]) -> int:
+    text = " ".join(tokens)
+    while "(" in text and ")" in text:
+        start, end = text.index("("), text.index(")")
+        text = f"{text[:start]} merged {text[end + 1 :]}"
+    return len([token for token in text.split() if token != "..."])
+
+
+@cache
+def find(func: OpOverload) -> Op | None:
+    """What the tables say of `func`, an in-place operator having the rule of its functional form."""
+    name = func._schema.name
+    if func in _USER:
+        return _USER[func]
+    tables: tuple[Mapping[Any, Op], ...] = (_USER, *TABLES)
+    for table in tables:
+        found = table.get(name) or (table.get(name[:-1]) if name.endswith("_") and not name.endswith("__") else None)
+        if found is not None:
+            return found
+    plain = pointwise.is_pointwise(func) and not random.is_random(func)
+    return Op(pointwise.pointwise, values=False) if plain else None
+
+
+Instead = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the tables say of an operator, all in one look-up.
+
+    `instead`, where there is one, tells from the arguments what runs in its place, if anything; `values` whether the
+    rule depends on the values of scalar arguments; `changes` whether the first operand is changed in place, and
+    `writes` whether its elements are, not its shape alone.
+    """
+
+    func: OpOverload
+    op: Op | None
+    instead: Callable[[tuple[Any, ...]], Instead | None] | None
+    values: bool
+    changes: bool
+    writes: bool
+
+
+FACTS: dict[int, Known] = {}
+"""What is known of operators, by their identity."""
+
+
+def known(func: OpOverload) -> Known:
+    """What the tables say of `func`."""
+    found = FACTS.get(id(func))
+    if found is None:
+        op = find(func)
+        changes = writes_first(func)
+        writes = changes and Tag.inplace_view not in func.tags
+        found = FACTS[id(func)] = Known(func, op, _instead(func), op is None or op.values, changes, writes)
+    return found
+
+
+def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | None:
+    if out_argument.has_out(func):
+        return lambda args: out_argument.into_out
+    if func in _USER or func._schema.name in _USER:
+        return None
+    custom = CUSTOM.get(func) or views.CUSTOM.get(func) or random.CUSTOM.get(func)
+    if custom is not None:
+        return lambda args: custom
+    if func in views.OF_BASE:
+        of_base = views.OF_BASE[func]
+        return lambda args: of_base if args[0]._is_view() else None
+    if func in reduced_norms.PARTIAL_STATISTICS:
+        row = reduced_norms.PARTIAL_STATISTICS[func]
+        return lambda args: row.run if row.pays(args) else None
+    if func in scans.BLOCKWISE or func in move_split.MOVED_SPLITS:
+        return _along(func)
+    if func in exchange.SHIFTS:
+        moves, run = exchange.SHIFTS[func]
+        return lambda args: run if moves(args) else None
+    if func in split_pieces.SPLITS:
+        return lambda args: split_pieces.pieces if split_pieces.pays(args) else None
+    if func in indexing.MASKED:
+        return lambda args: indexing.MASKED[func] if indexing.has_mask(args) else None
+    if func in nn.MEANS:
+        position = [argument.name for argument in func._schema.arguments].index("reduction")
+        return lambda args: nn.MEANS[func] if args[position] == nn.MEAN else None
+    return None
+
+
+def alternative_of(func: OpOverload, instead: Instead) -> str:
+    """What the alternative is called that runs in place of the rule of `func`; "" where `instead` is none."""
+    if instead is move_split.run:
+        return "split moved to another dim"
+    if func in reduced_norms.PARTIAL_STATISTICS:
+        return "small reductions"
+    if func in scans.BLOCKWISE:
+        return "summaries of blocks"
+    return "index exchange" if func in exchange.SHIFTS or func in split_pieces.SPLITS else ""
+
+
+def _along(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None]:
+    """By summaries of blocks, or with the split moved to another dim, where one of these pays."""
+    ways = [(along.pays, along.run) for along in (scans.BLOCKWISE.get(func),) if along is not None]
+    if func in move_split.MOVED_SPLITS:
+        ways.append((move_split.pays(func), move_split.run))
+    return lambda args: next((run for pays, run in ways if pays(args)), None)
+
+
+Path: TypeAlias = Literal["rule", "decomposition", "fallback"]
+
+
+def path_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Path:
+    """By which way a call runs: its rule, other operators, or replicated on every rank."""
+    facts = known(func)
+    instead = None if facts.instead is None else facts.instead(args)
+    if instead is not None:
+        ruled = instead in RULED or any(
+            func in table for table in (scans.BLOCKWISE, exchange.SHIFTS, split_pieces.SPLITS, move_split.MOVED_SPLITS)
+        )
+        return "rule" if ruled else "decomposition"
+    if facts.op is not None:
+        return "rule"
+    return "fallback" if decomposition_of(func) is None else "decomposition"

@@ -1,0 +1,205 @@
+"""What `explain` returns: candidates, the chosen one and why, for people and for machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dshard.core.observe import PlannedCollective
+from dshard.core.panel_cost import PanelCost
+from dshard.errors import MixedError
+from dshard.tables import human_bytes, text_table
+from dshard.validate import as_int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to run an operator, priced.
+
+    `name` says what each mesh axis does; `placements` are the layouts of operands and outputs, as text; `steps` all
+    that is communicated, for the operands and to complete what is left pending. Bytes are those of the busiest rank:
+    `bytes_moved` what it receives, `peak_bytes` what it holds if nothing is freed before the end (operands as they lie,
+    moved copies, outputs). `messages` come one after the other. `bound_ratio` is `bytes_moved` over the least that any
+    product of these sizes receives that stores each tensor once; None for another operator, or where that is nothing.
+    `one_copy` says whether each element of operands and outputs is stored on one rank alone.
+    `backward_seconds` are those of its gradients, where some are needed; bytes and steps are of the forward pass.
+    """
+
+    name: str
+    placements: str
+    bytes_moved: int
+    messages: int
+    peak_bytes: int
+    gather_seconds: float
+    compute_seconds: float
+    reduce_seconds: float
+    backward_seconds: float
+    bound_ratio: float | None
+    one_copy: bool
+    steps: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.gather_seconds + self.compute_seconds + self.reduce_seconds + self.backward_seconds
+
+    def data(self) -> dict[str, Any]:
+        """The fields, and the seconds in all."""
+        return asdict(self) | {"seconds": self.seconds}
+
+
+HEADINGS = (
+    *("", "axes", "layouts", "received", "messages", "peak"),
+    *("gather us", "compute us", "reduce us", "backward us", "x bound"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One operator: its operands, the candidates from cheapest to dearest, the chosen one, and why.
+
+    `topology` is the name of the one that priced them, `network` what it joins, `topology_why` how it came to be used.
+    Of `considered` candidates `candidates` are those to show. `line` is the line of the program that called it.
+    `panels` is what the chosen one takes in each number of panels, of which it runs in `run_in`. `collectives` are
+    those that run when the operator does, as `trace` records them; what completes a pending result is not among them.
+    """
+
+    op: str
+    operands: tuple[str, ...]
+    rule: str
+    topology: str
+    network: str
+    topology_why: str
+    candidates: tuple[Candidate, ...]
+    considered: int
+    chosen: Candidate
+    why: str
+    line: str = ""
+    panels: tuple[PanelCost, ...] = ()
+    run_in: int = 1
+    collectives: tuple[PlannedCollective, ...] = ()
+
+    def top(self, n: int) -> Explanation:
+        """The same with the `n` cheapest candidates, and the chosen one, if that is none of them."""
+        n = as_int(n, "top", least=0)
+        first = self.candidates[:n]
+        return replace(self, candidates=first if self.chosen in first else (*first, self.chosen))
+
+    def data(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        fields = {name: getattr(self, name) for name in ("op", "operands", "rule", "topology", "network")}
+        candidates = [candidate.data() for candidate in self.candidates]
+        return fields | {
+            "topology_why": self.topology_why,
+            "considered": self.considered,
+            "candidates": candidates,
+            "chosen": self.chosen.data(),
+            "why": self.why,
+            "line": self.line,
+            "panels": [asdict(found) for found in self.panels],
+            "run_in": self.run_in,
+            "collectives": [asdict(sent) for sent in self.collectives],
+        }
+
+    def to_json(self) -> str:
+        """All of it as JSON."""
+        return json.dumps(self.data())
+
+    def head(self) -> list[str]:
+        """What was asked, and of which topology."""
+        rule = f"   {self.rule}" if self.rule else ""
+        line = f"   at {self.line}" if self.line else ""
+        network = f"topology {self.network}; {self.topology_why}"
+        return [f"{self.op}{rule}{line}", f"  {network}", *(f"  operand {operand}" for operand in self.operands)]
+
+    def foot(self) -> list[str]:
+        """What was chosen, why, and what it sends."""
+        hidden = self.considered - len(self.candidates)
+        more = [f"{hidden:,} dearer candidates are not shown"] if hidden else []
+        steps = [f"  {i}. {step}" for i, step in enumerate(self.chosen.steps, 1)] or ["  nothing is sent"]
+        panels = [] if len(self.panels) < 2 else [f"in panels, forward: {', '.join(map(self._panels, self.panels))}"]
+        return [*more, f"chosen: {self.chosen.name}, {self.why}", *steps, *panels]
+
+    def _panels(self, found: PanelCost) -> str:
+        mark = " (as it runs)" if found.panels == self.run_in else ""
+        return f"{found.panels}: {found.seconds * 1e6:.1f} us, {human_bytes(found.buffer_bytes)} in buffers{mark}"
+
+    def __str__(self) -> str:
+        rows = [
+            ["*" if found is self.chosen else "", found.name, found.placements, *figures(found)]
+            for found in self.candidates
+        ]
+        return "\n".join([*self.head(), text_table(HEADINGS, rows), *self.foot()])
+
+
+def figures(found: Candidate) -> list[str]:
+    """Bytes, messages, peak, four times in us, and the ratio to the bound, as people read them."""
+    seconds = (found.gather_seconds, found.compute_seconds, found.reduce_seconds, found.backward_seconds)
+    return [
+        human_bytes(found.bytes_moved),
+        str(found.messages),
+        human_bytes(found.peak_bytes),
+        *(f"{s * 1e6:.1f}" for s in seconds),
+        "" if found.bound_ratio is None else f"{found.bound_ratio:.2f}",
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `explain` found: one explanation for each operator that was called, in order."""
+
+    operators: tuple[Explanation, ...]
+
+    @property
+    def chosen(self) -> Candidate:
+        """What was chosen for the first operator."""
+        return self._first().chosen
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The candidates of the first operator, from cheapest to dearest."""
+        return self._first().candidates
+
+    def _first(self) -> Explanation:
+        if not self.operators:
+            raise MixedError(f"{NOTHING}: give explain a function of DTensors")
+        return self.operators[0]
+
+    def top(self, n: int) -> Report:
+        """The same with the `n` cheapest candidates of each operator."""
+        return Report(tuple(operator.top(n) for operator in self.operators))
+
+    def to_json(self) -> str:
+        """All of it as JSON: a list, one object for each operator."""
+        return json.dumps([operator.data() for operator in self.operators])
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.operators)) or NOTHING
+
+
+NOTHING = "no operator on distributed tensors was called"
+
+
+def why_chosen(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
+    """Why of all candidates this one was taken, and what the alternatives would have cost."""
+    if len(candidates) == 1:
+        return "the only candidate"
+    second = next(c for c in candidates if c is not chosen)
+    text = f"the cheapest of {len(candidates):,}; {second.name} would take {_times(second.seconds, chosen.seconds)}"
+    least = min(candidates, key=lambda c: c.bytes_moved)
+    if least.bytes_moved < chosen.bytes_moved:
+        text += f"; {least.name} would move fewer bytes, {human_bytes(least.bytes_moved)}, but take longer"
+    once = [c for c in candidates if c.one_copy]
+    if once and not chosen.one_copy:
+        best = min(once, key=lambda c: c.seconds)
+        text += f"; of those that store each tensor once {best.name} is the cheapest, and would take "
+        text += f"{_times(best.seconds, chosen.seconds)}, with a peak of {human_bytes(best.peak_bytes)}"
+    return text
+
+
+def _times(dearer: float, cheaper: float) -> str:
+    if dearer == cheaper:
+        return "just as long"
+    return f"{dearer / cheaper:.2f}x as long" if cheaper else "longer"

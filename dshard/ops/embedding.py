@@ -1,0 +1,60 @@
+"""Embedding at the door: a table split over its rows gives each rank the gradient of the rows that it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard.core.torch_function import bind_arguments, call_torch
+from dshard.mesh import Coordinate
+from dshard.ops.composite import Local, run_composite
+from dshard.ops.lookup import refuse
+from dshard.ops.nn import embedding_rule
+from dshard.rules.rule import Rule
+from dshard.rules.strategy import Strategy
+
+NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+
+
+def embedding(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.nn.functional.embedding`. Below autograd the gradient of a table would be made whole on every rank.
+
+    Only where the table is split over its rows and needs a gradient; anything else is done below autograd.
+    """
+    indices, table, padding, max_norm, _, by_frequency, sparse = bind_arguments(NAMES, args, kwargs)
+    distributed = isinstance(table, cls) and isinstance(indices, cls) and table.dim() == 2
+    if not distributed or not table._spec.layout.axes_of(0) or not (table.requires_grad and torch.is_grad_enabled()):
+        return call_torch(func, args, kwargs)
+    if max_norm is not None or by_frequency or sparse:
+        return call_torch(func, args, kwargs)
+    size = table.shape[0]
+
+    def local(table: Tensor, indices: Tensor) -> Tensor:
+        return F.embedding(indices, table, padding)
+
+    def kernel(strategy: Strategy, at: Coordinate) -> Local:
+        rows = strategy.inputs[0].dim_range(0, size, at)
+        return local if len(rows) == size else _of_rows(rows, size, padding)
+
+    def rule() -> Rule:
+        return embedding_rule(len(indices.shape))
+
+    return run_composite(cls, rule, local, (table, indices), ("embedding", padding), kernel)
+
+
+def _of_rows(rows: range, size: int, padding: int | None) -> Local:
+    """The rows that are here, zeros for those that another rank has."""
+    skipped = None if padding is None or padding % size not in rows else padding % size - rows.start
+
+    def lookup(table: Tensor, indices: Tensor) -> Tensor:
+        refuse(indices, (indices < 0) | (indices >= size), size, 0)
+        if not rows:  # takes part in the backward pass all the same
+            return table.new_zeros((*indices.shape, table.shape[1])) + table.sum()
+        here = (indices >= rows.start) & (indices < rows.stop)
+        found = F.embedding(torch.where(here, indices - rows.start, 0), table, skipped)
+        return found.masked_fill(~here.unsqueeze(-1), 0)
+
+    return lookup

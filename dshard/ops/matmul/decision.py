@@ -1,0 +1,118 @@
+"""Which strategy a call of a product takes: asked for, or the cheapest; remembered for the next call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dshard.autograd.crossing import as_distributed
+from dshard.core.context import planning_context
+from dshard.core.operands import common_mesh
+from dshard.core.spec import Spec, contiguous_stride, for_shapes, spec_of
+from dshard.layout import replicated
+from dshard.ops.matmul.matmul_executable import MatmulExecutable
+from dshard.ops.matmul.options import NO_OPTIONS, MatmulOptions
+from dshard.ops.matmul.rules import same_dtype
+from dshard.rules.expand import Operand
+from dshard.rules.rule import Rule
+from dshard.rules.split_contraction import split_contraction
+from dshard.rules.strategy import Constraints, Strategy, choose
+
+Infer: TypeAlias = Callable[..., Tensor]
+
+
+def choose_matmul(
+    cls: Any,
+    name: str,
+    rule: Callable[[], Rule],
+    infer: Infer,
+    tensors: Sequence[Any],
+    asked: MatmulOptions,
+    key: Any = None,
+) -> MatmulExecutable:
+    """The cheapest product of these tensors that is as `asked`; looked up where it was decided before.
+
+    `infer` gives the result without data, or torch's own error; `key` tells rules of one name and shape apart.
+
+    Raises:
+        MeshError: operands on different meshes.
+        DtypeError: operands of different dtypes.
+    """
+    recorded = torch.is_grad_enabled()
+    parts: list[Any] = [name, key, None if asked is NO_OPTIONS else asked]  # which has no hash at hand
+    for t in tensors:
+        parts.append(t._spec)
+        if recorded:
+            parts.append((t.requires_grad, is_leaf(t)))
+    full_key = tuple(parts)
+    choices = planning_context().choices
+    found: MatmulExecutable | None = choices.get(full_key)
+    if found is None:
+        common_mesh(cls, name, list(tensors))
+        specs = [t._spec for t in tensors]
+        needs, leaf = [recorded and t.requires_grad for t in tensors[:2]], [is_leaf(t) for t in tensors[:2]]
+        found = choices.add(full_key, _choose_matmul(name, rule, infer, specs, asked, needs, leaf))
+    else:
+        choices.hits += 1
+    return found
+
+
+def is_leaf(x: Any) -> bool:
+    """Whether `x` is a leaf of autograd; where it is traced, whether what it stands for is."""
+    found: bool | None = x._leaf
+    return x.is_leaf if found is None else found
+
+
+def _choose_matmul(
+    name: str,
+    rule: Callable[[], Rule],
+    infer: Infer,
+    specs: Sequence[Spec],
+    asked: MatmulOptions,
+    needs: Sequence[bool],
+    leaf: Sequence[bool],
+) -> MatmulExecutable:
+    mesh = specs[0].layout.mesh
+    same_dtype(name, [spec.dtype for spec in specs])
+    with torch.no_grad(), for_shapes():
+        out = infer(*(spec.meta() for spec in specs))
+    operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs[:2]]
+    shape, topology = tuple(out.shape), planning_context().topology_of(mesh)
+
+    def chosen(rule: Rule, operands: Sequence[Operand]) -> tuple[Strategy, Constraints]:
+        wanted = asked.wanted(rule, mesh, needs, leaf)
+        return choose(rule, operands, [(shape, out.itemsize)], topology, wanted), wanted
+
+    found, pair = rule(), (specs[0], specs[1])
+    strategy, wanted = chosen(found, operands)
+    cut = split_contraction(found, operands)
+    if cut is not None:
+        by_blocks, wanted_so = chosen(cut.rule, cut.operands)
+        if by_blocks.seconds < strategy.seconds:
+            found, strategy, wanted = cut.rule, by_blocks, wanted_so
+            pair = _cut_spec(specs[0], cut.operands[0]), _cut_spec(specs[1], cut.operands[1])
+        else:
+            cut = None
+    asked_where = wanted.result is not None or wanted.reduced is not None
+    layout = strategy.ends[0] if asked_where else strategy.outputs[0]
+    out_spec = spec_of(layout, shape, contiguous_stride(shape), out.dtype, specs[0].device)
+    bias = specs[2] if len(specs) > 2 else None
+    return MatmulExecutable(name, found, pair, bias, out_spec, strategy, wanted, cut, asked.streamed())
+
+
+def _cut_spec(spec: Spec, operand: Operand) -> Spec:
+    return spec_of(operand.layout, operand.shape, contiguous_stride(operand.shape), spec.dtype, spec.device)
+
+
+def wrap_result(cls: Any, name: str, tensors: Sequence[Any]) -> Sequence[Any]:
+    """The operands, all distributed: those that autograd made plain, of zeros, are whole on every rank.
+
+    Raises:
+        MeshError: operands on different meshes.
+        MixedError: a plain tensor among them.
+    """
+    mesh = common_mesh(cls, name, list(tensors))
+    return [as_distributed(cls, t, replicated(mesh)) for t in tensors]

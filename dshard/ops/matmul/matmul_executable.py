@@ -1,0 +1,296 @@
+"""One product, decided: how its operands move, what is multiplied, and the products that its gradients are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard.autograd.crossing import keep_partial_sums
+from dshard.comm import LocalTensor, compare_calls, run, runner, runtime_of
+from dshard.comm.rank_checks import enabled as comparing
+from dshard.core.context import planning_context
+from dshard.core.moves import coordinate_of, run_on_ranks
+from dshard.core.observe import Decision
+from dshard.core.panel_cost import PanelCost
+from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.layout import Layout
+from dshard.mesh import Coordinate
+from dshard.ops.matmul.local import LocalProduct, local_product
+from dshard.ops.matmul.panel_executor import PanelExecutor
+from dshard.ops.matmul.panel_price import cheapest, in_panels
+from dshard.ops.matmul.ring import executor
+from dshard.placements import Partial
+from dshard.redistribute import Pend, Plan, Slice, plan
+from dshard.rules.expand import Expansion, Operand, Order, Row, expand, sizes_of
+from dshard.rules.panel_stream import Auto, Stream
+from dshard.rules.rule import PassThrough, Rule
+from dshard.rules.split_contraction import SplitContraction
+from dshard.rules.strategy import Constraints, Strategy
+
+NEITHER = (False, False)
+
+
+class MatmulExecutable:
+    """One product of operands of given specs, decided: how they move, what is multiplied, where the result lies."""
+
+    def __init__(
+        self,
+        name: str,
+        rule: Rule,
+        specs: tuple[Spec, Spec],
+        bias: Spec | None,
+        out: Spec,
+        strategy: Strategy,
+        wanted: Constraints,
+        cut: SplitContraction | None = None,
+        stream: Stream | Auto | None = None,
+    ) -> None:
+        self.name, self.rule, self.specs, self.bias, self.out = name, rule, specs, bias, out
+        self.strategy, self.wanted, self.cut, self.stream = strategy, wanted, cut, stream
+        self.mesh = specs[0].layout.mesh
+        self.plans = tuple(_plan(spec, layout) for spec, layout in zip(specs, strategy.inputs, strict=True))
+        computed = out.with_layout(strategy.outputs[0])
+        self.end = _plan(computed, out.layout)
+        self.kernel: LocalProduct = local_product(*rule.inputs, *rule.outputs)
+        self.kept = tuple(keep and sends(p) for keep, p in zip(wanted.kept, self.plans, strict=True))
+        self.bias_plan = None if bias is None else _plan(bias, self.bias_layout())
+        self.cotangent = out.layout.cotangent()
+        self.priced: tuple[PanelCost, ...] | None = None
+        self.streamed = self._streamed()
+        if self.streamed is not None:
+            self.kept = NEITHER
+        self.beside: PanelExecutor | None = None
+        self.warm: Callable[..., Tensor] | None = None
+        self.gradients: dict[tuple[Any, ...], MatmulExecutable] = {}
+        self.backs: dict[tuple[Any, ...], GradientPair | None] = {}
+
+    def _streamed(self) -> PanelExecutor | None:
+        """The executor in panels, where they are asked for and anything moves."""
+        if self.stream is None or not any(sends(p) for p in (*self.plans, self.end)):
+            return None
+        plans = self.plans[0], self.plans[1], self.end
+        stream = self.stream
+        if isinstance(stream, Auto):
+            panels = cheapest(self.in_panels(), stream.limit).panels
+            if panels == 1:
+                return None
+            stream = Stream(panels)
+        return executor(self.rule, plans, self.out.dtype, stream, self.bias_plan)
+
+    def in_panels(self) -> tuple[PanelCost, ...]:
+        """What it takes in each of the numbers of panels worth trying; priced once."""
+        if self.priced is None:
+            plans = self.plans[0], self.plans[1], self.end
+            self.priced = in_panels(self.rule, plans, self.out.dtype, planning_context().topology_of(self.mesh))
+        return self.priced
+
+    def overlaps(self) -> bool:
+        """Whether its result is reduced beside the next product; not if that could share a moved first operand."""
+        return sends(self.end) and (self.streamed is not None or not self.plans[0].steps)
+
+    def executor(self) -> PanelExecutor:
+        """What runs the product in panels, or whole, beside others."""
+        if self.streamed is not None:
+            return self.streamed
+        if self.beside is None:
+            plans = self.plans[0], self.plans[1], self.end
+            self.beside = PanelExecutor(self.rule, plans, self.out.dtype, Stream(1), self.bias_plan)
+        return self.beside
+
+    def bias_layout(self) -> Layout:
+        """Where a bias along the last dim of the result must lie to be added to a rank's part."""
+        return self._with_bias().inputs[2]
+
+    def bias_gradient(self) -> Layout:
+        """Where its gradient then lies, of what a rank computes."""
+        return self._with_bias().gradients[2]
+
+    def _with_bias(self) -> Expansion:
+        assert self.bias is not None
+        last = (self.rule.outputs[0][-1],)
+        rule = Rule((*self.rule.inputs, last), self.rule.outputs, pending=self.rule.pending)
+        operands = [Operand(s.layout, s.shape, s.itemsize) for s in (*self.specs, self.bias)]
+        sizes = sizes_of(rule, operands, [(self.out.shape, self.out.itemsize)])
+        found = expand(rule, operands, self.strategy.rows, self.strategy.order, sizes)
+        assert found is not None
+        return found
+
+    def local(self, coordinate: Coordinate) -> Callable[..., Tensor]:
+        """What the rank at `coordinate` computes of its parts: of a result left pending, one rank adds the bias."""
+        kernel = self.kernel
+        if self.bias is None:
+            return kernel
+        pending = self.strategy.outputs[0].placements
+        if any(p == Partial() and coordinate[axis] for axis, p in enumerate(pending)):
+            return lambda a, b, bias: kernel(a, b)
+        if kernel is F.linear:
+            return F.linear
+        return lambda a, b, bias: kernel(a, b) + bias
+
+    def __call__(self, tensors: Sequence[Any]) -> tuple[Tensor, Sequence[Tensor]]:
+        """The local result, and the two operands as they were multiplied."""
+        a, b = tensors[0]._local, tensors[1]._local
+        if self.streamed is not None:
+            return self.streamed([t._local for t in tensors]), (a, b)
+        if type(a) is LocalTensor or type(b) is LocalTensor or a.is_meta or runtime_of(self.mesh) is None:
+            return self.slow(tensors)
+        return self.on_local(a, b, None if self.bias is None else tensors[2]._local)
+
+    def on_local(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Sequence[Tensor]]:
+        """The same for the local parts of operands that have data and processes."""
+        if self.warm is None:
+            self.warm = self._compared(self.local(coordinate_of(self.mesh)))
+            plans = (*self.plans, self.end, *([] if self.bias_plan is None else [self.bias_plan]))
+            self.movers = [runner(p) if p.steps else None for p in plans]
+        move_a, move_b, finish, *move_bias = self.movers
+        if move_a is not None:
+            a = move_a(a)
+        if move_b is not None:
+            b = move_b(b)
+        if bias is None:
+            out = self.warm(a, b)
+        else:
+            out = self.warm(a, b, bias if move_bias[0] is None else move_bias[0](bias))
+        return (out if finish is None else finish(out)), (a, b)
+
+    def _compared(self, local: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The local product; in the debug mode compared between the ranks before it runs."""
+        if not comparing():
+            return local
+
+        def run_compared(*tensors: Tensor) -> Tensor:
+            compare_calls(f"{self.name} of {' and '.join(map(repr, self.specs))}", self.mesh)
+            return local(*tensors)
+
+        return run_compared
+
+    def slow(self, tensors: Sequence[Any]) -> tuple[Tensor, Sequence[Tensor]]:
+        """The same for ranks simulated in one process, or without data."""
+        plans = self.plans if self.bias_plan is None else (*self.plans, self.bias_plan)
+        moved = tuple(run(p, t._local) for p, t in zip(plans, tensors, strict=True))
+        return run(self.end, run_on_ranks(self.mesh, self.local, moved, {})), moved[:2]
+
+    def wrap_moved(self, cls: Any, i: int, moved: Sequence[Tensor]) -> Any:
+        """Operand `i` as it was multiplied, as a distributed tensor."""
+        return cls._wrap(moved[i], self.specs[i].with_layout(self.strategy.inputs[i]))
+
+    def decision(self) -> Decision:
+        """What was chosen."""
+        operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in self.specs)
+        outputs = ((self.out.shape, self.out.itemsize),)
+        topology = planning_context().topology_of(self.mesh)
+        return Decision(
+            *(self.name, operands, outputs, self.rule, self.strategy, tuple(self.plans), topology),
+            bias=self.bias_plan,
+            ends=(self.end,),
+            wanted=self.wanted,
+            panels=self.in_panels,
+            run_in=1 if self.streamed is None else self.streamed.stream.panels,
+        )
+
+    # -- gradients
+
+    def gradient(self, i: int, grad: Spec, other: Spec) -> MatmulExecutable:
+        """The product of the result's gradient and the other operand that is the gradient of operand `i`."""
+        key = (i, grad, other)
+        found = self.gradients.get(key)
+        if found is None:
+            found = self.gradients[key] = self._gradient(i, grad, other)
+        return found
+
+    def back(self, grad: Spec, a: Spec | None, b: Spec | None) -> GradientPair | None:
+        """Both gradients, of the operands whose other is given, where nothing is run beside them or conjugated."""
+        key = (grad, a, b)
+        if key not in self.backs:
+            self.backs[key] = gradient_pair_of(self, grad, a, b)
+        return self.backs[key]
+
+    def _gradient(self, i: int, grad: Spec, other: Spec) -> MatmulExecutable:
+        (a, b), (out,) = self.rule.inputs, self.rule.outputs
+        terms, specs = ((out, b), (grad, other)) if i == 0 else ((a, out), (other, grad))
+        rule = Rule(terms, (self.rule.inputs[i],), pending=self.rule.pending, loops=True)
+        target = self.specs[i]
+        rows = tuple(_turned(row, i) for row in self.strategy.rows)
+        name, order = f"{self.name} backward", self.strategy.order
+        complete = not i and (isinstance(self.stream, Stream) or self.streamed is not None)
+        return matmul_executable(name, rule, specs, target, rows, order, self.stream, complete=complete)
+
+
+class GradientPair:
+    """The gradients of both operands of a product, decided: two products, the second of what the first moved."""
+
+    __slots__ = ("first", "second")
+
+    def __init__(self, first: MatmulExecutable | None, second: MatmulExecutable | None) -> None:
+        self.first, self.second = first, second
+
+    def __call__(self, cls: Any, grad: Tensor, a: Any, b: Any) -> tuple[Any, Any]:
+        """The gradients, of the local part of the result's."""
+        for_a = for_b = None
+        if self.first is not None:
+            out, (grad, _) = self.first.on_local(grad, b._local)
+            for_a = cls._wrap(out, self.first.out)
+        if self.second is not None:
+            for_b = cls._wrap(self.second.on_local(a._local, grad)[0], self.second.out)
+        return for_a, for_b
+
+
+def gradient_pair_of(product: MatmulExecutable, grad: Spec, a: Spec | None, b: Spec | None) -> GradientPair | None:
+    """Both gradients, where nothing is run beside them or conjugated."""
+    if grad.dtype.is_complex or runtime_of(product.mesh) is None:
+        return None
+    first = None if b is None else product.gradient(0, grad, b)
+    if first is not None:
+        if first.streamed is not None or (a is not None and first.overlaps()):
+            return None
+        grad = grad.with_layout(first.strategy.inputs[0])
+    second = None if a is None else product.gradient(1, grad, a)
+    return None if second is not None and second.streamed is not None else GradientPair(first, second)
+
+
+def matmul_executable(
+    name: str,
+    rule: Rule,
+    specs: tuple[Spec, Spec],
+    like: Spec,
+    rows: tuple[Row, ...],
+    order: Order,
+    stream: Stream | Auto | None = None,
+    complete: bool = False,
+) -> MatmulExecutable:
+    """The product with these rows, its result a gradient for `like`: laid out like it, but for sums left pending.
+
+    With `complete` none are: they are reduced at once, beside the product that comes next.
+    """
+    operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs]
+    sizes = sizes_of(rule, operands, [(like.shape, like.itemsize)])
+    found = expand(rule, operands, rows, order, sizes)
+    assert found is not None, "the gradient's factors are those of the product"
+    target = like.layout.cotangent()
+    end = target if complete else keep_partial_sums(found.outputs[0], target)
+    out = spec_of(end, like.shape, contiguous_stride(like.shape), like.dtype, like.device)
+    strategy = Strategy(found.inputs, found.outputs, rows, found.gradients, (end,), order)
+    if isinstance(stream, Stream):
+        stream = replace(stream, axis=None)  # which loop moves most differs
+    return MatmulExecutable(name, rule, specs, None, out, strategy, Constraints(result=end, kept=NEITHER), None, stream)
+
+
+def _turned(row: Row, i: int) -> Row:
+    """What an axis does in the gradient of operand `i`: an operand that was pending is so still, if it takes part."""
+    if not isinstance(row, PassThrough):
+        return row
+    other = 1 - i
+    return row if row.operands == frozenset({other}) else None
+
+
+def sends(moves: Plan) -> bool:
+    """Whether anything is communicated."""
+    return any(not isinstance(step, Slice | Pend) for step in moves.steps)
+
+
+def _plan(spec: Spec, layout: Layout) -> Plan:
+    return plan(spec.layout, layout, spec.shape, spec.itemsize, planning_context().topology_of(layout.mesh))

@@ -1,0 +1,178 @@
+"""What a product is asked for beside its operands: a strategy, where its result should lie, what backward keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from dshard.comm import Scoped, outside_graphs
+from dshard.errors import StrategyError
+from dshard.layout import Layout
+from dshard.mesh import Mesh
+from dshard.rules.matmul_loops import Schedule
+from dshard.rules.matmul_strategies import allowed_rows, strategy_named
+from dshard.rules.panel_stream import Auto, Stream
+from dshard.rules.rule import Rule
+from dshard.rules.strategy import Constraints
+
+Saved: TypeAlias = Literal["auto", "moved", "stored"]
+"""Which operands the backward pass keeps: as they were multiplied, as they are stored, or as `use_strategy` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulOptions:
+    """A strategy by name or as a schedule, the layout of the result, and what is saved for the backward pass."""
+
+    strategy: str | Schedule | None = None
+    result: Layout | None = None
+    saved: Saved = "auto"
+    stream: Stream | Auto | None = None
+
+    def streamed(self) -> Stream | Auto | None:
+        """The panels asked for, or those of the strategy."""
+        if self.stream is not None or self.strategy is None:
+            return self.stream
+        return (self.strategy if isinstance(self.strategy, Schedule) else strategy_named(self.strategy).schedule).stream
+
+    def wanted(self, rule: Rule, mesh: Mesh, needs: Sequence[bool], leaf: Sequence[bool]) -> Constraints:
+        """The same for one product: `needs` are which operands need a gradient, `leaf` which are leaves of autograd.
+
+        Raises:
+            StrategyError: there is no such strategy, or not on this mesh; moved operands are to be kept of panels.
+        """
+        stream = self.streamed()
+        if stream is not None and self.saved == "moved":
+            raise StrategyError(
+                f"{stream} with saved='moved': in panels no operand is ever there whole, so none can be "
+                "kept as it was multiplied; use saved='stored' or 'auto', or leave the panels out"
+            )
+        match self.saved:
+            case "auto":
+                kept = tuple(not (is_leaf and needed) for is_leaf, needed in zip(leaf, needs, strict=True))
+            case "moved" | "stored":
+                kept = (self.saved == "moved",) * 2
+        if isinstance(stream, Stream):
+            kept = (False, False)  # the whole operands are never there
+        among, reduced = None, None
+        if self.strategy is not None:
+            among = allowed_rows(self.strategy, rule, mesh)
+            reduced = self._reduced(mesh) if self.result is None else None
+        return Constraints(None, self.result, tuple(needs), kept, among, reduced)
+
+    def _reduced(self, mesh: Mesh) -> tuple[str, ...]:
+        """For each mesh axis what becomes of a sum that the contraction leaves pending there."""
+        if isinstance(self.strategy, Schedule):
+            return self.strategy.stored
+        assert self.strategy is not None
+        schedule = strategy_named(self.strategy).schedule
+        pairs = zip(schedule.loops, schedule.stored, strict=True)
+        return (next((stored for loop, stored in pairs if loop == "k"), "P"),) * mesh.ndim
+
+
+NO_OPTIONS = MatmulOptions()
+
+
+_ALL: dict[MatmulOptions, MatmulOptions] = {NO_OPTIONS: NO_OPTIONS}
+
+
+def _asked(changes: Sequence[MatmulOptions]) -> MatmulOptions:
+    """What blocks ask for together: the innermost says what is saved, and of strategy and panels who says something.
+
+    One object each time, which is what a compiled graph is guarded by.
+    """
+    found = NO_OPTIONS
+    for change in changes:
+        strategy = found.strategy if change.strategy is None else change.strategy
+        stream = found.stream if change.stream is None else change.stream
+        found = replace(change, strategy=strategy, stream=stream)
+    return _ALL.setdefault(found, found)
+
+
+_ASKED: Scoped[MatmulOptions, MatmulOptions] = Scoped("asked", _asked)
+ASKING: Sequence[object] = _ASKED.anywhere
+"""Empty while no thread is in a block of `use_strategy`."""
+
+
+class Guarded:
+    """What the last block that was entered or left asks for, which a compiled graph can read: no ContextVar."""
+
+    asked = NO_OPTIONS
+
+
+def has_no_options() -> bool:
+    """Whether no `use_strategy` is in force."""
+    return current_options() is NO_OPTIONS
+
+
+def current_options() -> MatmulOptions:
+    """What `use_strategy` asks for where the call is."""
+    return _ASKED.value() if ASKING else NO_OPTIONS
+
+
+@contextmanager
+def use_strategy(
+    *,
+    matmul: str | Schedule | None = None,
+    saved: Saved = "auto",
+    panels: int | Literal["auto"] | Stream | None = None,
+    buffer_bytes: int | None = None,
+) -> Iterator[None]:
+    """Within the block products use this strategy instead of the cheapest, and run in so many panels.
+
+    With `panels` "auto" each runs in the number of panels that is priced to take the fewest seconds, or in bulk; of
+    those whose buffers take at most `buffer_bytes` on a rank, if that is given, or else that which takes the least.
+
+    `saved` says which operands are kept for the backward pass where they had to be moved: "moved" keeps the moved
+    copies, so that nothing is sent twice; "stored" keeps only what is stored and moves it again; "auto" keeps moved
+    activations, but moves parameters again, of which the whole would otherwise pile up over the layers. In panels only
+    what is stored is kept. All this holds for the thread and the asynchronous task that enters the block.
+
+    Raises:
+        StrategyError: there is no strategy of this name, or no such stream.
+    """
+    outside_graphs("use_strategy")
+    if matmul is not None:
+        check_strategy(matmul)
+    check_saved(saved)
+    asked = MatmulOptions(matmul, saved=saved, stream=stream_of(panels, buffer_bytes))
+    try:
+        with _ASKED.entered(asked):
+            Guarded.asked = current_options()
+            yield
+    finally:
+        Guarded.asked = current_options()
+
+
+def check_strategy(strategy: object) -> None:
+    """Refuse what is neither the name of a strategy nor a schedule.
+
+    Raises:
+        StrategyError: with the names there are.
+    """
+    if not isinstance(strategy, Schedule):
+        strategy_named(strategy)  # type: ignore[arg-type]  # it refuses what is no name
+
+
+def check_saved(saved: object) -> None:
+    """Refuse another choice than those of `Saved`.
+
+    Raises:
+        StrategyError: with the choices.
+    """
+    if saved not in ("auto", "moved", "stored"):
+        raise StrategyError(f"saved={saved!r}: use 'auto', 'moved' or 'stored'")
+
+
+def stream_of(panels: int | Literal["auto"] | Stream | None, limit: int | None = None) -> Stream | Auto | None:
+    """A number of panels as a stream, or as a choice within a limit of bytes in buffers.
+
+    Raises:
+        StrategyError: less than one panel, or no number; a limit, but no choice.
+    """
+    if panels == "auto":
+        return Auto(limit)
+    if limit is not None:
+        raise StrategyError(f"buffer_bytes={limit} with panels={panels!r}: a limit needs a choice, panels='auto'")
+    return panels if panels is None or isinstance(panels, Stream) else Stream(panels)

@@ -1,0 +1,283 @@
+"""The one executor of products in panels: inputs gathered, multiplied, results reduced, each panel beside the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from dshard.comm import (
+    CollectiveOp,
+    Local,
+    Program,
+    Runtime,
+    Session,
+    begin,
+    collective_ops_of,
+    finish,
+    run_program,
+    run_without_data,
+    same_memory,
+)
+from dshard.mesh import Coordinate
+from dshard.ops.matmul.local import accumulating, local_product, outlined
+from dshard.placements import Partial
+from dshard.redistribute import Panel, Plan, Ranges
+from dshard.rules.expand import Operand, sizes_of
+from dshard.rules.panel_cut import factor_of, panels_of
+from dshard.rules.panel_stream import Stream
+from dshard.rules.rule import Rule
+
+Legs: TypeAlias = tuple[CollectiveOp | Local, ...]
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank does with one panel: where it lies in the stored local tensors, and how it moves.
+
+    `made` is where it lies in the result as it is computed.
+    """
+
+    held: tuple[Ranges | None, ...]
+    made: Ranges | None
+    legs: tuple[Legs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What one rank does: panel by panel, and with the tensors that are not cut."""
+
+    parts: tuple[Part, ...]
+    whole: tuple[Legs, ...]
+    bias: Legs
+    adds: bool
+    out: tuple[int, ...]
+
+    def moved(self, space: Session, tensors: Sequence[Tensor]) -> Program[tuple[list[Tensor], Tensor | None]]:
+        """The two operands, those that are not cut moved whole, and the bias where this rank adds it."""
+        flights = []
+        for legs, x in zip((*self.whole[:2], self.bias), tensors, strict=False):
+            flights.append((yield from begin(legs, x, space)))
+        whole: list[Tensor] = []
+        for flight in flights:
+            whole += [(yield from finish(flight, space))]
+        return whole[:2], whole[2] if self.adds else None
+
+
+class PanelExecutor:
+    """A product in panels. `plans` are those of both operands and of the result, and perhaps of a bias.
+
+    Where `factor` is None nothing is cut: everything moves whole.
+    """
+
+    def __init__(
+        self, rule: Rule, plans: tuple[Plan, Plan, Plan], dtype: torch.dtype, stream: Stream, bias: Plan | None
+    ) -> None:
+        self.bias = bias
+        self.rule, self.plans, self.dtype, self.stream = rule, plans, dtype, stream
+        self.mesh = plans[0].src.mesh
+        self.terms = (*rule.inputs, rule.outputs[0])
+        shapes = [plan.shape for plan in plans]
+        operands = [Operand(plan.src, plan.shape, dtype.itemsize) for plan in plans[:2]]
+        sizes = sizes_of(rule, operands, [(shapes[2], dtype.itemsize)])
+        bulk = stream.panels == 1 and stream.transport == "collective"
+        self.factor = None if bulk else factor_of(rule, stream, plans, sizes)
+        self.dims = tuple(term.index((self.factor,)) if (self.factor,) in term else None for term in self.terms)
+        size = 0 if self.factor is None else sizes[self.factor]
+        self.panels: tuple[Ranges, ...] = ()
+        if self.factor is not None:
+            self.panels = panels_of(self.factor, size, self.terms, plans, stream)
+        self.multiply = local_product(*rule.inputs, *rule.outputs)
+        self.add = accumulating(*rule.inputs, *rule.outputs)
+        self.known: dict[tuple[Coordinate, bool], Compiled] = {}
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The result of the local tensors of the operands, and of the bias if there is one."""
+        plans = self.plans if self.bias is None else (*self.plans, self.bias)
+        return run_program(self.mesh, self.whole_program, tensors, plans)[0]
+
+    def whole_program(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[tuple[Tensor, ...]]:
+        """The program of one rank."""
+        rest = yield from self.program(at, space, tensors)
+        return ((yield from rest),)
+
+    def transient_bytes(self, at: Coordinate) -> int:
+        """The most bytes that the rank at `at` has in buffers at once, of contiguous operands: a rehearsal's."""
+        plans = self.plans[:2] if self.bias is None else (*self.plans[:2], self.bias)
+        tensors = [torch.empty(p.src.local_shape(p.shape, at), dtype=self.dtype, device="meta") for p in plans]
+        dry = copy(self)
+        dry.multiply, dry.add = outlined(*self.rule.inputs, *self.rule.outputs), lambda total, x, y: total
+        return run_without_data(dry.whole_program, tensors, at)[1]
+
+    def compiled(self, at: Coordinate, runtime: Runtime | None) -> Compiled:
+        """What the rank at `at` does, on these process groups or on none; remembered."""
+        key = at, runtime is None
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = self._compile(at, runtime)
+        return found
+
+    def _compile(self, at: Coordinate, runtime: Runtime | None) -> Compiled:
+        backend = "gloo" if runtime is None else runtime.group(self.mesh.names[:1]).backend
+
+        def legs(plan: Plan, panel: Panel | None) -> Legs:
+            group_of = (lambda axes: None) if runtime is None else runtime.group
+            return collective_ops_of(plan, panel, at, self.dtype, backend, group_of)
+
+        parts = []
+        for ranges in self.panels:
+            panels = [None if dim is None else Panel(dim, ranges) for dim in self.dims]
+            held = tuple(
+                None if panel is None else panel.within((p.src if i < 2 else p.dst).region(p.shape, at)[panel.dim])
+                for i, (panel, p) in enumerate(zip(panels, self.plans, strict=True))
+            )
+            made = None
+            if panels[2] is not None:
+                made = panels[2].within(self.plans[2].src.region(self.plans[2].shape, at)[panels[2].dim])
+            moves = (() if panel is None else legs(p, panel) for panel, p in zip(panels, self.plans, strict=True))
+            parts.append(Part(held, made, tuple(moves)))
+        whole = tuple(legs(p, None) if dim is None else () for dim, p in zip(self.dims, self.plans, strict=True))
+        bias = () if self.bias is None else legs(self.bias, None)
+        pending = self.plans[2].src.placements
+        adds = self.bias is not None and not any(p == Partial() and at[axis] for axis, p in enumerate(pending))
+        return Compiled(tuple(parts), whole, bias, adds, self.plans[2].dst.local_shape(self.plans[2].shape, at))
+
+    def program(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[Program[Tensor]]:
+        """The product of this rank's parts, up to where its last collective has begun; returns what remains."""
+        todo = self.compiled(at, space.runtime)
+        whole, bias = yield from todo.moved(space, tensors)
+        if self.dims[2] is None:
+            return (yield from self._added(todo, space, whole, bias))
+        return (yield from self._placed(todo, space, whole, bias))
+
+    def _begin(self, todo: Compiled, t: int, space: Session, whole: Sequence[Tensor]) -> Program[list[Program[Tensor]]]:
+        """Begin to move panel `t` of the operands; what remains of their way."""
+        rest = []
+        for i, x in enumerate(whole):
+            held, dim = todo.parts[t].held[i], self.dims[i]
+            if held is None or dim is None:
+                continue
+            rest.append((yield from moving_operands(todo.parts[t].legs[i], panel_of(x, dim, held, space), x, space)))
+        return rest
+
+    def _panels(
+        self, todo: Compiled, space: Session, whole: Sequence[Tensor], use: Callable[[int, list[Tensor]], Program[None]]
+    ) -> Program[None]:
+        """Bring panel after panel of the operands to `use`, the next on its way meanwhile."""
+        moving = (yield from self._begin(todo, 0, space, whole)) if todo.parts else []
+        for t in range(len(todo.parts)):
+            here: list[Tensor] = []
+            for rest in moving:
+                here += [(yield from rest)]
+            if t + 1 < len(todo.parts):
+                moving = yield from self._begin(todo, t + 1, space, whole)
+            streamed = iter(here)
+            pair = [x if dim is None else next(streamed) for x, dim in zip(whole, self.dims[:2], strict=True)]
+            yield from use(t, pair)
+            for x in here:
+                space.give(x)
+
+    def _placed(
+        self, todo: Compiled, space: Session, whole: Sequence[Tensor], bias: Tensor | None
+    ) -> Program[Program[Tensor]]:
+        """The result panel by panel: each is reduced while the next is multiplied."""
+        dim = self.dims[2]
+        assert dim is not None
+        result = whole[0].new_empty(todo.out)
+        waiting: list[tuple[Ranges, Program[Tensor]]] = []
+
+        def land() -> Program[None]:
+            ranges, rest = waiting.pop()
+            found = yield from rest
+            place(result, dim, ranges, found)
+            space.give(found)
+
+        def use(t: int, pair: list[Tensor]) -> Program[None]:
+            found = self.multiply(*pair)
+            held, made = todo.parts[t].held[2], todo.parts[t].made
+            assert held is not None
+            assert made is not None
+            if bias is not None:
+                last = dim == found.ndim - 1
+                found.add_(panel_of(bias, 0, made, space) if last else bias)
+            if waiting:
+                yield from land()
+            flight = yield from begin(todo.parts[t].legs[2], found, space)
+            waiting.append((held, finish(flight, space)))
+
+        yield from self._panels(todo, space, whole, use)
+
+        def rest() -> Program[Tensor]:
+            if waiting:
+                yield from land()
+            return result
+
+        return rest()
+
+    def _added(
+        self, todo: Compiled, space: Session, whole: Sequence[Tensor], bias: Tensor | None
+    ) -> Program[Program[Tensor]]:
+        """The result added up over the panels, in single precision for half, and then moved whole."""
+        total = [] if todo.parts else [self.multiply(*whole)]
+
+        def use(t: int, pair: list[Tensor]) -> Program[None]:
+            if total and total[0].dtype == pair[0].dtype:
+                self.add(total[0], *pair)
+            elif total:
+                total[0].add_(self.multiply(*pair))
+            else:
+                first = self.multiply(*pair)
+                total.append(first.float() if first.dtype in HALF and len(todo.parts) > 1 else first)
+            return
+            yield
+
+        yield from self._panels(todo, space, whole, use)
+        if bias is not None:
+            total[0].add_(bias)
+        flight = yield from begin(todo.whole[2], total[0].to(self.dtype), space)
+
+        def rest() -> Program[Tensor]:
+            end = yield from finish(flight, space)
+            return end.clone() if todo.whole[2] else end
+
+        return rest()
+
+
+def moving_operands(legs: Legs, panel: Tensor, x: Tensor, space: Session) -> Program[Program[Tensor]]:
+    """Begin to move a panel selected from `x`; returns what remains."""
+    flight = yield from begin(legs, panel, space)
+
+    def rest() -> Program[Tensor]:
+        found = yield from finish(flight, space)
+        if not (same_memory(panel, x) or same_memory(panel, found)):
+            space.give(panel)
+        return found
+
+    return rest()
+
+
+def panel_of(x: Tensor, dim: int, ranges: Ranges, space: Session) -> Tensor:
+    """The indices of `x` in `ranges` along `dim`: a view where they follow each other."""
+    if len(ranges) == 1:
+        return x.narrow(dim, ranges[0].start, len(ranges[0]))
+    if not ranges:
+        return x.narrow(dim, 0, 0)
+    shape = (*x.shape[:dim], sum(map(len, ranges)), *x.shape[dim + 1 :])
+    out, start = space.take(shape, x), 0
+    for part in ranges:
+        out.narrow(dim, start, len(part)).copy_(x.narrow(dim, part.start, len(part)))
+        start += len(part)
+    return out
+
+
+def place(out: Tensor, dim: int, ranges: Ranges, panel: Tensor) -> None:
+    """Write a panel to the indices in `ranges` along `dim`."""
+    start = 0
+    for part in ranges:
+        out.narrow(dim, part.start, len(part)).copy_(panel.narrow(dim, start, len(part)))
+        start += len(part)

@@ -1,0 +1,63 @@
+"""`out=`: the result of the operator without it, written into the tensor given, which keeps its layout."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from dshard.core.moves import leaves
+from dshard.errors import LayoutError, ShapeError
+from dshard.ops.custom import check
+
+
+def has_out(func: OpOverload) -> bool:
+    """Whether `func` is the form of an operator that takes `out`."""
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+def into_out(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the operator without `out`, and copy.
+
+    Raises:
+        ShapeError: `out` has another shape, or a dtype to which the result cannot be cast.
+        LayoutError: there is no such operator.
+    """
+    names = [argument.name for argument in func._schema.arguments if argument.is_out]
+    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    check(cls, func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        result = without_out(func)(**{name: value for name, value in given.items() if name not in names})
+        for name, value in zip(names, leaves(result), strict=True):
+            _check(func, given[name], value)
+            given[name].copy_(value)
+    outs = tuple(given[name] for name in names)
+    return outs[0] if len(outs) == 1 else outs
+
+
+@cache
+def without_out(func: OpOverload) -> OpOverload:
+    """The same operator without `out`.
+
+    Raises:
+        LayoutError: there is none.
+    """
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    for name in func.overloadpacket.overloads():
+        found: OpOverload = getattr(func.overloadpacket, name)
+        if not found._schema.is_mutable and [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
+            return found
+    raise LayoutError(f"{func} cannot write into a distributed tensor: call it without out= and use its result")
+
+
+def _check(func: OpOverload, out: Tensor, value: Tensor) -> None:
+    if out.shape != value.shape:
+        raise ShapeError(
+            f"{func}: out has shape {tuple(out.shape)}, the result {tuple(value.shape)}; a distributed tensor is not "
+            "resized: give out that shape"
+        )
+    if not torch.can_cast(value.dtype, out.dtype):
+        raise ShapeError(f"{func}: a result of {value.dtype} cannot be cast to out, of {out.dtype}: give a wider one")

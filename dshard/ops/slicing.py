@@ -1,0 +1,122 @@
+"""Operators that take a part of a tensor's elements, their backward forms, and those that put a part in.
+
+A dim of which a part is taken stays whole, its term carrying no factor there, unless the part is a single index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from dshard.core.call import Call, Op, names, pending_all
+from dshard.layout import Shape
+from dshard.ops.lookup import selecting
+from dshard.ops.views import kept, moved, with_local_size
+from dshard.placements import ReduceOp
+from dshard.rules.rule import ANY, LINEAR, Rule, Term
+
+Part: TypeAlias = Callable[[Call, Shape, Shape], tuple[Term, Term]]
+"""The terms of a tensor of the first shape and of its part, of the second, for forward, backward and scatter forms."""
+
+
+def select(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
+    """One index of a dim, which goes."""
+    dim = call.dim(ndim=len(src))
+    term = kept(len(src), (dim,))
+    return term, (*term[:dim], *term[dim + 1 :])
+
+
+def slice_(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
+    """Some indices of a dim. Where these are all, the dim may be split."""
+    dim = call.dim(ndim=len(src))
+    term = kept(len(src), () if src == part else (dim,))
+    return term, term
+
+
+def diagonal(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
+    """A diagonal of two dims becomes the last dim."""
+    dims = (call.dim("dim1", len(src)), call.dim("dim2", len(src)))
+    term = kept(len(src), dims)
+    return term, (*(dim for i, dim in enumerate(term) if i not in dims), ())
+
+
+def windows(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
+    """Windows of a dim, whose elements become the last dim."""
+    name = "dimension" if call.argument("dimension") is not None else "dim"
+    term = kept(len(src), (call.dim(name, len(src)),)) if src else ()
+    return term, (*(term or ((),) * (len(part) - 1)), ())
+
+
+def taken(part: Part) -> Callable[[Call], Rule]:
+    """Tensor -> part."""
+
+    def rule(call: Call) -> Rule:
+        """A part of a tensor; the dim of which it is taken stays whole."""
+        src, out = part(call, call.shapes[0], call.out_shapes[0])
+        return moved(src, out)
+
+    return rule
+
+
+def one_index(call: Call) -> Rule:
+    """One index of a dim, which goes; where it is split, the rank that holds it has the slice, the others zeros."""
+    dim, term = call.dim(), names(len(call.shapes[0]))
+    return moved(term, (*term[:dim], *term[dim + 1 :]))
+
+
+def put_back(part: Part, ops: tuple[ReduceOp, ...] = ANY) -> Callable[[Call], Rule]:
+    """Part, or its gradient -> tensor, zero elsewhere; where parts overlap they add up, and only sums pass."""
+
+    def rule(call: Call) -> Rule:
+        """A part within zeros; the dim where it is put stays whole."""
+        out, src = part(call, call.out_shapes[0], call.shapes[0])
+        return Rule((src,), (out,), pending=pending_all(1, ops))
+
+    return rule
+
+
+def replaced(part: Part) -> Callable[[Call], Rule]:
+    """Tensor and another part -> tensor with that part."""
+
+    def rule(call: Call) -> Rule:
+        """A tensor with a part replaced; the dim of which it is taken stays whole."""
+        src, new = part(call, *call.shapes)
+        return Rule((src, new), (src,), pending=pending_all(2, ANY))
+
+    return rule
+
+
+def split(call: Call) -> Rule:
+    """Pieces of a dim."""
+    term = kept(len(call.shapes[0]), (call.dim(),))
+    return moved(term, *[term] * len(call.outs))
+
+
+def unbind(call: Call) -> Rule:
+    """A tensor for each index of a dim, which goes."""
+    dim = call.dim()
+    term = kept(len(call.shapes[0]), (dim,))
+    return moved(term, *[(*term[:dim], *term[dim + 1 :])] * len(call.outs))
+
+
+_BACKWARD = with_local_size("input_sizes")
+
+RULES: dict[str, Op] = {
+    "aten::select": Op(one_index, selecting),
+    "aten::slice": Op(taken(slice_)),
+    "aten::diagonal": Op(taken(diagonal)),
+    "aten::unfold": Op(taken(windows)),
+    "aten::select_backward": Op(put_back(select), _BACKWARD),
+    "aten::slice_backward": Op(put_back(slice_), _BACKWARD),
+    "aten::diagonal_backward": Op(put_back(diagonal), _BACKWARD),
+    "aten::unfold_backward": Op(put_back(windows, LINEAR), _BACKWARD),
+    "aten::diag_embed": Op(put_back(diagonal)),
+    "aten::select_scatter": Op(replaced(select)),
+    "aten::slice_scatter": Op(replaced(slice_)),
+    "aten::diagonal_scatter": Op(replaced(diagonal)),
+    "aten::split": Op(split),
+    "aten::split_with_sizes": Op(split),
+    "aten::unsafe_split": Op(split),
+    "aten::unsafe_split_with_sizes": Op(split),
+    "aten::unbind": Op(unbind),
+}

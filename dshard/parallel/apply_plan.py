@@ -1,0 +1,186 @@
+"""Lay out a module as a plan says: its parameters, its inputs on entry, and the outputs of some of its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from math import nan
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dshard.comm import compare_calls, runtime_of, simulated_ranks
+from dshard.core.moves import leaves, replace_leaves
+from dshard.core.plain_tensors import assume_replicated
+from dshard.errors import LayoutError
+from dshard.factories import full
+from dshard.ops.matmul.options import use_strategy
+from dshard.parallel.plan_values import Placements, Plan
+from dshard.placements import Replicate, Shard
+from dshard.rules.matmul_loops import Schedule
+from dshard.tensor import DTensor, distribute_tensor, keep_gradient_layout
+
+
+def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
+    """Hooks that lay out inputs and outputs of `model` and its modules as `plan` says."""
+    stack: list[ExitStack] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        stack.append(ExitStack())
+        stack[-1].enter_context(assume_replicated())
+        return laid_out((args, kwargs), plan)
+
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        if stack:
+            stack.pop().close()
+
+    hooks: list[Any] = [
+        model.register_forward_pre_hook(enter, with_kwargs=True),
+        model.register_forward_hook(leave, always_call=True),
+    ]
+    hooks += [model.get_submodule(name).register_forward_hook(_placing(plan, name)) for name in plan.outputs]
+    for name, schedule in plan.products.items():
+        hooks += _scheduling(model.get_submodule(name), schedule, name in plan.shared)
+    return hooks
+
+
+def _scheduling(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any]:
+    """Hooks within which products run by `schedule`, and the gradient of what they are given is completed once."""
+    stack: list[ExitStack] = []
+
+    def enter(module: nn.Module, args: Any) -> Any:
+        stack.append(ExitStack())
+        stack[-1].enter_context(use_strategy(matmul=schedule))
+        for x in args:
+            if isinstance(x, DTensor) and x.requires_grad and not x.is_leaf:
+                keep_gradient_layout(x)
+        return tuple(_moved_once(x, schedule) if isinstance(x, DTensor) else x for x in args) if shared else args
+
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        if stack:
+            stack.pop().close()
+
+    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+
+
+def _moved_once(x: DTensor, schedule: Schedule) -> DTensor:
+    """`x` as the first operand of `schedule`, features last; the same tensor for all that want it so."""
+    placements = tuple(
+        Replicate() if loop == "n" else Shard(x.ndim - 1) if loop == "k" else placement
+        for loop, placement in zip(schedule.loops, x.placements, strict=True)
+    )
+    if placements == x.placements:
+        return x
+    known: dict[Any, DTensor] = x.__dict__.setdefault("_moved", {})
+    if placements not in known:
+        known[placements] = x.redistribute(placements=placements)
+    return known[placements]
+
+
+@contextmanager
+def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """`wire`, for as long as the block lasts."""
+    hooks = apply_plan(model, plan)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _placing(plan: Plan, name: str) -> Any:
+    placements = plan.outputs[name]
+
+    def place(module: nn.Module, args: Any, out: Any) -> Any:
+        if not isinstance(out, DTensor) or out.placements == placements:
+            return out
+        return out.redistribute(placements=placements)
+
+    return place
+
+
+def laid_out(given: Any, plan: Plan) -> Any:
+    """The inputs of a model: plain tensors with the batch as first dim lie as the plan says, others are replicated.
+
+    The batch is the first dim of the first tensor. Plain tensors must be the same on all ranks; nothing is sent.
+    Distributed ones stay as they are, but from a mesh that the plan folds they come to where plain ones lie.
+    """
+    tensors = [leaf for leaf in leaves(given) if isinstance(leaf, Tensor)]
+    size = next((t.shape[0] for t in tensors if t.dim()), None)
+
+    def lay(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or (isinstance(leaf, DTensor) and not _unfolded(leaf, plan)):
+            return leaf
+        whole = leaf.dim() == 0 or leaf.shape[0] != size
+        placements = (Replicate(),) * plan.mesh.ndim if whole else plan.batch
+        if isinstance(leaf, DTensor):
+            return leaf.redistribute(plan.mesh, placements)
+        compare_calls(f"a parallelized module with a plain input {tuple(leaf.shape)}", plan.mesh, contents=leaf)
+        return distribute_tensor(leaf, plan.mesh, placements, src_data_rank=None)
+
+    return replace_leaves(given, lay)
+
+
+def _unfolded(x: DTensor, plan: Plan) -> bool:
+    """Whether it lies on another mesh of the same ranks in the same order, such as that which "auto" was given."""
+    mesh = x.layout.mesh
+    return mesh != plan.mesh and mesh.ranks == plan.mesh.ranks
+
+
+def distribute_parameters(model: nn.Module, plan: Plan) -> None:
+    """Replace parameters and buffers of `model` by distributed ones; tied parameters stay one.
+
+    Those without data get their local part alone, and the values that the modules give them when they are reset: the
+    same on every mesh under `dshard.manual_seed`.
+
+    Raises:
+        LayoutError: a parameter without data that nothing gives values.
+    """
+    made: dict[int, Any] = {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    whole = (Replicate(),) * plan.mesh.ndim
+    fresh: dict[str, DTensor] = {}
+    for path, module in model.named_modules():
+        for own, parameter in list(module._parameters.items()):
+            if parameter is not None and not isinstance(parameter, DTensor):
+                if id(parameter) not in made:
+                    name = names[id(parameter)]
+                    made[id(parameter)] = _laid(parameter, plan, plan.parameters.get(name, whole), fresh, name)
+                module._parameters[own] = made[id(parameter)]
+        for own, buffer in list(module._buffers.items()):
+            if buffer is not None and not isinstance(buffer, DTensor):
+                module._buffers[own] = _laid(buffer, plan, whole, fresh, f"{path}.{own}".lstrip("."))
+    if fresh:
+        _reset(model, fresh)
+
+
+def _laid(x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, DTensor], name: str) -> Any:
+    compare_calls(f"parallelize with {name}: {tuple(x.shape)}, {x.dtype}, {placements}", plan.mesh, contents=x)
+    if not x.is_meta or (runtime_of(plan.mesh) is None and simulated_ranks() is None):
+        return distribute_tensor(x, plan.mesh, placements, src_data_rank=None)
+    unset = nan if x.is_floating_point() else 0
+    made: Any = full(tuple(x.shape), unset, device_mesh=plan.mesh, placements=placements, dtype=x.dtype)
+    if isinstance(x, nn.Parameter):
+        made = nn.Parameter(made, x.requires_grad)
+    fresh[name] = made
+    return made
+
+
+def _reset(model: nn.Module, fresh: dict[str, DTensor]) -> None:
+    """Let the model, or each of its modules, set its values."""
+    whole = getattr(model, "initialize_weights", None) or getattr(model, "init_weights", None)
+    with torch.no_grad(), assume_replicated():
+        if callable(whole):
+            whole()
+        else:
+            for module in model.modules():
+                reset = getattr(module, "reset_parameters", None)
+                if callable(reset):
+                    reset()
+        unset = [name for name, x in fresh.items() if x.is_floating_point() and x.isnan().any()]
+    if unset:
+        raise LayoutError(
+            f"parameters without data that no module set: {', '.join(unset[:4])}; give the module that has them a "
+            "reset_parameters(), or build the model with values"
+        )

@@ -1,0 +1,43 @@
+"""Roles and a strategy make a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dshard.mesh import Mesh
+from dshard.parallel.factors import Use
+from dshard.parallel.plan_values import Plan
+from dshard.parallel.roles import Role, Roles
+from dshard.parallel.strategies import Axis
+from dshard.placements import Placement, Replicate, Shard
+from dshard.rules.matmul_loops import Schedule
+
+
+def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
+    """The plan in which each mesh axis does what `axes` say."""
+    parameters = {name: _placed(dims, axes) for name, dims in roles.parameters.items()}
+    outputs = {name: tuple(axis.keep(output) for axis in axes) for name, output in roles.outputs.items()}
+    products = {
+        module: schedule for module, use in roles.products.items() if (schedule := _schedule(roles, module, use, axes))
+    }
+    batch = tuple(Shard(0) if axis.batch else Replicate() for axis in axes)
+    return Plan(name, mesh, parameters, batch, outputs, products, roles.shared)
+
+
+def _placed(dims: tuple[Role, ...], axes: Sequence[Axis]) -> tuple[Placement, ...]:
+    """Where a parameter lies. What is gathered for use is split by another dim than the rest, where there is one: then
+    it is gathered along its own axes alone."""
+    split = {p.dim for axis in axes if axis.weights != "first" and isinstance(p := axis.place(dims), Shard)}
+    return tuple(axis.place(dims, split if axis.weights == "first" else ()) for axis in axes)
+
+
+def _schedule(roles: Roles, module: str, use: Use, axes: Sequence[Axis]) -> Schedule | None:
+    """The loops of the product of a module, where every axis has one; sums stay pending for where the output goes."""
+    found = [axis.loop(roles.parameters[use.parameter], use) for axis in axes]
+    rows = [row for row in found if row is not None]
+    if len(rows) < len(found):
+        return None
+    pinned = module in roles.outputs
+    return Schedule(
+        tuple(loop for loop, _ in rows), tuple("P" if loop == "k" and pinned else stored for loop, stored in rows)
+    )

@@ -1,0 +1,188 @@
+"""`plan_model` and `parallelize`: one call lays out any module by a strategy of the papers, or by the cheapest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dshard.comm import DeviceMesh
+from dshard.errors import ArgumentError, LayoutError, MeshError
+from dshard.layout import layout_of
+from dshard.mesh import Mesh
+from dshard.parallel.apply_plan import apply_plan, distribute_parameters
+from dshard.parallel.auto import Auto, cheapest
+from dshard.parallel.build_plan import lay_out
+from dshard.parallel.factors import trace_factors
+from dshard.parallel.plan_files import strategy_of
+from dshard.parallel.plan_values import Plan
+from dshard.parallel.roles import roles_of
+from dshard.parallel.step_price import price
+from dshard.parallel.strategies import axes_of, check_units
+from dshard.placements import Placement, Replicate
+from dshard.tensor import as_mesh
+from dshard.validate import check_type, shown
+
+AUTO = "auto"
+Asked = str | Auto | Mapping[str, Sequence[Placement]] | Plan | Path
+
+
+def plan_model(model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /, *args: Any, **kwargs: Any) -> Plan:
+    """What `parallelize` would do, and what a training step then sends and holds; nothing is done yet.
+
+    `args` and `kwargs` are an example batch: only shapes and dtypes matter. Parameters may be without data. The mesh
+    may be pure, so that no process is needed.
+
+    Raises:
+        StrategyError: no such strategy, a mesh that it cannot use, or more ranks than there are heads.
+        LayoutError: a forward pass that depends on the values of tensors; a pattern that matches no parameter.
+    """
+    pure = as_mesh(mesh)
+    plan = _asked(model, plan, pure, kwargs)
+    args, kwargs = _example(model, args, kwargs)
+    if isinstance(plan, Plan):
+        found = replace(plan, cost=None)
+        if found.mesh.ranks != pure.ranks:
+            raise _other_mesh(found.mesh, pure)
+    elif isinstance(plan, str | Auto):
+        found = planned(model, pure, plan, args, kwargs)
+    else:
+        found = by_name(model, pure, plan)
+    return found if found.cost is not None else replace(found, cost=price(model, found, args, kwargs))
+
+
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /, *args: Any, **kwargs: Any
+) -> nn.Module:
+    """Lay out `model` in place and return it: its parameters become DTensors, and it takes plain tensors as before.
+
+    `plan` is the name of a strategy ("megatron", "megatron-sp", "optimus", "tesseract", "atp", "fsdp", "data", joined
+    by " x ", or "auto"), placements by a pattern of parameter names, a `Plan`, or the `Path` of a file that
+    `dshard plan model --out` wrote. `args` and `kwargs` are an example
+    batch, by which the model is traced; a model with `dummy_inputs`, and placements by name, need none.
+
+    Inputs are given whole, alike on all ranks, or as DTensors; outputs are DTensors. Plain tensors that the model makes
+    on its way count as replicated. Every rank must have the same parameters; nothing is sent. Parameters without data
+    get their local part alone.
+
+    Raises:
+        StrategyError: no such strategy, a mesh that it cannot use, or more ranks than there are heads.
+        LayoutError: a forward pass that depends on the values of tensors; a pattern that matches no parameter.
+    """
+    pure = as_mesh(mesh)
+    plan = _asked(model, plan, pure, kwargs)
+    if isinstance(plan, Plan):
+        found = plan
+    elif isinstance(plan, str | Auto):
+        found = planned(model, pure, plan, *_example(model, args, kwargs))
+    else:
+        found = by_name(model, pure, plan)
+    if found.mesh != pure:
+        found = replace(found, mesh=_folded(mesh, found.mesh))
+    distribute_parameters(model, found)
+    apply_plan(model, found)
+    return model
+
+
+def _asked(
+    model: nn.Module, plan: Asked, mesh: Mesh, kwargs: Mapping[str, Any]
+) -> str | Auto | Mapping[str, Sequence[Placement]] | Plan:
+    """The plan as it was asked for, that of a file by its strategy.
+
+    Raises:
+        ArgumentError: no module, or no plan.
+        LayoutError: a plan for another model.
+    """
+    check_type(model, nn.Module, "the model", "give an nn.Module")
+    if "plan" in kwargs and "plan" not in signature(model.forward).parameters:
+        raise ArgumentError(
+            f"plan={shown(kwargs['plan'])}: the plan is the third argument, by position; what is named is the model's"
+        )
+    if isinstance(plan, Path):
+        return strategy_of(plan, mesh)
+    kinds = (str, Auto, Mapping, Plan)
+    check_type(plan, kinds, "the plan", "give the name of a strategy, placements by name, a Plan, an Auto or a Path")
+    if isinstance(plan, Plan):
+        missing = set(plan.parameters) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if missing:
+            raise LayoutError(
+                f"a plan for another model: {type(model).__name__} has no parameter {', '.join(sorted(missing)[:3])}; "
+                "make one of this model with plan_model"
+            )
+    return plan
+
+
+def _other_mesh(planned_for: Mesh, given: Mesh) -> MeshError:
+    return MeshError(
+        f"a plan for the mesh ({planned_for}) was given the mesh ({given}): give one of the same ranks, or plan again"
+    )
+
+
+def planned(model: nn.Module, mesh: Mesh, plan: str | Auto, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+    """The plan of a strategy by its name, or the cheapest."""
+    roles = roles_of(trace_factors(model, args, kwargs))
+    if plan == AUTO or isinstance(plan, Auto):
+        return cheapest(model, mesh, roles, args, kwargs, plan if isinstance(plan, Auto) else Auto())
+    axes = axes_of(plan, mesh)
+    check_units(roles, axes, mesh)
+    return lay_out(roles, plan, axes, mesh)
+
+
+def _folded(mesh: DeviceMesh | Mesh, found: Mesh) -> Mesh:
+    """The mesh of a plan, made of the same ranks: those of a process group must be known to torch.
+
+    Raises:
+        MeshError: other ranks.
+    """
+    given = as_mesh(mesh)
+    if given.ranks != found.ranks:
+        raise _other_mesh(found, given)
+    if isinstance(mesh, Mesh):
+        return found
+    ranks = torch.tensor(found.ranks).view(found.shape)
+    return as_mesh(DeviceMesh(found.device_type, ranks, mesh_dim_names=found.names))
+
+
+def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placement]]) -> Plan:
+    """The plan that lays out parameters by the first pattern, as in `fnmatch`, that matches their name.
+
+    Raises:
+        LayoutError: a pattern that matches no parameter, or placements that a parameter cannot have.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        check_type(pattern, str, "a pattern", "give names of parameters, as fnmatch reads them", LayoutError)
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise LayoutError(
+                f"the pattern {pattern!r} matches no parameter of {type(model).__name__}: patterns are those of "
+                f"fnmatch, names such as {', '.join(names[:3])}"
+            )
+    whole = (Replicate(),) * mesh.ndim
+    parameters = {}
+    for name, parameter in model.named_parameters():
+        given = next((p for pattern, p in patterns.items() if fnmatchcase(name, pattern)), whole)
+        layout = layout_of(mesh, given, parameter.dim())
+        if layout.partial_axes():
+            raise LayoutError(
+                f"{name} cannot lie [{layout}]: a parameter is no pending reduction; use Shard or Replicate"
+            )
+        parameters[name] = layout.placements
+    return Plan("by name", mesh, parameters, whole)
+
+
+def _example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args or kwargs:
+        return args, kwargs
+    dummy = getattr(model, "dummy_inputs", None)
+    if not isinstance(dummy, Mapping):
+        raise LayoutError(
+            f"{type(model).__name__} must be traced to be laid out: give an example batch after the plan, "
+            "parallelize(model, mesh, plan, inputs)"
+        )
+    return (), dict(dummy)

@@ -1,0 +1,158 @@
+"""A plan for a whole model, as a value: where each parameter, input and output lies, and what a step then costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dshard.errors import LayoutError
+from dshard.layout import Layout
+from dshard.mesh import Mesh
+from dshard.placements import Placement
+from dshard.rules.matmul_loops import Schedule
+from dshard.tables import human_bytes, text_table
+from dshard.validate import suggestion
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """The collectives of one kind that a module runs in one direction of a step: how many, bytes received, seconds."""
+
+    module: str
+    direction: str
+    collective: str
+    axis: str
+    count: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that the first rank holds: of parameters, gradients, and two moments of an optimiser; `activations` is what
+    the forward pass leaves, saved tensors and outputs. `peak` is the most that a step has made and not yet let go of.
+    """
+
+    parameters: int
+    gradients: int
+    optimiser: int
+    activations: int
+    peak: int
+
+    @property
+    def transient(self) -> int:
+        """What is made and let go of: the part of the peak beside the larger of activations and gradients."""
+        return self.peak - max(self.activations, self.gradients)
+
+    @property
+    def total(self) -> int:
+        """The most that is held at once; gradients are made anew in each step."""
+        return self.parameters + self.optimiser + self.peak
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a training step sends and holds, traced on tensors without data: forward and backward of one batch.
+
+    `seconds` are those of the collectives, one after another; local work is the same under all plans on a mesh but for
+    what each rank repeats.
+    """
+
+    moves: tuple[Moves, ...]
+    memory: Memory
+    work: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes received."""
+        return sum(move.nbytes for move in self.moves)
+
+    @property
+    def communication(self) -> float:
+        """Seconds of all collectives."""
+        return sum(move.seconds for move in self.moves)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of collectives and of local products."""
+        return self.communication + self.work
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where the parameters of a model lie on a mesh, where its inputs do, and where some modules put their outputs.
+
+    Made by `plan_model`, run by `parallelize`. `parameters` are the placements of each by name; `batch` those of inputs
+    whose first dim is the batch, other inputs are whole; `outputs` those of what modules return, and `products` the
+    loops of the product within a module; `shared` are modules that move what they are given once, for others want
+    it, too. What a plan does not name is replicated, or decided by cost.
+    """
+
+    strategy: str
+    mesh: Mesh
+    parameters: Mapping[str, Placements]
+    batch: Placements
+    outputs: Mapping[str, Placements] = field(default_factory=dict)
+    products: Mapping[str, Schedule] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
+    cost: Cost | None = None
+
+    def placements(self, parameter: str) -> Placements:
+        """Where a parameter lies.
+
+        Raises:
+            LayoutError: the plan knows no parameter of this name.
+        """
+        if parameter not in self.parameters:
+            hint = suggestion(parameter, self.parameters)
+            raise LayoutError(f"the plan has no parameter {parameter!r}: look into plan.parameters{hint}")
+        return self.parameters[parameter]
+
+    def rows(self) -> list[list[str]]:
+        """Modules with what they hold and send: cells under `HEADINGS`."""
+        modules: dict[str, list[str]] = {}
+        for name, placements in self.parameters.items():
+            module, _, own = name.rpartition(".")
+            modules.setdefault(module, []).append(f"{own} {Layout(self.mesh, placements)}")
+        sent: dict[str, dict[str, list[Moves]]] = {}
+        for move in self.cost.moves if self.cost else ():
+            sent.setdefault(move.module, {}).setdefault(move.direction, []).append(move)
+        found = []
+        for module in [*modules, *(m for m in sent if m not in modules)]:
+            moves = sent.get(module, {})
+            every = [move for part in moves.values() for move in part]
+            found.append(
+                [
+                    module or "(outside)",
+                    "; ".join(modules.get(module, [])),
+                    _listed(moves.get("forward", [])),
+                    _listed(moves.get("backward", [])),
+                    human_bytes(sum(move.nbytes for move in every)) if every else "",
+                    f"{sum(move.seconds for move in every) * 1e3:.3f}" if every else "",
+                ]
+            )
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"{self.strategy} on ({self.mesh}); batch [{Layout(self.mesh, self.batch)}]"]
+        lines.append(text_table(HEADINGS, self.rows()))
+        if self.cost is not None:
+            memory = self.cost.memory
+            held = ", ".join(
+                f"{name} {human_bytes(getattr(memory, name))}"
+                for name in ("parameters", "gradients", "optimiser", "activations", "transient")
+            )
+            lines.append(
+                f"a step receives {human_bytes(self.cost.nbytes)} in {self.cost.communication * 1e3:.3f} ms; "
+                f"a rank holds at most {human_bytes(memory.total)}: {held}"
+            )
+        return "\n".join(lines)
+
+
+HEADINGS = ("module", "parameters", "forward", "backward", "received", "ms")
+
+
+def _listed(moves: Sequence[Moves]) -> str:
+    return ", ".join(f"{move.count} {move.collective} {move.axis}" for move in moves)

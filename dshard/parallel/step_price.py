@@ -1,0 +1,146 @@
+"""What a training step of a plan costs: traced on tensors without data, on a mesh without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from dshard.comm import plain, planning
+from dshard.comm.workspace import borrowed_now, in_use
+from dshard.core.moves import leaves
+from dshard.core.observe import Decision, observing
+from dshard.core.spec import Spec, is_for_shapes
+from dshard.mesh import Mesh
+from dshard.parallel.apply_plan import applied
+from dshard.parallel.factors import without_data
+from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
+from dshard.placements import Replicate
+from dshard.tensor import DTensor, distribute_tensor
+from dshard.trace import Trace, Traced, trace
+
+MOMENTS = 2
+"""Tensors of each parameter's size that an optimiser such as Adam keeps."""
+
+
+@plain()
+@planning()
+def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cost:
+    """What a forward and a backward pass of `model` under `plan` move and hold; nothing of the model is changed.
+
+    `seconds` are those of the topology in use.
+    """
+    state = _state(model, plan, plan.mesh)
+    args, kwargs = _meta(args), dict(zip(kwargs, _meta(kwargs.values()), strict=True))
+    made = Made([*(own._local for own in state.values()), *_tensors((args, list(kwargs.values())))])
+    work = Work()
+    with _disable_current_modes(), applied(model, plan):  # planning is nobody's work
+        with trace() as sent:
+            out = functional_call(model, state, tuple(args), kwargs)
+            forward = len(sent.events)
+            _backward(out)
+            del out
+        for own in state.values():
+            own.grad = None
+        with made, observing(work):  # with which each operator is decided by itself, whatever ran before
+            out = functional_call(model, state, tuple(args), kwargs)
+            activations = in_use(made.sizes)
+            _backward(out)
+            del out
+    parameters = [t for name, t in state.items() if isinstance(t, nn.Parameter)]
+    nbytes = sum(_local_bytes(p) for p in {id(p): p for p in parameters}.values())
+    memory = Memory(nbytes, nbytes, MOMENTS * nbytes, activations, max(made.most, nbytes))
+    return Cost(_moves(sent, forward), memory, work.seconds)
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [t for t in leaves(_values(out)) if isinstance(t, Tensor)]
+
+
+def _backward(out: Any) -> None:
+    ends = [t for t in _tensors(out) if t.requires_grad]
+    torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])
+
+
+def _state(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Any]:
+    whole = (Replicate(),) * mesh.ndim
+    made: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        empty = nn.Parameter(without_data(parameter), parameter.requires_grad)
+        made[name] = distribute_tensor(empty, mesh, plan.parameters.get(name, whole))
+    for name, buffer in model.named_buffers():
+        made[name] = distribute_tensor(without_data(buffer), mesh, whole)
+    return made
+
+
+def _meta(given: Any) -> list[Any]:
+    return [without_data(x) if isinstance(x, Tensor) else x for x in given]
+
+
+def _values(out: Any) -> Any:
+    return list(out.values()) if isinstance(out, Mapping) else out
+
+
+def _local_bytes(x: Any) -> int:
+    spec: Spec = x._spec
+    return prod(spec.layout.local_shape(spec.shape, (0,) * spec.layout.mesh.ndim)) * spec.itemsize
+
+
+class Made(TorchDispatchMode):
+    """The most bytes of storages made within the block, and of buffers lent, that were there at once."""
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes = {StorageWeakRef(x.untyped_storage()): 0 for x in given}
+        self.total = 0  # of all in `sizes`, gone or not
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if is_for_shapes():  # nothing is kept of that
+            return out
+        for leaf in leaves(out):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                ref = StorageWeakRef(storage)
+                if ref not in self.sizes:
+                    self.sizes[ref] = storage.nbytes()
+                    self.total += storage.nbytes()
+        if self.total + borrowed_now() > self.most:  # only then can what is there be more
+            self.sizes = {ref: size for ref, size in self.sizes.items() if not ref.expired()}
+            self.total = sum(self.sizes.values())
+            self.most = max(self.most, in_use(self.sizes))
+        return out
+
+
+class Work:
+    """Seconds of local work of all operators that have a strategy."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self, decision: Decision) -> Any:
+        if decision.strategy is not None:
+            self.seconds += decision.strategy.compute
+        return nullcontext()
+
+
+def _moves(sent: Trace, forward: int) -> tuple[Moves, ...]:
+    groups: dict[tuple[str, str, str, str], list[Traced]] = {}
+    for i, event in enumerate(sent.events):
+        direction = "forward" if i < forward else "backward"
+        module = event.module.partition(".")[2]
+        groups.setdefault((module, direction, event.collective, event.axis), []).append(event)
+    return tuple(
+        Moves(*key, len(events), sum(e.nbytes for e in events), sum(e.seconds for e in events))
+        for key, events in groups.items()
+    )

@@ -1,0 +1,129 @@
+"""The forms of a unit task: how its slice is split, and in which order the pieces visit the receivers.
+
+With one sender, receivers on A hosts of B ranks each, and t seconds for the slice over one network card (section 3.1 of
+"On Optimizing the Communication of Model Parallelism", whose stages run one after the other; here every form is
+pipelined, chunk by chunk):
+
+| form              | pieces                                | busy seconds of the sender's card |
+|-------------------|---------------------------------------|-----------------------------------|
+| send              | the slice to each receiver            | A B t                             |
+| local_all_gather  | on each host, 1 / B to each rank      | A t                               |
+| global_all_gather | 1 / (A B) to each rank                | t, and t on each receiver's       |
+| broadcast         | the slice along one chain of all      | t                                 |
+| multi_rail        | 1 / k along each of k chains          | t / k, with k cards on each host  |
+| reduce            | terms are added along the chain first | t                                 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dshard.layout import Region
+from dshard.placements import chunk
+from dshard.reshard.chain import Form, whole_span
+from dshard.reshard.host_network import HostNetwork
+from dshard.reshard.tasks import Task
+
+FORMS: tuple[Form, ...] = ("send", "local_all_gather", "broadcast", "multi_rail", "global_all_gather")
+"""Of a task without pending terms, the simplest first."""
+
+MAX_HEADS = 8
+"""Choices of a sender for one piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A chain whose beginning is still to be chosen: `heads` are the ranks with which it can begin, `to` the others."""
+
+    region: Region
+    span: range
+    heads: tuple[tuple[int, ...], ...]
+    to: tuple[int, ...]
+    form: Form
+
+    def ranks(self, head: int) -> tuple[int, ...]:
+        """The chain that begins with this head."""
+        begin = self.heads[head]
+        return (*begin, *(rank for rank in self.to if rank != begin[-1]))
+
+
+def drafts(task: Task, form: Form, wires: HostNetwork, turn: int) -> list[Draft]:
+    """The pieces of a task in one form; `turn` is its number, by which equal choices are spread over the ranks."""
+    if len(task.holders) > 1:
+        heads = tuple(_reductions(task, wires))
+        return [Draft(task.region, whole_span(task.region), heads, task.receivers, "reduce")]
+    holders = dict(wires.by_host(task.holders[0]))
+    found, far = [], []
+    for host, ranks in wires.by_host(task.receivers):
+        if host in holders:
+            here = tuple((rank,) for rank in holders[host][:MAX_HEADS])
+            near: Form = "send" if len(ranks) == 1 else "broadcast"
+            found.append(Draft(task.region, whole_span(task.region), here, ranks, near))
+        else:
+            far.append(ranks)
+    if far:
+        found += _far(task, form, wires, far, _heads(task.holders[0], wires, turn))
+    return [draft for draft in found if draft.span]
+
+
+def _far(
+    task: Task, form: Form, wires: HostNetwork, hosts: list[tuple[int, ...]], heads: tuple[tuple[int, ...], ...]
+) -> Iterator[Draft]:
+    region, span = task.region, whole_span(task.region)
+    everyone = tuple(rank for ranks in hosts for rank in ranks)
+    match form:
+        case "send":
+            for rank in everyone:
+                yield Draft(region, span, heads, (rank,), form)
+        case "local_all_gather":
+            for ranks in hosts:
+                for i in range(len(ranks)):
+                    yield Draft(region, _piece(span, len(ranks), i), heads, _turned(ranks, i), form)
+        case "global_all_gather":
+            for i in range(len(everyone)):
+                yield Draft(region, _piece(span, len(everyone), i), heads, _turned(everyone, i), form)
+        case "multi_rail":
+            k = min(wires.cards, max(map(len, hosts)))
+            for i in range(k):
+                to = tuple(rank for ranks in hosts for rank in _turned(ranks, i * len(ranks) // k))
+                yield Draft(region, _piece(span, k, i), heads, to, form)
+        case _:
+            yield Draft(region, span, heads, everyone, form)
+
+
+def forms_of(task: Task, wires: HostNetwork) -> tuple[Form, ...]:
+    """The forms that differ for a task."""
+    if len(task.holders) > 1:
+        return ("reduce",)
+    holding = {wires.host(rank) for rank in task.holders[0]}
+    far = [ranks for host, ranks in wires.by_host(task.receivers) if host not in holding]
+    if sum(map(len, far)) <= 1:
+        return ("send",)
+    return FORMS if wires.cards > 1 else tuple(form for form in FORMS if form != "multi_rail")
+
+
+def _heads(holders: tuple[int, ...], wires: HostNetwork, turn: int) -> tuple[tuple[int, ...], ...]:
+    """One holder behind each card, the next one at each turn."""
+    by_card: dict[int, list[int]] = {}
+    for rank in holders:
+        by_card.setdefault(wires.card(rank), []).append(rank)
+    return tuple((ranks[turn % len(ranks)],) for ranks in list(by_card.values())[:MAX_HEADS])
+
+
+def _reductions(task: Task, wires: HostNetwork) -> Iterator[tuple[int, ...]]:
+    """Orders in which to add the terms: those of each host after each other, the host of the last one first to last."""
+    hosts = sorted({wires.host(rank) for replicas in task.holders for rank in replicas})
+    receivers = set(task.receivers)
+    for last in hosts[:MAX_HEADS]:
+        chosen = [min(replicas, key=lambda rank: (wires.host(rank) != last, rank)) for replicas in task.holders]
+        yield tuple(sorted(chosen, key=lambda rank: (wires.host(rank) == last, rank in receivers, wires.host(rank))))
+
+
+def _piece(span: range, n: int, i: int) -> range:
+    part = chunk(len(span), n, i)
+    return range(span.start + part.start, span.start + part.stop)
+
+
+def _turned(ranks: tuple[int, ...], i: int) -> tuple[int, ...]:
+    return ranks[i:] + ranks[:i]

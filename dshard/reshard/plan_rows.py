@@ -1,0 +1,77 @@
+"""A plan between meshes in rows and lines, for tables and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dshard.redistribute import numel
+from dshard.reshard.baselines import BASELINES, baseline_seconds
+from dshard.reshard.reshard_plan import ReshardPlan
+from dshard.tables import human_bytes
+from dshard.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class ChainRow:
+    """One chain. `slice` is the region, and the elements of it, flattened, if it is a piece; times are in seconds."""
+
+    start: float
+    seconds: float
+    nbytes: int
+    chunks: int
+    form: str
+    slice: str
+    ranks: tuple[int, ...]
+    terms: int
+
+
+def chain_rows(plan: ReshardPlan) -> list[ChainRow]:
+    """A row for each chain."""
+    return list(_rows(plan))
+
+
+def _rows(plan: ReshardPlan) -> Iterator[ChainRow]:
+    for chain in plan.chains:
+        region = ",".join(f"{part.start}:{part.stop}" for part in chain.region)
+        piece = "" if len(chain.span) == numel(chain.region) else f" {chain.span.start}:{chain.span.stop}"
+        nbytes, where = len(chain.span) * plan.itemsize, f"[{region}]{piece}"
+        yield ChainRow(chain.start, chain.seconds, nbytes, chain.chunks, chain.form, where, chain.ranks, chain.terms)
+
+
+def baselines_of(plan: ReshardPlan, topology: Topology) -> dict[str, float]:
+    """The makespans of published strategies for what a plan does; none where a reduction is pending."""
+    if plan.src.partial_axes() or plan.dst.partial_axes():
+        return {}
+    asked = (plan.src, plan.dst, plan.shape, plan.itemsize, topology)
+    return {baseline: baseline_seconds(baseline, *asked) for baseline in BASELINES}
+
+
+def summary_lines(plan: ReshardPlan, topology: Topology) -> list[str]:
+    """What runs on one mesh, what crosses from host to host, and how long all of it takes."""
+    around = [(moved, where) for moved, where in ((plan.first, "first"), (plan.last, "last")) if moved is not None]
+    return [
+        *(f"{where}, on one mesh: {moved.src} -> {moved.dst}" for moved, where in around),
+        *(f"host {a} -> host {b}: {human_bytes(nbytes)}" for (a, b), nbytes in sorted(plan.crossing().items())),
+        f"makespan {plan.makespan * 1e6:.1f} us, {plan.ratio:.2f} of the lower bound; "
+        f"{plan.seconds * 1e6:.1f} us with messages and links within hosts",
+        *(f"{name}: makespan {seconds * 1e6:.1f} us" for name, seconds in baselines_of(plan, topology).items()),
+    ]
+
+
+def data_of(plan: ReshardPlan, topology: Topology) -> dict[str, Any]:
+    """All of it for machines."""
+    crossing = [{"from": a, "to": b, "nbytes": nbytes} for (a, b), nbytes in sorted(plan.crossing().items())]
+    return {
+        "src": str(plan.src),
+        "dst": str(plan.dst),
+        "seconds": plan.seconds,
+        "makespan": plan.makespan,
+        "bound": plan.bound,
+        "ratio": plan.ratio,
+        "steps": plan.steps(),
+        "hosts": crossing,
+        "baselines": baselines_of(plan, topology),
+        "chains": [asdict(row) for row in chain_rows(plan)],
+    }

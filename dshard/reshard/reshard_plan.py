@@ -1,0 +1,255 @@
+"""How a tensor gets from a layout on one mesh to a layout on another: planned once, then printed, priced and run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from dshard.errors import LayoutError, MeshError
+from dshard.layout import Layout, Shape
+from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.redistribute import Plan, describe, plan
+from dshard.reshard.chain import Chain, Form
+from dshard.reshard.chain_forms import FORMS, Draft, drafts, forms_of
+from dshard.reshard.chain_price import chains_seconds, scheduled
+from dshard.reshard.host_network import HostNetwork, host_network_of
+from dshard.reshard.tasks import Task, pending_axes, tasks
+from dshard.reshard.time_bound import lower_bound
+from dshard.topology import Topology
+
+WIDE = 4
+"""Elements of at least so many bytes are added up on the way: narrower ones are rounded too often there."""
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """How a tensor of global `shape` gets from `src` to `dst`, on another mesh.
+
+    `first`, if any, runs on the source mesh, then `chains` send from mesh to mesh, then `last`, if any, runs on the
+    destination mesh. What a rank of both meshes holds already it keeps. By the model of the paper (`makespan`, and its
+    lower `bound`, in seconds) links within hosts and messages take no time; `seconds` counts them, and `first`.
+    """
+
+    src: Layout
+    dst: Layout
+    shape: Shape
+    itemsize: int
+    first: Plan | None
+    chains: tuple[Chain, ...]
+    last: Plan | None
+    wires: HostNetwork
+    makespan: float
+    bound: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        ends = (self.src, self.dst, self.shape, self.itemsize, self.wires, self.makespan, self.seconds)
+        object.__setattr__(self, "_hash", hash((*ends, len(self.chains))))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]  # set once: plans are keys of warm caches
+
+    def __reduce__(self) -> tuple[type[ReshardPlan], tuple[object, ...]]:
+        parts = (self.src, self.dst, self.shape, self.itemsize, self.first, self.chains, self.last)
+        return ReshardPlan, (*parts, self.wires, self.makespan, self.bound, self.seconds)  # hashes differ elsewhere
+
+    @property
+    def held(self) -> Layout:
+        """The layout on the source mesh from which the chains send."""
+        return self.src if self.first is None else self.first.dst
+
+    @property
+    def landed(self) -> Layout:
+        """The layout on the destination mesh to which the chains send."""
+        return self.dst if self.last is None else self.last.src
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of either mesh: those that take part."""
+        return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
+
+    @property
+    def chains_seconds(self) -> float:
+        """The seconds of the chains alone."""
+        return chains_seconds(self.chains, self.itemsize, self.wires)
+
+    @property
+    def ratio(self) -> float:
+        """The makespan over its lower bound."""
+        return self.makespan / self.bound if self.bound else 1.0
+
+    def received(self, rank: int) -> int:
+        """The elements that a rank receives in the chains."""
+        return sum(len(chain.span) for chain in self.chains for _, receiver in chain.hops if receiver == rank)
+
+    def crossing(self) -> dict[tuple[int, int], int]:
+        """The bytes that cross from host to host, for each pair of hosts between which some do."""
+        found: Counter[tuple[int, int]] = Counter()
+        for chain in self.chains:
+            for sender, receiver in chain.hops:
+                if self.wires.crosses(sender, receiver):
+                    found[self.wires.host(sender), self.wires.host(receiver)] += len(chain.span) * self.itemsize
+        return dict(found)
+
+    def steps(self, most: int = 32) -> list[str]:
+        """What is done, a line each; of the chains, the first ones."""
+        first, last = (_described(plan) for plan in (self.first, self.last))
+        more = len(self.chains) - most
+        shown = [_line(chain, self.itemsize) for chain in self.chains[:most]]
+        return [*first, *shown, *([f"and {more:,} chains more"] if more > 0 else []), *last]
+
+    def __str__(self) -> str:
+        src, dst = (f"{layout} on ({layout.mesh})" for layout in (self.src, self.dst))
+        lines = [f"{src}  ->  {dst}   ({self.seconds * 1e6:.1f} us)"]
+        lines += [f"  {i}. {line}" for i, line in enumerate(self.steps(), 1)]
+        lines.append(f"  makespan {self.makespan * 1e6:.1f} us, {self.ratio:.2f} of the lower bound")
+        return "\n".join(lines)
+
+
+def _described(moved: Plan | None) -> list[str]:
+    pairs = () if moved is None else zip(moved.steps, moved.layouts(), strict=True)
+    return ["  ".join(describe(step, layout)) for step, layout in pairs]
+
+
+def _line(chain: Chain, itemsize: int) -> str:
+    where = ",".join(f"{part.start}:{part.stop}" for part in chain.region)
+    return f"{chain.form:16}  [{where}]  {len(chain.span) * itemsize} B  {'>'.join(map(str, chain.ranks))}"
+
+
+def plan_reshard(
+    src: Layout, dst: Layout, shape: Sequence[int], itemsize: int, topology: Topology, *, seed: int = 0
+) -> ReshardPlan:
+    """The plan from `src` to `dst` for a tensor of global `shape` with elements of `itemsize` bytes.
+
+    Each unit task takes the cheapest of its forms, unless one form for all is cheaper in the end; senders and order are
+    those of `dshard.reshard.order`, the same for the same seed. A pending sum is added up on the way, or completed on
+    the source mesh first, whichever is cheaper.
+
+    >>> from dshard.mesh import Mesh
+    >>> topology = Topology.preset("cpu", nodes=4, ranks=2)
+    >>> src = Layout(Mesh((2, 2)), (Shard(0), Replicate()))
+    >>> dst = Layout(Mesh((2, 2), ranks=(4, 5, 6, 7)), (Replicate(), Replicate()))
+    >>> found = plan_reshard(src, dst, (1024, 1024), 4, topology)
+    >>> found.ratio, sum(found.crossing().values()) // 2**20  # MiB, once for each host
+    (1.0, 8)
+
+    Raises:
+        MeshError: meshes of different device types.
+        LayoutError: a layout shards a dim that the tensor does not have.
+        TopologyError: a mesh has ranks that the topology has not.
+    """
+    return _plan(src, dst, tuple(shape), itemsize, topology, seed)
+
+
+@lru_cache(maxsize=4096)
+def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, seed: int) -> ReshardPlan:
+    _check(src, dst, shape, topology)
+    wires, landed = host_network_of(topology), _whole(dst, Replicate())
+    last = None if landed == dst else plan(landed, dst, shape, itemsize, topology)
+    firsts = _firsts(src, shape, itemsize, topology)
+    found = [_sent((src, dst), shape, itemsize, (first, last), wires, seed) for first in firsts]
+    return min(found, key=lambda plan: plan.seconds)
+
+
+def plan_of_form(
+    src: Layout, dst: Layout, shape: Sequence[int], itemsize: int, topology: Topology, form: Form, *, balance: bool
+) -> ReshardPlan:
+    """A simple plan, to hold others against: every task in one form, in the order of the source's parts.
+
+    Each piece comes from the sender with the least to send so far, or without `balance` from the first replica.
+
+    Raises:
+        LayoutError: a reduction is pending, or a layout shards a dim that the tensor does not have.
+        MeshError: meshes of different device types.
+    """
+    _check(src, dst, tuple(shape), topology)
+    if src.partial_axes() or dst.partial_axes():
+        raise LayoutError(f"a plan of one form moves values, not terms: [{src}] -> [{dst}]; use plan_reshard")
+    wires, asked = host_network_of(topology), tasks(src, dst, shape)
+    made = [draft for turn, task in enumerate(asked) for draft in drafts(task, form, wires, turn if balance else 0)]
+    made = made if balance else [replace(draft, heads=draft.heads[:1]) for draft in made]
+    chains, makespan = scheduled(made, itemsize, wires, 0.0, None)
+    seconds, bound = chains_seconds(chains, itemsize, wires), lower_bound(asked, itemsize, wires)
+    return ReshardPlan(src, dst, tuple(shape), itemsize, None, chains, None, wires, makespan, bound, seconds)
+
+
+def _check(src: Layout, dst: Layout, shape: Shape, topology: Topology) -> None:
+    if src.mesh.device_type != dst.mesh.device_type:
+        raise MeshError(
+            f"cannot reshard from the mesh ({src.mesh}) on {src.mesh.device_type} to the mesh ({dst.mesh}) on "
+            f"{dst.mesh.device_type}: move the local tensors to one type of device first"
+        )
+    src.check(shape)
+    dst.check(shape)
+    for mesh in (src.mesh, dst.mesh):
+        topology.link(mesh, mesh.names)  # refuses ranks that it has not
+
+
+def _firsts(src: Layout, shape: Shape, itemsize: int, topology: Topology) -> Iterator[Plan | None]:
+    """The ways to deal with what is pending: leave it to the chains, or complete it on the source mesh first."""
+    if not pending_axes(src):
+        yield None
+        return
+    ops = {p.reduce_op for p in src.placements if isinstance(p, Partial)}
+    if ops == {"sum"} and itemsize >= WIDE:
+        yield None
+    choices: list[Placement] = [Replicate(), *(Shard(dim) for dim, size in enumerate(shape) if size > 1)]
+    for target in dict.fromkeys(_whole(src, choice) for choice in choices):
+        yield plan(src, target, shape, itemsize, topology)
+
+
+def _whole(layout: Layout, placement: Placement) -> Layout:
+    """The layout with `placement` wherever a reduction is pending."""
+    for axis in layout.partial_axes():
+        layout = layout.replace(axis, placement)
+    return layout
+
+
+def _sent(
+    ends: tuple[Layout, Layout],
+    shape: Shape,
+    itemsize: int,
+    around: tuple[Plan | None, Plan | None],
+    wires: HostNetwork,
+    seed: int,
+) -> ReshardPlan:
+    """The best plan between these layouts, with these plans before and after the chains."""
+    (src, dst), (first, last) = ends, around
+    held, landed = src if first is None else first.dst, dst if last is None else last.src
+    asked = tasks(held, landed, shape)
+    bound = lower_bound(asked, itemsize, wires)
+    before = 0.0 if first is None else first.seconds
+    found = []
+    for chosen in _mixes(asked, itemsize, wires):
+        chains, makespan = scheduled(chosen, itemsize, wires, bound, seed)
+        seconds = before + chains_seconds(chains, itemsize, wires) + (0.0 if last is None else last.seconds)
+        found.append(ReshardPlan(src, dst, shape, itemsize, first, chains, last, wires, makespan, bound, seconds))
+    return min(found, key=lambda plan: (plan.seconds, len(plan.chains)))
+
+
+def _mixes(asked: tuple[Task, ...], itemsize: int, wires: HostNetwork) -> list[list[Draft]]:
+    """The cheapest form for each task by itself, and each form for all of them."""
+    options = [forms_of(task, wires) for task in asked]
+    cheapest = []
+    for turn, (task, forms) in enumerate(zip(asked, options, strict=True)):
+        priced = [(_alone(task, form, itemsize, wires, turn), i, form) for i, form in enumerate(forms)]
+        cheapest.append(min(priced)[2])
+    mixes = [tuple(cheapest)] + [
+        tuple(form if form in forms else own for forms, own in zip(options, cheapest, strict=True)) for form in FORMS
+    ]
+    return [
+        [
+            draft
+            for turn, (task, form) in enumerate(zip(asked, mix, strict=True))
+            for draft in drafts(task, form, wires, turn)
+        ]
+        for mix in dict.fromkeys(mixes)
+    ]
+
+
+def _alone(task: Task, form: Form, itemsize: int, wires: HostNetwork, turn: int) -> float:
+    """Seconds of a task that has all links to itself."""
+    chains, _ = scheduled(drafts(task, form, wires, turn), itemsize, wires, 0.0, None)
+    return chains_seconds(chains, itemsize, wires)

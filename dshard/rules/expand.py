@@ -1,0 +1,237 @@
+"""Rules become layouts: one row for each mesh axis, expanded to whole layouts of all operands and outputs.
+
+On one mesh axis an operator either splits one factor, passes pending operands through, or stays whole. Only rows that
+some operand's present placement suggests are tried, so operators do not invent shardings that nobody declared; an axis
+on which all operands are whole stays so. Products alone, whose rules have `loops`, try every factor on every axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations, product
+from math import prod
+from typing import TypeAlias
+
+from dshard.caches import cached
+from dshard.errors import LayoutError
+from dshard.layout import DimOrder, Layout, Shape, interned
+from dshard.mesh import Mesh
+from dshard.placements import Partial, Placement, Replicate, Shard, chunk
+from dshard.rules.rule import Dim, PassThrough, Rule, Term, factor_sizes
+
+Row: TypeAlias = str | PassThrough | None
+"""What one mesh axis does: split a factor, pass pending operands through, or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor as the choice sees it."""
+
+    layout: Layout
+    shape: Shape
+    itemsize: int
+
+
+Allowed: TypeAlias = tuple[frozenset[Row] | None, ...]
+"""For each mesh axis the rows that it may have, or None for any."""
+
+
+def expansions(
+    rule: Rule,
+    operands: Sequence[Operand],
+    outputs: Sequence[tuple[Shape, int]],
+    among: Sequence[Allowed] | None = None,
+    result: Layout | None = None,
+) -> Iterator[Expansion]:
+    """All expansions of `rule` worth trying; only those that one of `among` allows, if it is given.
+
+    `result` is where the first output must come to lie, whose order of mesh axes then counts like an operand's.
+    """
+    sizes = sizes_of(rule, operands, outputs)
+    rows = [rows_of_axis(rule, operands, axis) for axis in range(operands[0].layout.mesh.ndim)]
+    assignments = product(*rows) if among is None else _allowed(rows, among)
+    laid = [(term, operand.layout) for term, operand in zip(rule.inputs, operands, strict=True)]
+    if result is not None:
+        laid.append((rule.outputs[0], result))
+    for assignment in assignments:
+        for order in _orders(laid, assignment):
+            found = expand(rule, operands, assignment, order, sizes)
+            if found is not None:
+                yield found
+
+
+def _allowed(rows: Sequence[Sequence[Row]], among: Sequence[Allowed]) -> list[tuple[Row, ...]]:
+    found: dict[tuple[Row, ...], None] = {}
+    for allowed in among:
+        kept = ([row for row in rows[axis] if a is None or row in a] for axis, a in enumerate(allowed))
+        found |= dict.fromkeys(product(*kept))
+    return list(found)
+
+
+def sizes_of(rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]]) -> dict[str, int]:
+    """The size of each factor of `rule`."""
+    shapes = [operand.shape for operand in operands] + [shape for shape, _ in outputs]
+    return dict(rule.sizes) | factor_sizes((*rule.inputs, *rule.outputs), shapes, rule)
+
+
+def rows_of_axis(rule: Rule, operands: Sequence[Operand], axis: int) -> list[Row]:
+    """The rows to try on one mesh axis: those that an operand's placement there suggests, and none."""
+    found: dict[Row, None] = {None: None}
+    for i, operand in enumerate(operands):
+        match operand.layout.placements[axis]:
+            case Shard(dim):
+                found |= dict.fromkeys(factor for factor in rule.inputs[i][dim] if factor not in rule.whole)
+            case Partial(op):
+                found |= dict.fromkeys(
+                    PassThrough(p.operands, (op,)) for p in rule.pending if i in p.operands and op in p.ops
+                )
+            case Replicate():
+                pass
+    if rule.loops:
+        terms = (*rule.inputs, *rule.outputs)
+        found |= dict.fromkeys(name for term in terms for dim in term for name in dim if name not in rule.whole)
+    return list(found)
+
+
+Order: TypeAlias = dict[str, tuple[int, ...]]
+
+
+def _orders(laid: Sequence[tuple[Term, Layout]], assignment: tuple[Row, ...]) -> Iterator[Order]:
+    """The orders of the mesh axes that split one factor: left to right, and any that a tensor has already."""
+    split: Order = {}
+    for axis, row in enumerate(assignment):
+        if isinstance(row, str):
+            split[row] = (*split.get(row, ()), axis)
+    choices: list[list[tuple[int, ...]]] = []
+    for factor, axes in split.items():
+        found = {axes: None}
+        if len(axes) > 1:
+            for term, layout in laid:
+                for dim, factors in enumerate(term):
+                    if factor in factors:
+                        held = tuple(axis for axis in layout.axes_of(dim) if axis in axes)
+                        found |= {order: None for order in permutations(axes) if held and order[: len(held)] == held}
+        choices.append(list(found))
+    for picked in product(*choices):
+        yield dict(zip(split, picked, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """One row for each mesh axis, expanded to whole layouts."""
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    gradients: tuple[Layout, ...]
+    rows: tuple[Row, ...]
+    order: Order
+
+
+def expand(
+    rule: Rule, operands: Sequence[Operand], assignment: tuple[Row, ...], order: Order, sizes: dict[str, int]
+) -> Expansion | None:
+    """What these rows come to, or None where they do not go together."""
+    mesh = operands[0].layout.mesh
+    for term in (*rule.inputs, *rule.outputs):
+        if any(not merges(dim, order, sizes, mesh) for dim in term if len(dim) > 1):
+            return None
+    try:
+        inputs = tuple(
+            operands[i].layout if i in rule.unread else _layout(mesh, term, order, _input_rest(i, assignment))
+            for i, term in enumerate(rule.inputs)
+        )
+        outputs = tuple(
+            _layout(mesh, term, order, _output_rest(rule, i, assignment)) for i, term in enumerate(rule.outputs)
+        )
+    except LayoutError:  # different reductions would be pending together
+        return None
+    gradients = tuple(_layout(mesh, term, order, _gradient_rest(i, assignment)) for i, term in enumerate(rule.inputs))
+    return Expansion(inputs, outputs, gradients, assignment, order)
+
+
+def _input_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
+    return [_passed(row) if isinstance(row, PassThrough) and i in row.operands else Replicate() for row in assignment]
+
+
+def _output_rest(rule: Rule, i: int, assignment: tuple[Row, ...]) -> list[Placement]:
+    rest: list[Placement] = []
+    for row in assignment:
+        if isinstance(row, PassThrough):
+            rest.append(_passed(row))
+        else:
+            rest.append(Replicate() if row is None else Partial(rule.reduce_of(i)))
+    return rest
+
+
+def _gradient_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
+    """Where work is split but the operand is whole, each rank has a term of its gradient.
+
+    So it has where another operand is pending: its terms, and with them this gradient, are summed or averaged.
+    """
+    rest: list[Placement] = []
+    for row in assignment:
+        if isinstance(row, PassThrough):
+            rest.append(Replicate() if i in row.operands else Partial("avg" if row.ops[0] == "avg" else "sum"))
+        else:
+            rest.append(Replicate() if row is None else Partial("sum"))
+    return rest
+
+
+def _passed(row: PassThrough) -> Placement:
+    return Partial(row.ops[0])
+
+
+def _layout(mesh: Mesh, term: Term, order: Order, rest: list[Placement]) -> Layout:
+    """The layout of a tensor of this term; `rest` are the placements on the axes that split none of its factors."""
+    placements = list(rest)
+    orders: list[DimOrder] = []
+    for dim, factors in enumerate(term):
+        axes = tuple(axis for factor in factors for axis in order.get(factor, ()))
+        for axis in axes:
+            placements[axis] = Shard(dim)
+        if len(axes) > 1:
+            orders.append((dim, axes))
+    return _laid(mesh, tuple(placements), tuple(orders))
+
+
+@cached("expanded layouts", 16384)
+def _laid(mesh: Mesh, placements: tuple[Placement, ...], orders: tuple[DimOrder, ...]) -> Layout:
+    """One object for all expansions that come to this layout."""
+    return interned(Layout(mesh, placements, orders))
+
+
+def merges(dim: Dim, order: Order, sizes: dict[str, int], mesh: Mesh) -> bool:
+    """Whether factors split like this lie, merged into one dim, just where that dim's own chunks lie on every rank."""
+    axes = [axis for factor in dim for axis in order.get(factor, ())]
+    if not axes:
+        return True
+    total = prod(sizes[factor] for factor in dim)
+    for coordinate in product(*(range(mesh.shape[axis]) for axis in axes)):
+        at = dict(zip(axes, coordinate, strict=True))
+        whole = _nested(total, axes, mesh, at)
+        parts = [_nested(sizes[factor], order.get(factor, ()), mesh, at) for factor in dim]
+        if _flatten(parts, [sizes[factor] for factor in dim]) != (whole or range(0)):
+            return False
+    return True
+
+
+def _nested(size: int, axes: Sequence[int], mesh: Mesh, at: dict[int, int]) -> range:
+    held = range(size)
+    for axis in axes:
+        part = chunk(len(held), mesh.shape[axis], at[axis])
+        held = held[part.start : part.stop]
+    return held
+
+
+def _flatten(parts: list[range], sizes: list[int]) -> range | None:
+    """The product of ranges of consecutive factors as one range of the merged dim, or None if it has gaps."""
+    if not all(parts):
+        return range(0)
+    start, length, gap = 0, 1, False
+    for part, size in zip(parts, sizes, strict=True):
+        start = start * size + part.start
+        if length > 1 and len(part) < size:
+            gap = True
+        length *= len(part)
+    return None if gap else range(start, start + length)

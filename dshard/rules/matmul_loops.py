@@ -1,0 +1,204 @@
+"""Schedules: a loop for each mesh axis, and where the tensor that lacks it is stored. All of them, in closed form.
+
+On an axis with loop m, A and C are sharded over m, and B, which has no m, moves: it is whole there, or stored sharded
+and gathered. Loop n moves A; loop k moves C, which is left pending, all-reduced, or reduce-scattered. That makes ten
+choices an axis and 10^r schedules on r axes, and every strategy that has a name is one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Literal, TypeAlias
+
+from dshard.errors import LayoutError
+from dshard.layout import Layout
+from dshard.mesh import Mesh
+from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.rules.panel_stream import Stream
+from dshard.validate import as_tuple
+
+Loop: TypeAlias = Literal["m", "n", "k"]
+Stored: TypeAlias = Literal["R", "P", "m", "n", "k"]
+
+STORAGES: dict[Loop, tuple[Stored, ...]] = {
+    "m": ("R", "k", "n"),
+    "n": ("R", "m", "k"),
+    "k": ("P", "R", "m", "n"),
+}
+"""Where the moving tensor may be stored: B under loop m, A under n, C under k."""
+
+_DIMS: tuple[dict[Loop, int], ...] = ({"m": 0, "k": 1}, {"k": 0, "n": 1}, {"m": 0, "n": 1})
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """C[m, n] = A[m, k] B[k, n] on a mesh: for each mesh axis its loop, and the storage of the tensor that lacks it.
+
+    >>> summa = Schedule(("m", "n"), ("k", "k"))
+    >>> print(summa)
+    m:B in S(k), n:A in S(k)
+    >>> {str(layout) for layout in summa.layouts(Mesh((2, 2), ("r", "c")))}
+    {'r:S(0) c:S(1)'}
+
+    `stream` says in which panels it runs; None moves every tensor whole.
+
+    Raises:
+        LayoutError: a storage that its loop does not have.
+    """
+
+    loops: tuple[Loop, ...]
+    stored: tuple[Stored, ...]
+    stream: Stream | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("loops", "stored"):
+            given = getattr(self, name)
+            if type(given) is not tuple:
+                way_out = "give one of them for each mesh axis, such as ('m', 'n')"
+                letters = tuple(given) if isinstance(given, str) else as_tuple(given, name, way_out, LayoutError)
+                object.__setattr__(self, name, letters)
+        if self.stream is not None and not isinstance(self.stream, Stream):
+            raise LayoutError(f"a schedule in {self.stream!r}: give a dshard.Stream, such as Stream(4), or None")
+        if len(self.loops) != len(self.stored):
+            raise LayoutError(f"a schedule of {len(self.loops)} loops stores {len(self.stored)} tensors: give one each")
+        for loop, stored in zip(self.loops, self.stored, strict=True):
+            if not isinstance(loop, str) or loop not in STORAGES:
+                raise LayoutError(f"{loop!r} is no loop: use m, n or k")
+            if stored not in STORAGES[loop]:
+                raise LayoutError(f"under loop {loop} a tensor is not stored {stored!r}: use {STORAGES[loop]}")
+
+    def layouts(self, mesh: Mesh) -> tuple[Layout, Layout, Layout]:
+        """Where A, B and C are stored. Axes that split the work are major, those that only store are minor.
+
+        Raises:
+            LayoutError: the schedule is for another number of mesh axes.
+        """
+        if mesh.ndim != len(self.loops):
+            raise LayoutError(f"a schedule for {len(self.loops)} mesh axes on the mesh ({mesh}) of {mesh.ndim}")
+        a, b, c = (_layout(mesh, self.loops, self.stored, tensor) for tensor in range(3))
+        return a, b, c
+
+    def volume(self, mesh: Mesh, m: int, k: int, n: int) -> float:
+        """Elements that each rank receives, where all sizes divide: the sum over A and B gathered and C reduced.
+
+        A ring over g ranks brings each the (g - 1) / g of the whole that it has not; an all_reduce is two of them
+        (Patarasuk and Yuan, 2009), and of what was gathered or scattered before, along other axes, only a part moves.
+        """
+        a, b, c = self._computed(mesh, m, k, n)
+        gathered_a = prod(self._sizes(mesh, "n", "m", "k"))
+        gathered_b = prod(self._sizes(mesh, "m", "k", "n"))
+        scattered = prod(self._sizes(mesh, "k", "m", "n"))
+        reduced = prod(self._sizes(mesh, "k", "R"))
+        return (
+            a * (1 - 1 / gathered_a)
+            + b * (1 - 1 / gathered_b)
+            + c * ((1 - 1 / scattered) + 2 / scattered * (1 - 1 / reduced))
+        )
+
+    def messages(self, mesh: Mesh) -> int:
+        """Messages that each rank receives: a ring along every axis on which something moves, two to all_reduce C.
+
+        Of plans that move `volume` none has fewer: an axis of g ranks takes g - 1 messages by itself, and more together
+        with another. Where the start of a collective costs more than a message, one over both may be cheaper.
+
+        >>> Schedule(("m", "n"), ("k", "k")).messages(Mesh((4, 4), ("r", "c")))
+        6
+        """
+        axes = zip(mesh.shape, self.loops, self.stored, strict=True)
+        return sum((n - 1) * _rings(loop, stored) for n, loop, stored in axes)
+
+    def peak(self, mesh: Mesh, m: int, k: int, n: int) -> float:
+        """Elements that a rank has at once at most, beside what it is given, where all sizes divide.
+
+        What is gathered stays, for the backward pass may want it, and so does the product until it is reduced. To
+        gather along columns takes a second copy, as the parts do not lie in a row. A sum over g ranks arrives as g
+        parts, of which the g-th of the whole is made; to scatter columns they are first copied into rows; an all_reduce
+        takes one copy. It is what gloo's collectives take that fill a buffer in place; small ones take a copy more.
+        """
+        a, b, c = self._computed(mesh, m, k, n)
+        most, held = 0.0, 0.0
+        parts_of_a = self._sizes(mesh, "n", "m"), self._sizes(mesh, "n", "k")
+        parts_of_b = self._sizes(mesh, "m", "k"), self._sizes(mesh, "m", "n")
+        for whole, (by_row, by_column) in ((a, parts_of_a), (b, parts_of_b)):
+            most = max(most, held + whole * _gathering(by_row, by_column))
+            held += whole * (prod((*by_row, *by_column)) > 1)
+        return max(most, held + c * (1 + self._reducing(mesh, m, n)))
+
+    def _reducing(self, mesh: Mesh, m: int, n: int) -> float:
+        """How much the reduction of C takes at once, beside C as it is multiplied, as a part of that.
+
+        Sums over several axes that all ranks want are scattered first, by rows unless there is a reason for columns.
+        """
+        rows, columns, everywhere = (self._sizes(mesh, "k", stored) for stored in ("m", "n", "R"))
+        if everywhere and not rows and len(everywhere) + len(columns) > 1:
+            by_column = not columns and set(self.loops) == {"k"} and n > m
+            rows, columns = ([], everywhere) if by_column else ([max(everywhere)], columns)
+        if rows:
+            return 1 + 1 / rows[0]
+        return 2.0 if columns else float(bool(everywhere))
+
+    def _computed(self, mesh: Mesh, m: int, k: int, n: int) -> tuple[float, float, float]:
+        """Elements of A, B and C as a rank multiplies them."""
+        over_m, over_n, over_k = (prod(self._sizes(mesh, loop)) for loop in ("m", "n", "k"))
+        return m * k / (over_m * over_k), k * n / (over_k * over_n), m * n / (over_m * over_n)
+
+    def _sizes(self, mesh: Mesh, loop: Loop, *stored: Stored) -> list[int]:
+        """The sizes above one of the axes with this loop, and with one of these storages if any are given."""
+        return [
+            size
+            for size, mine, where in zip(mesh.shape, self.loops, self.stored, strict=True)
+            if size > 1 and mine == loop and (not stored or where in stored)
+        ]
+
+    def __str__(self) -> str:
+        moving = {"m": "B", "n": "A", "k": "C"}
+        return ", ".join(
+            f"{loop}:{moving[loop]} {stored if stored in 'RP' else f'in S({stored})'}"
+            for loop, stored in zip(self.loops, self.stored, strict=True)
+        )
+
+
+def schedules(axes: int) -> Iterator[Schedule]:
+    """All 10^axes schedules of a mesh of so many axes.
+
+    >>> len(list(schedules(2)))
+    100
+    """
+    options = [(loop, stored) for loop, storages in STORAGES.items() for stored in storages]
+    for picked in product(options, repeat=axes):
+        yield Schedule(tuple(loop for loop, _ in picked), tuple(stored for _, stored in picked))
+
+
+def _rings(loop: Loop, stored: Stored) -> int:
+    """How often something passes around the ranks of an axis."""
+    if stored == "P" or (stored == "R" and loop != "k"):
+        return 0
+    return 2 if stored == "R" else 1
+
+
+def _gathering(rows: list[int], columns: list[int]) -> float:
+    """How much a gather takes at once, as a part of what it makes, its own operand apart: of axes the first is last."""
+    if rows:
+        return 1 + 1 / rows[0] if len(rows) + len(columns) > 1 else 1.0
+    return 2.0 if columns else 0.0
+
+
+def _layout(mesh: Mesh, loops: tuple[Loop, ...], stored: tuple[Stored, ...], tensor: int) -> Layout:
+    dims = _DIMS[tensor]
+    placements: list[Placement] = []
+    major: dict[int, list[int]] = {0: [], 1: []}
+    minor: dict[int, list[int]] = {0: [], 1: []}
+    for axis, (loop, where) in enumerate(zip(loops, stored, strict=True)):
+        if loop in dims:
+            placements.append(Shard(dims[loop]))
+            major[dims[loop]].append(axis)
+        elif where in ("m", "n", "k"):
+            placements.append(Shard(dims[where]))
+            minor[dims[where]].append(axis)
+        else:
+            placements.append(Partial() if where == "P" else Replicate())
+    order = tuple((dim, (*major[dim], *minor[dim])) for dim in (0, 1) if major[dim] or minor[dim])
+    return Layout(mesh, tuple(placements), order)

@@ -1,0 +1,154 @@
+"""The strategies that have a name: rows of one table over the space of schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from math import isqrt
+
+from dshard.errors import StrategyError
+from dshard.mesh import Mesh
+from dshard.rules.expand import Allowed, Row
+from dshard.rules.matmul_loops import Loop, Schedule, Stored
+from dshard.rules.panel_stream import Stream
+from dshard.rules.rule import Rule
+from dshard.validate import suggestion
+
+
+@dataclass(frozen=True, slots=True)
+class NamedStrategy:
+    """A schedule by its name, with the roles of its mesh axes and where it comes from."""
+
+    name: str
+    roles: tuple[str, ...]
+    schedule: Schedule
+    source: str
+    square: bool = False
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{role}:{loop}" for role, loop in zip(self.roles, self.schedule.loops, strict=True))
+        return f"{self.name:18} {axes:22} {self.schedule!s:34} {self.source}"
+
+
+def _named(
+    name: str, roles: str, loops: str, stored: str, source: str, square: bool = False, stream: Stream | None = None
+) -> NamedStrategy:
+    loop: tuple[Loop, ...] = tuple(loops)  # type: ignore[arg-type]  # letters of the table below
+    where: tuple[Stored, ...] = tuple(stored)  # type: ignore[arg-type]
+    return NamedStrategy(name, tuple(roles.split()), Schedule(loop, where, stream), source, square)
+
+
+STRATEGIES: dict[str, NamedStrategy] = {
+    row.name: row
+    for row in (
+        _named("data", "x", "m", "R", "data parallel"),
+        _named("weight-gathered", "x", "m", "k", "FSDP, ZeRO-3: the weight is stored sharded"),
+        _named("column", "x", "n", "R", "Megatron"),
+        _named("column-sequence", "x", "n", "m", "Megatron with sequence parallelism"),
+        _named("row", "x", "k", "R", "Megatron"),
+        _named("row-sequence", "x", "k", "m", "Megatron with sequence parallelism"),
+        _named("summa", "r c", "mn", "kk", "Optimus algorithm 1, C = AB, C stationary"),
+        _named("summa-abt", "r c", "mk", "nn", "Optimus algorithm 2, A stationary"),
+        _named("summa-atb", "r c", "kn", "mm", "Optimus algorithm 3, B stationary"),
+        _named("cannon", "r c", "mn", "kk", "Cannon: SUMMA with rings", True, Stream(1, "k", "ring")),
+        _named("tesseract", "depth r c", "mmn", "Rkk", "Tesseract algorithm 3"),
+        _named("2.5d", "depth r c", "kmn", "Rkk", "Solomonik and Demmel: the depth splits k"),
+        _named("3d", "x y z", "mnk", "kmm", "Agarwal; Colossal-AI 3D"),
+        _named("column-first", "d1 d2", "nk", "RR", "ATP section 3.2"),
+        _named("row-first", "d1 d2", "kn", "RR", "ATP section 3.2"),
+        _named("weight-stationary", "x y", "kn", "nk", "Pope et al. 2-D weight stationary"),
+    )
+}
+
+ORDERED = frozenset({"column-first", "row-first"})
+"""Names that say which mesh axis plays which role; of all others every assignment of axes is tried."""
+
+
+def strategies() -> tuple[str, ...]:
+    """The names that `strategy=` and `use_strategy` take.
+
+    >>> strategies()[:3]
+    ('data', 'weight-gathered', 'column')
+    """
+    return tuple(STRATEGIES)
+
+
+def strategy_named(name: str) -> NamedStrategy:
+    """The strategy of this name.
+
+    Raises:
+        StrategyError: there is none.
+    """
+    found = STRATEGIES.get(name) if isinstance(name, str) else None
+    if found is None:
+        known = f"use {', '.join(STRATEGIES)}" if isinstance(name, str) else "give a name, or a dshard.Schedule"
+        raise StrategyError(f"there is no strategy {name!r}: {known}{suggestion(name, STRATEGIES)}")
+    return found
+
+
+def allowed_rows(strategy: str | Schedule, rule: Rule, mesh: Mesh) -> tuple[Allowed, ...]:
+    """The rows that a product with this strategy may have, in alternatives. Axes without a role may have any.
+
+    Raises:
+        StrategyError: an unknown name, a mesh on which the strategy is impossible, or a product that lacks a loop.
+    """
+    rows = factors_of(rule)
+    if isinstance(strategy, Schedule):
+        if len(strategy.loops) != mesh.ndim:
+            raise StrategyError(
+                f"the schedule [{strategy}] is for {len(strategy.loops)} mesh axes, but the mesh ({mesh}) has "
+                f"{mesh.ndim}: give one loop for each axis"
+            )
+        return (tuple(rows[loop] for loop in strategy.loops),)
+    found = strategy_named(strategy)
+    loops = found.schedule.loops
+    if len(loops) > mesh.ndim:
+        raise StrategyError(
+            f"the strategy {found.name!r} needs {len(loops)} mesh axes ({', '.join(found.roles)}), but the mesh "
+            f"({mesh}) has {mesh.ndim}: use init_device_mesh(device_type, {nearest(mesh.size, len(loops))})"
+        )
+    if found.square and not _square_pair(mesh):
+        q = isqrt(mesh.size)
+        raise StrategyError(
+            f"the strategy {found.name!r} needs two mesh axes of one size, but the mesh is ({mesh}): "
+            f"use a mesh of ({q}, {q}), or 'summa', which takes any two axes"
+        )
+    axes = range(mesh.ndim)
+    assignments = [axes[: len(loops)]] if found.name in ORDERED else permutations(axes, len(loops))
+    alternatives: dict[Allowed, None] = {}
+    for picked in assignments:
+        if found.square and len({mesh.shape[axis] for axis in picked}) > 1:
+            continue
+        alternatives[tuple(rows[loops[picked.index(axis)]] if axis in picked else None for axis in axes)] = None
+    return tuple(alternatives)
+
+
+def factors_of(rule: Rule) -> dict[Loop, frozenset[Row]]:
+    """The factors of a product that each loop may split: batch factors, which all tensors have, count as m.
+
+    Raises:
+        StrategyError: the product has no factor for a loop.
+    """
+    a, b = ({name for dim in term for name in dim} for term in rule.inputs[:2])
+    out = {name for dim in rule.outputs[0] for name in dim}
+    return {"m": frozenset(a & out), "n": frozenset((b & out) - a), "k": frozenset((a & b) - out)}
+
+
+def nearest(ranks: int, axes: int) -> tuple[int, ...]:
+    """A mesh shape of so many axes for so many ranks, as close to a cube as the factors allow.
+
+    >>> nearest(8, 3), nearest(8, 2), nearest(12, 2)
+    ((2, 2, 2), (2, 4), (3, 4))
+    """
+    if axes == 1:
+        return (ranks,)
+    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
+    target = ranks ** (1 / axes)
+    first = max((d for d in divisors if d <= target + 1e-9), default=1)
+    return (first, *nearest(ranks // first, axes - 1))
+
+
+def _square_pair(mesh: Mesh) -> bool:
+    shape: Sequence[int] = mesh.shape
+    return len(set(shape)) < len(shape)

@@ -1,0 +1,48 @@
+"""Which factor of a product is cut into panels, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dshard.layout import Layout
+from dshard.redistribute import Plan, Ranges, cuts, slices, turns
+from dshard.rules.matmul_strategies import factors_of
+from dshard.rules.panel_stream import Stream
+from dshard.rules.rule import Rule, Term
+
+
+def factor_of(rule: Rule, stream: Stream, plans: Sequence[Plan], sizes: dict[str, int]) -> str | None:
+    """The factor to cut: of the loops allowed, that of the tensors that move most; or None where nothing moves.
+
+    Of those alike one that is not contracted, for there nothing needs adding up, and the largest.
+    """
+    terms = (*rule.inputs, *rule.outputs)
+    moved = [plan.busiest() for plan in plans]
+    best: tuple[int, bool, int] = (0, False, 0)
+    found = None
+    for loop, factors in factors_of(rule).items():
+        for factor in sorted(f for f in factors if isinstance(f, str)):
+            volume = sum(n for n, term in zip(moved, terms, strict=True) if (factor,) in term)
+            key = (volume, loop != "k", sizes[factor])
+            if volume and key > best and stream.axis in (None, loop):
+                best, found = key, factor
+    return found
+
+
+def panels_of(
+    factor: str, size: int, terms: Sequence[Term], plans: Sequence[Plan], stream: Stream
+) -> tuple[Ranges, ...]:
+    """The panels of a factor of this size: the same indices for all tensors that have it."""
+    ends: list[tuple[Layout, int]] = []
+    split: list[tuple[Layout, int]] = []
+    for i, (term, plan) in enumerate(zip(terms, plans, strict=True)):
+        if (factor,) in term:
+            dim = term.index((factor,))
+            stored, computed = (plan.src, plan.dst) if i < 2 else (plan.dst, plan.src)
+            split.append((computed, dim))
+            ends += [(stored, dim)] if plan.steps else []
+    bounds = cuts(size, split)
+    points = cuts(size, [*split, *ends])
+    if stream.transport == "broadcast":
+        return turns(points, bounds, stream.panels)
+    return slices(points, stream.panels)

@@ -1,0 +1,87 @@
+"""The contraction dim cut into a factor for each level at which its operands split it.
+
+The order in which a sum runs is free, so operands that split k over several mesh axes may be multiplied block by block
+as the blocks lie: A with k over (c, d) and B with k over (r, d) agree on d, though neither holds a range of k there.
+With k seen as k1 k2 k3, the axes c and r split k1 and d splits k2, and the rule notation says the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import prod
+
+from dshard.layout import Layout, Shape
+from dshard.mesh import Mesh
+from dshard.placements import Placement, Shard
+from dshard.rules.expand import Operand
+from dshard.rules.rule import Dim, Rule, Term
+
+
+@dataclass(frozen=True, slots=True)
+class SplitContraction:
+    """A product whose contraction dim, dim `dims[i]` of operand `i`, is cut into `sizes`."""
+
+    rule: Rule
+    dims: tuple[int, int]
+    sizes: tuple[int, ...]
+    operands: tuple[Operand, Operand]
+
+
+def split_contraction(rule: Rule, operands: Sequence[Operand]) -> SplitContraction | None:
+    """The product with its contraction dim cut, or None where that gives nothing or sizes do not divide.
+
+    It gives something where both operands split the dim, at some level by different axes of one size.
+    """
+    (a, b), (out,) = rule.inputs[:2], rule.outputs
+    shared = [dim for dim in a if dim and dim in b and dim not in out]
+    if len(shared) != 1:
+        return None
+    dims = a.index(shared[0]), b.index(shared[0])
+    layouts, mesh = [operand.layout for operand in operands[:2]], operands[0].layout.mesh
+    levels = list(zip_longest(layouts[0].axes_of(dims[0]), layouts[1].axes_of(dims[1])))
+    if len(levels) < 2 or all(first == second for first, second in levels):
+        return None
+    sizes = _sizes(levels, mesh)
+    size = operands[0].shape[dims[0]]
+    if sizes is None or size % prod(sizes) or size == 0:
+        return None
+    sizes = (*sizes, size // prod(sizes))
+    names: tuple[Dim, ...] = tuple((f"{shared[0][0]}.{i}",) for i in range(len(sizes)))
+    terms = [_replaced(term, dim, names) for term, dim in zip((a, b), dims, strict=True)]
+    cut_rule = Rule((terms[0], terms[1]), rule.outputs, pending=rule.pending, loops=True)
+    pair = [_cut(operand, dim, sizes) for operand, dim in zip(operands, dims, strict=False)]
+    return SplitContraction(cut_rule, dims, sizes, (pair[0], pair[1]))
+
+
+def _sizes(levels: Sequence[tuple[int | None, int | None]], mesh: Mesh) -> tuple[int, ...] | None:
+    found = []
+    for level in levels:
+        here = {mesh.shape[axis] for axis in level if axis is not None}
+        if len(here) > 1:
+            return None
+        found.append(here.pop())
+    return tuple(found)
+
+
+def _replaced(term: Term, dim: int, names: tuple[Dim, ...]) -> Term:
+    return (*term[:dim], *names, *term[dim + 1 :])
+
+
+def _cut(operand: Operand, dim: int, sizes: tuple[int, ...]) -> Operand:
+    """The operand with dim `dim` unflattened: the axis of each level splits a dim of its own."""
+    layout, extra = operand.layout, len(sizes) - 1
+    level = {axis: i for i, axis in enumerate(layout.axes_of(dim))}
+    placements: list[Placement] = []
+    for axis, placement in enumerate(layout.placements):
+        match placement:
+            case Shard(d) if d == dim:
+                placements.append(Shard(dim + level[axis]))
+            case Shard(d) if d > dim:
+                placements.append(Shard(d + extra))
+            case other:
+                placements.append(other)
+    orders = tuple((d + extra * (d > dim), axes) for d, axes in layout.order if d != dim)
+    shape: Shape = (*operand.shape[:dim], *sizes, *operand.shape[dim + 1 :])
+    return Operand(Layout(layout.mesh, tuple(placements), orders), shape, operand.itemsize)

@@ -1,0 +1,396 @@
+"""Rules become strategies: expansions priced, the cheapest taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import prod
+from typing import NamedTuple
+
+from dshard.cost import work_seconds
+from dshard.layout import Layout, Shape, interned
+from dshard.placements import Partial, Replicate, Shard
+from dshard.redistribute import plan_alike
+from dshard.redistribute.plan import PricedPlan, canonical_layouts, plan_within
+from dshard.redistribute.space import Space, space_of
+from dshard.rules.expand import Allowed, Expansion, Operand, Order, Row, expansions, sizes_of
+from dshard.rules.rule import PassThrough, Rule
+from dshard.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What is asked of a strategy beyond its operands.
+
+    `keep`: the layout in which the first operand and output should stay. `result`: where the first output must come to
+    lie. `gradients`: which operands get a gradient, so that the backward pass counts; `kept`: of which the moved copy
+    is kept for it, so that they are not moved again. `among`: the rows that each mesh axis may have, in alternatives.
+    `reduced`: for each mesh axis what becomes of a sum that a product leaves pending there: P, R, or sharded over the
+    dim of loop m or n.
+    """
+
+    keep: Layout | None = None
+    result: Layout | None = None
+    gradients: tuple[bool, ...] = ()
+    kept: tuple[bool, ...] = ()
+    among: tuple[Allowed, ...] | None = None
+    reduced: tuple[str, ...] | None = None
+
+
+ANY = Constraints()
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """The layouts in which an operator runs locally, what each mesh axis does, and the seconds this takes.
+
+    `gather` seconds bring the operands there, `compute` is the local work, `reduce` completes what is left pending and
+    brings the outputs to `ends`; `backward` is all of the backward pass, where it counts. Of a reduction that the
+    operator begins only the bytes are charged, for later it may be completed together with others, except for products;
+    one that is merely passed on is charged in full, for every later use would complete it anew. What is pending is
+    charged the cheapest way to complete it, and an output split along a mesh axis on which all operands are whole is
+    charged its gather: there, work is split only where that pays by itself.
+    `gradients` are the layouts in which the operands' gradients arise from the local backward pass of an operator that
+    is linear in what it reduces.
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    rows: tuple[Row, ...]
+    gradients: tuple[Layout, ...]
+    ends: tuple[Layout, ...]
+    order: Order
+    gather: float = 0.0
+    compute: float = 0.0
+    reduce: float = 0.0
+    backward: float = 0.0
+    moves: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.gather + self.compute + self.reduce + self.backward
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
+
+    def __hash__(self) -> int:
+        return hash((self.inputs, self.outputs, self.rows))
+
+
+def choose(
+    rule: Rule,
+    operands: Sequence[Operand],
+    outputs: Sequence[tuple[Shape, int]],
+    topology: Topology,
+    wanted: Constraints = ANY,
+) -> Strategy:
+    """The cheapest strategy of `rule` for these operands; `outputs` are pairs of global shape and itemsize.
+
+    Branch and bound: the candidate that may be cheapest is priced move by move, and left as soon as another may be
+    cheaper, until one is priced in full that none can beat. Of `wanted`, `keep` is kept where any strategy can.
+    """
+    found = candidate_expansions(rule, operands, outputs, wanted)
+    if wanted.keep is not None:
+        found = [e for e in found if e.inputs[0] == wanted.keep == e.outputs[0]] or found
+    price = _Price(rule, operands, outputs, topology, wanted)
+    if len(found) == 1:
+        return price.of(found[0])
+    first = operands[0].layout
+    bounds = [price.bound(e) for e in found]
+    queue = [(bound.seconds(price), i) for i, bound in enumerate(bounds)]
+    heapify(queue)
+    best: Strategy | None = None
+    best_key: tuple[float, ...] = (price.of(found[queue[0][1]]).seconds,)
+    while queue:
+        least, i = heappop(queue)
+        if _digits(least) > _digits(best_key[0]):
+            break
+        at_least = bounds[i].seconds(price)
+        if at_least > least or bounds[i].refine(price, best_key[0] * (1 + 1e-8) - at_least):
+            heappush(queue, (bounds[i].seconds(price), i))
+            continue
+        strategy = price.of(found[i])
+        pending = sum(len(layout.partial_axes()) for layout in strategy.outputs)
+        alike = strategy.outputs[:1] != (first,)
+        key = (_digits(strategy.seconds), pending, strategy.moves, strategy.rows.count(None), alike, i)
+        if best is None or key < best_key:
+            best, best_key = strategy, key
+    assert best is not None, "whole operands are always an expansion"
+    return best
+
+
+def _digits(seconds: float) -> float:
+    """Seconds to nine digits: sums of the same parts in another order are no reason to choose."""
+    return float(f"{seconds:.9e}")
+
+
+def strategies(
+    rule: Rule,
+    operands: Sequence[Operand],
+    outputs: Sequence[tuple[Shape, int]],
+    topology: Topology,
+    wanted: Constraints = ANY,
+) -> Iterator[Strategy]:
+    """All strategies of `rule` worth trying, priced."""
+    price = _Price(rule, operands, outputs, topology, wanted)
+    for found in candidate_expansions(rule, operands, outputs, wanted):
+        yield price.of(found)
+
+
+def candidate_expansions(
+    rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]], wanted: Constraints
+) -> list[Expansion]:
+    """The expansions of `rule` to choose from.
+
+    A product with gradients is split along each mesh axis that splits an operand along a dim of the result, where it
+    can be. To repeat it there may save a message, but repeats all that follows, which backward then holds whole.
+    """
+    found = list(expansions(rule, operands, outputs, wanted.among, wanted.result))
+    if not rule.loops or not any(wanted.gradients) or wanted.among is not None or wanted.result is not None:
+        return found
+    made = {name for dim in rule.outputs[0] for name in dim}
+    split = {
+        axis
+        for operand, term in zip(operands, rule.inputs, strict=True)
+        for axis, placement in enumerate(operand.layout.placements)
+        if isinstance(placement, Shard) and not made.isdisjoint(term[placement.dim])
+    }
+    return [each for each in found if all(each.rows[axis] is not None for axis in split)] or found
+
+
+class _Move(NamedTuple):
+    """A move of operand `i`, or of its gradient, which is made so many times."""
+
+    i: int
+    src: Layout
+    dst: Layout
+    times: int
+
+
+class _Bound:
+    """What an expansion takes at least: all that is known of it, and of moves that were not priced the least."""
+
+    def __init__(self, fixed: float, moves: list[_Move]) -> None:
+        self.fixed, self.moves = fixed, moves
+
+    def seconds(self, price: _Price) -> float:
+        """No price of the expansion is below, rounding apart."""
+        return (self.fixed + sum([price.at_least(move) * move.times for move in self.moves])) * (1 - 1e-12)
+
+    def refine(self, price: _Price, slack: float) -> bool:
+        """Price a move that nobody has priced, if it takes at most `slack` seconds more than its least; false if none.
+
+        Where it takes more, so does the expansion than one that is known, and it is not looked at again.
+        """
+        for move in self.moves:
+            if move[:3] not in price.plans:
+                before = price.at_least(move)
+                price.within(move, before + slack / move.times)
+                if price.at_least(move) <= before:  # no slack, or too little to tell
+                    price.plan(*move[:3])
+                return True
+        return False
+
+
+class _Price:
+    """Prices of the expansions of one rule on given operands. Moves that several of them make are priced once."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        operands: Sequence[Operand],
+        outputs: Sequence[tuple[Shape, int]],
+        topology: Topology,
+        wanted: Constraints,
+    ) -> None:
+        self.rule, self.operands, self.outputs, self.topology, self.wanted = rule, operands, outputs, topology, wanted
+        self.sizes = sizes_of(rule, operands, outputs)
+        self.mesh = operands[0].layout.mesh
+        self.spaces = [space_of(self.mesh, topology, o.shape, o.itemsize) for o in operands]
+        self.idle = frozenset(
+            axis
+            for axis in range(self.mesh.ndim)
+            if all(operand.layout.placements[axis] == Replicate() for operand in operands)
+        )
+        self.back = [interned(operand.layout.cotangent()) for operand in operands]
+        self.plans: dict[tuple[int, Layout, Layout], PricedPlan] = {}
+        self.leasts: dict[tuple[int, Layout, Layout], float] = {}
+        self.end_leasts: dict[tuple[Layout, tuple[Layout, ...]], float] = {}
+        self.known_ends: dict[tuple[int, Layout], tuple[Layout, ...]] = {}
+
+    # -- the least that an expansion takes
+
+    def bound(self, found: Expansion) -> _Bound:
+        """What is known of an expansion before any of its moves is priced."""
+        gradients = self.wanted.gradients
+        moves: list[_Move] = []
+        for i, (operand, layout) in enumerate(zip(self.operands, found.inputs, strict=True)):
+            moves.append(_Move(i, operand.layout, layout, 1 + self.moved_again(i)))
+            if gradients and gradients[i]:
+                moves.append(_Move(i, found.gradients[i], self.back[i], 1))
+        fixed = self.compute(found) * (1 + sum(gradients)) + self.end_at_least(found)
+        return _Bound(fixed, [move for move in moves if move.src != move.dst])
+
+    def at_least(self, move: _Move) -> float:
+        """Seconds of a move, or seconds that it does not go below if it is not priced."""
+        key = move[:3]
+        found = self.leasts.get(key)
+        if found is None:
+            found = self.leasts[key] = _least(self.spaces[move.i], move.src, move.dst)
+        return found
+
+    def end_at_least(self, found: Expansion) -> float:
+        """The same for all that brings a product's result to its end, and the gradient back."""
+        if not self.rule.loops:
+            return 0.0
+        layout, (shape, itemsize) = found.outputs[0], self.outputs[0]
+        ends = self.ends(0, found, layout, shape)
+        known = self.end_leasts.get((layout, ends))
+        if known is None:
+            space, back = space_of(self.mesh, self.topology, shape, itemsize), layout.cotangent()
+            known = self.end_leasts[layout, ends] = min(
+                _least(space, layout, end)
+                + (_least(space, end.cotangent(), back) if any(self.wanted.gradients) else 0.0)
+                for end in ends
+            )
+        return known
+
+    def moved_again(self, i: int) -> bool:
+        """Whether operand `i` is moved once more for the gradient of another."""
+        wanted = self.wanted
+        needed = any(gradient for j, gradient in enumerate(wanted.gradients) if j != i)
+        return needed and not wanted.kept[i]
+
+    # -- the price
+
+    def plan(self, i: int, src: Layout, dst: Layout) -> PricedPlan:
+        """How operand `i`, or its gradient, moves."""
+        key = (i, src, dst)
+        found = self.plans.get(key)
+        if found is None:
+            operand = self.operands[i]
+            plan = plan_alike(src, dst, operand.shape, operand.itemsize, self.topology)
+            found = self.plans[key] = PricedPlan(plan.seconds, len(plan.steps))
+            self.leasts[key] = found.seconds
+        return found
+
+    def within(self, move: _Move, most: float) -> None:
+        """Price a move, or learn that it takes more than so many seconds; one of all moves that are alike."""
+        operand = self.operands[move.i]
+        key = (move.i, *canonical_layouts(move.src, move.dst, self.topology))
+        known = self.plans.get(key)
+        if known is None and self.leasts.get(key, 0.0) < most:
+            known = plan_within(*key[1:], operand.shape, operand.itemsize, self.topology, most)
+        for each in (key, move[:3]):
+            if known is not None:
+                self.plans[each], self.leasts[each] = known, known.seconds
+            else:
+                self.leasts[each] = max(most, self.leasts.get(each, 0.0))
+
+    def of(self, found: Expansion) -> Strategy:
+        """The expansion as a strategy, with its price."""
+        compute, wanted = self.compute(found), self.wanted
+        gather, reduce, backward, moves = 0.0, 0.0, compute * sum(wanted.gradients), 0
+        for i, (operand, layout) in enumerate(zip(self.operands, found.inputs, strict=True)):
+            move = self.plan(i, operand.layout, layout)
+            gather, moves = gather + move.seconds, moves + move.steps
+            backward += move.seconds * self.moved_again(i)
+        for i, needed in enumerate(wanted.gradients):
+            if needed:
+                backward += self.plan(i, found.gradients[i], self.back[i]).seconds
+        ends = tuple(
+            self.end(i, found, layout, shape, itemsize)
+            for i, ((shape, itemsize), layout) in enumerate(zip(self.outputs, found.outputs, strict=True))
+        )
+        passes = self.rule.loops or any(isinstance(row, PassThrough) for row in found.rows)
+        debt = self.topology if passes else self.topology.bytes_only()
+        for (shape, itemsize), layout, end in zip(self.outputs, found.outputs, ends, strict=True):
+            reduce += plan_alike(layout, end, shape, itemsize, debt).seconds
+            if any(wanted.gradients):
+                backward += plan_alike(end.cotangent(), layout.cotangent(), shape, itemsize, self.topology).seconds
+        return Strategy(
+            found.inputs,
+            found.outputs,
+            found.rows,
+            found.gradients,
+            ends,
+            found.order,
+            gather,
+            compute,
+            reduce,
+            backward,
+            moves,
+        )
+
+    def compute(self, found: Expansion) -> float:
+        """Seconds of the local work."""
+        nbytes = sum(
+            layout.local_numel(operand.shape) * operand.itemsize
+            for operand, layout in zip(self.operands, found.inputs, strict=True)
+        )
+        for (shape, itemsize), layout in zip(self.outputs, found.outputs, strict=True):
+            nbytes += layout.local_numel(shape) * itemsize
+        local = (
+            -(-size // prod(self.mesh.shape[a] for a in found.order.get(factor, ())))
+            for factor, size in self.sizes.items()
+        )
+        return work_seconds(2.0 * prod(local), nbytes, self.topology)
+
+    def end(self, i: int, found: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:
+        """Where output `i` is charged to come to lie: the cheapest of its ends."""
+        ends = self.ends(i, found, layout, shape)
+        if len(ends) == 1:
+            return ends[0]
+        return min(ends, key=lambda end: plan_alike(layout, end, shape, itemsize, self.topology).seconds)
+
+    def ends(self, i: int, found: Expansion, layout: Layout, shape: Shape) -> tuple[Layout, ...]:
+        """Where output `i` may come to lie: what is pending is split, or whole."""
+        if i == 0 and (self.wanted.result is not None or self.wanted.reduced is not None):
+            return (requested_layout(self.rule, self.wanted, found, shape),)
+        if (i, layout) not in self.known_ends:
+            self.known_ends[i, layout] = self._ends(layout, shape)
+        return self.known_ends[i, layout]
+
+    def _ends(self, layout: Layout, shape: Shape) -> tuple[Layout, ...]:
+        whole = completed_layout(layout)
+        for axis in self.idle & {axis for axis, p in enumerate(whole.placements) if isinstance(p, Shard)}:
+            whole = whole.replace(axis, Replicate())
+        pending = [axis for axis in layout.partial_axes() if axis not in self.idle]
+        if not pending or not shape:
+            return (whole,)
+        held = whole.first_region(shape)
+        dim = max(range(len(shape)), key=lambda dim: (len(held[dim]), -dim))
+        return whole.split(dim, pending), whole
+
+
+def _least(space: Space, src: Layout, dst: Layout) -> float:
+    return space.least(space.state_of(src), space.state_of(dst))
+
+
+def requested_layout(rule: Rule, wanted: Constraints, found: Expansion, shape: Shape) -> Layout:
+    """Where the result of a product comes to lie that is asked to lie somewhere."""
+    layout = found.outputs[0]
+    if wanted.result is not None:
+        return wanted.result
+    assert wanted.reduced is not None
+    (out,) = rule.outputs
+    first = {name for dim in rule.inputs[0] for name in dim}
+    dims = {
+        "m": [dim for dim, names in enumerate(out) if names and names[0] in first],
+        "n": [dim for dim, names in enumerate(out) if names and names[0] not in first],
+    }
+    for axis, (row, where) in enumerate(zip(found.rows, wanted.reduced, strict=True)):
+        if not isinstance(row, str) or not isinstance(layout.placements[axis], Partial) or where == "P":
+            continue
+        candidates = dims.get(where, [])
+        at = max(candidates, key=lambda dim: (shape[dim], -dim), default=None)
+        layout = layout.replace(axis, Replicate() if at is None else Shard(at))
+    return layout
+
+
+def completed_layout(layout: Layout) -> Layout:
+    """The layout with every pending reduction done and whole on its axes."""
+    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
+    return Layout(layout.mesh, placements, layout.order)

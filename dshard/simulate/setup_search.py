@@ -1,0 +1,152 @@
+"""Every way to spread a model over devices, simulated: the fastest that fit, and the front of time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dshard.cost import work_seconds
+from dshard.errors import ShapeError, StrategyError
+from dshard.simulate.block import Costs
+from dshard.simulate.memory import memory_of
+from dshard.simulate.setup import Setup, Sharded
+from dshard.simulate.tensor_forms import FORMS, Form, form_of
+from dshard.simulate.training_step import Step, dtype_name, simulate_step
+from dshard.simulate.transformer import Model
+from dshard.topology import Topology
+from dshard.topology.network import check_topology
+from dshard.validate import as_int, as_number, as_tuple, check_callable, check_type
+
+Tell = Callable[[int, int], None]
+"""Called with how many setups are simulated, and of how many."""
+
+MOST_TENSOR = 64
+"""Tensor-parallel groups of more ranks are not tried unless asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The setups that fit, the fastest first, and how many were considered.
+
+    `tried` are those enumerated, `fitting` those whose memory fits, `steps` those simulated; the others cannot be
+    faster than the fastest by their operations alone.
+    """
+
+    steps: tuple[Step, ...]
+    tried: int
+    fitting: int
+
+    @property
+    def front(self) -> tuple[Step, ...]:
+        """The steps that none other beats in both seconds and bytes, the fastest first."""
+        kept: list[Step] = []
+        for step in sorted(self.steps, key=lambda s: (s.seconds, s.memory.total)):
+            if not kept or step.memory.total < kept[-1].memory.total:
+                kept.append(step)
+        return tuple(kept)
+
+
+def search(
+    model: Model,
+    devices: int,
+    topology: Topology,
+    batch: int,
+    *,
+    memory: float | None = None,
+    forms: Iterable[str] | None = None,
+    dtype: str = "bfloat16",
+    itemsize: int = 2,
+    keep: int = 20,
+    most_tensor: int = MOST_TENSOR,
+    runnable: bool = False,
+    tell: Tell | None = None,
+) -> Found:
+    """The fastest `keep` setups of `model` on so many devices for a batch of so many sequences.
+
+    Setups are simulated in the order of the seconds that their operations alone take, until those are more than the
+    slowest one kept. `memory` is in bytes for each device; with `runnable`, only those that `dshard.parallelize` lays
+    out by itself are tried (`Setup.beyond`).
+
+    Raises:
+        StrategyError: no setup fits; the message says what came nearest.
+        TopologyError: the topology has fewer ranks.
+        ShapeError: a number or size that cannot be.
+    """
+    check_type(model, Model, "model", "give a dshard.simulate.Model", ShapeError)
+    check_topology(topology)
+    dtype = dtype_name(dtype, topology)
+    counts = {"devices": devices, "batch": batch, "itemsize": itemsize, "keep": keep, "most_tensor": most_tensor}
+    devices, batch, itemsize, keep, most_tensor = (as_int(n, name, ShapeError, least=1) for name, n in counts.items())
+    if memory is not None:
+        as_number(memory, "memory", ShapeError)
+    if tell is not None:
+        check_callable(tell, "tell", "give a function of two numbers")
+    chosen = list(FORMS.values())
+    if forms is not None:
+        chosen = [form_of(name) for name in as_tuple(forms, "forms", "give names of forms in a list", StrategyError)]
+    found = [s for s in setups(model, devices, batch, chosen, most_tensor) if not (runnable and s.beyond)]
+    if not found:
+        raise StrategyError(
+            f"no setup of {devices} devices takes {model.layers} layers, {model.heads} heads and a batch of {batch}: "
+            f"use another number of devices, or a batch that more ranks divide"
+        )
+    sized = [(s, memory_of(Costs(model, s, topology, dtype, itemsize), batch // s.microbatches).total) for s in found]
+    fitting = [setup for setup, nbytes in sized if memory is None or nbytes <= memory]
+    if not fitting:
+        setup, nbytes = min(sized, key=lambda pair: pair[1])
+        raise StrategyError(
+            f"nothing fits in {memory} bytes on {devices} devices: the least is {nbytes} bytes, with {setup}"
+        )
+    queue = sorted(fitting, key=lambda s: at_least(model, s, topology, batch, dtype))
+    steps: list[Step] = []
+    for i, setup in enumerate(queue):
+        if tell is not None:
+            tell(i, len(queue))
+        if len(steps) >= keep and at_least(model, setup, topology, batch, dtype) > steps[keep - 1].seconds:
+            break
+        steps.append(simulate_step(model, setup, topology, batch, dtype=dtype, itemsize=itemsize, exact=False))
+        steps.sort(key=lambda step: (step.seconds, step.memory.total, str(step.setup)))
+    return Found(tuple(steps), len(found), len(fitting))
+
+
+def at_least(model: Model, setup: Setup, topology: Topology, batch: int, dtype: str) -> float:
+    """Seconds that no step of this setup is below: its operations, and the turns in which stages wait."""
+    turns = (setup.microbatches + setup.stages - 1) / setup.microbatches
+    flops = 3.0 * (2.0 * batch * model.sequence * model.block_parameters + model.core_flops(batch)) * model.layers
+    again = 4 / 3 if setup.recompute else 1.0
+    return work_seconds(flops * again * turns / setup.devices, 0.0, topology, dtype)
+
+
+def setups(model: Model, devices: int, batch: int, forms: Sequence[Form], most_tensor: int) -> Iterator[Setup]:
+    """All setups that the sizes of the model and the batch allow."""
+    for tensor in _divisors(devices):
+        if tensor > most_tensor:
+            break
+        for stages in _divisors(devices // tensor):
+            if model.layers % stages:
+                continue
+            data = devices // tensor // stages
+            for form in forms:
+                for shape in form.shapes(tensor):
+                    yield from _kinds(model, batch, form, shape, data, stages)
+
+
+def _kinds(model: Model, batch: int, form: Form, shape: tuple[int, ...], data: int, stages: int) -> Iterator[Setup]:
+    shares: tuple[Sharded, ...] = ("none", "optimizer", "all") if data > 1 else ("none",)
+    for microbatches in _microbatches(batch, data, stages):
+        for recompute in (False, True):
+            for sharded in shares:
+                setup = Setup(form, shape, data, stages, microbatches, sharded, recompute)
+                if not setup.problem(model, batch):
+                    yield setup
+
+
+def _microbatches(batch: int, data: int, stages: int) -> list[int]:
+    """Powers of two from one to a sequence for each replica; with stages, no fewer microbatches than stages."""
+    most = batch // data
+    found = [m for m in (2**i for i in range(most.bit_length())) if m <= most and batch % (m * data) == 0]
+    return [m for m in found if m >= stages] or found[-1:]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,224 @@
+"""A training step: blocks, pipeline, gradient sums of the replicas, optimiser; its seconds and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dshard.cost import collective_seconds, work_seconds
+from dshard.errors import ShapeError, StrategyError
+from dshard.explain import parse_dtype
+from dshard.simulate.block import Costs, Product, block_events, products
+from dshard.simulate.memory import Memory, memory_of
+from dshard.simulate.queues import Event, Phase, Slot, makespan, placed
+from dshard.simulate.setup import STAGES, Setup
+from dshard.simulate.tensor_forms import Placements
+from dshard.simulate.transformer import Linear, Model
+from dshard.simulate.vectors import vectors
+from dshard.topology import Topology
+from dshard.topology.network import check_topology
+from dshard.validate import as_int, check_type
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What one rank does in a step: seconds on each queue, operations, bytes received, collectives."""
+
+    compute: float
+    network: float
+    flops: float
+    nbytes: int
+    collectives: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A simulated training step of a rank of the first stage."""
+
+    setup: Setup
+    batch: int
+    seconds: float
+    memory: Memory
+    totals: Totals
+    bubble: float
+
+    @property
+    def sequences_per_second(self) -> float:
+        """Throughput of all devices together."""
+        return self.batch / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The events of a step: one microbatch through one block, forward and backward, and what a step ends with."""
+
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    ends: tuple[Event, ...]
+    sums: tuple[Event, ...]
+    update: Event
+    hop: float
+
+
+def simulate_step(
+    model: Model,
+    setup: Setup,
+    topology: Topology,
+    batch: int,
+    *,
+    dtype: str = "bfloat16",
+    itemsize: int = 2,
+    overlap: bool = True,
+    exact: bool = True,
+) -> Step:
+    """A step on so many sequences: the fast path for standard blocks, all of it from layouts and plans.
+
+    Plans are the cheapest, or with `exact=False` those found without a search.
+
+    Microbatches run one after the other through the stages (1F1B: `microbatches + stages - 1` turns); the gradients of
+    the replicas are summed once, behind the last backward pass where `overlap`.
+
+    Raises:
+        StrategyError: the form's sizes do not fit it.
+        ShapeError: batch, layers or heads that do not divide.
+        TopologyError: the topology has fewer ranks.
+    """
+    dtype, itemsize = _checked(setup, topology, dtype, itemsize)
+    setup.check(model, batch)
+    costs = Costs(model, setup, topology, dtype, itemsize, exact)
+    sequences = batch // setup.microbatches
+    parts = parts_of(costs, sequences)
+    blocks, turns = model.layers // setup.stages, setup.microbatches + setup.stages - 1
+    turn = makespan(placed(_turn(parts, blocks, setup), overlap=overlap))
+    last = makespan(placed([*_turn(parts, blocks, setup, parts.sums), _BARRIER, parts.update], overlap=overlap))
+    seconds = (turns - 1) * turn + last + turns * 2 * parts.hop
+    return Step(
+        setup,
+        batch,
+        seconds,
+        memory_of(costs, sequences),
+        _totals(parts, blocks, setup),
+        1 - setup.microbatches / turns,
+    )
+
+
+def timeline(
+    model: Model,
+    setup: Setup,
+    topology: Topology,
+    batch: int,
+    *,
+    dtype: str = "bfloat16",
+    itemsize: int = 2,
+    overlap: bool = True,
+) -> tuple[Slot, ...]:
+    """One microbatch of a stage, block by block, and the end of the step, each event with its begin.
+
+    Raises:
+        StrategyError, ShapeError, TopologyError: as `simulate_step`.
+    """
+    dtype, itemsize = _checked(setup, topology, dtype, itemsize)
+    setup.check(model, batch)
+    parts = parts_of(Costs(model, setup, topology, dtype, itemsize), batch // setup.microbatches)
+    events = _turn(parts, model.layers // setup.stages, setup, parts.sums)
+    return placed([*events, _BARRIER, parts.update], overlap=overlap)
+
+
+def _checked(setup: Setup, topology: Topology, dtype: str, itemsize: int) -> tuple[str, int]:
+    """The dtype by name, and the bytes of an element.
+
+    Raises:
+        StrategyError, TopologyError, NotationError, ShapeError: what is no setup, topology, dtype or size.
+    """
+    way_out = "give a dshard.simulate.Setup, as in Setup(form_of('megatron'), (2,))"
+    check_type(setup, Setup, "setup", way_out, StrategyError)
+    check_topology(topology)
+    return dtype_name(dtype, topology), as_int(itemsize, "itemsize", ShapeError, least=1)
+
+
+def dtype_name(dtype: object, topology: Topology) -> str:
+    """The name of a dtype, of torch's or of those that the topology has a rate of.
+
+    Raises:
+        NotationError: there is no such dtype.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return name if name in dict(topology.device.flops) else str(parse_dtype(name)).removeprefix("torch.")
+
+
+def parts_of(costs: Costs, sequences: int) -> Parts:
+    """The events of a step on microbatches of so many sequences, on all replicas together."""
+    setup, model = costs.setup, costs.model
+    own = vectors(costs)
+    forward, backward = (
+        (*(event for vector in own for event in vector.gathered(costs, phase)), *events)
+        for phase, events in zip(_PASSES, block_events(costs, sequences), strict=True)
+    )
+    found = products(model, setup, sequences * model.sequence)
+    held = sum(setup.shared(_weight(setup, p)).local_numel(p.shapes[1]) for p in found) * model.layers // setup.stages
+    host = sum(event.seconds for event in costs.hosted("step")) * (model.layers // setup.stages)
+    update = Event("optimizer", "step", "compute", host + work_seconds(0.0, 16.0 * held, costs.topology))
+    residual = setup.activation(setup.form.residual)
+    nbytes = residual.local_numel(setup.shape(sequences * model.sequence, model.hidden)) * costs.itemsize
+    hop = collective_seconds("permute", nbytes, setup.mesh, [STAGES], costs.topology) if setup.stages > 1 else 0.0
+    sums = (*_sums(costs, found), *(event for vector in own for event in vector.summed(costs)))
+    return Parts(forward, backward, _ends(costs, sequences), sums, update, hop)
+
+
+_PASSES: tuple[Phase, Phase] = ("forward", "backward")
+
+
+def _weight(setup: Setup, product: Product) -> Placements:
+    form = setup.form
+    return form.first if product.linear.name in ("qkv", "up") else form.second
+
+
+def _sums(costs: Costs, found: Sequence[Product]) -> list[Event]:
+    """The gradients of a block's weights, summed over the replicas once a step."""
+    events = []
+    for product in found:
+        shape, target = product.shapes[1], costs.setup.shared(_weight(costs.setup, product)).cotangent()
+        name = product.linear.name
+        events += costs.moved(f"{name} sum", "step", product.sums, target, shape, waits=False)
+        if costs.setup.sharded == "optimizer":  # the new weights go back to all replicas
+            events += costs.moved(f"{name} weight", "step", target, product.w, shape, waits=False)
+    return events
+
+
+def _ends(costs: Costs, sequences: int) -> tuple[Event, ...]:
+    """The head, a product with the vocabulary, forward and backward; the embedding reads rows and is not counted."""
+    model, setup = costs.model, costs.setup
+    if not model.vocabulary:
+        return ()
+    form, tokens = setup.form, sequences * model.sequence
+    stored = setup.stored(form.first)
+    sums = stored.cotangent() if setup.sharded == "all" else stored
+    linear = Linear("head", model.hidden, model.vocabulary)
+    x, y = setup.activation(form.residual), setup.activation(form.inner)
+    head = Product(linear, tokens, x, stored, y, sums, f"sm{form.first_loops}")
+    return (*head.forward(costs), *head.backward(costs))
+
+
+_BARRIER = Event("gradients", "step", "network", 0.0)
+"""The optimiser waits for the last of them."""
+
+
+def _turn(parts: Parts, blocks: int, setup: Setup, sums: Sequence[Event] = ()) -> list[Event]:
+    """One microbatch through one stage, there and back; `sums` follow the backward pass of each block."""
+    again = parts.forward if setup.recompute else ()
+    return [*parts.forward * blocks, *parts.ends, *[*again, *parts.backward, *sums] * blocks]
+
+
+def _totals(parts: Parts, blocks: int, setup: Setup) -> Totals:
+    again = parts.forward if setup.recompute else ()
+    each = [*parts.forward, *again, *parts.backward]
+    compute = network = flops = 0.0
+    nbytes = collectives = 0
+    for events, times in ((each, blocks * setup.microbatches), (parts.ends, setup.microbatches), (parts.sums, blocks)):
+        for event in events:
+            compute += times * event.seconds * (event.queue == "compute")
+            network += times * event.seconds * (event.queue == "network")
+            flops += times * event.flops
+            nbytes += times * event.nbytes
+            collectives += times * event.collectives
+    return Totals(compute + parts.update.seconds, network, flops, nbytes, collectives)

@@ -1,0 +1,93 @@
+"""Which operators a function calls, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dshard.core.moves import leaves, replace_leaves
+from dshard.errors import NotationError
+from dshard.validate import check_callable
+
+Recorded: TypeAlias = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+
+
+def resolve(op: OpOverload | Callable[..., Any] | str) -> Callable[..., Any]:
+    """The operator or function that `op` means.
+
+    Raises:
+        NotationError: no operator has this name, or several overloads do.
+        ArgumentError: nothing that can be called.
+    """
+    if isinstance(op, str):
+        namespace, colons, name = op.partition("::")
+        if not colons or not hasattr(getattr(torch.ops, namespace), name):
+            raise NotationError(f"there is no operator {op!r}: write namespace::name, such as 'mylib::fused'")
+        return _only_overload(getattr(getattr(torch.ops, namespace), name))
+    check_callable(op, "check_rule", "give an operator of torch's, a function, or the name of an operator")
+    return _only_overload(op) if isinstance(op, OpOverloadPacket) else op
+
+
+def _only_overload(op: Any) -> OpOverload:
+    overloads = op.overloads()
+    if len(overloads) > 1:
+        raise NotationError(f"{op} has the overloads {', '.join(overloads)}: give one, such as {op}.{overloads[0]}")
+    found: OpOverload = getattr(op, overloads[0])
+    return found
+
+
+def recorded(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], gradients: Sequence[bool]
+) -> list[Recorded]:
+    """The different operators that `function` calls on these arguments, each once, with their arguments.
+
+    Its backward pass is run for the operands that `gradients` marks. Views and copies are left out, unless they are the
+    function itself.
+    """
+    rest = iter(gradients)
+    leaf_args, leaf_kwargs = replace_leaves(
+        (args, kwargs), lambda leaf: _copy(leaf).requires_grad_(next(rest)) if isinstance(leaf, Tensor) else leaf
+    )
+    with _Recorder() as recorder:
+        outputs = [out for out in leaves(function(*leaf_args, **leaf_kwargs)) if isinstance(out, Tensor)]
+        with_grad = [out for out in outputs if out.requires_grad]
+        if with_grad:
+            torch.autograd.backward(with_grad, [torch.ones_like(out) for out in with_grad])
+    found = [call for call in recorder.calls.values() if call[0] == function or not _trivial(call[0])]
+    if isinstance(function, OpOverload) and all(call[0] != function for call in found):  # torch decomposes it
+        found.append((function, *replace_leaves((args, kwargs), _copy)))
+    return found
+
+
+def _trivial(func: OpOverload) -> bool:
+    name = func._schema.name
+    return func.is_view or "empty" in name or name.endswith("_like") or name in _TRIVIAL
+
+
+_TRIVIAL = ("aten::clone", "aten::detach", "aten::copy_", "aten::new_zeros", "aten::new_ones", "aten::lift_fresh")
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: dict[Any, Recorded] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        key = (func, str(replace_leaves((args, kwargs), _described)))
+        if key not in self.calls:
+            self.calls[key] = (func, *replace_leaves((args, kwargs), _copy))
+        return func(*args, **kwargs)
+
+
+def _described(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

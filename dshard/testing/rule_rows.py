@@ -1,0 +1,152 @@
+"""Every strategy of a rule, run on local tensors: a wrong row that is never the cheapest is found, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from dshard.core.call import Call, Op
+from dshard.core.moves import leaves, replace_leaves
+from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.dispatch.registry import known
+from dshard.errors import RuleError
+from dshard.layout import Layout
+from dshard.mesh import Mesh
+from dshard.ops.random import is_random
+from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.rules.expand import Operand, expansions
+from dshard.rules.rule import Rule
+from dshard.rules.strategy import Strategy
+from dshard.testing.terms import Parts, joined, parted
+
+Same: TypeAlias = Callable[[Tensor, Tensor], None]
+"""Raises an AssertionError where a value is not the expected one."""
+
+
+def check_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, same: Same) -> None:
+    """Run `func` in the layouts of every strategy of its rule, rank by rank, and compare with one device.
+
+    Nothing is checked for an operator without a rule of its own.
+
+    Raises:
+        RuleError: a strategy gives something else.
+    """
+    facts = known(func)
+    op, replaced = facts.op, facts.instead is not None and facts.instead(args) is not None
+    tensors = _tensors((args, kwargs))
+    if op is None or replaced or is_random(func) or not tensors:
+        return
+    given = (args, kwargs)
+    expected = _run(func, given, [x.clone() for x in tensors])
+    call = call_of(func, args, kwargs, mesh)
+    rule = op.rule(call)
+    for strategy in every_strategy(rule, call, mesh):
+        _check(op, rule, call, strategy, given, expected, same)
+
+
+def _check(
+    op: Op,
+    rule: Rule,
+    call: Call,
+    strategy: Strategy,
+    given: tuple[Any, Any],
+    expected: Sequence[Tensor],
+    same: Same,
+) -> None:
+    try:
+        for value, right in zip(run_strategy(op, call, strategy, given), expected, strict=True):
+            same(value, right)
+    except Exception as error:
+        what = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
+        where = f"on the mesh ({strategy.inputs[0].mesh}), in the layouts\n  {strategy}"
+        raise RuleError(f"the rule '{rule}' of {call.func} is wrong {where}\n{what}") from error
+
+
+def run_strategy(op: Op, call: Call, strategy: Strategy, given: tuple[Any, Any]) -> list[Tensor]:
+    """The outputs of a call put together from those of all ranks, each of which runs the local operator."""
+    pairs = zip(_tensors(given), strategy.inputs, strict=True)
+    operands = [parted(x, layout, seed) for seed, (x, layout) in enumerate(pairs)]
+    outputs: list[Parts] = [{} for _ in call.outs]
+    for at in strategy.inputs[0].mesh.coordinates():
+        local_op = call.func if op.kernel is None else op.kernel(call, strategy, at)
+        found = _run(local_op, given, [part(at) for part in operands])
+        for output, local in zip(outputs, found, strict=True):
+            output[at] = local
+    return [
+        joined(output, layout, tuple(out.shape), out.dtype)
+        for output, layout, out in zip(outputs, strategy.outputs, call.outs, strict=True)
+    ]
+
+
+def call_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Call:
+    """The call as its rule sees it, all operands replicated."""
+    whole_layout = Layout(mesh, (Replicate(),) * mesh.ndim)
+    tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    specs = tuple(_spec(x, whole_layout) for x in tensors)
+    spec_args, spec_kwargs = _filled((args, kwargs), iter(specs))
+    meta_args, meta_kwargs = _filled((args, kwargs), (spec.meta() for spec in specs))
+    if meta_kwargs.get("device") is not None:
+        meta_kwargs["device"] = torch.device("meta")
+    return Call(func, spec_args, spec_kwargs, specs, tuple(_tensors(func(*meta_args, **meta_kwargs))))
+
+
+def every_strategy(rule: Rule, call: Call, mesh: Mesh) -> list[Strategy]:
+    """All strategies that the rule has for any layouts of the operands, each once, not priced."""
+    outputs = [(tuple(out.shape), out.itemsize) for out in call.outs]
+    found: dict[tuple[Any, ...], Strategy] = {}
+    for operands in suggestive(rule, call.specs, mesh):
+        for some in expansions(rule, operands, outputs):
+            key = (some.inputs, some.outputs)
+            if key not in found:
+                found[key] = Strategy(*key, some.rows, some.gradients, some.outputs, some.order)
+    return list(found.values())
+
+
+def suggestive(rule: Rule, specs: Sequence[Spec], mesh: Mesh) -> Iterator[list[Operand]]:
+    """Operands whose layouts suggest every row: on each axis one of them is split or pending, in either order."""
+    options = [(i, placement) for i, spec in enumerate(specs) for placement in _suggesting(rule, i, len(spec.shape))]
+    for picked in product([(0, Replicate()), *options], repeat=mesh.ndim):
+        placements: list[list[Placement]] = [[Replicate()] * mesh.ndim for _ in specs]
+        for axis, (i, placement) in enumerate(picked):
+            placements[i][axis] = placement
+        if any(len({p for p in row if isinstance(p, Partial)}) > 1 for row in placements):
+            continue
+        layouts = [Layout(mesh, tuple(row)) for row in placements]
+        for turned in (layouts, [_reversed(layout) for layout in layouts]):
+            yield [Operand(layout, spec.shape, spec.itemsize) for layout, spec in zip(turned, specs, strict=True)]
+
+
+def _suggesting(rule: Rule, operand: int, ndim: int) -> list[Placement]:
+    ops = {op for pending in rule.pending if operand in pending.operands for op in pending.ops}
+    return [*map(Shard, range(ndim)), *map(Partial, sorted(ops))]
+
+
+def _reversed(layout: Layout) -> Layout:
+    """The same with the axes that shard one dim in the other order."""
+    orders = tuple((dim, tuple(reversed(layout.axes_of(dim)))) for dim in layout.sharded_dims())
+    return Layout(layout.mesh, layout.placements, orders)
+
+
+def _run(func: Callable[..., Any], given: tuple[Any, Any], tensors: Sequence[Tensor]) -> list[Tensor]:
+    args, kwargs = _filled(given, iter(tensors))
+    return _tensors(func(*args, **kwargs))
+
+
+def _filled(tree: tuple[Any, Any], tensors: Iterator[Any]) -> tuple[Any, Any]:
+    """The same arguments with other tensors."""
+    filled: tuple[Any, Any] = replace_leaves(tree, lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf)
+    return filled
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _spec(x: Tensor, layout: Layout) -> Spec:
+    shape = tuple(x.shape)
+    return spec_of(layout, shape, contiguous_stride(shape), x.dtype, x.device)

@@ -1,0 +1,118 @@
+"""All ranks of a mesh in one process: no processes to start, nothing to wait for, every rank's tensor at hand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._local_tensor import LocalTensorMode
+
+from dshard import comm
+from dshard.core.spec import contiguous_stride, spec_of
+from dshard.errors import LayoutError, MeshError
+from dshard.layout import Layout
+from dshard.mesh import Coordinate, Mesh
+from dshard.tensor import DTensor, check_strided
+from dshard.testing.terms import Parts, joined, parted
+from dshard.validate import as_int, check_type
+
+
+@contextmanager
+def simulated(ranks: int | Mesh) -> Iterator[None]:
+    """Simulate `ranks` ranks, or those of a mesh, in this process: every DTensor holds the tensors of all of them.
+
+    Meshes within the block may be pure (`dshard.Mesh`) or torch's: where torch.distributed is not initialised it is for
+    the block, with a process group that sends nothing.
+
+    >>> import torch
+    >>> from dshard import Layout, Mesh, Partial, Replicate
+    >>> mesh = Mesh((2, 2), ("dp", "tp"))
+    >>> with simulated(mesh):
+    ...     x = distribute(torch.arange(6.0), Layout(mesh, (Partial(), Replicate())))
+    ...     whole(x * 2)
+    tensor([ 0.,  2.,  4.,  6.,  8., 10.])
+
+    Raises:
+        MeshError: neither a number of ranks nor a mesh.
+    """
+    if not isinstance(ranks, Mesh):
+        ranks = as_int(ranks, "simulated: ranks, a number or a dshard.Mesh", MeshError, least=1)
+    members = frozenset(ranks.ranks if isinstance(ranks, Mesh) else range(ranks))
+    with _process_group(max(members) + 1), LocalTensorMode(members) as mode:
+        # States of the generators for each rank, put back at every operator, would undo what a checkpoint restores.
+        mode._per_rank_rng_states.clear()
+        yield
+
+
+@contextmanager
+def _process_group(world_size: int) -> Iterator[None]:
+    """A process group that sends nothing, where there is none."""
+    if dist.is_initialized():
+        yield
+        return
+    hook = sys.excepthook  # which torch wraps once more each time
+    dist.init_process_group("fake", rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+def distribute(x: Tensor, layout: Layout, *, seed: int = 0) -> DTensor:
+    """The tensor `x`, which every rank passes, in any layout: an order of mesh axes and pending reductions included.
+
+    Unlike `distribute_tensor` it sends nothing. The terms of a pending reduction are random, and reduce to `x`: exactly
+    where `x` holds small whole numbers, else within rounding.
+
+    Raises:
+        LayoutError: a dim that the tensor does not have, or a reduction that its dtype does not.
+        ArgumentError: no tensor.
+    """
+    check_strided(x, "distribute", "the whole tensor")
+    check_type(layout, Layout, "the layout", "give a dshard.Layout", LayoutError)
+    layout.check(x.shape)
+    if type(x) is comm.LocalTensor:  # made within simulated(...), alike on all ranks
+        x = next(iter(comm.unstack(x).values()))
+    with comm.plain():
+        part = parted(x, layout, seed)
+    local = comm.local_of(layout, lambda at, device: part(at).to(device))
+    shape = tuple(x.shape)
+    return DTensor._wrap(local, spec_of(layout, shape, contiguous_stride(shape), x.dtype, local.device))
+
+
+def whole(x: DTensor) -> Tensor:
+    """The value of `x` on one device, put together from the parts that the ranks hold, by what its layout says.
+
+    Every part must have its shape and dtype, and replicas must be equal to the bit. Works for simulated ranks, and on
+    real ones, where all ranks of the mesh call it together.
+
+    Raises:
+        AssertionError: a part is not what the layout says.
+        MeshError: this rank is not in the mesh.
+    """
+    with comm.plain():
+        return joined(_parts(x), x.layout, tuple(x.shape), x.dtype)
+
+
+def parts(x: DTensor) -> dict[int, Tensor]:
+    """What each rank of the mesh holds of `x`."""
+    with comm.plain():
+        return {x.layout.mesh.rank(at): part for at, part in _parts(x).items()}
+
+
+def _parts(x: DTensor) -> Parts:
+    check_type(x, DTensor, "whole and parts", "give a DTensor; a plain tensor is whole")
+    mesh, local = x.layout.mesh, x._local.detach()
+    if type(local) is comm.LocalTensor:
+        tensors = comm.unstack(local)
+        return {mesh.coordinate(rank): tensors[rank] for rank in mesh.ranks}
+    runtime = comm.runtime_of(mesh)
+    if runtime is None or runtime.coordinate is None:
+        raise MeshError(f"the mesh ({mesh}) has no processes here: use whole within simulated(mesh), or on its ranks")
+    found: list[tuple[Coordinate, Tensor] | None] = [None] * mesh.size
+    dist.all_gather_object(found, (runtime.coordinate, local.cpu()), group=runtime.group(mesh.names).process_group)
+    return dict(sorted(pair for pair in found if pair is not None))

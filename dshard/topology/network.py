@@ -1,0 +1,318 @@
+"""The topology: layers of a network, the device of each rank, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+from os import PathLike
+from pathlib import Path
+from typing import Any, get_args
+
+from dshard.caches import cached
+from dshard.errors import TopologyError
+from dshard.mesh import Mesh
+from dshard.topology import json_files
+from dshard.topology.links import COLLECTIVES, Collective, Device, Layer, Link, Measured, check_name
+from dshard.topology.presets import CPU, PRESETS, Backend, parts_of, torus_layers
+from dshard.topology.sharing import groups_of, measured_link, shared_link
+from dshard.validate import as_int, as_tuple, check_type, shown, suggestion
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What connects the ranks, and what each computes on; the machine's figures live here and nowhere else.
+
+    Rank r is the r-th of the innermost units, counted from the first unit of each layer: with layers of 4 nodes and 8
+    GPUs, rank 11 is GPU 3 of node 1.
+
+    >>> topology = Topology.preset("dgx-a100", nodes=4)
+    >>> mesh = Mesh((4, 8), ("dp", "tp"))
+    >>> topology.link(mesh, ["tp"]).bandwidth, topology.link(mesh, ["dp"]).bandwidth
+    (300000000000.0, 25000000000.0)
+
+    Attributes:
+        name: For people.
+        layers: From the outermost to the innermost; the outermost may have any number of units.
+        device: What one rank computes on.
+        backend: Whose algorithms run the collectives, see `dshard.cost`.
+        measured: Figures that replace the computed ones.
+        source: Where the figures are from.
+
+    Raises:
+        TopologyError: no layers, or an inner layer without a number of ranks.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    device: Device = CPU
+    backend: Backend = "gloo"
+    measured: tuple[Measured, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        _set = object.__setattr__
+        for name in ("layers", "measured"):
+            _set(self, name, as_tuple(getattr(self, name), name, "give them as a tuple", TopologyError))
+        _check(self)
+        parts = (self.name, self.layers, self.device, self.backend, self.measured, self.source)
+        _set(self, "_hash", hash(parts))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]  # set once: topologies are keys of warm caches
+
+    def __reduce__(self) -> tuple[type[Topology], tuple[object, ...]]:
+        return Topology, (self.name, self.layers, self.device, self.backend, self.measured, self.source)
+
+    @property
+    def size(self) -> int | None:
+        """The number of ranks, or None where it is not fixed."""
+        first = self.layers[0].ranks
+        return None if first is None else first * prod(layer.ranks or 1 for layer in self.layers[1:])
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Bytes per second to a rank's memory."""
+        return self.device.memory_bandwidth
+
+    @property
+    def launch(self) -> float:
+        """Seconds to start one local operation."""
+        return self.device.launch
+
+    @property
+    def dispatch(self) -> float:
+        """Seconds that one operator of a distributed program takes beyond its bytes and operations; 0: not known."""
+        return self.device.dispatch
+
+    @property
+    def in_place(self) -> float:
+        """The same of one that writes to its operand."""
+        return self.device.in_place
+
+    def link(self, mesh: Mesh, axes: Iterable[str], collective: Collective | None = None) -> Link:
+        """What one rank sees of the network in a collective along `axes`, all groups of these axes active at once.
+
+        Figures measured for these groups win, those for this collective before those for any. Else the hierarchical
+        communication matrix decides, see `dshard.topology.sharing`; without a `collective`, as for one around a ring.
+        An exchange gets no more than on any of its axes alone, as all of its bytes may pass there.
+
+        Raises:
+            TopologyError: the mesh has ranks that this topology has not.
+            MeshError: the mesh has no such axis.
+        """
+        try:
+            return _link(self, mesh, tuple(axes), collective)
+        except TypeError:  # of what is no sequence, or has no hash
+            as_tuple(axes, "axes", f"give names of axes of the mesh ({mesh}), such as ['tp']", TopologyError)
+            raise
+
+    def flops(self, dtype: str = "") -> float:
+        """Floating-point operations per second of one rank, for the dtype of this name or by default."""
+        dtype = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+        rates = self.device.flops
+        known = (rate for name, rate in rates if dtype == name or dtype.startswith(f"{name}_")) if dtype else iter(())
+        return next(known, rates[0][1])
+
+    def check(self, world_size: int) -> None:
+        """Refuse a world of other ranks than these.
+
+        Raises:
+            TopologyError: the sizes differ.
+        """
+        world_size = as_int(world_size, "world_size", TopologyError, least=1)
+        if self.size not in (None, world_size):
+            raise TopologyError(
+                f"the topology {self.name!r} is one of {self._ranks_text()}, but the world has {world_size}: "
+                f"use the topology of this world, or one whose layers have {world_size} ranks in all"
+            )
+
+    def bytes_only(self) -> Topology:
+        """The same bandwidths without latency, launches or local copies: what the bytes alone cost."""
+        return _bytes_only(self)
+
+    def with_measured(self, measured: Iterable[Measured]) -> Topology:
+        """The same topology with these figures beside those it has; of two for the same, the later counts."""
+        added = as_tuple(measured, "measured", "give a sequence of dshard.topology.Measured", TopologyError)
+        return replace(self, measured=(*self.measured, *added))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the topology to a JSON file that `load` reads."""
+        Path(path).write_text(self.to_json())
+
+    def to_json(self) -> str:
+        """The topology as JSON; its schema is in docs/design/0003-topology-and-cost.md."""
+        return json_files.dumps(
+            name=self.name,
+            layers=self.layers,
+            device=self.device,
+            backend=self.backend,
+            measured=self.measured,
+            source=self.source,
+        )
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Topology:
+        """Read a topology from a JSON file.
+
+        Raises:
+            TopologyError: the file describes none, with the field that is wrong.
+        """
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise TopologyError(f"cannot read the topology {str(path)!r}: {error}") from error
+        try:
+            return cls.from_json(text)
+        except TopologyError as error:
+            raise TopologyError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> Topology:
+        """The topology that `to_json` wrote; values alone are read, nothing is run.
+
+        Raises:
+            TopologyError: the text describes none, with the field that is wrong.
+        """
+        return cls(**json_files.loads(text))
+
+    @classmethod
+    def preset(cls, name: str, nodes: int = 1, *, ranks: int | None = None) -> Topology:
+        """A machine by its name; `ranks` for each of its `nodes`, if they have not as many as usual.
+
+        Raises:
+            TopologyError: no such name, with those there are.
+        """
+        parts = parts_of(name, nodes, ranks)
+        return cls(name, parts.layers, parts.device, parts.backend, source=parts.source)
+
+    @classmethod
+    def measure(cls, mesh: Any, **options: Any) -> Topology:
+        """The topology of a mesh whose processes run, from collectives timed on it: `dshard.calibrate.measure`.
+
+        Every rank of the mesh calls it and gets the same topology. `options` are `base`, what is known of the network;
+        `sizes`, in bytes; `seconds` to measure for; `collectives`; and `progress`, a function that hears of it.
+
+        Raises:
+            MeshError: the mesh has no processes.
+            TopologyError: an option that cannot be.
+        """
+        return MEASURERS[-1](mesh, **options)
+
+    @classmethod
+    def flat(
+        cls,
+        bandwidth: float,
+        latency: float = 0.0,
+        *,
+        ranks: int | None = None,
+        name: str = "flat",
+        device: Device = CPU,
+        backend: Backend = "gloo",
+        source: str = "",
+    ) -> Topology:
+        """A network on which all ranks, any number unless given, see the same link whatever the others do."""
+        return cls(name, (Layer("rank", ranks, bandwidth, latency),), device, backend, source=source)
+
+    @classmethod
+    def torus(
+        cls,
+        shape: Sequence[int],
+        bandwidth: float,
+        latency: float = 0.0,
+        *,
+        device: Device = CPU,
+        backend: Backend = "gloo",
+    ) -> Topology:
+        """Ranks in a torus of this shape, with one link of `bandwidth` to the next rank along each dim."""
+        sizes = as_tuple(shape, "shape", "give the ranks along each dim, such as (4, 4)", TopologyError)
+        shape = tuple(as_int(size, "shape", TopologyError, least=1) for size in sizes)
+        name = f"torus {'x'.join(map(str, shape))}"
+        return cls(name, torus_layers(shape, bandwidth, latency), device, backend)
+
+    def __str__(self) -> str:
+        levels = ", ".join(
+            f"{'n' if layer.ranks is None else layer.ranks} x {layer.name} ({layer.group_bandwidth / 1e9:g} GB/s)"
+            for layer in self.layers
+        )
+        measured = f", {len(self.measured)} measured figures" if self.measured else ""
+        return f"{self.name}: {levels}{measured}"
+
+    def _ranks_text(self) -> str:
+        factors = " x ".join(str(layer.ranks) for layer in self.layers)
+        return f"{self.size} ranks ({factors})" if len(self.layers) > 1 else f"{self.size} ranks"
+
+
+MEASURERS: list[Callable[..., Topology]] = []
+"""Who measures. A topology is a value and runs nothing: what runs collectives is entered here by the package."""
+
+
+def check_topology(topology: object) -> None:
+    """Refuse what is no topology: of a preset's name it is not known how many nodes there are.
+
+    Raises:
+        TopologyError: with the way out.
+    """
+    if isinstance(topology, Topology):
+        return
+    if isinstance(topology, str) and topology in PRESETS:
+        raise TopologyError(
+            f"{topology!r} is the name of a preset, of any number of nodes, and no Topology: give "
+            f"Topology.preset({topology!r}, nodes=1), or of as many nodes as there are"
+        )
+    raise TopologyError(
+        f"{shown(topology)} is no Topology: give one of Topology.preset(name, nodes), Topology.load(path) or "
+        f"Topology.flat(bandwidth, latency){suggestion(topology, PRESETS)}"
+    )
+
+
+def _check(topology: Topology) -> None:
+    check_name("name", topology.name)
+    if not isinstance(topology.source, str):
+        raise TopologyError(f"source: {shown(topology.source)} is no text")
+    if not topology.layers:
+        raise TopologyError("layers: a topology needs at least one")
+    for field, values, kind in ("layers", topology.layers, Layer), ("measured", topology.measured, Measured):
+        for i, value in enumerate(values):
+            check_type(value, kind, f"{field}[{i}]", f"give a dshard.topology.{kind.__name__}", TopologyError)
+    check_type(topology.device, Device, "device", "give a dshard.topology.Device", TopologyError)
+    for i, layer in enumerate(topology.layers[1:], 1):
+        if layer.ranks is None:
+            raise TopologyError(f"layers[{i}].ranks: only the outermost layer may have any number of units")
+    if topology.backend not in get_args(Backend):
+        raise TopologyError(f"backend: {topology.backend!r} is none; use {', '.join(get_args(Backend))}")
+    for i, measured in enumerate(topology.measured):
+        _check_ranks(topology, measured.mesh, f"measured[{i}].mesh: ")
+
+
+def _check_ranks(topology: Topology, mesh: Mesh, where: str = "") -> None:
+    if topology.size is not None and max(mesh.ranks) >= topology.size:
+        raise TopologyError(
+            f"{where}the mesh ({mesh}) has rank {max(mesh.ranks)}, but the topology {topology.name!r} is one of "
+            f"{topology._ranks_text()}: use the topology of this world"
+        )
+
+
+@cached("links", 8192)
+def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Collective | None) -> Link:
+    check_type(mesh, Mesh, "the mesh of a link", "give a dshard.Mesh", TopologyError)
+    if collective is not None and collective not in COLLECTIVES:
+        raise TopologyError(f"collective: {collective!r} is none; use {', '.join(COLLECTIVES)}, or None for any")
+    _check_ranks(topology, mesh)
+    groups = groups_of(mesh, axes)
+    link = measured_link(topology.measured, groups, collective) or shared_link(topology.layers, groups, collective)
+    if collective != "exchange" or len(axes) < 2:
+        return link
+    for axis in axes:
+        link = link.no_faster_than(_link(topology, mesh, (axis,), collective))
+    return link
+
+
+@cached("topology layers", 256)
+def _bytes_only(topology: Topology) -> Topology:
+    return replace(
+        topology,
+        layers=tuple(replace(layer, latency=0.0) for layer in topology.layers),
+        device=replace(topology.device, memory_bandwidth=inf, launch=0.0, dispatch=0.0, in_place=0.0),
+        measured=tuple(replace(found, latency=0.0, points=()) for found in topology.measured),
+    )
