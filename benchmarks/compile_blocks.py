@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dshard import DTensor, distribute_tensor, init_device_mesh, use_strategy
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from blocks import BLOCKS, LAYOUTS, lay_out
+from helpers.transformer_blocks import BLOCKS, LAYOUTS, lay_out
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python docs/make_operators.py
 
-The examples are those of tests/operator_samples.py, of which every registered operator has one.
+The examples are those of tests/helpers/operator_samples.py, of which every registered operator has one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 PAGE = HERE / "operators.md"
 sys.path.insert(0, str(HERE.parent / "tests"))
 
-from operator_samples import SAMPLES  # noqa: E402
+from helpers.operator_samples import SAMPLES  # noqa: E402
 
 
 def examples() -> dict[str, tuple[str, str]]:

@@ -15,7 +15,7 @@ from dshard.tables import human_bytes
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from layers import SHAPES, middle, planned  # noqa: E402
+from helpers.transformer_layers import SHAPES, middle, planned  # noqa: E402
 
 PAGE = ROOT / "docs" / "parallelize.md"
 HIDDEN, HEADS, BATCH, TOKENS = 1024, 16, 8, 512

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dshard.autograd.crossing import FromLocal, ToLocal, as_distributed, redistribute
-from dshard.comm import LocalTensor
+from dshard.comm import LocalTensor, traced
 from dshard.core.context import planning_context
 from dshard.core.moves import coordinate_of, counting_as, run_on_ranks
 from dshard.core.observe import OBSERVERS, Decision, observed
@@ -130,7 +130,7 @@ def run_strategy(
             of_gradients = [t._spec.with_layout(layout) for t, layout in zip(laid, strategy.gradients, strict=True)]
             return Simulated.apply(cls, _alone(local_op), (out,), (out.layout.cotangent(),), of_gradients, *laid)[0]  # type: ignore[no-untyped-call]
         for t, moved in zip(tensors, laid, strict=True):
-            if moved is not t:
+            if moved is not t and not traced(moved._local):
                 moved._local = counting_as(t._local, moved._local)
         parts = [
             ToLocal.apply(t, t._spec.with_layout(layout)) if t.requires_grad else t._local  # type: ignore[no-untyped-call]

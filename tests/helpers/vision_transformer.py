@@ -1,0 +1,45 @@
+"""A small vision transformer, and its batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dshard.comm import plain
+from helpers.transformer_layers import Layer
+
+
+class Vision(nn.Module):
+    """Patches of an image by a convolution, positions, layers, a classifier."""
+
+    def __init__(
+        self, heads: int = 4, width: int = 4, layers: int = 2, dropout: float = 0.0, again: Any = None
+    ) -> None:
+        super().__init__()
+        hidden = heads * width
+        self.again = again
+        self.patches = nn.Conv2d(1, hidden, 2, 2)
+        self.position = nn.Parameter(torch.randn(4, hidden))
+        self.layers = nn.ModuleList(Layer(hidden, heads, dropout) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.position
+        for layer in self.layers:
+            x = layer(x) if self.again is None else self.again(layer, x)
+        return self.head(self.norm(x).mean(1))
+
+
+@plain()
+def vision(**options: Any) -> Vision:
+    torch.manual_seed(0)
+    return Vision(**options).double()
+
+
+@plain()
+def batch(size: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(size, 1, 4, 4, dtype=torch.float64, generator=generator)
+    return images, torch.randint(0, 10, (size,), generator=generator)

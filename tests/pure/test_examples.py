@@ -1,0 +1,31 @@
+"""Every example runs, as its first lines say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SLOW = ("tensor_parallel", "pipeline_unet")
+"""What they run is tested by test_style.py and test_pipeline.py, too."""
+EXAMPLES = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem in SLOW))
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
+LONGEST = {"tensor_parallel": 110}
+"""Lines of an example: 80, but for one that follows a program written for another library."""
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_runs(example):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=120, env=environment)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert len(example.read_text().splitlines()) <= LONGEST.get(example.stem, 80)

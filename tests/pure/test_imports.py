@@ -1,0 +1,157 @@
+"""What the import contract in pyproject.toml cannot say: which part of torch is imported, and where in a file."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dshard
+
+PACKAGE = Path(__file__).parents[2] / "dshard"
+FILES = [pytest.param(path, id=path.relative_to(PACKAGE).as_posix()) for path in sorted(PACKAGE.rglob("*.py"))]
+
+MAY_IMPORT_DISTRIBUTED = ("comm", "testing", "launch", "demo", "checkpoint")
+MAY_IMPORT_RICH = ("report",)
+
+# Functions that may import, as "dshard/file.py: function". Each needs a reason beside it.
+MAY_IMPORT_LATE = frozenset(
+    {
+        "dshard/comm/stored_chunks.py: _torch",  # torch.distributed.checkpoint takes a second to import
+        "dshard/comm/graph_split.py: split_graph",  # torch.distributed.pipelining takes seconds to import
+        "dshard/checkpoint/tensor_files.py: _library",  # safetensors is an extra
+        "dshard/compile/graph_functions.py: traceable",  # torch._dynamo takes long, and is there already
+        "dshard/compile/graph_functions.py: front",  # while it traces
+    }
+)
+
+# What importing dshard may load beyond torch, and which layers it leaves until they are asked for.
+MAY_LOAD = frozenset(
+    {
+        "torch.distributed._functional_collectives",
+        "torch.distributed._functional_collectives_impl",
+        "torch.distributed._local_tensor",
+        "torch.distributed._local_tensor._c10d",
+    }
+)
+LATE_LAYERS = frozenset(
+    {
+        *("cli", "debug", "report", "demo", "launch", "testing", "simulate"),
+        *("parallel", "pipeline", "checkpoint", "calibrate", "experimental"),
+    }
+)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Every dotted name that the code imports, and torch.distributed where it is reached as an attribute."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from (name.name for name in names)
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                yield from (f"{module}.{name.name}" for name in names)
+            case ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
+                yield "torch.distributed"
+
+
+def late_importers(tree: ast.AST) -> set[str]:
+    """The names of the functions with an import in their body."""
+    return {
+        function.name
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        and any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(function))
+    }
+
+
+def imports(tree: ast.AST, package: str) -> bool:
+    """Whether the code imports a package or anything in it."""
+    return any(name == package or name.startswith(package + ".") for name in imported(tree))
+
+
+def layer(path: Path) -> str:
+    """The layer a file of the package belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_one_door_to_torch_distributed(path: Path) -> None:
+    assert layer(path) in MAY_IMPORT_DISTRIBUTED or not imports(ast.parse(path.read_text()), "torch.distributed")
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_only_the_report_imports_rich(path: Path) -> None:
+    assert layer(path) in MAY_IMPORT_RICH or not imports(ast.parse(path.read_text()), "rich")
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_imports_stand_at_the_top(path: Path) -> None:
+    found = {
+        f"dshard/{path.relative_to(PACKAGE).as_posix()}: {name}" for name in late_importers(ast.parse(path.read_text()))
+    }
+
+    assert found <= MAY_IMPORT_LATE
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch.distributed",
+        "import torch.distributed.tensor as dt",
+        "from torch import distributed as dist",
+        "from torch.distributed import all_reduce",
+        "from torch.distributed.device_mesh import DeviceMesh",
+        "import torch\ntorch.distributed.barrier()",
+        "if TYPE_CHECKING:\n    from torch.distributed import ProcessGroup",
+    ],
+)
+def test_every_way_to_torch_distributed_is_seen(code: str) -> None:
+    assert imports(ast.parse(code), "torch.distributed")
+
+
+@pytest.mark.parametrize("code", ["import torch", "from torch import nn", "from dshard.comm import DeviceMesh"])
+def test_other_imports_are_not_mistaken_for_it(code: str) -> None:
+    assert not imports(ast.parse(code), "torch.distributed")
+
+
+def test_a_late_import_is_seen() -> None:
+    assert late_importers(ast.parse("def f():\n    if x:\n        import rich")) == {"f"}
+
+
+# -- what is loaded
+
+
+def loaded(code: str) -> set[str]:
+    """The modules that `code` loads in a new process in which torch has been imported."""
+    script = f"import sys, torch\nbefore = set(sys.modules)\n{code}\nprint(*set(sys.modules) - before)"
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True)
+    return set(found.stdout.split())
+
+
+def test_importing_dshard_loads_little_beside_its_own_modules() -> None:
+    found = loaded("import dshard")
+
+    own = {name for name in found if name.split(".")[0] == "dshard"}
+    assert found - own <= MAY_LOAD
+    assert not {name.split(".")[1] for name in own - {"dshard"}} & LATE_LAYERS
+
+
+def test_what_is_imported_late_is_there_when_it_is_asked_for() -> None:
+    found = loaded(
+        "import gc, dshard\n"
+        "assert gc.isenabled()\n"
+        "assert set(dshard.__all__) | {'calibrate', 'parallel', 'visualize'} <= set(dir(dshard))\n"
+        "assert dshard.parallel.parallelize is dshard.parallelize\n"
+        "from dshard import plan_model\n"
+        "assert plan_model is dshard.parallel.plan_model"
+    )
+
+    assert "dshard.parallel" in found
+    for name in dshard.__all__:
+        assert getattr(dshard, name) is not None
+    with pytest.raises(AttributeError, match="module 'dshard' has no attribute 'paralell'"):
+        dshard.paralell  # type: ignore[attr-defined]  # noqa: B018

@@ -1,0 +1,513 @@
+"""torch.compile: the results of eager and of one device, no graph break, and no graph used where others are chosen."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from helpers.transformer_blocks import BLOCKS, LAYOUTS, TOKENS, WIDTH, lay_out
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import dshard
+from dshard import (
+    DTensor,
+    Mesh,
+    Replicate,
+    Shard,
+    Topology,
+    distribute_tensor,
+    explain,
+    init_device_mesh,
+    manual_seed,
+    matmul,
+    trace,
+    use_strategy,
+    use_topology,
+)
+from dshard.comm import runtime_of
+from dshard.comm.runtime import Runtime
+from dshard.compile.metadata import compile_metadata
+from dshard.core.context import planning_context
+from dshard.testing import RankPool, rank_pool
+from dshard.topology import Layer
+
+pytestmark = pytest.mark.ranks
+GRID = Mesh((2, 2), ("x", "y"))
+R = Replicate()
+
+
+@pytest.fixture(name="ranks")
+def patient_ranks(ranks: RankPool) -> Iterator[RankPool]:
+    """Compiling takes seconds, and each rank compiles."""
+    before, ranks.timeout = ranks.timeout, 400.0
+    yield ranks
+    ranks.timeout = before
+
+
+@cache
+def device_mesh(mesh: Mesh) -> Any:
+    return init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.names)
+
+
+def tensor(seed: int, shape: tuple[int, ...], *placements: Any, grad: bool = True) -> Any:
+    torch._dynamo.reset()
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    laid = distribute_tensor(values, device_mesh(GRID), placements, src_data_rank=None)
+    return laid.requires_grad_() if grad else laid
+
+
+def gradients(out: Any, tensors: list[Any]) -> list[Tensor]:
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    if isinstance(out, DTensor):
+        weights = distribute_tensor(weights, out.device_mesh, out.layout.cotangent().placements, src_data_rank=None)
+    found = torch.autograd.grad((out * weights).sum(), tensors)
+    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found]
+
+
+def close(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+# -- blocks
+
+
+def compiled_block(name: str, layout: str, backend: str, batch: int = 4) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    laid = LAYOUTS[layout]
+    mesh = device_mesh(laid.mesh)
+    torch.manual_seed(0)
+    single = BLOCKS[name]().double()
+    model = lay_out(copy.deepcopy(single), mesh, laid)
+    values = torch.randn(batch, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    x = distribute_tensor(values.detach(), mesh, laid.inputs, src_data_rank=None).requires_grad_()
+    wanted = single(values)
+    wanted_grads = gradients(wanted, [values, *single.parameters()])
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with use_strategy(matmul=laid.matmul) if laid.matmul else nullcontext():
+        eager = model(x)
+        for _ in range(2):
+            out = compiled(x)
+
+            assert out.layout == eager.layout
+            close(out.full_tensor(), eager.full_tensor())
+            close(out.full_tensor(), wanted)
+            for grad, other in zip(gradients(out, [x, *model.parameters()]), wanted_grads, strict=True):
+                close(grad, other)
+        assert counter.frame_count == 1
+        assert not torch._dynamo.utils.counters["graph_break"]
+
+
+QUICK = [("gpt", "megatron with data"), ("llama", "atp")]
+
+
+@pytest.mark.parametrize(("name", "layout"), QUICK)
+def test_blocks_compiled_are_as_on_one_device(ranks: RankPool, name: str, layout: str) -> None:
+    ranks.run(compiled_block, name, layout, "aot_eager")
+
+
+@pytest.mark.thorough
+def test_uneven_batches_compile(ranks: RankPool) -> None:
+    ranks.run(compiled_block, "gpt", "megatron with data", "aot_eager", 3)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_all_blocks_compiled_are_as_on_one_device(name: str, layout: str, backend: str) -> None:
+    pool = rank_pool(LAYOUTS[layout].mesh.size)
+    before, pool.timeout = pool.timeout, 900.0
+    try:
+        pool.run(compiled_block, name, layout, backend)
+    finally:
+        pool.timeout = before
+
+
+def loss_of_tokens(table: Any, scale: Any, tokens: Any, targets: Any) -> Any:
+    """A table split over its rows, a norm of split vectors, and a loss over split classes."""
+    x = F.embedding(tokens, table)
+    if isinstance(x, DTensor):
+        x = x.redistribute(placements=[Shard(0), Shard(1)])
+    logits = F.rms_norm(x, (x.shape[-1],), scale)
+    return F.cross_entropy(logits, targets, label_smoothing=0.1)
+
+
+def numbers(n: int, below: int) -> Any:
+    values = torch.randint(below, (n,), generator=torch.Generator().manual_seed(n))
+    return distribute_tensor(values, device_mesh(GRID), [Shard(0), R], src_data_rank=None)
+
+
+def tables_norms_and_losses() -> list[str]:
+    table, scale = tensor(0, (11, 2048), R, Shard(0)), tensor(1, (2048,), R, Shard(0))
+    tokens, targets = numbers(12, 11), numbers(13, 2048)[:12].redistribute(placements=[Shard(0), R])
+    compiled = torch.compile(loss_of_tokens, backend="aot_eager", fullgraph=True)
+    found, eager = compiled(table, scale, tokens, targets), loss_of_tokens(table, scale, tokens, targets)
+    whole = [t.full_tensor().detach().requires_grad_() for t in (table, scale)]
+    wanted = loss_of_tokens(*whole, tokens.full_tensor(), targets.full_tensor())
+    assert found.layout == eager.layout
+    close(found.full_tensor(), wanted)
+    close(gradients(found, [table, scale]), gradients(wanted, whole))
+    with pytest.raises(RuntimeError, match="out of bounds for dimension 0 with size 11"):
+        compiled(table, scale, tokens + 11, targets)
+    with trace() as seen:
+        loss_of_tokens(table, scale, tokens, targets)
+    return [event.collective for event in seen.events]
+
+
+def test_split_tables_norms_and_classes(ranks: RankPool) -> None:
+    told = ranks.run(tables_norms_and_losses)[0]
+    assert told.count("all_reduce") > 3  # of split rows and classes, that is: nothing was gathered first
+
+
+# -- what is compiled anew, and what is not
+
+
+def product(x: Any, w: Any) -> Any:
+    return torch.relu(x @ w)
+
+
+def slow_axis(rates: tuple[float, float]) -> Topology:
+    """Four ranks, of which pairs are joined by links of the first of these rates, and ranks of a pair by the second."""
+    return Topology("pairs", (Layer("pair", None, rates[0], 1e-6), Layer("rank", 2, rates[1], 1e-6)))
+
+
+def flipped_topology() -> None:
+    x, w = tensor(0, (64, 64), Shard(0), Shard(1)), tensor(1, (64, 64), Shard(0), R)
+    fast_inside, fast_outside = slow_axis((1e6, 1e12)), slow_axis((1e12, 1e6))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(product, backend=counter, fullgraph=True)
+    layouts = []
+    for topology, compilations in ((fast_inside, 1), (fast_outside, 2), (fast_inside, 2), (fast_outside, 2)):
+        with use_topology(topology):
+            out, eager = compiled(x, w), product(x, w)
+
+            assert out.layout == eager.layout
+            close(out.full_tensor(), eager.full_tensor())
+            close(gradients(out, [x, w]), gradients(eager, [x, w]))
+            assert counter.frame_count == compilations
+            layouts.append(out.layout)
+    assert layouts[0] != layouts[1]
+
+
+def test_a_topology_that_flips_the_choice_compiles_anew(ranks: RankPool) -> None:
+    ranks.run(flipped_topology)
+
+
+def changed_strategy() -> None:
+    x, w = tensor(0, (8, 8), Shard(0), R), tensor(1, (8, 8), R, R)
+    counter = CompileCounter()
+    compiled = torch.compile(product, backend=counter, fullgraph=True)
+    seen = set()
+    for strategy, compilations in (("column", 1), ("row", 2), ("column", 2), ("row", 2)):
+        with use_strategy(matmul=strategy):
+            out = compiled(x, w)
+
+            assert out.layout == product(x, w).layout
+            assert counter.frame_count == compilations
+            seen.add(out.layout)
+    assert len(seen) == 2
+
+
+def test_a_strategy_in_use_compiles_anew_where_it_changes(ranks: RankPool) -> None:
+    ranks.run(changed_strategy)
+
+
+def local_tensors_under_settings() -> None:
+    """No distributed tensor comes in from outside, whose guards would tell."""
+    mesh, local = device_mesh(GRID), torch.ones(4, 8)
+
+    def made(local: Tensor) -> Any:
+        x = DTensor.from_local(local, mesh, [Shard(0), R], shape=(8, 8))
+        return x @ dshard.ones(8, 8, device_mesh=mesh)
+
+    counter = CompileCounter()
+    compiled = torch.compile(made, backend=counter, fullgraph=True)
+    for strategy, compilations in (("column", 1), ("row", 2), ("column", 2)):
+        with use_strategy(matmul=strategy):
+            assert compiled(local).layout == made(local).layout
+            assert counter.frame_count == compilations
+    close(compiled(local).full_tensor(), torch.full((8, 8), 8.0))
+    close(compiled(local).to_local(), made(local).to_local())
+
+
+def test_tensors_made_inside_are_guarded_too(ranks: RankPool) -> None:
+    ranks.run(local_tensors_under_settings)
+
+
+def other_sizes() -> None:
+    w = tensor(1, (8, 12), R, Shard(1))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(product, backend=counter, fullgraph=True)
+    for n in (8, 5, 3, 8, 5, 1):
+        x = distribute_tensor(torch.randn(n, 8, dtype=torch.float64), device_mesh(GRID), [Shard(0), R]).requires_grad_()
+        out, eager = compiled(x, w), product(x, w)
+        assert out.layout == eager.layout
+        close(out.full_tensor(), eager.full_tensor())
+        close(gradients(out, [x, w]), gradients(eager, [x, w]))
+    assert counter.frame_count == 4
+
+
+def test_each_size_has_its_graph(ranks: RankPool) -> None:
+    ranks.run(other_sizes)
+
+
+def described_elsewhere() -> list[str]:
+    x = tensor(0, (8, 8), Shard(0), R)
+    known = compile_metadata(x._spec, True)
+    assert copy.deepcopy(known) is known
+    assert pickle.loads(pickle.dumps(known)) is known
+    with use_topology(slow_axis((1e6, 1e6))):
+        other = compile_metadata(x._spec, True)
+        assert pickle.loads(pickle.dumps(other)) is other
+        assert other == known
+        assert not other.serves(known)
+        assert other.settings is planning_context()
+    assert known.serves(compile_metadata(x._spec, True))
+    assert not known.serves(compile_metadata(x._spec, False))
+    runtime = runtime_of(GRID)
+    assert runtime is not None
+    groups = runtime.device_mesh.get_all_groups()  # of the first mesh of this shape that was made
+    assert runtime.group_names()[:2] == tuple(group.group_name for group in groups)
+    digests = [known.digest(), other.digest()]
+    with patch.object(Runtime, "group_names", return_value=("elsewhere",)):  # as in a process that made others before
+        return [*digests, known.digest()]
+
+
+def test_graphs_kept_on_disk_are_of_one_rank_one_topology_and_its_groups(ranks: RankPool) -> None:
+    names = [name for names in ranks.run(described_elsewhere) for name in names]
+    assert len(set(names)) == 12
+
+
+# -- what is inside a region
+
+
+def inside(x: Any, w: Any) -> Any:
+    mesh = x.device_mesh
+    y = x.redistribute(mesh, [R, Shard(1)], async_op=True) * 2
+    y = matmul(y, w, strategy="summa", out_placements=[Shard(0), Shard(1)])
+    y = y.redistribute(placements=y.placements)
+    local = y.to_local() + 1
+    return DTensor.from_local(local, mesh, [Shard(0), Shard(1)], shape=(5, 6), stride=(6, 1)).cos()
+
+
+def region(backend: str) -> None:
+    x, w = tensor(0, (5, 7), Shard(0), R), tensor(1, (7, 6), R, Shard(0))
+    out = torch.compile(inside, backend=backend, fullgraph=True)(x, w)
+    wanted = (2 * x.full_tensor() @ w.full_tensor() + 1).cos()
+    assert out.layout == inside(x, w).layout
+    close(out.full_tensor(), wanted)
+    close(gradients(out, [x, w]), gradients(wanted, [x, w]))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+def test_redistributions_and_strategies_inside(ranks: RankPool, backend: str) -> None:
+    ranks.run(region, backend)
+
+
+def products_in_panels() -> None:
+    x, w = tensor(0, (6, 9), Shard(0), Shard(1)), tensor(1, (9, 8), Shard(0), Shard(1))
+    for strategy in ("summa", "cannon"):
+        with use_strategy(matmul=strategy, panels=2):
+            out = torch.compile(product, backend="aot_eager", fullgraph=True)(x, w)
+            assert out.layout == product(x, w).layout
+            close(out.full_tensor(), product(x, w).full_tensor())
+            close(gradients(out, [x, w]), gradients(product(x, w), [x, w]))
+
+
+def test_products_in_panels_and_around_rings(ranks: RankPool) -> None:
+    ranks.run(products_in_panels)
+
+
+def refusals() -> list[str]:
+    x = tensor(0, (8, 8), Shard(0), R)
+    mesh, plain = device_mesh(GRID), torch.ones(8, 8)
+
+    def topology_inside(x: Any) -> Any:
+        with use_strategy(matmul="column"):
+            return x @ x
+
+    found = []
+    for f, argument in (
+        (lambda a: DTensor.from_local(a, mesh, [Shard(0), R]), plain),
+        (lambda a: distribute_tensor(a, mesh, [Shard(0), R]), plain),
+        (lambda a: dshard.randperm(8, device_mesh=mesh), plain),
+        (topology_inside, x),
+    ):
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException) as caught:
+            torch.compile(f, backend="eager", fullgraph=True)(argument)
+        found.append(str(caught.value))
+    # without fullgraph the region is left there, and entered again by what it calls
+    close(torch.compile(topology_inside, backend="aot_eager")(x).full_tensor(), topology_inside(x).full_tensor())
+    return found
+
+
+def test_what_a_graph_cannot_hold_is_refused(ranks: RankPool) -> None:
+    shapes, whole, order, settings = ranks.run(refusals)[0]
+    assert "pass the global shape, shape=(...)" in shapes
+    assert "pass src_data_rank=None" in whole
+    assert "would draw the same each time; call it outside" in order
+    assert "CompileError" in settings
+
+
+# -- collectives
+
+
+def received(node: Any) -> tuple[str, int] | None:
+    """The collective that a node of a graph is, on two ranks, and the bytes that this one receives in it."""
+    if node.op != "call_function" or not str(node.target).startswith("_c10d_functional"):
+        return None
+    name, x = node.target._schema.name.split("::")[1], node.meta["val"]
+    match name:
+        case "all_gather_into_tensor":
+            return name, x.nbytes // 2
+        case "all_reduce":
+            return name, x.nbytes
+        case "all_to_all_single":
+            group = dist.distributed_c10d._resolve_process_group(node.args[3])
+            return name, x.nbytes - node.args[1][dist.get_rank(group)] * x.itemsize
+        case _:
+            assert name == "wait_tensor"
+            return None
+
+
+# what gloo has of its own: terms are exchanged, and reduced where they are wanted
+FUNCTIONAL = {
+    "all_gather": "all_gather_into_tensor",
+    "all_reduce": "all_reduce",
+    "reduce_scatter": "all_to_all_single",
+    "all_to_all": "all_to_all_single",
+}
+
+
+def collectives_of_graphs() -> tuple[int, int]:
+    """The bytes that this rank receives in the forward graph, and those planned; the collectives are those of eager."""
+    x, w = tensor(0, (8, 16), Shard(0), R), tensor(1, (16, 8), Shard(0), Shard(1))
+    ones = distribute_tensor(torch.ones(8, dtype=torch.float64), device_mesh(GRID), [Shard(0), R])
+    found: dict[str, Counter[tuple[str, int]]] = {}
+
+    def keep(name: str, graph: Any, inputs: Any) -> Any:
+        found[name] = Counter(filter(None, map(received, graph.graph.nodes)))
+        return make_boxed_func(graph.forward)
+
+    def partition(graph: Any, inputs: Any, **options: Any) -> Any:
+        keep("joint", graph, inputs)
+        return min_cut_rematerialization_partition(graph, inputs, **options)
+
+    def forward(x: Any, w: Any) -> Any:
+        y = matmul(x, w, strategy="summa", out_placements=[Shard(0), Shard(1)])
+        return y.redistribute(placements=[Shard(1), R]).exp().sum(0).redistribute(placements=[Shard(0), R])
+
+    def told(f: Any) -> tuple[Any, Counter[tuple[str, int]]]:
+        with trace() as seen:
+            out = f()
+        return out, Counter((FUNCTIONAL[event.collective], event.nbytes) for event in seen.events)
+
+    compilers = {f"{short}_compiler": partial(keep, name) for short, name in (("fw", "forward"), ("bw", "backward"))}
+    backend = aot_autograd(**compilers, partition_fn=partition)
+    compiled = torch.compile(forward, backend=backend, fullgraph=True)
+    compiled(x, w).backward(ones)
+    out, there = told(lambda: forward(x, w))
+    _, back = told(lambda: out.backward(ones))
+    out, there_outside = told(lambda: compiled(x, w))
+    _, back_outside = told(lambda: out.backward(ones))
+    # the gradient of x leaves the graph pending along y; the hook of the leaf, which is in no graph, completes it
+    assert not there_outside
+    assert back_outside == Counter([("all_reduce", x.to_local().nbytes)])
+    assert found["joint"] + back_outside == there + back
+    assert found["forward"] == there
+    # eager gathers the parameter again; the partitioner of aot_eager and inductor keeps what the forward graph gathered
+    assert found["backward"] + back_outside == back - Counter([("all_gather_into_tensor", w.to_local().nbytes)])
+    assert found["backward"]
+    planned = sum(operator.chosen.bytes_moved for operator in explain(forward, x, w).operators)
+    return sum(nbytes * n for (_, nbytes), n in found["forward"].items()), planned
+
+
+def test_collectives_are_functional_and_as_planned(ranks: RankPool) -> None:
+    """The same collectives as in eager, of the same bytes on each rank; plans say what the busiest rank receives."""
+    received_there, planned = zip(*ranks.run(collectives_of_graphs), strict=True)
+    assert max(received_there) == max(planned) == min(planned) > 0
+
+
+# -- random values, checkpoints, export
+
+
+def dropped(x: Any, w: Any) -> Any:
+    return F.dropout(F.gelu(F.linear(F.dropout(x, 0.5), w)), 0.5)
+
+
+def with_noise(x: Any, w: Any) -> Any:
+    return dropped(x, w) + dshard.rand(4, 6, device_mesh=x.device_mesh)
+
+
+def checkpointed(x: Any, w: Any) -> Any:
+    return checkpoint(dropped, x, w, use_reentrant=False)
+
+
+def same_masks() -> None:
+    x, w = tensor(0, (4, 8), Shard(0), R), tensor(1, (6, 8), R, Shard(0))
+    for f in (with_noise, checkpointed):
+        results = []
+        for run in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
+            manual_seed(5)
+            outs = [run(x, w) for _ in range(3)]
+            results.append((torch.stack([out.full_tensor() for out in outs]), gradients(outs[-1], [x, w])))
+        close(results[0], results[1])
+        assert not results[1][0][0].equal(results[1][0][1])
+
+
+def test_masks_are_those_of_eager_and_new_in_each_step(ranks: RankPool) -> None:
+    ranks.run(same_masks)
+
+
+def around(x: Any, w: Any) -> None:
+    wanted = product(x, w)
+    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+    out = checkpoint(compiled, x, w, use_reentrant=False)
+    assert isinstance(out, DTensor)
+    close(out.full_tensor(), wanted.full_tensor())
+    close(gradients(out, [x, w]), gradients(wanted, [x, w]))
+
+
+def checkpoint_of_compiled() -> None:
+    around(tensor(0, (4, 8), Shard(0), R), tensor(1, (8, 6), R, Shard(1)))
+
+
+def test_a_checkpoint_around_a_compiled_region(ranks: RankPool) -> None:
+    ranks.run(checkpoint_of_compiled)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(tensor(1, (6, 8), R, Shard(0)).detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight).unflatten(-1, (3, -1)).softmax(-1)
+
+
+def exported() -> None:
+    net, x = Net(), tensor(0, (4, 8), Shard(0), R, grad=False)
+    for strict in (False, True):
+        found = torch.export.export(net, (x,), strict=strict).module()(x)
+        assert isinstance(found, DTensor)
+        close(found.full_tensor(), net(x).full_tensor())
+
+
+def test_modules_are_exported(ranks: RankPool) -> None:
+    ranks.run(exported)

@@ -1,0 +1,137 @@
+"""Generated programs on real ranks: the values and gradients of one device, or a documented refusal."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from helpers.generated_programs import (
+    Program,
+    generated,
+    is_documented,
+    one_device,
+    outcomes,
+    run,
+    shorter,
+    simulated_outcome,
+)
+
+from dshard.testing import RankPool
+
+RIGHT = {"equal", "raised"}
+ONCE_WRONG = {
+    "second order": Program((4,), (
+        "t1 = leaf((5,), 'x:S(0)', 743)",
+        "g, = grad((t1 * t1).sum().sin(), [t1], create_graph=True)",
+        "(g * g).sum().backward()",
+    ), runs=2),
+    "a row written": Program((2, 1, 2), (
+        "t1 = leaf((5, 5), 'x:R y:R z:R', 404)",
+        "t2 = t1 * 1",
+        "t2[1].masked_fill_(t2[1] > 0, 0.3)",
+        "g, = grad(t2.sum(), [t1], create_graph=True)",
+    )),
+    "a transpose written": Program((4,), (
+        "t1 = leaf((4, 1), 'x:S(0)', 483)",
+        "t2 = t1.sin()",
+        "t2.mT.transpose(1, 1).T[..., 0] = 0.7",
+        "t2.sum().sin().backward()",
+    )),
+    "memory in another order": Program((4,), (
+        "t1 = leaf((5, 4, 3), 'x:R', 689)",
+        "t2 = t1.amax(2)",
+        "t2.select(-1, 2).narrow(-1, 1, 4).masked_fill_(t2.select(-1, 2).narrow(-1, 1, 4) > 0.2, 0.3)",
+    )),
+    "all of a dim": Program((4,), (
+        "t1 = leaf((5, 3), 'x:S(0)', 1)",
+        "t2 = t1 * 1",
+        "t2.mT.narrow(1, 0, 5).mul_(2)",
+        "t2.sum().backward()",
+    )),
+    "an expanded gradient of a view": Program((4,), (
+        "t1 = leaf((4,), 'x:R', 878)",
+        "loss = t1.t().sum()",
+        "loss.backward()",
+        "loss.backward()",
+    )),
+    "an expanded partial tensor": Program((4,), (
+        "t2 = leaf((1,), 'x:P(sum)', 449, False)",
+        "t2.expand(2, -1).zero_()",
+    )),
+    "a number copied": Program((4,), (
+        "t2 = leaf((6, 3), 'x:P(sum)', 350, False)",
+        "t2.copy_(2)",
+    )),
+    "overwritten": Program((4,), (
+        "t1 = leaf((5, 5), 'x:S(1)', 1)",
+        "t2 = t1.sigmoid()",
+        "t2.mul_(3)",
+        "t2.sum().backward()",
+    ), runs=2),
+}  # fmt: skip
+"""Programs of a few lines that gave something else than one device, or raised on some ranks alone."""
+
+
+def failures(pool: RankPool, seeds: range, cases: Counter[str], law: str) -> list[str]:
+    """What is not as on one device, nor refused in words that the docs have."""
+    found = []
+    for seed, word, text in outcomes(pool, seeds):
+        cases[f"{law}: {word}"] += 1
+        if word not in RIGHT and not (word == "refused" and is_documented(text)):
+            found.append(f"seed {seed}: {word}: {text}\n{generated(seed)}")
+    return found
+
+
+@pytest.mark.ranks
+def test_programs_on_ranks_are_those_of_one_device(ranks: RankPool, cases_run: Counter[str]) -> None:
+    found = failures(ranks, range(80), cases_run, "generated programs on real ranks")
+    assert not found, "\n\n".join(found)
+
+
+@pytest.mark.ranks
+def test_what_was_wrong_once(ranks: RankPool) -> None:
+    found = {name: word for name, (_, word, _) in zip(ONCE_WRONG, outcomes(ranks, [*ONCE_WRONG.values()]), strict=True)}
+    assert found == {name: "raised" if name == "overwritten" else "equal" for name in ONCE_WRONG}
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", range(0, 20_000, 1000))
+def test_many_programs_on_ranks(first: int, ranks: RankPool, cases_run: Counter[str]) -> None:
+    found = failures(ranks, range(first, first + 1000), cases_run, "generated programs on real ranks")
+    assert not found, "\n\n".join(found)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_simulated_ranks_give_the_same(seed: int) -> None:
+    word, text = simulated_outcome(generated(seed))
+    assert word in RIGHT, f"{text}\n{generated(seed)}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", range(0, 1000, 100))
+def test_many_simulated_programs(first: int) -> None:
+    for seed in range(first, first + 100):
+        word, text = simulated_outcome(generated(seed))
+        assert word in RIGHT or (word == "refused" and is_documented(text)), f"{text}\n{generated(seed)}"
+
+
+def test_a_seed_is_a_program() -> None:
+    assert all(generated(seed) == generated(seed) for seed in range(20))
+
+
+def test_programs_have_writes_views_and_second_gradients() -> None:
+    programs = [generated(seed) for seed in range(200)]
+    text = ["\n".join(program.lines) for program in programs]
+    assert sum("second" in each for each in text) > 60
+    assert sum("_(" in each for each in text) > 60
+    assert sum("no_grad" in each for each in text) > 5
+    assert sum("checkpoint" in each for each in text) > 10
+    assert sum(run(program.lines, one_device()).error is not None for program in programs) > 5
+
+
+def test_a_program_shrinks_to_others_that_run_on_one_device() -> None:
+    program = Program((4,), ("t1 = leaf((3,), 'x:S(0)', 1)", "t2 = t1 * 2", "t3 = t2.t().mul_(3)", "loss = t3.sum()"))
+    found = [each.lines for each in shorter(program)]
+    assert ("t1 = leaf((3,), 'x:S(0)', 1)", "t2 = t1 * 2") in found
+    assert all(run(lines, one_device()).error is None for lines in found)

@@ -1,0 +1,359 @@
+"""What parallelize plans: the cheapest plan, what it sends and holds, and what it refuses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.demo_model import demo_plan, images
+from torch import Tensor, nn
+
+import dshard
+from dshard import LayoutError, Mesh, Placement, Replicate, Shard, StrategyError, distribute_tensor, trace
+from dshard.comm import WORKSPACE, planning
+from dshard.demo.vit import build as build_demo
+from dshard.parallel import Auto, Cost, Memory, Moves, Plan, parallelize, plan_model
+from dshard.parallel.auto import foldings, mixture, uniform
+from dshard.parallel.factors import trace_factors
+from dshard.parallel.roles import roles_of
+from dshard.parallel.strategies import STRATEGIES
+from dshard.simulate.recording import record
+from dshard.testing import RankPool, simulated, whole
+
+# -- auto
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(Mesh((4,), ("x",)), marks=pytest.mark.thorough), Mesh((2, 2), ("a", "b"))]
+)
+def test_auto_is_never_worse_than_a_named_strategy(mesh: Mesh) -> None:
+    found = demo_plan("auto", mesh)
+    named = [demo_plan(name, folded) for folded in foldings(mesh) for name in STRATEGIES if _fits(name, folded)]
+
+    assert len(named) > 3
+    assert all(found.cost.seconds <= plan.cost.seconds for plan in named)
+
+
+def _fits(name: str, mesh: Mesh) -> bool:
+    return len(STRATEGIES[name]) <= mesh.ndim
+
+
+@pytest.mark.thorough
+def test_auto_respects_the_memory_of_a_rank() -> None:
+    mesh = Mesh((4,), ("x",))
+    free = demo_plan("auto", mesh)
+    limit = free.cost.memory.total - 1
+    bound = demo_plan(Auto(memory=limit), mesh)
+
+    assert bound.cost.memory.total <= limit
+    assert bound.cost.seconds >= free.cost.seconds
+    with pytest.raises(StrategyError, match=r"no plan on 4 ranks holds at most 1 KiB: .* needs the least"):
+        demo_plan(Auto(memory=1024), mesh)
+
+
+@pytest.mark.thorough
+def test_a_model_laid_out_by_auto_computes_the_same() -> None:
+    mesh, model = Mesh((4,), ("x",)), build_demo(0)
+    expected = model(images().float())
+    with simulated(mesh):
+        parallelize(model, mesh, "auto", images().float())
+        found = model(images().float())
+
+        torch.testing.assert_close(whole(found.detach()), expected.detach())
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
+def test_inputs_on_the_given_mesh_are_taken_though_the_plan_folds_it(placement: Placement) -> None:
+    """Six images on four ranks: the chunks of the mesh are not those of its folding."""
+    given, alone = Mesh((4,), ("x",)), build_demo(0, torch.float64)
+    plan, plain_images = demo_plan("optimus", Mesh((2, 2), ("x0", "x1"))), images().requires_grad_()
+    expected = alone(plain_images)
+    expected.square().sum().backward()
+    with simulated(given):
+        model = parallelize(build_demo(0, torch.float64), given, plan)
+        x = distribute_tensor(images(), given, [placement], src_data_rank=None).requires_grad_()
+        found = model(x)
+        found.square().sum().backward()
+
+        torch.testing.assert_close(whole(found.detach()), expected.detach())
+        torch.testing.assert_close(whole(x.grad), plain_images.grad)
+        assert x.grad.layout.mesh == given
+
+
+def test_a_mixture_follows_the_cheapest_path() -> None:
+    mesh = Mesh((2, 2), ("a", "b"))
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(Wide() for _ in range(3))), torch.empty(8, 6, 16)
+    roles = roles_of(trace_factors(model, (x,), {}))
+    plans = list(uniform(roles, mesh))
+    dear, cheap = plans[0], plans[1]
+
+    def priced(plan: Plan, seconds: Sequence[float]) -> Plan:
+        moves = [
+            Moves(block[-1], "forward", "all_reduce", "a", 1, 1, took)
+            for block, took in zip(roles.blocks, seconds, strict=True)
+        ]
+        return replace(plan, cost=Cost(tuple(moves), Memory(0, 0, 0, 0, 0)))
+
+    n = len(roles.blocks)
+    low_then_high, high_then_low = [1.0] * (n - 1) + [3.0], [3.0] * (n - 1) + [1.0]
+    mixed = mixture(roles, [priced(dear, high_then_low), priced(cheap, low_then_high)])
+
+    assert n > 1
+    assert mixed is not None
+    last = set(roles.blocks[-1])
+    assert mixed.parameters == {
+        name: (dear if name.rpartition(".")[0] in last else cheap).parameters[name] for name in mixed.parameters
+    }
+    assert mixture(roles, [priced(dear, [3.0] * n), priced(cheap, [1.0] * n)]) is None  # one is cheapest throughout
+
+
+# -- errors
+
+
+def test_an_unknown_strategy() -> None:
+    with pytest.raises(StrategyError, match="no strategy is called 'megatorn'; there are data, fsdp, megatron"):
+        demo_plan("megatorn", Mesh((4,), ("tp",)))
+
+
+def test_a_mesh_of_too_few_axes() -> None:
+    with pytest.raises(StrategyError, match=r"needs 2 mesh axes .* make one of the shape \(2, 2\)"):
+        demo_plan("optimus", Mesh((4,), ("tp",)))
+
+
+def test_more_ranks_than_heads() -> None:
+    with pytest.raises(StrategyError, match=r"has 4 heads in dim 0, split over 8 ranks .* use at most 4 ranks there"):
+        demo_plan("megatron", Mesh((8,), ("tp",)))
+
+
+def test_heads_that_do_not_divide_work() -> None:
+    mesh = Mesh((3,), ("tp",))
+    model = build_demo(0)
+    expected = model(images().float())
+    with simulated(mesh):
+        found = parallelize(model, mesh, "megatron", images().float())(images().float())
+
+        torch.testing.assert_close(whole(found.detach()), expected.detach())
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    with pytest.raises(LayoutError, match=r"the pattern '\*.qvk' matches no parameter of ViT"):
+        demo_plan({"*.qvk": [Shard(0)]}, Mesh((4,), ("tp",)))
+
+
+def test_a_model_that_must_be_traced_needs_an_example() -> None:
+    with pytest.raises(LayoutError, match="give an example batch after the plan"):
+        parallelize(build_demo(0), Mesh((4,), ("tp",)), "megatron")
+
+
+def test_a_forward_pass_that_looks_at_values() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) if x.sum().item() > 0 else x
+
+    with pytest.raises(LayoutError, match="Looks depends on the values of its tensors"):
+        plan_model(Looks(), Mesh((2,), ("tp",)), "data", torch.ones(2, 2))
+
+
+# -- what is sent
+
+
+def sent_on_ranks(strategy: str) -> Counter[tuple[str, str, int]]:
+    """The collectives of a step on this rank: their kinds, mesh axes and bytes."""
+    mesh, x = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), images().float()
+    model = parallelize(build_demo(0), mesh, strategy, x)
+
+    def step() -> None:
+        out = model(x)
+        torch.autograd.backward([out], [torch.ones_like(out)])
+        model.zero_grad()
+
+    step()
+    with trace() as sent:
+        step()
+    return totals((event.collective, event.axis, 1, event.nbytes) for event in sent.events)
+
+
+def totals(moves: Iterable[tuple[str, str, int, int]]) -> Counter[tuple[str, str, int]]:
+    found: Counter[tuple[str, str, int]] = Counter()
+    for collective, axis, count, nbytes in moves:
+        found[collective, axis, 0] += count
+        found[collective, axis, 1] += nbytes
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["data", "fsdp", "megatron", "megatron-sp", "optimus", "atp"])
+def test_planned_collectives_are_those_that_ranks_run(ranks: RankPool, strategy: str) -> None:
+    moves = demo_plan(strategy, Mesh((2, 2), ("a", "b"))).cost.moves
+
+    planned = totals((move.collective, move.axis, move.count, move.nbytes) for move in moves)
+
+    assert planned == ranks.run(sent_on_ranks, strategy)[0]
+
+
+# -- memory
+
+
+def held(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> dict[str, int]:
+    """What a rank holds of a model, of its optimiser, and after the forward pass."""
+    mesh = dshard.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = parallelize(build_demo(0), mesh, strategy, images().float())
+    optimiser, x = torch.optim.AdamW(model.parameters()), images().float()
+    for _ in range(2):
+        model(x).sum().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    kept: list[Tensor] = []
+    activations = record(lambda: kept.append(model(x)), warm=True).held
+    kept.pop().sum().backward()
+    moments = [t for state in optimiser.state.values() for t in state.values() if t.dim()]
+    return {
+        "parameters": sum(p._local.nbytes for p in model.parameters()),
+        "gradients": sum(p.grad._local.nbytes for p in model.parameters()),
+        "optimiser": sum(t._local.nbytes for t in moments),
+        "activations": activations,
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["data", "fsdp", "megatron", "megatron-sp", "optimus", "atp"])
+def test_planned_memory_is_counted_memory(ranks: RankPool, strategy: str) -> None:
+    planned = demo_plan(strategy, Mesh((2, 2), ("a", "b"))).cost.memory
+    found = ranks.run(held, strategy, (2, 2), ("a", "b"))[0]
+    activations = found.pop("activations")
+
+    assert found == {name: getattr(planned, name) for name in found}
+    # a rank has its part of the inputs in memory of its own, without data it is a view
+    assert planned.activations <= activations <= planned.activations + images().float().nbytes
+
+
+def peak_on_ranks(strategy: str) -> tuple[int, int]:
+    """The most bytes of what a step makes, and the bytes of buffers that stay between steps."""
+    WORKSPACE.clear()
+    mesh, x = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), images().float()
+    model = parallelize(build_demo(0), mesh, strategy, x)
+
+    def step() -> None:
+        out = model(x)
+        torch.autograd.backward([out], [torch.empty_like(out)])
+
+    for _ in range(2):
+        step()
+        model.zero_grad()
+    peak = record(step, warm=True).peak
+    return peak, sum(buffer.untyped_storage().nbytes() for free in WORKSPACE.free.values() for buffer in free)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["megatron", "megatron-sp", "optimus", "atp"])
+def test_planned_peak_is_counted_peak(ranks: RankPool, strategy: str) -> None:
+    planned = demo_plan(strategy, Mesh((2, 2), ("a", "b"))).cost.memory.peak
+    for peak, _ in ranks.run(peak_on_ranks, strategy)[::2]:  # the first and the third rank have two images each
+        assert peak == planned
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["data", "fsdp"])
+def test_planned_peak_is_counted_peak_but_for_a_message(ranks: RankPool, strategy: str) -> None:
+    """Where gradients are summed at the peak: torch sums in place, so in a copy, and gloo, which has no reduce_scatter,
+    is given memory for the terms of all ranks."""
+    planned = demo_plan(strategy, Mesh((2, 2), ("a", "b"))).cost.memory.peak
+    gradients = {p.nbytes for p in build_demo(0).parameters()}
+    for peak, buffers in ranks.run(peak_on_ranks, strategy)[::2]:
+        assert buffers == 0
+        assert peak - planned in gradients
+
+
+def test_a_plan_costs_the_same_whatever_was_planned_before() -> None:
+    """Ways that a program is remembered by do not change its price."""
+    mesh, x = Mesh((2, 2), ("a", "b")), torch.empty(8, 5, 16, device="meta")
+    first, _, again = (
+        plan_model(nn.Sequential(Gated(), Gated()).to("meta"), mesh, strategy, x).cost
+        for strategy in ("megatron-sp", "optimus", "megatron-sp")
+    )
+
+    assert again == first
+    assert first.work > 0
+
+
+@pytest.mark.parametrize("block", ["Wide", "Gated"])
+@pytest.mark.parametrize("strategy", ["data", "fsdp", "megatron", "megatron-sp", "optimus", "atp"])
+def test_planned_memory_is_what_a_step_without_data_holds(strategy: str, block: str) -> None:
+    mesh, kept, kind = Mesh((2, 2), ("a", "b")), [], {"Wide": Wide, "Gated": Gated}[block]
+    with torch.device("meta"):
+        model, x = nn.Sequential(kind(), kind()), torch.empty(8, 6, 16)
+        planned = plan_model(model, mesh, strategy, x).cost.memory
+        with planning():
+            parallelize(model, mesh, strategy, x)
+
+            def step() -> None:
+                out = model(x)
+                torch.autograd.backward([out], [torch.empty_like(out)])
+
+            def forward() -> None:
+                kept.append(model(x))
+
+            record(step, warm=True)
+            model.zero_grad()
+            stepped = record(step, warm=True)
+            model.zero_grad()
+            activations = record(forward, warm=True).held
+
+    assert activations == planned.activations
+    assert stepped.held == planned.gradients == planned.parameters
+    assert stepped.peak == planned.peak
+    assert planned.transient > 0
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_planned_memory_of_attention_has_no_scores(heads: int) -> None:
+    """Of queries, keys, values, the result and a sum for each query: linear in the tokens."""
+    tokens, batch, width = 64, 2, 16
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.kv = nn.Linear(width, width), nn.Linear(width, 2 * heads * 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, kv = (
+                self.q(x).unflatten(-1, (4, -1)).transpose(1, 2),
+                self.kv(x).unflatten(-1, (heads, -1)).transpose(1, 2),
+            )
+            return F.scaled_dot_product_attention(q, *kv.chunk(2, -1), is_causal=True, enable_gqa=True)
+
+    with torch.device("meta"):
+        memory = plan_model(Heads(), Mesh((1,), ("x",)), "data", torch.empty(batch, tokens, width)).cost.memory
+
+    given, q, kv = batch * tokens * width * 4, batch * tokens * width * 4, 2 * batch * tokens * heads * 4 * 4
+    assert memory.activations == given + q + kv + q + batch * 4 * tokens * 4
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Gated(nn.Module):
+    """Two products of one input, which is moved for both at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.up, self.down = nn.RMSNorm(16), *(nn.Linear(16, 64) for _ in "ab"), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(self.gate(h).relu() * self.up(h))

@@ -1,0 +1,187 @@
+"""What torch refuses, on real ranks: all raise the same kind of error, and none has sent or waits for anything."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import dshard
+from dshard import Layout, Partial, Replicate, Shard
+from dshard.comm import bind, peer_failure
+from dshard.testing import RankPool, count_traffic, distribute
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+PLACEMENTS = [Shard(0), Shard(1), Replicate(), Partial()]
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "sizes": lambda x: x + x[:3],
+    "inner sizes": lambda x: x @ x,
+    "bias": lambda x: F.linear(x, x, x[:, 0][:2]),
+    "dtypes": lambda x: x @ x.T.float(),
+    "dim": lambda x: x.softmax(2),
+    "reduced dim": lambda x: x.sum(-3),
+    "cat": lambda x: torch.cat([x, x.T]),
+    "cat of numbers": lambda x: torch.cat([x.sum(), x.sum()]),
+    "view": lambda x: x.view(4, 9),
+    "index": lambda x: x.index_select(0, torch.zeros(1)),
+    "select": lambda x: x.select(0, 5),
+    "transpose": lambda x: x.transpose(0, 3),
+    "expand": lambda x: x.expand(2, 3, 7),
+    "split": lambda x: x.split([2, 2], 0),
+    "normalised shape": lambda x: F.layer_norm(x, (4,)),
+    "in place": lambda x: x.add_(torch.ones(3, 5, 7)),
+    "top": lambda x: x.topk(8),
+    "chunks": lambda x: x.chunk(0),
+    "diagonal": lambda x: x.diagonal(0, 1, 1),
+}
+
+
+def outcome(call: Callable[[], Any]) -> tuple[type | None, int]:
+    """The kind of error, and the messages that this rank received before."""
+    with count_traffic() as traffic:
+        try:
+            call()
+        except Exception as error:
+            return type(error), traffic.messages
+    return None, traffic.messages
+
+
+def refusals() -> list[tuple[str, str, type | None, int]]:
+    """Each call in each layout, on this rank."""
+    mesh, found = bind(dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))), []
+    draw = Random(0)
+    for name, call in REFUSED.items():
+        for _ in range(4):
+            placements = tuple(draw.choice(PLACEMENTS) for _ in mesh.shape)
+            x = distribute(torch.ones(5, 7, dtype=torch.float64), Layout(mesh, placements))
+            found.append((name, str(x.layout), *outcome(lambda call=call, x=x: call(x))))
+    dist.barrier()  # all have come here, and none has left a collective for the next to fall into
+    return found
+
+
+@pytest.mark.ranks
+def test_bad_arguments_are_refused_on_all_ranks_alike_and_nothing_is_sent(ranks: RankPool) -> None:
+    first, *others = ranks.run(refusals)
+
+    assert all(other == first for other in others)
+    assert len(first) == 4 * len(REFUSED)
+    for name, layout, kind, messages in first:
+        torchs, _ = outcome(lambda name=name: REFUSED[name](torch.ones(5, 7, dtype=torch.float64)))
+        assert torchs is not None
+        assert kind is not None, (name, layout)
+        assert issubclass(kind, torchs), (name, layout, kind, torchs)
+        assert messages == 0, (name, layout)
+
+
+def refusals_of_torch() -> dict[str, list[tuple[type | None, int]]]:
+    """What torch's own list of refused arguments meets on this rank; runs on every rank.
+
+    Not what is refused for its values: a rank may hold none of the bad ones.
+    """
+    sys.path.insert(0, BENCHMARKS)
+    import coverage  # noqa: PLC0415  # slow to load, and wanted on ranks only here
+    import operator_cases as cases  # noqa: PLC0415
+
+    mesh, found = bind(dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))), {}
+    for op in cases.operators(""):
+        draw, seen = Random(cases.name_of(op)), []
+        for bad in cases.bad_inputs_of(op):
+            case = cases.Case.of(op.op, bad.sample_input)
+            if refused_kind(lambda case=case: case.called([x.clone() for x in case.tensors()])) is None:
+                continue
+            if coverage.by_value(case):
+                continue
+            tensors = [distribute(x, cases.layout_for(x, mesh, draw)) for x in case.tensors()]
+            seen.append(outcome(lambda case=case, tensors=tensors: case.called(tensors)))
+            dist.barrier()
+        found[cases.name_of(op)] = seen
+    return found
+
+
+def refused_kind(call: Callable[[], Any]) -> type | None:
+    try:
+        call()
+    except Exception as error:
+        return type(error)
+    return None
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_what_torch_lists_as_refused_is_refused_on_all_ranks_alike(ranks: RankPool) -> None:
+    first, *others = ranks.run(refusals_of_torch, timeout=1200)
+
+    assert all(other == first for other in others)
+    met = [kind for seen in first.values() for kind, _ in seen]
+    assert len(met) > 300
+    assert None not in met
+
+
+def left_waiting(alike: bool) -> tuple[str, str, list[float]]:
+    """What this rank meets where an index is out of range on the last rank, or on all, which is slow to go on."""
+    peer_failure.PATIENCE = timedelta(seconds=0.1)
+    mesh = dshard.init_device_mesh("cpu", (4,))
+    table = dshard.distribute_tensor(torch.arange(5.0), mesh, [Replicate()])
+    index = torch.tensor([0, 1, 2, 5] if not alike else [5, 5, 5, 5])
+    error: Exception | None = None
+    found: list[float] = []
+    try:
+        found = table.index_select(0, dshard.distribute_tensor(index, mesh, [Shard(0)])).full_tensor().tolist()
+    except IndexError as raised:
+        error = raised
+    if alike:
+        if dist.get_rank() == 3:
+            time.sleep(0.5)
+        found = dshard.distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]).full_tensor().tolist()
+    return type(error).__name__, str(error), found
+
+
+def left_waiting_between_hosts(exchange: bool) -> tuple[str, str, list[float]]:
+    """The same on four hosts, whose ranks send to each other in pairs: to gather, or to exchange."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    if not exchange:
+        return left_waiting(False)
+    peer_failure.PATIENCE = timedelta(seconds=0.1)
+    mesh = dshard.init_device_mesh("cpu", (4,))
+    x = dshard.distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [Shard(0)])
+    index = dshard.distribute_tensor(torch.tensor([[0, 1, 2, 3]] * 3 + [[5] * 4]), mesh, [Shard(0)])
+    try:
+        x.gather(1, index).redistribute(placements=[Shard(1)]).to_local()
+    except RuntimeError as raised:
+        return type(raised).__name__, str(raised), []
+    return "none", "", []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("call", "given", "kind"),
+    [
+        (left_waiting, False, "IndexError"),
+        pytest.param(left_waiting_between_hosts, False, "IndexError", marks=pytest.mark.thorough),
+        (left_waiting_between_hosts, True, "RuntimeError"),
+    ],
+)
+def test_an_index_out_of_range_on_one_rank_is_refused_on_all(call: Callable[..., Any], given: bool, kind: str) -> None:
+    with RankPool(4, timeout=60) as pool:
+        met = pool.run(call, given)
+    assert [found for found, _, _ in met] == [kind] * 4
+    assert all("(on rank 3, which this rank waited for)" in text for _, text, _ in met[:3])
+    assert "on rank" not in met[3][1]
+
+
+@pytest.mark.ranks
+def test_ranks_that_have_failed_alike_wait_for_a_slow_one(ranks: RankPool) -> None:
+    met = ranks.run(left_waiting, True)
+    assert [kind for kind, _, _ in met] == ["IndexError"] * len(met)
+    assert all(found == [*range(8)] for _, _, found in met)

@@ -1,0 +1,190 @@
+"""Views written to, and what views move."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from helpers.view_cases import Function, assert_same, rows
+
+from dshard import Layout, Mesh, Partial, Replicate, Shard
+from dshard.comm import Event, listen
+from dshard.layout import parse_layout
+from dshard.testing import distribute, simulated, whole
+from dshard.testing.choices import layouts_of
+
+Moves: TypeAlias = tuple[Function, tuple[int, ...], str, str]
+
+FREE: dict[str, Moves] = {
+    "view splits a dim": (lambda x: x.view(4, 2, 3), (8, 3), "x:S(0) y:S(1)", "x:S(0) y:S(2)"),
+    "view merges the major dim": (lambda x: x.view(32, 3), (8, 4, 3), "x:S(0) y:S(2)", "x:S(0) y:S(1)"),
+    "view merges both": (lambda x: x.view(4), (2, 2), "x:S(0) y:S(1)", "x:S(0) y:S(0)"),
+    "view splits for both": (lambda x: x.view(2, 2), (4,), "x:S(0) y:S(0)", "x:S(0) y:S(1)"),
+    "view regroups": (lambda x: x.view(4, 6), (6, 4), "x:S(0) y:R", "x:S(0) y:R"),
+    "heads": (lambda x: x.view(5, 3, 4, 2).transpose(1, 2), (5, 3, 8), "x:S(0) y:S(2)", "x:S(0) y:S(1)"),
+    "attention's batch": (lambda x: x.reshape(8, 5, 2), (2, 4, 5, 2), "x:S(0) y:S(1)", "x:S(0) y:S(0)"),
+    "pending": (lambda x: x.reshape(8, 5).t()[:, 2:5], (2, 4, 5), "x:P(sum) y:P(sum)", "x:P(sum) y:P(sum)"),
+    "permute": (lambda x: x.permute(2, 0, 1), (5, 3, 7), "x:S(0) y:S(2)", "x:S(1) y:S(0)"),
+    "squeeze": (lambda x: x.squeeze(), (2, 1, 3), "x:S(0) y:S(2)", "x:S(0) y:S(1)"),
+    "unsqueeze": (lambda x: x.unsqueeze(1), (5, 3), "x:S(0) y:S(1)", "x:S(0) y:S(2)"),
+    "expand": (lambda x: x.expand(4, 5, 3), (5, 1), "x:S(0) y:R", "x:S(1) y:R"),
+    "slice of another dim": (lambda x: x[:, 1:3], (5, 4), "x:S(0) y:S(0)", "x:S(0) y:S(0)"),
+    "split of another dim": (lambda x: x.split(2, 1)[1], (5, 4), "x:S(0) y:R", "x:S(0) y:R"),
+    "cat": (lambda x: torch.cat([x, x], 1), (5, 4), "x:S(0) y:P(sum)", "x:S(0) y:P(sum)"),
+    "tril": (lambda x: x.tril(1), (5, 4), "x:S(0) y:S(1)", "x:S(0) y:S(1)"),
+    "like": (torch.ones_like, (5, 4), "x:S(0) y:P(sum)", "x:S(0) y:R"),
+    "new of the same rows": (lambda x: x.new_zeros(5, 7), (5, 4), "x:S(0) y:P(sum)", "x:S(0) y:R"),
+    "new of another shape": (lambda x: x.new_ones(2, 3, 4), (5, 4), "x:S(0) y:S(1)", "x:R y:R"),
+}
+"""Operators that move nothing: layouts before and after."""
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_moves_nothing(name: str) -> None:
+    function, shape, before, after = FREE[name]
+    mesh = Mesh((2, 2), ("x", "y"))
+    value = rows(*shape)
+    with simulated(mesh), listen(never):
+        out = function(distribute(value, parse_layout(before, mesh)))
+        assert str(out.layout) == after
+        assert_same(out, function(value))
+
+
+def never(event: Event) -> None:
+    raise AssertionError(f"this should have moved nothing: {event}")
+
+
+IN_PLACE: dict[str, Function] = {
+    "view": lambda x: x.view(4, 2, 2).mul_(2),
+    "t_": lambda x: x.t_().add_(1),
+    "transpose_": lambda x: x.transpose_(0, 1),
+    "squeeze_": lambda x: x.unsqueeze_(1).squeeze_(1).unsqueeze_(0).squeeze_(),
+    "tril_": lambda x: x.tril_(-1),
+    "scatter_": lambda x: x.scatter_(1, (x > 0).long(), 3.0),
+    "index_fill_": lambda x: x.index_fill_(1, (x > 0).long()[0, :2], 3.0),
+    "mask": lambda x: x.__setitem__(x > 0, 5.0),
+    "mask of rows": lambda x: x.__setitem__(x[:, 0] > 0, 5.0),
+    "row": lambda x: x[:, 1:3].mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
+def test_in_place(name: str, placement: Replicate | Shard) -> None:
+    mesh = Mesh((3,), ("x",))
+    value, expected = rows(4, 4), rows(4, 4)
+    IN_PLACE[name](expected)
+    with simulated(mesh):
+        x = distribute(value, Layout(mesh, (placement,)))
+        IN_PLACE[name](x)
+        assert x.shape == expected.shape
+        assert x.stride() == expected.stride()
+        assert_same(x, expected)
+
+
+@pytest.mark.parametrize("layout", ["x:R", "x:S(0)", "x:P(sum)"])
+def test_strides_over_the_whole_tensor(layout: str) -> None:
+    mesh = Mesh((3,), ("x",))
+    value = rows(4, 3)
+    with simulated(mesh):
+        x = distribute(value, parse_layout(layout, mesh))
+        assert_same(x.as_strided((2, 6), (6, 1)), value.view(2, 6))
+        assert_same(x.as_strided((3, 2), (2, 3), 1), value.as_strided((3, 2), (2, 3), 1))
+        assert_same(x.t().as_strided((3, 4), (1, 3)), value.t())
+
+
+def test_complex_views() -> None:
+    mesh = Mesh((3,), ("x",))
+    value = torch.complex(rows(4, 3), rows(3, 4).t())
+    with simulated(mesh):
+        x = distribute(value, parse_layout("x:S(1)", mesh))
+        assert_same(x.conj(), value.conj().resolve_conj())
+        assert_same(x.conj().imag, value.conj().imag.resolve_neg())
+        assert_same(torch.view_as_real(x), torch.view_as_real(value))
+
+
+def _add_to_a_row(x: Any) -> Any:
+    x[1].add_(10)
+    return x.clone()
+
+
+def _read_a_row_after_its_base_was_written(x: Any) -> Any:
+    y = x[1]
+    x.mul_(2)
+    return y.clone()
+
+
+def _write_through_a_view_of_a_view(x: Any) -> Any:
+    y = x[1]
+    z = y[2:]
+    z.mul_(3)
+    x.add_(1)
+    y[0] = 5
+    return torch.cat([x.reshape(-1), y, z])
+
+
+def _write_both_ways(x: Any) -> Any:
+    y = x[1:3]
+    z = y[:, 0]
+    z.fill_(7)
+    x[2, 0] = 1
+    return torch.cat([x.reshape(-1), y.reshape(-1), z])
+
+
+def _write_one_view_and_read_another(x: Any) -> Any:
+    y = x[:, 1]
+    x[0] += 100
+    row = x[0]
+    row *= 2
+    return torch.cat([x.reshape(-1), y, row])
+
+
+def _write_pieces(x: Any) -> Any:
+    a, b = x.unbind(0)[:2]
+    a += b
+    x[3, 3] = 0
+    return torch.cat([x.reshape(-1), a, b])
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (3,)])
+@pytest.mark.parametrize(
+    "program",
+    [
+        _add_to_a_row,
+        _read_a_row_after_its_base_was_written,
+        _write_through_a_view_of_a_view,
+        _write_both_ways,
+        _write_one_view_and_read_another,
+        _write_pieces,
+    ],
+)
+def test_views_and_their_base_are_one_tensor(program: Function, shape: tuple[int, ...]) -> None:
+    x = rows(4, 5)
+    for layout in layouts_of(x, Mesh(shape)):
+        with simulated(Mesh(shape)):
+            found = whole(program(distribute(x, layout)))
+
+        assert torch.allclose(found, program(x.clone())), layout
+
+
+def test_a_view_taken_before_its_base_changes_its_shape_in_place() -> None:
+    mesh = Mesh((2, 2), ("x", "y"))
+    with simulated(mesh):
+        x = distribute(torch.arange(8.0).view(1, 8), Layout(mesh, (Shard(1), Partial())))
+        part = x[:, :3]
+        x.squeeze_(0)
+
+        assert whole(x).equal(torch.arange(8.0))
+        assert whole(part).equal(torch.arange(3.0).view(1, 3))
+
+
+@pytest.mark.parametrize("layout", ["x:R y:P(sum)", "x:P(sum) y:P(sum)", "x:S(0) y:P(sum)", "x:S(1) y:S(0)"])
+def test_a_number_copied_into_a_tensor_is_its_value(layout: str) -> None:
+    """Not that of each rank's term: a sum of terms would count it once for each rank."""
+    mesh = Mesh((2, 2), ("x", "y"))
+    with simulated(mesh):
+        x = distribute(rows(5, 3), parse_layout(layout, mesh))
+        x.copy_(2)
+        assert str(x.layout) == layout
+        assert_same(x, torch.full((5, 3), 2.0, dtype=torch.float64))
