@@ -4,11 +4,11 @@
 
 The ranks are calibrated, all of them at once: collectives along every axis of the meshes, products, copies and what
 the host takes for a distributed operator. On that topology `dshard.simulate.setup_search`, which is
-`dshard plan model`, finds the fastest plans of a small transformer; of those that `parallelize` runs, the fastest and a
-few of other kinds then train on the same ranks. Three predictions: the closed form by which the plan was found, the program recorded
-without data, and rehearsed: its local work on as many ranks without a network, and what it sends as calibrated. Steps
-of all plans are interleaved, and a step takes as long as its slowest rank. Into the first two nothing measured enters
-but the calibration, which runs another program.
+`dshard plan model`, finds the fastest plans of a small transformer; of those that `parallelize` runs, the fastest and
+a few of other kinds then train on the same ranks. Three predictions: the closed form by which the plan was found, the
+program recorded without data, and rehearsed: its local work on as many ranks without a network, and what it sends as
+calibrated. Steps of all plans are interleaved, and a step takes as long as its slowest rank. Into the first two nothing
+measured enters but the calibration, which runs another program.
 """
 
 from __future__ import annotations
