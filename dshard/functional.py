@@ -46,7 +46,7 @@ def matmul(
         raise _refused(input, other)
     ndim = len(torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])) + (input.ndim > 1) + (other.ndim > 1)
     asked = _asked((input, other), ndim, strategy, out_placements, saved, panels)
-    return functions.matmul(DTensor, torch.matmul, (input, other), {}, asked)  # type: ignore[no-any-return]
+    return functions.matmul(torch.matmul, (input, other), {}, asked)  # type: ignore[no-any-return]
 
 
 @traceable
@@ -71,7 +71,7 @@ def linear(
     if bias is not None:
         check_type(bias, Tensor, "bias", "give a DTensor, or None")
     asked = _asked((input, weight), input.ndim - 2 + weight.ndim, strategy, out_placements, saved, panels)
-    return functions.linear(DTensor, F.linear, (input, weight, bias), {}, asked)  # type: ignore[no-any-return]
+    return functions.linear(F.linear, (input, weight, bias), {}, asked)  # type: ignore[no-any-return]
 
 
 def _refused(*tensors: Any) -> DShardError:

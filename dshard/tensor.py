@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from warnings import warn
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from dshard import comm
-from dshard.autograd.crossing import FromLocal, LocalGraph, ToLocal, gradient_in_layout, in_layout, redistribute
-from dshard.comm import AsyncLocal, DeviceMesh, LazyLocal, stored_chunks, traced
+from dshard.autograd.crossing import FromLocal, ToLocal, gradient_in_layout, in_layout, redistribute
+from dshard.comm import DeviceMesh, stored_chunks, traced
 from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes
 from dshard.core.call_log import CALL_LOG
@@ -22,7 +22,7 @@ from dshard.core.observe import OBSERVERS, observed
 from dshard.core.plain_tensors import PLAIN_RESULTS, may_hold_plain, refuse_plain, wrap_or_refuse_plain
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.transforms import is_differentiating_forward, is_transforming, is_wrapped, refuse_wrapped, with_tangent
-from dshard.core.view_sync import CopiedView
+from dshard.core.wrapper import Wrapper, wrap, wrap_later
 from dshard.dispatch import fast_path
 from dshard.dispatch.composite_table import COMPOSITES
 from dshard.dispatch.operator import dispatch
@@ -35,23 +35,13 @@ from dshard.ops.matmul.decision import is_leaf
 from dshard.placements import Partial, Placement
 from dshard.validate import article, as_shape, shown
 
-_make = torch.Tensor._make_wrapper_subclass  # given by position: names take it longer
 
-
-class DTensor(torch.Tensor):
+class DTensor(Wrapper):
     """A tensor of which each rank of a mesh holds a part, declared by a placement for each mesh axis.
 
     It behaves like the whole tensor: `shape`, operators, gradients and comparisons mean what they mean on one device.
     Made by `distribute_tensor`, `DTensor.from_local` or a factory such as `dshard.zeros`.
     """
-
-    _local: Tensor = LazyLocal()  # type: ignore[assignment]
-    _spec: Spec
-    _pending_local: Callable[[], Tensor]
-    _view_sync: CopiedView | None = None
-    _leaf: bool | None = None
-    _local_graph: LocalGraph | None = None
-    _gradient_layout: list[Layout] | None = None
 
     @staticmethod
     def __new__(cls, *parts: Any) -> DTensor:
@@ -64,17 +54,7 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def _wrap(cls, local: Tensor, spec: Spec, storage_offset: int | None = None) -> DTensor:
-        out: DTensor = _make(cls, spec.shape, spec.stride, storage_offset, None, spec.dtype, torch.strided, spec.device)
-        out._local = local
-        out._spec = spec
-        return out
-
-    @classmethod
-    def _wrap_later(cls, coming: AsyncLocal, spec: Spec) -> DTensor:
-        """The same with a local part that is still to come: `_local` is missing, and who asks for it waits."""
-        out: DTensor = _make(cls, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, spec.device)
-        out._pending_local = coming
-        out._spec = spec
+        out: DTensor = wrap(local, spec, storage_offset)
         return out
 
     # -- what it is
@@ -132,7 +112,7 @@ class DTensor(torch.Tensor):
         if is_differentiating_forward():
             held = self._spec.layout
             dual: Tensor | None = with_tangent(
-                self, lambda x: in_layout(DTensor, x, held).to_local(grad_placements=grad_placements)
+                self, lambda x: in_layout(x, held).to_local(grad_placements=grad_placements)
             )
             if dual is not None:
                 return dual
@@ -187,17 +167,17 @@ class DTensor(torch.Tensor):
         if func == _SET_GRAD and args[0]._local_graph is None:  # once for each parameter and step
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args)
-        return fast_path.call(DTensor, func, args, kwargs or {}, _through)
+        return fast_path.call(func, args, kwargs or {}, _through)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is _DETACH and not (CALL_LOG or OBSERVERS):
             x = args[0]
             if "_pending_local" in x.__dict__:  # what is accumulated may be on its way, too
-                return DTensor._wrap_later(x._pending_local, x._spec)
+                return wrap_later(x._pending_local, x._spec)
             if type(x._local) is Tensor and x._view_sync is None:
                 return DTensor._wrap(x._local, x._spec)  # not a view of it, which would count its writes alone
-        return dispatch(DTensor, func, args, kwargs or {})
+        return dispatch(func, args, kwargs or {})
 
     # -- what torch.compile asks of it
 
@@ -276,26 +256,26 @@ class DTensor(torch.Tensor):
         return _unpickle, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
 
-def _through(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of torch's: what is caught whole, or as torch breaks it up into operators."""
     if is_transforming():
-        return _transformed(cls, func, args, kwargs)
+        return _transformed(func, args, kwargs)
     if may_hold_plain(args) or (kwargs and may_hold_plain(kwargs.values())):
-        args, kwargs = wrap_or_refuse_plain(cls, func, args, kwargs)
+        args, kwargs = wrap_or_refuse_plain(func, args, kwargs)
     joint = COMPOSITES.get(func)
     if joint is not None:
-        return joint(cls, func, args, kwargs)
+        return joint(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         out = func(*args, **kwargs)
-    return wrapped(cls, out, (args, kwargs)) if type(out) in PLAIN_RESULTS else out
+    return wrapped(out, (args, kwargs)) if type(out) in PLAIN_RESULTS else out
 
 
-def _transformed(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _transformed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function within one that torch.func transforms, which takes it apart into operators."""
     if func in COMPOSITES and func in _BACKWARD:
-        return COMPOSITES[func](cls, func, args, kwargs)
+        return COMPOSITES[func](func, args, kwargs)
     if not any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in leaves((args, kwargs))):
-        refuse_plain(cls, func, args, kwargs)
+        refuse_plain(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -304,7 +284,7 @@ _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.
 _DETACH = torch.ops.aten.detach.default
 _GRAD: Any = torch.Tensor.grad
 _SET_GRAD = _GRAD.__set__
-support(DTensor)
+support()
 skip_frames(DTensor)
 
 
@@ -318,7 +298,7 @@ def keep_gradient_layout(x: DTensor) -> None:
         (layout,) = held
         if grad is None or (type(grad) is DTensor and grad._spec.layout is layout):
             return None
-        found: DTensor = gradient_in_layout(DTensor, grad, layout)
+        found: DTensor = gradient_in_layout(grad, layout)
         return found
 
     with torch._C.DisableTorchFunctionSubclass():
@@ -403,7 +383,7 @@ def _from_local(
         local = comm.same_replicas(local, layout)
     if not (torch.is_grad_enabled() and local.requires_grad):
         return DTensor._wrap(local.detach(), spec)
-    out: DTensor = FromLocal.apply(local, DTensor, spec, back)  # type: ignore[no-untyped-call]
+    out: DTensor = FromLocal.apply(local, spec, back)  # type: ignore[no-untyped-call]
     return out
 
 

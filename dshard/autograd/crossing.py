@@ -20,6 +20,7 @@ from dshard.core.moves import LocalRedistribution, local_redistribution
 from dshard.core.observe import OBSERVERS, Decision, observed
 from dshard.core.spec import Spec, spec_of
 from dshard.core.transforms import is_batched, refuse_batched, with_tangent
+from dshard.core.wrapper import Wrapper, wrap, wrap_later
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, interned, replicated
 from dshard.mesh import Mesh
@@ -34,7 +35,7 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, grad_spec: Spec) -> Tensor:
         local: Tensor = x._local
-        ctx.cls, ctx.spec, ctx.layout = type(x), grad_spec, x._spec.layout
+        ctx.spec, ctx.layout = grad_spec, x._spec.layout
         ctx.stride = local.stride() if not grad_spec.pending and x.is_leaf else None
         return local.detach()
 
@@ -45,29 +46,29 @@ class ToLocal(torch.autograd.Function):
         if grad._is_zerotensor():  # torch's zeros without memory, which nobody can send
             grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
         if torch.is_grad_enabled():
-            return FromLocal.apply(grad, ctx.cls, ctx.spec, ctx.layout), None  # type: ignore[no-untyped-call]
+            return FromLocal.apply(grad, ctx.spec, ctx.layout), None  # type: ignore[no-untyped-call]
         stride = ctx.stride
         if stride is not None and type(grad) is Tensor and (_tensor_references(grad) > 1 or grad.stride() != stride):
             grad = grad.clone(memory_format=torch.contiguous_format)  # it will be the leaf's own, to be written
         elif stride is None and type(grad) is Tensor and 0 in grad.stride():
             grad = grad.contiguous()  # a leaf may take it for its own through views, and write to it
-        return ctx.cls._wrap(grad, ctx.spec), None
+        return wrap(grad, ctx.spec), None
 
 
 class FromLocal(torch.autograd.Function):
     """Local -> distributed; backward: the distributed gradient -> local, laid out as said."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, cls: Any, spec: Spec, grad_layout: Layout) -> Any:
-        ctx.cls, ctx.spec, ctx.grad_layout = cls, spec, grad_layout
-        return cls._wrap(local.detach(), spec)
+    def forward(ctx: Any, local: Tensor, spec: Spec, grad_layout: Layout) -> Any:
+        ctx.spec, ctx.grad_layout = spec, grad_layout
+        return wrap(local.detach(), spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None, None]:
-        laid = redistribute(as_distributed(ctx.cls, grad, ctx.grad_layout), ctx.grad_layout)
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None]:
+        laid = redistribute(as_distributed(grad, ctx.grad_layout), ctx.grad_layout)
         if not torch.is_grad_enabled():
-            return laid._local, None, None, None
-        return ToLocal.apply(laid, ctx.spec), None, None, None  # type: ignore[no-untyped-call]
+            return laid._local, None, None
+        return ToLocal.apply(laid, ctx.spec), None, None  # type: ignore[no-untyped-call]
 
 
 class LocalGraph:
@@ -128,11 +129,11 @@ def local_graph_of(x: Any) -> LocalGraph | None:
     return found if found is not None and found.made and found.version == x._version else None
 
 
-def wrap_tracked(cls: Any, local: Tensor, spec: Spec, cotangent: Layout) -> Any:
+def wrap_tracked(local: Tensor, spec: Spec, cotangent: Layout) -> Any:
     """The distributed tensor of spec `spec` whose local part was recorded, or was not."""
     if not local.requires_grad:
-        return cls._wrap(local, spec)
-    out = from_local(local, cls, spec, cotangent)
+        return wrap(local, spec)
+    out = from_local(local, spec, cotangent)
     out._local_graph = LocalGraph(0, local)
     return out
 
@@ -175,13 +176,13 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout, op: str | None, later: bool) -> Any:
-        ctx.cls, ctx.move, ctx.later = type(x), local_redistribution(x._spec, layout), later
+        ctx.move, ctx.later = local_redistribution(x._spec, layout), later
         return _redistributed(x, ctx.move, op, later)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, None, None, None]:
         move: LocalRedistribution = ctx.move
-        grad = as_distributed(ctx.cls, grad, move.back)
+        grad = as_distributed(grad, move.back)
         target = move.targets.get(grad._spec)
         if target is None:
             target = move.targets[grad._spec] = interned(keep_partial_sums(grad._spec.layout, move.back))
@@ -197,16 +198,16 @@ class Reshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout) -> Any:
-        ctx.cls, ctx.back, ctx.there = type(x), x._spec.layout.cotangent(), layout.cotangent()
-        return type(x)._wrap(_reshard_local(x._local, x._spec, layout), x._spec.with_layout(layout))
+        ctx.back, ctx.there = x._spec.layout.cotangent(), layout.cotangent()
+        return wrap(_reshard_local(x._local, x._spec, layout), x._spec.with_layout(layout))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
         if torch.is_grad_enabled():
             _refuse_second_order(ctx.back, ctx.there)
-        grad = as_distributed(ctx.cls, grad, ctx.there)
+        grad = as_distributed(grad, ctx.there)
         if _is_outside(ctx.there.mesh):
-            grad = ctx.cls._wrap(grad._local.new_empty(0), grad._spec.with_layout(ctx.there))
+            grad = wrap(grad._local.new_empty(0), grad._spec.with_layout(ctx.there))
         back = redistribute(redistribute(grad, ctx.there), ctx.back)
         return None if _is_outside(ctx.back.mesh) else back, None
 
@@ -245,12 +246,12 @@ def _reshard_local(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
     return local.new_empty(0, dtype=spec.dtype) if out is None else out
 
 
-def as_distributed(cls: Any, grad: Any, layout: Layout) -> Any:
+def as_distributed(grad: Any, layout: Layout) -> Any:
     """A gradient; where autograd made it plain, of zeros, the whole one on every rank."""
-    if isinstance(grad, cls):
+    if isinstance(grad, Wrapper):
         return grad
     whole = replicated(layout.mesh)
-    return cls._wrap(grad, spec_of(whole, tuple(grad.shape), grad.stride(), grad.dtype, grad.device))
+    return wrap(grad, spec_of(whole, tuple(grad.shape), grad.stride(), grad.dtype, grad.device))
 
 
 def _is_sole_owner(grad: Tensor) -> bool:
@@ -269,9 +270,9 @@ def _redistributed(x: Any, move: LocalRedistribution, op: str | None, later: boo
         start, given = move.later, (x._local, own)
         coming = observed(_decision(move, op), start, given) if OBSERVERS else start(*given)
         if coming is not None:
-            return type(x)._wrap_later(coming, move.spec)
+            return wrap_later(coming, move.spec)
     local = observed(_decision(move, op), move, (x._local,)) if OBSERVERS else move(x._local)
-    return type(x)._wrap(local, move.spec)
+    return wrap(local, move.spec)
 
 
 def _decision(move: LocalRedistribution, op: str | None) -> Decision:
@@ -289,7 +290,7 @@ def redistribute(x: Any, layout: Layout, op: str | None = None, *, later: bool =
         return x
     if held.mesh is not layout.mesh and held.mesh != layout.mesh:
         return Reshard.apply(x, layout)  # type: ignore[no-untyped-call]
-    dual = with_tangent(x, lambda y: in_layout(type(x), y, layout, op, later=later))
+    dual = with_tangent(x, lambda y: in_layout(y, layout, op, later=later))
     if dual is not None:
         return dual
     with torch._C.DisableTorchFunctionSubclass():
@@ -298,18 +299,18 @@ def redistribute(x: Any, layout: Layout, op: str | None = None, *, later: bool =
                 move = local_redistribution(x._spec, layout)
                 if not move.gathers:
                     local = _redistribute_local(x._local_graph.at_home(), move, move.of_gradient(), op)
-                    return wrap_tracked(type(x), local, move.spec, move.grad)
+                    return wrap_tracked(local, move.spec, move.grad)
             return Redistribute.apply(x, layout, op, later)  # type: ignore[no-untyped-call]
         return _redistributed(x, local_redistribution(x._spec, layout), op, later)
 
 
-def in_layout(cls: Any, x: Any, layout: Layout, op: str | None = None, *, later: bool = False) -> Any:
+def in_layout(x: Any, layout: Layout, op: str | None = None, *, later: bool = False) -> Any:
     """A tensor or a tangent in another layout; `distributed` where torch made it plain.
 
     Raises:
         LayoutError: a partial maximum, minimum or product, which is not linear.
     """
-    x = as_distributed(cls, x, layout)
+    x = as_distributed(x, layout)
     for placement in (*x._spec.layout.placements, *layout.placements):
         if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
             raise LayoutError(
@@ -319,12 +320,12 @@ def in_layout(cls: Any, x: Any, layout: Layout, op: str | None = None, *, later:
     return redistribute(x, layout, op, later=later)
 
 
-def gradient_in_layout(cls: Any, grad: Any, layout: Layout) -> Any:
+def gradient_in_layout(grad: Any, layout: Layout) -> Any:
     """A gradient of a leaf, in its layout. One collective that this takes runs beside the rest of the backward pass.
 
     Of several the first would hold its buffers until the end.
     """
-    grad = as_distributed(cls, grad, layout)
+    grad = as_distributed(grad, layout)
     spec: Spec = grad._spec
     if spec.layout is layout:
         return grad

@@ -17,15 +17,16 @@ from dshard.autograd.crossing import FromLocal, LocalGraph, ToLocal, as_distribu
 from dshard.core.torch_function import call_torch
 from dshard.core.transforms import refuse_batched
 from dshard.core.view_sync import shown_of
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import MixedError, ShapeError
 from dshard.layout import interned
 
-Handler = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _local_graph_in_use(cls: Any, x: Any) -> LocalGraph | None:
+def _local_graph_in_use(x: Any) -> LocalGraph | None:
     """What was recorded of `x` on local tensors and taken up since; from now on nothing is, where none was."""
-    found = local_graph_of(x) if isinstance(x, cls) else None
+    found = local_graph_of(x) if isinstance(x, Wrapper) else None
     if found is None or found.used:
         return found
     x._local_graph = None
@@ -37,16 +38,16 @@ def _may_have_both(x: Any) -> bool:
     return bool(x._is_view())
 
 
-def _distributed(cls: Any, x: Any, grad: Tensor) -> Any:
+def _distributed(x: Any, grad: Tensor) -> Any:
     """A local gradient of `x`, distributed."""
     spec = x._spec.with_layout(x._spec.layout.cotangent())
-    return FromLocal.apply(grad, cls, spec, x._spec.layout) if torch.is_grad_enabled() else cls._wrap(grad, spec)  # type: ignore[no-untyped-call]
+    return FromLocal.apply(grad, spec, x._spec.layout) if torch.is_grad_enabled() else wrap(grad, spec)  # type: ignore[no-untyped-call]
 
 
-def register_hook(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Tensor.register_hook`: the hook is shown a distributed gradient."""
     x, hook = (*args, *kwargs.values())
-    found = _local_graph_in_use(cls, x)
+    found = _local_graph_in_use(x)
     if found is None:
         return call_torch(func, args, kwargs)
     of = x._spec
@@ -54,11 +55,11 @@ def register_hook(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
     def shown(grad: Tensor) -> Tensor | None:
         recorded = torch.is_grad_enabled()
-        given = FromLocal.apply(grad, cls, spec, of.layout) if recorded else cls._wrap(grad, spec)  # type: ignore[no-untyped-call]
+        given = FromLocal.apply(grad, spec, of.layout) if recorded else wrap(grad, spec)  # type: ignore[no-untyped-call]
         out = hook(given)
         if out is None:
             return None
-        out = redistribute(as_distributed(cls, out, spec.layout), spec.layout)
+        out = redistribute(as_distributed(out, spec.layout), spec.layout)
         return ToLocal.apply(out, of) if recorded else out._local  # type: ignore[no-any-return, no-untyped-call]
 
     if _may_have_both(x):
@@ -66,9 +67,9 @@ def register_hook(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return found.at_home().register_hook(shown)
 
 
-def retain_grad(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def retain_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Tensor.retain_grad`."""
-    found = _local_graph_in_use(cls, args[0])
+    found = _local_graph_in_use(args[0])
     if found is None:
         return call_torch(func, args, kwargs)
     if _may_have_both(args[0]):
@@ -86,12 +87,12 @@ def _keeps(home: Tensor) -> bool:
     return home.retains_grad or getattr(home, "_asked", False)
 
 
-def retains_grad(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def retains_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Tensor.retains_grad`."""
     return _keeps_gradient(args[0]) is not None or call_torch(func, args, kwargs)
 
 
-def get_grad(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def get_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Tensor.grad`."""
     x = args[0]
     found = _keeps_gradient(x)
@@ -101,11 +102,11 @@ def get_grad(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     local, own = found.home.grad, call_torch(func, args, kwargs) if _may_have_both(x) else None
     if local is None:
         return own
-    grad = _distributed(cls, x, local)
+    grad = _distributed(x, local)
     return grad if own is None else own + grad
 
 
-def set_grad(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x.grad = ...`, `del x.grad`."""
     found = _keeps_gradient(args[0])
     if found is not None and found.home is not None:
@@ -113,14 +114,14 @@ def set_grad(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return call_torch(func, args, kwargs)
 
 
-def set_data(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x.data = value`: from now on `x` has the layout and the local tensor of `value`, as autograd does not see.
 
     Raises:
         MixedError: `value` is a plain tensor.
     """
     x, value = args
-    if not isinstance(value, cls):
+    if not isinstance(value, Wrapper):
         raise MixedError(
             f"x.data = a plain torch.Tensor of shape {tuple(value.shape)}, of a distributed x: wrap it with "
             "distribute_tensor(value, x.device_mesh, x.placements), or DTensor.from_local if each rank has a part"
@@ -132,7 +133,7 @@ def set_data(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         x._gradient_layout[:] = [interned(x._spec.layout.cotangent())]
 
 
-def grad_fn(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def grad_fn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Tensor.grad_fn`: the node by which every gradient comes."""
     found = local_graph_of(args[0])
     if found is None or _may_have_both(args[0]):
@@ -140,14 +141,14 @@ def grad_fn(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return found.at_home().grad_fn
 
 
-def detach_(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Tensor.detach_`: what was recorded of it counts no more."""
     out = call_torch(func, args, kwargs)
     args[0]._local_graph = None
     return out
 
 
-def data(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Tensor.data`: the same memory, whose writes are not counted."""
     out = call_torch(func, args, kwargs)
     if type(out._local) is Tensor:
@@ -157,28 +158,28 @@ def data(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return out
 
 
-def gradient_sources(cls: Any, inputs: Sequence[Any]) -> list[list[Any]]:
+def gradient_sources(inputs: Sequence[Any]) -> list[list[Any]]:
     """For each tensor by whose gradient is asked, those by which it comes."""
     found = []
     for x in inputs:
-        used = _local_graph_in_use(cls, x)
+        used = _local_graph_in_use(x)
         home = [] if used is None else [used.at_home()]
         found.append([x, *home] if not home or _may_have_both(x) else home)
     return found
 
 
-def gradients(cls: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def gradients(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.autograd.grad`, by `run`."""
     given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
     for grad in _listed(given.get("grad_outputs")):
         refuse_batched(grad, "torch.autograd.grad")
     if given.get("is_grads_batched") and not isinstance(given.get("inputs"), dict):
-        return _one_by_one(cls, run, given)
+        return _one_by_one(run, given)
     if len(args) > 4 or isinstance(given.get("inputs"), dict | None):
         return run(*args, **kwargs)
     inputs = given["inputs"]
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    sources = gradient_sources(cls, inputs)
+    sources = gradient_sources(inputs)
     if all(len(source) == 1 and source[0] is x for source, x in zip(sources, inputs, strict=True)):
         return run(*args, **kwargs)
     given["inputs"] = [t for source in sources for t in source]
@@ -187,9 +188,7 @@ def gradients(cls: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         given["allow_unused"] = True
     found, out = iter(run(**given)), []
     for x, source in zip(inputs, sources, strict=True):
-        parts = [
-            grad if t is x or grad is None else _distributed(cls, x, grad) for t in source for grad in [next(found)]
-        ]
+        parts = [grad if t is x or grad is None else _distributed(x, grad) for t in source for grad in [next(found)]]
         present = [grad for grad in parts if grad is not None]
         if not present and not (unused or given.get("materialize_grads")):
             raise RuntimeError(
@@ -204,7 +203,7 @@ def _listed(given: Any) -> Sequence[Any]:
     return given if isinstance(given, list | tuple) else [given]
 
 
-def _one_by_one(cls: Any, run: Callable[..., Any], given: dict[str, Any]) -> Any:
+def _one_by_one(run: Callable[..., Any], given: dict[str, Any]) -> Any:
     """The gradients for each of several gradients of the outputs, stacked: backward passes take one at a time.
 
     Raises:
@@ -218,7 +217,7 @@ def _one_by_one(cls: Any, run: Callable[..., Any], given: dict[str, Any]) -> Any
     for i in range(n):
         now = [None if grad is None else grad[i] for grad in grads]
         kept = {"retain_graph": True} if i < n - 1 else last
-        found.append(gradients(cls, run, (), {**given, **kept, "grad_outputs": now, "is_grads_batched": False}))
+        found.append(gradients(run, (), {**given, **kept, "grad_outputs": now, "is_grads_batched": False}))
     return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*found, strict=True))
 
 
@@ -235,15 +234,15 @@ _ARGUMENTS = (
 )
 
 
-def accumulating(cls: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def accumulating(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`backward`, by `run`, which may be asked for the gradients of some tensors alone."""
     inputs = kwargs.get("inputs")
     if inputs is None:
         return run(*args, **kwargs)
     inputs = inputs.values() if isinstance(inputs, dict) else inputs
-    sources = gradient_sources(cls, [inputs] if isinstance(inputs, Tensor) else list(inputs))
+    sources = gradient_sources([inputs] if isinstance(inputs, Tensor) else list(inputs))
     for source in sources:
-        if not isinstance(source[-1], cls):
+        if not isinstance(source[-1], Wrapper):
             source[-1]._asked = True
     return run(*args, **{**kwargs, "inputs": [t for source in sources for t in source]})
 
@@ -251,10 +250,11 @@ def accumulating(cls: Any, run: Callable[..., Any], args: tuple[Any, ...], kwarg
 def _without_torch_function(door: Handler) -> Handler:
     """The door closed behind who came in by it, and open to nobody of whom nothing is remembered."""
 
-    def closed(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def closed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cls = Wrapper.public
         with torch._C.DisableTorchFunctionSubclass():
             x = args[0]
-            return func(*args, **kwargs) if type(x) is cls and x._local_graph is None else door(cls, func, args, kwargs)
+            return func(*args, **kwargs) if type(x) is cls and x._local_graph is None else door(func, args, kwargs)
 
     return closed
 

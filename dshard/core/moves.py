@@ -26,6 +26,7 @@ from dshard.core.call import LocalOp
 from dshard.core.context import planning_context
 from dshard.core.observe import OBSERVERS, Decision, observed, planned_collective
 from dshard.core.spec import Spec
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import MeshError
 from dshard.layout import Layout, interned
 from dshard.mesh import Coordinate, Mesh
@@ -142,12 +143,12 @@ def redistributed(x: Any, layout: Layout, op: str) -> Any:
     spec: Spec = x._spec
     if spec.layout == layout:
         return x
-    return type(x)._wrap(redistribute_local(x._local, spec, layout, op), spec.with_layout(layout))
+    return wrap(redistribute_local(x._local, spec, layout, op), spec.with_layout(layout))
 
 
 def with_partials_reduced(x: Any, op: str) -> Any:
     """`x` with nothing pending: what is used more than once is completed once. Plain tensors are as they are."""
-    return redistributed(x, completed_layout(x._spec.layout), op) if hasattr(x, "_spec") else x
+    return redistributed(x, completed_layout(x._spec.layout), op) if isinstance(x, Wrapper) else x
 
 
 def write_local(target: Tensor, value: Tensor) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dshard.core.context import planning_context
 from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.wrapper import Wrapper
 from dshard.errors import MeshError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
@@ -15,13 +16,13 @@ from dshard.redistribute import Plan, plan
 from dshard.rules.expand import Operand
 
 
-def common_mesh(cls: Any, func: object, tensors: list[Tensor]) -> Mesh:
+def common_mesh(func: object, tensors: list[Tensor]) -> Mesh:
     """The mesh of all distributed tensors among `tensors`.
 
     Raises:
         MeshError: they lie on different meshes.
     """
-    meshes = {t._spec.layout.mesh for t in tensors if isinstance(t, cls)}
+    meshes = {t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)}
     if len(meshes) > 1:
         listed = " and ".join(f"({mesh}) of ranks {mesh.ranks}" for mesh in meshes)
         raise MeshError(
@@ -32,10 +33,10 @@ def common_mesh(cls: Any, func: object, tensors: list[Tensor]) -> Mesh:
     return mesh
 
 
-def spec_like(cls: Any, t: Any, mesh: Mesh) -> Spec:
+def spec_like(t: Any, mesh: Mesh) -> Spec:
     """The spec of an operand; a plain tensor, which a composite operator made alike on all ranks, is replicated."""
-    if isinstance(t, cls):
-        return t._spec  # type: ignore[no-any-return]
+    if isinstance(t, Wrapper):
+        return t._spec
     return spec_of(replicated(mesh), tuple(t.shape), contiguous_stride(tuple(t.shape)), t.dtype, t.device)
 
 

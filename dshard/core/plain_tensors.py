@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from dshard.comm import LocalTensor
 from dshard.core.moves import leaves, on_all_ranks, replace_leaves
 from dshard.core.spec import contiguous_stride, spec_of
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import MixedError
 from dshard.layout import replicated
 
@@ -74,7 +75,7 @@ def assume_replicated() -> Iterator[None]:
 
 
 def wrap_or_refuse_plain(
-    cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, plain tensors among them replicated where they are known to be `alike`, and else refused.
 
@@ -82,28 +83,28 @@ def wrap_or_refuse_plain(
         MixedError: a plain tensor with dims is among the arguments.
     """
     if not _ASSUMED_REPLICATED.depth:
-        refuse_plain(cls, func, args, kwargs)
+        refuse_plain(func, args, kwargs)
         return args, kwargs
     found = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
-    meshes = [t._spec.layout.mesh for t in found if isinstance(t, cls)]
+    meshes = [t._spec.layout.mesh for t in found if isinstance(t, Wrapper)]
     if not meshes or len(meshes) == len(found):
         return args, kwargs
     layout = replicated(meshes[0])
-    meta = any(t._local.is_meta for t in found if isinstance(t, cls))
+    meta = any(t._local.is_meta for t in found if isinstance(t, Wrapper))
 
-    def wrap(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, cls) or leaf.dim() == 0 or leaf.requires_grad:
+    def as_replicated(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper) or leaf.dim() == 0 or leaf.requires_grad:
             return leaf
         shape = tuple(leaf.shape)
         leaf = leaf.to("meta") if meta else leaf
         spec = spec_of(layout, shape, contiguous_stride(shape), leaf.dtype, leaf.device)
-        return cls._wrap(on_all_ranks(leaf, layout.mesh), spec)
+        return wrap(on_all_ranks(leaf, layout.mesh), spec)
 
-    given: tuple[tuple[Any, ...], dict[str, Any]] = replace_leaves((args, kwargs), wrap)
+    given: tuple[tuple[Any, ...], dict[str, Any]] = replace_leaves((args, kwargs), as_replicated)
     return given
 
 
-def refuse_plain(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+def refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
     """Refuse what a user mixes: which part of the whole a plain tensor is, only they know.
 
     Plain tensors that composite operators and backward passes make are alike on all ranks: these count as replicated.
@@ -112,7 +113,7 @@ def refuse_plain(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         MixedError: a plain tensor with dims is among the arguments.
     """
     for t in leaves((args, kwargs)):
-        if isinstance(t, Tensor) and not isinstance(t, cls) and t.dim() > 0:
+        if isinstance(t, Tensor) and not isinstance(t, Wrapper) and t.dim() > 0:
             name = getattr(func, "__name__", str(func))
             if name in _HARMLESS or _asker().startswith("torch.masked.") or torch._C._current_graph_task_id() != -1:
                 return

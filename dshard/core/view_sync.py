@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 
 from dshard.core.moves import redistribute_local, write_local
 from dshard.core.spec import Spec
+from dshard.core.wrapper import wrap
 
 
 @dataclass(eq=False)
@@ -41,7 +42,7 @@ class PartialView(CopiedView):
 
     def write_back(self, op: object) -> None:
         """Put the view, which `op` wrote, into the base."""
-        view = type(self.base)._wrap(self.local, self.spec)
+        view = wrap(self.local, self.spec)
         whole = SCATTERS[self.func](self.base, view, *self.rest)
         write_local(self.base._local, redistribute_local(whole._local, whole._spec, self.base._spec.layout, op))
 

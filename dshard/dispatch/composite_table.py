@@ -18,6 +18,7 @@ from dshard.core.moves import on_all_ranks
 from dshard.core.spec import spec_of
 from dshard.core.torch_function import bind_arguments, call_torch
 from dshard.core.transforms import is_differentiating_forward
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import replicated
 from dshard.ops.attention_call import attention
 from dshard.ops.custom import accept_call
@@ -27,26 +28,26 @@ from dshard.ops.vocab_parallel import cross_entropy, rms_norm
 from dshard.rules.strategy import completed_layout
 
 
-def getitem(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x[index]`, `x[index] = value`: a list of positions counts as a replicated tensor."""
     x, index, *value = args
-    if isinstance(x, cls):
+    if isinstance(x, Wrapper):
         parts = index if isinstance(index, tuple) else (index,)
         if any(isinstance(part, list) for part in parts):
-            index = tuple(_replicated(cls, part, x) if isinstance(part, list) else part for part in parts)
+            index = tuple(_replicated(part, x) if isinstance(part, list) else part for part in parts)
     return call_torch(func, (x, index, *value), kwargs)
 
 
-def reduce_partials_first(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def reduce_partials_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator that is not linear, above autograd: what is pending is completed once, for the backward pass, too.
 
     Not where it may be asked to write to its operand; and torch may refuse the arguments first.
     """
-    pending = any(isinstance(arg, cls) and arg._spec.pending for arg in args)
+    pending = any(isinstance(arg, Wrapper) and arg._spec.pending for arg in args)
     if pending and not kwargs.get("inplace") and not any(arg is True for arg in args):
-        accept_call(cls, func, args, kwargs)
+        accept_call(func, args, kwargs)
         args = tuple(
-            [_reduce_partials(func, arg) if isinstance(arg, cls) and arg._spec.pending else arg for arg in args]
+            [_reduce_partials(func, arg) if isinstance(arg, Wrapper) and arg._spec.pending else arg for arg in args]
         )
     return call_torch(func, args, kwargs)
 
@@ -54,9 +55,9 @@ def reduce_partials_first(cls: Any, func: Any, args: tuple[Any, ...], kwargs: di
 def or_reduce_partials_first(handler: Callable[..., Any]) -> Callable[..., Any]:
     """What the handler gives, or else `completing`."""
 
-    def handle(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = handler(cls, func, args, kwargs)
-        return reduce_partials_first(cls, func, args, kwargs) if out is None else out
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = handler(func, args, kwargs)
+        return reduce_partials_first(func, args, kwargs) if out is None else out
 
     return handle
 
@@ -66,22 +67,22 @@ def _reduce_partials(func: Any, x: Any) -> Any:
         return redistribute(x, completed_layout(x._spec.layout), func.__name__)
 
 
-def tensor_split(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.tensor_split`: where to split may be a tensor, whose numbers torch would read from memory."""
     x, where, dim = bind_arguments(("input", "tensor_indices_or_sections", "dim"), args, kwargs)
-    if not isinstance(where, cls):
+    if not isinstance(where, Wrapper):
         return call_torch(func, args, kwargs)
-    numbers = where.full_tensor()
+    numbers: Any = where.full_tensor()  # type: ignore[attr-defined]  # of the class above
     if type(numbers) is LocalTensor:
         numbers = next(iter(unstack(numbers).values()))
     return call_torch(torch.tensor_split, (x, numbers, 0 if dim is None else dim), {})
 
 
-def _replicated(cls: Any, values: list[Any], like: Any) -> Any:
+def _replicated(values: list[Any], like: Any) -> Any:
     local = torch.tensor(values, device=like._spec.device)
     layout = replicated(like._spec.layout.mesh)
     spec = spec_of(layout, tuple(local.shape), local.stride(), local.dtype, local.device)
-    return cls._wrap(on_all_ranks(local, layout.mesh), spec)
+    return wrap(on_all_ranks(local, layout.mesh), spec)
 
 
 def keeping_torch_function(function: Any) -> Callable[..., Any]:
@@ -111,15 +112,15 @@ def with_torch_function_off(function: Callable[..., Any]) -> Callable[..., Any]:
 _backward, _grad = keeping_torch_function(torch.autograd.backward), keeping_torch_function(torch.autograd.grad)
 
 
-def backward(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Tensor.backward`, which is `torch.autograd.backward` of one tensor."""
-    return _begin(cls, *args, **kwargs)
+    return _begin(*args, **kwargs)
 
 
 def _begin(
-    cls: Any, x: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    x: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> Any:
-    return accumulating(cls, _backward, (x, gradient, retain_graph, bool(create_graph)), {"inputs": inputs})
+    return accumulating(_backward, (x, gradient, retain_graph, bool(create_graph)), {"inputs": inputs})
 
 
 def without_torch_function(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,11 +130,11 @@ def without_torch_function(handler: Callable[..., Any]) -> Callable[..., Any]:
     forward-mode derivatives, which torch knows of each operator.
     """
 
-    def handle(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_exporting() or is_differentiating_forward():
             return call_torch(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return handler(cls, func, args, kwargs)
+            return handler(func, args, kwargs)
 
     return handle
 
@@ -177,8 +178,8 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     **{func: without_torch_function(handler) for func, handler in _PLANNED.items()},
     **GRAPH_FUNCTIONS,
     _DATA.__set__: set_data,
-    torch._has_compatible_shallow_copy_type: lambda cls, func, args, kwargs: all(type(x) is cls for x in args),
+    torch._has_compatible_shallow_copy_type: lambda func, args, kwargs: all(type(x) is Wrapper.public for x in args),
     Tensor.backward: backward,
-    torch.autograd.backward: lambda cls, func, args, kwargs: accumulating(cls, _backward, args, kwargs),
-    torch.autograd.grad: lambda cls, func, args, kwargs: gradients(cls, _grad, args, kwargs),
+    torch.autograd.backward: lambda func, args, kwargs: accumulating(_backward, args, kwargs),
+    torch.autograd.grad: lambda func, args, kwargs: gradients(_grad, args, kwargs),
 }

@@ -26,34 +26,35 @@ from dshard.core.observe import OBSERVERS, Decision, observed
 from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
 from dshard.core.spec import Spec, spec_of
 from dshard.core.view_sync import CopiedView, register_view
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import Layout, replicated
 from dshard.ops.custom import UNREPEATABLE, check
 from dshard.ops.random import is_random, seeded_op
 
 
-def replicate(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def replicate(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on whole tensors, on every rank: what is done for an operator without a rule. Warns once for each."""
     random = is_random(func)
     if func not in _WARNED and not random:
         _WARNED.add(func)
         warnings.warn(f"{func} has no rule: its operands are gathered and every rank computes all of it", stacklevel=2)
     tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
-    whole = replicated(common_mesh(cls, func, tensors))
-    check(cls, func, args, kwargs)
+    whole = replicated(common_mesh(func, tensors))
+    check(func, args, kwargs)
     if OBSERVERS:
-        specs = [spec_like(cls, t, whole.mesh) for t in tensors]
+        specs = [spec_like(t, whole.mesh) for t in tensors]
         plans = tuple(plan_to(spec, whole) for spec in specs)
         topology, why = planning_context().topology_of(whole.mesh), "no rule: every rank computes all of it"
         decision = Decision(str(func), tuple(map(operand_of, specs)), (), None, None, plans, topology, why=why)
-        return observed(decision, _replicate, (cls, func, args, kwargs, whole, random))
-    return _replicate(cls, func, args, kwargs, whole, random)
+        return observed(decision, _replicate, (func, args, kwargs, whole, random))
+    return _replicate(func, args, kwargs, whole, random)
 
 
-def _replicate(cls: Any, func: OpOverload, args: Any, kwargs: Any, whole: Layout, random: bool) -> Any:
+def _replicate(func: OpOverload, args: Any, kwargs: Any, whole: Layout, random: bool) -> Any:
     local_args, local_kwargs = replace_leaves(
         (args, kwargs),
-        lambda leaf: local_redistribution(leaf._spec, whole)(leaf._local) if isinstance(leaf, cls) else leaf,
+        lambda leaf: local_redistribution(leaf._spec, whole)(leaf._local) if isinstance(leaf, Wrapper) else leaf,
     )
     local_op = seeded_op(func, whole.mesh, device_of(whole.mesh), kwargs) if random else func
     result = run_on_ranks(whole.mesh, lambda coordinate: local_op, local_args, local_kwargs)
@@ -61,16 +62,16 @@ def _replicate(cls: Any, func: OpOverload, args: Any, kwargs: Any, whole: Layout
     if func in UNREPEATABLE:
         result = replace_leaves(result, lambda leaf: _agreed(func, leaf, whole) if isinstance(leaf, Tensor) else leaf)
     for given, argument, local in zip(args, func._schema.arguments, local_args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, cls):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, Wrapper):
             write_local(
                 given._local, redistribute_local(local, given._spec.with_layout(whole), given._spec.layout, func)
             )
     if writes_first(func):
         return args[0]
     out = replace_leaves(
-        result, lambda leaf: cls._wrap(leaf, _whole_spec(leaf, whole)) if isinstance(leaf, Tensor) else leaf
+        result, lambda leaf: wrap(leaf, _whole_spec(leaf, whole)) if isinstance(leaf, Tensor) else leaf
     )
-    if views_first(func) and isinstance(args[0], cls):
+    if views_first(func) and isinstance(args[0], Wrapper):
         register_view(out, CopiedView(args[0], local_args[0], args[0]._spec.with_layout(whole)))
     return out
 

@@ -23,6 +23,7 @@ from dshard.core.call_log import WATCHED, CallRecord
 from dshard.core.context import planning_context
 from dshard.core.observe import OBSERVERS, observed
 from dshard.core.transforms import is_transforming
+from dshard.core.wrapper import Wrapper
 from dshard.dispatch.operator import OperatorExecutable
 from dshard.dispatch.recorded_path import (
     Args,
@@ -36,7 +37,7 @@ from dshard.dispatch.recorded_path import (
 from dshard.ops.matmul.matmul_executable import MatmulExecutable
 from dshard.ops.matmul.options import ASKING, has_no_options
 
-Uncached: TypeAlias = Callable[[Any, Any, Args, Kwargs], Any]
+Uncached: TypeAlias = Callable[[Any, Args, Kwargs], Any]
 
 _make, _STRIDED = Tensor._make_wrapper_subclass, torch.strided  # given by position: names take it longer
 _is_compiling = torch.compiler.is_dynamo_compiling  # what traces operators is a mode
@@ -59,17 +60,17 @@ _BY_KIND: set[Any] = set()
 """Functions that run one operator whatever the values of their numbers are, which need not be looked up."""
 
 
-def call(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
+def call(func: Any, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
     """`func` on distributed tensors of class `cls`: by a shortcut if there is one, else by `through`."""
     if _is_compiling():
-        return through(cls, func, args, kwargs)
+        return through(func, args, kwargs)
     try:
         if func in _NEVER or _is_special():
             if func in _WRITES:
-                return through(cls, func, args, kwargs)
-            return _views_replayed(through, cls, func, args, kwargs)
+                return through(func, args, kwargs)
+            return _views_replayed(through, func, args, kwargs)
         with _door_closed():
-            key = _key(cls, func, args, kwargs)
+            key = _key(func, args, kwargs)
             if key is not None:
                 shortcuts = planning_context().shortcuts
                 found = shortcuts.get(key)
@@ -77,17 +78,17 @@ def call(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Uncached) -> 
                     shortcuts.hits += 1
                     return _watched(found, args, kwargs) if OBSERVERS else found(args, kwargs)
         if key is None or found is not None:
-            return _views_replayed(through, cls, func, args, kwargs)
-        return _views_replayed(_specialise, cls, func, args, kwargs, through, key)
+            return _views_replayed(through, func, args, kwargs)
+        return _views_replayed(_specialise, func, args, kwargs, through, key)
     except Exception as error:
-        publish_failure(error, _ranks(cls, args))
+        publish_failure(error, _ranks(args))
         raise
 
 
-def _ranks(cls: Any, args: Args) -> tuple[int, ...]:
+def _ranks(args: Args) -> tuple[int, ...]:
     """The ranks of the mesh of the first distributed operand."""
     flat = (x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,)))
-    return next((x._spec.layout.mesh.ranks for x in flat if isinstance(x, cls)), ())
+    return next((x._spec.layout.mesh.ranks for x in flat if isinstance(x, Wrapper)), ())
 
 
 def _views_replayed(run: Callable[..., Any], *given: Any) -> Any:
@@ -112,13 +113,14 @@ def _watched(found: Shortcut, args: Args, kwargs: Kwargs) -> Any:
     return run(*given)
 
 
-def _key(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
+def _key(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
     """What tells calls apart; None where something among the arguments is not looked up.
 
     An operand that is recorded is followed by whether it is a leaf. Nor is looked up what is recorded while somebody
     wants to see the tensors that are saved, who is shown distributed ones; nor what is not, while somebody wants to see
     the operators.
     """
+    cls = Wrapper.public
     recording, by_kind, recorded = _recording(), func in _BY_KIND, False
     parts: list[Any] = [func]
     for arg in args:
@@ -159,10 +161,11 @@ def _is_special() -> bool:
     return forward_ad._current_level >= 0
 
 
-def _specialise(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Uncached, key: Any) -> Any:
+def _specialise(func: Any, args: Args, kwargs: Kwargs, through: Uncached, key: Any) -> Any:
+    cls = Wrapper.public
     seen: list[CallRecord] = []
     with WATCHED.entered(seen):
-        out = through(cls, func, args, kwargs)
+        out = through(func, args, kwargs)
     if not any(isinstance(run, OperatorExecutable | MatmulExecutable) for run, *_ in seen) or getattr(
         seen[0][0], "inplace", False
     ):
@@ -173,13 +176,13 @@ def _specialise(cls: Any, func: Any, args: Args, kwargs: Kwargs, through: Uncach
         planning_context().shortcuts.add(key, False)
     elif _recording() and any(type(arg) is cls and arg.requires_grad for arg in (*args, *kwargs.values())):
         with _door_closed():
-            found = tracked_shortcut(cls, func, args, kwargs, out, seen, by_kind=func in _BY_KIND)
+            found = tracked_shortcut(func, args, kwargs, out, seen, by_kind=func in _BY_KIND)
             planning_context().shortcuts.add(key, found or False)
             if found is not None:  # the graph is the same, whether a rank has met such a call before or not
                 del seen[:], out
                 return found(args, kwargs)
     else:
-        planning_context().shortcuts.add(key, _shortcut(cls, func, args, kwargs, out, seen) or False)
+        planning_context().shortcuts.add(key, _shortcut(func, args, kwargs, out, seen) or False)
     return out
 
 
@@ -189,8 +192,9 @@ def _is_method_in_place(func: Any) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def _shortcut(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequence[CallRecord]) -> Shortcut | None:
+def _shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequence[CallRecord]) -> Shortcut | None:
     """How to call `func` on operands like these from now on, if what was seen of it allows."""
+    cls = Wrapper.public
     run, op, op_args, op_kwargs, result = seen[0]
     first = isinstance(result, tuple) and out is result[0]
     if len(seen) > 1 or not (out is result or first) or type(out) is not cls or is_simulated(out):
@@ -201,17 +205,18 @@ def _shortcut(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: S
     if [*map(id, operands)] != [id(arg) for _, arg in (*given, *named)]:
         return None
     if isinstance(run, MatmulExecutable):
-        return None if kwargs or run.streamed is not None else _of_product(cls, run, [i for i, _ in given])
+        return None if kwargs or run.streamed is not None else _of_product(run, [i for i, _ in given])
     if not isinstance(run, OperatorExecutable):
         return None
     if run.views:
-        return view_shortcut(cls, func, args, kwargs, out, seen)
+        return view_shortcut(func, args, kwargs, out, seen)
     if run.warm is None or (op_kwargs and any(isinstance(arg, Tensor) for arg in op_kwargs.values())):
         return None
-    return _of_operator(cls, func, run, op, args, kwargs, op_args, op_kwargs, out, first)
+    return _of_operator(func, run, op, args, kwargs, op_args, op_kwargs, out, first)
 
 
-def _of_product(cls: Any, product: MatmulExecutable, places: Sequence[int]) -> Shortcut:
+def _of_product(product: MatmulExecutable, places: Sequence[int]) -> Shortcut:
+    cls = Wrapper.public
     spec, run = product.out, product.on_local
     shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
     i, j, *bias = places
@@ -227,7 +232,6 @@ def _of_product(cls: Any, product: MatmulExecutable, places: Sequence[int]) -> S
 
 
 def _of_operator(
-    cls: Any,
     func: Any,
     run: OperatorExecutable,
     op: OpOverload,
@@ -238,6 +242,7 @@ def _of_operator(
     out: Any,
     first: bool,
 ) -> Shortcut | None:
+    cls = Wrapper.public
     assert run.warm is not None
     assert run.warm.operator is not None
     spec, operator = out._spec, run.warm.operator
@@ -246,7 +251,7 @@ def _of_operator(
     places = [i for i, arg in enumerate(args) if type(arg) is cls]
     names = [name for name, arg in kwargs.items() if type(arg) is cls]
     moves = dict(run.warm.moves)
-    if not moves and run.op.kernel is None and is_itself(func, args, kwargs, (run, op, op_args, op_kwargs, out), cls):
+    if not moves and run.op.kernel is None and is_itself(func, args, kwargs, (run, op, op_args, op_kwargs, out)):
         if not run.values:
             _BY_KIND.add(func)
 

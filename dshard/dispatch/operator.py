@@ -34,6 +34,7 @@ from dshard.core.observe import OBSERVERS, Decision, observed
 from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
 from dshard.core.spec import Spec, spec_of
 from dshard.core.view_sync import SCATTERS, CopiedView, PartialView, attach_view, propagate_write, register_view
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.dispatch.fallback import replicate
 from dshard.dispatch.registry import FACTS, Instead, Known, alternative_of, known
 from dshard.layout import Shape
@@ -49,8 +50,9 @@ Executor = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _NUMBERS = frozenset({float, int, bool, complex})
 
 
-def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on distributed tensors of class `cls`, with the result of single-device torch on the whole tensors."""
+    cls = Wrapper.public
     number = id(func)  # its own hash is slow, and what is known of it keeps it alive
     facts = FACTS.get(number) or known(func)
     if facts.instead is not None:
@@ -58,37 +60,37 @@ def dispatch(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
         if instead is not None:
             if CALL_LOG:
                 log((None, func, args, kwargs, None))
-            decision = _instead_decision(cls, facts, instead, args, kwargs) if OBSERVERS else None
+            decision = _instead_decision(facts, instead, args, kwargs) if OBSERVERS else None
             if decision is None:
-                out = instead(cls, func, args, kwargs)
+                out = instead(func, args, kwargs)
             else:
-                out = observed(decision, instead, (cls, func, args, kwargs))
+                out = observed(decision, instead, (func, args, kwargs))
             if facts.changes:
-                _changed(cls, func, args[0], facts.writes)
+                _changed(func, args[0], facts.writes)
             return out
     values = facts.values
     parts: list[Any] = [number]
     for arg in args:
         kind = type(arg)
-        parts.append(arg._spec if kind is cls else arg if kind is int and values else _key(cls, arg, values))
+        parts.append(arg._spec if kind is cls else arg if kind is int and values else _key(arg, values))
     if kwargs:
-        parts += [(name, _key(cls, arg, values)) for name, arg in kwargs.items()]
+        parts += [(name, _key(arg, values)) for name, arg in kwargs.items()]
     key = tuple(parts)
     executors = planning_context().executors
     executor = executors.get(key)
     if executor is None:
-        executor = executors.add(key, _build(cls, func, facts.op, args, kwargs))
+        executor = executors.add(key, _build(func, facts.op, args, kwargs))
     else:
         executors.hits += 1
     out = _watched(executor, func, args, kwargs) if CALL_LOG or OBSERVERS else executor(args, kwargs)
     if facts.changes:
-        _changed(cls, func, args[0], facts.writes)
+        _changed(func, args[0], facts.writes)
     return out
 
 
-def _changed(cls: Any, func: OpOverload, operand: Any, written: bool) -> None:
+def _changed(func: OpOverload, operand: Any, written: bool) -> None:
     """After an operator in place: the local tensor counts the change, and other views show what was written."""
-    if isinstance(operand, cls):
+    if isinstance(operand, Wrapper):
         count_write(operand._local)
     if written:
         propagate_write(operand, func)
@@ -104,33 +106,33 @@ def _watched(executor: Executor, func: OpOverload, args: tuple[Any, ...], kwargs
     return out
 
 
-def _key(cls: Any, arg: Any, values: bool) -> Any:
+def _key(arg: Any, values: bool) -> Any:
     kind = type(arg)
     if kind in _NUMBERS:
         return (kind, arg) if values else kind
     if kind is list or kind is tuple:
-        return tuple([_key(cls, item, values) for item in arg])
-    if isinstance(arg, cls):
+        return tuple([_key(item, values) for item in arg])
+    if isinstance(arg, Wrapper):
         return arg._spec
     if isinstance(arg, Tensor):
         return Tensor, arg.dtype, arg.shape
     return arg
 
 
-def _build(cls: Any, func: OpOverload, op: Op | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:
-    mesh = common_mesh(cls, func, [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)])
+def _build(func: OpOverload, op: Op | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:
+    mesh = common_mesh(func, [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)])
     if op is None:
-        return _without_rule(cls, func)
+        return _without_rule(func)
     try:
-        call, result = _call(cls, func, mesh, args, kwargs)
+        call, result = _call(func, mesh, args, kwargs)
     except NotImplementedError:  # torch cannot tell what comes out without data
-        return _without_rule(cls, func)
-    return OperatorExecutable(cls, op, call, result, args, kwargs)
+        return _without_rule(func)
+    return OperatorExecutable(op, call, result, args, kwargs)
 
 
-def _call(cls: Any, func: OpOverload, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
+def _call(func: OpOverload, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
     """The call with specs in place of tensors, and what comes out, without data."""
-    specs = tuple(spec_like(cls, t, mesh) for t in leaves((args, kwargs)) if isinstance(t, Tensor))
+    specs = tuple(spec_like(t, mesh) for t in leaves((args, kwargs)) if isinstance(t, Tensor))
     rest = iter(specs)
     spec_args, spec_kwargs = replace_leaves(
         (args, kwargs), lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf
@@ -140,9 +142,7 @@ def _call(cls: Any, func: OpOverload, mesh: Mesh, args: tuple[Any, ...], kwargs:
     return Call(func, spec_args, spec_kwargs, specs, outs), result
 
 
-def _instead_decision(
-    cls: Any, facts: Known, instead: Instead, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Decision | None:
+def _instead_decision(facts: Known, instead: Instead, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:
     """What is told of a call that `instead` runs: an alternative beside the rule's candidates, or what is asked for.
 
     None for an operator that is made of others: each of these tells of itself.
@@ -151,14 +151,14 @@ def _instead_decision(
     alternative = "" if explicit else alternative_of(func, instead)
     if not (explicit or alternative):
         return None
-    operands = tuple(operand_of(t._spec) for t in leaves((args, kwargs)) if isinstance(t, cls))
+    operands = tuple(operand_of(t._spec) for t in leaves((args, kwargs)) if isinstance(t, Wrapper))
     mesh = operands[0].layout.mesh  # the norms of a list may be of several meshes
     decision = Decision(
         str(func), operands, (), None, None, (), planning_context().topology_of(mesh), explicit=explicit
     )
     if not alternative or facts.op is None:
         return replace(decision, alternative=alternative)
-    call, _ = _call(cls, func, mesh, args, kwargs)
+    call, _ = _call(func, mesh, args, kwargs)
     return replace(decision, alternative=alternative, outputs=_operands(call)[1], rule=facts.op.rule(call))
 
 
@@ -166,15 +166,15 @@ def _meta(leaf: Any) -> Any:
     return leaf.meta() if isinstance(leaf, Spec) else leaf
 
 
-def _without_rule(cls: Any, func: OpOverload) -> Executor:
+def _without_rule(func: OpOverload) -> Executor:
     decomposition = decomposition_of(func)
     if decomposition is None:
-        return lambda args, kwargs: replicate(cls, func, args, kwargs)
+        return lambda args, kwargs: replicate(func, args, kwargs)
     run_decomposed = decomposed(decomposition)
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = run_decomposed(cls, func, args, kwargs)
-        return replicate(cls, func, args, kwargs) if out is NotImplemented else out
+        out = run_decomposed(func, args, kwargs)
+        return replicate(func, args, kwargs) if out is NotImplemented else out
 
     return run
 
@@ -182,10 +182,8 @@ def _without_rule(cls: Any, func: OpOverload) -> Executor:
 class OperatorExecutable:
     """Redistribute the operands, run the local operator, wrap its outputs; all but the running done once."""
 
-    def __init__(
-        self, cls: Any, op: Op, call: Call, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.cls, self.op, self.call, self.result = cls, op, call, result
+    def __init__(self, op: Op, call: Call, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.op, self.call, self.result = op, call, result
         self.mesh = call.specs[0].layout.mesh
         self.inplace, self.values = writes_first(call.func), op.values
         self.strategy = strategy_of(op, call, keep=self.inplace)
@@ -194,7 +192,7 @@ class OperatorExecutable:
             spec_of(layout, tuple(out.shape), out.stride(), out.dtype, call.specs[0].device)
             for out, layout in zip(call.outs, self.strategy.outputs, strict=True)
         ]
-        self.flat = _is_flat(cls, args, kwargs)
+        self.flat = _is_flat(args, kwargs)
         self.rewrites = self.inplace and bool(self.plans[0].steps)
         self.views = views_first(call.func)
         self.gathers = self.views and bool(self.plans[0].steps)
@@ -221,9 +219,8 @@ class OperatorExecutable:
                 if self.single:
                     if self.views:
                         return self.wrapped(out, args)
-                    return self.cls._wrap(out, self.out_specs[0])
+                    return wrap(out, self.out_specs[0])
                 if self.places is not None:
-                    wrap = self.cls._wrap
                     pairs = zip(out, self.places, strict=True)
                     return tuple([x if spec is None else wrap(x, spec) for x, spec in pairs])
                 return self.wrapped(out, args)
@@ -234,7 +231,7 @@ class OperatorExecutable:
             local_args = (in_memory_as(self.call.specs[0], local_args[0]), *local_args[1:])
         out = run_on_ranks(self.mesh, self.local_op, local_args, local_kwargs)
         wrapped = self.wrapped(out, args)
-        if isinstance(args[0], self.cls):
+        if isinstance(args[0], Wrapper):
             if self.leaves_terms:
                 register_view(wrapped, PartialView(args[0], wrapped._local, wrapped._spec, self.call.func, args[1:]))
             elif self.gathers or (self.counts_memory and local_args[0] is not args[0]._local):
@@ -251,21 +248,19 @@ class OperatorExecutable:
 
     def _wrapped(self, out: Any, args: tuple[Any, ...]) -> Any:
         if self.inplace:
-            if self.rewrites or not isinstance(args[0], self.cls):
+            if self.rewrites or not isinstance(args[0], Wrapper):
                 written = redistribute_local(out, self.out_specs[0], self.call.specs[0].layout, self.call.func)
-                write_local(_local(self.cls, args[0]), written)
+                write_local(_local(args[0]), written)
             return args[0]
         start = args[0].storage_offset() if self.views else 0  # strides, and where they start, are of the whole tensor
         if isinstance(out, Tensor):
-            return self.cls._wrap(out, self.out_specs[0], start + self.call.outs[0].storage_offset())
+            return wrap(out, self.out_specs[0], start + self.call.outs[0].storage_offset())
         locals_ = iter(t for t in leaves(out) if isinstance(t, Tensor))
         specs = iter(self.out_specs)
         return replace_leaves(
             self.result,
             lambda leaf: (
-                self.cls._wrap(next(locals_), next(specs), start + leaf.storage_offset())
-                if isinstance(leaf, Tensor)
-                else leaf
+                wrap(next(locals_), next(specs), start + leaf.storage_offset()) if isinstance(leaf, Tensor) else leaf
             ),
         )
 
@@ -276,7 +271,7 @@ class OperatorExecutable:
         def move_leaf(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return run(next(plans), leaf._local if isinstance(leaf, self.cls) else on_all_ranks(leaf, self.mesh))
+            return run(next(plans), leaf._local if isinstance(leaf, Wrapper) else on_all_ranks(leaf, self.mesh))
 
         return replace_leaves((args, kwargs), move_leaf)
 
@@ -306,7 +301,7 @@ def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def _shown(x: Any) -> str:
     if not isinstance(x, Tensor):
         return repr(x)
-    spec = getattr(x, "_spec", None)
+    spec = x._spec if isinstance(x, Wrapper) else None
     where = "plain" if spec is None else f"[{spec.layout}]"
     return f"{tuple(x.shape)} {x.dtype} {where}"
 
@@ -324,15 +319,15 @@ def _begins(strategy: Strategy) -> bool:
     return strategy.outputs[0].partial_axes() != strategy.inputs[0].partial_axes()
 
 
-def _local(cls: Any, x: Any) -> Tensor:
-    return x._local if isinstance(x, cls) else x  # type: ignore[no-any-return]
+def _local(x: Any) -> Tensor:
+    return x._local if isinstance(x, Wrapper) else x
 
 
 class _WarmOperator:
     """What a call with real processes needs: where the tensors stand, how each moves, this rank's local operator."""
 
     def __init__(self, call: OperatorExecutable, args: tuple[Any, ...]) -> None:
-        self.tensors = [i for i, arg in enumerate(args) if isinstance(arg, call.cls)]
+        self.tensors = [i for i, arg in enumerate(args) if isinstance(arg, Wrapper)]
         self.operator: LocalOp | None = None
         self.moves: list[tuple[int, Callable[[Tensor], Tensor]]] = []
 
@@ -348,10 +343,10 @@ def _mover(p: Plan, meta: bool) -> Callable[[Tensor], Tensor]:
     return (lambda x: run(p, x)) if meta or runtime_of(p.src.mesh) is None else runner(p)
 
 
-def _is_flat(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     inside = [leaf for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple) for leaf in leaves(arg)]
     found = [*inside, *kwargs.values()]
-    return not any(isinstance(leaf, Tensor) for leaf in found) and any(isinstance(arg, cls) for arg in args)
+    return not any(isinstance(leaf, Tensor) for leaf in found) and any(isinstance(arg, Wrapper) for arg in args)
 
 
 def strategy_of(op: Op, call: Call, keep: bool = False) -> Strategy:

@@ -21,6 +21,7 @@ from dshard.comm.rank_checks import enabled as comparing
 from dshard.core.call_log import CallRecord
 from dshard.core.moves import coordinate_of, sharing_version
 from dshard.core.spec import Spec
+from dshard.core.wrapper import Wrapper
 from dshard.dispatch.operator import OperatorExecutable
 from dshard.layout import Layout, interned
 from dshard.ops.matmul.matmul_executable import MatmulExecutable
@@ -39,7 +40,7 @@ _DETACH, _RESHAPES = _ATEN.detach.default, frozenset({_ATEN._unsafe_view.default
 
 
 def tracked_shortcut(
-    cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequence[CallRecord], *, by_kind: bool
+    func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequence[CallRecord], *, by_kind: bool
 ) -> Shortcut | None:
     """How to call `func` on operands like these from now on, some of which want gradients, if what was seen allows.
 
@@ -55,18 +56,18 @@ def tracked_shortcut(
     if not seen or _is_uneven(seen, out):
         return None
     taken = [id(x) for x in (*seen[0][2], *seen[0][3].values()) if isinstance(x, Tensor)]
-    in_order = taken == [id(x) for _, x in _given(cls, args, kwargs)]
+    in_order = taken == [id(x) for _, x in _given(args, kwargs)]
     found: Any = None
     if isinstance(seen[0][0], MatmulExecutable):
-        found = None if len(seen) > 1 or kwargs or not in_order else _product(cls, seen[0][0], args, out)
+        found = None if len(seen) > 1 or kwargs or not in_order else _product(seen[0][0], args, out)
     elif any(isinstance(run, MatmulExecutable) or not _is_local(run) for run, *_ in seen):
         return None
     elif out._is_view():
-        return None if by_kind else view_shortcut(cls, func, args, kwargs, out, seen)
-    elif len(seen) == 1 and in_order and seen[0][0].op.kernel is None and is_itself(func, args, kwargs, seen[0], cls):
-        found = _same_function(cls, func, args, kwargs, out, seen[0][0])
+        return None if by_kind else view_shortcut(func, args, kwargs, out, seen)
+    elif len(seen) == 1 and in_order and seen[0][0].op.kernel is None and is_itself(func, args, kwargs, seen[0]):
+        found = _same_function(func, args, kwargs, out, seen[0][0])
     elif not by_kind:
-        found = _program(cls, args, kwargs, out, seen)
+        found = _program(args, kwargs, out, seen)
     if found is not None:
         found.decisions = [run.decision for run, *_ in reversed(seen)]  # for whoever wants to see them, outermost last
     return found  # type: ignore[no-any-return]
@@ -84,7 +85,7 @@ def _is_uneven(seen: Sequence[CallRecord], out: Any) -> bool:
     ran them on their local tensors would not meet in a backward pass through a gradient.
     """
     tensors = [x for _, _, args, kwargs, _ in seen for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    specs = {x._spec for x in (*tensors, out) if hasattr(x, "_spec")}
+    specs = {x._spec for x in (*tensors, out) if isinstance(x, Wrapper)}
     return any(spec.layout.leaves_empty(spec.shape) for spec in specs)
 
 
@@ -102,15 +103,16 @@ def _place(at: int | str, x: Any, gradient: Layout) -> Place:
     return at, x._spec.with_layout(gradient) if x.requires_grad else None, gradient == x._spec.layout.cotangent()
 
 
-def _given(cls: Any, args: Args, kwargs: Kwargs) -> list[tuple[int | str, Any]]:
+def _given(args: Args, kwargs: Kwargs) -> list[tuple[int | str, Any]]:
+    cls = Wrapper.public
     everything: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return [(at, x) for at, x in everything if type(x) is cls]
 
 
-def _same_function(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, run: OperatorExecutable) -> Shortcut:
+def _same_function(func: Any, args: Args, kwargs: Kwargs, out: Any, run: OperatorExecutable) -> Shortcut:
     """The function itself, on the local parts."""
     spec, cotangent = out._spec, interned(out._spec.layout.cotangent())
-    operands = zip(_given(cls, args, kwargs), run.strategy.gradients, strict=True)
+    operands = zip(_given(args, kwargs), run.strategy.gradients, strict=True)
     found = [_place(at, x, gradient) for (at, x), gradient in operands]
     places = [place for place in found if isinstance(place[0], int)]
     named = [place for place in found if isinstance(place[0], str)]
@@ -125,12 +127,12 @@ def _same_function(cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, ru
             for name, grad, is_home in named:
                 x = kwargs[name]
                 kwargs[name] = x._local if grad is None else tracked_local(x, grad, is_home)
-        return wrap_tracked(cls, func(*local, **kwargs), spec, cotangent)
+        return wrap_tracked(func(*local, **kwargs), spec, cotangent)
 
     return call
 
 
-def _product(cls: Any, product: MatmulExecutable, args: Args, out: Any) -> Shortcut | None:
+def _product(product: MatmulExecutable, args: Args, out: Any) -> Shortcut | None:
     """A product of which nothing moves."""
     plans = (*product.plans, product.end, *([] if product.bias_plan is None else [product.bias_plan]))
     layout = out._spec.layout
@@ -140,7 +142,7 @@ def _product(cls: Any, product: MatmulExecutable, args: Args, out: Any) -> Short
         return None  # one rank alone adds the bias
     if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in _placements(product)):
         return None
-    given = _given(cls, args, {})
+    given = _given(args, {})
     if len(given) != (2 if product.bias is None else 3):
         return None
     gradients = (*product.strategy.gradients[:2], *([] if product.bias is None else [product.bias_gradient()]))
@@ -151,7 +153,7 @@ def _product(cls: Any, product: MatmulExecutable, args: Args, out: Any) -> Short
         local = [
             args[i]._local if grad is None else tracked_local(args[i], grad, is_home) for i, grad, is_home in places
         ]
-        return wrap_tracked(cls, run(*local), spec, cotangent)
+        return wrap_tracked(run(*local), spec, cotangent)
 
     return call
 
@@ -161,26 +163,25 @@ def _placements(product: MatmulExecutable) -> list[object]:
     return [placement for layout in layouts for placement in layout.placements]
 
 
-def view_shortcut(
-    cls: Any, func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequence[CallRecord]
-) -> Shortcut | None:
+def view_shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequence[CallRecord]) -> Shortcut | None:
     """A view of one tensor: autograd must know of whom, and the local one is taken when it is asked for.
 
     Of a tensor without memory a view is no more than other sizes: torch makes it, and notes whose it is, without asking
     back for each.
     """
+    cls = Wrapper.public
     run, _, op_args, op_kwargs, _ = seen[0]
     if len(seen) > 1 or not run.views or run.warm is None or out._spec is not run.out_specs[0]:
         return None
     if not out._is_view() or out._view_sync is not None:  # detached, or a copy that is shown
         return None
-    given = _given(cls, args, kwargs)
+    given = _given(args, kwargs)
     if len(given) != 1 or given[0][0] != 0 or op_args[0] is not args[0]:
         return None
     take: Any = run.warm.operator
     rest, options = op_args[1:], op_kwargs
     if run.op.kernel is None and is_itself(
-        func, args, kwargs, seen[0], cls
+        func, args, kwargs, seen[0]
     ):  # torch finds its own functions faster than operators
         take, rest, options = func, args[1:], kwargs
     spec, recorded = out._spec, torch.is_grad_enabled() and out.requires_grad
@@ -213,9 +214,9 @@ def view_shortcut(
     return call
 
 
-def _program(cls: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequence[CallRecord]) -> Shortcut | None:
+def _program(args: Args, kwargs: Kwargs, out: Any, seen: Sequence[CallRecord]) -> Shortcut | None:
     """Some operators, one after the other, of arguments and of what came out before."""
-    given = _given(cls, args, kwargs)
+    given = _given(args, kwargs)
     names = {id(x): at for at, x in given}
     values: dict[int, int] = {}
     steps: list[tuple[Any, list[Any], list[tuple[int, Place | int]], Kwargs, bool]] = []
@@ -252,13 +253,14 @@ def _program(cls: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequence[Call
                     local[k] = x._local if grad is None else tracked_local(x, grad, is_home)
             result = operator(*local, **op_kwargs)
             found.append(result[0] if several else result)
-        return wrap_tracked(cls, found[-1], spec, cotangent)
+        return wrap_tracked(found[-1], spec, cotangent)
 
     return call
 
 
-def is_itself(func: Any, args: Args, kwargs: Kwargs, seen: CallRecord, cls: Any) -> bool:
+def is_itself(func: Any, args: Args, kwargs: Kwargs, seen: CallRecord) -> bool:
     """Whether `func` on the local parts is the operator that was seen, with just the same further arguments."""
+    cls = Wrapper.public
     _, op, op_args, op_kwargs, _ = seen
     local = [arg._local if type(arg) is cls else arg for arg in args]
     local_kwargs = {name: arg._local if type(arg) is cls else arg for name, arg in kwargs.items()}
@@ -270,7 +272,7 @@ def is_itself(func: Any, args: Args, kwargs: Kwargs, seen: CallRecord, cls: Any)
     if len(watch.calls) != 1:
         return False
     found, found_args, found_kwargs = watch.calls[0]
-    wanted = [arg._local if isinstance(arg, cls) else arg for arg in op_args]
+    wanted = [arg._local if isinstance(arg, Wrapper) else arg for arg in op_args]
     return found is op and _same([*found_args, found_kwargs], [*wanted, op_kwargs])
 
 

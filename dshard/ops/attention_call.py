@@ -12,6 +12,7 @@ from torch import Tensor
 from dshard.comm import plain
 from dshard.core.operands import common_mesh
 from dshard.core.torch_function import autocast, bind_arguments
+from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
 from dshard.ops.attention import attention_rule
 from dshard.ops.composite import Local, run_composite
@@ -19,13 +20,13 @@ from dshard.rules.rule import Rule
 from dshard.rules.strategy import Strategy
 
 
-def attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.nn.functional.scaled_dot_product_attention`: local for each head and each batch entry."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     query, k, v, mask, dropout, causal, scale, gqa = bind_arguments(names, args, kwargs)
     causal, gqa = bool(causal), bool(gqa)
     if dropout:
-        _accepted(cls, query, k, v, mask, dropout, causal, scale, gqa)
+        _accepted(query, k, v, mask, dropout, causal, scale, gqa)
         return _attention_with_dropout(query, k, v, mask, dropout, causal, scale, gqa)
     tensors = autocast((query, k, v) if mask is None else (query, k, v, mask))
 
@@ -48,7 +49,7 @@ def attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     def rule() -> Rule:
         return attention_rule([tuple(t.shape) for t in tensors], gqa)
 
-    return run_composite(cls, rule, local, tensors, ("attention", causal, scale, gqa), kernel)
+    return run_composite(rule, local, tensors, ("attention", causal, scale, gqa), kernel)
 
 
 def _is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
@@ -68,10 +69,10 @@ def _without_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal
     return found
 
 
-def _accepted(cls: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> None:
+def _accepted(query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> None:
     """Let torch refuse arguments that it would refuse on one device."""
-    tensors = [t._spec.meta() if isinstance(t, cls) else t for t in (query, key, value, mask)]
-    common_mesh(cls, "attention", [t for t in (query, key, value, mask) if t is not None])
+    tensors = [t._spec.meta() if isinstance(t, Wrapper) else t for t in (query, key, value, mask)]
+    common_mesh("attention", [t for t in (query, key, value, mask) if t is not None])
     dropout, causal, scale, gqa = rest
     q, k, v, m = tensors
     with torch.no_grad(), plain():

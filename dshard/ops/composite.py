@@ -20,6 +20,7 @@ from dshard.core.moves import coordinate_of, counting_as, run_on_ranks
 from dshard.core.observe import OBSERVERS, Decision, observed
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.spec import Spec, for_shapes, spec_of
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.rules import same_dtype
@@ -35,24 +36,18 @@ Choice: TypeAlias = tuple[Strategy, Spec]
 
 
 def run_composite(
-    cls: Any,
-    rule: Callable[[], Rule],
-    local: Local,
-    tensors: Sequence[Any],
-    key: tuple[Any, ...],
-    kernel: Kernel | None = None,
+    rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...], kernel: Kernel | None = None
 ) -> Any:
     """`local` on the local parts of `tensors`, as the cheapest strategy of `rule` lays them out.
 
     `key` tells calls apart whose rule or local operator differ though the specs are alike; `kernel`, where there is
     one, gives the local operator of each rank.
     """
-    choice = choose_composite(cls, rule, local, tensors, key)
-    return run_choice(cls, key, rule, choice, local, tensors, kernel)
+    choice = choose_composite(rule, local, tensors, key)
+    return run_choice(key, rule, choice, local, tensors, kernel)
 
 
 def run_choice(
-    cls: Any,
     key: tuple[Any, ...],
     rule: Callable[[], Rule],
     choice: Choice,
@@ -63,15 +58,13 @@ def run_choice(
     """The same, decided already."""
     strategy, out = choice
     if OBSERVERS:
-        decision = _decision(cls, key, rule(), strategy, out, tensors)
-        return observed(decision, run_strategy, (cls, strategy, out, local, tensors, kernel))
-    return run_strategy(cls, strategy, out, local, tensors, kernel)
+        decision = _decision(key, rule(), strategy, out, tensors)
+        return observed(decision, run_strategy, (strategy, out, local, tensors, kernel))
+    return run_strategy(strategy, out, local, tensors, kernel)
 
 
-def _decision(
-    cls: Any, key: tuple[Any, ...], rule: Rule, strategy: Strategy, out: Spec, tensors: Sequence[Any]
-) -> Decision:
-    specs = [spec_like(cls, t, out.layout.mesh) for t in tensors]
+def _decision(key: tuple[Any, ...], rule: Rule, strategy: Strategy, out: Spec, tensors: Sequence[Any]) -> Decision:
+    specs = [spec_like(t, out.layout.mesh) for t in tensors]
     operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs)
     topology = planning_context().topology_of(out.layout.mesh)
     plans = tuple(
@@ -81,27 +74,23 @@ def _decision(
     return Decision(key[0], operands, ((out.shape, out.itemsize),), rule, strategy, plans, topology)
 
 
-def choose_composite(
-    cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]
-) -> Choice:
+def choose_composite(rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Choice:
     """The cheapest strategy and the spec of the result; looked up where it was decided before."""
-    specs = [t._spec if isinstance(t, cls) else None for t in tensors]
+    specs = [t._spec if isinstance(t, Wrapper) else None for t in tensors]
     full_key = (*key, *specs)
     choices = planning_context().choices
     found: Choice | None = choices.get(full_key) if None not in specs else None
     if found is None:
-        found = choices.add(full_key, _choose_composite(cls, rule, local, tensors, key))
+        found = choices.add(full_key, _choose_composite(rule, local, tensors, key))
     else:
         choices.hits += 1
     return found
 
 
-def _choose_composite(
-    cls: Any, rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]
-) -> Choice:
-    mesh = common_mesh(cls, key[0], list(tensors))
+def _choose_composite(rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Choice:
+    mesh = common_mesh(key[0], list(tensors))
     same_dtype(key[0], [t.dtype for t in tensors[:3] if t.is_floating_point() or t.is_complex()])
-    specs = [spec_like(cls, t, mesh) for t in tensors]
+    specs = [spec_like(t, mesh) for t in tensors]
     with torch.no_grad(), for_shapes():
         out = local(*(spec.meta() for spec in specs))
     operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs]
@@ -110,7 +99,7 @@ def _choose_composite(
 
 
 def run_strategy(
-    cls: Any, strategy: Strategy, out: Spec, local: Local, tensors: Sequence[Any], kernel: Kernel | None = None
+    strategy: Strategy, out: Spec, local: Local, tensors: Sequence[Any], kernel: Kernel | None = None
 ) -> Any:
     """`local`, or what `kernel` gives each rank, on the local parts of `tensors` under `strategy`.
 
@@ -125,10 +114,10 @@ def run_strategy(
     with torch._C.DisableTorchFunctionSubclass():
         laid = [redistribute(t, layout) for t, layout in zip(tensors, strategy.inputs, strict=True)]
         if not recorded:
-            return cls._wrap(run_on_ranks(mesh, local_op, tuple(t._local for t in laid), {}), out)
+            return wrap(run_on_ranks(mesh, local_op, tuple(t._local for t in laid), {}), out)
         if any(type(t._local) is LocalTensor for t in laid):
             of_gradients = [t._spec.with_layout(layout) for t, layout in zip(laid, strategy.gradients, strict=True)]
-            return Simulated.apply(cls, _alone(local_op), (out,), (out.layout.cotangent(),), of_gradients, *laid)[0]  # type: ignore[no-untyped-call]
+            return Simulated.apply(_alone(local_op), (out,), (out.layout.cotangent(),), of_gradients, *laid)[0]  # type: ignore[no-untyped-call]
         for t, moved in zip(tensors, laid, strict=True):
             if moved is not t and not traced(moved._local):
                 moved._local = counting_as(t._local, moved._local)
@@ -137,7 +126,7 @@ def run_strategy(
             for t, layout in zip(laid, strategy.gradients, strict=True)
         ]
         result = _depending_on_all(local_op(coordinate_of(mesh))(*parts), parts)
-        return FromLocal.apply(result, cls, out, out.layout.cotangent())  # type: ignore[no-untyped-call]
+        return FromLocal.apply(result, out, out.layout.cotangent())  # type: ignore[no-untyped-call]
 
 
 def _depending_on_all(out: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -161,33 +150,25 @@ class Simulated(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        cls: Any,
         local_op: Callable[[Coordinate], Locals],
         outs: Sequence[Spec],
         cotangents: Sequence[Layout],
         of_gradients: Sequence[Spec],
         *tensors: Any,
     ) -> tuple[Any, ...]:
-        ctx.cls, ctx.local_op, ctx.outs, ctx.cotangents, ctx.of_gradients = (
-            cls,
-            local_op,
-            outs,
-            cotangents,
-            of_gradients,
-        )
+        ctx.local_op, ctx.outs, ctx.cotangents, ctx.of_gradients = (local_op, outs, cotangents, of_gradients)
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(True)
         results = run_on_ranks(outs[0].layout.mesh, local_op, tuple(t._local for t in tensors), {})
-        return tuple(cls._wrap(local, spec) for local, spec in zip(results, outs, strict=True))
+        return tuple(wrap(local, spec) for local, spec in zip(results, outs, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[5:]
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
         pairs = zip(grads, ctx.cotangents, strict=True)
-        laid = [redistribute(as_distributed(ctx.cls, grad, layout), layout) for grad, layout in pairs]
+        laid = [redistribute(as_distributed(grad, layout), layout) for grad, layout in pairs]
         wanted = [i for i, is_needed in enumerate(needed) if is_needed]
         found = Simulated.apply(  # type: ignore[no-untyped-call]
-            ctx.cls,
             lambda at: _pull_back(ctx.local_op(at), len(grads), needed),
             [ctx.of_gradients[i] for i in wanted],
             [tensors[i]._spec.layout for i in wanted],
@@ -198,7 +179,7 @@ class Simulated(torch.autograd.Function):
         out: list[Any] = [None] * len(tensors)
         for i, grad in zip(wanted, found, strict=True):
             out[i] = grad
-        return (None,) * 5 + tuple(out)
+        return (None,) * 4 + tuple(out)
 
 
 def _alone(local_op: Callable[[Coordinate], Local]) -> Callable[[Coordinate], Locals]:

@@ -16,12 +16,13 @@ from dshard.core.moves import leaves, local_redistribution, replace_leaves
 from dshard.core.observe import OBSERVERS, observed
 from dshard.core.spec import spec_of
 from dshard.core.transforms import refuse_batched
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
 from dshard.ops.foreach import FOREACH
 
-Custom: TypeAlias = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+Custom: TypeAlias = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 MAX_CHECKED = 16384
 _CHECKED: set[tuple[Any, ...]] = set()
 
@@ -29,54 +30,54 @@ _CHECKED: set[tuple[Any, ...]] = set()
 def decomposed(function: Callable[..., Any]) -> Custom:
     """Run `function`, made of operators on distributed tensors, once torch has accepted the arguments."""
 
-    def run(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not func._can_decompose():
-            check(cls, func, args, kwargs)
+            check(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             out = function(*args, **kwargs)
-        return wrapped(cls, out, (args, kwargs))
+        return wrapped(out, (args, kwargs))
 
     return run
 
 
-def wrapped(cls: Any, out: Any, given: Any) -> Any:
+def wrapped(out: Any, given: Any) -> Any:
     """`out`, plain tensors in it, which every rank made alike, as replicated ones on the mesh of the arguments."""
     had = set(map(id, leaves(given)))
-    if not any(_is_new_plain(cls, leaf, had) for leaf in leaves(out)):
+    if not any(_is_new_plain(leaf, had) for leaf in leaves(out)):
         return out
-    layout = replicated(next(leaf._spec.layout.mesh for leaf in leaves(given) if isinstance(leaf, cls)))
+    layout = replicated(next(leaf._spec.layout.mesh for leaf in leaves(given) if isinstance(leaf, Wrapper)))
 
-    def wrap(leaf: Any) -> Any:
+    def as_replicated(leaf: Any) -> Any:
         refuse_batched(leaf, "an operator")
-        if not _is_new_plain(cls, leaf, had):
+        if not _is_new_plain(leaf, had):
             return leaf
-        return cls._wrap(leaf, spec_of(layout, tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device))
+        return wrap(leaf, spec_of(layout, tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device))
 
-    return replace_leaves(out, wrap)
+    return replace_leaves(out, as_replicated)
 
 
-def _is_new_plain(cls: Any, leaf: Any, had: set[int]) -> bool:
-    return isinstance(leaf, Tensor) and not isinstance(leaf, cls) and id(leaf) not in had
+def _is_new_plain(leaf: Any, had: set[int]) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, Wrapper) and id(leaf) not in had
 
 
 def answered(function: Callable[..., Any]) -> Custom:
     """Run `function`, whose answer is the same on every rank."""
 
-    def run(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
     return run
 
 
-def check(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let torch refuse what it would refuse on one device: once for each kind of arguments, without data."""
-    key = (func, _key(cls, args), _key(cls, tuple(kwargs.items())))
+    key = (func, _key(args), _key(tuple(kwargs.items())))
     if key in _CHECKED:
         return
     known: dict[int, Tensor] = {}
     meta_args, meta_kwargs = replace_leaves(
-        (args, kwargs), lambda leaf: known.setdefault(id(leaf), _meta(cls, leaf)) if isinstance(leaf, Tensor) else leaf
+        (args, kwargs), lambda leaf: known.setdefault(id(leaf), _meta(leaf)) if isinstance(leaf, Tensor) else leaf
     )
     accept(func, meta_args, meta_kwargs)
     if len(_CHECKED) >= MAX_CHECKED:
@@ -84,30 +85,30 @@ def check(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     _CHECKED.add(key)
 
 
-def accept_call(cls: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def accept_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let torch refuse a call of one of its functions, without data."""
     meta_args, meta_kwargs = replace_leaves(
-        (args, kwargs), lambda leaf: _meta(cls, leaf) if isinstance(leaf, Tensor) else leaf
+        (args, kwargs), lambda leaf: _meta(leaf) if isinstance(leaf, Tensor) else leaf
     )
     with plain(), torch.no_grad(), suppress(NotImplementedError), Refusing():  # type: ignore[no-untyped-call]
         function(*meta_args, **meta_kwargs)
 
 
-def _key(cls: Any, tree: Any) -> Any:
+def _key(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
-        return tuple(_key(cls, item) for item in tree)
-    if isinstance(tree, cls):
+        return tuple(_key(item) for item in tree)
+    if isinstance(tree, Wrapper):
         return tree._spec
     return (tree.dtype, tree.shape) if isinstance(tree, Tensor) else (type(tree), tree)
 
 
-def _meta(cls: Any, x: Any) -> Tensor:
-    if isinstance(x, cls):
-        return x._spec.meta()  # type: ignore[no-any-return]
+def _meta(x: Any) -> Tensor:
+    if isinstance(x, Wrapper):
+        return x._spec.meta()
     return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device="meta")
 
 
-def number(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def number(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """item(): the number of the whole tensor, the same on every rank."""
     spec = args[0]._spec
     move = local_redistribution(spec, replicated(spec.layout.mesh))
@@ -127,7 +128,7 @@ def asked_for(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return func in _NUMBERS
 
 
-def no_resize(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def no_resize(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """resize_: only to the shape that the tensor has."""
     x, shape = args[0], args[1].shape if isinstance(args[1], Tensor) else args[1]
     if tuple(shape) != tuple(x.shape):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.core.torch_function import bind_arguments, call_torch
+from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
 from dshard.ops.composite import Local, run_composite
 from dshard.ops.lookup import refuse
@@ -19,13 +20,13 @@ from dshard.rules.strategy import Strategy
 NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 
 
-def embedding(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.nn.functional.embedding`. Below autograd the gradient of a table would be made whole on every rank.
 
     Only where the table is split over its rows and needs a gradient; anything else is done below autograd.
     """
     indices, table, padding, max_norm, _, by_frequency, sparse = bind_arguments(NAMES, args, kwargs)
-    distributed = isinstance(table, cls) and isinstance(indices, cls) and table.dim() == 2
+    distributed = isinstance(table, Wrapper) and isinstance(indices, Wrapper) and table.dim() == 2
     if not distributed or not table._spec.layout.axes_of(0) or not (table.requires_grad and torch.is_grad_enabled()):
         return call_torch(func, args, kwargs)
     if max_norm is not None or by_frequency or sparse:
@@ -42,7 +43,7 @@ def embedding(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     def rule() -> Rule:
         return embedding_rule(len(indices.shape))
 
-    return run_composite(cls, rule, local, (table, indices), ("embedding", padding), kernel)
+    return run_composite(rule, local, (table, indices), ("embedding", padding), kernel)
 
 
 def _of_rows(rows: range, size: int, padding: int | None) -> Local:

@@ -22,6 +22,7 @@ from dshard.core.moves import redistributed, run_on_ranks, sending, with_partial
 from dshard.core.observe import OBSERVERS, observed
 from dshard.core.spec import Spec, spec_of
 from dshard.core.view_sync import PartialView, register_view
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.ops.custom import Custom
@@ -142,9 +143,7 @@ def _take(x: Tensor, dim: int, wanted: range, start: int) -> Tensor:
     return found if wanted.step > 0 else found.flip(dim)
 
 
-def exchange_indices(
-    cls: Any, op: str, tensors: Sequence[Any], dim: int, moves: Moves, out: Tensor, fill: float = 0
-) -> Any:
+def exchange_indices(op: str, tensors: Sequence[Any], dim: int, moves: Moves, out: Tensor, fill: float = 0) -> Any:
     """The output, of the shape and dtype of `out`, laid out like the operands, which are laid out alike."""
     specs = [t._spec for t in tensors]
     layout, mesh = specs[0].layout, specs[0].layout.mesh
@@ -162,20 +161,20 @@ def exchange_indices(
         local = observed(sending(op, specs, [exchange]), run, ())
     else:
         local = run()
-    return cls._wrap(local, spec_of(layout, tuple(out.shape), out.stride(), out.dtype, specs[0].device))
+    return wrap(local, spec_of(layout, tuple(out.shape), out.stride(), out.dtype, specs[0].device))
 
 
 # -- the operators
 
 
-def slice_(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def slice_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x[start:end:step]: a view with memory of its own."""
     x, (dim, start, end, step) = args[0], _slice_arguments(*args[1:], **kwargs)
     dim %= x.dim()
     (out,) = _inferred(func, args, kwargs)
     wanted = range(*slice(start, end, step).indices(x.shape[dim]))
-    found = exchange_indices(cls, str(func), [x], dim, (Move(0, wanted, 0),), out)
-    found = cls._wrap(found._local, found._spec, x.storage_offset() + out.storage_offset())
+    found = exchange_indices(str(func), [x], dim, (Move(0, wanted, 0),), out)
+    found = wrap(found._local, found._spec, x.storage_offset() + out.storage_offset())
     register_view(found, PartialView(x, found._local, found._spec, func, (dim, start, end, step)))
     return found
 
@@ -186,16 +185,16 @@ def _slice_arguments(
     return dim, start, end, step
 
 
-def slice_backward(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def slice_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The gradient of a slice within zeros."""
     grad, sizes, dim, start, end, step = args
     dim %= grad.dim()
     (out,) = _inferred(func, args, kwargs)
     first = range(*slice(start, end, step).indices(sizes[dim])).start
-    return exchange_indices(cls, str(func), [grad], dim, (Move(0, range(grad.shape[dim]), first),), out)
+    return exchange_indices(str(func), [grad], dim, (Move(0, range(grad.shape[dim]), first),), out)
 
 
-def slice_scatter(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def slice_scatter(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor with a run of indices replaced: what replaces them comes to where they are."""
     x, part, dim, start, end, _ = _scatter_arguments(*args, **kwargs)
     (out,) = _inferred(func, args, kwargs)
@@ -204,7 +203,7 @@ def slice_scatter(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dic
     put = range(*slice(start, end).indices(x.shape[dim]))
     before, after = range(put.start), range(put.stop, x.shape[dim])
     moves = (Move(0, before, 0), Move(1, range(len(put)), put.start), Move(0, after, put.stop))
-    return exchange_indices(cls, str(func), [x, new], dim, tuple(move for move in moves if move.src), out)
+    return exchange_indices(str(func), [x, new], dim, tuple(move for move in moves if move.src), out)
 
 
 def _scatter_arguments(
@@ -213,7 +212,7 @@ def _scatter_arguments(
     return x, part, dim, start, end, step
 
 
-def pad(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def pad(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dims grow at their ends by a value, or shrink: split ones one by one, the others on each rank."""
     _inferred(func, args, kwargs)
     x, pads = args[0], args[1]
@@ -227,11 +226,11 @@ def pad(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
         local[2 * i : 2 * i + 2] = [0, 0]
         (out,) = _inferred(func, (x, [0, 0] * i + [low, high], value), {})
         kept = range(max(0, -low), x.shape[dim] - max(0, -high))
-        x = exchange_indices(cls, str(func), [x], dim, (Move(0, kept, max(0, low)),), out, value)
+        x = exchange_indices(str(func), [x], dim, (Move(0, kept, max(0, low)),), out, value)
     return func(x, local, value) if any(local) else x
 
 
-def repeat(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dims so many times after themselves: split ones one by one, the others on each rank."""
     _inferred(func, args, kwargs)
     x, times = args[0], list(args[1])
@@ -241,13 +240,13 @@ def repeat(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         if times[new + dim] > 1 and split_axes(x._spec.layout, (dim,)):
             (out,) = _inferred(func, (x, [times[new + dim] if d == dim else 1 for d in range(x.dim())]), {})
             x = exchange_indices(
-                cls, str(func), [x], dim, tuple(Move(0, range(n), i * n) for i in range(times[new + dim])), out
+                str(func), [x], dim, tuple(Move(0, range(n), i * n) for i in range(times[new + dim])), out
             )
             times[new + dim] = 1
     return func(x, times)
 
 
-def flip(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def flip(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dims in the opposite order, one by one."""
     _inferred(func, args, kwargs)
     x = args[0]
@@ -255,11 +254,11 @@ def flip(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         n = x.shape[dim]
         moves = (Move(0, range(n - 1, -1, -1), 0),)
         split = split_axes(x._spec.layout, (dim,))
-        x = exchange_indices(cls, str(func), [x], dim, moves, x._spec.meta()) if split else func(x, [dim])
+        x = exchange_indices(str(func), [x], dim, moves, x._spec.meta()) if split else func(x, [dim])
     return x
 
 
-def roll(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def roll(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Elements move on, those beyond the end to the beginning; dims one by one."""
     _inferred(func, args, kwargs)
     x, shifts, dims = args
@@ -268,11 +267,11 @@ def roll(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         by %= n
         moves = (Move(0, range(n - by, n), 0), Move(0, range(n - by), by))
         split = split_axes(x._spec.layout, (dim,))
-        x = exchange_indices(cls, str(func), [x], dim, moves, x._spec.meta()) if split else func(x, [by], [dim])
+        x = exchange_indices(str(func), [x], dim, moves, x._spec.meta()) if split else func(x, [by], [dim])
     return x
 
 
-def cat(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def cat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tensors one after the other, all laid out like the largest."""
     (out,) = _inferred(func, args, kwargs)
     tensors = [with_partials_reduced(t, str(func)) for t in args[0] if t.dim() == out.dim()]
@@ -283,7 +282,7 @@ def cat(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     for i, t in enumerate(laid):
         moves.append(Move(i, range(t.shape[dim]), start))
         start += t.shape[dim]
-    return exchange_indices(cls, str(func), laid, dim, tuple(moves), out)
+    return exchange_indices(str(func), laid, dim, tuple(moves), out)
 
 
 def _inferred(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor]:
@@ -292,7 +291,7 @@ def _inferred(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     def meta(arg: Any) -> Any:
         if isinstance(arg, list | tuple):
             return [meta(each) for each in arg]
-        return arg._spec.meta() if hasattr(arg, "_spec") else arg
+        return arg._spec.meta() if isinstance(arg, Wrapper) else arg
 
     return (infer(func, tuple(map(meta, args)), dict(kwargs)),)
 
@@ -302,7 +301,7 @@ def _inferred(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def cuts_split(x: Any, *dims: int) -> bool:
     """Whether some of these dims are split over ranks, of a tensor that has elements."""
-    spec: Spec | None = getattr(x, "_spec", None)
+    spec: Spec | None = x._spec if isinstance(x, Wrapper) else None
     if spec is None or not spec.layout.sharded_dims() or 0 in spec.shape:
         return False
     ndim = len(spec.shape)
@@ -330,7 +329,7 @@ def _replaces(args: tuple[Any, ...]) -> bool:
     x, part, dim, start, end, step = _scatter_arguments(*args)
     return (
         step == 1
-        and hasattr(part, "_spec")
+        and isinstance(part, Wrapper)
         and cuts_split(x, dim)
         and part.dim() == x.dim()
         and part.dtype == x.dtype
@@ -372,7 +371,7 @@ def _rolls(args: tuple[Any, ...]) -> bool:
 
 def _joins(args: tuple[Any, ...]) -> bool:
     tensors, dim = args[0], args[1] if len(args) > 1 else 0
-    if not all(hasattr(t, "_spec") for t in tensors):
+    if not all(isinstance(t, Wrapper) for t in tensors):
         return False
     return cuts_split(max(tensors, key=lambda t: t.numel()), dim)
 

@@ -19,6 +19,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as GROUPED
 from dshard.comm import traced
 from dshard.core.moves import count_write, redistribute_local, run_on_ranks, write_local
 from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
@@ -26,17 +27,18 @@ from dshard.ops.decompositions import power_sum, real_dtype, root, widened
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.strategy import completed_layout
 
-ForEach: TypeAlias = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+ForEach: TypeAlias = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def support(cls: type[Tensor]) -> None:
+def support() -> None:
     """Let optimisers and gradient clipping work on lists of tensors of this class by default."""
+    cls = Wrapper.public
     for known in (OPTIMISED, GROUPED):
         if cls not in known:
             known.append(cls)
 
 
-def one_by_one(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def one_by_one(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each entry by itself: torch's own loop over the operator for one tensor."""
     return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
@@ -44,10 +46,10 @@ def one_by_one(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
 def counted(run: ForEach) -> ForEach:
     """`run`, in place: torch counts no write to a list before its entries are written one by one, below autograd."""
 
-    def written(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = run(cls, func, args, kwargs)
+    def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = run(func, args, kwargs)
         for t in args[0]:
-            if isinstance(t, cls) and not traced(t._local):
+            if isinstance(t, Wrapper) and not traced(t._local):
                 increment_version(t)
                 count_write(t._local)
         return out
@@ -55,32 +57,32 @@ def counted(run: ForEach) -> ForEach:
     return written
 
 
-def elementwise(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One local call on the lists of local tensors, where it means the same."""
     rows = _rows(args)
-    specs = _specs_alike(cls, rows, _is_linear(func))
+    specs = _specs_alike(rows, _is_linear(func))
     if specs is None:
-        return one_by_one(cls, func, args, kwargs)
+        return one_by_one(func, args, kwargs)
     mesh = specs[0].layout.mesh
-    local_args = [_local(cls, func, arg, mesh) for arg in args]
-    local_kwargs = {name: _local(cls, func, arg, mesh) for name, arg in kwargs.items()}
+    local_args = [_local(func, arg, mesh) for arg in args]
+    local_kwargs = {name: _local(func, arg, mesh) for name, arg in kwargs.items()}
     out = run_on_ranks(mesh, lambda coordinate: func, tuple(local_args), local_kwargs)
     if out is None:
         return None
-    return [cls._wrap(t, _retyped(spec, t.dtype)) for t, spec in zip(out, specs, strict=True)]
+    return [wrap(t, _retyped(spec, t.dtype)) for t, spec in zip(out, specs, strict=True)]
 
 
-def norms(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def norms(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The norm of each tensor: the terms of all that are split over the same mesh axes are completed together."""
     tensors, ord, dtype = _norm_arguments(*args, **kwargs)
-    if not all(isinstance(t, cls) and t.numel() for t in tensors):
-        return one_by_one(cls, func, args, kwargs)
+    if not all(isinstance(t, Wrapper) and t.numel() for t in tensors):
+        return one_by_one(func, args, kwargs)
     groups: dict[tuple[Layout, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):
         groups.setdefault((_terms_layout(t._spec.layout, ord), t.dtype if dtype is None else dtype), []).append(i)
     found: dict[int, Any] = {}
     for (layout, kind), positions in groups.items():
-        found |= zip(positions, _norms(cls, func, [tensors[i] for i in positions], ord, layout, kind), strict=True)
+        found |= zip(positions, _norms(func, [tensors[i] for i in positions], ord, layout, kind), strict=True)
     return [found[i] for i in range(len(tensors))]
 
 
@@ -94,16 +96,14 @@ def _terms_layout(layout: Layout, ord: float) -> Layout:
     return Layout(layout.mesh, tuple(pending if isinstance(p, Shard) else Replicate() for p in layout.placements))
 
 
-def _norms(
-    cls: Any, func: OpOverload, tensors: Sequence[Any], ord: float, layout: Layout, dtype: torch.dtype
-) -> list[Any]:
+def _norms(func: OpOverload, tensors: Sequence[Any], ord: float, layout: Layout, dtype: torch.dtype) -> list[Any]:
     mesh, n, spec, kind = layout.mesh, len(tensors), tensors[0]._spec, real_dtype(dtype)
     parts = [redistribute_local(t._local, t._spec, completed_layout(t._spec.layout), func) for t in tensors]
     terms = run_on_ranks(mesh, lambda coordinate: partial(_terms, ord=ord, dtype=dtype), (parts,), {})
     whole = redistribute_local(terms, spec_of(layout, (n,), (1,), terms.dtype, spec.device), replicated(mesh), func)
     norms = run_on_ranks(mesh, lambda coordinate: partial(_roots, ord=ord, dtype=kind), (whole,), {})
     out = spec_of(replicated(mesh), (), (), kind, spec.device)
-    return [cls._wrap(norm, out) for norm in norms]
+    return [wrap(norm, out) for norm in norms]
 
 
 def _terms(parts: Sequence[Tensor], ord: float, dtype: torch.dtype) -> Tensor:
@@ -123,14 +123,14 @@ def _roots(whole: Tensor, ord: float, dtype: torch.dtype) -> list[Tensor]:
     return [norm.clone() for norm in norms.to(dtype).unbind()]
 
 
-def fused(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fused(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A whole optimiser step as one local call: gradients and states are laid out like their parameters."""
     layouts = [_settled(func, t._spec.layout) for t in args[0]]
     mesh = layouts[0].mesh
     shapes = [t.shape for t in args[0]]
 
     def laid(i: int, t: Any, explicit: bool) -> Any:
-        if not isinstance(t, cls):
+        if not isinstance(t, Wrapper):
             return t
         layout = layouts[i] if t.shape == shapes[i] else replicated(mesh)
         return redistribute_local(t._local, t._spec, layout, func, explicit)
@@ -138,14 +138,14 @@ def fused(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     local_args = [
         list(map(laid, count(), arg, repeat(arg is args[1])))  # gradients come to their parameters as after backward
         if isinstance(arg, list | tuple)
-        else _local(cls, func, arg, mesh)
+        else _local(func, arg, mesh)
         for arg in args
     ]
-    local_kwargs = {name: _local(cls, func, arg, mesh) for name, arg in kwargs.items()}
+    local_kwargs = {name: _local(func, arg, mesh) for name, arg in kwargs.items()}
     run_on_ranks(mesh, lambda coordinate: func, tuple(local_args), local_kwargs)
     for argument, given, local in zip(func._schema.arguments, args, local_args, strict=False):
         if given and argument.alias_info is not None and argument.alias_info.is_write:
-            _write_back(cls, func, given, local, layouts)
+            _write_back(func, given, local, layouts)
 
 
 def _settled(func: OpOverload, layout: Layout) -> Layout:
@@ -156,25 +156,23 @@ def _settled(func: OpOverload, layout: Layout) -> Layout:
     return layout
 
 
-def _write_back(
-    cls: Any, func: OpOverload, given: Sequence[Any], local: Sequence[Any], layouts: Sequence[Layout]
-) -> None:
+def _write_back(func: OpOverload, given: Sequence[Any], local: Sequence[Any], layouts: Sequence[Layout]) -> None:
     """Bring what was written elsewhere back to where it belongs."""
     for t, written, layout in zip(given, local, layouts, strict=True):
-        if isinstance(t, cls) and written is not t._local:
+        if isinstance(t, Wrapper) and written is not t._local:
             write_local(t._local, redistribute_local(written, t._spec.with_layout(layout), t._spec.layout, func))
 
 
-def unscale(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Gradients of a scaled loss, in place; whether any of them is infinite is told to all ranks."""
     grads, found, scale = args
-    mesh = next(t for t in grads if isinstance(t, cls))._spec.layout.mesh
-    flag, local = _local(cls, func, found, mesh), _local(cls, func, grads, mesh)
-    run_on_ranks(mesh, lambda coordinate: func, (local, flag, _local(cls, func, scale, mesh)), {})
+    mesh = next(t for t in grads if isinstance(t, Wrapper))._spec.layout.mesh
+    flag, local = _local(func, found, mesh), _local(func, grads, mesh)
+    run_on_ranks(mesh, lambda coordinate: func, (local, flag, _local(func, scale, mesh)), {})
     pending, shape = Layout(mesh, (Partial("max"),) * mesh.ndim), tuple(found.shape)
     terms = spec_of(pending, shape, contiguous_stride(shape), found.dtype, found.device)
     write_local(
-        found._local if isinstance(found, cls) else found, redistribute_local(flag, terms, replicated(mesh), func)
+        found._local if isinstance(found, Wrapper) else found, redistribute_local(flag, terms, replicated(mesh), func)
     )
 
 
@@ -187,35 +185,35 @@ def _rows(args: Sequence[Any]) -> list[tuple[Any, ...]] | None:
     return list(zip(*lists, strict=True)) if len({len(arg) for arg in lists}) == 1 else None
 
 
-def _specs_alike(cls: Any, rows: list[tuple[Any, ...]] | None, is_linear: bool) -> list[Spec] | None:
+def _specs_alike(rows: list[tuple[Any, ...]] | None, is_linear: bool) -> list[Spec] | None:
     """The spec of each entry, if all its tensors lie alike and may be worked on where they lie, on one mesh."""
     if rows is None:
         return None
-    specs = [_spec_alike(cls, row, is_linear) for row in rows]
+    specs = [_spec_alike(row, is_linear) for row in rows]
     found = [spec for spec in specs if spec is not None]
     return found if len(found) == len(specs) and len({spec.layout.mesh for spec in found}) == 1 else None
 
 
-def _spec_alike(cls: Any, row: tuple[Any, ...], is_linear: bool) -> Spec | None:
-    if not isinstance(row[0], cls):
+def _spec_alike(row: tuple[Any, ...], is_linear: bool) -> Spec | None:
+    if not isinstance(row[0], Wrapper):
         return None
     first: Spec = row[0]._spec
     for t in row[1:]:
-        if isinstance(t, cls):
+        if isinstance(t, Wrapper):
             spec = t._spec
             if spec is not first and (spec.shape != first.shape or spec.layout != first.layout):
                 return None
         elif t.dim():
             return None
-    if first.layout.partial_axes() and not (is_linear and _adds_up(cls, first, row)):
+    if first.layout.partial_axes() and not (is_linear and _adds_up(first, row)):
         return None
     return first
 
 
-def _adds_up(cls: Any, spec: Spec, row: tuple[Any, ...]) -> bool:
+def _adds_up(spec: Spec, row: tuple[Any, ...]) -> bool:
     """Whether all that is pending are sums, of one dtype that has fractions."""
     pending = {spec.layout.placements[axis] for axis in spec.layout.partial_axes()}
-    alike = all(isinstance(t, cls) and t.dtype == spec.dtype for t in row)
+    alike = all(isinstance(t, Wrapper) and t.dtype == spec.dtype for t in row)
     return alike and spec.dtype.is_floating_point and pending <= {Partial("sum"), Partial("avg")}
 
 
@@ -223,11 +221,11 @@ def _is_linear(func: OpOverload) -> bool:
     return (func._schema.name.removeprefix("aten::_foreach_").removesuffix("_"), func._overloadname) in LINEAR
 
 
-def _local(cls: Any, func: OpOverload, arg: Any, mesh: Mesh) -> Any:
+def _local(func: OpOverload, arg: Any, mesh: Mesh) -> Any:
     """The local tensors of a list, as they lie; a single tensor, a factor for all, whole."""
     if isinstance(arg, list | tuple):
-        return [t._local if isinstance(t, cls) else t for t in arg]
-    return redistribute_local(arg._local, arg._spec, replicated(mesh), func) if isinstance(arg, cls) else arg
+        return [t._local if isinstance(t, Wrapper) else t for t in arg]
+    return redistribute_local(arg._local, arg._spec, replicated(mesh), func) if isinstance(arg, Wrapper) else arg
 
 
 def _retyped(spec: Spec, dtype: torch.dtype) -> Spec:

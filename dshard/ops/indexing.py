@@ -153,7 +153,7 @@ def has_mask(args: tuple[Any, ...]) -> bool:
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
 
-def by_mask(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def by_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Masks become indices; one value written under one mask is a masked fill."""
     x, indices, *rest = args
     if func in _WRITES and len(indices) == 1 and rest[0].ndim == 0 and not any(rest[1:2]) and not kwargs:

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from dshard.core.context import planning_context
 from dshard.core.moves import redistributed
 from dshard.core.spec import Spec
+from dshard.core.wrapper import Wrapper
 from dshard.layout import Layout
 from dshard.ops.reduced_norms import gathered, split_axes
 from dshard.placements import Shard
@@ -46,7 +47,7 @@ def split_dims_of(spec: Spec, dim: int, topology: Topology) -> Layout | None:
 
 def layout_for(args: tuple[Any, ...], position: int) -> Layout | None:
     """The turned layout of the first operand, whose dim is argument number `position`, if that pays."""
-    spec: Spec | None = getattr(args[0], "_spec", None)
+    spec: Spec | None = args[0]._spec if isinstance(args[0], Wrapper) else None
     if spec is None or not spec.layout.sharded_dims() or 0 in spec.shape:
         return None
     ndim, dim = len(spec.shape), args[position] if len(args) > position else -1
@@ -61,7 +62,7 @@ def pays(func: OpOverload) -> Callable[[tuple[Any, ...]], bool]:
     return lambda args: layout_for(args, position) is not None
 
 
-def run(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operator with its dim whole and another one split."""
     layout = layout_for(args, MOVED_SPLITS[func])
     assert layout is not None

@@ -140,14 +140,14 @@ ELSEWHERE = -(2**31)
 """The target that a split loss ignores."""
 
 
-def mean_nll_loss(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def mean_nll_loss(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sum over a total weight, each summed over the ranks: a mean of means would weigh uneven shards wrong."""
     x, target, weight, _, ignored = args
     total, count = func(x, target, weight, SUM, ignored)
     return total / count, count
 
 
-def mean_nll_loss_backward(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def mean_nll_loss_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The gradient of that."""
     grad, x, target, weight, _, ignored, count = args
     return func(grad / count, x, target, weight, SUM, ignored, count)

@@ -19,7 +19,7 @@ def has_out(func: OpOverload) -> bool:
     return any(argument.is_out for argument in func._schema.arguments)
 
 
-def into_out(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def into_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the operator without `out`, and copy.
 
     Raises:
@@ -28,7 +28,7 @@ def into_out(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     """
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
-    check(cls, func, args, kwargs)
+    check(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         result = without_out(func)(**{name: value for name, value in given.items() if name not in names})
         for name, value in zip(names, leaves(result), strict=True):

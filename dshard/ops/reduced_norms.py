@@ -18,6 +18,7 @@ from dshard.caches import cached
 from dshard.core.context import planning_context
 from dshard.core.moves import with_partials_reduced
 from dshard.core.spec import Spec
+from dshard.core.wrapper import Wrapper
 from dshard.layout import Layout
 from dshard.ops.custom import decomposed
 from dshard.placements import Partial, ReduceOp, Replicate
@@ -39,7 +40,7 @@ class PartialStatistics:
 
     def pays(self, args: tuple[Any, ...]) -> bool:
         """Whether a dim is split, and the small reductions cost less than gathering it."""
-        spec: Spec | None = getattr(args[self.operand], "_spec", None)
+        spec: Spec | None = args[self.operand]._spec if isinstance(args[self.operand], Wrapper) else None
         if spec is None or not spec.layout.sharded_dims():
             return False
         return pays(

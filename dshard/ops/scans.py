@@ -19,6 +19,7 @@ from dshard.core.checks import infer
 from dshard.core.context import planning_context
 from dshard.core.moves import leaves, redistributed, run_on_ranks, with_partials_reduced
 from dshard.core.spec import Spec, spec_of
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import DimOrder, Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.ops.custom import Custom
@@ -70,7 +71,7 @@ class Blocks:
                 found.append(number)
         return found
 
-    def gather(self, cls: Any, summary: Tensor, shape: Shape, dtype: torch.dtype, op: str) -> Tensor:
+    def gather(self, summary: Tensor, shape: Shape, dtype: torch.dtype, op: str) -> Tensor:
         """The summaries, of global `shape` with dims of the tensor in their places, of all blocks along a new dim 0."""
         mesh = self.spec.layout.mesh
         n = prod(mesh.shape[axis] for axis in self.axes)
@@ -84,7 +85,7 @@ class Blocks:
         one = run_on_ranks(mesh, lambda at: lambda x: x.unsqueeze(0).contiguous(), (summary,), {})
         full = (n, *shape)
         spec = spec_of(layout, full, _strides(full), dtype, self.spec.device)
-        whole: Tensor = redistributed(cls._wrap(one, spec), Layout(mesh, tuple(placements), tuple(orders)), op)._local
+        whole: Tensor = redistributed(wrap(one, spec), Layout(mesh, tuple(placements), tuple(orders)), op)._local
         return whole
 
 
@@ -92,9 +93,9 @@ def _strides(shape: Shape) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def _wrap_all(cls: Any, result: Any, outs: Any, layout: Layout, device: torch.device) -> Any:
+def _wrap_all(result: Any, outs: Any, layout: Layout, device: torch.device) -> Any:
     specs = [spec_of(layout, tuple(out.shape), out.stride(), out.dtype, device) for out in leaves(outs)]
-    wrapped = [cls._wrap(local, spec) for local, spec in zip(leaves(result), specs, strict=True)]
+    wrapped = [wrap(local, spec) for local, spec in zip(leaves(result), specs, strict=True)]
     return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
 
 
@@ -112,7 +113,7 @@ class Scan:
 def scan(how: Scan) -> Custom:
     """A cumulative operator: each rank scans its block, and goes on from where the blocks before it ended."""
 
-    def run(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = with_partials_reduced(args[0], str(func))
         spec, dim = x._spec, args[1] % args[0].dim()
         outs = infer(func, (spec.meta(), *args[1:]), dict(kwargs))
@@ -126,8 +127,7 @@ def scan(how: Scan) -> Custom:
         found = run_on_ranks(mesh, local_op, (x._local,), {})
         small = tuple(1 if d == dim else size for d, size in enumerate(spec.shape))
         ends = [
-            blocks.gather(cls, end, small, out.dtype, str(func))
-            for end, out in zip(found[n:], leaves(outs), strict=True)
+            blocks.gather(end, small, out.dtype, str(func)) for end, out in zip(found[n:], leaves(outs), strict=True)
         ]
 
         def join_op(at: Coordinate) -> LocalOp:
@@ -137,7 +137,7 @@ def scan(how: Scan) -> Custom:
             return lambda own, ends: how.join(tuple(own), tuple(end[before] for end in ends))
 
         result = run_on_ranks(mesh, join_op, (tuple(found[:n]), tuple(ends)), {})
-        return _wrap_all(cls, result, outs, spec.layout, spec.device)
+        return _wrap_all(result, outs, spec.layout, spec.device)
 
     return run
 
@@ -191,7 +191,7 @@ def _latest(better: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Parts, Part
 def extreme(largest: bool, values: bool) -> Custom:
     """max and min along a dim, argmax and argmin: of the blocks' own extremes the best, the first of equals."""
 
-    def run(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = with_partials_reduced(args[0], str(func))
         spec = x._spec
         outs = infer(func, (spec.meta(), *args[1:]), dict(kwargs))
@@ -206,14 +206,14 @@ def extreme(largest: bool, values: bool) -> Custom:
         small = tuple(1 if d in dims else size for d, size in enumerate(spec.shape))
         found = run_on_ranks(mesh, local_op, (x._local,), {})
         kinds = (spec.dtype, torch.int64)
-        all_found = [blocks.gather(cls, each, small, kind, str(func)) for each, kind in zip(found, kinds, strict=True)]
+        all_found = [blocks.gather(each, small, kind, str(func)) for each, kind in zip(found, kinds, strict=True)]
         gone = () if leaves(outs)[0].dim() == len(spec.shape) else dims
 
         def join_op(at: Coordinate) -> LocalOp:
             return lambda found: _best(found[0], found[1], blocks.filled(at), largest, gone, values)
 
         result = run_on_ranks(mesh, join_op, (tuple(all_found),), {})
-        return _wrap_all(cls, result, outs, without(blocks.rest, gone), spec.device)
+        return _wrap_all(result, outs, without(blocks.rest, gone), spec.device)
 
     return run
 
@@ -255,7 +255,7 @@ def without(layout: Layout, gone: tuple[int, ...]) -> Layout:
     return Layout(layout.mesh, placements, tuple((place[dim], axes) for dim, axes in layout.order))
 
 
-def topk(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def topk(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """topk: the best of the blocks' own best."""
     x = with_partials_reduced(args[0], str(func))
     k, dim, largest, in_order = _topk_arguments(*args[1:])
@@ -274,7 +274,7 @@ def topk(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     found = run_on_ranks(mesh, local_op, (x._local,), {})
     small = tuple(k if d == dim else size for d, size in enumerate(spec.shape))
     kinds = (spec.dtype, torch.int64)
-    all_found = [blocks.gather(cls, each, small, kind, str(func)) for each, kind in zip(found, kinds, strict=True)]
+    all_found = [blocks.gather(each, small, kind, str(func)) for each, kind in zip(found, kinds, strict=True)]
 
     def join(values: Tensor, indices: Tensor) -> Parts:
         values, indices = (
@@ -285,7 +285,7 @@ def topk(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         return best, indices.gather(dim, where)
 
     result = run_on_ranks(mesh, lambda at: join, tuple(all_found), {})
-    return _wrap_all(cls, result, outs, blocks.rest, spec.device)
+    return _wrap_all(result, outs, blocks.rest, spec.device)
 
 
 def _topk_arguments(k: int, dim: int = -1, largest: bool = True, in_order: bool = True) -> tuple[int, int, bool, bool]:
@@ -307,7 +307,7 @@ def _own_best(local: Tensor, n: int, k: int, dim: int, largest: bool, held: rang
 
 def _one_pays(args: tuple[Any, ...]) -> bool:
     """Whether one summary of each block costs less than gathering the dim, or all dims where none is given."""
-    spec: Spec | None = getattr(args[0], "_spec", None)
+    spec: Spec | None = args[0]._spec if isinstance(args[0], Wrapper) else None
     if spec is None or not spec.layout.sharded_dims() or 0 in spec.shape:
         return False
     given = args[1] if len(args) > 1 else None
@@ -318,7 +318,7 @@ def _one_pays(args: tuple[Any, ...]) -> bool:
 
 def _few_pay(args: tuple[Any, ...]) -> bool:
     """Whether the best `k` of each block cost less than gathering the dim."""
-    spec: Spec | None = getattr(args[0], "_spec", None)
+    spec: Spec | None = args[0]._spec if isinstance(args[0], Wrapper) else None
     if spec is None or not spec.shape or 0 in spec.shape or args[1] < 1:
         return False
     dim = args[2] if len(args) > 2 else -1

@@ -18,6 +18,7 @@ from dshard.core.checks import infer
 from dshard.core.moves import run_on_ranks
 from dshard.core.spec import spec_of
 from dshard.core.view_sync import PartialView, register_view
+from dshard.core.wrapper import wrap
 from dshard.layout import Layout
 from dshard.ops.exchange import Move, Moves, cuts_split, exchange_indices, slice_
 from dshard.ops.reduced_norms import split_axes
@@ -26,7 +27,7 @@ _ATEN = torch.ops.aten
 _SLICE = _ATEN.slice.Tensor
 
 
-def pieces(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def pieces(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x.split(sizes, dim)`: views with memory of their own. One exchange for all where every piece splits evenly."""
     x, dim = args[0], _dim(args) % args[0].dim()
     outs = infer(func, (x._spec.meta(), *args[1:]), dict(kwargs))
@@ -34,8 +35,8 @@ def pieces(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     ends = list(accumulate(sizes, initial=0))
     ranks = _ranks(layout, dim)
     if any(size % ranks for size in sizes):
-        return [slice_(cls, _SLICE, (x, dim, *ends[i : i + 2], 1), {}) for i in range(len(sizes))]
-    together = exchange_indices(cls, str(func), [x], dim, _dealt(sizes, ends, ranks), x._spec.meta())
+        return [slice_(_SLICE, (x, dim, *ends[i : i + 2], 1), {}) for i in range(len(sizes))]
+    together = exchange_indices(str(func), [x], dim, _dealt(sizes, ends, ranks), x._spec.meta())
     local_sizes = [size // ranks for size in sizes]
 
     def cut(at: Any) -> LocalOp:
@@ -45,7 +46,7 @@ def pieces(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     locals_ = run_on_ranks(layout.mesh, cut, (together._local,), {})
     for i, (local, out) in enumerate(zip(locals_, outs, strict=True)):
         spec = spec_of(layout, tuple(out.shape), out.stride(), out.dtype, x._spec.device)
-        found.append(cls._wrap(local, spec))
+        found.append(wrap(local, spec))
         register_view(found[-1], PartialView(x, local, spec, _SLICE, (dim, *ends[i : i + 2], 1)))
     return found
 

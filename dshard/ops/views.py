@@ -187,7 +187,7 @@ def strided_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
     return local
 
 
-def strided_of_base(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def strided_of_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any strides over the memory of a view: that of its base."""
     x, size, stride, *rest = args
     start = rest[0] if rest else kwargs.get("storage_offset")
@@ -224,7 +224,7 @@ def done_now(operator: LocalOp) -> Kernel:
 # -- the same tensor in other dims
 
 
-def in_place(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Give the tensor itself the dims of the view."""
     x: Any = args[0]
     out = VIEWS_IN_PLACE[func](*args, **kwargs)

@@ -14,6 +14,7 @@ from dshard.autograd.crossing import redistribute
 from dshard.core.context import planning_context
 from dshard.core.spec import Spec
 from dshard.core.torch_function import bind_arguments
+from dshard.core.wrapper import Wrapper
 from dshard.ops.custom import accept_call
 from dshard.ops.reduced_norms import pays
 from dshard.ops.reductions import HALF
@@ -26,22 +27,22 @@ def reduce_statistics(x: Any, op: str) -> Any:
     return redistribute(x, completed_layout(x._spec.layout), op) if x._spec.pending else x
 
 
-def rms_norm(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.nn.functional.rms_norm` by one sum of squares for each row; None where gathering costs less."""
     x, shape, weight, eps = bind_arguments(("input", "normalized_shape", "weight", "eps"), args, kwargs)
-    if not isinstance(x, cls):
+    if not isinstance(x, Wrapper):
         return None
     dims = tuple(range(-len(shape), 0))
     if len(shape) > x.dim() or not _split_stays(x._spec, tuple(dim + x.dim() for dim in dims), ("sum",)):
         return None
-    accept_call(cls, func, args, kwargs)
+    accept_call(func, args, kwargs)
     wide = reduce_statistics(x, "rms_norm").to(torch.float32 if x.dtype in HALF else x.dtype)
     squares = reduce_statistics(wide.pow(2).mean(dims, keepdim=True), "rms_norm")
     out = wide * torch.rsqrt(squares + (torch.finfo(wide.dtype).eps if eps is None else eps))
     return (out if weight is None else out * weight).to(x.dtype)
 
 
-def cross_entropy(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.nn.functional.cross_entropy` of class numbers by three numbers for each row; None where that is not asked.
 
     The largest logit, the sum of exponentials, and the target's logit with what label smoothing adds to it
@@ -50,12 +51,12 @@ def cross_entropy(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     x, target, weight, average, ignored, reduce, reduction, smoothing = bind_arguments(names, args, kwargs)
     given = (x, target) if weight is None else (x, target, weight)
-    if not all(isinstance(t, cls) for t in given) or target.is_floating_point() or target.dim() != x.dim() - 1:
+    if not all(isinstance(t, Wrapper) for t in given) or target.is_floating_point() or target.dim() != x.dim() - 1:
         return None
     dim = min(1, x.dim() - 1)
     if average is not None or reduce is not None or not _split_stays(x._spec, (dim,), ("max", "sum", "sum")):
         return None
-    accept_call(cls, func, args, kwargs)
+    accept_call(func, args, kwargs)
     ignored, smoothing = -100 if ignored is None else ignored, smoothing or 0.0
     kept = target != ignored
     terms = _terms(x, target.where(kept, 0), weight, dim, smoothing)

@@ -25,13 +25,7 @@ Infer: TypeAlias = Callable[..., Tensor]
 
 
 def choose_matmul(
-    cls: Any,
-    name: str,
-    rule: Callable[[], Rule],
-    infer: Infer,
-    tensors: Sequence[Any],
-    asked: MatmulOptions,
-    key: Any = None,
+    name: str, rule: Callable[[], Rule], infer: Infer, tensors: Sequence[Any], asked: MatmulOptions, key: Any = None
 ) -> MatmulExecutable:
     """The cheapest product of these tensors that is as `asked`; looked up where it was decided before.
 
@@ -51,7 +45,7 @@ def choose_matmul(
     choices = planning_context().choices
     found: MatmulExecutable | None = choices.get(full_key)
     if found is None:
-        common_mesh(cls, name, list(tensors))
+        common_mesh(name, list(tensors))
         specs = [t._spec for t in tensors]
         needs, leaf = [recorded and t.requires_grad for t in tensors[:2]], [is_leaf(t) for t in tensors[:2]]
         found = choices.add(full_key, _choose_matmul(name, rule, infer, specs, asked, needs, leaf))
@@ -107,12 +101,12 @@ def _cut_spec(spec: Spec, operand: Operand) -> Spec:
     return spec_of(operand.layout, operand.shape, contiguous_stride(operand.shape), spec.dtype, spec.device)
 
 
-def wrap_result(cls: Any, name: str, tensors: Sequence[Any]) -> Sequence[Any]:
+def wrap_result(name: str, tensors: Sequence[Any]) -> Sequence[Any]:
     """The operands, all distributed: those that autograd made plain, of zeros, are whole on every rank.
 
     Raises:
         MeshError: operands on different meshes.
         MixedError: a plain tensor among them.
     """
-    mesh = common_mesh(cls, name, list(tensors))
-    return [as_distributed(cls, t, replicated(mesh)) for t in tensors]
+    mesh = common_mesh(name, list(tensors))
+    return [as_distributed(t, replicated(mesh)) for t in tensors]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.core.torch_function import autocast, bind_arguments, call_torch
+from dshard.core.wrapper import Wrapper
 from dshard.ops.composite import Local
 from dshard.ops.matmul.decision import choose_matmul as decide_product
 from dshard.ops.matmul.decision import wrap_result
@@ -20,7 +21,6 @@ from dshard.rules.rule import Rule
 
 
 def matmul_of(
-    cls: Any,
     name: str,
     rule: Callable[[], Rule],
     infer: Local,
@@ -29,42 +29,39 @@ def matmul_of(
     key: Any = None,
 ) -> Any:
     """The product of two tensors, and perhaps a bias, by the cheapest strategy, or the one asked for."""
+    cls = Wrapper.public
     tensors = autocast(tensors)
     for t in tensors:
-        if type(t) is not cls and not isinstance(t, cls):
-            tensors = wrap_result(cls, name, tensors)
+        if type(t) is not cls and not isinstance(t, Wrapper):
+            tensors = wrap_result(name, tensors)
             break
     asked = current_options() if asked is None else asked
-    return multiply(cls, decide_product(cls, name, rule, infer, tensors, asked, key), tensors)
+    return multiply(decide_product(name, rule, infer, tensors, asked, key), tensors)
 
 
-def matmul(
-    cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: MatmulOptions | None = None
-) -> Any:
+def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: MatmulOptions | None = None) -> Any:
     """`torch.matmul`, `@`."""
     a, b, *out = (*args, *kwargs.values())
     infer = torch.mm if func in (torch.mm, Tensor.mm) else torch.matmul
     if out or not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dim() == 0 or b.dim() == 0:
         return call_torch(func, args, kwargs)
-    return matmul_of(
-        cls, infer.__name__, lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), infer, (a, b), asked=asked
-    )
+    return matmul_of(infer.__name__, lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), infer, (a, b), asked=asked)
 
 
-def rmatmul(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def rmatmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Tensor.__rmatmul__`."""
-    return matmul(cls, torch.matmul, (args[1], args[0]), {})
+    return matmul(torch.matmul, (args[1], args[0]), {})
 
 
-def bmm(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def bmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.bmm`."""
     if len(args) != 2 or kwargs:
         return call_torch(func, args, kwargs)
     a, b = args
-    return matmul_of(cls, "bmm", lambda: bmm_rule(tuple(a.shape), tuple(b.shape)), torch.bmm, (a, b))
+    return matmul_of("bmm", lambda: bmm_rule(tuple(a.shape), tuple(b.shape)), torch.bmm, (a, b))
 
 
-def einsum(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.einsum`: of two operands a product, of others as torch breaks it up."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
@@ -79,10 +76,10 @@ def einsum(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     def infer(a: Tensor, b: Tensor) -> Tensor:
         return torch.einsum(equation, a, b)
 
-    return matmul_of(cls, "einsum", lambda: rule, infer, (a, b), key=equation)
+    return matmul_of("einsum", lambda: rule, infer, (a, b), key=equation)
 
 
-def addmm(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.addmm` of a bias along the last dim: a product with a bias, as `linear` is."""
     if len(args) != 3 or kwargs or args[0].dim() != 1 or args[0].dtype != args[1].dtype:
         return call_torch(func, args, kwargs)
@@ -93,17 +90,13 @@ def addmm(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     def infer(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
         return torch.addmm(bias, a, b)
 
-    return matmul_of(cls, "addmm", lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), infer, (a, b, bias))
+    return matmul_of("addmm", lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), infer, (a, b, bias))
 
 
-def linear(
-    cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: MatmulOptions | None = None
-) -> Any:
+def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: MatmulOptions | None = None) -> Any:
     """`torch.nn.functional.linear`. Of a result left pending one rank adds the bias."""
     x, weight, bias = (
         args if len(args) == 3 and not kwargs else bind_arguments(("input", "weight", "bias"), args, kwargs)
     )
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    return matmul_of(
-        cls, "linear", lambda: linear_rule(tuple(x.shape), tuple(weight.shape)), F.linear, tensors, asked=asked
-    )
+    return matmul_of("linear", lambda: linear_rule(tuple(x.shape), tuple(weight.shape)), F.linear, tensors, asked=asked)

@@ -12,6 +12,7 @@ from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.comm import Program, Scoped, Session, run, run_program, traced
 from dshard.core.call_log import CALL_LOG, log
 from dshard.core.observe import OBSERVERS, observed
+from dshard.core.wrapper import wrap
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.matmul_executable import MatmulExecutable
 
@@ -24,10 +25,10 @@ class Multiply(torch.autograd.Function):
     """A product, recorded. Saves the operands, and moved copies of those worth keeping."""
 
     @staticmethod
-    def forward(ctx: Any, cls: Any, product: MatmulExecutable, *tensors: Any) -> Any:
-        ctx.cls, ctx.product = cls, product
+    def forward(ctx: Any, product: MatmulExecutable, *tensors: Any) -> Any:
+        ctx.product = product
         a, b = tensors[:2]
-        need_a, need_b = ctx.needs_input_grad[3], ctx.needs_input_grad[2]
+        need_a, need_b = ctx.needs_input_grad[2], ctx.needs_input_grad[1]
         keep_a, keep_b = product.kept[0] and need_a, product.kept[1] and need_b
 
         def saved(moved: Sequence[Tensor] | None = None) -> list[Any]:
@@ -36,8 +37,8 @@ class Multiply(torch.autograd.Function):
             return [
                 a if need_a else None,
                 b if need_b else None,
-                product.wrap_moved(cls, 0, moved) if keep_a and moved else None,
-                product.wrap_moved(cls, 1, moved) if keep_b and moved else None,
+                product.wrap_moved(0, moved) if keep_a and moved else None,
+                product.wrap_moved(1, moved) if keep_b and moved else None,
             ]
 
         reruns = RECOMPUTE_HOOKS.value()
@@ -46,14 +47,14 @@ class Multiply(torch.autograd.Function):
             reruns[-1](lambda: [t for t in saved() if t is not None], n)
         out, moved = product(tensors)
         ctx.save_for_backward(*saved(moved))
-        return cls._wrap(out, product.out)
+        return wrap(out, product.out)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        cls, product = ctx.cls, ctx.product
+        product = ctx.product
         a, b, moved_a, moved_b = ctx.saved_tensors
         layout = product.cotangent
-        grad = redistribute(as_distributed(cls, grad, layout), layout)
+        grad = redistribute(as_distributed(grad, layout), layout)
         plain = not torch.is_grad_enabled()
         if plain:
             a, b = (a if moved_a is None else moved_a), (b if moved_b is None else moved_b)
@@ -68,13 +69,13 @@ class Multiply(torch.autograd.Function):
         if plain and not OBSERVERS and type(grad._local) is Tensor and not grad._local.is_meta:
             back = product.back(grad._spec, None if a is None else a._spec, None if b is None else b._spec)
             if back is not None:
-                found[:2] = back(cls, grad._local, a, b)
-                return (None, None, *found)
-        found[:2] = _gradients(ctx, cls, product, grad, a, b, plain)
-        return (None, None, *found)
+                found[:2] = back(grad._local, a, b)
+                return (None, *found)
+        found[:2] = _gradients(ctx, product, grad, a, b, plain)
+        return (None, *found)
 
 
-def _gradients(ctx: Any, cls: Any, product: MatmulExecutable, grad: Any, a: Any, b: Any, plain: bool) -> list[Any]:
+def _gradients(ctx: Any, product: MatmulExecutable, grad: Any, a: Any, b: Any, plain: bool) -> list[Any]:
     """The gradients of both operands: observed, recorded, beside each other, of complex numbers, or without data."""
     found: list[Any] = [None, None]
     need_a, need_b = wanted_gradients(ctx, 0), wanted_gradients(ctx, 1)
@@ -84,14 +85,14 @@ def _gradients(ctx: Any, cls: Any, product: MatmulExecutable, grad: Any, a: Any,
         if need_b and plain and first.overlaps() and not traced(grad._local):
             given: Any = torch.conj_physical(a) if a.is_complex() else a
             second = product.gradient(1, grad._spec, given._spec)
-            found[:2] = both_gradients(cls, (first, (grad, other)), (second, (given, grad)))
+            found[:2] = both_gradients((first, (grad, other)), (second, (given, grad)))
             return found
-        found[0], moved = multiply_keeping(cls, first, (grad, other))
+        found[0], moved = multiply_keeping(first, (grad, other))
         if plain and first.streamed is None:  # both products want it in one layout, so it is moved once
-            grad = first.wrap_moved(cls, 0, moved)
+            grad = first.wrap_moved(0, moved)
     if need_b:
         other = torch.conj_physical(a) if a.is_complex() else a
-        found[1] = multiply(cls, product.gradient(1, grad._spec, other._spec), (other, grad))
+        found[1] = multiply(product.gradient(1, grad._spec, other._spec), (other, grad))
     return found
 
 
@@ -100,7 +101,7 @@ def wanted_gradients(ctx: Any, i: int) -> bool:
 
     A pass that is asked for the gradients of some tensors alone goes only where those are.
     """
-    if not ctx.needs_input_grad[2 + i]:
+    if not ctx.needs_input_grad[1 + i]:
         return False
     try:
         return bool(torch._C._will_engine_execute_node(ctx.next_functions[i][0]))
@@ -109,11 +110,11 @@ def wanted_gradients(ctx: Any, i: int) -> bool:
 
 
 def both_gradients(
-    cls: Any, first: tuple[MatmulExecutable, Sequence[Any]], second: tuple[MatmulExecutable, Sequence[Any]]
+    first: tuple[MatmulExecutable, Sequence[Any]], second: tuple[MatmulExecutable, Sequence[Any]]
 ) -> list[Any]:
     """Two products, of which the second is computed while the result of the first is reduced."""
     run: Callable[..., Any] = _both_gradients
-    args: tuple[Any, ...] = (cls, first, second)
+    args: tuple[Any, ...] = (first, second)
     if OBSERVERS:
         for product, _ in (first, second):
             run, args = observed, (product.decision(), run, args)
@@ -121,7 +122,7 @@ def both_gradients(
 
 
 def _both_gradients(
-    cls: Any, first: tuple[MatmulExecutable, Sequence[Any]], second: tuple[MatmulExecutable, Sequence[Any]]
+    first: tuple[MatmulExecutable, Sequence[Any]], second: tuple[MatmulExecutable, Sequence[Any]]
 ) -> list[Any]:
     programs = [product.executor().program for product, _ in (first, second)]
     n = len(first[1])
@@ -134,31 +135,31 @@ def _both_gradients(
     tensors = [t._local for _, given in (first, second) for t in given]
     plans = [p for product, _ in (first, second) for p in (*product.plans, product.end)]
     found = run_program(first[0].mesh, program, tensors, plans)
-    return [cls._wrap(x, product.out) for x, (product, _) in zip(found, (first, second), strict=True)]
+    return [wrap(x, product.out) for x, (product, _) in zip(found, (first, second), strict=True)]
 
 
-def multiply(cls: Any, product: MatmulExecutable, tensors: Sequence[Any]) -> Any:
+def multiply(product: MatmulExecutable, tensors: Sequence[Any]) -> Any:
     """The product of these distributed tensors."""
-    return multiply_keeping(cls, product, tensors)[0]
+    return multiply_keeping(product, tensors)[0]
 
 
-def multiply_keeping(cls: Any, product: MatmulExecutable, tensors: Sequence[Any]) -> tuple[Any, Sequence[Tensor]]:
+def multiply_keeping(product: MatmulExecutable, tensors: Sequence[Any]) -> tuple[Any, Sequence[Tensor]]:
     """The same, and the local operands as they were multiplied where no gradient is recorded."""
     cut = product.cut
     if cut is not None:
         (a, b, *bias), (dim_a, dim_b) = tensors, cut.dims
         tensors = (a.unflatten(dim_a, cut.sizes), b.unflatten(dim_b, cut.sizes), *bias)
     if OBSERVERS:
-        found: tuple[Any, Sequence[Tensor]] = observed(product.decision(), _multiply, (cls, product, tensors))
+        found: tuple[Any, Sequence[Tensor]] = observed(product.decision(), _multiply, (product, tensors))
         return found
-    out = _multiply(cls, product, tensors)
+    out = _multiply(product, tensors)
     if CALL_LOG and cut is None:
         log((product, None, tuple(tensors), {}, out[0]))
     return out
 
 
-def _multiply(cls: Any, product: MatmulExecutable, tensors: Sequence[Any]) -> tuple[Any, Sequence[Tensor]]:
+def _multiply(product: MatmulExecutable, tensors: Sequence[Any]) -> tuple[Any, Sequence[Tensor]]:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return Multiply.apply(cls, product, *tensors), ()  # type: ignore[no-untyped-call]
+        return Multiply.apply(product, *tensors), ()  # type: ignore[no-untyped-call]
     out, moved = product(tensors)
-    return cls._wrap(out, product.out), moved
+    return wrap(out, product.out), moved

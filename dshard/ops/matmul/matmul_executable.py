@@ -17,6 +17,7 @@ from dshard.core.moves import coordinate_of, run_on_ranks
 from dshard.core.observe import Decision
 from dshard.core.panel_cost import PanelCost
 from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.wrapper import wrap
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.local import LocalProduct, local_product
@@ -174,9 +175,9 @@ class MatmulExecutable:
         moved = tuple(run(p, t._local) for p, t in zip(plans, tensors, strict=True))
         return run(self.end, run_on_ranks(self.mesh, self.local, moved, {})), moved[:2]
 
-    def wrap_moved(self, cls: Any, i: int, moved: Sequence[Tensor]) -> Any:
+    def wrap_moved(self, i: int, moved: Sequence[Tensor]) -> Any:
         """Operand `i` as it was multiplied, as a distributed tensor."""
-        return cls._wrap(moved[i], self.specs[i].with_layout(self.strategy.inputs[i]))
+        return wrap(moved[i], self.specs[i].with_layout(self.strategy.inputs[i]))
 
     def decision(self) -> Decision:
         """What was chosen."""
@@ -228,14 +229,14 @@ class GradientPair:
     def __init__(self, first: MatmulExecutable | None, second: MatmulExecutable | None) -> None:
         self.first, self.second = first, second
 
-    def __call__(self, cls: Any, grad: Tensor, a: Any, b: Any) -> tuple[Any, Any]:
+    def __call__(self, grad: Tensor, a: Any, b: Any) -> tuple[Any, Any]:
         """The gradients, of the local part of the result's."""
         for_a = for_b = None
         if self.first is not None:
             out, (grad, _) = self.first.on_local(grad, b._local)
-            for_a = cls._wrap(out, self.first.out)
+            for_a = wrap(out, self.first.out)
         if self.second is not None:
-            for_b = cls._wrap(self.second.on_local(a._local, grad)[0], self.second.out)
+            for_b = wrap(self.second.on_local(a._local, grad)[0], self.second.out)
         return for_a, for_b
 
 

@@ -16,6 +16,7 @@ from dshard.comm import LocalTensor, compare_draws, plain, traced, unstack
 from dshard.core.call import LocalOp
 from dshard.core.moves import redistribute_local, run_on_ranks, write_local
 from dshard.core.spec import contiguous_stride, spec_of
+from dshard.core.wrapper import wrap
 from dshard.errors import CompileError
 from dshard.layout import replicated
 from dshard.mesh import Coordinate, Mesh
@@ -93,7 +94,7 @@ def filled(x: Any, make: Make, what: object, generator: Generator | None = None)
 def overwriting(make: Make) -> Callable[..., Any]:
     """normal_, uniform_ and their like, in place or of a new tensor like the first operand."""
 
-    def run(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, *rest, generator = bound(func, args, kwargs)
         _refuse(func, x.dtype, rest)
         if not func._schema.is_mutable:
@@ -160,10 +161,10 @@ def standard_normal(dtype: torch.dtype) -> Distribution:
     return distributions.normal(dtype.to_real(), 0.0, 0.5**0.5) if dtype.is_complex else distributions.normal(dtype)
 
 
-def normal_(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def normal_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of complex numbers, both parts have half the variance, and the mean is real."""
     if not args[0].dtype.is_complex:
-        return overwriting(distributions.normal)(cls, func, args, kwargs)
+        return overwriting(distributions.normal)(func, args, kwargs)
     x, mean, std, generator = bound(func, args, kwargs)
     _refuse(func, x.dtype, [mean, std])
     values = like(standard_normal)(x, generator=generator) * std + mean
@@ -235,8 +236,8 @@ def rrelu_with_noise_(x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
 def made(function: Callable[..., Any]) -> Custom:
     """Run `function`, made of operators on distributed tensors, once torch has accepted the arguments."""
 
-    def run(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check(cls, func, args, {name: value for name, value in kwargs.items() if name != "generator"})
+    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check(func, args, {name: value for name, value in kwargs.items() if name != "generator"})
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -246,17 +247,17 @@ def made(function: Callable[..., Any]) -> Custom:
 # -- whole on every rank
 
 
-def multinomial(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def multinomial(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Indices drawn by the weights of each row. Every rank draws all of them, from the gathered weights."""
     x, count, replacement, generator = bound(func, args, kwargs)
     mesh, shape = x._spec.layout.mesh, (*x.shape[:-1], count)
-    check(cls, func, (x, count, replacement), {})
+    check(func, (x, count, replacement), {})
     found = draw_for(mesh, func, generator)
     local = redistribute_local(x._local, x._spec, replicated(mesh), func)
     sample = partial(_sample, count=count, replacement=replacement and count > 1, found=found)
     out = run_on_ranks(mesh, lambda coordinate: sample, (local,), {})
     one = next(iter(unstack(out).values())) if type(out) is LocalTensor else out
-    return cls._wrap(out, spec_of(replicated(mesh), shape, contiguous_stride(shape), torch.int64, one.device))
+    return wrap(out, spec_of(replicated(mesh), shape, contiguous_stride(shape), torch.int64, one.device))
 
 
 def _sample(weights: Tensor, count: int, replacement: bool, found: Draw) -> Tensor:

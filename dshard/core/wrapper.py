@@ -1,0 +1,55 @@
+"""The base class of distributed tensors: a local tensor and a spec. What lies below `dshard.DTensor` is typed by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dshard.comm import AsyncLocal, LazyLocal
+from dshard.core.spec import Spec
+from dshard.layout import Layout
+
+make = torch.Tensor._make_wrapper_subclass  # called with positions: keyword parsing is slower
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own: this rank's local tensor, and the spec of the tensor that it is a part of.
+
+    `public` is the one class that derives from it, `dshard.DTensor`: every wrapper is made of that.
+    """
+
+    public: ClassVar[type[Wrapper]]
+    _local: Tensor = LazyLocal()  # type: ignore[assignment]
+    _spec: Spec
+    _pending_local: Callable[[], Tensor]
+    # Of types that are defined above this module: a view with memory of its own, and a graph on local tensors.
+    _view_sync: Any = None
+    _local_graph: Any = None
+    _leaf: bool | None = None
+    _gradient_layout: list[Layout] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Wrapper.public = cls
+
+
+def wrap(local: Tensor, spec: Spec, storage_offset: int | torch.SymInt | None = None) -> Any:
+    """The distributed tensor of spec `spec` of which this rank holds `local`.
+
+    Views have the `storage_offset` that they would have on one device.
+    """
+    out = make(Wrapper.public, spec.shape, spec.stride, storage_offset, None, spec.dtype, torch.strided, spec.device)
+    out._local = local
+    out._spec = spec
+    return out
+
+
+def wrap_later(pending: AsyncLocal, spec: Spec) -> Any:
+    """The distributed tensor of spec `spec` whose local tensor is in flight: who first asks for it waits."""
+    out = make(Wrapper.public, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, spec.device)
+    out._pending_local = pending
+    out._spec = spec
+    return out
