@@ -68,7 +68,7 @@ def propagate_write(written: Any, op: object) -> None:
             origin = getattr(origin.base, "_view_sync", None)
         shown = getattr(getattr(_root(t), "_local", None), "_view_syncs", None)
         if shown is not None:
-            for each in shown:
+            for each in tuple(shown):  # a view that is taken anew is noted, too
                 view_origin = each()
                 if view_origin is not None:
                     view_origin.refresh(op)
