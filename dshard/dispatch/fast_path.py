@@ -5,10 +5,13 @@ nobody listens, that way adds nothing but time. So the first call of a function 
 if one operator was all that ran, later calls run it on the local parts at once. If the function itself, called on the
 local parts, is that operator again, it is what they call: torch finds its own functions faster than operators. What is
 recorded is in `dshard.dispatch.recorded_path`.
+
+All of it is for speed alone: with DSHARD_FAST=0 in the environment every call takes the dispatcher's way.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -56,6 +59,7 @@ Autograd sets hooks of a view that was written to while it holds a lock, and mus
 """
 _WRITES: set[Any] = set()
 """Those of them that are one operator that writes to its operand, and so make no view."""
+FAST = os.environ.get("DSHARD_FAST", "1") != "0"
 _BY_KIND: set[Any] = set()
 """Functions that run one operator whatever the values of their numbers are, which need not be looked up."""
 
@@ -155,8 +159,8 @@ def _key(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
 
 
 def _is_special() -> bool:
-    """Whether operators are intercepted, cast or transformed, or something is asked of products."""
-    if _modes() or _autocast() or is_transforming() or (ASKING and not has_no_options()):
+    """Whether the fast path is off, operators are intercepted, cast or transformed, or products have options."""
+    if not FAST or _modes() or _autocast() or is_transforming() or (ASKING and not has_no_options()):
         return True
     return forward_ad._current_level >= 0
 
