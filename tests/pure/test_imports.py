@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pytest
 import dshard
 
 PACKAGE = Path(__file__).parents[2] / "dshard"
-FILES = [pytest.param(path, id=path.relative_to(PACKAGE).as_posix()) for path in sorted(PACKAGE.rglob("*.py"))]
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+FILES = [pytest.param(path, id=path.relative_to(PACKAGE).as_posix()) for path in SOURCES]
 
 MAY_IMPORT_DISTRIBUTED = ("comm", "testing", "launch", "demo", "checkpoint")
 MAY_IMPORT_RICH = ("report",)
@@ -155,3 +157,13 @@ def test_what_is_imported_late_is_there_when_it_is_asked_for() -> None:
         assert getattr(dshard, name) is not None
     with pytest.raises(AttributeError, match="module 'dshard' has no attribute 'paralell'"):
         dshard.paralell  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_no_two_files_share_a_name() -> None:
+    names = Counter(path.name for path in SOURCES if path.name not in ("__init__.py", "__main__.py"))
+    assert {name for name, n in names.items() if n > 1} == set()
+
+
+def test_no_function_is_handed_the_class_of_distributed_tensors() -> None:
+    """What lies below DTensor is typed by `dshard.core.wrapper.Wrapper`."""
+    assert [str(path) for path in SOURCES if "cls: Any" in path.read_text()] == []
