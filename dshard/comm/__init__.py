@@ -51,7 +51,7 @@ from dshard.comm.runtime import (
 from dshard.comm.scatter_shards import device_of, local_of, local_shard, scatter_shards, scatters
 from dshard.comm.scoped import Scoped
 from dshard.comm.simulated import each, plain, stack, unstack
-from dshard.comm.store import fetch, peek, put
+from dshard.comm.store_messages import fetch, peek, put
 from dshard.comm.traced_collectives import outside_graphs, traced
 from dshard.comm.transfer import Local
 from dshard.comm.user_code import user_line

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dshard.comm import store
+from dshard.comm import store_messages
 from dshard.comm.runtime import Group, disconnect, simulated_ranks, this_world
 from dshard.comm.user_code import user_call
 from dshard.errors import DShardError, PeerError
@@ -152,7 +152,7 @@ def leave_word(error: BaseException) -> None:
     this_world().failures += not _UNNAMED
     _UNNAMED.clear()
     first: Failed = getattr(error, "_failed", None) or Failed(0, kind, str(error), rank)
-    store.put(key, Failed(this_world().failures, first.kind, first.text, first.rank))
+    store_messages.put(key, Failed(this_world().failures, first.kind, first.text, first.rank))
     with contextlib.suppress(AttributeError):
         error._told = True  # type: ignore[attr-defined]
     _LEFT[:] = [key]
@@ -177,7 +177,7 @@ def _failures(rank: int) -> int:
 def _said(ranks: Collection[int]) -> list[Failed]:
     """The words of other ranks among these."""
     others = (rank for rank in ranks if rank != dist.get_rank())
-    return [found for rank in others for found in [store.peek(_key(rank))] if found is not None]
+    return [found for rank in others for found in [store_messages.peek(_key(rank))] if found is not None]
 
 
 def wait_for(work: dist.Work, group: Group) -> None:
@@ -249,13 +249,13 @@ def _clear_failure() -> None:
     _UNNAMED.clear()
     while _LEFT:
         key = _LEFT.pop()
-        store.put(key, Failed(this_world().failures, "", "", dist.get_rank()))
+        store_messages.put(key, Failed(this_world().failures, "", "", dist.get_rank()))
 
 
 def _wait_on(wait: Callable[[], object], over: Callable[[], bool], group: Group, kind: str) -> None:
     """Wait again and again after the first time, and look in between why it may never end."""
     here = _here(group, kind)
-    store.put(_waiting(here.rank), here)
+    store_messages.put(_waiting(here.rank), here)
     seen: dict[int, Waiting] = {}
     try:
         while not _ended(wait, over, here, _GIVEN_UP.get(group.process_group)):
@@ -268,7 +268,7 @@ def _wait_on(wait: Callable[[], object], over: Callable[[], bool], group: Group,
         disconnect(group)  # a rank has left out what the others began: what comes next would be taken for that
         raise
     finally:
-        store.put(_waiting(here.rank), None)
+        store_messages.put(_waiting(here.rank), None)
 
 
 def _here(group: Group, kind: str) -> Waiting:
@@ -355,7 +355,9 @@ def _look_around(here: Waiting, seen: Mapping[int, Waiting]) -> dict[int, Waitin
     todo, asked = [*here.ranks], set[int]()
     while todo:
         rank = todo.pop()
-        found: Waiting | None = None if rank in asked else here if rank == here.rank else store.peek(_waiting(rank))
+        found: Waiting | None = (
+            None if rank in asked else here if rank == here.rank else store_messages.peek(_waiting(rank))
+        )
         asked.add(rank)
         if found is not None:
             now[rank] = found
