@@ -15,6 +15,7 @@ import dshard
 from dshard import Replicate, Shard, distribute_tensor, init_device_mesh
 from dshard.caches import Cache, cache_info, cached, clear_caches
 from dshard.core.context import MAX_TOPOLOGIES, planning_context_of
+from dshard.dispatch.fast_path import FAST
 from dshard.testing import RankPool
 from dshard.topology import Topology
 
@@ -150,6 +151,7 @@ def beside_shortcuts() -> list[str]:
     return wrong
 
 
+@pytest.mark.skipif(not FAST, reason="the fast path is off")
 @pytest.mark.ranks
 def test_shortcuts_hide_nothing(ranks: RankPool) -> None:
     assert ranks.run(beside_shortcuts) == [[]] * 4

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import dshard
 from dshard import DeviceMesh, Replicate, Shard, distribute_tensor, use_topology
 from dshard.comm import listen
+from dshard.dispatch.fast_path import FAST
 from dshard.testing import RankPool
 from dshard.topology import BYTES
 
@@ -224,6 +225,7 @@ def graphs() -> list[Counter[str]]:
     return [nodes(F.gelu((x * 2 + 1).transpose(1, 2)).softmax(-1)) for _ in range(2)]
 
 
+@pytest.mark.skipif(not FAST, reason="the fast path is off")
 @pytest.mark.ranks
 def test_a_chain_crosses_once_whether_met_before_or_not(ranks: RankPool) -> None:
     names = ("MulBackward0", "AddBackward0", "TransposeBackward0", "GeluBackward0", "SoftmaxBackward0")
