@@ -26,7 +26,7 @@ _DICTS: dict[str, list[ref[Cache]]] = {}
 def cached(name: str, bound: int) -> Callable[[F], F]:
     """`functools.lru_cache`, under a name that `cache_info` shows.
 
-    >>> @remembered("squares", 2)
+    >>> @cached("squares", 2)
     ... def square(x):
     ...     return x * x
     >>> square(3) + square(3)

@@ -22,8 +22,8 @@ class HostNetwork:
     `bandwidth` is in bytes per second of a card, `latency` in seconds of a message between hosts; `inside` and
     `inside_latency` are those of one rank within its host.
 
-    >>> wires = Wires(4, 2, 1e9, 0.0, 1e12, 0.0)
-    >>> [(wires.host(rank), wires.card(rank)) for rank in (0, 2, 5)]
+    >>> network = HostNetwork(4, 2, 1e9, 0.0, 1e12, 0.0)
+    >>> [(network.host(rank), network.card(rank)) for rank in (0, 2, 5)]
     [(0, 0), (0, 1), (1, 2)]
     """
 

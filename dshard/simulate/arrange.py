@@ -14,7 +14,7 @@ def host_tiles(rows: int, columns: int, per_host: int) -> tuple[int, ...]:
     With rows of hosts instead, the columns of the mesh would cross as many hosts as there are rows; in blocks, both
     directions cross few (Optimus figure 8).
 
-    >>> bunched(4, 4, 4)
+    >>> host_tiles(4, 4, 4)
     (0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15)
 
     Raises:
