@@ -1,4 +1,4 @@
-"""The strategies that have a name: rows of one table over the space of schedules."""
+"""Named matmul strategies: rows of one table over the space of schedules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dshard.validate import suggestion
 
 @dataclass(frozen=True, slots=True)
 class NamedStrategy:
-    """A schedule by its name, with the roles of its mesh axes and where it comes from."""
+    """A named schedule, with the roles of its mesh axes and its source."""
 
     name: str
     roles: tuple[str, ...]
@@ -62,11 +62,11 @@ STRATEGIES: dict[str, NamedStrategy] = {
 }
 
 ORDERED = frozenset({"column-first", "row-first"})
-"""Names that say which mesh axis plays which role; of all others every assignment of axes is tried."""
+"""Names that fix the role of each mesh axis; for all others every assignment of axes to roles is tried."""
 
 
 def strategies() -> tuple[str, ...]:
-    """The names that `strategy=` and `use_strategy` take.
+    """The strategy names that `strategy=` and `use_strategy` accept.
 
     >>> strategies()[:3]
     ('data', 'weight-gathered', 'column')
@@ -75,7 +75,7 @@ def strategies() -> tuple[str, ...]:
 
 
 def strategy_named(name: str) -> NamedStrategy:
-    """The strategy of this name.
+    """The named strategy called `name`.
 
     Raises:
         StrategyError: there is none.
@@ -88,10 +88,10 @@ def strategy_named(name: str) -> NamedStrategy:
 
 
 def allowed_rows(strategy: str | Schedule, rule: Rule, mesh: Mesh) -> tuple[Allowed, ...]:
-    """The rows that a product with this strategy may have, in alternatives. Axes without a role may have any.
+    """The alternative assignments of rows that this strategy allows a matmul. Axes without a role may have any row.
 
     Raises:
-        StrategyError: an unknown name, a mesh on which the strategy is impossible, or a product that lacks a loop.
+        StrategyError: an unknown name, a mesh on which the strategy is impossible, or a matmul that lacks a loop.
     """
     rows = factors_of(rule)
     if isinstance(strategy, Schedule):
@@ -125,10 +125,10 @@ def allowed_rows(strategy: str | Schedule, rule: Rule, mesh: Mesh) -> tuple[Allo
 
 
 def factors_of(rule: Rule) -> dict[Loop, frozenset[Row]]:
-    """The factors of a product that each loop may split: batch factors, which all tensors have, count as m.
+    """The factors of a matmul that each loop may shard: batch factors, which all tensors have, count as m.
 
     Raises:
-        StrategyError: the product has no factor for a loop.
+        StrategyError: the matmul has no factor for a loop.
     """
     a, b = ({name for dim in term for name in dim} for term in rule.inputs[:2])
     out = {name for dim in rule.outputs[0] for name in dim}
@@ -136,7 +136,7 @@ def factors_of(rule: Rule) -> dict[Loop, frozenset[Row]]:
 
 
 def nearest(ranks: int, axes: int) -> tuple[int, ...]:
-    """A mesh shape of so many axes for so many ranks, as close to a cube as the factors allow.
+    """The mesh shape of `axes` axes for `ranks` ranks that is as close to a cube as the factors allow.
 
     >>> nearest(8, 3), nearest(8, 2), nearest(12, 2)
     ((2, 2, 2), (2, 4), (3, 4))

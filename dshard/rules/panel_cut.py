@@ -1,4 +1,4 @@
-"""Which factor of a product is cut into panels, and where."""
+"""Choose the factor of a matmul to cut into panels, and the indices of each panel."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dshard.rules.rule import Rule, Term
 
 
 def factor_of(rule: Rule, stream: Stream, plans: Sequence[Plan], sizes: dict[str, int]) -> str | None:
-    """The factor to cut: of the loops allowed, that of the tensors that move most; or None where nothing moves.
+    """The factor to cut into panels: of the allowed loops, the one whose tensors move most; None where nothing moves.
 
-    Of those alike one that is not contracted, for there nothing needs adding up, and the largest.
+    Of equals, one that is not contracted, for its panels need not be added up, and the largest.
     """
     terms = (*rule.inputs, *rule.outputs)
     moved = [plan.busiest() for plan in plans]
@@ -32,7 +32,7 @@ def factor_of(rule: Rule, stream: Stream, plans: Sequence[Plan], sizes: dict[str
 def panels_of(
     factor: str, size: int, terms: Sequence[Term], plans: Sequence[Plan], stream: Stream
 ) -> tuple[Ranges, ...]:
-    """The panels of a factor of this size: the same indices for all tensors that have it."""
+    """The panels of a factor of this size: index ranges that hold for all tensors with the factor."""
     ends: list[tuple[Layout, int]] = []
     split: list[tuple[Layout, int]] = []
     for i, (term, plan) in enumerate(zip(terms, plans, strict=True)):

@@ -1,4 +1,4 @@
-"""Rules become strategies: expansions priced, the cheapest taken."""
+"""Price the expansions of a rule and choose the cheapest as the strategy."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dshard.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What is asked of a strategy beyond its operands.
+    """Requirements on a strategy beyond its operands: layouts, gradients, and the rows allowed.
 
-    `keep`: the layout in which the first operand and output should stay. `result`: where the first output must come to
-    lie. `gradients`: which operands get a gradient, so that the backward pass counts; `kept`: of which the moved copy
-    is kept for it, so that they are not moved again. `among`: the rows that each mesh axis may have, in alternatives.
-    `reduced`: for each mesh axis what becomes of a sum that a product leaves pending there: P, R, or sharded over the
-    dim of loop m or n.
+    `keep`: the layout in which the first operand and output should stay. `result`: the layout required of the first
+    output. `gradients`: which operands get a gradient, so that the backward pass counts; `kept`: of which the
+    redistributed copy is kept for it. `among`: the rows that each mesh axis may have, in alternatives. `reduced`: for
+    each mesh axis the placement of a sum that a matmul leaves partial there: P, R, or sharded over the dim of loop m or
+    n.
     """
 
     keep: Layout | None = None
@@ -43,16 +43,15 @@ ANY = Constraints()
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The layouts in which an operator runs locally, what each mesh axis does, and the seconds this takes.
+    """The layouts in which an operator runs locally, the row of each mesh axis, and the priced seconds.
 
-    `gather` seconds bring the operands there, `compute` is the local work, `reduce` completes what is left pending and
-    brings the outputs to `ends`; `backward` is all of the backward pass, where it counts. Of a reduction that the
-    operator begins only the bytes are charged, for later it may be completed together with others, except for products;
-    one that is merely passed on is charged in full, for every later use would complete it anew. What is pending is
-    charged the cheapest way to complete it, and an output split along a mesh axis on which all operands are whole is
-    charged its gather: there, work is split only where that pays by itself.
-    `gradients` are the layouts in which the operands' gradients arise from the local backward pass of an operator that
-    is linear in what it reduces.
+    `gather` seconds redistribute the operands, `compute` is the local work, `reduce` redistributes the outputs, partial
+    ones among them, to `ends`; `backward` is all of the backward pass, where it counts. Of a reduction that the
+    operator begins only the bytes are charged, for it may be completed together with others, except for matmuls; one
+    that is merely passed on is charged in full, for every use would complete it anew. A partial output is charged the
+    cheapest reduction, and an output sharded along a mesh axis on which all operands are replicated is charged its
+    gather: there, work is sharded only where that pays by itself. `gradients` are the layouts in which the local
+    backward pass of an operator that is linear in what it reduces gives the operands' gradients.
     """
 
     inputs: tuple[Layout, ...]
@@ -69,7 +68,7 @@ class Strategy:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """The total: gather, compute, reduce and backward."""
         return self.gather + self.compute + self.reduce + self.backward
 
     def __str__(self) -> str:
@@ -88,8 +87,8 @@ def choose(
 ) -> Strategy:
     """The cheapest strategy of `rule` for these operands; `outputs` are pairs of global shape and itemsize.
 
-    Branch and bound: the candidate that may be cheapest is priced move by move, and left as soon as another may be
-    cheaper, until one is priced in full that none can beat. Of `wanted`, `keep` is kept where any strategy can.
+    Branch and bound: the candidate that may be cheapest is priced redistribution by redistribution, and left as soon as
+    another may be cheaper, until one is priced in full that none can beat. `wanted.keep` is kept if any strategy can.
     """
     found = candidate_expansions(rule, operands, outputs, wanted)
     if wanted.keep is not None:
@@ -122,7 +121,7 @@ def choose(
 
 
 def _digits(seconds: float) -> float:
-    """Seconds to nine digits: sums of the same parts in another order are no reason to choose."""
+    """Seconds rounded to nine digits, so that the order of adding equal terms does not decide between strategies."""
     return float(f"{seconds:.9e}")
 
 
@@ -133,7 +132,7 @@ def strategies(
     topology: Topology,
     wanted: Constraints = ANY,
 ) -> Iterator[Strategy]:
-    """All strategies of `rule` worth trying, priced."""
+    """Yield the candidate strategies of `rule`, priced."""
     price = _Price(rule, operands, outputs, topology, wanted)
     for found in candidate_expansions(rule, operands, outputs, wanted):
         yield price.of(found)
@@ -142,10 +141,10 @@ def strategies(
 def candidate_expansions(
     rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]], wanted: Constraints
 ) -> list[Expansion]:
-    """The expansions of `rule` to choose from.
+    """The candidate expansions of `rule`.
 
-    A product with gradients is split along each mesh axis that splits an operand along a dim of the result, where it
-    can be. To repeat it there may save a message, but repeats all that follows, which backward then holds whole.
+    A matmul with gradients is sharded along each mesh axis that shards an operand along a dim of the result, where it
+    can be. To repeat it there may save a message, but repeats all that follows, which backward then holds replicated.
     """
     found = list(expansions(rule, operands, outputs, wanted.among, wanted.result))
     if not rule.loops or not any(wanted.gradients) or wanted.among is not None or wanted.result is not None:
@@ -161,7 +160,7 @@ def candidate_expansions(
 
 
 class _Move(NamedTuple):
-    """A move of operand `i`, or of its gradient, which is made so many times."""
+    """A redistribution of operand `i`, or of its gradient, which runs `times` times."""
 
     i: int
     src: Layout
@@ -170,19 +169,19 @@ class _Move(NamedTuple):
 
 
 class _Bound:
-    """What an expansion takes at least: all that is known of it, and of moves that were not priced the least."""
+    """A lower bound on an expansion's seconds: prices so far, and lower bounds of redistributions not yet priced."""
 
     def __init__(self, fixed: float, moves: list[_Move]) -> None:
         self.fixed, self.moves = fixed, moves
 
     def seconds(self, price: _Price) -> float:
-        """No price of the expansion is below, rounding apart."""
+        """The lower bound, less a margin for rounding."""
         return (self.fixed + sum([price.at_least(move) * move.times for move in self.moves])) * (1 - 1e-12)
 
     def refine(self, price: _Price, slack: float) -> bool:
-        """Price a move that nobody has priced, if it takes at most `slack` seconds more than its least; false if none.
+        """Price one redistribution without a price, within `slack` seconds above its bound; false if all have prices.
 
-        Where it takes more, so does the expansion than one that is known, and it is not looked at again.
+        Where it takes more, so does the expansion than the best one so far, and it is not considered again.
         """
         for move in self.moves:
             if move[:3] not in price.plans:
@@ -195,7 +194,7 @@ class _Bound:
 
 
 class _Price:
-    """Prices of the expansions of one rule on given operands. Moves that several of them make are priced once."""
+    """Prices of the expansions of one rule on given operands; redistributions that several share are priced once."""
 
     def __init__(
         self,
@@ -223,7 +222,7 @@ class _Price:
     # -- the least that an expansion takes
 
     def bound(self, found: Expansion) -> _Bound:
-        """What is known of an expansion before any of its moves is priced."""
+        """The lower bound of an expansion before any of its redistributions is priced."""
         gradients = self.wanted.gradients
         moves: list[_Move] = []
         for i, (operand, layout) in enumerate(zip(self.operands, found.inputs, strict=True)):
@@ -234,7 +233,7 @@ class _Price:
         return _Bound(fixed, [move for move in moves if move.src != move.dst])
 
     def at_least(self, move: _Move) -> float:
-        """Seconds of a move, or seconds that it does not go below if it is not priced."""
+        """The seconds of a redistribution, or a lower bound if it is not priced."""
         key = move[:3]
         found = self.leasts.get(key)
         if found is None:
@@ -242,7 +241,7 @@ class _Price:
         return found
 
     def end_at_least(self, found: Expansion) -> float:
-        """The same for all that brings a product's result to its end, and the gradient back."""
+        """A lower bound on the seconds that redistribute a matmul's result to its end, and its gradient in backward."""
         if not self.rule.loops:
             return 0.0
         layout, (shape, itemsize) = found.outputs[0], self.outputs[0]
@@ -258,7 +257,7 @@ class _Price:
         return known
 
     def moved_again(self, i: int) -> bool:
-        """Whether operand `i` is moved once more for the gradient of another."""
+        """Whether operand `i` is redistributed once more for the gradient of another."""
         wanted = self.wanted
         needed = any(gradient for j, gradient in enumerate(wanted.gradients) if j != i)
         return needed and not wanted.kept[i]
@@ -266,7 +265,7 @@ class _Price:
     # -- the price
 
     def plan(self, i: int, src: Layout, dst: Layout) -> PricedPlan:
-        """How operand `i`, or its gradient, moves."""
+        """The priced plan that redistributes operand `i`, or its gradient, from `src` to `dst`."""
         key = (i, src, dst)
         found = self.plans.get(key)
         if found is None:
@@ -277,7 +276,7 @@ class _Price:
         return found
 
     def within(self, move: _Move, most: float) -> None:
-        """Price a move, or learn that it takes more than so many seconds; one of all moves that are alike."""
+        """Price a redistribution, or record that it takes more than `most` seconds; equivalent ones share the price."""
         operand = self.operands[move.i]
         key = (move.i, *canonical_layouts(move.src, move.dst, self.topology))
         known = self.plans.get(key)
@@ -290,7 +289,7 @@ class _Price:
                 self.leasts[each] = max(most, self.leasts.get(each, 0.0))
 
     def of(self, found: Expansion) -> Strategy:
-        """The expansion as a strategy, with its price."""
+        """The strategy of an expansion, with its price."""
         compute, wanted = self.compute(found), self.wanted
         gather, reduce, backward, moves = 0.0, 0.0, compute * sum(wanted.gradients), 0
         for i, (operand, layout) in enumerate(zip(self.operands, found.inputs, strict=True)):
@@ -339,14 +338,14 @@ class _Price:
         return work_seconds(2.0 * prod(local), nbytes, self.topology)
 
     def end(self, i: int, found: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:
-        """Where output `i` is charged to come to lie: the cheapest of its ends."""
+        """The layout to which the price redistributes output `i`: the cheapest of its ends."""
         ends = self.ends(i, found, layout, shape)
         if len(ends) == 1:
             return ends[0]
         return min(ends, key=lambda end: plan_alike(layout, end, shape, itemsize, self.topology).seconds)
 
     def ends(self, i: int, found: Expansion, layout: Layout, shape: Shape) -> tuple[Layout, ...]:
-        """Where output `i` may come to lie: what is pending is split, or whole."""
+        """The layouts in which output `i` may end: its partial axes sharded, or replicated."""
         if i == 0 and (self.wanted.result is not None or self.wanted.reduced is not None):
             return (requested_layout(self.rule, self.wanted, found, shape),)
         if (i, layout) not in self.known_ends:
@@ -370,7 +369,7 @@ def _least(space: Space, src: Layout, dst: Layout) -> float:
 
 
 def requested_layout(rule: Rule, wanted: Constraints, found: Expansion, shape: Shape) -> Layout:
-    """Where the result of a product comes to lie that is asked to lie somewhere."""
+    """The layout that `wanted` requests for the result of a matmul."""
     layout = found.outputs[0]
     if wanted.result is not None:
         return wanted.result
@@ -391,6 +390,6 @@ def requested_layout(rule: Rule, wanted: Constraints, found: Expansion, shape: S
 
 
 def completed_layout(layout: Layout) -> Layout:
-    """The layout with every pending reduction done and whole on its axes."""
+    """The layout with every partial placement replaced by replicated."""
     placements = tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
     return Layout(layout.mesh, placements, layout.order)

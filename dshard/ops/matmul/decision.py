@@ -1,4 +1,4 @@
-"""Which strategy a call of a product takes: asked for, or the cheapest; remembered for the next call."""
+"""Choose the strategy of a matmul: the requested one, or the cheapest; cached for the next call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Infer: TypeAlias = Callable[..., Tensor]
 def choose_matmul(
     name: str, rule: Callable[[], Rule], infer: Infer, tensors: Sequence[Any], asked: MatmulOptions, key: Any = None
 ) -> MatmulExecutable:
-    """The cheapest product of these tensors that is as `asked`; looked up where it was decided before.
+    """The cheapest executable for a matmul of these tensors within the options `asked`; cached.
 
     `infer` gives the result without data, or torch's own error; `key` tells rules of one name and shape apart.
 
@@ -55,7 +55,7 @@ def choose_matmul(
 
 
 def is_leaf(x: Any) -> bool:
-    """Whether `x` is a leaf of autograd; where it is traced, whether what it stands for is."""
+    """Whether `x`, or the tensor that it stands for in a trace, is a leaf of autograd."""
     found: bool | None = x._leaf
     return x.is_leaf if found is None else found
 
@@ -102,7 +102,7 @@ def _cut_spec(spec: Spec, operand: Operand) -> Spec:
 
 
 def wrap_result(name: str, tensors: Sequence[Any]) -> Sequence[Any]:
-    """The operands, all distributed: those that autograd made plain, of zeros, are whole on every rank.
+    """The operands as distributed tensors: plain tensors of zeros that autograd made become replicated ones.
 
     Raises:
         MeshError: operands on different meshes.

@@ -1,4 +1,4 @@
-"""Products as autograd knows them: forward, backward, and both gradients at once."""
+"""Matmuls under autograd: forward, backward, and both gradients at once."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dshard.ops.matmul.matmul_executable import MatmulExecutable
 
 Rerun: TypeAlias = Callable[[Callable[[], Sequence[Any]], int], None]
 RECOMPUTE_HOOKS: Scoped[Rerun, list[Rerun]] = Scoped("reruns", list)
-"""Called, the last alone, before a recorded product: with what gives the tensors that it saves, and their number."""
+"""Callbacks before a matmul that autograd records; only the last runs, with a getter and the number of saved tensors."""
 
 
 class Multiply(torch.autograd.Function):
-    """A product, recorded. Saves the operands, and moved copies of those worth keeping."""
+    """The autograd node of a matmul. Saves the operands, and redistributed copies of those worth keeping."""
 
     @staticmethod
     def forward(ctx: Any, product: MatmulExecutable, *tensors: Any) -> Any:
@@ -76,7 +76,7 @@ class Multiply(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, product: MatmulExecutable, grad: Any, a: Any, b: Any, plain: bool) -> list[Any]:
-    """The gradients of both operands: observed, recorded, beside each other, of complex numbers, or without data."""
+    """The gradients of both operands in every case: observed, recorded, overlapped, complex, or without data."""
     found: list[Any] = [None, None]
     need_a, need_b = wanted_gradients(ctx, 0), wanted_gradients(ctx, 1)
     if need_a:
@@ -97,9 +97,9 @@ def _gradients(ctx: Any, product: MatmulExecutable, grad: Any, a: Any, b: Any, p
 
 
 def wanted_gradients(ctx: Any, i: int) -> bool:
-    """Whether the backward pass that runs has a use for the gradient of tensor `i` of a product.
+    """Whether the running backward pass needs the gradient of tensor `i` of a matmul.
 
-    A pass that is asked for the gradients of some tensors alone goes only where those are.
+    A pass that is asked for the gradients of some tensors runs only the nodes that lead to them.
     """
     if not ctx.needs_input_grad[1 + i]:
         return False
@@ -112,7 +112,7 @@ def wanted_gradients(ctx: Any, i: int) -> bool:
 def both_gradients(
     first: tuple[MatmulExecutable, Sequence[Any]], second: tuple[MatmulExecutable, Sequence[Any]]
 ) -> list[Any]:
-    """Two products, of which the second is computed while the result of the first is reduced."""
+    """Two matmuls, of which the second is computed while the result of the first is reduced."""
     run: Callable[..., Any] = _both_gradients
     args: tuple[Any, ...] = (first, second)
     if OBSERVERS:
@@ -139,12 +139,12 @@ def _both_gradients(
 
 
 def multiply(product: MatmulExecutable, tensors: Sequence[Any]) -> Any:
-    """The product of these distributed tensors."""
+    """Run the matmul of these distributed tensors, recorded by autograd where one needs a gradient."""
     return multiply_keeping(product, tensors)[0]
 
 
 def multiply_keeping(product: MatmulExecutable, tensors: Sequence[Any]) -> tuple[Any, Sequence[Tensor]]:
-    """The same, and the local operands as they were multiplied where no gradient is recorded."""
+    """Run a matmul; returns its result and, where no gradient is recorded, the redistributed local operands."""
     cut = product.cut
     if cut is not None:
         (a, b, *bias), (dim_a, dim_b) = tensors, cut.dims
