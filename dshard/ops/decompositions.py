@@ -49,7 +49,7 @@ def std_mean(
 
 
 def _moments(x: Tensor, dim: Dims, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
-    """Variance and mean by two small reductions, half precision in single."""
+    """Variance and mean by two small reductions; half precision is summed in single."""
     dims, wide = _dims(x, dim), with_partials_reduced(widened(x), "aten.var.correction")
     mean = with_partials_reduced(wide.mean(dims, keepdim=True), "aten.mean.dim")
     distance = wide - mean
@@ -74,7 +74,7 @@ def vector_norm(
 
 
 def power_sum(x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """The sum of the sizes to the power of `ord`; of order 0, the number of elements that are not zero."""
+    """The sum of absolute values to the power of `ord`; of order 0, the number of elements that are not zero."""
     dims = _dims(x, dim)
     if ord == 0:
         return (x != 0).sum(dims, keepdim, dtype=real_dtype(x.dtype))
@@ -84,7 +84,7 @@ def power_sum(x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False
 
 
 def root(sums: Tensor, ord: float) -> Tensor:
-    """The norm from the sum of powers."""
+    """The norm of order `ord` from the sum of powers."""
     if ord in (0, 1):
         return sums
     return sums.sqrt() if ord == 2 else sums.pow(1 / ord)
@@ -93,12 +93,12 @@ def root(sums: Tensor, ord: float) -> Tensor:
 def norm(
     x: Tensor, p: float | None = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """torch.norm."""
+    """`torch.norm`."""
     return vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
 
 def dist(x: Tensor, other: Tensor, p: float = 2) -> Tensor:
-    """The norm of the difference."""
+    """`torch.dist`: the norm of the difference."""
     return vector_norm(x - other, p)
 
 
@@ -148,12 +148,12 @@ def _dims(x: Tensor, dim: Dims) -> tuple[int, ...]:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Half precision in single: what is reduced needs the range."""
+    """Half precision converted to single: sums of powers need the range."""
     return x.float() if x.dtype in HALF else x
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the sizes of numbers of `dtype`."""
+    """The dtype of absolute values of numbers of `dtype`."""
     return dtype.to_real() if dtype.is_complex else dtype
 
 
@@ -171,7 +171,7 @@ DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
     aten.logsumexp.default: logsumexp,
     aten.trace.default: trace,
 }
-"""Operators that become others; their arguments are checked by torch itself first."""
+"""Operators that are decomposed into others; torch checks their arguments first."""
 
 QUESTIONS: dict[OpOverload, Callable[..., Any]] = {
     aten.equal.default: equal,
@@ -181,16 +181,16 @@ QUESTIONS: dict[OpOverload, Callable[..., Any]] = {
         True
     ),  # asked of tangents: what memory is behind does not show
 }
-"""Operators whose answer is no tensor."""
+"""Operators whose result is no tensor."""
 
 
 NOT_TAKEN_APART = frozenset({aten.as_strided_scatter.default, aten.narrow_copy.default})
-"""Operators of which torch has a decomposition that leads back to them, or refuses otherwise than they do."""
+"""Operators whose decomposition in torch leads back to them, or refuses other arguments than they do."""
 
 
 @cache
 def decomposition_of(func: OpOverload) -> Callable[..., Any] | None:
-    """How torch itself takes `func` apart into other operators, or None where it does not."""
+    """Torch's decomposition of `func` into other operators, or None if it has none."""
     if func in NOT_TAKEN_APART:
         return None
     if func._can_decompose():
@@ -201,7 +201,7 @@ def decomposition_of(func: OpOverload) -> Callable[..., Any] | None:
 
 
 def _functional(func: OpOverload) -> Callable[..., Any] | None:
-    """An operator that writes to its first operand as the one that does not, and a copy."""
+    """A decomposition of an in-place operator: the operator that returns a new tensor, and a copy."""
     schema = func._schema
     writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
     if not schema.name.endswith("_") or sum(writes) != 1 or not writes[0] or len(schema.returns) != 1:

@@ -1,7 +1,7 @@
-"""Local kernels of indexed operators whose indexed dim is split: each rank looks up, or writes, what it holds.
+"""Local kernels of indexed operators whose indexed dim is sharded: each rank reads, or writes, the indices it holds.
 
-What another rank holds counts as zero where elements are read, so that the sum over the ranks is pending; where they
-are written it goes to a slot beyond the part, which is dropped.
+An index that another rank holds reads zero, so that the result is a partial sum; written elements go to a slot beyond
+the local tensor, which is dropped.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dshard.rules.strategy import Strategy
 def local_index(
     index: Tensor, held: range, size: int, dim: int, kind: type[Exception] = IndexError
 ) -> tuple[Tensor, Tensor]:
-    """Where `index` points within the indices `held`, and whether it points there; 0 where it does not.
+    """The positions of `index` within the indices `held`, 0 if it is not among them, and whether it is.
 
     Raises:
-        IndexError: an index beyond the whole dim, of `size`; or what `kind` says.
+        IndexError: an index beyond the global dim, of `size`; or what `kind` says.
     """
     refuse(index, (index >= size) | (index < -size), size, dim, kind)
     index = torch.where(index < 0, index + size, index)
@@ -48,7 +48,7 @@ def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Except
 
 
 def reading(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """gather, index_select: along one dim."""
+    """A kernel of gather and index_select, along one dim."""
     dim = call.dim() if call.shapes[0] else 0
     held = _held(call, strategy, coordinate, dim)
     if held is None:
@@ -70,7 +70,7 @@ def reading(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
 
 
 def selecting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """select: the rank that holds the index gives the slice, the others zeros."""
+    """A kernel of select: the rank that holds the index gives the slice, the others zeros."""
     dim, index = call.dim(), call.argument("index")
     held = _held(call, strategy, coordinate, dim)
     if held is None:
@@ -82,7 +82,7 @@ def selecting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp
 
 
 def indexing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """x[i, j]: what all indices point to here, and zeros."""
+    """A kernel of x[i, j]: the elements that this rank holds, and zeros."""
     split = _split(call, strategy, coordinate)
     if not split:
         return call.func
@@ -102,7 +102,7 @@ def indexing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
 
 
 def writing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """scatter, index_add, index_copy, index_fill and their like: along one dim."""
+    """A kernel of scatter, index_add, index_copy, index_fill and their like, along one dim."""
     dim = call.dim() if call.shapes[0] else 0
     held = _held(call, strategy, coordinate, dim)
     if held is None:
@@ -120,7 +120,7 @@ def writing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
 
 
 def putting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """x[i, j] = values."""
+    """A kernel of x[i, j] = values."""
     split = _split(call, strategy, coordinate)
     if not split:
         return call.func
@@ -139,14 +139,14 @@ def putting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
 
 
 def _held(call: Call, strategy: Strategy, coordinate: Coordinate, dim: int) -> range | None:
-    """The indices of `dim` of the first operand that are here, or None where all are."""
+    """The indices of `dim` of the first operand that this rank holds, or None if it holds all."""
     if not call.shapes[0] or not strategy.inputs[0].axes_of(dim):
         return None
     return strategy.inputs[0].dim_range(dim, call.shapes[0][dim], coordinate)
 
 
 def _split(call: Call, strategy: Strategy, coordinate: Coordinate) -> dict[int, range]:
-    """The indexed dims that are split, and the indices that are here."""
+    """The indexed dims that are sharded, and the indices of each that this rank holds."""
     dims = [dim for dim, index in enumerate(call.argument("indices")) if index is not None]
     found = {dim: _held(call, strategy, coordinate, dim) for dim in dims}
     return {dim: held for dim, held in found.items() if held is not None}
@@ -155,7 +155,7 @@ def _split(call: Call, strategy: Strategy, coordinate: Coordinate) -> dict[int, 
 def _mapped(
     call: Call, indices: Sequence[Tensor | None], split: dict[int, range]
 ) -> tuple[list[Tensor | None], Tensor]:
-    """The indices within what is here, and whether all of them point here, broadcast."""
+    """The indices as positions in the local tensor, and whether all of them are held by this rank, broadcast."""
     mapped, here = list(indices), torch.ones((), dtype=torch.bool, device=_first(indices).device)
     for dim, held in split.items():
         index = indices[dim]
@@ -179,7 +179,7 @@ def _with_slot(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _without_slot(found: Tensor, x: Tensor, in_place: bool) -> Tensor:
-    """`found` cut to the shape of `x`, and written into it where the operator does."""
+    """The result without its extra slots, cut to the shape of `x`, and written into `x` by in-place operators."""
     for dim, n in enumerate(x.shape):
         found = found.narrow(dim, 0, n)
     return x.copy_(found) if in_place else found.contiguous()

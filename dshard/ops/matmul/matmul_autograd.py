@@ -18,7 +18,7 @@ from dshard.ops.matmul.matmul_executable import MatmulExecutable
 
 Rerun: TypeAlias = Callable[[Callable[[], Sequence[Any]], int], None]
 RECOMPUTE_HOOKS: Scoped[Rerun, list[Rerun]] = Scoped("reruns", list)
-"""Callbacks before a matmul that autograd records; only the last runs, with a getter and the number of saved tensors."""
+"""Callbacks before a matmul that autograd records; only the last runs, with a getter of saved tensors and a count."""
 
 
 class Multiply(torch.autograd.Function):
