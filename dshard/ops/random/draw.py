@@ -1,8 +1,8 @@
-"""The part of a random tensor that one rank holds, computed from the global indices of its elements alone.
+"""Draw one rank's local tensor of a random tensor, from the global indices of its elements alone.
 
 Element i of a draw, counted in row-major order over the whole tensor, comes from block i // per_block of the counter.
-A part is runs of consecutive indices, one for each index of the outer dims; runs are drawn by tiles of bounded size, so
-that beside the part itself memory does not grow with it, let alone with the whole tensor.
+A local tensor is runs of consecutive indices, one for each index of the outer dims; runs are drawn by tiles of bounded
+size, so that memory beside the local tensor does not grow with it, let alone with the global tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dshard.ops.random.philox import words
 from dshard.ops.random.state import Draw
 
 CPU_BLOCKS, DEVICE_BLOCKS = 1 << 15, 1 << 20
-"""Blocks drawn at once: on a CPU what a cache holds, elsewhere what keeps a device busy."""
+"""The number of blocks drawn at once: on a CPU what a cache holds, elsewhere what keeps a device busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Runs:
 
     @property
     def count(self) -> int:
-        """How many runs."""
+        """The number of runs."""
         return prod(size for size, _ in self.outer)
 
     def starts(self, first: int, last: int, device: torch.device) -> Tensor:
@@ -50,7 +50,7 @@ class Runs:
         return start
 
     def phase(self, per_block: int) -> int | None:
-        """Where in its block each run begins, or None where runs differ in that."""
+        """The position in its block at which each run begins, or None where runs differ in it."""
         return None if any(stride % per_block for _, stride in self.outer) else self.base % per_block
 
 
@@ -74,7 +74,7 @@ def runs(shape: Shape, region: Region) -> Runs:
 
 
 def fill(local: Tensor, shape: Shape, region: Region, draw: Draw, distribution: Distribution) -> None:
-    """Write the values of the elements within `region`, of a whole tensor of this shape, into `local`."""
+    """Write the values of the elements within `region`, of a global tensor of this shape, into `local`."""
     if local.numel() == 0 or local.is_meta:
         return
     if local.is_complex():
@@ -91,7 +91,7 @@ def fill(local: Tensor, shape: Shape, region: Region, draw: Draw, distribution: 
 
 
 def _tiles(found: Runs, per_block: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
-    """First and last run, first and last element of these."""
+    """Yield tiles: first and last run, first and last element of these."""
     limit = CPU_BLOCKS if device.type == "cpu" else DEVICE_BLOCKS
     blocks = -(-found.length // per_block) + 1
     height = max(limit // blocks, 1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Word: TypeAlias = Tensor | int
-"""32 bits: one for each counter, in an int64 tensor, or the same for all."""
+"""A word of 32 bits: one for each counter, in an int64 tensor, or one int for all."""
 
 MASK = 0xFFFFFFFF
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -40,7 +40,7 @@ def _product(x: Word, multiplier: int) -> Word:
 
 
 def _mixed(product: Word, word: Word, key: int) -> Word:
-    """The high word of the product xor two more; of `word` only the low 32 bits count."""
+    """The high word of a product, xor two more words; of `word` only the low 32 bits count."""
     high = product >> 32
     if isinstance(word, int):
         high = high ^ ((word & MASK) ^ key)
