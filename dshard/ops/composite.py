@@ -79,12 +79,12 @@ def choose_composite(rule: Callable[[], Rule], local: Local, tensors: Sequence[A
     specs = [t._spec if isinstance(t, Wrapper) else None for t in tensors]
     full_key = (*key, *specs)
     choices = planning_context().choices
-    found: Choice | None = choices.get(full_key) if None not in specs else None
-    if found is None:
-        found = choices.add(full_key, _choose_composite(rule, local, tensors, key))
+    choice: Choice | None = choices.get(full_key) if None not in specs else None
+    if choice is None:
+        choice = choices.add(full_key, _choose_composite(rule, local, tensors, key))
     else:
         choices.hits += 1
-    return found
+    return choice
 
 
 def _choose_composite(rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Choice:

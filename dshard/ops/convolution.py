@@ -76,10 +76,10 @@ def backward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> L
         *rest_, _, mask = rest
         sizes = [grad.shape[1]] if bias else None
         if not grad.numel() or not x.numel() or not weight.numel():
-            made = (torch.zeros_like(x), torch.zeros_like(weight), grad.new_zeros(grad.shape[1]))
-            return tuple(t if wanted else None for t, wanted in zip(made, mask, strict=True))
-        found = call.func(grad, x, weight, sizes, *rest_, groups, mask)
-        return found if adds or found[2] is None else (*found[:2], torch.zeros_like(found[2]))
+            zeros = (torch.zeros_like(x), torch.zeros_like(weight), grad.new_zeros(grad.shape[1]))
+            return tuple(t if wanted else None for t, wanted in zip(zeros, mask, strict=True))
+        gradients = call.func(grad, x, weight, sizes, *rest_, groups, mask)
+        return gradients if adds or gradients[2] is None else (*gradients[:2], torch.zeros_like(gradients[2]))
 
     return run
 

@@ -31,8 +31,8 @@ def var_mean(
     x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Variance and mean."""
-    found, mean = _moments(x, dim, correction, keepdim)
-    return found.to(real_dtype(x.dtype)), mean.to(x.dtype)
+    variance, mean = _moments(x, dim, correction, keepdim)
+    return variance.to(real_dtype(x.dtype)), mean.to(x.dtype)
 
 
 def std(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
@@ -44,8 +44,8 @@ def std_mean(
     x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Standard deviation and mean."""
-    found, mean = _moments(x, dim, correction, keepdim)
-    return found.sqrt().to(real_dtype(x.dtype)), mean.to(x.dtype)
+    variance, mean = _moments(x, dim, correction, keepdim)
+    return variance.sqrt().to(real_dtype(x.dtype)), mean.to(x.dtype)
 
 
 def _moments(x: Tensor, dim: Dims, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
@@ -55,8 +55,8 @@ def _moments(x: Tensor, dim: Dims, correction: float | None, keepdim: bool) -> t
     distance = wide - mean
     squares = distance.real.square() + distance.imag.square() if x.is_complex() else distance.square()
     freedom = max(prod(x.shape[d] for d in dims) - (1 if correction is None else correction), 0)
-    found = squares.sum(dims, keepdim) / freedom
-    return found, mean if keepdim else mean.reshape(found.shape)
+    variance = squares.sum(dims, keepdim) / freedom
+    return variance, mean if keepdim else mean.reshape(variance.shape)
 
 
 # -- norms
@@ -110,8 +110,8 @@ def logsumexp(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
         return x.exp().sum(dims, keepdim).log()
     largest = (x.real if x.is_complex() else x).amax(dims, keepdim=True)
     shift = largest.masked_fill(largest.abs() == inf, 0)
-    found = (x - shift).exp().sum(dims, keepdim=True).log() + shift
-    return found if keepdim else found.reshape([n for d, n in enumerate(x.shape) if d not in dims])
+    result = (x - shift).exp().sum(dims, keepdim=True).log() + shift
+    return result if keepdim else result.reshape([n for d, n in enumerate(x.shape) if d not in dims])
 
 
 def trace(x: Tensor) -> Tensor:

@@ -70,8 +70,8 @@ class IndexExchange:
     def pieces(self, source: Coordinate, target: Coordinate) -> list[tuple[Move, range]]:
         """The positions that one rank sends to another, move by move."""
         needed = self.needed(target)
-        found = [(move, move.within(self.held(move.operand, source), needed)) for move in self.moves]
-        return [(move, places) for move, places in found if places]
+        placed = [(move, move.within(self.held(move.operand, source), needed)) for move in self.moves]
+        return [(move, places) for move, places in placed if places]
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -139,8 +139,8 @@ def _sizes(shift: IndexExchange, at: Coordinate) -> tuple[tuple[int, ...], tuple
 def _take(x: Tensor, dim: int, wanted: range, start: int) -> Tensor:
     """Select global indices from a local tensor that begins at `start`."""
     up = wanted if wanted.step > 0 else wanted[::-1]
-    found = x[(slice(None),) * dim + (slice(up.start - start, up[-1] - start + 1, up.step),)]
-    return found if wanted.step > 0 else found.flip(dim)
+    selected = x[(slice(None),) * dim + (slice(up.start - start, up[-1] - start + 1, up.step),)]
+    return selected if wanted.step > 0 else selected.flip(dim)
 
 
 def exchange_indices(op: str, tensors: Sequence[Any], dim: int, moves: Moves, out: Tensor, fill: float = 0) -> Any:
@@ -153,8 +153,8 @@ def exchange_indices(op: str, tensors: Sequence[Any], dim: int, moves: Moves, ou
         locals_ = tuple(t._local for t in tensors)
         flat = run_on_ranks(mesh, shift.pack, locals_, {})
         moved = swap(flat, mesh, shift.axes, shift.sizes)
-        found: Tensor = run_on_ranks(mesh, lambda at: shift.unpack(at, fill), (moved,), {})
-        return found
+        local_output: Tensor = run_on_ranks(mesh, lambda at: shift.unpack(at, fill), (moved,), {})
+        return local_output
 
     if OBSERVERS:
         exchange = ("all_to_all", shift.axes, shift.busiest() * out.itemsize)
@@ -173,10 +173,10 @@ def slice_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     dim %= x.dim()
     (out,) = _inferred(func, args, kwargs)
     wanted = range(*slice(start, end, step).indices(x.shape[dim]))
-    found = exchange_indices(str(func), [x], dim, (Move(0, wanted, 0),), out)
-    found = wrap(found._local, found._spec, x.storage_offset() + out.storage_offset())
-    register_view(found, PartialView(x, found._local, found._spec, func, (dim, start, end, step)))
-    return found
+    view = exchange_indices(str(func), [x], dim, (Move(0, wanted, 0),), out)
+    view = wrap(view._local, view._spec, x.storage_offset() + out.storage_offset())
+    register_view(view, PartialView(x, view._local, view._spec, func, (dim, start, end, step)))
+    return view
 
 
 def _slice_arguments(
@@ -277,12 +277,14 @@ def cat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [with_partials_reduced(t, str(func)) for t in args[0] if t.dim() == out.dim()]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.dim()
     layout = max(tensors, key=lambda t: t.numel())._spec.layout
-    laid = [redistributed(t if t.dtype == out.dtype else t.to(out.dtype), layout, str(func)) for t in tensors]
+    redistributed_tensors = [
+        redistributed(t if t.dtype == out.dtype else t.to(out.dtype), layout, str(func)) for t in tensors
+    ]
     moves, start = [], 0
-    for i, t in enumerate(laid):
+    for i, t in enumerate(redistributed_tensors):
         moves.append(Move(i, range(t.shape[dim]), start))
         start += t.shape[dim]
-    return exchange_indices(str(func), laid, dim, tuple(moves), out)
+    return exchange_indices(str(func), redistributed_tensors, dim, tuple(moves), out)
 
 
 def _inferred(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor]:

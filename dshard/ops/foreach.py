@@ -80,10 +80,10 @@ def norms(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     groups: dict[tuple[Layout, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):
         groups.setdefault((_terms_layout(t._spec.layout, ord), t.dtype if dtype is None else dtype), []).append(i)
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     for (layout, kind), positions in groups.items():
-        found |= zip(positions, _norms(func, [tensors[i] for i in positions], ord, layout, kind), strict=True)
-    return [found[i] for i in range(len(tensors))]
+        results |= zip(positions, _norms(func, [tensors[i] for i in positions], ord, layout, kind), strict=True)
+    return [results[i] for i in range(len(tensors))]
 
 
 def _norm_arguments(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
@@ -165,14 +165,15 @@ def _write_back(func: OpOverload, given: Sequence[Any], local: Sequence[Any], la
 
 def unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscale the gradients of a scaled loss, in place; all ranks learn whether any of them is infinite."""
-    grads, found, scale = args
+    grads, found_inf, scale = args
     mesh = next(t for t in grads if isinstance(t, Wrapper))._spec.layout.mesh
-    flag, local = _local(func, found, mesh), _local(func, grads, mesh)
+    flag, local = _local(func, found_inf, mesh), _local(func, grads, mesh)
     run_on_ranks(mesh, lambda coordinate: func, (local, flag, _local(func, scale, mesh)), {})
-    pending, shape = Layout(mesh, (Partial("max"),) * mesh.ndim), tuple(found.shape)
-    terms = spec_of(pending, shape, contiguous_stride(shape), found.dtype, found.device)
+    pending, shape = Layout(mesh, (Partial("max"),) * mesh.ndim), tuple(found_inf.shape)
+    terms = spec_of(pending, shape, contiguous_stride(shape), found_inf.dtype, found_inf.device)
     write_local(
-        found._local if isinstance(found, Wrapper) else found, redistribute_local(flag, terms, replicated(mesh), func)
+        found_inf._local if isinstance(found_inf, Wrapper) else found_inf,
+        redistribute_local(flag, terms, replicated(mesh), func),
     )
 
 
@@ -190,8 +191,8 @@ def _specs_alike(rows: list[tuple[Any, ...]] | None, is_linear: bool) -> list[Sp
     if rows is None:
         return None
     specs = [_spec_alike(row, is_linear) for row in rows]
-    found = [spec for spec in specs if spec is not None]
-    return found if len(found) == len(specs) and len({spec.layout.mesh for spec in found}) == 1 else None
+    common = [spec for spec in specs if spec is not None]
+    return common if len(common) == len(specs) and len({spec.layout.mesh for spec in common}) == 1 else None
 
 
 def _spec_alike(row: tuple[Any, ...], is_linear: bool) -> Spec | None:

@@ -160,11 +160,11 @@ def by_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mask = indices[0].reshape(*indices[0].shape, *(1,) * (x.ndim - indices[0].ndim)).bool()
         fill = torch.ops.aten.masked_fill if func is _ATEN.index_put.default else torch.ops.aten.masked_fill_
         return fill.Tensor(x, mask, rest[0])
-    found: list[Tensor | None] = []
+    converted: list[Tensor | None] = []
     for each in indices:
         is_mask = each is not None and each.dtype in (torch.bool, torch.uint8)
-        found.extend(each.nonzero().unbind(1) if is_mask else [each])
-    return func(x, found, *rest, **kwargs)
+        converted.extend(each.nonzero().unbind(1) if is_mask else [each])
+    return func(x, converted, *rest, **kwargs)
 
 
 _ATEN = torch.ops.aten

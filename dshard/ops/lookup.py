@@ -61,10 +61,10 @@ def reading(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
         if not held:
             shape = [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]] if selects else index.shape
             return x.new_zeros(shape)
-        found: Tensor = call.func(x, dim, index, *args, **kwargs)
+        values: Tensor = call.func(x, dim, index, *args, **kwargs)
         if selects:
             here = here.reshape(-1, *(1,) * (x.dim() - dim - 1))
-        return found.masked_fill_(~here, 0)
+        return values.masked_fill_(~here, 0)
 
     return read
 
@@ -92,11 +92,11 @@ def indexing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
         if any(not held for held in split.values()):
             here = torch.zeros_like(here)
             x = x.new_zeros([max(n, 1) if d in split else n for d, n in enumerate(x.shape)])
-        found: Tensor = call.func(x, mapped, *args, **kwargs)
+        values: Tensor = call.func(x, mapped, *args, **kwargs)
         where = [d for d, index in enumerate(indices) if index is not None]
         first = where[0] if where[-1] - where[0] == len(where) - 1 else 0
-        here = here.reshape(*(1,) * first, *here.shape, *(1,) * (found.dim() - first - here.dim()))
-        return found.masked_fill_(~here, 0)
+        here = here.reshape(*(1,) * first, *here.shape, *(1,) * (values.dim() - first - here.dim()))
+        return values.masked_fill_(~here, 0)
 
     return read
 
@@ -148,8 +148,8 @@ def _held(call: Call, strategy: Strategy, coordinate: Coordinate, dim: int) -> r
 def _split(call: Call, strategy: Strategy, coordinate: Coordinate) -> dict[int, range]:
     """The indexed dims that are sharded, and the indices of each that this rank holds."""
     dims = [dim for dim, index in enumerate(call.argument("indices")) if index is not None]
-    found = {dim: _held(call, strategy, coordinate, dim) for dim in dims}
-    return {dim: held for dim, held in found.items() if held is not None}
+    held_indices = {dim: _held(call, strategy, coordinate, dim) for dim in dims}
+    return {dim: held for dim, held in held_indices.items() if held is not None}
 
 
 def _mapped(
@@ -178,8 +178,8 @@ def _with_slot(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return x
 
 
-def _without_slot(found: Tensor, x: Tensor, in_place: bool) -> Tensor:
+def _without_slot(result: Tensor, x: Tensor, in_place: bool) -> Tensor:
     """The result without its extra slots, cut to the shape of `x`, and written into `x` by in-place operators."""
     for dim, n in enumerate(x.shape):
-        found = found.narrow(dim, 0, n)
-    return x.copy_(found) if in_place else found.contiguous()
+        result = result.narrow(dim, 0, n)
+    return x.copy_(result) if in_place else result.contiguous()

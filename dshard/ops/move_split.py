@@ -29,20 +29,20 @@ from dshard.topology import Topology
 def split_dims_of(spec: Spec, dim: int, topology: Topology) -> Layout | None:
     """The layout with `dim` unsharded and the longest other dims sharded, if that costs less to reach; else None."""
     axes = split_axes(spec.layout, (dim,))
-    found = completed_layout(spec.layout)
+    candidate = completed_layout(spec.layout)
     for axis in axes:
-        left = found.replace(axis, Shard(dim)).local_shape(spec.shape, (0,) * spec.layout.mesh.ndim)
+        left = candidate.replace(axis, Shard(dim)).local_shape(spec.shape, (0,) * spec.layout.mesh.ndim)
         other = max((d for d in range(len(spec.shape)) if d != dim), key=lambda d: left[d], default=None)
         if other is None or left[other] < spec.layout.mesh.shape[axis]:
             return None
-        found = found.replace(axis, Shard(other))
+        candidate = candidate.replace(axis, Shard(other))
     if not axes:
         return None
     whole = gathered(completed_layout(spec.layout), axes)
     turning, gathering = (
-        plan(spec.layout, layout, spec.shape, spec.itemsize, topology).seconds for layout in (found, whole)
+        plan(spec.layout, layout, spec.shape, spec.itemsize, topology).seconds for layout in (candidate, whole)
     )
-    return found if turning < gathering else None
+    return candidate if turning < gathering else None
 
 
 def layout_for(args: tuple[Any, ...], position: int) -> Layout | None:

@@ -47,9 +47,9 @@ def without_out(func: OpOverload) -> OpOverload:
     """
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
     for name in func.overloadpacket.overloads():
-        found: OpOverload = getattr(func.overloadpacket, name)
-        if not found._schema.is_mutable and [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
-            return found
+        overload: OpOverload = getattr(func.overloadpacket, name)
+        if not overload._schema.is_mutable and [(a.name, str(a.type)) for a in overload._schema.arguments] == wanted:
+            return overload
     raise LayoutError(f"{func} cannot write into a distributed tensor: call it without out= and use its result")
 
 

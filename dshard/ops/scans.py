@@ -58,18 +58,18 @@ class Blocks:
 
     def number(self, at: Coordinate) -> int:
         """The number of the block that the rank at `at` holds."""
-        found = 0
+        number = 0
         for axis in self.axes:
-            found = found * self.spec.layout.mesh.shape[axis] + at[axis]
-        return found
+            number = number * self.spec.layout.mesh.shape[axis] + at[axis]
+        return number
 
     def filled(self, at: Coordinate) -> list[int]:
         """The blocks in the group of the rank at `at` that are not empty."""
-        mesh, found = self.spec.layout.mesh, []
+        mesh, numbers = self.spec.layout.mesh, []
         for number, peer in enumerate(mesh.peers(tuple(mesh.names[axis] for axis in self.axes), at)):
             if all(self.spec.layout.dim_range(dim, self.spec.shape[dim], peer) for dim in self.dims):
-                found.append(number)
-        return found
+                numbers.append(number)
+        return numbers
 
     def gather(self, summary: Tensor, shape: Shape, dtype: torch.dtype, op: str) -> Tensor:
         """Gather the summaries of all blocks along a new dim 0; `shape` is global, with the tensor's dims in place."""
@@ -124,10 +124,10 @@ def scan(how: Scan) -> Custom:
             return lambda local: _scanned(func, local, (dim, *args[2:]), kwargs, held, how, leaves(outs))
 
         n = len(leaves(outs))
-        found = run_on_ranks(mesh, local_op, (x._local,), {})
+        outputs = run_on_ranks(mesh, local_op, (x._local,), {})
         small = tuple(1 if d == dim else size for d, size in enumerate(spec.shape))
         ends = [
-            blocks.gather(end, small, out.dtype, str(func)) for end, out in zip(found[n:], leaves(outs), strict=True)
+            blocks.gather(end, small, out.dtype, str(func)) for end, out in zip(outputs[n:], leaves(outs), strict=True)
         ]
 
         def join_op(at: Coordinate) -> LocalOp:
@@ -136,7 +136,7 @@ def scan(how: Scan) -> Custom:
                 return lambda own, ends: own
             return lambda own, ends: how.join(tuple(own), tuple(end[before] for end in ends))
 
-        result = run_on_ranks(mesh, join_op, (tuple(found[:n]), tuple(ends)), {})
+        result = run_on_ranks(mesh, join_op, (tuple(outputs[:n]), tuple(ends)), {})
         return _wrap_all(result, outs, spec.layout, spec.device)
 
     return run
@@ -151,10 +151,10 @@ def _scanned(
         small = [1 if d == dim else n for d, n in enumerate(local.shape)]
         empty = [local.new_empty(local.shape, dtype=out.dtype) for out in outs]
         return (*empty, *(local.new_zeros(small, dtype=out.dtype) for out in outs))
-    found = tuple(leaves(func(local, *rest, **kwargs)))
+    outputs = tuple(leaves(func(local, *rest, **kwargs)))
     if how.positions:
-        found = (found[0], found[1] + held.start)
-    return (*found, *(out.narrow(dim, len(held) - 1, 1) for out in found))
+        outputs = (outputs[0], outputs[1] + held.start)
+    return (*outputs, *(out.narrow(dim, len(held) - 1, 1) for out in outputs))
 
 
 def _add(own: Parts, ends: Parts) -> Parts:
@@ -271,10 +271,10 @@ def topk(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         held = spec.layout.dim_range(dim, spec.shape[dim], at)
         return lambda local: _own_best(local, min(k, len(held)), k, dim, largest, held)
 
-    found = run_on_ranks(mesh, local_op, (x._local,), {})
+    own_best = run_on_ranks(mesh, local_op, (x._local,), {})
     small = tuple(k if d == dim else size for d, size in enumerate(spec.shape))
     kinds = (spec.dtype, torch.int64)
-    all_found = [blocks.gather(each, small, kind, str(func)) for each, kind in zip(found, kinds, strict=True)]
+    all_found = [blocks.gather(each, small, kind, str(func)) for each, kind in zip(own_best, kinds, strict=True)]
 
     def join(values: Tensor, indices: Tensor) -> Parts:
         values, indices = (

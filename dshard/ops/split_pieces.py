@@ -42,13 +42,13 @@ def pieces(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     def cut(at: Any) -> LocalOp:
         return lambda local: list(local.split(local_sizes, dim))
 
-    found = []
+    views = []
     locals_ = run_on_ranks(layout.mesh, cut, (together._local,), {})
     for i, (local, out) in enumerate(zip(locals_, outs, strict=True)):
         spec = spec_of(layout, tuple(out.shape), out.stride(), out.dtype, x._spec.device)
-        found.append(wrap(local, spec))
-        register_view(found[-1], PartialView(x, local, spec, _SLICE, (dim, *ends[i : i + 2], 1)))
-    return found
+        views.append(wrap(local, spec))
+        register_view(views[-1], PartialView(x, local, spec, _SLICE, (dim, *ends[i : i + 2], 1)))
+    return views
 
 
 def _dealt(sizes: Sequence[int], starts: Sequence[int], ranks: int) -> Moves:

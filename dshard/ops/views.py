@@ -71,8 +71,8 @@ def reshape(call: Call) -> Rule:
     src, dst = call.shapes[0], call.out_shapes[0]
     if call.argument("dtype") is not None:
         return _bits(call)
-    found = reshape_rule(src, dst)
-    return Rule(found.inputs, found.outputs, found.whole, pending=PASS, sizes=found.sizes)
+    rule = reshape_rule(src, dst)
+    return Rule(rule.inputs, rule.outputs, rule.whole, pending=PASS, sizes=rule.sizes)
 
 
 def _bits(call: Call) -> Rule:

@@ -51,22 +51,22 @@ def expansions(
     sizes = sizes_of(rule, operands, outputs)
     rows = [rows_of_axis(rule, operands, axis) for axis in range(operands[0].layout.mesh.ndim)]
     assignments = product(*rows) if among is None else _allowed(rows, among)
-    laid = [(term, operand.layout) for term, operand in zip(rule.inputs, operands, strict=True)]
+    layouts = [(term, operand.layout) for term, operand in zip(rule.inputs, operands, strict=True)]
     if result is not None:
-        laid.append((rule.outputs[0], result))
+        layouts.append((rule.outputs[0], result))
     for assignment in assignments:
-        for order in _orders(laid, assignment):
-            found = expand(rule, operands, assignment, order, sizes)
-            if found is not None:
-                yield found
+        for order in _orders(layouts, assignment):
+            expansion = expand(rule, operands, assignment, order, sizes)
+            if expansion is not None:
+                yield expansion
 
 
 def _allowed(rows: Sequence[Sequence[Row]], among: Sequence[Allowed]) -> list[tuple[Row, ...]]:
-    found: dict[tuple[Row, ...], None] = {}
+    assignments: dict[tuple[Row, ...], None] = {}
     for allowed in among:
         kept = ([row for row in rows[axis] if a is None or row in a] for axis, a in enumerate(allowed))
-        found |= dict.fromkeys(product(*kept))
-    return list(found)
+        assignments |= dict.fromkeys(product(*kept))
+    return list(assignments)
 
 
 def sizes_of(rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]]) -> dict[str, int]:
@@ -77,27 +77,27 @@ def sizes_of(rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Sh
 
 def rows_of_axis(rule: Rule, operands: Sequence[Operand], axis: int) -> list[Row]:
     """The rows to try on one mesh axis: None, and those that an operand's placement there suggests."""
-    found: dict[Row, None] = {None: None}
+    rows: dict[Row, None] = {None: None}
     for i, operand in enumerate(operands):
         match operand.layout.placements[axis]:
             case Shard(dim):
-                found |= dict.fromkeys(factor for factor in rule.inputs[i][dim] if factor not in rule.whole)
+                rows |= dict.fromkeys(factor for factor in rule.inputs[i][dim] if factor not in rule.whole)
             case Partial(op):
-                found |= dict.fromkeys(
+                rows |= dict.fromkeys(
                     PassThrough(p.operands, (op,)) for p in rule.pending if i in p.operands and op in p.ops
                 )
             case Replicate():
                 pass
     if rule.loops:
         terms = (*rule.inputs, *rule.outputs)
-        found |= dict.fromkeys(name for term in terms for dim in term for name in dim if name not in rule.whole)
-    return list(found)
+        rows |= dict.fromkeys(name for term in terms for dim in term for name in dim if name not in rule.whole)
+    return list(rows)
 
 
 Order: TypeAlias = dict[str, tuple[int, ...]]
 
 
-def _orders(laid: Sequence[tuple[Term, Layout]], assignment: tuple[Row, ...]) -> Iterator[Order]:
+def _orders(layouts: Sequence[tuple[Term, Layout]], assignment: tuple[Row, ...]) -> Iterator[Order]:
     """Yield the orders of the mesh axes that shard one factor: left to right, and any that a tensor has already."""
     split: Order = {}
     for axis, row in enumerate(assignment):
@@ -105,16 +105,20 @@ def _orders(laid: Sequence[tuple[Term, Layout]], assignment: tuple[Row, ...]) ->
             split[row] = (*split.get(row, ()), axis)
     choices: list[list[tuple[int, ...]]] = []
     for factor, axes in split.items():
-        found = {axes: None}
+        orders = {axes: None}
         if len(axes) > 1:
-            for term, layout in laid:
+            for term, layout in layouts:
                 for dim, factors in enumerate(term):
                     if factor in factors:
-                        held = tuple(axis for axis in layout.axes_of(dim) if axis in axes)
-                        found |= {order: None for order in permutations(axes) if held and order[: len(held)] == held}
-        choices.append(list(found))
-    for picked in product(*choices):
-        yield dict(zip(split, picked, strict=True))
+                        axes_of_dim = tuple(axis for axis in layout.axes_of(dim) if axis in axes)
+                        orders |= {
+                            order: None
+                            for order in permutations(axes)
+                            if axes_of_dim and order[: len(axes_of_dim)] == axes_of_dim
+                        }
+        choices.append(list(orders))
+    for chosen_orders in product(*choices):
+        yield dict(zip(split, chosen_orders, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +214,9 @@ def merges(dim: Dim, order: Order, sizes: dict[str, int], mesh: Mesh) -> bool:
     total = prod(sizes[factor] for factor in dim)
     for coordinate in product(*(range(mesh.shape[axis]) for axis in axes)):
         at = dict(zip(axes, coordinate, strict=True))
-        whole = _nested(total, axes, mesh, at)
+        merged = _nested(total, axes, mesh, at)
         parts = [_nested(sizes[factor], order.get(factor, ()), mesh, at) for factor in dim]
-        if _flatten(parts, [sizes[factor] for factor in dim]) != (whole or range(0)):
+        if _flatten(parts, [sizes[factor] for factor in dim]) != (merged or range(0)):
             return False
     return True
 

@@ -80,11 +80,11 @@ def strategy_named(name: str) -> NamedStrategy:
     Raises:
         StrategyError: there is none.
     """
-    found = STRATEGIES.get(name) if isinstance(name, str) else None
-    if found is None:
+    strategy = STRATEGIES.get(name) if isinstance(name, str) else None
+    if strategy is None:
         known = f"use {', '.join(STRATEGIES)}" if isinstance(name, str) else "give a name, or a dshard.Schedule"
         raise StrategyError(f"there is no strategy {name!r}: {known}{suggestion(name, STRATEGIES)}")
-    return found
+    return strategy
 
 
 def allowed_rows(strategy: str | Schedule, rule: Rule, mesh: Mesh) -> tuple[Allowed, ...]:
@@ -101,24 +101,24 @@ def allowed_rows(strategy: str | Schedule, rule: Rule, mesh: Mesh) -> tuple[Allo
                 f"{mesh.ndim}: give one loop for each axis"
             )
         return (tuple(rows[loop] for loop in strategy.loops),)
-    found = strategy_named(strategy)
-    loops = found.schedule.loops
+    named = strategy_named(strategy)
+    loops = named.schedule.loops
     if len(loops) > mesh.ndim:
         raise StrategyError(
-            f"the strategy {found.name!r} needs {len(loops)} mesh axes ({', '.join(found.roles)}), but the mesh "
+            f"the strategy {named.name!r} needs {len(loops)} mesh axes ({', '.join(named.roles)}), but the mesh "
             f"({mesh}) has {mesh.ndim}: use init_device_mesh(device_type, {nearest(mesh.size, len(loops))})"
         )
-    if found.square and not _square_pair(mesh):
+    if named.square and not _square_pair(mesh):
         q = isqrt(mesh.size)
         raise StrategyError(
-            f"the strategy {found.name!r} needs two mesh axes of one size, but the mesh is ({mesh}): "
+            f"the strategy {named.name!r} needs two mesh axes of one size, but the mesh is ({mesh}): "
             f"use a mesh of ({q}, {q}), or 'summa', which takes any two axes"
         )
     axes = range(mesh.ndim)
-    assignments = [axes[: len(loops)]] if found.name in ORDERED else permutations(axes, len(loops))
+    assignments = [axes[: len(loops)]] if named.name in ORDERED else permutations(axes, len(loops))
     alternatives: dict[Allowed, None] = {}
     for picked in assignments:
-        if found.square and len({mesh.shape[axis] for axis in picked}) > 1:
+        if named.square and len({mesh.shape[axis] for axis in picked}) > 1:
             continue
         alternatives[tuple(rows[loops[picked.index(axis)]] if axis in picked else None for axis in axes)] = None
     return tuple(alternatives)

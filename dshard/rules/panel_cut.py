@@ -19,14 +19,14 @@ def factor_of(rule: Rule, stream: Stream, plans: Sequence[Plan], sizes: dict[str
     terms = (*rule.inputs, *rule.outputs)
     moved = [plan.busiest() for plan in plans]
     best: tuple[int, bool, int] = (0, False, 0)
-    found = None
+    best_factor = None
     for loop, factors in factors_of(rule).items():
         for factor in sorted(f for f in factors if isinstance(f, str)):
             volume = sum(n for n, term in zip(moved, terms, strict=True) if (factor,) in term)
             key = (volume, loop != "k", sizes[factor])
             if volume and key > best and stream.axis in (None, loop):
-                best, found = key, factor
-    return found
+                best, best_factor = key, factor
+    return best_factor
 
 
 def panels_of(

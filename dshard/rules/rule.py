@@ -154,15 +154,15 @@ def _expand(term: Term, leading: int, ndim: int | None, rule: str) -> Term:
 
 def _broadcast(terms: Sequence[Term], shapes: Sequence[Shape], rule: str) -> list[Term]:
     sizes = factor_sizes(terms, shapes, rule)
-    found = []
+    broadcast = []
     for term, shape in zip(terms, shapes, strict=True):
-        found.append(
+        broadcast.append(
             tuple(
                 () if n == 1 and len(dim) == 1 and sizes.get(dim[0], 1) != 1 else dim
                 for dim, n in zip(term, shape, strict=True)
             )
         )
-    return found
+    return broadcast
 
 
 def factor_sizes(terms: Sequence[Term], shapes: Sequence[Shape], rule: object) -> dict[str, int]:

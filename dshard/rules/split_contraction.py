@@ -56,13 +56,13 @@ def split_contraction(rule: Rule, operands: Sequence[Operand]) -> SplitContracti
 
 
 def _sizes(levels: Sequence[tuple[int | None, int | None]], mesh: Mesh) -> tuple[int, ...] | None:
-    found = []
+    sizes = []
     for level in levels:
         here = {mesh.shape[axis] for axis in level if axis is not None}
         if len(here) > 1:
             return None
-        found.append(here.pop())
-    return tuple(found)
+        sizes.append(here.pop())
+    return tuple(sizes)
 
 
 def _replaced(term: Term, dim: int, names: tuple[Dim, ...]) -> Term:

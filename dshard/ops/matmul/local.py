@@ -25,12 +25,12 @@ def local_product(a: Term, b: Term, out: Term) -> LocalProduct:
     [[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]
     """
     if () not in (*a, *b, *out):
-        found = _linear(a, b, out) or _matmul(a, b, out) or _weight_gradient(a, b, out)
-        if found is not None:
-            return found
-        turned = _matmul(b, a, out)
-        if turned is not None:
-            return lambda x, y: turned(y, x)
+        kernel = _linear(a, b, out) or _matmul(a, b, out) or _weight_gradient(a, b, out)
+        if kernel is not None:
+            return kernel
+        swapped_kernel = _matmul(b, a, out)
+        if swapped_kernel is not None:
+            return lambda x, y: swapped_kernel(y, x)
     return _einsum(a, b, out)
 
 
@@ -124,9 +124,9 @@ def _einsum(a: Term, b: Term, out: Term) -> LocalProduct:
     ones_a, ones_b, ones_out = (tuple(i for i, dim in enumerate(term) if not dim) for term in (a, b, out))
 
     def product(x: Tensor, y: Tensor) -> Tensor:
-        found = torch.einsum(equation, x.squeeze(ones_a), y.squeeze(ones_b))
+        result = torch.einsum(equation, x.squeeze(ones_a), y.squeeze(ones_b))
         for i in ones_out:
-            found = found.unsqueeze(i)
-        return found
+            result = result.unsqueeze(i)
+        return result
 
     return product

@@ -116,9 +116,9 @@ class MatmulExecutable:
         rule = Rule((*self.rule.inputs, last), self.rule.outputs, pending=self.rule.pending)
         operands = [Operand(s.layout, s.shape, s.itemsize) for s in (*self.specs, self.bias)]
         sizes = sizes_of(rule, operands, [(self.out.shape, self.out.itemsize)])
-        found = expand(rule, operands, self.strategy.rows, self.strategy.order, sizes)
-        assert found is not None
-        return found
+        expansion = expand(rule, operands, self.strategy.rows, self.strategy.order, sizes)
+        assert expansion is not None
+        return expansion
 
     def local(self, coordinate: Coordinate) -> Callable[..., Tensor]:
         """The local matmul of the rank at `coordinate`; if the result is partial, one rank adds the bias."""
@@ -198,10 +198,10 @@ class MatmulExecutable:
     def gradient(self, i: int, grad: Spec, other: Spec) -> MatmulExecutable:
         """The executable of operand `i`'s gradient: the matmul of the result's gradient and the other operand."""
         key = (i, grad, other)
-        found = self.gradients.get(key)
-        if found is None:
-            found = self.gradients[key] = self._gradient(i, grad, other)
-        return found
+        executable = self.gradients.get(key)
+        if executable is None:
+            executable = self.gradients[key] = self._gradient(i, grad, other)
+        return executable
 
     def back(self, grad: Spec, a: Spec | None, b: Spec | None) -> GradientPair | None:
         """The executable of both gradients together, where neither is overlapped or conjugated; else None."""
@@ -269,12 +269,12 @@ def matmul_executable(
     """
     operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs]
     sizes = sizes_of(rule, operands, [(like.shape, like.itemsize)])
-    found = expand(rule, operands, rows, order, sizes)
-    assert found is not None, "the gradient's factors are those of the product"
+    expansion = expand(rule, operands, rows, order, sizes)
+    assert expansion is not None, "the gradient's factors are those of the product"
     target = like.layout.cotangent()
-    end = target if complete else keep_partial_sums(found.outputs[0], target)
+    end = target if complete else keep_partial_sums(expansion.outputs[0], target)
     out = spec_of(end, like.shape, contiguous_stride(like.shape), like.dtype, like.device)
-    strategy = Strategy(found.inputs, found.outputs, rows, found.gradients, (end,), order)
+    strategy = Strategy(expansion.inputs, expansion.outputs, rows, expansion.gradients, (end,), order)
     if isinstance(stream, Stream):
         stream = replace(stream, axis=None)  # which loop moves most differs
     return MatmulExecutable(name, rule, specs, None, out, strategy, Constraints(result=end, kept=NEITHER), None, stream)

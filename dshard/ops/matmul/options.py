@@ -82,12 +82,12 @@ def _asked(changes: Sequence[MatmulOptions]) -> MatmulOptions:
 
     Equal options are one object, so that a compiled graph can be guarded by its identity.
     """
-    found = NO_OPTIONS
+    options = NO_OPTIONS
     for change in changes:
-        strategy = found.strategy if change.strategy is None else change.strategy
-        stream = found.stream if change.stream is None else change.stream
-        found = replace(change, strategy=strategy, stream=stream)
-    return _ALL.setdefault(found, found)
+        strategy = options.strategy if change.strategy is None else change.strategy
+        stream = options.stream if change.stream is None else change.stream
+        options = replace(change, strategy=strategy, stream=stream)
+    return _ALL.setdefault(options, options)
 
 
 _ASKED: Scoped[MatmulOptions, MatmulOptions] = Scoped("asked", _asked)

@@ -117,10 +117,10 @@ class PanelExecutor:
     def compiled(self, at: Coordinate, runtime: Runtime | None) -> Compiled:
         """The compiled steps of the rank at `at`, on these process groups or on none; cached."""
         key = at, runtime is None
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = self._compile(at, runtime)
-        return found
+        compiled = self.known.get(key)
+        if compiled is None:
+            compiled = self.known[key] = self._compile(at, runtime)
+        return compiled
 
     def _compile(self, at: Coordinate, runtime: Runtime | None) -> Compiled:
         backend = "gloo" if runtime is None else runtime.group(self.mesh.names[:1]).backend
@@ -193,21 +193,21 @@ class PanelExecutor:
 
         def land() -> Program[None]:
             ranges, rest = waiting.pop()
-            found = yield from rest
-            place(result, dim, ranges, found)
-            space.give(found)
+            panel = yield from rest
+            place(result, dim, ranges, panel)
+            space.give(panel)
 
         def use(t: int, pair: list[Tensor]) -> Program[None]:
-            found = self.multiply(*pair)
+            result_panel = self.multiply(*pair)
             held, made = todo.parts[t].held[2], todo.parts[t].made
             assert held is not None
             assert made is not None
             if bias is not None:
-                last = dim == found.ndim - 1
-                found.add_(panel_of(bias, 0, made, space) if last else bias)
+                last = dim == result_panel.ndim - 1
+                result_panel.add_(panel_of(bias, 0, made, space) if last else bias)
             if waiting:
                 yield from land()
-            flight = yield from begin(todo.parts[t].legs[2], found, space)
+            flight = yield from begin(todo.parts[t].legs[2], result_panel, space)
             waiting.append((held, finish(flight, space)))
 
         yield from self._panels(todo, space, whole, use)
@@ -253,10 +253,10 @@ def moving_operands(legs: Legs, panel: Tensor, x: Tensor, space: Session) -> Pro
     flight = yield from begin(legs, panel, space)
 
     def rest() -> Program[Tensor]:
-        found = yield from finish(flight, space)
-        if not (same_memory(panel, x) or same_memory(panel, found)):
+        redistributed = yield from finish(flight, space)
+        if not (same_memory(panel, x) or same_memory(panel, redistributed)):
             space.give(panel)
-        return found
+        return redistributed
 
     return rest()
 

@@ -50,8 +50,8 @@ def executor(
         if axes:
             return RingExecutor(rule, plans, dtype, stream, bias, axes)
         stream = replace(stream, transport="collective")
-    found = PanelExecutor(rule, plans, dtype, stream, bias)
-    return None if found.factor is None else found
+    in_panels = PanelExecutor(rule, plans, dtype, stream, bias)
+    return None if in_panels.factor is None else in_panels
 
 
 def ring_axes(rule: Rule, plans: Sequence[Plan], dtype: torch.dtype, stream: Stream) -> dict[int, int]:
@@ -60,17 +60,17 @@ def ring_axes(rule: Rule, plans: Sequence[Plan], dtype: torch.dtype, stream: Str
     Both operands, if the same factor of both is gathered along two axes of one size; else the tensor that moves most.
     """
     allowed = {f for loop, names in factors_of(rule).items() if stream.axis in (None, loop) for f in names}
-    found = {i: axis for i, plan in enumerate(plans) if (axis := _axis(plan, i == 2)) is not None}
+    axes = {i: axis for i, plan in enumerate(plans) if (axis := _axis(plan, i == 2)) is not None}
     if dtype in HALF:
-        found.pop(2, None)
-    found = {
+        axes.pop(2, None)
+    axes = {
         i: axis
-        for i, axis in found.items()
+        for i, axis in axes.items()
         if (factor := _factor(rule, plans[i], i, axis)) in allowed and _same_on_replicas(rule, plans[2], factor, axis)
     }
-    if 0 in found and 1 in found and _meets(rule, plans, found[0], found[1]):
-        return {0: found[0], 1: found[1]}
-    return dict(sorted(found.items(), key=lambda pair: -plans[pair[0]].busiest())[:1])
+    if 0 in axes and 1 in axes and _meets(rule, plans, axes[0], axes[1]):
+        return {0: axes[0], 1: axes[1]}
+    return dict(sorted(axes.items(), key=lambda pair: -plans[pair[0]].busiest())[:1])
 
 
 def _same_on_replicas(rule: Rule, end: Plan, factor: str, axis: int) -> bool:
@@ -148,10 +148,10 @@ class RingExecutor(PanelExecutor):
 
     def turns_of(self, at: Coordinate) -> tuple[RingStep, ...]:
         """The turns of the rank at `at`, in order: owner after owner, all panels of each."""
-        found = self.turns.get(at)
-        if found is None:
-            found = self.turns[at] = tuple(self._turn(at, ranges) for ranges in self._order(at))
-        return found
+        turns = self.turns.get(at)
+        if turns is None:
+            turns = self.turns[at] = tuple(self._turn(at, ranges) for ranges in self._order(at))
+        return turns
 
     def _order(self, at: Coordinate) -> Iterator[Ranges]:
         n, here = self.length, sum(at[axis] for axis in self.axes.values())
@@ -227,10 +227,10 @@ class RingExecutor(PanelExecutor):
             place(total, dim, held, self._term(pair, held, bias, space))
 
     def _term(self, pair: list[Tensor], held: Ranges, bias: Tensor | None, space: Session) -> Tensor:
-        found = self.multiply(*pair)
+        term = self.multiply(*pair)
         if bias is not None:
-            found.add_(panel_of(bias, 0, held, space) if self.dims[2] == found.ndim - 1 else bias)
-        return found
+            term.add_(panel_of(bias, 0, held, space) if self.dims[2] == term.ndim - 1 else bias)
+        return term
 
     def _first(self, i: int, panel: int, at: Coordinate, x: Tensor, space: Session) -> Program[InFlight]:
         """Send a rank's own panel to where it meets its counterpart, as many ranks on as the other ring's index."""
@@ -276,20 +276,20 @@ class RingExecutor(PanelExecutor):
             panel, held = number % self.each, turn.held[2]
             assert held is not None
             pair = [_cut(x, d, h, space) for x, d, h in zip(whole, self.dims[:2], turn.held[:2], strict=True)]
-            found = self._term(pair, held, bias, space)
+            term = self._term(pair, held, bias, space)
             for x, y in zip(pair, whole, strict=True):
                 if not same_memory(x, y):
                     space.give(x)
             if panel in arriving:
                 other = yield from finish(arriving.pop(panel), space)
-                found.add_(other)
+                term.add_(other)
                 space.give(other)
             if number + self.each < len(turns):
                 shape = turns[number + self.each].shapes[2]
-                arriving[panel] = yield from self._pass(2, at, found, shape, space)
+                arriving[panel] = yield from self._pass(2, at, term, shape, space)
             else:
                 own = Panel(dim, self.owned[at[self.axes[2]] * self.each + panel])
-                place(result, dim, own.within(plan.dst.region(plan.shape, at)[dim]), found)
+                place(result, dim, own.within(plan.dst.region(plan.shape, at)[dim]), term)
 
         def rest() -> Program[Tensor]:
             return result

@@ -51,9 +51,9 @@ def draw_for(mesh: Mesh, what: object, generator: Generator | None = None) -> Dr
             f"{what}, within a compiled region: it draws random values that are not made element by element, "
             "and would draw the same each time; call it outside"
         )
-    found = next_draw(generator)
-    compare_draws(f"draw {found.number} of seed {found.seed}, for {what}", mesh)
-    return found
+    call_draw = next_draw(generator)
+    compare_draws(f"draw {call_draw.number} of seed {call_draw.seed}, for {what}", mesh)
+    return call_draw
 
 
 def filled(x: Any, make: Make, what: object, generator: Generator | None = None) -> Any:
@@ -63,7 +63,7 @@ def filled(x: Any, make: Make, what: object, generator: Generator | None = None)
     later = traced(x._local)
     if later and generator is not None:
         raise CompileError(f"{what} with a generator, within a compiled region: draw without one, or outside")
-    found = None if later else draw_for(layout.mesh, what, generator)
+    call_draw = None if later else draw_for(layout.mesh, what, generator)
     distribution = make(spec.dtype)
     simulated = type(x._local) is LocalTensor  # whose mode would look at each of the many operators
 
@@ -71,12 +71,12 @@ def filled(x: Any, make: Make, what: object, generator: Generator | None = None)
         region = layout.region(spec.shape, coordinate)
 
         def write(local: Tensor) -> Tensor:
-            if found is None:
+            if call_draw is None:
                 drawn = filled_later(local, spec.shape, region, distribution)
                 return local.copy_(drawn) if layout == spec.layout else drawn
             drawn = local if layout == spec.layout else torch.empty_like(local)
             with torch._C._DisableTorchDispatch() if simulated else nullcontext():
-                draw.fill(drawn, spec.shape, region, found, distribution)
+                draw.fill(drawn, spec.shape, region, call_draw, distribution)
             return drawn
 
         return write
@@ -300,9 +300,9 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def seeded_op(func: OpOverload, mesh: Mesh, device: torch.device, kwargs: dict[str, Any]) -> LocalOp:
     """Run `func` by torch's generator, seeded alike on every rank: for operators that dshard does not draw itself."""
-    found = draw_for(mesh, func, kwargs.get("generator"))
+    call_draw = draw_for(mesh, func, kwargs.get("generator"))
     with plain():
-        block = words(torch.zeros(1, dtype=torch.int64), found.number, found.seed)
+        block = words(torch.zeros(1, dtype=torch.int64), call_draw.number, call_draw.seed)
     seed = int(block[0]) << 30 | int(block[1]) >> 2
 
     def call(*args: Any, **kwargs: Any) -> Any:

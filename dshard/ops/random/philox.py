@@ -56,5 +56,5 @@ def words(blocks: Tensor, number: int, seed: int, wide: bool = False) -> Tensor:
     Blocks are not negative; those beyond 32 bits need `wide`.
     """
     low, high = (blocks & MASK, blocks >> 32) if wide else (blocks, 0)
-    found = philox((low, high, number & MASK, number >> 32), (seed & MASK, seed >> 32))
-    return torch.stack([word for word in found if isinstance(word, Tensor)])
+    mixed = philox((low, high, number & MASK, number >> 32), (seed & MASK, seed >> 32))
+    return torch.stack([word for word in mixed if isinstance(word, Tensor)])

@@ -33,8 +33,8 @@ def filled_later(like: Tensor, shape: Shape, region: Region, distribution: Distr
 
 
 def _next_draw(anchor: Tensor, site: int) -> Tensor:
-    found = next_draw(None)
-    return torch.tensor([found.seed - _SIGN, found.number])
+    draw = next_draw(None)
+    return torch.tensor([draw.seed - _SIGN, draw.number])
 
 
 def _drawn(
