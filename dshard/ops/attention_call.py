@@ -65,8 +65,8 @@ def _without_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.empty_like(mask, dtype=q.dtype)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    found: Tensor = kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)[0]
-    return found
+    result: Tensor = kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)[0]
+    return result
 
 
 def _accepted(query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> None:

@@ -119,7 +119,7 @@ def trace(x: Tensor) -> Tensor:
     return x.diagonal().sum()
 
 
-# -- questions about whole tensors: the same answer on every rank
+# -- questions about global tensors: equal results on every rank
 
 
 def equal(x: Tensor, other: Tensor) -> bool:

@@ -54,8 +54,8 @@ def _of_rows(rows: range, size: int, padding: int | None) -> Local:
         refuse(indices, (indices < 0) | (indices >= size), size, 0)
         if not rows:  # takes part in the backward pass all the same
             return table.new_zeros((*indices.shape, table.shape[1])) + table.sum()
-        here = (indices >= rows.start) & (indices < rows.stop)
-        found = F.embedding(torch.where(here, indices - rows.start, 0), table, skipped)
-        return found.masked_fill(~here.unsqueeze(-1), 0)
+        is_held = (indices >= rows.start) & (indices < rows.stop)
+        held_rows = F.embedding(torch.where(is_held, indices - rows.start, 0), table, skipped)
+        return held_rows.masked_fill(~is_held.unsqueeze(-1), 0)
 
     return lookup

@@ -28,8 +28,8 @@ def local_index(
     """
     refuse(index, (index >= size) | (index < -size), size, dim, kind)
     index = torch.where(index < 0, index + size, index)
-    here = (index >= held.start) & (index < held.stop)
-    return torch.where(here, index - held.start, 0), here
+    is_held = (index >= held.start) & (index < held.stop)
+    return torch.where(is_held, index - held.start, 0), is_held
 
 
 def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Exception] = IndexError) -> None:
@@ -57,14 +57,14 @@ def reading(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     selects = call.func._schema.name == "aten::index_select"
 
     def read(x: Tensor, _: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        index, here = local_index(index, held, size, dim, IndexError if selects else RuntimeError)
+        index, is_held = local_index(index, held, size, dim, IndexError if selects else RuntimeError)
         if not held:
             shape = [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]] if selects else index.shape
             return x.new_zeros(shape)
         values: Tensor = call.func(x, dim, index, *args, **kwargs)
         if selects:
-            here = here.reshape(-1, *(1,) * (x.dim() - dim - 1))
-        return values.masked_fill_(~here, 0)
+            is_held = is_held.reshape(-1, *(1,) * (x.dim() - dim - 1))
+        return values.masked_fill_(~is_held, 0)
 
     return read
 
@@ -88,15 +88,15 @@ def indexing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
         return call.func
 
     def read(x: Tensor, indices: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> Tensor:
-        mapped, here = _mapped(call, indices, split)
+        mapped, is_held = _mapped(call, indices, split)
         if any(not held for held in split.values()):
-            here = torch.zeros_like(here)
+            is_held = torch.zeros_like(is_held)
             x = x.new_zeros([max(n, 1) if d in split else n for d, n in enumerate(x.shape)])
         values: Tensor = call.func(x, mapped, *args, **kwargs)
         where = [d for d, index in enumerate(indices) if index is not None]
         first = where[0] if where[-1] - where[0] == len(where) - 1 else 0
-        here = here.reshape(*(1,) * first, *here.shape, *(1,) * (values.dim() - first - here.dim()))
-        return values.masked_fill_(~here, 0)
+        is_held = is_held.reshape(*(1,) * first, *is_held.shape, *(1,) * (values.dim() - first - is_held.dim()))
+        return values.masked_fill_(~is_held, 0)
 
     return read
 
@@ -111,8 +111,8 @@ def writing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     kind = RuntimeError if "scatter" in call.func._schema.name else IndexError
 
     def write(x: Tensor, _: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        index, here = local_index(index, held, size, dim, kind)
-        index = torch.where(here, index, len(held))
+        index, is_held = local_index(index, held, size, dim, kind)
+        index = torch.where(is_held, index, len(held))
         found = call.func(_with_slot(x, (dim,)), dim, index, *args, **kwargs)
         return _without_slot(found, x, in_place)
 
@@ -127,9 +127,9 @@ def putting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     in_place = writes_first(call.func)
 
     def write(x: Tensor, indices: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> Tensor:
-        mapped, here = _mapped(call, indices, split)
+        mapped, is_held = _mapped(call, indices, split)
         mapped = [
-            torch.where(here, index, len(split[d])) if d in split and index is not None else index
+            torch.where(is_held, index, len(split[d])) if d in split and index is not None else index
             for d, index in enumerate(mapped)
         ]
         found = call.func(_with_slot(x, tuple(split)), mapped, *args, **kwargs)
@@ -156,14 +156,14 @@ def _mapped(
     call: Call, indices: Sequence[Tensor | None], split: dict[int, range]
 ) -> tuple[list[Tensor | None], Tensor]:
     """The indices as positions in the local tensor, and whether all of them are held by this rank, broadcast."""
-    mapped, here = list(indices), torch.ones((), dtype=torch.bool, device=_first(indices).device)
+    mapped, is_held = list(indices), torch.ones((), dtype=torch.bool, device=_first(indices).device)
     for dim, held in split.items():
         index = indices[dim]
         assert index is not None
         mapped[dim], one = local_index(index, held, call.shapes[0][dim], dim)
-        here = here & one
+        is_held = is_held & one
     shape = torch.broadcast_shapes(*(index.shape for index in indices if index is not None))
-    return mapped, here.expand(shape)
+    return mapped, is_held.expand(shape)
 
 
 def _first(indices: Sequence[Tensor | None]) -> Tensor:

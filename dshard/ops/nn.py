@@ -66,11 +66,11 @@ def embedding_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> 
 
     def lookup(weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         refuse(indices, (indices < 0) | (indices >= call.shapes[0][0]), call.shapes[0][0], 0)
-        here = (indices >= rows.start) & (indices < rows.stop)
+        is_held = (indices >= rows.start) & (indices < rows.stop)
         if not rows:
             return weight.new_zeros((*indices.shape, weight.shape[1]))
-        found: Tensor = torch.ops.aten.embedding(weight, torch.where(here, indices - rows.start, 0))
-        return found.masked_fill_(~here.unsqueeze(-1), 0)
+        held_rows: Tensor = torch.ops.aten.embedding(weight, torch.where(is_held, indices - rows.start, 0))
+        return held_rows.masked_fill_(~is_held.unsqueeze(-1), 0)
 
     return lookup
 

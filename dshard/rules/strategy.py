@@ -382,10 +382,10 @@ def requested_layout(rule: Rule, wanted: Constraints, found: Expansion, shape: S
         "m": [dim for dim, names in enumerate(out) if names and names[0] in first],
         "n": [dim for dim, names in enumerate(out) if names and names[0] not in first],
     }
-    for axis, (row, where) in enumerate(zip(found.rows, wanted.reduced, strict=True)):
-        if not isinstance(row, str) or not isinstance(layout.placements[axis], Partial) or where == "P":
+    for axis, (row, storage) in enumerate(zip(found.rows, wanted.reduced, strict=True)):
+        if not isinstance(row, str) or not isinstance(layout.placements[axis], Partial) or storage == "P":
             continue
-        candidates = dims.get(where, [])
+        candidates = dims.get(storage, [])
         at = max(candidates, key=lambda dim: (shape[dim], -dim), default=None)
         layout = layout.replace(axis, Replicate() if at is None else Shard(at))
     return layout

@@ -244,7 +244,7 @@ def made(function: Callable[..., Any]) -> Custom:
     return run
 
 
-# -- whole on every rank
+# -- replicated on every rank
 
 
 def multinomial(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,8 +28,8 @@ def filled_later(like: Tensor, shape: Shape, region: Region, distribution: Distr
     assert traced(like)
     starts, stops = [part.start for part in region], [part.stop for part in region]
     taken = torch.ops.dshard.next_draw(torch.empty(0), next(_SITES))
-    found: Tensor = torch.ops.dshard.drawn(like, taken, list(shape), starts, stops, str(distribution))
-    return found
+    local: Tensor = torch.ops.dshard.drawn(like, taken, list(shape), starts, stops, str(distribution))
+    return local
 
 
 def _next_draw(anchor: Tensor, site: int) -> Tensor:
