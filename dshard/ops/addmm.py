@@ -1,4 +1,4 @@
-"""Products to which something is added: where the contraction is split, one rank adds it."""
+"""Matmuls to which a bias is added: where the contraction is sharded, one rank adds it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONTRACTED = frozenset({"k", "s"})
 
 
 def plus(a: str, b: str, out: str) -> Op:
-    """bias, a, b -> out, the bias broadcast; each letter is a factor, k and s are contracted."""
+    """An operator bias, a, b -> out, the bias broadcast; each letter is a factor, k and s are contracted."""
     left, right, result = (tuple((name,) for name in term) for term in (a, b, out))
 
     def rule(call: Call) -> Rule:
@@ -24,7 +24,7 @@ def plus(a: str, b: str, out: str) -> Op:
 
 
 def once(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """The first rank along each axis that splits the contraction adds the bias, the others give a product alone."""
+    """The kernel whose bias only the first rank along each axis that shards the contraction adds."""
     shape = out_local_shape(call, strategy, coordinate)
     if 0 in shape:  # of nothing, torch does not broadcast the bias
         return lambda bias, *_, **__: bias.new_empty(shape)

@@ -1,4 +1,4 @@
-"""Attention as a rule: batch and heads split freely, queries too; keys, values and features stay whole."""
+"""The rule of attention: batch, heads and queries may be sharded; keys, values and features may not."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dshard.rules.rule import Rule, parse_rule
 def attention_rule(shapes: Sequence[Shape], gqa: bool) -> Rule:
     """`scaled_dot_product_attention` of query, key, value and perhaps a mask that is broadcast to the scores.
 
-    A causal mask is about absolute positions: where queries are split, each rank's kernel knows where its own begin.
-    With grouped queries, the heads of the query are those of the key times the group that shares one, and split with
+    A causal mask is about absolute positions: where queries are sharded, each rank's kernel knows where its own begin.
+    With grouped queries, the heads of the query are those of the key times the group that shares one, and sharded with
     those.
 
     >>> print(attention_rule([(2, 4, 8, 16), (2, 4, 6, 16), (2, 4, 6, 16)], False))

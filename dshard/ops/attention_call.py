@@ -1,4 +1,4 @@
-"""Attention at the door."""
+"""The entry of `torch.nn.functional.scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dshard.rules.strategy import Strategy
 
 
 def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.nn.functional.scaled_dot_product_attention`: local for each head and each batch entry."""
+    """`scaled_dot_product_attention`: local for each head and each batch entry."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     query, k, v, mask, dropout, causal, scale, gqa = bind_arguments(names, args, kwargs)
     causal, gqa = bool(causal), bool(gqa)
@@ -61,12 +61,12 @@ def _is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 
 def _without_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
-    """The kernel of CPUs, of which others keep as much: operands, the result, and one sum for each query."""
+    """Attention by the CPU's kernel; fused kernels of other devices save as much: operands, result, one sum a query."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.empty_like(mask, dtype=q.dtype)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    found: Tensor = kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)[0]
-    return found
+    result: Tensor = kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)[0]
+    return result
 
 
 def _accepted(query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> None:
@@ -82,7 +82,7 @@ def _accepted(query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> None:
 def _attention_with_dropout(
     query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool
 ) -> Any:
-    """Attention by operators on distributed tensors: torch's kernels would draw a mask of their own on each rank."""
+    """Attention by operators on distributed tensors: torch's kernels would draw another dropout mask on each rank."""
     if gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)

@@ -15,9 +15,9 @@ from dshard.rules.strategy import Strategy
 
 
 def leading(count: Callable[[int], int], passes: tuple[int, ...] = ()) -> Callable[[Call], Rule]:
-    """The first `count(ndim)` dims of the first operand are shared by all tensors and split freely; the rest is whole.
+    """An operator whose first `count(ndim)` dims are shared by all tensors and may be sharded; other dims may not.
 
-    Where a tensor does not share them, all is whole. A pending sum of the operands `passes` passes through.
+    Where a tensor does not share them, none may be. A partial sum of the operands `passes` passes through.
     """
 
     def rule(call: Call) -> Rule:
@@ -49,7 +49,7 @@ def all_whole(call: Call) -> Rule:
 
 
 def or_nothing(kernel: Kernel | None = None) -> Kernel:
-    """The operator, which torch may refuse for no entries at all: a rank that holds none makes none."""
+    """The operator, or empty results on a rank that holds no entries, for which torch may refuse to run it."""
 
     def choose(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
         pairs = zip(strategy.inputs, call.specs, strict=True)
@@ -78,9 +78,9 @@ def _nothing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
 
 
 def in_memory_like(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """The operator of a local matrix that is contiguous where the whole tensor is, and nowhere else.
+    """The operator on a local matrix that is made contiguous just where the global tensor is.
 
-    torch factors the transpose of a contiguous matrix, and its backward looks at the whole tensor to tell which it was.
+    torch factors the transpose of a contiguous matrix, and its backward looks at the strides to tell which it was.
     """
     is_contiguous = call.specs[0].meta().is_contiguous()
 
@@ -93,7 +93,7 @@ def in_memory_like(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
 
 
 def but(trailing: int) -> Callable[[int], int]:
-    """All dims but the last ones."""
+    """A count of the leading dims: all but the last `n`."""
     return lambda ndim: ndim - trailing
 
 
@@ -146,7 +146,7 @@ _MATRICES = (
     "triangular_solve",
 )
 _FACTORED = ("_linalg_det", "_linalg_slogdet", "_linalg_solve_ex")
-"""Of matrices whose factors the backward pass takes up."""
+"""Operators on matrices whose backward pass uses the factors."""
 
 RULES: dict[str, Op] = {
     **_pooling(1),

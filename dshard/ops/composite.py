@@ -1,7 +1,7 @@
-"""Composite operators caught whole: laid out once, run on local tensors under torch's own autograd.
+"""Run a composite operator as one: its operands redistributed once, then local tensors under torch's own autograd.
 
-The local backward pass gives each operand's gradient in the layout that the strategy says: split like the operand, or a
-pending sum where the work was split and the operand was not. Second derivatives work, for the crossings between
+The local backward pass gives each operand's gradient in the layout that the strategy says: sharded like the operand, or
+a partial sum where the work was sharded and the operand was not. Second derivatives work, for the crossings between
 distributed and local tensors are themselves differentiable.
 """
 
@@ -38,7 +38,7 @@ Choice: TypeAlias = tuple[Strategy, Spec]
 def run_composite(
     rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...], kernel: Kernel | None = None
 ) -> Any:
-    """`local` on the local parts of `tensors`, as the cheapest strategy of `rule` lays them out.
+    """Run `local` on the local tensors of `tensors`, redistributed as the cheapest strategy of `rule` says.
 
     `key` tells calls apart whose rule or local operator differ though the specs are alike; `kernel`, where there is
     one, gives the local operator of each rank.
@@ -55,7 +55,7 @@ def run_choice(
     tensors: Sequence[Any],
     kernel: Kernel | None = None,
 ) -> Any:
-    """The same, decided already."""
+    """Run `local` on the local tensors of `tensors` by a strategy and output spec chosen before."""
     strategy, out = choice
     if OBSERVERS:
         decision = _decision(key, rule(), strategy, out, tensors)
@@ -75,16 +75,16 @@ def _decision(key: tuple[Any, ...], rule: Rule, strategy: Strategy, out: Spec, t
 
 
 def choose_composite(rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Choice:
-    """The cheapest strategy and the spec of the result; looked up where it was decided before."""
+    """The cheapest strategy of a composite operator and the spec of its result; cached."""
     specs = [t._spec if isinstance(t, Wrapper) else None for t in tensors]
     full_key = (*key, *specs)
     choices = planning_context().choices
-    found: Choice | None = choices.get(full_key) if None not in specs else None
-    if found is None:
-        found = choices.add(full_key, _choose_composite(rule, local, tensors, key))
+    choice: Choice | None = choices.get(full_key) if None not in specs else None
+    if choice is None:
+        choice = choices.add(full_key, _choose_composite(rule, local, tensors, key))
     else:
         choices.hits += 1
-    return found
+    return choice
 
 
 def _choose_composite(rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Choice:
@@ -101,7 +101,7 @@ def _choose_composite(rule: Callable[[], Rule], local: Local, tensors: Sequence[
 def run_strategy(
     strategy: Strategy, out: Spec, local: Local, tensors: Sequence[Any], kernel: Kernel | None = None
 ) -> Any:
-    """`local`, or what `kernel` gives each rank, on the local parts of `tensors` under `strategy`.
+    """Run `local`, or each rank's operator from `kernel`, on the local tensors of `tensors` under `strategy`.
 
     The result is a distributed tensor of spec `out`.
     """
@@ -130,9 +130,9 @@ def run_strategy(
 
 
 def _depending_on_all(out: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """`out`, made to depend on all parts: a rank that computes nothing must still meet the others in its backward.
+    """Make `out` depend on all local tensors: a rank that computes nothing must still join the collectives of backward.
 
-    So must each gradient, of every order: it is made of all parts again, and finite.
+    So must each gradient, of every order: it depends on all of them again, and is finite.
     """
     if out.numel() > 0:
         return out
@@ -141,10 +141,10 @@ def _depending_on_all(out: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 class Simulated(torch.autograd.Function):
-    """A local operator on all ranks simulated in one process, recorded; backward: each rank's own backward pass.
+    """The autograd node of a local operator on ranks simulated in one process; backward runs each rank's backward pass.
 
     That is a local operator as well, of the gradients of the outputs and the operands. `outs` are the specs of the
-    outputs and `cotangents` the layouts of their gradients; `of_gradients` are the specs of those of the operands.
+    outputs and `cotangents` the layouts of their gradients; `of_gradients` are the specs of the operands' gradients.
     """
 
     @staticmethod
@@ -183,14 +183,14 @@ class Simulated(torch.autograd.Function):
 
 
 def _alone(local_op: Callable[[Coordinate], Local]) -> Callable[[Coordinate], Locals]:
-    """A local operator with one output, as one with several."""
+    """Wrap a local operator with one output as one that returns a tuple."""
     return lambda at: lambda *parts: (local_op(at)(*parts),)
 
 
 def _pull_back(local: Locals, n: int, needed: Sequence[bool]) -> Locals:
-    """From `n` gradients of the outputs of `local`, and its operands, the gradients of those that are needed.
+    """A function from `n` output gradients of `local`, and its operands, to the operands' gradients that are needed.
 
-    It can be differentiated itself, where its operands are recorded.
+    It can be differentiated itself, where autograd records its operands.
     """
 
     def pull(*given: Tensor) -> tuple[Tensor, ...]:

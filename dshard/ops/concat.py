@@ -11,7 +11,7 @@ from dshard.rules.rule import ANY, PassThrough, Rule
 from dshard.rules.strategy import Strategy
 
 SAME_WHEN_EQUAL: tuple[ReduceOp, ...] = ("avg", "max", "min")
-"""The reductions that leave a value alone which all ranks have."""
+"""The reductions that leave a value unchanged if all ranks have it."""
 
 
 def cat(call: Call) -> Rule:
@@ -72,7 +72,7 @@ def triangle(call: Call) -> Rule:
 
 
 def triangle_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """The diagonal counts from the first row and column of this rank's part."""
+    """A kernel whose diagonal counts from the first row and column of the local tensor."""
     rows, columns = strategy.inputs[0].region(call.shapes[0], coordinate)[-2:]
     diagonal = call.argument("diagonal") + rows.start - columns.start
     return lambda x, *_, **__: call.func(x, diagonal)
@@ -91,7 +91,7 @@ def creation(call: Call) -> Rule:
 
 
 def like_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """A part of the new tensor need not be as large as the part of the first."""
+    """A kernel for a new tensor, whose local shape may differ from that of the first operand."""
     size = out_local_shape(call, strategy, coordinate)
     if strategy.inputs[0].local_shape(call.shapes[0], coordinate) == size:
         return call.func
@@ -99,7 +99,7 @@ def like_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Local
 
 
 def strided_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """Local strides in the order of the global ones."""
+    """A kernel that gives local strides in the order of the global ones."""
     size = out_local_shape(call, strategy, coordinate)
     stride = dense_stride(size, tuple(call.argument("stride")))
     return lambda x, _size, _stride, **options: call.func(x, size, stride, **options)

@@ -1,6 +1,6 @@
-"""Convolutions: batch and channels split freely, and groups of channels where there are several; positions stay whole.
+"""Convolutions: batch, channels, and groups of channels if there are several, may be sharded; positions may not.
 
-A split sum over input channels leaves the output pending; one rank adds the bias.
+Sharded input channels leave the output partial; one rank adds the bias.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def convolution_backward(call: Call) -> Rule:
 
 
 def forward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """As many groups as are here; the bias on the first rank of those that split the input channels."""
+    """A kernel of the groups that this rank holds; the first rank that shards the input channels adds the bias."""
     shape, groups = out_local_shape(call, strategy, coordinate), _groups(call, strategy, coordinate, 0)
     adds = _is_first(strategy, coordinate)
 
@@ -69,17 +69,17 @@ def forward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
 
 
 def backward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """The same backward: the first of the ranks that split the input channels has the gradient of the bias."""
+    """A backward kernel: the first of the ranks that shard the input channels has the gradient of the bias."""
     groups, adds = _groups(call, strategy, coordinate, 1), _is_first(strategy, coordinate)
 
     def run(grad: Tensor, x: Tensor, weight: Tensor, bias: list[int] | None, *rest: Any) -> Any:
         *rest_, _, mask = rest
         sizes = [grad.shape[1]] if bias else None
         if not grad.numel() or not x.numel() or not weight.numel():
-            made = (torch.zeros_like(x), torch.zeros_like(weight), grad.new_zeros(grad.shape[1]))
-            return tuple(t if wanted else None for t, wanted in zip(made, mask, strict=True))
-        found = call.func(grad, x, weight, sizes, *rest_, groups, mask)
-        return found if adds or found[2] is None else (*found[:2], torch.zeros_like(found[2]))
+            zeros = (torch.zeros_like(x), torch.zeros_like(weight), grad.new_zeros(grad.shape[1]))
+            return tuple(t if wanted else None for t, wanted in zip(zeros, mask, strict=True))
+        gradients = call.func(grad, x, weight, sizes, *rest_, groups, mask)
+        return gradients if adds or gradients[2] is None else (*gradients[:2], torch.zeros_like(gradients[2]))
 
     return run
 

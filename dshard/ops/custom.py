@@ -41,7 +41,7 @@ def decomposed(function: Callable[..., Any]) -> Custom:
 
 
 def wrapped(out: Any, given: Any) -> Any:
-    """`out`, plain tensors in it, which every rank made alike, as replicated ones on the mesh of the arguments."""
+    """`out` with its plain tensors, which are equal on every rank, as replicated ones on the mesh of the arguments."""
     had = set(map(id, leaves(given)))
     if not any(_is_new_plain(leaf, had) for leaf in leaves(out)):
         return out
@@ -61,7 +61,7 @@ def _is_new_plain(leaf: Any, had: set[int]) -> bool:
 
 
 def answered(function: Callable[..., Any]) -> Custom:
-    """Run `function`, whose answer is the same on every rank."""
+    """Run `function`, whose result is no tensor and is equal on every rank."""
 
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -71,7 +71,7 @@ def answered(function: Callable[..., Any]) -> Custom:
 
 
 def check(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let torch refuse what it would refuse on one device: once for each kind of arguments, without data."""
+    """Let torch refuse arguments that it would refuse on one device; without data, once for each kind of arguments."""
     key = (func, _key(args), _key(tuple(kwargs.items())))
     if key in _CHECKED:
         return
@@ -109,7 +109,7 @@ def _meta(x: Any) -> Tensor:
 
 
 def number(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """item(): the number of the whole tensor, the same on every rank."""
+    """item(): the number in the global tensor, equal on every rank."""
     spec = args[0]._spec
     move = local_redistribution(spec, replicated(spec.layout.mesh))
     if OBSERVERS and move.plan.steps:
@@ -121,7 +121,7 @@ def number(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def asked_for(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the user asks, with this call, for a number of whole tensors: what it takes is no surprise."""
+    """Whether the user asks with this call for a number over all elements, so that communication is expected."""
     if func in _NORMS:
         given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
         return given.get("dim") is None
@@ -149,7 +149,7 @@ CUSTOM: dict[OpOverload, Custom] = {
     _ATEN.resize_.default: no_resize,
     _ATEN.resize_as_.default: no_resize,
 }
-"""What runs instead of these operators."""
+"""The functions that run in place of these operators."""
 
 _NUMBERS = frozenset(
     {
@@ -158,12 +158,12 @@ _NUMBERS = frozenset(
         _ATEN._amp_foreach_non_finite_check_and_unscale_.default,
     }
 )
-"""item() and what builds on it; the norms and the flag that gradient clipping and scaling need of all gradients."""
+"""item() and its callers; the norms and the flag that gradient clipping and scaling need of all gradients."""
 _NORMS = frozenset({_ATEN.linalg_vector_norm.default, *(f for f in DECOMPOSITIONS if f._schema.name == "aten::norm")})
-"""Of whole tensors, where no dims are given."""
+"""Reductions over all elements, if no dims are given."""
 
 RULED: frozenset[Custom] = frozenset({*FOREACH.values(), number})
-"""Those of them that are local work by themselves."""
+"""The operators among these that only do local work."""
 
 UNREPEATABLE = frozenset({_ATEN.linalg_lstsq.default})
-"""Operators whose results differ in the last bits from call to call: all ranks take those of the first."""
+"""Operators whose results differ in the last bits from call to call: all ranks take those of the first rank."""

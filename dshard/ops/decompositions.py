@@ -31,8 +31,8 @@ def var_mean(
     x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Variance and mean."""
-    found, mean = _moments(x, dim, correction, keepdim)
-    return found.to(real_dtype(x.dtype)), mean.to(x.dtype)
+    variance, mean = _moments(x, dim, correction, keepdim)
+    return variance.to(real_dtype(x.dtype)), mean.to(x.dtype)
 
 
 def std(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
@@ -44,19 +44,19 @@ def std_mean(
     x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Standard deviation and mean."""
-    found, mean = _moments(x, dim, correction, keepdim)
-    return found.sqrt().to(real_dtype(x.dtype)), mean.to(x.dtype)
+    variance, mean = _moments(x, dim, correction, keepdim)
+    return variance.sqrt().to(real_dtype(x.dtype)), mean.to(x.dtype)
 
 
 def _moments(x: Tensor, dim: Dims, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
-    """Variance and mean by two small reductions, half precision in single."""
+    """Variance and mean by two small reductions; half precision is summed in single."""
     dims, wide = _dims(x, dim), with_partials_reduced(widened(x), "aten.var.correction")
     mean = with_partials_reduced(wide.mean(dims, keepdim=True), "aten.mean.dim")
     distance = wide - mean
     squares = distance.real.square() + distance.imag.square() if x.is_complex() else distance.square()
     freedom = max(prod(x.shape[d] for d in dims) - (1 if correction is None else correction), 0)
-    found = squares.sum(dims, keepdim) / freedom
-    return found, mean if keepdim else mean.reshape(found.shape)
+    variance = squares.sum(dims, keepdim) / freedom
+    return variance, mean if keepdim else mean.reshape(variance.shape)
 
 
 # -- norms
@@ -74,7 +74,7 @@ def vector_norm(
 
 
 def power_sum(x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """The sum of the sizes to the power of `ord`; of order 0, the number of elements that are not zero."""
+    """The sum of absolute values to the power of `ord`; of order 0, the number of elements that are not zero."""
     dims = _dims(x, dim)
     if ord == 0:
         return (x != 0).sum(dims, keepdim, dtype=real_dtype(x.dtype))
@@ -84,7 +84,7 @@ def power_sum(x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False
 
 
 def root(sums: Tensor, ord: float) -> Tensor:
-    """The norm from the sum of powers."""
+    """The norm of order `ord` from the sum of powers."""
     if ord in (0, 1):
         return sums
     return sums.sqrt() if ord == 2 else sums.pow(1 / ord)
@@ -93,12 +93,12 @@ def root(sums: Tensor, ord: float) -> Tensor:
 def norm(
     x: Tensor, p: float | None = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """torch.norm."""
+    """`torch.norm`."""
     return vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
 
 def dist(x: Tensor, other: Tensor, p: float = 2) -> Tensor:
-    """The norm of the difference."""
+    """`torch.dist`: the norm of the difference."""
     return vector_norm(x - other, p)
 
 
@@ -110,8 +110,8 @@ def logsumexp(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
         return x.exp().sum(dims, keepdim).log()
     largest = (x.real if x.is_complex() else x).amax(dims, keepdim=True)
     shift = largest.masked_fill(largest.abs() == inf, 0)
-    found = (x - shift).exp().sum(dims, keepdim=True).log() + shift
-    return found if keepdim else found.reshape([n for d, n in enumerate(x.shape) if d not in dims])
+    result = (x - shift).exp().sum(dims, keepdim=True).log() + shift
+    return result if keepdim else result.reshape([n for d, n in enumerate(x.shape) if d not in dims])
 
 
 def trace(x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def trace(x: Tensor) -> Tensor:
     return x.diagonal().sum()
 
 
-# -- questions about whole tensors: the same answer on every rank
+# -- questions about global tensors: equal results on every rank
 
 
 def equal(x: Tensor, other: Tensor) -> bool:
@@ -148,12 +148,12 @@ def _dims(x: Tensor, dim: Dims) -> tuple[int, ...]:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Half precision in single: what is reduced needs the range."""
+    """Half precision converted to single: sums of powers need the range."""
     return x.float() if x.dtype in HALF else x
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the sizes of numbers of `dtype`."""
+    """The dtype of absolute values of numbers of `dtype`."""
     return dtype.to_real() if dtype.is_complex else dtype
 
 
@@ -171,7 +171,7 @@ DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
     aten.logsumexp.default: logsumexp,
     aten.trace.default: trace,
 }
-"""Operators that become others; their arguments are checked by torch itself first."""
+"""Operators that are decomposed into others; torch checks their arguments first."""
 
 QUESTIONS: dict[OpOverload, Callable[..., Any]] = {
     aten.equal.default: equal,
@@ -181,16 +181,16 @@ QUESTIONS: dict[OpOverload, Callable[..., Any]] = {
         True
     ),  # asked of tangents: what memory is behind does not show
 }
-"""Operators whose answer is no tensor."""
+"""Operators whose result is no tensor."""
 
 
 NOT_TAKEN_APART = frozenset({aten.as_strided_scatter.default, aten.narrow_copy.default})
-"""Operators of which torch has a decomposition that leads back to them, or refuses otherwise than they do."""
+"""Operators whose decomposition in torch leads back to them, or refuses other arguments than they do."""
 
 
 @cache
 def decomposition_of(func: OpOverload) -> Callable[..., Any] | None:
-    """How torch itself takes `func` apart into other operators, or None where it does not."""
+    """Torch's decomposition of `func` into other operators, or None if it has none."""
     if func in NOT_TAKEN_APART:
         return None
     if func._can_decompose():
@@ -201,7 +201,7 @@ def decomposition_of(func: OpOverload) -> Callable[..., Any] | None:
 
 
 def _functional(func: OpOverload) -> Callable[..., Any] | None:
-    """An operator that writes to its first operand as the one that does not, and a copy."""
+    """A decomposition of an in-place operator: the operator that returns a new tensor, and a copy."""
     schema = func._schema
     writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
     if not schema.name.endswith("_") or sum(writes) != 1 or not writes[0] or len(schema.returns) != 1:

@@ -1,4 +1,4 @@
-"""Embedding at the door: a table split over its rows gives each rank the gradient of the rows that it holds."""
+"""The entry of `torch.nn.functional.embedding`: each rank computes the gradient of the table rows that it holds."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_
 
 
 def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.nn.functional.embedding`. Below autograd the gradient of a table would be made whole on every rank.
+    """`torch.nn.functional.embedding` of a table that is sharded over its rows and needs a gradient.
 
-    Only where the table is split over its rows and needs a gradient; anything else is done below autograd.
+    Any other call runs as a torch operator. There the gradient of a table would be replicated on every rank.
     """
     indices, table, padding, max_norm, _, by_frequency, sparse = bind_arguments(NAMES, args, kwargs)
     distributed = isinstance(table, Wrapper) and isinstance(indices, Wrapper) and table.dim() == 2
@@ -47,15 +47,15 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _of_rows(rows: range, size: int, padding: int | None) -> Local:
-    """The rows that are here, zeros for those that another rank has."""
+    """A local operator that looks up the rows that this rank holds, and gives zeros for the others."""
     skipped = None if padding is None or padding % size not in rows else padding % size - rows.start
 
     def lookup(table: Tensor, indices: Tensor) -> Tensor:
         refuse(indices, (indices < 0) | (indices >= size), size, 0)
         if not rows:  # takes part in the backward pass all the same
             return table.new_zeros((*indices.shape, table.shape[1])) + table.sum()
-        here = (indices >= rows.start) & (indices < rows.stop)
-        found = F.embedding(torch.where(here, indices - rows.start, 0), table, skipped)
-        return found.masked_fill(~here.unsqueeze(-1), 0)
+        is_held = (indices >= rows.start) & (indices < rows.stop)
+        held_rows = F.embedding(torch.where(is_held, indices - rows.start, 0), table, skipped)
+        return held_rows.masked_fill(~is_held.unsqueeze(-1), 0)
 
     return lookup

@@ -1,6 +1,6 @@
-"""Operators that move elements along a split dim: each rank sends its peers just what they need, none gathers the dim.
+"""Operators that move elements along a sharded dim: each rank sends its peers just what they need, none gathers it.
 
-What moves where is a list of moves, each a run of indices of one operand that becomes consecutive in the output.
+A call is a list of moves, each a run of indices of one operand that becomes consecutive in the output.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from dshard.ops.reduced_norms import split_axes
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The indices `src` of operand number `operand`, in this order, become those from `at` on in the output."""
+    """A run of indices `src` of operand number `operand`, which become the output's indices from `at` on."""
 
     operand: int
     src: range
     at: int
 
     def within(self, held: range, needed: range) -> range:
-        """The places in `src` that lie in `held`, and land in `needed`."""
+        """The positions in `src` whose index is in `held` and whose output index is in `needed`."""
         step, n = self.src.step, len(self.src)
         ends = sorted((held.start - self.src.start, held.stop - 1 - self.src.start), key=lambda gap: gap * step)
         first, last = -(-ends[0] // step), ends[1] // step
@@ -68,10 +68,10 @@ class IndexExchange:
         return self.layout.dim_range(self.dim, self.shapes[operand][self.dim], at)
 
     def pieces(self, source: Coordinate, target: Coordinate) -> list[tuple[Move, range]]:
-        """What one rank gives another, move by move."""
+        """The positions that one rank sends to another, move by move."""
         needed = self.needed(target)
-        found = [(move, move.within(self.held(move.operand, source), needed)) for move in self.moves]
-        return [(move, places) for move, places in found if places]
+        placed = [(move, move.within(self.held(move.operand, source), needed)) for move in self.moves]
+        return [(move, places) for move, places in placed if places]
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -79,22 +79,22 @@ class IndexExchange:
         return tuple(self.layout.mesh.names[axis] for axis in sorted(self.layout.axes_of(self.dim)))
 
     def others(self, at: Coordinate) -> int:
-        """The elements of a slice of one index."""
+        """The number of elements of a slice of one index."""
         local = self.layout.local_shape(self.shapes[0], at)
         return prod(n for dim, n in enumerate(local) if dim != self.dim)
 
     def sizes(self, at: Coordinate) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The elements that the rank at `at` sends to and receives from each rank of its group."""
+        """The numbers of elements that the rank at `at` sends to, and receives from, each rank of its group."""
         return _sizes(self, at)
 
     def busiest(self) -> int:
-        """The elements that the busiest rank receives from its peers."""
+        """The number of elements that the busiest rank receives from its peers."""
         mesh = self.layout.mesh
         kept = {at: mesh.peers(self.axes, at).index(at) for at in mesh.coordinates()}
         return max(sum(recv) - recv[kept[at]] for at in kept for recv in (self.sizes(at)[1],))
 
     def pack(self, at: Coordinate) -> LocalOp:
-        """The local operands -> what each peer needs, flat."""
+        """Pack the elements that each peer needs from the local operands into a flat buffer."""
         peers = self.layout.mesh.peers(self.axes, at)
         pieces = [piece for peer in peers for piece in self.pieces(at, peer)]
         starts = [self.held(operand, at).start for operand in range(len(self.shapes))]
@@ -109,7 +109,7 @@ class IndexExchange:
         return run
 
     def unpack(self, at: Coordinate, fill: float) -> LocalOp:
-        """What came from each peer -> the local output."""
+        """Unpack the received elements of each peer into the local output."""
         peers, mine = self.layout.mesh.peers(self.axes, at), self.needed(at)
         pieces = [piece for peer in peers for piece in self.pieces(peer, at)]
         local = self.layout.local_shape(self.shapes[0], at)
@@ -137,14 +137,14 @@ def _sizes(shift: IndexExchange, at: Coordinate) -> tuple[tuple[int, ...], tuple
 
 
 def _take(x: Tensor, dim: int, wanted: range, start: int) -> Tensor:
-    """These indices of the whole tensor, of a part that begins at `start`."""
+    """Select global indices from a local tensor that begins at `start`."""
     up = wanted if wanted.step > 0 else wanted[::-1]
-    found = x[(slice(None),) * dim + (slice(up.start - start, up[-1] - start + 1, up.step),)]
-    return found if wanted.step > 0 else found.flip(dim)
+    selected = x[(slice(None),) * dim + (slice(up.start - start, up[-1] - start + 1, up.step),)]
+    return selected if wanted.step > 0 else selected.flip(dim)
 
 
 def exchange_indices(op: str, tensors: Sequence[Any], dim: int, moves: Moves, out: Tensor, fill: float = 0) -> Any:
-    """The output, of the shape and dtype of `out`, laid out like the operands, which are laid out alike."""
+    """Run an exchange: the output has the shape and dtype of `out` and the layout that all operands share."""
     specs = [t._spec for t in tensors]
     layout, mesh = specs[0].layout, specs[0].layout.mesh
     shift = IndexExchange(layout, tuple(spec.shape for spec in specs), dim, moves, out.shape[dim])
@@ -153,8 +153,8 @@ def exchange_indices(op: str, tensors: Sequence[Any], dim: int, moves: Moves, ou
         locals_ = tuple(t._local for t in tensors)
         flat = run_on_ranks(mesh, shift.pack, locals_, {})
         moved = swap(flat, mesh, shift.axes, shift.sizes)
-        found: Tensor = run_on_ranks(mesh, lambda at: shift.unpack(at, fill), (moved,), {})
-        return found
+        local_output: Tensor = run_on_ranks(mesh, lambda at: shift.unpack(at, fill), (moved,), {})
+        return local_output
 
     if OBSERVERS:
         exchange = ("all_to_all", shift.axes, shift.busiest() * out.itemsize)
@@ -168,15 +168,15 @@ def exchange_indices(op: str, tensors: Sequence[Any], dim: int, moves: Moves, ou
 
 
 def slice_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x[start:end:step]: a view with memory of its own."""
+    """x[start:end:step], marked as a view but with memory of its own."""
     x, (dim, start, end, step) = args[0], _slice_arguments(*args[1:], **kwargs)
     dim %= x.dim()
     (out,) = _inferred(func, args, kwargs)
     wanted = range(*slice(start, end, step).indices(x.shape[dim]))
-    found = exchange_indices(str(func), [x], dim, (Move(0, wanted, 0),), out)
-    found = wrap(found._local, found._spec, x.storage_offset() + out.storage_offset())
-    register_view(found, PartialView(x, found._local, found._spec, func, (dim, start, end, step)))
-    return found
+    view = exchange_indices(str(func), [x], dim, (Move(0, wanted, 0),), out)
+    view = wrap(view._local, view._spec, x.storage_offset() + out.storage_offset())
+    register_view(view, PartialView(x, view._local, view._spec, func, (dim, start, end, step)))
+    return view
 
 
 def _slice_arguments(
@@ -186,7 +186,7 @@ def _slice_arguments(
 
 
 def slice_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The gradient of a slice within zeros."""
+    """The backward form of a slice: its gradient within zeros."""
     grad, sizes, dim, start, end, step = args
     dim %= grad.dim()
     (out,) = _inferred(func, args, kwargs)
@@ -195,7 +195,7 @@ def slice_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def slice_scatter(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor with a run of indices replaced: what replaces them comes to where they are."""
+    """A tensor with a run of indices replaced: the new elements are sent to the ranks that hold these indices."""
     x, part, dim, start, end, _ = _scatter_arguments(*args, **kwargs)
     (out,) = _inferred(func, args, kwargs)
     dim, x = dim % x.dim(), with_partials_reduced(x, str(func))
@@ -213,7 +213,7 @@ def _scatter_arguments(
 
 
 def pad(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dims grow at their ends by a value, or shrink: split ones one by one, the others on each rank."""
+    """Dims padded at their ends by a value, or cut: sharded ones one by one, the others on each rank."""
     _inferred(func, args, kwargs)
     x, pads = args[0], args[1]
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
@@ -231,7 +231,7 @@ def pad(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dims so many times after themselves: split ones one by one, the others on each rank."""
+    """Dims repeated: sharded ones one by one, the others on each rank."""
     _inferred(func, args, kwargs)
     x, times = args[0], list(args[1])
     new = len(times) - x.dim()
@@ -247,7 +247,7 @@ def repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def flip(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dims in the opposite order, one by one."""
+    """Dims in reverse order, one by one."""
     _inferred(func, args, kwargs)
     x = args[0]
     for dim in [d % x.dim() for d in args[1]]:
@@ -259,7 +259,7 @@ def flip(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def roll(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Elements move on, those beyond the end to the beginning; dims one by one."""
+    """Elements shifted along dims, those beyond the end to the beginning; dims one by one."""
     _inferred(func, args, kwargs)
     x, shifts, dims = args
     for dim, by in zip([d % x.dim() for d in dims], shifts, strict=True):
@@ -272,21 +272,23 @@ def roll(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def cat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tensors one after the other, all laid out like the largest."""
+    """Tensors concatenated, all redistributed to the layout of the largest."""
     (out,) = _inferred(func, args, kwargs)
     tensors = [with_partials_reduced(t, str(func)) for t in args[0] if t.dim() == out.dim()]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.dim()
     layout = max(tensors, key=lambda t: t.numel())._spec.layout
-    laid = [redistributed(t if t.dtype == out.dtype else t.to(out.dtype), layout, str(func)) for t in tensors]
+    redistributed_tensors = [
+        redistributed(t if t.dtype == out.dtype else t.to(out.dtype), layout, str(func)) for t in tensors
+    ]
     moves, start = [], 0
-    for i, t in enumerate(laid):
+    for i, t in enumerate(redistributed_tensors):
         moves.append(Move(i, range(t.shape[dim]), start))
         start += t.shape[dim]
-    return exchange_indices(str(func), laid, dim, tuple(moves), out)
+    return exchange_indices(str(func), redistributed_tensors, dim, tuple(moves), out)
 
 
 def _inferred(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor]:
-    """What one device gives, without data."""
+    """The result on one device, without data."""
 
     def meta(arg: Any) -> Any:
         if isinstance(arg, list | tuple):
@@ -300,7 +302,7 @@ def _inferred(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def cuts_split(x: Any, *dims: int) -> bool:
-    """Whether some of these dims are split over ranks, of a tensor that has elements."""
+    """Whether the tensor has elements and one of these dims is sharded over ranks."""
     spec: Spec | None = x._spec if isinstance(x, Wrapper) else None
     if spec is None or not spec.layout.sharded_dims() or 0 in spec.shape:
         return False
@@ -311,7 +313,7 @@ def cuts_split(x: Any, *dims: int) -> bool:
 
 
 def _cuts(args: tuple[Any, ...]) -> bool:
-    """Whether a slice takes a part of a split dim, and of it something."""
+    """Whether a slice takes some, but not all, indices of a sharded dim."""
     dim, start, end, step = _slice_arguments(*args[1:])
     if not cuts_split(args[0], dim):
         return False
@@ -325,7 +327,7 @@ def _fills(args: tuple[Any, ...]) -> bool:
 
 
 def _replaces(args: tuple[Any, ...]) -> bool:
-    """Whether a run of indices of a split dim is replaced."""
+    """Whether a run of indices of a sharded dim is replaced."""
     x, part, dim, start, end, step = _scatter_arguments(*args)
     return (
         step == 1
@@ -338,7 +340,7 @@ def _replaces(args: tuple[Any, ...]) -> bool:
 
 
 def _pads(args: tuple[Any, ...]) -> bool:
-    """Whether a split dim grows or shrinks, and something of it stays."""
+    """Whether a sharded dim grows or shrinks, and some of its elements stay."""
     x, pads = args[0], args[1]
     if len(pads) % 2 or len(pads) > 2 * x.dim():
         return False
@@ -348,7 +350,7 @@ def _pads(args: tuple[Any, ...]) -> bool:
 
 
 def _repeats(args: tuple[Any, ...]) -> bool:
-    """Whether a split dim is repeated, fewer times than it has parts: else every rank needs nearly all of it."""
+    """Whether a sharded dim is repeated fewer times than it has shards; else every rank needs nearly all of it."""
     x, times = args
     new = len(times) - x.dim()
     more = [dim for dim in range(x.dim()) if new >= 0 and times[new + dim] > 1]
@@ -389,4 +391,4 @@ SHIFTS: dict[OpOverload, tuple[When, Custom]] = {
     _ATEN.roll.default: (_rolls, roll),
     _ATEN.cat.default: (_joins, cat),
 }
-"""Operators that move elements along a split dim: when they do, and how."""
+"""Operators that move elements along a sharded dim: whether a call does, and its implementation."""

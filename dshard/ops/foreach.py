@@ -1,4 +1,4 @@
-"""Operators on lists of tensors: one local call where each entry's tensors lie alike, else entry by entry."""
+"""Operators on lists of tensors: one local call where each entry's tensors have one layout, else entry by entry."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def support() -> None:
 
 
 def one_by_one(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each entry by itself: torch's own loop over the operator for one tensor."""
+    """Run each entry by itself: torch's own loop over the operator for one tensor."""
     return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 def counted(run: ForEach) -> ForEach:
-    """`run`, in place: torch counts no write to a list before its entries are written one by one, below autograd."""
+    """An in-place `run` that counts its writes: torch counts none to lists whose entries are written below autograd."""
 
     def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = run(func, args, kwargs)
@@ -58,7 +58,7 @@ def counted(run: ForEach) -> ForEach:
 
 
 def elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One local call on the lists of local tensors, where it means the same."""
+    """One local call on the lists of local tensors, where that is correct."""
     rows = _rows(args)
     specs = _specs_alike(rows, _is_linear(func))
     if specs is None:
@@ -73,17 +73,17 @@ def elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def norms(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The norm of each tensor: the terms of all that are split over the same mesh axes are completed together."""
+    """The norm of each tensor: partial norms of all tensors sharded over the same mesh axes are reduced together."""
     tensors, ord, dtype = _norm_arguments(*args, **kwargs)
     if not all(isinstance(t, Wrapper) and t.numel() for t in tensors):
         return one_by_one(func, args, kwargs)
     groups: dict[tuple[Layout, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):
         groups.setdefault((_terms_layout(t._spec.layout, ord), t.dtype if dtype is None else dtype), []).append(i)
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     for (layout, kind), positions in groups.items():
-        found |= zip(positions, _norms(func, [tensors[i] for i in positions], ord, layout, kind), strict=True)
-    return [found[i] for i in range(len(tensors))]
+        results |= zip(positions, _norms(func, [tensors[i] for i in positions], ord, layout, kind), strict=True)
+    return [results[i] for i in range(len(tensors))]
 
 
 def _norm_arguments(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
@@ -91,7 +91,7 @@ def _norm_arguments(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype |
 
 
 def _terms_layout(layout: Layout, ord: float) -> Layout:
-    """How the terms of a norm lie: one for each part."""
+    """The layout of the terms of a norm: one term for each local tensor."""
     pending: Placement = Partial("max" if ord == inf else "min" if ord == -inf else "sum")
     return Layout(layout.mesh, tuple(pending if isinstance(p, Shard) else Replicate() for p in layout.placements))
 
@@ -124,7 +124,7 @@ def _roots(whole: Tensor, ord: float, dtype: torch.dtype) -> list[Tensor]:
 
 
 def fused(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A whole optimiser step as one local call: gradients and states are laid out like their parameters."""
+    """A whole optimiser step as one local call: gradients and states are redistributed to their parameters' layouts."""
     layouts = [_settled(func, t._spec.layout) for t in args[0]]
     mesh = layouts[0].mesh
     shapes = [t.shape for t in args[0]]
@@ -157,22 +157,23 @@ def _settled(func: OpOverload, layout: Layout) -> Layout:
 
 
 def _write_back(func: OpOverload, given: Sequence[Any], local: Sequence[Any], layouts: Sequence[Layout]) -> None:
-    """Bring what was written elsewhere back to where it belongs."""
+    """Write back what the operator wrote into redistributed copies of its arguments."""
     for t, written, layout in zip(given, local, layouts, strict=True):
         if isinstance(t, Wrapper) and written is not t._local:
             write_local(t._local, redistribute_local(written, t._spec.with_layout(layout), t._spec.layout, func))
 
 
 def unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Gradients of a scaled loss, in place; whether any of them is infinite is told to all ranks."""
-    grads, found, scale = args
+    """Unscale the gradients of a scaled loss, in place; all ranks learn whether any of them is infinite."""
+    grads, found_inf, scale = args
     mesh = next(t for t in grads if isinstance(t, Wrapper))._spec.layout.mesh
-    flag, local = _local(func, found, mesh), _local(func, grads, mesh)
+    flag, local = _local(func, found_inf, mesh), _local(func, grads, mesh)
     run_on_ranks(mesh, lambda coordinate: func, (local, flag, _local(func, scale, mesh)), {})
-    pending, shape = Layout(mesh, (Partial("max"),) * mesh.ndim), tuple(found.shape)
-    terms = spec_of(pending, shape, contiguous_stride(shape), found.dtype, found.device)
+    pending, shape = Layout(mesh, (Partial("max"),) * mesh.ndim), tuple(found_inf.shape)
+    terms = spec_of(pending, shape, contiguous_stride(shape), found_inf.dtype, found_inf.device)
     write_local(
-        found._local if isinstance(found, Wrapper) else found, redistribute_local(flag, terms, replicated(mesh), func)
+        found_inf._local if isinstance(found_inf, Wrapper) else found_inf,
+        redistribute_local(flag, terms, replicated(mesh), func),
     )
 
 
@@ -186,12 +187,12 @@ def _rows(args: Sequence[Any]) -> list[tuple[Any, ...]] | None:
 
 
 def _specs_alike(rows: list[tuple[Any, ...]] | None, is_linear: bool) -> list[Spec] | None:
-    """The spec of each entry, if all its tensors lie alike and may be worked on where they lie, on one mesh."""
+    """The spec of each entry, if all its tensors have one layout in which the operator can run, on one mesh."""
     if rows is None:
         return None
     specs = [_spec_alike(row, is_linear) for row in rows]
-    found = [spec for spec in specs if spec is not None]
-    return found if len(found) == len(specs) and len({spec.layout.mesh for spec in found}) == 1 else None
+    common = [spec for spec in specs if spec is not None]
+    return common if len(common) == len(specs) and len({spec.layout.mesh for spec in common}) == 1 else None
 
 
 def _spec_alike(row: tuple[Any, ...], is_linear: bool) -> Spec | None:
@@ -211,7 +212,7 @@ def _spec_alike(row: tuple[Any, ...], is_linear: bool) -> Spec | None:
 
 
 def _adds_up(spec: Spec, row: tuple[Any, ...]) -> bool:
-    """Whether all that is pending are sums, of one dtype that has fractions."""
+    """Whether all partial placements are sums, of tensors of one dtype that has fractions."""
     pending = {spec.layout.placements[axis] for axis in spec.layout.partial_axes()}
     alike = all(isinstance(t, Wrapper) and t.dtype == spec.dtype for t in row)
     return alike and spec.dtype.is_floating_point and pending <= {Partial("sum"), Partial("avg")}
@@ -222,7 +223,7 @@ def _is_linear(func: OpOverload) -> bool:
 
 
 def _local(func: OpOverload, arg: Any, mesh: Mesh) -> Any:
-    """The local tensors of a list, as they lie; a single tensor, a factor for all, whole."""
+    """The local tensors of a list; of a single tensor, a factor for all entries, the gathered value."""
     if isinstance(arg, list | tuple):
         return [t._local if isinstance(t, Wrapper) else t for t in arg]
     return redistribute_local(arg._local, arg._spec, replicated(mesh), func) if isinstance(arg, Wrapper) else arg
@@ -240,7 +241,7 @@ LINEAR = frozenset(
         *(("lerp", overload) for overload in ("Scalar", "ScalarList")),
     }
 )
-"""The operators through which pending sums pass."""
+"""The operators through which partial sums pass."""
 
 _NOT_ELEMENTWISE: dict[str, ForEach] = {
     "_foreach_max": one_by_one,
@@ -270,4 +271,4 @@ FOREACH: dict[OpOverload, ForEach] = {
     **{func: fused for name in _FUSED for func in _overloads(name)},
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
 }
-"""What runs for each operator on lists."""
+"""The implementation of each operator on lists."""

@@ -1,7 +1,7 @@
 """Operators that read and write elements at given indices.
 
-A dim that is indexed may be split: what is read leaves a pending sum, what is written goes to the rank that holds it.
-The dims of the indices may be split where elements are read.
+An indexed dim may be sharded: a read leaves a partial sum, a written element goes to the rank that holds it.
+The dims of the indices may be sharded where elements are read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def gather(call: Call) -> Rule:
 
 
 def _at(term: Term, dim: int) -> Term:
-    """The term of the operand in which is looked up, or to which is written: that dim may be split."""
+    """The term of the operand that is read or written: its indexed dim may be sharded."""
     return (*term[:dim], ("v",), *term[dim + 1 :])
 
 
@@ -66,7 +66,7 @@ def _scatter_pending(call: Call) -> tuple[PassThrough, ...]:
 
 
 def _overwritten(call: Call) -> tuple[PassThrough, ...]:
-    """Writing a number into a pending operand."""
+    """The pass-throughs of writing a number into a partial operand."""
     return (PassThrough(frozenset({0}), ANY if call.argument("value") == 0 else SAME_WHEN_EQUAL),)
 
 
@@ -126,7 +126,7 @@ def index_put(call: Call) -> Rule:
 
 
 def _held(src: Shape, where: list[int]) -> Term:
-    """The term of the operand that is indexed: these dims have factors that nothing else has."""
+    """The term of the indexed operand: the indexed dims have factors that no other tensor has."""
     return tuple((f"v{i}",) if i in where else dim for i, dim in enumerate(kept(len(src))))
 
 
@@ -135,13 +135,13 @@ def _positions(call: Call) -> list[int]:
 
 
 def _right(shape: Shape, spread: Sequence[Any], term: Term) -> Term:
-    """The term of what is broadcast to shape `spread`, whose term is `term`."""
+    """The term of a tensor that is broadcast to shape `spread`, whose term is `term`."""
     shift = len(spread) - len(shape)
     return tuple(term[shift + i] if n == spread[shift + i] else () for i, n in enumerate(shape))
 
 
 def _result(ndim: int, where: list[int], inner: Sequence[Any], outer: Sequence[Any] | None = None) -> tuple[Any, ...]:
-    """What stands for each dim of the result: `inner` for those of the indices, `outer` for what is left."""
+    """The factors of each dim of the result: `inner` for those of the indices, `outer` for the remaining dims."""
     dims = kept(ndim) if outer is None else outer
     rest = [dim for i, dim in enumerate(dims) if i not in where]
     at = where[0] if where[-1] - where[0] == len(where) - 1 else 0
@@ -154,24 +154,24 @@ def has_mask(args: tuple[Any, ...]) -> bool:
 
 
 def by_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Masks become indices; one value written under one mask is a masked fill."""
+    """Run an indexed operator with masks converted to indices; one value written under one mask is a masked fill."""
     x, indices, *rest = args
     if func in _WRITES and len(indices) == 1 and rest[0].ndim == 0 and not any(rest[1:2]) and not kwargs:
         mask = indices[0].reshape(*indices[0].shape, *(1,) * (x.ndim - indices[0].ndim)).bool()
         fill = torch.ops.aten.masked_fill if func is _ATEN.index_put.default else torch.ops.aten.masked_fill_
         return fill.Tensor(x, mask, rest[0])
-    found: list[Tensor | None] = []
+    converted: list[Tensor | None] = []
     for each in indices:
         is_mask = each is not None and each.dtype in (torch.bool, torch.uint8)
-        found.extend(each.nonzero().unbind(1) if is_mask else [each])
-    return func(x, found, *rest, **kwargs)
+        converted.extend(each.nonzero().unbind(1) if is_mask else [each])
+    return func(x, converted, *rest, **kwargs)
 
 
 _ATEN = torch.ops.aten
 _WRITES = (_ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_impl_.default)
 
 MASKED: dict[Any, Callable[..., Any]] = dict.fromkeys((_ATEN.index.Tensor, *_WRITES), by_mask)
-"""What replaces an operator when an index is a mask."""
+"""The functions that replace an operator when an index is a mask."""
 
 RULES: dict[str, Op] = {
     "aten::gather": Op(gather, lookup.reading),

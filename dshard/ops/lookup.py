@@ -1,7 +1,7 @@
-"""Local kernels of indexed operators whose indexed dim is split: each rank looks up, or writes, what it holds.
+"""Local kernels of indexed operators whose indexed dim is sharded: each rank reads, or writes, the indices it holds.
 
-What another rank holds counts as zero where elements are read, so that the sum over the ranks is pending; where they
-are written it goes to a slot beyond the part, which is dropped.
+An index that another rank holds reads zero, so that the result is a partial sum; written elements go to a slot beyond
+the local tensor, which is dropped.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dshard.rules.strategy import Strategy
 def local_index(
     index: Tensor, held: range, size: int, dim: int, kind: type[Exception] = IndexError
 ) -> tuple[Tensor, Tensor]:
-    """Where `index` points within the indices `held`, and whether it points there; 0 where it does not.
+    """The positions of `index` within the indices `held`, 0 if it is not among them, and whether it is.
 
     Raises:
-        IndexError: an index beyond the whole dim, of `size`; or what `kind` says.
+        IndexError: an index beyond the global dim, of `size`; or what `kind` says.
     """
     refuse(index, (index >= size) | (index < -size), size, dim, kind)
     index = torch.where(index < 0, index + size, index)
-    here = (index >= held.start) & (index < held.stop)
-    return torch.where(here, index - held.start, 0), here
+    is_held = (index >= held.start) & (index < held.stop)
+    return torch.where(is_held, index - held.start, 0), is_held
 
 
 def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Exception] = IndexError) -> None:
@@ -48,7 +48,7 @@ def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Except
 
 
 def reading(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """gather, index_select: along one dim."""
+    """A kernel of gather and index_select, along one dim."""
     dim = call.dim() if call.shapes[0] else 0
     held = _held(call, strategy, coordinate, dim)
     if held is None:
@@ -57,20 +57,20 @@ def reading(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     selects = call.func._schema.name == "aten::index_select"
 
     def read(x: Tensor, _: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        index, here = local_index(index, held, size, dim, IndexError if selects else RuntimeError)
+        index, is_held = local_index(index, held, size, dim, IndexError if selects else RuntimeError)
         if not held:
             shape = [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]] if selects else index.shape
             return x.new_zeros(shape)
-        found: Tensor = call.func(x, dim, index, *args, **kwargs)
+        values: Tensor = call.func(x, dim, index, *args, **kwargs)
         if selects:
-            here = here.reshape(-1, *(1,) * (x.dim() - dim - 1))
-        return found.masked_fill_(~here, 0)
+            is_held = is_held.reshape(-1, *(1,) * (x.dim() - dim - 1))
+        return values.masked_fill_(~is_held, 0)
 
     return read
 
 
 def selecting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """select: the rank that holds the index gives the slice, the others zeros."""
+    """A kernel of select: the rank that holds the index gives the slice, the others zeros."""
     dim, index = call.dim(), call.argument("index")
     held = _held(call, strategy, coordinate, dim)
     if held is None:
@@ -82,27 +82,27 @@ def selecting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp
 
 
 def indexing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """x[i, j]: what all indices point to here, and zeros."""
+    """A kernel of x[i, j]: the elements that this rank holds, and zeros."""
     split = _split(call, strategy, coordinate)
     if not split:
         return call.func
 
     def read(x: Tensor, indices: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> Tensor:
-        mapped, here = _mapped(call, indices, split)
+        mapped, is_held = _mapped(call, indices, split)
         if any(not held for held in split.values()):
-            here = torch.zeros_like(here)
+            is_held = torch.zeros_like(is_held)
             x = x.new_zeros([max(n, 1) if d in split else n for d, n in enumerate(x.shape)])
-        found: Tensor = call.func(x, mapped, *args, **kwargs)
+        values: Tensor = call.func(x, mapped, *args, **kwargs)
         where = [d for d, index in enumerate(indices) if index is not None]
         first = where[0] if where[-1] - where[0] == len(where) - 1 else 0
-        here = here.reshape(*(1,) * first, *here.shape, *(1,) * (found.dim() - first - here.dim()))
-        return found.masked_fill_(~here, 0)
+        is_held = is_held.reshape(*(1,) * first, *is_held.shape, *(1,) * (values.dim() - first - is_held.dim()))
+        return values.masked_fill_(~is_held, 0)
 
     return read
 
 
 def writing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """scatter, index_add, index_copy, index_fill and their like: along one dim."""
+    """A kernel of scatter, index_add, index_copy, index_fill and their like, along one dim."""
     dim = call.dim() if call.shapes[0] else 0
     held = _held(call, strategy, coordinate, dim)
     if held is None:
@@ -111,8 +111,8 @@ def writing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     kind = RuntimeError if "scatter" in call.func._schema.name else IndexError
 
     def write(x: Tensor, _: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        index, here = local_index(index, held, size, dim, kind)
-        index = torch.where(here, index, len(held))
+        index, is_held = local_index(index, held, size, dim, kind)
+        index = torch.where(is_held, index, len(held))
         found = call.func(_with_slot(x, (dim,)), dim, index, *args, **kwargs)
         return _without_slot(found, x, in_place)
 
@@ -120,16 +120,16 @@ def writing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
 
 
 def putting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """x[i, j] = values."""
+    """A kernel of x[i, j] = values."""
     split = _split(call, strategy, coordinate)
     if not split:
         return call.func
     in_place = writes_first(call.func)
 
     def write(x: Tensor, indices: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> Tensor:
-        mapped, here = _mapped(call, indices, split)
+        mapped, is_held = _mapped(call, indices, split)
         mapped = [
-            torch.where(here, index, len(split[d])) if d in split and index is not None else index
+            torch.where(is_held, index, len(split[d])) if d in split and index is not None else index
             for d, index in enumerate(mapped)
         ]
         found = call.func(_with_slot(x, tuple(split)), mapped, *args, **kwargs)
@@ -139,31 +139,31 @@ def putting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
 
 
 def _held(call: Call, strategy: Strategy, coordinate: Coordinate, dim: int) -> range | None:
-    """The indices of `dim` of the first operand that are here, or None where all are."""
+    """The indices of `dim` of the first operand that this rank holds, or None if it holds all."""
     if not call.shapes[0] or not strategy.inputs[0].axes_of(dim):
         return None
     return strategy.inputs[0].dim_range(dim, call.shapes[0][dim], coordinate)
 
 
 def _split(call: Call, strategy: Strategy, coordinate: Coordinate) -> dict[int, range]:
-    """The indexed dims that are split, and the indices that are here."""
+    """The indexed dims that are sharded, and the indices of each that this rank holds."""
     dims = [dim for dim, index in enumerate(call.argument("indices")) if index is not None]
-    found = {dim: _held(call, strategy, coordinate, dim) for dim in dims}
-    return {dim: held for dim, held in found.items() if held is not None}
+    held_indices = {dim: _held(call, strategy, coordinate, dim) for dim in dims}
+    return {dim: held for dim, held in held_indices.items() if held is not None}
 
 
 def _mapped(
     call: Call, indices: Sequence[Tensor | None], split: dict[int, range]
 ) -> tuple[list[Tensor | None], Tensor]:
-    """The indices within what is here, and whether all of them point here, broadcast."""
-    mapped, here = list(indices), torch.ones((), dtype=torch.bool, device=_first(indices).device)
+    """The indices as positions in the local tensor, and whether all of them are held by this rank, broadcast."""
+    mapped, is_held = list(indices), torch.ones((), dtype=torch.bool, device=_first(indices).device)
     for dim, held in split.items():
         index = indices[dim]
         assert index is not None
         mapped[dim], one = local_index(index, held, call.shapes[0][dim], dim)
-        here = here & one
+        is_held = is_held & one
     shape = torch.broadcast_shapes(*(index.shape for index in indices if index is not None))
-    return mapped, here.expand(shape)
+    return mapped, is_held.expand(shape)
 
 
 def _first(indices: Sequence[Tensor | None]) -> Tensor:
@@ -178,8 +178,8 @@ def _with_slot(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return x
 
 
-def _without_slot(found: Tensor, x: Tensor, in_place: bool) -> Tensor:
-    """`found` cut to the shape of `x`, and written into it where the operator does."""
+def _without_slot(result: Tensor, x: Tensor, in_place: bool) -> Tensor:
+    """The result without its extra slots, cut to the shape of `x`, and written into `x` by in-place operators."""
     for dim, n in enumerate(x.shape):
-        found = found.narrow(dim, 0, n)
-    return x.copy_(found) if in_place else found.contiguous()
+        result = result.narrow(dim, 0, n)
+    return x.copy_(result) if in_place else result.contiguous()

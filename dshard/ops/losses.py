@@ -1,4 +1,4 @@
-"""Losses: element by element, then reduced; a mean is the sum of what is here over the count of what is everywhere."""
+"""Losses: element by element, then reduced; a mean is the sum of the local elements over the global count."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
 
 NONE, MEAN, SUM = 0, 1, 2
-"""How torch numbers the reductions of a loss."""
+"""Torch's numbers of a loss's reductions."""
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 
@@ -33,7 +33,7 @@ def loss_backward(call: Call) -> Rule:
 
 
 def mean_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """The mean over all elements, of those here; half precision is summed in single."""
+    """A kernel of the mean: the sum of the local elements over the global count; half precision is summed in single."""
     if not _is_split_mean(call, strategy):
         return call.func
     count = prod(torch.broadcast_shapes(*call.shapes))
@@ -45,7 +45,7 @@ def mean_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Local
 
 
 def mean_backward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """The gradient of that."""
+    """A kernel of the backward form of a mean loss."""
     if not _is_split_mean(call, strategy):
         return call.func
     count = prod(torch.broadcast_shapes(*call.shapes))

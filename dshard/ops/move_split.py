@@ -1,7 +1,7 @@
-"""Operators that must see all of a dim that is split: the split moves to another dim, where that costs less.
+"""Operators that need all of a sharded dim: another dim is sharded in its place, where that costs less.
 
 Gathering the dim gives every rank all of the tensor, and all of the work; exchanging it for another dim gives each rank
-the part that it needs, and leaves the result split.
+the elements that it needs, and leaves the result sharded.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from dshard.topology import Topology
 
 @lru_cache(maxsize=16384)
 def split_dims_of(spec: Spec, dim: int, topology: Topology) -> Layout | None:
-    """The layout in which `dim` is whole and the longest of the other dims are split, if that is cheaper to come to."""
+    """The layout with `dim` unsharded and the longest other dims sharded, if that costs less to reach; else None."""
     axes = split_axes(spec.layout, (dim,))
-    found = completed_layout(spec.layout)
+    candidate = completed_layout(spec.layout)
     for axis in axes:
-        left = found.replace(axis, Shard(dim)).local_shape(spec.shape, (0,) * spec.layout.mesh.ndim)
+        left = candidate.replace(axis, Shard(dim)).local_shape(spec.shape, (0,) * spec.layout.mesh.ndim)
         other = max((d for d in range(len(spec.shape)) if d != dim), key=lambda d: left[d], default=None)
         if other is None or left[other] < spec.layout.mesh.shape[axis]:
             return None
-        found = found.replace(axis, Shard(other))
+        candidate = candidate.replace(axis, Shard(other))
     if not axes:
         return None
     whole = gathered(completed_layout(spec.layout), axes)
     turning, gathering = (
-        plan(spec.layout, layout, spec.shape, spec.itemsize, topology).seconds for layout in (found, whole)
+        plan(spec.layout, layout, spec.shape, spec.itemsize, topology).seconds for layout in (candidate, whole)
     )
-    return found if turning < gathering else None
+    return candidate if turning < gathering else None
 
 
 def layout_for(args: tuple[Any, ...], position: int) -> Layout | None:
-    """The turned layout of the first operand, whose dim is argument number `position`, if that pays."""
+    """The cheaper layout of the first operand with the dim of argument `position` unsharded; None if there is none."""
     spec: Spec | None = args[0]._spec if isinstance(args[0], Wrapper) else None
     if spec is None or not spec.layout.sharded_dims() or 0 in spec.shape:
         return None
@@ -57,13 +57,13 @@ def layout_for(args: tuple[Any, ...], position: int) -> Layout | None:
 
 
 def pays(func: OpOverload) -> Callable[[tuple[Any, ...]], bool]:
-    """Whether a call of `func` is done with its split moved to another dim."""
+    """A test whether a call of `func` costs less with another dim sharded."""
     position = MOVED_SPLITS[func]
     return lambda args: layout_for(args, position) is not None
 
 
 def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator with its dim whole and another one split."""
+    """Run the operator with its dim unsharded and another one sharded."""
     layout = layout_for(args, MOVED_SPLITS[func])
     assert layout is not None
     return func(redistributed(args[0], layout, str(func)), *args[1:], **kwargs)

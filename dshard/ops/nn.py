@@ -59,18 +59,18 @@ def embedding_rule(ndim: int) -> Rule:
 
 
 def embedding_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """Rows that another rank has count as zero."""
+    """A kernel of embedding in which rows that another rank holds count as zero."""
     rows = strategy.inputs[0].dim_range(0, call.shapes[0][0], coordinate)
     if len(rows) == call.shapes[0][0]:
         return call.func
 
     def lookup(weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         refuse(indices, (indices < 0) | (indices >= call.shapes[0][0]), call.shapes[0][0], 0)
-        here = (indices >= rows.start) & (indices < rows.stop)
+        is_held = (indices >= rows.start) & (indices < rows.stop)
         if not rows:
             return weight.new_zeros((*indices.shape, weight.shape[1]))
-        found: Tensor = torch.ops.aten.embedding(weight, torch.where(here, indices - rows.start, 0))
-        return found.masked_fill_(~here.unsqueeze(-1), 0)
+        held_rows: Tensor = torch.ops.aten.embedding(weight, torch.where(is_held, indices - rows.start, 0))
+        return held_rows.masked_fill_(~is_held.unsqueeze(-1), 0)
 
     return lookup
 
@@ -103,7 +103,7 @@ def _loss_terms(call: Call, ndim: int, weights: int) -> tuple[Term, Term, tuple[
 
 
 def nll_kernel(operand: int) -> Kernel:
-    """Targets whose class another rank has count as ignored; operand number `operand` holds the log-probabilities."""
+    """A kernel that ignores targets whose class another rank holds; operand `operand` has the log-probabilities."""
 
     def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
         shape, ignored = call.shapes[operand], call.argument("ignore_index")
@@ -128,7 +128,7 @@ def nll_kernel(operand: int) -> Kernel:
 
 
 def _no_class(call: Call, given: list[Any], operand: int) -> Any:
-    """What a rank gives that has no class at all."""
+    """The result on a rank that holds no classes."""
     x, target = given[operand], given[operand + 1]
     if operand:
         return torch.zeros_like(x)
@@ -137,24 +137,24 @@ def _no_class(call: Call, given: list[Any], operand: int) -> Any:
 
 
 ELSEWHERE = -(2**31)
-"""The target that a split loss ignores."""
+"""The target that a loss over sharded classes ignores."""
 
 
 def mean_nll_loss(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A sum over a total weight, each summed over the ranks: a mean of means would weigh uneven shards wrong."""
+    """The mean loss: a sum over a total weight, each over all ranks; a mean of means would misweigh uneven shards."""
     x, target, weight, _, ignored = args
     total, count = func(x, target, weight, SUM, ignored)
     return total / count, count
 
 
 def mean_nll_loss_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The gradient of that."""
+    """The backward form of the mean loss."""
     grad, x, target, weight, _, ignored, count = args
     return func(grad / count, x, target, weight, SUM, ignored, count)
 
 
 NONE, MEAN, SUM = 0, 1, 2
-"""How torch numbers the reductions of a loss."""
+"""Torch's numbers of a loss's reductions."""
 
 MEANS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.nll_loss_forward.default: mean_nll_loss,
@@ -162,7 +162,7 @@ MEANS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.nll_loss_backward.default: mean_nll_loss_backward,
     torch.ops.aten.nll_loss2d_backward.default: mean_nll_loss_backward,
 }
-"""What replaces a loss when its reduction is the mean."""
+"""The operators that replace a loss whose reduction is the mean."""
 
 RULES: dict[str, Op] = {
     "aten::_softmax": Op(along),

@@ -1,4 +1,4 @@
-"""`out=`: the result of the operator without it, written into the tensor given, which keeps its layout."""
+"""Operators with `out=`: run the form without it and write the result into the given tensor, which keeps its layout."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def has_out(func: OpOverload) -> bool:
 
 
 def into_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the operator without `out`, and copy.
+    """Run the operator's form without `out`, and copy the result into `out`.
 
     Raises:
         ShapeError: `out` has another shape, or a dtype to which the result cannot be cast.
-        LayoutError: there is no such operator.
+        LayoutError: the operator has no form without `out`.
     """
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
@@ -40,16 +40,16 @@ def into_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 @cache
 def without_out(func: OpOverload) -> OpOverload:
-    """The same operator without `out`.
+    """The form of the operator that takes no `out`.
 
     Raises:
-        LayoutError: there is none.
+        LayoutError: there is no such form.
     """
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
     for name in func.overloadpacket.overloads():
-        found: OpOverload = getattr(func.overloadpacket, name)
-        if not found._schema.is_mutable and [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
-            return found
+        overload: OpOverload = getattr(func.overloadpacket, name)
+        if not overload._schema.is_mutable and [(a.name, str(a.type)) for a in overload._schema.arguments] == wanted:
+            return overload
     raise LayoutError(f"{func} cannot write into a distributed tensor: call it without out= and use its result")
 
 

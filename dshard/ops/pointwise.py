@@ -17,7 +17,7 @@ def pointwise(call: Call) -> Rule:
 
 
 def passing(call: Call) -> tuple[PassThrough, ...]:
-    """Which pending operands pass through this call."""
+    """The pass-throughs of this call: which partial operands leave the output partial."""
     name = call.func._schema.name.removeprefix("aten::").removesuffix("_")
     n = len(call.specs)
     if call.argument("rounding_mode") is not None:
@@ -34,7 +34,7 @@ def passing(call: Call) -> tuple[PassThrough, ...]:
 
 
 def _exact(call: Call, operand: int) -> bool:
-    """Whether the output has the operand's dtype, or a wider one: else the reduction must come first."""
+    """Whether the output has the operand's dtype, or a wider one; else the reduction must run first."""
     src, dst = call.specs[operand].dtype, call.outs[0].dtype
     return src == dst or (src.is_floating_point and dst.is_floating_point and dst.itemsize > src.itemsize)
 

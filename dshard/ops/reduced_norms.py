@@ -1,6 +1,6 @@
-"""Operators along a dim that is split, by small reductions instead of gathering it: softmax, norms.
+"""Operators along a sharded dim by small reductions instead of gathering it: softmax, norms.
 
-These are torch's own decompositions, whose reductions leave small pending results. They are taken where completing
+These are torch's own decompositions, whose reductions leave small partial results. They run where completing
 those is cheaper on the topology in use than gathering the dim.
 """
 
@@ -31,7 +31,7 @@ Dims: TypeAlias = Callable[[tuple[Any, ...], int], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class PartialStatistics:
-    """An operator along some dims of its operand number `operand`, that `reductions` small reductions can do."""
+    """An operator along some dims of operand number `operand` that `reductions` small reductions can compute."""
 
     dims: Dims
     reductions: tuple[ReduceOp, ...]
@@ -39,7 +39,7 @@ class PartialStatistics:
     run: Callable[..., Any]
 
     def pays(self, args: tuple[Any, ...]) -> bool:
-        """Whether a dim is split, and the small reductions cost less than gathering it."""
+        """Whether a dim is sharded, and the small reductions cost less than gathering it."""
         spec: Spec | None = args[self.operand]._spec if isinstance(args[self.operand], Wrapper) else None
         if spec is None or not spec.layout.sharded_dims():
             return False
@@ -65,26 +65,26 @@ def pays(spec: Spec, dims: tuple[int, ...], reductions: tuple[ReduceOp, ...], to
 
 
 def split_axes(layout: Layout, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """The mesh axes of more than one rank that split these dims."""
+    """The mesh axes of more than one rank that shard these dims."""
     return tuple(axis for dim in dims for axis in layout.axes_of(dim) if layout.mesh.shape[axis] > 1)
 
 
 def gathered(layout: Layout, axes: tuple[int, ...]) -> Layout:
-    """The layout, whole on `axes`."""
+    """The layout with `axes` replicated."""
     for axis in axes:
         layout = layout.replace(axis, Replicate())
     return layout
 
 
 def pending(layout: Layout, axes: tuple[int, ...], op: ReduceOp) -> Layout:
-    """The layout, pending on `axes`."""
+    """The layout with `axes` partial."""
     for axis in axes:
         layout = layout.replace(axis, Partial(op))
     return layout
 
 
 def at(position: int) -> Dims:
-    """The dim is argument number `position`."""
+    """A function that reads the dim from argument number `position`."""
 
     def dims(args: tuple[Any, ...], ndim: int) -> tuple[int, ...]:
         return (args[position] % ndim,) if ndim else ()
@@ -93,12 +93,12 @@ def at(position: int) -> Dims:
 
 
 def trailing(position: int) -> Dims:
-    """The last dims, as many as argument number `position` is long."""
+    """A function that gives the last dims, as many as argument number `position` is long."""
     return lambda args, ndim: tuple(range(ndim - len(args[position]), ndim))
 
 
 def decomposition(func: OpOverload, *operands: int) -> Callable[..., Any]:
-    """torch's decomposition of `func`, with nothing pending in these operands."""
+    """torch's decomposition of `func`, run with the partial placements of these operands reduced."""
     function = decomposition_table[func]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -130,4 +130,4 @@ PARTIAL_STATISTICS: dict[OpOverload, PartialStatistics] = {
         _ATEN.native_layer_norm_backward.default, trailing(2), _MOMENTS, 1, 0, 1
     ),
 }
-"""Operators that can do without gathering the dims along which they work."""
+"""Operators that need not gather the dims along which they work."""

@@ -1,4 +1,4 @@
-"""Reductions, and operators that look at all of one dim: a reduced dim that is split leaves the result pending."""
+"""Reductions, and operators that need all of one dim: a reduced dim that is sharded leaves the result partial."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def reduced(call: Call) -> tuple[int, ...]:
-    """The dims that the call reduces; those of a scalar are none."""
+    """The dims that the call reduces; a scalar has none."""
     return tuple(dim for dim in call.dims() if 0 <= dim < len(call.shapes[0]))
 
 
 def remaining(call: Call) -> Term:
-    """The term of what is left: reduced dims go, or stay as dims of size one."""
+    """The term of the result: reduced dims go, or stay as dims of size one."""
     dims, term = reduced(call), names(len(call.shapes[0]))
     if call.argument("keepdim"):
         return tuple(() if i in dims else dim for i, dim in enumerate(term))
@@ -83,7 +83,7 @@ def extreme(op: ReduceOp) -> Callable[[Call], Rule]:
 
 
 def _ask(call: Call) -> None:
-    """Let torch refuse a reduction of nothing, of which meta tensors know little."""
+    """Let torch refuse a reduction of no elements; meta tensors do not check it."""
     call.func(torch.empty(call.shapes[0], dtype=call.specs[0].dtype), *call.args[1:], **call.kwargs)
 
 
@@ -107,7 +107,7 @@ def both_extremes(call: Call) -> Rule:
 
 
 def mean_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """The sum of what is here over the count of what is everywhere; half precision is summed in single."""
+    """A kernel of the mean: the sum of the local elements over the global count; half precision is summed in single."""
     dims, shape, out = reduced(call), call.shapes[0], call.outs[0].dtype
     if not set(dims) & set(strategy.inputs[0].sharded_dims()):
         return call.func
@@ -121,7 +121,7 @@ def mean_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Local
 
 
 def filled(*ops: ReduceOp) -> Callable[[Call, Strategy, Coordinate], LocalOp]:
-    """max and min, of which a rank that holds nothing gives the value that changes nothing."""
+    """A kernel of max and min: a rank that holds no elements gives the identity of the reduction."""
 
     def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
         local = strategy.inputs[0].local_shape(call.shapes[0], coordinate)

@@ -1,6 +1,6 @@
-"""Operators along a split dim from one small summary of each rank's block: scans, and the positions of extremes.
+"""Operators along a sharded dim from one small summary of each rank's block: scans, and the positions of extremes.
 
-Each rank works on its block; the summaries of all blocks are gathered; each rank puts its result together from them.
+Each rank works on its block; the summaries of all blocks are gathered; each rank combines them to its result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Parts: TypeAlias = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Blockwise:
-    """An operator along the dim given by its second argument: when it is done block by block, and how."""
+    """An operator along the dim of its second argument: whether it runs block by block, and its implementation."""
 
     pays: Callable[[tuple[Any, ...]], bool]
     run: Custom
@@ -40,7 +40,7 @@ class Blockwise:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks into which the mesh axes `axes`, from major to minor, split `dims` of a tensor."""
+    """The blocks into which the mesh axes `axes`, from major to minor, shard `dims` of a tensor."""
 
     spec: Spec
     axes: tuple[int, ...]
@@ -48,31 +48,31 @@ class Blocks:
 
     @classmethod
     def of(cls, spec: Spec, dims: tuple[int, ...]) -> Blocks:
-        """All axes that split these dims."""
+        """The blocks of all axes that shard these dims."""
         return cls(spec, tuple(axis for dim in dims for axis in spec.layout.axes_of(dim)), dims)
 
     @property
     def rest(self) -> Layout:
-        """The layout of what no longer has the split dims."""
+        """The layout of a tensor without the sharded dims."""
         return gathered(self.spec.layout, self.axes)
 
     def number(self, at: Coordinate) -> int:
-        """Which block the rank at `at` holds."""
-        found = 0
+        """The number of the block that the rank at `at` holds."""
+        number = 0
         for axis in self.axes:
-            found = found * self.spec.layout.mesh.shape[axis] + at[axis]
-        return found
+            number = number * self.spec.layout.mesh.shape[axis] + at[axis]
+        return number
 
     def filled(self, at: Coordinate) -> list[int]:
-        """The blocks of the group of the rank at `at` that hold anything."""
-        mesh, found = self.spec.layout.mesh, []
+        """The blocks in the group of the rank at `at` that are not empty."""
+        mesh, numbers = self.spec.layout.mesh, []
         for number, peer in enumerate(mesh.peers(tuple(mesh.names[axis] for axis in self.axes), at)):
             if all(self.spec.layout.dim_range(dim, self.spec.shape[dim], peer) for dim in self.dims):
-                found.append(number)
-        return found
+                numbers.append(number)
+        return numbers
 
     def gather(self, summary: Tensor, shape: Shape, dtype: torch.dtype, op: str) -> Tensor:
-        """The summaries, of global `shape` with dims of the tensor in their places, of all blocks along a new dim 0."""
+        """Gather the summaries of all blocks along a new dim 0; `shape` is global, with the tensor's dims in place."""
         mesh = self.spec.layout.mesh
         n = prod(mesh.shape[axis] for axis in self.axes)
         rest = self.rest
@@ -104,14 +104,14 @@ def _wrap_all(result: Any, outs: Any, layout: Layout, device: torch.device) -> A
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """How a scan goes on from the blocks before: `join` takes the block's outputs and the last ones of each before."""
+    """The continuation of a scan over blocks: `join` takes a block's outputs and the last ones of each block before."""
 
     join: Callable[[Parts, Parts], Parts]
     positions: bool = False
 
 
 def scan(how: Scan) -> Custom:
-    """A cumulative operator: each rank scans its block, and goes on from where the blocks before it ended."""
+    """A cumulative operator: each rank scans its block, and continues from the last slices of the blocks before it."""
 
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = with_partials_reduced(args[0], str(func))
@@ -124,10 +124,10 @@ def scan(how: Scan) -> Custom:
             return lambda local: _scanned(func, local, (dim, *args[2:]), kwargs, held, how, leaves(outs))
 
         n = len(leaves(outs))
-        found = run_on_ranks(mesh, local_op, (x._local,), {})
+        outputs = run_on_ranks(mesh, local_op, (x._local,), {})
         small = tuple(1 if d == dim else size for d, size in enumerate(spec.shape))
         ends = [
-            blocks.gather(end, small, out.dtype, str(func)) for end, out in zip(found[n:], leaves(outs), strict=True)
+            blocks.gather(end, small, out.dtype, str(func)) for end, out in zip(outputs[n:], leaves(outs), strict=True)
         ]
 
         def join_op(at: Coordinate) -> LocalOp:
@@ -136,7 +136,7 @@ def scan(how: Scan) -> Custom:
                 return lambda own, ends: own
             return lambda own, ends: how.join(tuple(own), tuple(end[before] for end in ends))
 
-        result = run_on_ranks(mesh, join_op, (tuple(found[:n]), tuple(ends)), {})
+        result = run_on_ranks(mesh, join_op, (tuple(outputs[:n]), tuple(ends)), {})
         return _wrap_all(result, outs, spec.layout, spec.device)
 
     return run
@@ -145,16 +145,16 @@ def scan(how: Scan) -> Custom:
 def _scanned(
     func: OpOverload, local: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any], held: range, how: Scan, outs: Any
 ) -> Parts:
-    """The block's outputs, and their last slices."""
+    """The outputs of a block's scan, and their last slices."""
     dim = rest[0]
     if not held:
         small = [1 if d == dim else n for d, n in enumerate(local.shape)]
         empty = [local.new_empty(local.shape, dtype=out.dtype) for out in outs]
         return (*empty, *(local.new_zeros(small, dtype=out.dtype) for out in outs))
-    found = tuple(leaves(func(local, *rest, **kwargs)))
+    outputs = tuple(leaves(func(local, *rest, **kwargs)))
     if how.positions:
-        found = (found[0], found[1] + held.start)
-    return (*found, *(out.narrow(dim, len(held) - 1, 1) for out in found))
+        outputs = (outputs[0], outputs[1] + held.start)
+    return (*outputs, *(out.narrow(dim, len(held) - 1, 1) for out in outputs))
 
 
 def _add(own: Parts, ends: Parts) -> Parts:
@@ -173,7 +173,7 @@ def _log_add(own: Parts, ends: Parts) -> Parts:
 
 
 def _latest(better: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Parts, Parts], Parts]:
-    """The largest or smallest so far, the latest of equals; a NaN stays."""
+    """Join of cummax and cummin: the largest or smallest so far, the latest of equals; a NaN stays."""
 
     def join(own: Parts, ends: Parts) -> Parts:
         value, index = ends[0][0], ends[1][0]
@@ -189,7 +189,7 @@ def _latest(better: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Parts, Part
 
 
 def extreme(largest: bool, values: bool) -> Custom:
-    """max and min along a dim, argmax and argmin: of the blocks' own extremes the best, the first of equals."""
+    """max and min along a dim, argmax and argmin: the best of the blocks' extremes, the first of equals."""
 
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = with_partials_reduced(args[0], str(func))
@@ -219,7 +219,7 @@ def extreme(largest: bool, values: bool) -> Custom:
 
 
 def _own_extreme(local: Tensor, dims: tuple[int, ...], largest: bool, region: Any, shape: Shape) -> Parts:
-    """The extreme of a block over one dim or all, and its index, in the whole tensor, flat if over all."""
+    """The extreme of a block over one dim or all, and its global index, flat if over all."""
     small = [1 if d in dims else n for d, n in enumerate(local.shape)]
     if not all(region[dim] for dim in dims):
         return local.new_zeros(small), local.new_zeros(small, dtype=torch.int64)
@@ -238,7 +238,7 @@ def _own_extreme(local: Tensor, dims: tuple[int, ...], largest: bool, region: An
 def _best(
     values: Tensor, indices: Tensor, filled: Sequence[int], largest: bool, gone: tuple[int, ...], both: bool
 ) -> Any:
-    """The best of the blocks that hold anything, and the first index at which it stands."""
+    """The best extreme of the blocks that are not empty, and the first index that has it."""
     values, indices = values[filled], indices[filled]
     best = values.max(0).values if largest else values.min(0).values
     hits = (values == best) | (values.isnan() & best.isnan())
@@ -249,14 +249,14 @@ def _best(
 
 
 def without(layout: Layout, gone: tuple[int, ...]) -> Layout:
-    """The layout of a tensor less the dims `gone`, which are whole."""
+    """The layout of a tensor less the dims `gone`, which are not sharded."""
     place = {dim: dim - sum(g < dim for g in gone) for dim in layout.sharded_dims()}
     placements = tuple(Shard(place[p.dim]) if isinstance(p, Shard) else p for p in layout.placements)
     return Layout(layout.mesh, placements, tuple((place[dim], axes) for dim, axes in layout.order))
 
 
 def topk(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """topk: the best of the blocks' own best."""
+    """topk: the best `k` of the best `k` of each block."""
     x = with_partials_reduced(args[0], str(func))
     k, dim, largest, in_order = _topk_arguments(*args[1:])
     spec, dim = x._spec, dim % args[0].dim()
@@ -271,10 +271,10 @@ def topk(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         held = spec.layout.dim_range(dim, spec.shape[dim], at)
         return lambda local: _own_best(local, min(k, len(held)), k, dim, largest, held)
 
-    found = run_on_ranks(mesh, local_op, (x._local,), {})
+    own_best = run_on_ranks(mesh, local_op, (x._local,), {})
     small = tuple(k if d == dim else size for d, size in enumerate(spec.shape))
     kinds = (spec.dtype, torch.int64)
-    all_found = [blocks.gather(each, small, kind, str(func)) for each, kind in zip(found, kinds, strict=True)]
+    all_found = [blocks.gather(each, small, kind, str(func)) for each, kind in zip(own_best, kinds, strict=True)]
 
     def join(values: Tensor, indices: Tensor) -> Parts:
         values, indices = (
@@ -347,4 +347,4 @@ BLOCKWISE: dict[OpOverload, Blockwise] = {
     _ATEN.min.dim: Blockwise(_one_pays, extreme(largest=False, values=True)),
     _ATEN.topk.default: Blockwise(_few_pay, topk),
 }
-"""Operators that can do with a summary of each block."""
+"""Operators that run on a summary of each block."""

@@ -1,6 +1,6 @@
-"""Operators that take a part of a tensor's elements, their backward forms, and those that put a part in.
+"""Operators that select some of a tensor's elements, their backward forms, and those that write a selection.
 
-A dim of which a part is taken stays whole, its term carrying no factor there, unless the part is a single index.
+A dim along which elements are selected is not sharded, for its term has no factor there, unless by a single index.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from dshard.placements import ReduceOp
 from dshard.rules.rule import ANY, LINEAR, Rule, Term
 
 Part: TypeAlias = Callable[[Call, Shape, Shape], tuple[Term, Term]]
-"""The terms of a tensor of the first shape and of its part, of the second, for forward, backward and scatter forms."""
+"""The terms of a tensor of the first shape and of its selection, of the second; for forward, backward and scatter."""
 
 
 def select(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
-    """One index of a dim, which goes."""
+    """The terms of one index of a dim, which goes."""
     dim = call.dim(ndim=len(src))
     term = kept(len(src), (dim,))
     return term, (*term[:dim], *term[dim + 1 :])
 
 
 def slice_(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
-    """Some indices of a dim. Where these are all, the dim may be split."""
+    """The terms of some indices of a dim. If these are all, the dim may be sharded."""
     dim = call.dim(ndim=len(src))
     term = kept(len(src), () if src == part else (dim,))
     return term, term
 
 
 def diagonal(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
-    """A diagonal of two dims becomes the last dim."""
+    """The terms of a diagonal of two dims, which becomes the last dim."""
     dims = (call.dim("dim1", len(src)), call.dim("dim2", len(src)))
     term = kept(len(src), dims)
     return term, (*(dim for i, dim in enumerate(term) if i not in dims), ())
 
 
 def windows(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
-    """Windows of a dim, whose elements become the last dim."""
+    """The terms of windows of a dim, whose elements become the last dim."""
     name = "dimension" if call.argument("dimension") is not None else "dim"
     term = kept(len(src), (call.dim(name, len(src)),)) if src else ()
     return term, (*(term or ((),) * (len(part) - 1)), ())
 
 
 def taken(part: Part) -> Callable[[Call], Rule]:
-    """Tensor -> part."""
+    """An operator from a tensor to a selection of it."""
 
     def rule(call: Call) -> Rule:
         """A part of a tensor; the dim of which it is taken stays whole."""
@@ -65,7 +65,7 @@ def one_index(call: Call) -> Rule:
 
 
 def put_back(part: Part, ops: tuple[ReduceOp, ...] = ANY) -> Callable[[Call], Rule]:
-    """Part, or its gradient -> tensor, zero elsewhere; where parts overlap they add up, and only sums pass."""
+    """An operator from a selection, or its gradient, to a tensor, zero elsewhere; overlaps add up; only sums pass."""
 
     def rule(call: Call) -> Rule:
         """A part within zeros; the dim where it is put stays whole."""
@@ -76,7 +76,7 @@ def put_back(part: Part, ops: tuple[ReduceOp, ...] = ANY) -> Callable[[Call], Ru
 
 
 def replaced(part: Part) -> Callable[[Call], Rule]:
-    """Tensor and another part -> tensor with that part."""
+    """An operator from a tensor and a selection's new values to the tensor with these values."""
 
     def rule(call: Call) -> Rule:
         """A tensor with a part replaced; the dim of which it is taken stays whole."""

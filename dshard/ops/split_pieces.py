@@ -1,6 +1,6 @@
-"""A split dim cut into pieces: each comes to lie like the whole, and each rank sends its peers just what they lack.
+"""`split` and `chunk` of a sharded dim: each piece has the tensor's layout, and each rank sends just what peers lack.
 
-So a projection that makes queries, keys and values at once, split over ranks in one go, leaves each split by itself.
+So a projection that computes queries, keys and values at once, sharded as one tensor, leaves each of them sharded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SLICE = _ATEN.slice.Tensor
 
 
 def pieces(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x.split(sizes, dim)`: views with memory of their own. One exchange for all where every piece splits evenly."""
+    """`x.split(sizes, dim)`: views with memory of their own. One exchange for all where every piece shards evenly."""
     x, dim = args[0], _dim(args) % args[0].dim()
     outs = infer(func, (x._spec.meta(), *args[1:]), dict(kwargs))
     sizes, layout = [out.shape[dim] for out in outs], x._spec.layout
@@ -42,17 +42,17 @@ def pieces(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     def cut(at: Any) -> LocalOp:
         return lambda local: list(local.split(local_sizes, dim))
 
-    found = []
+    views = []
     locals_ = run_on_ranks(layout.mesh, cut, (together._local,), {})
     for i, (local, out) in enumerate(zip(locals_, outs, strict=True)):
         spec = spec_of(layout, tuple(out.shape), out.stride(), out.dtype, x._spec.device)
-        found.append(wrap(local, spec))
-        register_view(found[-1], PartialView(x, local, spec, _SLICE, (dim, *ends[i : i + 2], 1)))
-    return found
+        views.append(wrap(local, spec))
+        register_view(views[-1], PartialView(x, local, spec, _SLICE, (dim, *ends[i : i + 2], 1)))
+    return views
 
 
 def _dealt(sizes: Sequence[int], starts: Sequence[int], ranks: int) -> Moves:
-    """To each rank in turn its part of each piece."""
+    """The moves that give each rank in turn its chunk of each piece."""
     moves, at = [], 0
     for rank in range(ranks):
         for start, size in zip(starts, sizes, strict=False):
@@ -71,7 +71,7 @@ def _dim(args: tuple[Any, ...]) -> int:
 
 
 def pays(args: tuple[Any, ...]) -> bool:
-    """Whether a split dim is cut, into pieces that split evenly or are not more than the ranks that split it."""
+    """Whether a sharded dim is cut, into pieces that shard evenly or are no more than the ranks that shard it."""
     x, asked, dim = args[0], args[1], _dim(args)
     if not cuts_split(x, dim):
         return False
@@ -84,4 +84,4 @@ def pays(args: tuple[Any, ...]) -> bool:
 
 
 SPLITS = frozenset({_ATEN.split.Tensor, _ATEN.split_with_sizes.default})
-"""The operators."""
+"""The operators that cut a sharded dim into pieces."""

@@ -19,11 +19,11 @@ from dshard.rules.rule import ANY, LINEAR, PassThrough, Rule, Term
 from dshard.rules.strategy import Strategy
 
 PASS = (PassThrough(frozenset({0}), ANY),)
-"""Moving elements commutes with any pending reduction."""
+"""The pass-throughs of an operator that only moves elements: any partial operand passes."""
 
 
 def moved(src: Term, *outputs: Term) -> Rule:
-    """Elements of one operand in other places."""
+    """The rule of an operator that moves elements of one operand."""
     return Rule((src,), outputs, pending=PASS)
 
 
@@ -45,7 +45,7 @@ def dims_of(call: Call, name: str, ndim: int) -> tuple[int, ...]:
 
 
 def with_local_size(name: str) -> Kernel:
-    """The operator itself, its argument `name` the output's local shape in place of the global one."""
+    """A kernel: the operator, with the output's local shape in place of its global argument `name`."""
 
     def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
         size = out_local_shape(call, strategy, coordinate)
@@ -71,8 +71,8 @@ def reshape(call: Call) -> Rule:
     src, dst = call.shapes[0], call.out_shapes[0]
     if call.argument("dtype") is not None:
         return _bits(call)
-    found = reshape_rule(src, dst)
-    return Rule(found.inputs, found.outputs, found.whole, pending=PASS, sizes=found.sizes)
+    rule = reshape_rule(src, dst)
+    return Rule(rule.inputs, rule.outputs, rule.whole, pending=PASS, sizes=rule.sizes)
 
 
 def _bits(call: Call) -> Rule:
@@ -82,7 +82,7 @@ def _bits(call: Call) -> Rule:
 
 
 def reshape_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """The local shape replaces the global one. A view wherever the local strides allow it."""
+    """A kernel with the local shape in place of the global one; a view wherever the local strides allow it."""
     if call.argument("dtype") is not None:
         return call.func
     shape = out_local_shape(call, strategy, coordinate)
@@ -133,7 +133,7 @@ def _squeezed(call: Call) -> tuple[int, ...]:
 
 
 def squeeze_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """Only dims whose global size is one: a shard may have that size by chance."""
+    """A kernel that drops only dims whose global size is one: a local tensor may have that size by chance."""
     gone = _squeezed(call)
     return lambda x, *_, **__: x.squeeze(gone)
 
@@ -163,12 +163,12 @@ def _is_plain(call: Call) -> bool:
 
 
 def counts_memory(call: Call) -> bool:
-    """Whether strides are given that count in memory, where the operand must lie as its own strides say."""
+    """Whether strides are given that count in memory, where the operand must have the memory format of its strides."""
     return call.func is _ATEN.as_strided.default and not _is_plain(call)
 
 
 def in_memory_as(spec: Spec, whole: Tensor) -> Tensor:
-    """The whole tensor with the strides of `spec`; itself where it has them."""
+    """The tensor with the strides of `spec`; itself if it has them."""
     if type(whole) is LocalTensor:
         with plain():
             parts = {rank: in_memory_as(spec, part) for rank, part in unstack(whole).items()}
@@ -177,7 +177,7 @@ def in_memory_as(spec: Spec, whole: Tensor) -> Tensor:
 
 
 def strided_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """The offset counts from where the operand starts, which has all its memory: see `strided_of_base`."""
+    """A kernel whose offset counts from the start of the operand, which has all its memory: see `strided_of_base`."""
     if _is_plain(call):
         return reshape_kernel(call, strategy, coordinate)
 
@@ -188,7 +188,7 @@ def strided_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
 
 
 def strided_of_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any strides over the memory of a view: that of its base."""
+    """Any strides over the memory of a view, which is that of its base."""
     x, size, stride, *rest = args
     start = rest[0] if rest else kwargs.get("storage_offset")
     with torch._C.DisableTorchFunctionSubclass():
@@ -217,7 +217,7 @@ def conjugate(call: Call) -> Rule:
 
 
 def done_now(operator: LocalOp) -> Kernel:
-    """What torch marks to be done later is done: collectives read memory as it is."""
+    """Resolve torch's lazy conjugate and negative bits: collectives read memory as it is."""
     return lambda call, strategy, coordinate: operator
 
 
@@ -225,7 +225,7 @@ def done_now(operator: LocalOp) -> Kernel:
 
 
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give the tensor itself the dims of the view."""
+    """Change a tensor in place to the dims of the view."""
     x: Any = args[0]
     out = VIEWS_IN_PLACE[func](*args, **kwargs)
     x._local, x._spec = out._local, out._spec
@@ -248,7 +248,7 @@ VIEWS_IN_PLACE: dict[Any, Any] = {
 
 CUSTOM: dict[Any, Callable[..., Any]] = dict.fromkeys(VIEWS_IN_PLACE, in_place)
 OF_BASE: dict[Any, Callable[..., Any]] = {_ATEN.as_strided.default: strided_of_base}
-"""Views that reach beyond a view, where they are asked of one."""
+"""Operators that reach memory beyond a view of which they are called."""
 
 _RESHAPE = Op(reshape, reshape_kernel)
 

@@ -1,7 +1,7 @@
-"""Operators at the door whose split dim is left where it is: cross entropy over split classes, rms norm.
+"""Composite operators that leave a sharded dim sharded: cross entropy over sharded classes, rms norm.
 
-Below autograd these arrive as several operators, which complete the same pending sum more than once, and once more
-going back. Written as one, each sum is completed once, and the gradients need no other.
+Below autograd torch calls several operators, which complete the same partial sum more than once, and once more in
+backward. Written as one, each sum is completed once, and the gradients need no other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dshard.rules.strategy import completed_layout
 
 
 def reduce_statistics(x: Any, op: str) -> Any:
-    """`x` with nothing pending, recorded by autograd."""
+    """`x` with its partial sums reduced, recorded by autograd."""
     return redistribute(x, completed_layout(x._spec.layout), op) if x._spec.pending else x
 
 
@@ -43,10 +43,10 @@ def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.nn.functional.cross_entropy` of class numbers by three numbers for each row; None where that is not asked.
+    """`torch.nn.functional.cross_entropy` of class indices by three numbers for each row; None for any other call.
 
     The largest logit, the sum of exponentials, and the target's logit with what label smoothing adds to it
-    (Megatron-LM, vocab-parallel cross entropy); the gradient is made of what each rank has.
+    (Megatron-LM, vocab-parallel cross entropy); the gradient is computed from what each rank holds.
     """
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     x, target, weight, average, ignored, reduce, reduction, smoothing = bind_arguments(names, args, kwargs)
@@ -89,7 +89,7 @@ def _terms(x: Any, target: Any, weight: Any, dim: int, smoothing: float) -> tupl
 
 
 def _split_stays(spec: Spec, dims: tuple[int, ...], reductions: tuple[ReduceOp, ...]) -> bool:
-    """Whether one of these dims is split, and reductions over them cost less than gathering it."""
+    """Whether one of these dims is sharded, and reductions over them cost less than gathering it."""
     if not spec.layout.sharded_dims() or 0 in spec.shape:
         return False
     return pays(spec, dims, reductions, planning_context().topology_of(spec.layout.mesh))

@@ -1,8 +1,8 @@
-"""Rules become layouts: one row for each mesh axis, expanded to whole layouts of all operands and outputs.
+"""Expand rules to layouts: one row for each mesh axis gives the layouts of all operands and outputs.
 
-On one mesh axis an operator either splits one factor, passes pending operands through, or stays whole. Only rows that
-some operand's present placement suggests are tried, so operators do not invent shardings that nobody declared; an axis
-on which all operands are whole stays so. Products alone, whose rules have `loops`, try every factor on every axis.
+On one mesh axis an operator either shards one factor, passes partial operands through, or is replicated. Only rows that
+some operand's placement suggests are tried, so operators do not invent shardings that nobody declared; an axis
+on which all operands are replicated stays so. Only matmuls, whose rules have `loops`, try every factor on every axis.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dshard.placements import Partial, Placement, Replicate, Shard, chunk
 from dshard.rules.rule import Dim, PassThrough, Rule, Term, factor_sizes
 
 Row: TypeAlias = str | PassThrough | None
-"""What one mesh axis does: split a factor, pass pending operands through, or nothing."""
+"""The use of one mesh axis: it shards a factor, passes partial operands through, or does nothing (None)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor as the choice sees it."""
+    """A tensor as far as the choice of a strategy depends on it: layout, global shape and itemsize."""
 
     layout: Layout
     shape: Shape
@@ -34,7 +34,7 @@ class Operand:
 
 
 Allowed: TypeAlias = tuple[frozenset[Row] | None, ...]
-"""For each mesh axis the rows that it may have, or None for any."""
+"""For each mesh axis the rows that are allowed, or None for any."""
 
 
 def expansions(
@@ -44,29 +44,29 @@ def expansions(
     among: Sequence[Allowed] | None = None,
     result: Layout | None = None,
 ) -> Iterator[Expansion]:
-    """All expansions of `rule` worth trying; only those that one of `among` allows, if it is given.
+    """Yield the candidate expansions of `rule`; only those that one of `among` allows, if it is given.
 
-    `result` is where the first output must come to lie, whose order of mesh axes then counts like an operand's.
+    `result` is the layout requested of the first output, whose order of mesh axes then counts like an operand's.
     """
     sizes = sizes_of(rule, operands, outputs)
     rows = [rows_of_axis(rule, operands, axis) for axis in range(operands[0].layout.mesh.ndim)]
     assignments = product(*rows) if among is None else _allowed(rows, among)
-    laid = [(term, operand.layout) for term, operand in zip(rule.inputs, operands, strict=True)]
+    layouts = [(term, operand.layout) for term, operand in zip(rule.inputs, operands, strict=True)]
     if result is not None:
-        laid.append((rule.outputs[0], result))
+        layouts.append((rule.outputs[0], result))
     for assignment in assignments:
-        for order in _orders(laid, assignment):
-            found = expand(rule, operands, assignment, order, sizes)
-            if found is not None:
-                yield found
+        for order in _orders(layouts, assignment):
+            expansion = expand(rule, operands, assignment, order, sizes)
+            if expansion is not None:
+                yield expansion
 
 
 def _allowed(rows: Sequence[Sequence[Row]], among: Sequence[Allowed]) -> list[tuple[Row, ...]]:
-    found: dict[tuple[Row, ...], None] = {}
+    assignments: dict[tuple[Row, ...], None] = {}
     for allowed in among:
         kept = ([row for row in rows[axis] if a is None or row in a] for axis, a in enumerate(allowed))
-        found |= dict.fromkeys(product(*kept))
-    return list(found)
+        assignments |= dict.fromkeys(product(*kept))
+    return list(assignments)
 
 
 def sizes_of(rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]]) -> dict[str, int]:
@@ -76,50 +76,54 @@ def sizes_of(rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Sh
 
 
 def rows_of_axis(rule: Rule, operands: Sequence[Operand], axis: int) -> list[Row]:
-    """The rows to try on one mesh axis: those that an operand's placement there suggests, and none."""
-    found: dict[Row, None] = {None: None}
+    """The rows to try on one mesh axis: None, and those that an operand's placement there suggests."""
+    rows: dict[Row, None] = {None: None}
     for i, operand in enumerate(operands):
         match operand.layout.placements[axis]:
             case Shard(dim):
-                found |= dict.fromkeys(factor for factor in rule.inputs[i][dim] if factor not in rule.whole)
+                rows |= dict.fromkeys(factor for factor in rule.inputs[i][dim] if factor not in rule.whole)
             case Partial(op):
-                found |= dict.fromkeys(
+                rows |= dict.fromkeys(
                     PassThrough(p.operands, (op,)) for p in rule.pending if i in p.operands and op in p.ops
                 )
             case Replicate():
                 pass
     if rule.loops:
         terms = (*rule.inputs, *rule.outputs)
-        found |= dict.fromkeys(name for term in terms for dim in term for name in dim if name not in rule.whole)
-    return list(found)
+        rows |= dict.fromkeys(name for term in terms for dim in term for name in dim if name not in rule.whole)
+    return list(rows)
 
 
 Order: TypeAlias = dict[str, tuple[int, ...]]
 
 
-def _orders(laid: Sequence[tuple[Term, Layout]], assignment: tuple[Row, ...]) -> Iterator[Order]:
-    """The orders of the mesh axes that split one factor: left to right, and any that a tensor has already."""
+def _orders(layouts: Sequence[tuple[Term, Layout]], assignment: tuple[Row, ...]) -> Iterator[Order]:
+    """Yield the orders of the mesh axes that shard one factor: left to right, and any that a tensor has already."""
     split: Order = {}
     for axis, row in enumerate(assignment):
         if isinstance(row, str):
             split[row] = (*split.get(row, ()), axis)
     choices: list[list[tuple[int, ...]]] = []
     for factor, axes in split.items():
-        found = {axes: None}
+        orders = {axes: None}
         if len(axes) > 1:
-            for term, layout in laid:
+            for term, layout in layouts:
                 for dim, factors in enumerate(term):
                     if factor in factors:
-                        held = tuple(axis for axis in layout.axes_of(dim) if axis in axes)
-                        found |= {order: None for order in permutations(axes) if held and order[: len(held)] == held}
-        choices.append(list(found))
-    for picked in product(*choices):
-        yield dict(zip(split, picked, strict=True))
+                        axes_of_dim = tuple(axis for axis in layout.axes_of(dim) if axis in axes)
+                        orders |= {
+                            order: None
+                            for order in permutations(axes)
+                            if axes_of_dim and order[: len(axes_of_dim)] == axes_of_dim
+                        }
+        choices.append(list(orders))
+    for chosen_orders in product(*choices):
+        yield dict(zip(split, chosen_orders, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """One row for each mesh axis, expanded to whole layouts."""
+    """The layouts of all operands, outputs and gradients that one row for each mesh axis gives."""
 
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
@@ -131,7 +135,7 @@ class Expansion:
 def expand(
     rule: Rule, operands: Sequence[Operand], assignment: tuple[Row, ...], order: Order, sizes: dict[str, int]
 ) -> Expansion | None:
-    """What these rows come to, or None where they do not go together."""
+    """The expansion of these rows, or None where they exclude each other."""
     mesh = operands[0].layout.mesh
     for term in (*rule.inputs, *rule.outputs):
         if any(not merges(dim, order, sizes, mesh) for dim in term if len(dim) > 1):
@@ -165,9 +169,10 @@ def _output_rest(rule: Rule, i: int, assignment: tuple[Row, ...]) -> list[Placem
 
 
 def _gradient_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
-    """Where work is split but the operand is whole, each rank has a term of its gradient.
+    """The placements of operand `i`'s gradient on axes that shard none of its factors.
 
-    So it has where another operand is pending: its terms, and with them this gradient, are summed or averaged.
+    Where the work is sharded but the operand is replicated, its gradient is partial. So it is where another operand is
+    partial: the gradient is summed or averaged like that operand.
     """
     rest: list[Placement] = []
     for row in assignment:
@@ -183,7 +188,7 @@ def _passed(row: PassThrough) -> Placement:
 
 
 def _layout(mesh: Mesh, term: Term, order: Order, rest: list[Placement]) -> Layout:
-    """The layout of a tensor of this term; `rest` are the placements on the axes that split none of its factors."""
+    """The layout of a tensor of this term; `rest` are the placements on the axes that shard none of its factors."""
     placements = list(rest)
     orders: list[DimOrder] = []
     for dim, factors in enumerate(term):
@@ -197,21 +202,21 @@ def _layout(mesh: Mesh, term: Term, order: Order, rest: list[Placement]) -> Layo
 
 @cached("expanded layouts", 16384)
 def _laid(mesh: Mesh, placements: tuple[Placement, ...], orders: tuple[DimOrder, ...]) -> Layout:
-    """One object for all expansions that come to this layout."""
+    """One object for all expansions that give this layout."""
     return interned(Layout(mesh, placements, orders))
 
 
 def merges(dim: Dim, order: Order, sizes: dict[str, int], mesh: Mesh) -> bool:
-    """Whether factors split like this lie, merged into one dim, just where that dim's own chunks lie on every rank."""
+    """Whether factors sharded in this order merge, on every rank, into just the chunk that the merged dim has there."""
     axes = [axis for factor in dim for axis in order.get(factor, ())]
     if not axes:
         return True
     total = prod(sizes[factor] for factor in dim)
     for coordinate in product(*(range(mesh.shape[axis]) for axis in axes)):
         at = dict(zip(axes, coordinate, strict=True))
-        whole = _nested(total, axes, mesh, at)
+        merged = _nested(total, axes, mesh, at)
         parts = [_nested(sizes[factor], order.get(factor, ()), mesh, at) for factor in dim]
-        if _flatten(parts, [sizes[factor] for factor in dim]) != (whole or range(0)):
+        if _flatten(parts, [sizes[factor] for factor in dim]) != (merged or range(0)):
             return False
     return True
 

@@ -1,10 +1,10 @@
-"""The least that a distributed product must communicate."""
+"""A lower bound on the communication of a distributed matmul."""
 
 from __future__ import annotations
 
 
 def matmul_lower_bound(m: int, k: int, n: int, ranks: int) -> float:
-    """Elements that some rank must receive to multiply m x k by k x n on `ranks` ranks, each tensor held once.
+    """Elements that some rank must receive to multiply m x k by k x n on `ranks` ranks, each tensor stored once.
 
     The memory-independent bound of Al Daas, Ballard, Grigori, Kumar and Rouse (2022), whose constants are tight: what a
     rank must touch less what it holds. Which of three cases applies depends on how many ranks there are for the shape.

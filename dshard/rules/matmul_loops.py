@@ -1,8 +1,8 @@
 """Schedules: a loop for each mesh axis, and where the tensor that lacks it is stored. All of them, in closed form.
 
-On an axis with loop m, A and C are sharded over m, and B, which has no m, moves: it is whole there, or stored sharded
-and gathered. Loop n moves A; loop k moves C, which is left pending, all-reduced, or reduce-scattered. That makes ten
-choices an axis and 10^r schedules on r axes, and every strategy that has a name is one of them.
+On an axis with loop m, A and C are sharded over m, and B, which has no m, moves: it is replicated there, or stored
+sharded and gathered. Loop n moves A; loop k moves C, which is left partial, all-reduced, or reduce-scattered. That
+makes ten choices an axis and 10^r schedules on r axes, and every strategy that has a name is one of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STORAGES: dict[Loop, tuple[Stored, ...]] = {
     "n": ("R", "m", "k"),
     "k": ("P", "R", "m", "n"),
 }
-"""Where the moving tensor may be stored: B under loop m, A under n, C under k."""
+"""How the moving tensor may be stored: B under loop m, A under n, C under k."""
 
 _DIMS: tuple[dict[Loop, int], ...] = ({"m": 0, "k": 1}, {"k": 0, "n": 1}, {"m": 0, "n": 1})
 
@@ -43,7 +43,7 @@ class Schedule:
     >>> {str(layout) for layout in summa.layouts(Mesh((2, 2), ("r", "c")))}
     {'r:S(0) c:S(1)'}
 
-    `stream` says in which panels it runs; None moves every tensor whole.
+    `stream` says in which panels it runs; None moves every tensor in bulk.
 
     Raises:
         LayoutError: a storage that its loop does not have.
@@ -71,7 +71,7 @@ class Schedule:
                 raise LayoutError(f"under loop {loop} a tensor is not stored {stored!r}: use {STORAGES[loop]}")
 
     def layouts(self, mesh: Mesh) -> tuple[Layout, Layout, Layout]:
-        """Where A, B and C are stored. Axes that split the work are major, those that only store are minor.
+        """The layouts in which A, B and C are stored; axes that shard the work are major, those that only store minor.
 
         Raises:
             LayoutError: the schedule is for another number of mesh axes.
@@ -84,8 +84,8 @@ class Schedule:
     def volume(self, mesh: Mesh, m: int, k: int, n: int) -> float:
         """Elements that each rank receives, where all sizes divide: the sum over A and B gathered and C reduced.
 
-        A ring over g ranks brings each the (g - 1) / g of the whole that it has not; an all_reduce is two of them
-        (Patarasuk and Yuan, 2009), and of what was gathered or scattered before, along other axes, only a part moves.
+        A ring over g ranks sends each rank the (g - 1) / g of the tensor that it lacks; an all_reduce is two of them
+        (Patarasuk and Yuan, 2009); a tensor gathered or scattered along other axes before is smaller by their sizes.
         """
         a, b, c = self._computed(mesh, m, k, n)
         gathered_a = prod(self._sizes(mesh, "n", "m", "k"))
@@ -99,7 +99,7 @@ class Schedule:
         )
 
     def messages(self, mesh: Mesh) -> int:
-        """Messages that each rank receives: a ring along every axis on which something moves, two to all_reduce C.
+        """Messages that each rank receives: a ring along every axis on which a tensor moves, two to all_reduce C.
 
         Of plans that move `volume` none has fewer: an axis of g ranks takes g - 1 messages by itself, and more together
         with another. Where the start of a collective costs more than a message, one over both may be cheaper.
@@ -111,12 +111,12 @@ class Schedule:
         return sum((n - 1) * _rings(loop, stored) for n, loop, stored in axes)
 
     def peak(self, mesh: Mesh, m: int, k: int, n: int) -> float:
-        """Elements that a rank has at once at most, beside what it is given, where all sizes divide.
+        """The most elements that a rank holds at once beside its stored operands, where all sizes divide.
 
-        What is gathered stays, for the backward pass may want it, and so does the product until it is reduced. To
-        gather along columns takes a second copy, as the parts do not lie in a row. A sum over g ranks arrives as g
-        parts, of which the g-th of the whole is made; to scatter columns they are first copied into rows; an all_reduce
-        takes one copy. It is what gloo's collectives take that fill a buffer in place; small ones take a copy more.
+        A gathered operand stays, for the backward pass may need it, and so does the result until it is reduced. To
+        gather along columns takes a second copy, as the chunks are not contiguous. A reduce_scatter over g ranks
+        receives g chunks and adds them to one; to scatter columns they are first copied into rows; an all_reduce takes
+        one copy. Gloo's collectives that fill a buffer in place take just this; small ones take one copy more.
         """
         a, b, c = self._computed(mesh, m, k, n)
         most, held = 0.0, 0.0
@@ -128,9 +128,10 @@ class Schedule:
         return max(most, held + c * (1 + self._reducing(mesh, m, n)))
 
     def _reducing(self, mesh: Mesh, m: int, n: int) -> float:
-        """How much the reduction of C takes at once, beside C as it is multiplied, as a part of that.
+        """The buffers of C's reduction, as a multiple of the C that a rank computes.
 
-        Sums over several axes that all ranks want are scattered first, by rows unless there is a reason for columns.
+        Sums over several axes that end replicated are reduce-scattered first, by rows unless there is a reason for
+        columns.
         """
         rows, columns, everywhere = (self._sizes(mesh, "k", stored) for stored in ("m", "n", "R"))
         if everywhere and not rows and len(everywhere) + len(columns) > 1:
@@ -141,12 +142,12 @@ class Schedule:
         return 2.0 if columns else float(bool(everywhere))
 
     def _computed(self, mesh: Mesh, m: int, k: int, n: int) -> tuple[float, float, float]:
-        """Elements of A, B and C as a rank multiplies them."""
+        """Elements of A, B and C in a rank's local matmul."""
         over_m, over_n, over_k = (prod(self._sizes(mesh, loop)) for loop in ("m", "n", "k"))
         return m * k / (over_m * over_k), k * n / (over_k * over_n), m * n / (over_m * over_n)
 
     def _sizes(self, mesh: Mesh, loop: Loop, *stored: Stored) -> list[int]:
-        """The sizes above one of the axes with this loop, and with one of these storages if any are given."""
+        """The sizes above one of the mesh axes with this loop, and with one of these storages if any are given."""
         return [
             size
             for size, mine, where in zip(mesh.shape, self.loops, self.stored, strict=True)
@@ -162,7 +163,7 @@ class Schedule:
 
 
 def schedules(axes: int) -> Iterator[Schedule]:
-    """All 10^axes schedules of a mesh of so many axes.
+    """Yield all 10^axes schedules of a mesh of `axes` axes.
 
     >>> len(list(schedules(2)))
     100
@@ -173,14 +174,14 @@ def schedules(axes: int) -> Iterator[Schedule]:
 
 
 def _rings(loop: Loop, stored: Stored) -> int:
-    """How often something passes around the ranks of an axis."""
+    """The number of rings that run along one axis: none, one, or two for an all_reduce."""
     if stored == "P" or (stored == "R" and loop != "k"):
         return 0
     return 2 if stored == "R" else 1
 
 
 def _gathering(rows: list[int], columns: list[int]) -> float:
-    """How much a gather takes at once, as a part of what it makes, its own operand apart: of axes the first is last."""
+    """The buffers of a gather beside its operand, as a multiple of its result; the first axis is gathered last."""
     if rows:
         return 1 + 1 / rows[0] if len(rows) + len(columns) > 1 else 1.0
     return 2.0 if columns else 0.0

@@ -1,4 +1,4 @@
-"""The strategies that have a name: rows of one table over the space of schedules."""
+"""Named matmul strategies: rows of one table over the space of schedules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dshard.validate import suggestion
 
 @dataclass(frozen=True, slots=True)
 class NamedStrategy:
-    """A schedule by its name, with the roles of its mesh axes and where it comes from."""
+    """A named schedule, with the roles of its mesh axes and its source."""
 
     name: str
     roles: tuple[str, ...]
@@ -62,11 +62,11 @@ STRATEGIES: dict[str, NamedStrategy] = {
 }
 
 ORDERED = frozenset({"column-first", "row-first"})
-"""Names that say which mesh axis plays which role; of all others every assignment of axes is tried."""
+"""Names that fix the role of each mesh axis; for all others every assignment of axes to roles is tried."""
 
 
 def strategies() -> tuple[str, ...]:
-    """The names that `strategy=` and `use_strategy` take.
+    """The strategy names that `strategy=` and `use_strategy` accept.
 
     >>> strategies()[:3]
     ('data', 'weight-gathered', 'column')
@@ -75,23 +75,23 @@ def strategies() -> tuple[str, ...]:
 
 
 def strategy_named(name: str) -> NamedStrategy:
-    """The strategy of this name.
+    """The named strategy called `name`.
 
     Raises:
         StrategyError: there is none.
     """
-    found = STRATEGIES.get(name) if isinstance(name, str) else None
-    if found is None:
+    strategy = STRATEGIES.get(name) if isinstance(name, str) else None
+    if strategy is None:
         known = f"use {', '.join(STRATEGIES)}" if isinstance(name, str) else "give a name, or a dshard.Schedule"
         raise StrategyError(f"there is no strategy {name!r}: {known}{suggestion(name, STRATEGIES)}")
-    return found
+    return strategy
 
 
 def allowed_rows(strategy: str | Schedule, rule: Rule, mesh: Mesh) -> tuple[Allowed, ...]:
-    """The rows that a product with this strategy may have, in alternatives. Axes without a role may have any.
+    """The alternative assignments of rows that this strategy allows a matmul. Axes without a role may have any row.
 
     Raises:
-        StrategyError: an unknown name, a mesh on which the strategy is impossible, or a product that lacks a loop.
+        StrategyError: an unknown name, a mesh on which the strategy is impossible, or a matmul that lacks a loop.
     """
     rows = factors_of(rule)
     if isinstance(strategy, Schedule):
@@ -101,34 +101,34 @@ def allowed_rows(strategy: str | Schedule, rule: Rule, mesh: Mesh) -> tuple[Allo
                 f"{mesh.ndim}: give one loop for each axis"
             )
         return (tuple(rows[loop] for loop in strategy.loops),)
-    found = strategy_named(strategy)
-    loops = found.schedule.loops
+    named = strategy_named(strategy)
+    loops = named.schedule.loops
     if len(loops) > mesh.ndim:
         raise StrategyError(
-            f"the strategy {found.name!r} needs {len(loops)} mesh axes ({', '.join(found.roles)}), but the mesh "
+            f"the strategy {named.name!r} needs {len(loops)} mesh axes ({', '.join(named.roles)}), but the mesh "
             f"({mesh}) has {mesh.ndim}: use init_device_mesh(device_type, {nearest(mesh.size, len(loops))})"
         )
-    if found.square and not _square_pair(mesh):
+    if named.square and not _square_pair(mesh):
         q = isqrt(mesh.size)
         raise StrategyError(
-            f"the strategy {found.name!r} needs two mesh axes of one size, but the mesh is ({mesh}): "
+            f"the strategy {named.name!r} needs two mesh axes of one size, but the mesh is ({mesh}): "
             f"use a mesh of ({q}, {q}), or 'summa', which takes any two axes"
         )
     axes = range(mesh.ndim)
-    assignments = [axes[: len(loops)]] if found.name in ORDERED else permutations(axes, len(loops))
+    assignments = [axes[: len(loops)]] if named.name in ORDERED else permutations(axes, len(loops))
     alternatives: dict[Allowed, None] = {}
     for picked in assignments:
-        if found.square and len({mesh.shape[axis] for axis in picked}) > 1:
+        if named.square and len({mesh.shape[axis] for axis in picked}) > 1:
             continue
         alternatives[tuple(rows[loops[picked.index(axis)]] if axis in picked else None for axis in axes)] = None
     return tuple(alternatives)
 
 
 def factors_of(rule: Rule) -> dict[Loop, frozenset[Row]]:
-    """The factors of a product that each loop may split: batch factors, which all tensors have, count as m.
+    """The factors of a matmul that each loop may shard: batch factors, which all tensors have, count as m.
 
     Raises:
-        StrategyError: the product has no factor for a loop.
+        StrategyError: the matmul has no factor for a loop.
     """
     a, b = ({name for dim in term for name in dim} for term in rule.inputs[:2])
     out = {name for dim in rule.outputs[0] for name in dim}
@@ -136,7 +136,7 @@ def factors_of(rule: Rule) -> dict[Loop, frozenset[Row]]:
 
 
 def nearest(ranks: int, axes: int) -> tuple[int, ...]:
-    """A mesh shape of so many axes for so many ranks, as close to a cube as the factors allow.
+    """The mesh shape of `axes` axes for `ranks` ranks that is as close to a cube as the factors allow.
 
     >>> nearest(8, 3), nearest(8, 2), nearest(12, 2)
     ((2, 2, 2), (2, 4), (3, 4))

@@ -1,4 +1,4 @@
-"""Which factor of a product is cut into panels, and where."""
+"""Choose the factor of a matmul to cut into panels, and the indices of each panel."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from dshard.rules.rule import Rule, Term
 
 
 def factor_of(rule: Rule, stream: Stream, plans: Sequence[Plan], sizes: dict[str, int]) -> str | None:
-    """The factor to cut: of the loops allowed, that of the tensors that move most; or None where nothing moves.
+    """The factor to cut into panels: of the allowed loops, the one whose tensors move most; None where nothing moves.
 
-    Of those alike one that is not contracted, for there nothing needs adding up, and the largest.
+    Of equals, one that is not contracted, for its panels need not be added up, and the largest.
     """
     terms = (*rule.inputs, *rule.outputs)
     moved = [plan.busiest() for plan in plans]
     best: tuple[int, bool, int] = (0, False, 0)
-    found = None
+    best_factor = None
     for loop, factors in factors_of(rule).items():
         for factor in sorted(f for f in factors if isinstance(f, str)):
             volume = sum(n for n, term in zip(moved, terms, strict=True) if (factor,) in term)
             key = (volume, loop != "k", sizes[factor])
             if volume and key > best and stream.axis in (None, loop):
-                best, found = key, factor
-    return found
+                best, best_factor = key, factor
+    return best_factor
 
 
 def panels_of(
     factor: str, size: int, terms: Sequence[Term], plans: Sequence[Plan], stream: Stream
 ) -> tuple[Ranges, ...]:
-    """The panels of a factor of this size: the same indices for all tensors that have it."""
+    """The panels of a factor of this size: index ranges that hold for all tensors with the factor."""
     ends: list[tuple[Layout, int]] = []
     split: list[tuple[Layout, int]] = []
     for i, (term, plan) in enumerate(zip(terms, plans, strict=True)):

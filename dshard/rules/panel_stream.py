@@ -1,4 +1,4 @@
-"""What it means to stream a product: which loop is cut into how many panels, how they move, and what that costs."""
+"""Options for running a matmul in panels: which loop is cut into how many panels, and how they are sent."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dshard.validate import as_int
 Transport: TypeAlias = Literal["collective", "broadcast", "ring"]
 TRANSPORTS: tuple[Transport, ...] = ("collective", "broadcast", "ring")
 PANELS = (1, 2, 4, 8, 16)
-"""The numbers of panels that "auto" chooses from; one is the product in bulk."""
+"""The numbers of panels that "auto" chooses from; one is the matmul in bulk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A product in panels of one of its loops: a panel is multiplied while the next one moves.
+    """A matmul in panels of one of its loops: a panel is multiplied while the next one is in flight.
 
     The tensors that have the loop are cut, the one without it stays: C for k, A for n, B for m. `axis` None takes the
-    loop whose tensors move the most bytes. By "collective" each panel has a slice of what every rank holds; by
-    "broadcast" one rank after the other sends what it holds, in `panels` panels, as in SUMMA; by "ring" ranks pass
-    on what they have multiplied, in `panels` panels for each rank: the collective matmul of one mesh axis (Wang et al.,
-    ASPLOS 2023), Cannon's algorithm on two.
+    loop whose tensors move the most bytes. With "collective" each panel has a slice of every rank's local tensor; with
+    "broadcast" one rank after the other sends its local tensor, in `panels` panels, as in SUMMA; with "ring" ranks send
+    on the panels that they have multiplied, `panels` for each rank: the collective matmul of one mesh axis (Wang et
+    al., ASPLOS 2023), Cannon's algorithm on two.
 
     Raises:
         StrategyError: no panels, or no such loop or transport.
@@ -45,7 +45,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """As many panels, of `PANELS`, as are priced to take the fewest seconds; one of them is the product in bulk.
+    """A number of panels chosen by price: of `PANELS`, the one that takes the fewest seconds; one panel means in bulk.
 
     Only numbers count whose buffers take at most `limit` bytes on a rank; where none do, the one that takes the least.
     Each gradient has a number of its own.

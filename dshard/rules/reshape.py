@@ -1,4 +1,4 @@
-"""How the dims of a reshaped tensor follow from those before: the factors that both have."""
+"""Rules of reshapes: the factors that the dims before and after share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dshard.rules.rule import Rule, Term
 
 @dataclass(slots=True)
 class _Side:
-    """One of the two shapes, read from major to minor: the current dim, what is left of it, the factors so far."""
+    """A reader of one of the two shapes, major to minor: the current dim, the size left of it, the factors so far."""
 
     shape: Shape
     dims: list[list[str]] = field(default_factory=list)
@@ -32,7 +32,7 @@ class _Side:
         self.left = 1 if self.done else self.shape[self.at]
 
     def take(self, factor: str, size: int) -> None:
-        """Give the current dim a factor, and leave the dim when nothing is left of it."""
+        """Add a factor to the current dim, and go to the next dim when no size is left."""
         self.dims[self.at].append(factor)
         self.left //= size
         if self.left == 1:
@@ -44,9 +44,9 @@ class _Side:
 
 
 def reshape_rule(src: Shape, dst: Shape) -> Rule:
-    """The rule of a reshape from `src` to `dst`, dims of both taken apart into the factors they share.
+    """The rule of a reshape from `src` to `dst`, whose dims are taken apart into the factors that both share.
 
-    What the two do not share is whole. A dim of size one pairs with one of size one.
+    Factors that the two do not share may not be sharded. A dim of size one pairs with one of size one.
 
     >>> print(reshape_rule((8, 6, 10), (48, 2, 5)))
     0 1 (2 3) -> (0 1) 2 3
@@ -73,7 +73,7 @@ def reshape_rule(src: Shape, dst: Shape) -> Rule:
 
 
 def _skip(a: _Side, b: _Side, sizes: dict[str, int]) -> None:
-    """Pass over the dims up to where both sides hold equally many elements again: they share nothing more."""
+    """Skip the dims up to where both sides have equally many elements again: until there they share no factor."""
     passed = [1, 1]
     while passed[0] != passed[1] or passed[0] == 1:
         i = 0 if passed[0] <= passed[1] else 1
@@ -87,7 +87,7 @@ def _skip(a: _Side, b: _Side, sizes: dict[str, int]) -> None:
 
 
 def _of_no_elements(src: Shape, dst: Shape) -> Rule:
-    """Leading dims that agree stay as they are; the rest is whole."""
+    """The rule of a reshape of no elements: leading dims that agree are shared; the others may not be sharded."""
     agree = 0
     while agree < min(len(src), len(dst)) and src[agree] == dst[agree]:
         agree += 1

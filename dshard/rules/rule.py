@@ -1,13 +1,13 @@
 """The rule notation: an operator by the factors of its tensors, einsum style.
 
-    "m k, k n -> m n"          each mesh axis may split m, n or k; k is missing from the output, so it leaves a Partial
+    "m k, k n -> m n"          each mesh axis may shard m, n or k; k is missing from the output, so it leaves a Partial
     "b s h -> (b s) h"         a merged dim: b is major
-    "... [h] -> ... [h]"       any leading dims; h is whole: no mesh axis may split it
+    "... [h] -> ... [h]"       any leading dims; h is not to be sharded on any mesh axis
     "b 1 -> b h"               1 is a dim of size one
-    "a b -> a"  reduce="max"   a split b leaves a pending max
+    "a b -> a"  reduce="max"   a sharded b leaves the output Partial("max")
 
-An operator is told apart by what passes through it pending, too: `pending` lists sets of operands which, pending
-together while the others are whole, leave the outputs pending the same way.
+Operators also differ in which partial operands pass through: `pending` lists sets of operands which, partial
+together while the others are replicated, leave the outputs partial with the same reduction.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LINEAR: tuple[ReduceOp, ...] = ("sum", "avg")
 
 @dataclass(frozen=True, slots=True)
 class PassThrough:
-    """Operands which, all pending with one of `ops` while the others are whole, leave the outputs pending with it."""
+    """Operands that, all partial with one of `ops` while others are replicated, leave the outputs partial with it."""
 
     operands: frozenset[int]
     ops: tuple[ReduceOp, ...] = LINEAR
@@ -36,12 +36,12 @@ class PassThrough:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which factors the dims of an operator's tensors carry.
+    """An operator's rule: the factors in each dim of its operands and outputs.
 
-    `whole` factors may not be split. A split factor that an output lacks leaves it pending: with `reduce[i]` for output
-    `i`, or `reduce[0]` where all are alike. Of `unread` operands only the layout matters: they are left as they lie.
-    `sizes` are those of factors that stand alone in no dim. With `loops` a mesh axis may split any factor, though no
-    operand is laid out so.
+    `whole` factors may not be sharded. A sharded factor that an output lacks leaves it partial: with `reduce[i]` for
+    output `i`, or `reduce[0]` where all are alike. Of `unread` operands only the layout matters: they are not
+    redistributed. `sizes` are those of factors that stand alone in no dim. With `loops` a mesh axis may shard any
+    factor, even one that no operand has sharded.
     """
 
     inputs: tuple[Term, ...]
@@ -54,7 +54,7 @@ class Rule:
     loops: bool = False
 
     def reduce_of(self, output: int) -> ReduceOp:
-        """The reduction that a split factor missing from this output leaves pending."""
+        """The reduction with which a sharded factor that output `i` lacks leaves it partial."""
         return self.reduce[output] if len(self.reduce) > 1 else self.reduce[0]
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Rule:
 
 
 def linear(*operands: int) -> tuple[PassThrough, ...]:
-    """An operator linear in each of these operands: a pending sum of one passes through."""
+    """The pass-throughs of an operator linear in each of these operands: a partial sum of one passes through."""
     return tuple(PassThrough(frozenset({operand})) for operand in operands)
 
 
@@ -84,9 +84,9 @@ def parse_rule(
     pending: tuple[PassThrough, ...] = (),
     loops: bool = False,
 ) -> Rule:
-    """The rule that `text` writes, for operands of these shapes; `...` stands for leading dims, aligned at the right.
+    """Parse `text` as the rule for operands of these shapes; `...` stands for leading dims, aligned at the right.
 
-    A dim of size one where the factor is larger elsewhere is broadcast, and is not split.
+    A dim of size one where the factor is larger elsewhere is broadcast, and is not sharded.
 
     >>> print(parse_rule("... k, k n -> ... n", [(2, 3, 4), (4, 5)]))
     _0 _1 k, k n -> _0 _1 n
@@ -154,15 +154,15 @@ def _expand(term: Term, leading: int, ndim: int | None, rule: str) -> Term:
 
 def _broadcast(terms: Sequence[Term], shapes: Sequence[Shape], rule: str) -> list[Term]:
     sizes = factor_sizes(terms, shapes, rule)
-    found = []
+    broadcast = []
     for term, shape in zip(terms, shapes, strict=True):
-        found.append(
+        broadcast.append(
             tuple(
                 () if n == 1 and len(dim) == 1 and sizes.get(dim[0], 1) != 1 else dim
                 for dim, n in zip(term, shape, strict=True)
             )
         )
-    return found
+    return broadcast
 
 
 def factor_sizes(terms: Sequence[Term], shapes: Sequence[Shape], rule: object) -> dict[str, int]:

@@ -1,8 +1,8 @@
-"""The contraction dim cut into a factor for each level at which its operands split it.
+"""Cut the contraction dim of a matmul into one factor for each level at which its operands shard it.
 
-The order in which a sum runs is free, so operands that split k over several mesh axes may be multiplied block by block
-as the blocks lie: A with k over (c, d) and B with k over (r, d) agree on d, though neither holds a range of k there.
-With k seen as k1 k2 k3, the axes c and r split k1 and d splits k2, and the rule notation says the rest.
+The order in which a sum runs is free, so operands that shard k over several mesh axes may be multiplied block by block
+as they are stored: A with k over (c, d) and B with k over (r, d) agree on d, though neither holds a range of k there.
+With k seen as k1 k2 k3, the axes c and r shard k1 and d shards k2, and the rule notation says the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dshard.rules.rule import Dim, Rule, Term
 
 @dataclass(frozen=True, slots=True)
 class SplitContraction:
-    """A product whose contraction dim, dim `dims[i]` of operand `i`, is cut into `sizes`."""
+    """A matmul whose contraction dim, dim `dims[i]` of operand `i`, is cut into `sizes`."""
 
     rule: Rule
     dims: tuple[int, int]
@@ -30,9 +30,9 @@ class SplitContraction:
 
 
 def split_contraction(rule: Rule, operands: Sequence[Operand]) -> SplitContraction | None:
-    """The product with its contraction dim cut, or None where that gives nothing or sizes do not divide.
+    """The matmul with its contraction dim cut, or None where that adds no candidate or sizes do not divide.
 
-    It gives something where both operands split the dim, at some level by different axes of one size.
+    It adds candidates where both operands shard the dim, at some level by different axes of one size.
     """
     (a, b), (out,) = rule.inputs[:2], rule.outputs
     shared = [dim for dim in a if dim and dim in b and dim not in out]
@@ -56,13 +56,13 @@ def split_contraction(rule: Rule, operands: Sequence[Operand]) -> SplitContracti
 
 
 def _sizes(levels: Sequence[tuple[int | None, int | None]], mesh: Mesh) -> tuple[int, ...] | None:
-    found = []
+    sizes = []
     for level in levels:
         here = {mesh.shape[axis] for axis in level if axis is not None}
         if len(here) > 1:
             return None
-        found.append(here.pop())
-    return tuple(found)
+        sizes.append(here.pop())
+    return tuple(sizes)
 
 
 def _replaced(term: Term, dim: int, names: tuple[Dim, ...]) -> Term:
@@ -70,7 +70,7 @@ def _replaced(term: Term, dim: int, names: tuple[Dim, ...]) -> Term:
 
 
 def _cut(operand: Operand, dim: int, sizes: tuple[int, ...]) -> Operand:
-    """The operand with dim `dim` unflattened: the axis of each level splits a dim of its own."""
+    """The operand with dim `dim` unflattened: the axis of each level shards a dim of its own."""
     layout, extra = operand.layout, len(sizes) - 1
     level = {axis: i for i, axis in enumerate(layout.axes_of(dim))}
     placements: list[Placement] = []

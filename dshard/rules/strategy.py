@@ -1,4 +1,4 @@
-"""Rules become strategies: expansions priced, the cheapest taken."""
+"""Price the expansions of a rule and choose the cheapest as the strategy."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dshard.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What is asked of a strategy beyond its operands.
+    """Requirements on a strategy beyond its operands: layouts, gradients, and the rows allowed.
 
-    `keep`: the layout in which the first operand and output should stay. `result`: where the first output must come to
-    lie. `gradients`: which operands get a gradient, so that the backward pass counts; `kept`: of which the moved copy
-    is kept for it, so that they are not moved again. `among`: the rows that each mesh axis may have, in alternatives.
-    `reduced`: for each mesh axis what becomes of a sum that a product leaves pending there: P, R, or sharded over the
-    dim of loop m or n.
+    `keep`: the layout in which the first operand and output should stay. `result`: the layout required of the first
+    output. `gradients`: which operands get a gradient, so that the backward pass counts; `kept`: of which the
+    redistributed copy is kept for it. `among`: the rows that each mesh axis may have, in alternatives. `reduced`: for
+    each mesh axis the placement of a sum that a matmul leaves partial there: P, R, or sharded over the dim of loop m or
+    n.
     """
 
     keep: Layout | None = None
@@ -43,16 +43,15 @@ ANY = Constraints()
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The layouts in which an operator runs locally, what each mesh axis does, and the seconds this takes.
+    """The layouts in which an operator runs locally, the row of each mesh axis, and the priced seconds.
 
-    `gather` seconds bring the operands there, `compute` is the local work, `reduce` completes what is left pending and
-    brings the outputs to `ends`; `backward` is all of the backward pass, where it counts. Of a reduction that the
-    operator begins only the bytes are charged, for later it may be completed together with others, except for products;
-    one that is merely passed on is charged in full, for every later use would complete it anew. What is pending is
-    charged the cheapest way to complete it, and an output split along a mesh axis on which all operands are whole is
-    charged its gather: there, work is split only where that pays by itself.
-    `gradients` are the layouts in which the operands' gradients arise from the local backward pass of an operator that
-    is linear in what it reduces.
+    `gather` seconds redistribute the operands, `compute` is the local work, `reduce` redistributes the outputs, partial
+    ones among them, to `ends`; `backward` is all of the backward pass, where it counts. Of a reduction that the
+    operator begins only the bytes are charged, for it may be completed together with others, except for matmuls; one
+    that is merely passed on is charged in full, for every use would complete it anew. A partial output is charged the
+    cheapest reduction, and an output sharded along a mesh axis on which all operands are replicated is charged its
+    gather: there, work is sharded only where that pays by itself. `gradients` are the layouts in which the local
+    backward pass of an operator that is linear in what it reduces gives the operands' gradients.
     """
 
     inputs: tuple[Layout, ...]
@@ -69,7 +68,7 @@ class Strategy:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """The total: gather, compute, reduce and backward."""
         return self.gather + self.compute + self.reduce + self.backward
 
     def __str__(self) -> str:
@@ -88,21 +87,21 @@ def choose(
 ) -> Strategy:
     """The cheapest strategy of `rule` for these operands; `outputs` are pairs of global shape and itemsize.
 
-    Branch and bound: the candidate that may be cheapest is priced move by move, and left as soon as another may be
-    cheaper, until one is priced in full that none can beat. Of `wanted`, `keep` is kept where any strategy can.
+    Branch and bound: the candidate that may be cheapest is priced redistribution by redistribution, and left as soon as
+    another may be cheaper, until one is priced in full that none can beat. `wanted.keep` is kept if any strategy can.
     """
-    found = candidate_expansions(rule, operands, outputs, wanted)
+    candidates = candidate_expansions(rule, operands, outputs, wanted)
     if wanted.keep is not None:
-        found = [e for e in found if e.inputs[0] == wanted.keep == e.outputs[0]] or found
+        candidates = [e for e in candidates if e.inputs[0] == wanted.keep == e.outputs[0]] or candidates
     price = _Price(rule, operands, outputs, topology, wanted)
-    if len(found) == 1:
-        return price.of(found[0])
+    if len(candidates) == 1:
+        return price.of(candidates[0])
     first = operands[0].layout
-    bounds = [price.bound(e) for e in found]
+    bounds = [price.bound(e) for e in candidates]
     queue = [(bound.seconds(price), i) for i, bound in enumerate(bounds)]
     heapify(queue)
     best: Strategy | None = None
-    best_key: tuple[float, ...] = (price.of(found[queue[0][1]]).seconds,)
+    best_key: tuple[float, ...] = (price.of(candidates[queue[0][1]]).seconds,)
     while queue:
         least, i = heappop(queue)
         if _digits(least) > _digits(best_key[0]):
@@ -111,7 +110,7 @@ def choose(
         if at_least > least or bounds[i].refine(price, best_key[0] * (1 + 1e-8) - at_least):
             heappush(queue, (bounds[i].seconds(price), i))
             continue
-        strategy = price.of(found[i])
+        strategy = price.of(candidates[i])
         pending = sum(len(layout.partial_axes()) for layout in strategy.outputs)
         alike = strategy.outputs[:1] != (first,)
         key = (_digits(strategy.seconds), pending, strategy.moves, strategy.rows.count(None), alike, i)
@@ -122,7 +121,7 @@ def choose(
 
 
 def _digits(seconds: float) -> float:
-    """Seconds to nine digits: sums of the same parts in another order are no reason to choose."""
+    """Seconds rounded to nine digits, so that the order of adding equal terms does not decide between strategies."""
     return float(f"{seconds:.9e}")
 
 
@@ -133,35 +132,37 @@ def strategies(
     topology: Topology,
     wanted: Constraints = ANY,
 ) -> Iterator[Strategy]:
-    """All strategies of `rule` worth trying, priced."""
+    """Yield the candidate strategies of `rule`, priced."""
     price = _Price(rule, operands, outputs, topology, wanted)
-    for found in candidate_expansions(rule, operands, outputs, wanted):
-        yield price.of(found)
+    for expansion in candidate_expansions(rule, operands, outputs, wanted):
+        yield price.of(expansion)
 
 
 def candidate_expansions(
     rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]], wanted: Constraints
 ) -> list[Expansion]:
-    """The expansions of `rule` to choose from.
+    """The candidate expansions of `rule`.
 
-    A product with gradients is split along each mesh axis that splits an operand along a dim of the result, where it
-    can be. To repeat it there may save a message, but repeats all that follows, which backward then holds whole.
+    A matmul with gradients is sharded along each mesh axis that shards an operand along a dim of the result, where it
+    can be. To repeat it there may save a message, but repeats all that follows, which backward then holds replicated.
     """
-    found = list(expansions(rule, operands, outputs, wanted.among, wanted.result))
+    candidates = list(expansions(rule, operands, outputs, wanted.among, wanted.result))
     if not rule.loops or not any(wanted.gradients) or wanted.among is not None or wanted.result is not None:
-        return found
-    made = {name for dim in rule.outputs[0] for name in dim}
+        return candidates
+    result_factors = {name for dim in rule.outputs[0] for name in dim}
     split = {
         axis
         for operand, term in zip(operands, rule.inputs, strict=True)
         for axis, placement in enumerate(operand.layout.placements)
-        if isinstance(placement, Shard) and not made.isdisjoint(term[placement.dim])
+        if isinstance(placement, Shard) and not result_factors.isdisjoint(term[placement.dim])
     }
-    return [each for each in found if all(each.rows[axis] is not None for axis in split)] or found
+    return [
+        expansion for expansion in candidates if all(expansion.rows[axis] is not None for axis in split)
+    ] or candidates
 
 
 class _Move(NamedTuple):
-    """A move of operand `i`, or of its gradient, which is made so many times."""
+    """A redistribution of operand `i`, or of its gradient, which runs `times` times."""
 
     i: int
     src: Layout
@@ -170,19 +171,19 @@ class _Move(NamedTuple):
 
 
 class _Bound:
-    """What an expansion takes at least: all that is known of it, and of moves that were not priced the least."""
+    """A lower bound on an expansion's seconds: prices so far, and lower bounds of redistributions not yet priced."""
 
     def __init__(self, fixed: float, moves: list[_Move]) -> None:
         self.fixed, self.moves = fixed, moves
 
     def seconds(self, price: _Price) -> float:
-        """No price of the expansion is below, rounding apart."""
+        """The lower bound, less a margin for rounding."""
         return (self.fixed + sum([price.at_least(move) * move.times for move in self.moves])) * (1 - 1e-12)
 
     def refine(self, price: _Price, slack: float) -> bool:
-        """Price a move that nobody has priced, if it takes at most `slack` seconds more than its least; false if none.
+        """Price one redistribution without a price, within `slack` seconds above its bound; false if all have prices.
 
-        Where it takes more, so does the expansion than one that is known, and it is not looked at again.
+        Where it takes more, so does the expansion than the best one so far, and it is not considered again.
         """
         for move in self.moves:
             if move[:3] not in price.plans:
@@ -195,7 +196,7 @@ class _Bound:
 
 
 class _Price:
-    """Prices of the expansions of one rule on given operands. Moves that several of them make are priced once."""
+    """Prices of the expansions of one rule on given operands; redistributions that several share are priced once."""
 
     def __init__(
         self,
@@ -222,43 +223,43 @@ class _Price:
 
     # -- the least that an expansion takes
 
-    def bound(self, found: Expansion) -> _Bound:
-        """What is known of an expansion before any of its moves is priced."""
+    def bound(self, expansion: Expansion) -> _Bound:
+        """The lower bound of an expansion before any of its redistributions is priced."""
         gradients = self.wanted.gradients
         moves: list[_Move] = []
-        for i, (operand, layout) in enumerate(zip(self.operands, found.inputs, strict=True)):
+        for i, (operand, layout) in enumerate(zip(self.operands, expansion.inputs, strict=True)):
             moves.append(_Move(i, operand.layout, layout, 1 + self.moved_again(i)))
             if gradients and gradients[i]:
-                moves.append(_Move(i, found.gradients[i], self.back[i], 1))
-        fixed = self.compute(found) * (1 + sum(gradients)) + self.end_at_least(found)
+                moves.append(_Move(i, expansion.gradients[i], self.back[i], 1))
+        fixed = self.compute(expansion) * (1 + sum(gradients)) + self.end_at_least(expansion)
         return _Bound(fixed, [move for move in moves if move.src != move.dst])
 
     def at_least(self, move: _Move) -> float:
-        """Seconds of a move, or seconds that it does not go below if it is not priced."""
+        """The seconds of a redistribution, or a lower bound if it is not priced."""
         key = move[:3]
-        found = self.leasts.get(key)
-        if found is None:
-            found = self.leasts[key] = _least(self.spaces[move.i], move.src, move.dst)
-        return found
+        seconds = self.leasts.get(key)
+        if seconds is None:
+            seconds = self.leasts[key] = _least(self.spaces[move.i], move.src, move.dst)
+        return seconds
 
-    def end_at_least(self, found: Expansion) -> float:
-        """The same for all that brings a product's result to its end, and the gradient back."""
+    def end_at_least(self, expansion: Expansion) -> float:
+        """A lower bound on the seconds that redistribute a matmul's result to its end, and its gradient in backward."""
         if not self.rule.loops:
             return 0.0
-        layout, (shape, itemsize) = found.outputs[0], self.outputs[0]
-        ends = self.ends(0, found, layout, shape)
-        known = self.end_leasts.get((layout, ends))
-        if known is None:
+        layout, (shape, itemsize) = expansion.outputs[0], self.outputs[0]
+        ends = self.ends(0, expansion, layout, shape)
+        seconds = self.end_leasts.get((layout, ends))
+        if seconds is None:
             space, back = space_of(self.mesh, self.topology, shape, itemsize), layout.cotangent()
-            known = self.end_leasts[layout, ends] = min(
+            seconds = self.end_leasts[layout, ends] = min(
                 _least(space, layout, end)
                 + (_least(space, end.cotangent(), back) if any(self.wanted.gradients) else 0.0)
                 for end in ends
             )
-        return known
+        return seconds
 
     def moved_again(self, i: int) -> bool:
-        """Whether operand `i` is moved once more for the gradient of another."""
+        """Whether operand `i` is redistributed once more for the gradient of another."""
         wanted = self.wanted
         needed = any(gradient for j, gradient in enumerate(wanted.gradients) if j != i)
         return needed and not wanted.kept[i]
@@ -266,18 +267,18 @@ class _Price:
     # -- the price
 
     def plan(self, i: int, src: Layout, dst: Layout) -> PricedPlan:
-        """How operand `i`, or its gradient, moves."""
+        """The priced plan that redistributes operand `i`, or its gradient, from `src` to `dst`."""
         key = (i, src, dst)
-        found = self.plans.get(key)
-        if found is None:
+        priced = self.plans.get(key)
+        if priced is None:
             operand = self.operands[i]
             plan = plan_alike(src, dst, operand.shape, operand.itemsize, self.topology)
-            found = self.plans[key] = PricedPlan(plan.seconds, len(plan.steps))
-            self.leasts[key] = found.seconds
-        return found
+            priced = self.plans[key] = PricedPlan(plan.seconds, len(plan.steps))
+            self.leasts[key] = priced.seconds
+        return priced
 
     def within(self, move: _Move, most: float) -> None:
-        """Price a move, or learn that it takes more than so many seconds; one of all moves that are alike."""
+        """Price a redistribution, or record that it takes more than `most` seconds; equivalent ones share the price."""
         operand = self.operands[move.i]
         key = (move.i, *canonical_layouts(move.src, move.dst, self.topology))
         known = self.plans.get(key)
@@ -289,34 +290,34 @@ class _Price:
             else:
                 self.leasts[each] = max(most, self.leasts.get(each, 0.0))
 
-    def of(self, found: Expansion) -> Strategy:
-        """The expansion as a strategy, with its price."""
-        compute, wanted = self.compute(found), self.wanted
+    def of(self, expansion: Expansion) -> Strategy:
+        """The strategy of an expansion, with its price."""
+        compute, wanted = self.compute(expansion), self.wanted
         gather, reduce, backward, moves = 0.0, 0.0, compute * sum(wanted.gradients), 0
-        for i, (operand, layout) in enumerate(zip(self.operands, found.inputs, strict=True)):
+        for i, (operand, layout) in enumerate(zip(self.operands, expansion.inputs, strict=True)):
             move = self.plan(i, operand.layout, layout)
             gather, moves = gather + move.seconds, moves + move.steps
             backward += move.seconds * self.moved_again(i)
         for i, needed in enumerate(wanted.gradients):
             if needed:
-                backward += self.plan(i, found.gradients[i], self.back[i]).seconds
+                backward += self.plan(i, expansion.gradients[i], self.back[i]).seconds
         ends = tuple(
-            self.end(i, found, layout, shape, itemsize)
-            for i, ((shape, itemsize), layout) in enumerate(zip(self.outputs, found.outputs, strict=True))
+            self.end(i, expansion, layout, shape, itemsize)
+            for i, ((shape, itemsize), layout) in enumerate(zip(self.outputs, expansion.outputs, strict=True))
         )
-        passes = self.rule.loops or any(isinstance(row, PassThrough) for row in found.rows)
+        passes = self.rule.loops or any(isinstance(row, PassThrough) for row in expansion.rows)
         debt = self.topology if passes else self.topology.bytes_only()
-        for (shape, itemsize), layout, end in zip(self.outputs, found.outputs, ends, strict=True):
+        for (shape, itemsize), layout, end in zip(self.outputs, expansion.outputs, ends, strict=True):
             reduce += plan_alike(layout, end, shape, itemsize, debt).seconds
             if any(wanted.gradients):
                 backward += plan_alike(end.cotangent(), layout.cotangent(), shape, itemsize, self.topology).seconds
         return Strategy(
-            found.inputs,
-            found.outputs,
-            found.rows,
-            found.gradients,
+            expansion.inputs,
+            expansion.outputs,
+            expansion.rows,
+            expansion.gradients,
             ends,
-            found.order,
+            expansion.order,
             gather,
             compute,
             reduce,
@@ -324,45 +325,45 @@ class _Price:
             moves,
         )
 
-    def compute(self, found: Expansion) -> float:
+    def compute(self, expansion: Expansion) -> float:
         """Seconds of the local work."""
         nbytes = sum(
             layout.local_numel(operand.shape) * operand.itemsize
-            for operand, layout in zip(self.operands, found.inputs, strict=True)
+            for operand, layout in zip(self.operands, expansion.inputs, strict=True)
         )
-        for (shape, itemsize), layout in zip(self.outputs, found.outputs, strict=True):
+        for (shape, itemsize), layout in zip(self.outputs, expansion.outputs, strict=True):
             nbytes += layout.local_numel(shape) * itemsize
         local = (
-            -(-size // prod(self.mesh.shape[a] for a in found.order.get(factor, ())))
+            -(-size // prod(self.mesh.shape[a] for a in expansion.order.get(factor, ())))
             for factor, size in self.sizes.items()
         )
         return work_seconds(2.0 * prod(local), nbytes, self.topology)
 
-    def end(self, i: int, found: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:
-        """Where output `i` is charged to come to lie: the cheapest of its ends."""
-        ends = self.ends(i, found, layout, shape)
+    def end(self, i: int, expansion: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:
+        """The layout to which the price redistributes output `i`: the cheapest of its ends."""
+        ends = self.ends(i, expansion, layout, shape)
         if len(ends) == 1:
             return ends[0]
         return min(ends, key=lambda end: plan_alike(layout, end, shape, itemsize, self.topology).seconds)
 
-    def ends(self, i: int, found: Expansion, layout: Layout, shape: Shape) -> tuple[Layout, ...]:
-        """Where output `i` may come to lie: what is pending is split, or whole."""
+    def ends(self, i: int, expansion: Expansion, layout: Layout, shape: Shape) -> tuple[Layout, ...]:
+        """The layouts in which output `i` may end: its partial axes sharded, or replicated."""
         if i == 0 and (self.wanted.result is not None or self.wanted.reduced is not None):
-            return (requested_layout(self.rule, self.wanted, found, shape),)
+            return (requested_layout(self.rule, self.wanted, expansion, shape),)
         if (i, layout) not in self.known_ends:
             self.known_ends[i, layout] = self._ends(layout, shape)
         return self.known_ends[i, layout]
 
     def _ends(self, layout: Layout, shape: Shape) -> tuple[Layout, ...]:
-        whole = completed_layout(layout)
-        for axis in self.idle & {axis for axis, p in enumerate(whole.placements) if isinstance(p, Shard)}:
-            whole = whole.replace(axis, Replicate())
+        completed = completed_layout(layout)
+        for axis in self.idle & {axis for axis, p in enumerate(completed.placements) if isinstance(p, Shard)}:
+            completed = completed.replace(axis, Replicate())
         pending = [axis for axis in layout.partial_axes() if axis not in self.idle]
         if not pending or not shape:
-            return (whole,)
-        held = whole.first_region(shape)
+            return (completed,)
+        held = completed.first_region(shape)
         dim = max(range(len(shape)), key=lambda dim: (len(held[dim]), -dim))
-        return whole.split(dim, pending), whole
+        return completed.split(dim, pending), completed
 
 
 def _least(space: Space, src: Layout, dst: Layout) -> float:
@@ -370,7 +371,7 @@ def _least(space: Space, src: Layout, dst: Layout) -> float:
 
 
 def requested_layout(rule: Rule, wanted: Constraints, found: Expansion, shape: Shape) -> Layout:
-    """Where the result of a product comes to lie that is asked to lie somewhere."""
+    """The layout that `wanted` requests for the result of a matmul."""
     layout = found.outputs[0]
     if wanted.result is not None:
         return wanted.result
@@ -381,16 +382,16 @@ def requested_layout(rule: Rule, wanted: Constraints, found: Expansion, shape: S
         "m": [dim for dim, names in enumerate(out) if names and names[0] in first],
         "n": [dim for dim, names in enumerate(out) if names and names[0] not in first],
     }
-    for axis, (row, where) in enumerate(zip(found.rows, wanted.reduced, strict=True)):
-        if not isinstance(row, str) or not isinstance(layout.placements[axis], Partial) or where == "P":
+    for axis, (row, storage) in enumerate(zip(found.rows, wanted.reduced, strict=True)):
+        if not isinstance(row, str) or not isinstance(layout.placements[axis], Partial) or storage == "P":
             continue
-        candidates = dims.get(where, [])
+        candidates = dims.get(storage, [])
         at = max(candidates, key=lambda dim: (shape[dim], -dim), default=None)
         layout = layout.replace(axis, Replicate() if at is None else Shard(at))
     return layout
 
 
 def completed_layout(layout: Layout) -> Layout:
-    """The layout with every pending reduction done and whole on its axes."""
+    """The layout with every partial placement replaced by replicated."""
     placements = tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
     return Layout(layout.mesh, placements, layout.order)

@@ -1,4 +1,4 @@
-"""Which strategy a call of a product takes: asked for, or the cheapest; remembered for the next call."""
+"""Choose the strategy of a matmul: the requested one, or the cheapest; cached for the next call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Infer: TypeAlias = Callable[..., Tensor]
 def choose_matmul(
     name: str, rule: Callable[[], Rule], infer: Infer, tensors: Sequence[Any], asked: MatmulOptions, key: Any = None
 ) -> MatmulExecutable:
-    """The cheapest product of these tensors that is as `asked`; looked up where it was decided before.
+    """The cheapest executable for a matmul of these tensors within the options `asked`; cached.
 
     `infer` gives the result without data, or torch's own error; `key` tells rules of one name and shape apart.
 
@@ -43,21 +43,21 @@ def choose_matmul(
             parts.append((t.requires_grad, is_leaf(t)))
     full_key = tuple(parts)
     choices = planning_context().choices
-    found: MatmulExecutable | None = choices.get(full_key)
-    if found is None:
+    executable: MatmulExecutable | None = choices.get(full_key)
+    if executable is None:
         common_mesh(name, list(tensors))
         specs = [t._spec for t in tensors]
         needs, leaf = [recorded and t.requires_grad for t in tensors[:2]], [is_leaf(t) for t in tensors[:2]]
-        found = choices.add(full_key, _choose_matmul(name, rule, infer, specs, asked, needs, leaf))
+        executable = choices.add(full_key, _choose_matmul(name, rule, infer, specs, asked, needs, leaf))
     else:
         choices.hits += 1
-    return found
+    return executable
 
 
 def is_leaf(x: Any) -> bool:
-    """Whether `x` is a leaf of autograd; where it is traced, whether what it stands for is."""
-    found: bool | None = x._leaf
-    return x.is_leaf if found is None else found
+    """Whether `x`, or the tensor that it stands for in a trace, is a leaf of autograd."""
+    traced_leaf: bool | None = x._leaf
+    return x.is_leaf if traced_leaf is None else traced_leaf
 
 
 def _choose_matmul(
@@ -80,13 +80,13 @@ def _choose_matmul(
         wanted = asked.wanted(rule, mesh, needs, leaf)
         return choose(rule, operands, [(shape, out.itemsize)], topology, wanted), wanted
 
-    found, pair = rule(), (specs[0], specs[1])
-    strategy, wanted = chosen(found, operands)
-    cut = split_contraction(found, operands)
+    matmul_rule, pair = rule(), (specs[0], specs[1])
+    strategy, wanted = chosen(matmul_rule, operands)
+    cut = split_contraction(matmul_rule, operands)
     if cut is not None:
         by_blocks, wanted_so = chosen(cut.rule, cut.operands)
         if by_blocks.seconds < strategy.seconds:
-            found, strategy, wanted = cut.rule, by_blocks, wanted_so
+            matmul_rule, strategy, wanted = cut.rule, by_blocks, wanted_so
             pair = _cut_spec(specs[0], cut.operands[0]), _cut_spec(specs[1], cut.operands[1])
         else:
             cut = None
@@ -94,7 +94,7 @@ def _choose_matmul(
     layout = strategy.ends[0] if asked_where else strategy.outputs[0]
     out_spec = spec_of(layout, shape, contiguous_stride(shape), out.dtype, specs[0].device)
     bias = specs[2] if len(specs) > 2 else None
-    return MatmulExecutable(name, found, pair, bias, out_spec, strategy, wanted, cut, asked.streamed())
+    return MatmulExecutable(name, matmul_rule, pair, bias, out_spec, strategy, wanted, cut, asked.streamed())
 
 
 def _cut_spec(spec: Spec, operand: Operand) -> Spec:
@@ -102,7 +102,7 @@ def _cut_spec(spec: Spec, operand: Operand) -> Spec:
 
 
 def wrap_result(name: str, tensors: Sequence[Any]) -> Sequence[Any]:
-    """The operands, all distributed: those that autograd made plain, of zeros, are whole on every rank.
+    """The operands as distributed tensors: plain tensors of zeros that autograd made become replicated ones.
 
     Raises:
         MeshError: operands on different meshes.

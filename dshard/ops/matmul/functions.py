@@ -1,4 +1,4 @@
-"""Products at the door: by `@`, `matmul`, `mm`, `bmm`, `einsum` and `linear`."""
+"""Entries of torch's functions that are matmuls: `@`, `matmul`, `mm`, `bmm`, `addmm`, `einsum` and `linear`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def matmul_of(
     asked: MatmulOptions | None = None,
     key: Any = None,
 ) -> Any:
-    """The product of two tensors, and perhaps a bias, by the cheapest strategy, or the one asked for."""
+    """The matmul of two tensors, plus a bias if there is a third, by the cheapest strategy or the requested one."""
     cls = Wrapper.public
     tensors = autocast(tensors)
     for t in tensors:
@@ -62,7 +62,7 @@ def bmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.einsum`: of two operands a product, of others as torch breaks it up."""
+    """`torch.einsum`: a matmul if there are two operands; for any other number torch decomposes it."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])
@@ -80,7 +80,7 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.addmm` of a bias along the last dim: a product with a bias, as `linear` is."""
+    """`torch.addmm` of a bias along the last dim: a matmul with a bias, as `linear` is."""
     if len(args) != 3 or kwargs or args[0].dim() != 1 or args[0].dtype != args[1].dtype:
         return call_torch(func, args, kwargs)
     bias, a, b = args
@@ -94,7 +94,7 @@ def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: MatmulOptions | None = None) -> Any:
-    """`torch.nn.functional.linear`. Of a result left pending one rank adds the bias."""
+    """`torch.nn.functional.linear`. If the result is partial, one rank adds the bias."""
     x, weight, bias = (
         args if len(args) == 3 and not kwargs else bind_arguments(("input", "weight", "bias"), args, kwargs)
     )

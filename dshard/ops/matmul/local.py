@@ -1,4 +1,4 @@
-"""The product that a rank computes of its parts: the one of torch's kernels that fits the terms."""
+"""The local matmul of a rank: the one of torch's kernels that fits the terms."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ LocalProduct: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 @cached("local products", 4096)
 def local_product(a: Term, b: Term, out: Term) -> LocalProduct:
-    """The function that multiplies tensors of terms `a` and `b` into one of term `out`; each dim is one factor or none.
+    """A function that multiplies tensors of terms `a` and `b` into one of term `out`; each dim has one factor or none.
 
     >>> row, column, both = (("m",), ("k",)), (("k",), ("n",)), (("m",), ("n",))
     >>> local_product(row, column, both)(torch.ones(2, 3), torch.ones(3, 4)).tolist()
     [[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]
     """
     if () not in (*a, *b, *out):
-        found = _linear(a, b, out) or _matmul(a, b, out) or _weight_gradient(a, b, out)
-        if found is not None:
-            return found
-        turned = _matmul(b, a, out)
-        if turned is not None:
-            return lambda x, y: turned(y, x)
+        kernel = _linear(a, b, out) or _matmul(a, b, out) or _weight_gradient(a, b, out)
+        if kernel is not None:
+            return kernel
+        swapped_kernel = _matmul(b, a, out)
+        if swapped_kernel is not None:
+            return lambda x, y: swapped_kernel(y, x)
     return _einsum(a, b, out)
 
 
@@ -42,7 +42,7 @@ def _linear(a: Term, b: Term, out: Term) -> LocalProduct | None:
 
 
 def _matmul(a: Term, b: Term, out: Term) -> LocalProduct | None:
-    """Matrices, or batches of the same batch dims, either of them transposed; a matrix to the right of any."""
+    """The matmul of matrices or equal batches, either transposed; or of any tensor with a matrix to its right."""
     if len(a) > 1 and len(b) == 2 and b[0] == a[-1] and out == (*a[:-1], b[1]) and b[1] not in a:
         return torch.matmul
     lead = len(out) - 2
@@ -66,7 +66,7 @@ _TURNED: dict[tuple[bool, bool], LocalProduct] = {
 
 
 def _weight_gradient(a: Term, b: Term, out: Term) -> LocalProduct | None:
-    """`... n, ... k -> n k`, or the same turned: all leading dims are contracted."""
+    """`... n, ... k -> n k`, or its transpose: all leading dims are contracted."""
     if len(a) != len(b) or len(a) < 3 or a[:-1] != b[:-1] or len(out) != 2:
         return None
     if out == (a[-1], b[-1]):
@@ -77,7 +77,7 @@ def _weight_gradient(a: Term, b: Term, out: Term) -> LocalProduct | None:
 
 
 def accumulating(a: Term, b: Term, out: Term) -> Callable[[Tensor, Tensor, Tensor], object]:
-    """The function that adds the product of tensors of terms `a` and `b` to one of term `out`, in place.
+    """A function that adds the matmul of tensors of terms `a` and `b` to one of term `out`, in place.
 
     >>> row, column, both = (("m",), ("k",)), (("k",), ("n",)), (("m",), ("n",))
     >>> total = torch.ones(2, 4)
@@ -99,7 +99,7 @@ def accumulating(a: Term, b: Term, out: Term) -> Callable[[Tensor, Tensor, Tenso
 
 
 def outlined(a: Term, b: Term, out: Term) -> LocalProduct:
-    """Like `local_product`, of tensors without data: a tensor of the result's shape, nothing multiplied.
+    """A function that gives an empty tensor of the result's shape, for tensors without data; it multiplies nothing.
 
     >>> row, column, both = (("m",), ("k",)), (("k",), ("n",)), (("m",), ("n",))
     >>> outlined(row, column, both)(torch.empty(2, 3, device="meta"), torch.empty(3, 4, device="meta")).shape
@@ -124,9 +124,9 @@ def _einsum(a: Term, b: Term, out: Term) -> LocalProduct:
     ones_a, ones_b, ones_out = (tuple(i for i, dim in enumerate(term) if not dim) for term in (a, b, out))
 
     def product(x: Tensor, y: Tensor) -> Tensor:
-        found = torch.einsum(equation, x.squeeze(ones_a), y.squeeze(ones_b))
+        result = torch.einsum(equation, x.squeeze(ones_a), y.squeeze(ones_b))
         for i in ones_out:
-            found = found.unsqueeze(i)
-        return found
+            result = result.unsqueeze(i)
+        return result
 
     return product

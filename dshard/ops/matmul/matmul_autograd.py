@@ -1,4 +1,4 @@
-"""Products as autograd knows them: forward, backward, and both gradients at once."""
+"""Matmuls under autograd: forward, backward, and both gradients at once."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dshard.ops.matmul.matmul_executable import MatmulExecutable
 
 Rerun: TypeAlias = Callable[[Callable[[], Sequence[Any]], int], None]
 RECOMPUTE_HOOKS: Scoped[Rerun, list[Rerun]] = Scoped("reruns", list)
-"""Called, the last alone, before a recorded product: with what gives the tensors that it saves, and their number."""
+"""Callbacks before a matmul that autograd records; only the last runs, with a getter of saved tensors and a count."""
 
 
 class Multiply(torch.autograd.Function):
-    """A product, recorded. Saves the operands, and moved copies of those worth keeping."""
+    """The autograd node of a matmul. Saves the operands, and redistributed copies of those worth keeping."""
 
     @staticmethod
     def forward(ctx: Any, product: MatmulExecutable, *tensors: Any) -> Any:
@@ -62,22 +62,22 @@ class Multiply(torch.autograd.Function):
             (a if wanted_gradients(ctx, 1) else None),
             (b if wanted_gradients(ctx, 0) else None),
         )  # each is for the other's gradient
-        found: list[Any] = [None] * (2 if product.bias is None else 3)
+        gradients: list[Any] = [None] * (2 if product.bias is None else 3)
         if product.bias is not None and wanted_gradients(ctx, 2):
             dims = len(product.out.shape) - 1
-            found[2] = grad.sum(tuple(range(dims))) if dims else grad
+            gradients[2] = grad.sum(tuple(range(dims))) if dims else grad
         if plain and not OBSERVERS and type(grad._local) is Tensor and not grad._local.is_meta:
             back = product.back(grad._spec, None if a is None else a._spec, None if b is None else b._spec)
             if back is not None:
-                found[:2] = back(grad._local, a, b)
-                return (None, *found)
-        found[:2] = _gradients(ctx, product, grad, a, b, plain)
-        return (None, *found)
+                gradients[:2] = back(grad._local, a, b)
+                return (None, *gradients)
+        gradients[:2] = _gradients(ctx, product, grad, a, b, plain)
+        return (None, *gradients)
 
 
 def _gradients(ctx: Any, product: MatmulExecutable, grad: Any, a: Any, b: Any, plain: bool) -> list[Any]:
-    """The gradients of both operands: observed, recorded, beside each other, of complex numbers, or without data."""
-    found: list[Any] = [None, None]
+    """The gradients of both operands in every case: observed, recorded, overlapped, complex, or without data."""
+    gradients: list[Any] = [None, None]
     need_a, need_b = wanted_gradients(ctx, 0), wanted_gradients(ctx, 1)
     if need_a:
         other: Any = torch.conj_physical(b) if b.is_complex() else b
@@ -85,21 +85,21 @@ def _gradients(ctx: Any, product: MatmulExecutable, grad: Any, a: Any, b: Any, p
         if need_b and plain and first.overlaps() and not traced(grad._local):
             given: Any = torch.conj_physical(a) if a.is_complex() else a
             second = product.gradient(1, grad._spec, given._spec)
-            found[:2] = both_gradients((first, (grad, other)), (second, (given, grad)))
-            return found
-        found[0], moved = multiply_keeping(first, (grad, other))
+            gradients[:2] = both_gradients((first, (grad, other)), (second, (given, grad)))
+            return gradients
+        gradients[0], moved = multiply_keeping(first, (grad, other))
         if plain and first.streamed is None:  # both products want it in one layout, so it is moved once
             grad = first.wrap_moved(0, moved)
     if need_b:
         other = torch.conj_physical(a) if a.is_complex() else a
-        found[1] = multiply(product.gradient(1, grad._spec, other._spec), (other, grad))
-    return found
+        gradients[1] = multiply(product.gradient(1, grad._spec, other._spec), (other, grad))
+    return gradients
 
 
 def wanted_gradients(ctx: Any, i: int) -> bool:
-    """Whether the backward pass that runs has a use for the gradient of tensor `i` of a product.
+    """Whether the running backward pass needs the gradient of tensor `i` of a matmul.
 
-    A pass that is asked for the gradients of some tensors alone goes only where those are.
+    A pass that is asked for the gradients of some tensors runs only the nodes that lead to them.
     """
     if not ctx.needs_input_grad[1 + i]:
         return False
@@ -112,7 +112,7 @@ def wanted_gradients(ctx: Any, i: int) -> bool:
 def both_gradients(
     first: tuple[MatmulExecutable, Sequence[Any]], second: tuple[MatmulExecutable, Sequence[Any]]
 ) -> list[Any]:
-    """Two products, of which the second is computed while the result of the first is reduced."""
+    """Two matmuls, of which the second is computed while the result of the first is reduced."""
     run: Callable[..., Any] = _both_gradients
     args: tuple[Any, ...] = (first, second)
     if OBSERVERS:
@@ -134,24 +134,24 @@ def _both_gradients(
 
     tensors = [t._local for _, given in (first, second) for t in given]
     plans = [p for product, _ in (first, second) for p in (*product.plans, product.end)]
-    found = run_program(first[0].mesh, program, tensors, plans)
-    return [wrap(x, product.out) for x, (product, _) in zip(found, (first, second), strict=True)]
+    gradients = run_program(first[0].mesh, program, tensors, plans)
+    return [wrap(x, product.out) for x, (product, _) in zip(gradients, (first, second), strict=True)]
 
 
 def multiply(product: MatmulExecutable, tensors: Sequence[Any]) -> Any:
-    """The product of these distributed tensors."""
+    """Run the matmul of these distributed tensors, recorded by autograd where one needs a gradient."""
     return multiply_keeping(product, tensors)[0]
 
 
 def multiply_keeping(product: MatmulExecutable, tensors: Sequence[Any]) -> tuple[Any, Sequence[Tensor]]:
-    """The same, and the local operands as they were multiplied where no gradient is recorded."""
+    """Run a matmul; returns its result and, where no gradient is recorded, the redistributed local operands."""
     cut = product.cut
     if cut is not None:
         (a, b, *bias), (dim_a, dim_b) = tensors, cut.dims
         tensors = (a.unflatten(dim_a, cut.sizes), b.unflatten(dim_b, cut.sizes), *bias)
     if OBSERVERS:
-        found: tuple[Any, Sequence[Tensor]] = observed(product.decision(), _multiply, (product, tensors))
-        return found
+        result: tuple[Any, Sequence[Tensor]] = observed(product.decision(), _multiply, (product, tensors))
+        return result
     out = _multiply(product, tensors)
     if CALL_LOG and cut is None:
         log((product, None, tuple(tensors), {}, out[0]))

@@ -1,4 +1,4 @@
-"""One product, decided: how its operands move, what is multiplied, and the products that its gradients are."""
+"""The executable of a matmul: redistributions of its operands, the local kernel, and the matmuls of its gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NEITHER = (False, False)
 
 
 class MatmulExecutable:
-    """One product of operands of given specs, decided: how they move, what is multiplied, where the result lies."""
+    """The executable of a matmul for given operand specs: redistributions, local kernel, spec of the result."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class MatmulExecutable:
         self.backs: dict[tuple[Any, ...], GradientPair | None] = {}
 
     def _streamed(self) -> PanelExecutor | None:
-        """The executor in panels, where they are asked for and anything moves."""
+        """The executor in panels, if panels are requested and something is communicated; else None."""
         if self.stream is None or not any(sends(p) for p in (*self.plans, self.end)):
             return None
         plans = self.plans[0], self.plans[1], self.end
@@ -83,18 +83,18 @@ class MatmulExecutable:
         return executor(self.rule, plans, self.out.dtype, stream, self.bias_plan)
 
     def in_panels(self) -> tuple[PanelCost, ...]:
-        """What it takes in each of the numbers of panels worth trying; priced once."""
+        """The prices of the matmul in each number of panels worth trying; computed once."""
         if self.priced is None:
             plans = self.plans[0], self.plans[1], self.end
             self.priced = in_panels(self.rule, plans, self.out.dtype, planning_context().topology_of(self.mesh))
         return self.priced
 
     def overlaps(self) -> bool:
-        """Whether its result is reduced beside the next product; not if that could share a moved first operand."""
+        """Whether this reduction overlaps the next matmul; not if both could share a redistributed first operand."""
         return sends(self.end) and (self.streamed is not None or not self.plans[0].steps)
 
     def executor(self) -> PanelExecutor:
-        """What runs the product in panels, or whole, beside others."""
+        """The executor that runs the matmul in panels, or in bulk overlapped with another matmul."""
         if self.streamed is not None:
             return self.streamed
         if self.beside is None:
@@ -103,11 +103,11 @@ class MatmulExecutable:
         return self.beside
 
     def bias_layout(self) -> Layout:
-        """Where a bias along the last dim of the result must lie to be added to a rank's part."""
+        """The layout of a bias along the last dim of the result in which it can be added to the local result."""
         return self._with_bias().inputs[2]
 
     def bias_gradient(self) -> Layout:
-        """Where its gradient then lies, of what a rank computes."""
+        """The layout of the bias's gradient as the ranks compute it."""
         return self._with_bias().gradients[2]
 
     def _with_bias(self) -> Expansion:
@@ -116,12 +116,12 @@ class MatmulExecutable:
         rule = Rule((*self.rule.inputs, last), self.rule.outputs, pending=self.rule.pending)
         operands = [Operand(s.layout, s.shape, s.itemsize) for s in (*self.specs, self.bias)]
         sizes = sizes_of(rule, operands, [(self.out.shape, self.out.itemsize)])
-        found = expand(rule, operands, self.strategy.rows, self.strategy.order, sizes)
-        assert found is not None
-        return found
+        expansion = expand(rule, operands, self.strategy.rows, self.strategy.order, sizes)
+        assert expansion is not None
+        return expansion
 
     def local(self, coordinate: Coordinate) -> Callable[..., Tensor]:
-        """What the rank at `coordinate` computes of its parts: of a result left pending, one rank adds the bias."""
+        """The local matmul of the rank at `coordinate`; if the result is partial, one rank adds the bias."""
         kernel = self.kernel
         if self.bias is None:
             return kernel
@@ -133,7 +133,7 @@ class MatmulExecutable:
         return lambda a, b, bias: kernel(a, b) + bias
 
     def __call__(self, tensors: Sequence[Any]) -> tuple[Tensor, Sequence[Tensor]]:
-        """The local result, and the two operands as they were multiplied."""
+        """Run the matmul: the local result, and the two redistributed local operands."""
         a, b = tensors[0]._local, tensors[1]._local
         if self.streamed is not None:
             return self.streamed([t._local for t in tensors]), (a, b)
@@ -142,7 +142,7 @@ class MatmulExecutable:
         return self.on_local(a, b, None if self.bias is None else tensors[2]._local)
 
     def on_local(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Sequence[Tensor]]:
-        """The same for the local parts of operands that have data and processes."""
+        """Run the matmul on local tensors that have data, on ranks that are processes."""
         if self.warm is None:
             self.warm = self._compared(self.local(coordinate_of(self.mesh)))
             plans = (*self.plans, self.end, *([] if self.bias_plan is None else [self.bias_plan]))
@@ -159,7 +159,7 @@ class MatmulExecutable:
         return (out if finish is None else finish(out)), (a, b)
 
     def _compared(self, local: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The local product; in the debug mode compared between the ranks before it runs."""
+        """Run the local matmul; in debug mode the ranks compare their calls before."""
         if not comparing():
             return local
 
@@ -170,17 +170,17 @@ class MatmulExecutable:
         return run_compared
 
     def slow(self, tensors: Sequence[Any]) -> tuple[Tensor, Sequence[Tensor]]:
-        """The same for ranks simulated in one process, or without data."""
+        """Run the matmul on ranks simulated in one process, or on tensors without data."""
         plans = self.plans if self.bias_plan is None else (*self.plans, self.bias_plan)
         moved = tuple(run(p, t._local) for p, t in zip(plans, tensors, strict=True))
         return run(self.end, run_on_ranks(self.mesh, self.local, moved, {})), moved[:2]
 
     def wrap_moved(self, i: int, moved: Sequence[Tensor]) -> Any:
-        """Operand `i` as it was multiplied, as a distributed tensor."""
+        """The redistributed local operand `i` as a distributed tensor."""
         return wrap(moved[i], self.specs[i].with_layout(self.strategy.inputs[i]))
 
     def decision(self) -> Decision:
-        """What was chosen."""
+        """The record of the chosen strategy."""
         operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in self.specs)
         outputs = ((self.out.shape, self.out.itemsize),)
         topology = planning_context().topology_of(self.mesh)
@@ -196,15 +196,15 @@ class MatmulExecutable:
     # -- gradients
 
     def gradient(self, i: int, grad: Spec, other: Spec) -> MatmulExecutable:
-        """The product of the result's gradient and the other operand that is the gradient of operand `i`."""
+        """The executable of operand `i`'s gradient: the matmul of the result's gradient and the other operand."""
         key = (i, grad, other)
-        found = self.gradients.get(key)
-        if found is None:
-            found = self.gradients[key] = self._gradient(i, grad, other)
-        return found
+        executable = self.gradients.get(key)
+        if executable is None:
+            executable = self.gradients[key] = self._gradient(i, grad, other)
+        return executable
 
     def back(self, grad: Spec, a: Spec | None, b: Spec | None) -> GradientPair | None:
-        """Both gradients, of the operands whose other is given, where nothing is run beside them or conjugated."""
+        """The executable of both gradients together, where neither is overlapped or conjugated; else None."""
         key = (grad, a, b)
         if key not in self.backs:
             self.backs[key] = gradient_pair_of(self, grad, a, b)
@@ -222,7 +222,7 @@ class MatmulExecutable:
 
 
 class GradientPair:
-    """The gradients of both operands of a product, decided: two products, the second of what the first moved."""
+    """The executable of both operands' gradients: two matmuls that share one redistributed result gradient."""
 
     __slots__ = ("first", "second")
 
@@ -230,7 +230,7 @@ class GradientPair:
         self.first, self.second = first, second
 
     def __call__(self, grad: Tensor, a: Any, b: Any) -> tuple[Any, Any]:
-        """The gradients, of the local part of the result's."""
+        """The local gradients of both operands from the result's local gradient."""
         for_a = for_b = None
         if self.first is not None:
             out, (grad, _) = self.first.on_local(grad, b._local)
@@ -241,7 +241,7 @@ class GradientPair:
 
 
 def gradient_pair_of(product: MatmulExecutable, grad: Spec, a: Spec | None, b: Spec | None) -> GradientPair | None:
-    """Both gradients, where nothing is run beside them or conjugated."""
+    """The executable of both gradients of a matmul, where neither is overlapped or conjugated; else None."""
     if grad.dtype.is_complex or runtime_of(product.mesh) is None:
         return None
     first = None if b is None else product.gradient(0, grad, b)
@@ -263,25 +263,25 @@ def matmul_executable(
     stream: Stream | Auto | None = None,
     complete: bool = False,
 ) -> MatmulExecutable:
-    """The product with these rows, its result a gradient for `like`: laid out like it, but for sums left pending.
+    """The executable of a gradient matmul with these rows, whose result has `like`'s layout, except for partial sums.
 
-    With `complete` none are: they are reduced at once, beside the product that comes next.
+    With `complete` no sum is left partial: it is reduced at once, overlapped with the next matmul.
     """
     operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs]
     sizes = sizes_of(rule, operands, [(like.shape, like.itemsize)])
-    found = expand(rule, operands, rows, order, sizes)
-    assert found is not None, "the gradient's factors are those of the product"
+    expansion = expand(rule, operands, rows, order, sizes)
+    assert expansion is not None, "the gradient's factors are those of the product"
     target = like.layout.cotangent()
-    end = target if complete else keep_partial_sums(found.outputs[0], target)
+    end = target if complete else keep_partial_sums(expansion.outputs[0], target)
     out = spec_of(end, like.shape, contiguous_stride(like.shape), like.dtype, like.device)
-    strategy = Strategy(found.inputs, found.outputs, rows, found.gradients, (end,), order)
+    strategy = Strategy(expansion.inputs, expansion.outputs, rows, expansion.gradients, (end,), order)
     if isinstance(stream, Stream):
         stream = replace(stream, axis=None)  # which loop moves most differs
     return MatmulExecutable(name, rule, specs, None, out, strategy, Constraints(result=end, kept=NEITHER), None, stream)
 
 
 def _turned(row: Row, i: int) -> Row:
-    """What an axis does in the gradient of operand `i`: an operand that was pending is so still, if it takes part."""
+    """The row of an axis in the matmul of operand `i`'s gradient: a partial operand that takes part stays partial."""
     if not isinstance(row, PassThrough):
         return row
     other = 1 - i
@@ -289,7 +289,7 @@ def _turned(row: Row, i: int) -> Row:
 
 
 def sends(moves: Plan) -> bool:
-    """Whether anything is communicated."""
+    """Whether a plan communicates anything."""
     return any(not isinstance(step, Slice | Pend) for step in moves.steps)
 
 

@@ -1,4 +1,4 @@
-"""What a product is asked for beside its operands: a strategy, where its result should lie, what backward keeps."""
+"""Options of a matmul beside its operands: a strategy, the layout of its result, what the backward pass keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints
 
 Saved: TypeAlias = Literal["auto", "moved", "stored"]
-"""Which operands the backward pass keeps: as they were multiplied, as they are stored, or as `use_strategy` says."""
+"""Which copies of the operands the backward pass keeps: redistributed, as stored, or as `use_strategy` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class MatmulOptions:
         return (self.strategy if isinstance(self.strategy, Schedule) else strategy_named(self.strategy).schedule).stream
 
     def wanted(self, rule: Rule, mesh: Mesh, needs: Sequence[bool], leaf: Sequence[bool]) -> Constraints:
-        """The same for one product: `needs` are which operands need a gradient, `leaf` which are leaves of autograd.
+        """The constraints for one matmul; `needs`: which operands need a gradient, `leaf`: which are autograd leaves.
 
         Raises:
-            StrategyError: there is no such strategy, or not on this mesh; moved operands are to be kept of panels.
+            StrategyError: there is no such strategy, or not on this mesh; or saved="moved" with panels.
         """
         stream = self.streamed()
         if stream is not None and self.saved == "moved":
@@ -62,7 +62,7 @@ class MatmulOptions:
         return Constraints(None, self.result, tuple(needs), kept, among, reduced)
 
     def _reduced(self, mesh: Mesh) -> tuple[str, ...]:
-        """For each mesh axis what becomes of a sum that the contraction leaves pending there."""
+        """For each mesh axis the placement requested for a sum that the contraction leaves partial there."""
         if isinstance(self.strategy, Schedule):
             return self.strategy.stored
         assert self.strategy is not None
@@ -78,16 +78,16 @@ _ALL: dict[MatmulOptions, MatmulOptions] = {NO_OPTIONS: NO_OPTIONS}
 
 
 def _asked(changes: Sequence[MatmulOptions]) -> MatmulOptions:
-    """What blocks ask for together: the innermost says what is saved, and of strategy and panels who says something.
+    """The combined options of all open blocks: `saved` of the innermost, strategy and panels of the innermost with any.
 
-    One object each time, which is what a compiled graph is guarded by.
+    Equal options are one object, so that a compiled graph can be guarded by its identity.
     """
-    found = NO_OPTIONS
+    options = NO_OPTIONS
     for change in changes:
-        strategy = found.strategy if change.strategy is None else change.strategy
-        stream = found.stream if change.stream is None else change.stream
-        found = replace(change, strategy=strategy, stream=stream)
-    return _ALL.setdefault(found, found)
+        strategy = options.strategy if change.strategy is None else change.strategy
+        stream = options.stream if change.stream is None else change.stream
+        options = replace(change, strategy=strategy, stream=stream)
+    return _ALL.setdefault(options, options)
 
 
 _ASKED: Scoped[MatmulOptions, MatmulOptions] = Scoped("asked", _asked)
@@ -96,7 +96,7 @@ ASKING: Sequence[object] = _ASKED.anywhere
 
 
 class Guarded:
-    """What the last block that was entered or left asks for, which a compiled graph can read: no ContextVar."""
+    """The options as of the last block entered or left, as a plain attribute: compiled graphs read no ContextVar."""
 
     asked = NO_OPTIONS
 
@@ -107,7 +107,7 @@ def has_no_options() -> bool:
 
 
 def current_options() -> MatmulOptions:
-    """What `use_strategy` asks for where the call is."""
+    """The options that `use_strategy` has in force at this call."""
     return _ASKED.value() if ASKING else NO_OPTIONS
 
 
@@ -119,15 +119,16 @@ def use_strategy(
     panels: int | Literal["auto"] | Stream | None = None,
     buffer_bytes: int | None = None,
 ) -> Iterator[None]:
-    """Within the block products use this strategy instead of the cheapest, and run in so many panels.
+    """Within the block matmuls use this strategy instead of the cheapest, and run in `panels` panels.
 
-    With `panels` "auto" each runs in the number of panels that is priced to take the fewest seconds, or in bulk; of
-    those whose buffers take at most `buffer_bytes` on a rank, if that is given, or else that which takes the least.
+    With `panels` "auto" each matmul runs in the number of panels that is priced to take the fewest seconds, or in bulk;
+    `buffer_bytes` limits the choice to numbers whose buffers take at most that on a rank, or else to the smallest.
 
-    `saved` says which operands are kept for the backward pass where they had to be moved: "moved" keeps the moved
-    copies, so that nothing is sent twice; "stored" keeps only what is stored and moves it again; "auto" keeps moved
-    activations, but moves parameters again, of which the whole would otherwise pile up over the layers. In panels only
-    what is stored is kept. All this holds for the thread and the asynchronous task that enters the block.
+    `saved` says which copies of redistributed operands are kept for the backward pass: "moved" keeps the redistributed
+    copies, so that nothing is sent twice; "stored" keeps the stored local tensors and redistributes them again; "auto"
+    keeps redistributed activations, but redistributes parameters again, for gathered parameters would otherwise pile up
+    over the layers. In panels only stored local tensors are kept. All this holds for the thread and the asynchronous
+    task that enters the block.
 
     Raises:
         StrategyError: there is no strategy of this name, or no such stream.

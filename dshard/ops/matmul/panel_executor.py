@@ -1,4 +1,4 @@
-"""The one executor of products in panels: inputs gathered, multiplied, results reduced, each panel beside the next."""
+"""The executor of matmuls in panels: gather operands, multiply, reduce results; each panel overlaps the next."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank does with one panel: where it lies in the stored local tensors, and how it moves.
+    """One rank's work on one panel: its indices in the stored local tensors, and the steps that redistribute it.
 
-    `made` is where it lies in the result as it is computed.
+    `made` are its indices in the local result as it is computed.
     """
 
     held: tuple[Ranges | None, ...]
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What one rank does: panel by panel, and with the tensors that are not cut."""
+    """One rank's program data: its panels, and the steps of the tensors that are not cut."""
 
     parts: tuple[Part, ...]
     whole: tuple[Legs, ...]
@@ -59,7 +59,7 @@ class Compiled:
     out: tuple[int, ...]
 
     def moved(self, space: Session, tensors: Sequence[Tensor]) -> Program[tuple[list[Tensor], Tensor | None]]:
-        """The two operands, those that are not cut moved whole, and the bias where this rank adds it."""
+        """The two operands, uncut ones redistributed in bulk, and the bias where this rank adds it."""
         flights = []
         for legs, x in zip((*self.whole[:2], self.bias), tensors, strict=False):
             flights.append((yield from begin(legs, x, space)))
@@ -70,9 +70,9 @@ class Compiled:
 
 
 class PanelExecutor:
-    """A product in panels. `plans` are those of both operands and of the result, and perhaps of a bias.
+    """A matmul in panels. `plans` are those of both operands and of the result; `bias` is that of the bias, if any.
 
-    Where `factor` is None nothing is cut: everything moves whole.
+    Where `factor` is None nothing is cut: every tensor moves in bulk.
     """
 
     def __init__(
@@ -97,17 +97,17 @@ class PanelExecutor:
         self.known: dict[tuple[Coordinate, bool], Compiled] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The result of the local tensors of the operands, and of the bias if there is one."""
+        """Run the matmul on the local tensors of the operands, and of the bias if there is one."""
         plans = self.plans if self.bias is None else (*self.plans, self.bias)
         return run_program(self.mesh, self.whole_program, tensors, plans)[0]
 
     def whole_program(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[tuple[Tensor, ...]]:
-        """The program of one rank."""
+        """The program of one rank, from its local operands to its local result."""
         rest = yield from self.program(at, space, tensors)
         return ((yield from rest),)
 
     def transient_bytes(self, at: Coordinate) -> int:
-        """The most bytes that the rank at `at` has in buffers at once, of contiguous operands: a rehearsal's."""
+        """The most bytes of buffers that the rank at `at` holds at once, for contiguous operands; from a rehearsal."""
         plans = self.plans[:2] if self.bias is None else (*self.plans[:2], self.bias)
         tensors = [torch.empty(p.src.local_shape(p.shape, at), dtype=self.dtype, device="meta") for p in plans]
         dry = copy(self)
@@ -115,12 +115,12 @@ class PanelExecutor:
         return run_without_data(dry.whole_program, tensors, at)[1]
 
     def compiled(self, at: Coordinate, runtime: Runtime | None) -> Compiled:
-        """What the rank at `at` does, on these process groups or on none; remembered."""
+        """The compiled steps of the rank at `at`, on these process groups or on none; cached."""
         key = at, runtime is None
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = self._compile(at, runtime)
-        return found
+        compiled = self.known.get(key)
+        if compiled is None:
+            compiled = self.known[key] = self._compile(at, runtime)
+        return compiled
 
     def _compile(self, at: Coordinate, runtime: Runtime | None) -> Compiled:
         backend = "gloo" if runtime is None else runtime.group(self.mesh.names[:1]).backend
@@ -148,7 +148,7 @@ class PanelExecutor:
         return Compiled(tuple(parts), whole, bias, adds, self.plans[2].dst.local_shape(self.plans[2].shape, at))
 
     def program(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[Program[Tensor]]:
-        """The product of this rank's parts, up to where its last collective has begun; returns what remains."""
+        """Multiply the local tensors until the last collective is in flight; returns the program of the rest."""
         todo = self.compiled(at, space.runtime)
         whole, bias = yield from todo.moved(space, tensors)
         if self.dims[2] is None:
@@ -156,7 +156,7 @@ class PanelExecutor:
         return (yield from self._placed(todo, space, whole, bias))
 
     def _begin(self, todo: Compiled, t: int, space: Session, whole: Sequence[Tensor]) -> Program[list[Program[Tensor]]]:
-        """Begin to move panel `t` of the operands; what remains of their way."""
+        """Begin to redistribute panel `t` of the operands; returns the programs that finish it."""
         rest = []
         for i, x in enumerate(whole):
             held, dim = todo.parts[t].held[i], self.dims[i]
@@ -168,7 +168,7 @@ class PanelExecutor:
     def _panels(
         self, todo: Compiled, space: Session, whole: Sequence[Tensor], use: Callable[[int, list[Tensor]], Program[None]]
     ) -> Program[None]:
-        """Bring panel after panel of the operands to `use`, the next on its way meanwhile."""
+        """Pass panel after panel of the operands to `use`, with the next one in flight."""
         moving = (yield from self._begin(todo, 0, space, whole)) if todo.parts else []
         for t in range(len(todo.parts)):
             here: list[Tensor] = []
@@ -185,7 +185,7 @@ class PanelExecutor:
     def _placed(
         self, todo: Compiled, space: Session, whole: Sequence[Tensor], bias: Tensor | None
     ) -> Program[Program[Tensor]]:
-        """The result panel by panel: each is reduced while the next is multiplied."""
+        """Compute the result panel by panel: each is reduced while the next is multiplied."""
         dim = self.dims[2]
         assert dim is not None
         result = whole[0].new_empty(todo.out)
@@ -193,21 +193,21 @@ class PanelExecutor:
 
         def land() -> Program[None]:
             ranges, rest = waiting.pop()
-            found = yield from rest
-            place(result, dim, ranges, found)
-            space.give(found)
+            panel = yield from rest
+            place(result, dim, ranges, panel)
+            space.give(panel)
 
         def use(t: int, pair: list[Tensor]) -> Program[None]:
-            found = self.multiply(*pair)
+            result_panel = self.multiply(*pair)
             held, made = todo.parts[t].held[2], todo.parts[t].made
             assert held is not None
             assert made is not None
             if bias is not None:
-                last = dim == found.ndim - 1
-                found.add_(panel_of(bias, 0, made, space) if last else bias)
+                last = dim == result_panel.ndim - 1
+                result_panel.add_(panel_of(bias, 0, made, space) if last else bias)
             if waiting:
                 yield from land()
-            flight = yield from begin(todo.parts[t].legs[2], found, space)
+            flight = yield from begin(todo.parts[t].legs[2], result_panel, space)
             waiting.append((held, finish(flight, space)))
 
         yield from self._panels(todo, space, whole, use)
@@ -222,7 +222,7 @@ class PanelExecutor:
     def _added(
         self, todo: Compiled, space: Session, whole: Sequence[Tensor], bias: Tensor | None
     ) -> Program[Program[Tensor]]:
-        """The result added up over the panels, in single precision for half, and then moved whole."""
+        """Add up the result over the panels, half precision in single, and then redistribute it in bulk."""
         total = [] if todo.parts else [self.multiply(*whole)]
 
         def use(t: int, pair: list[Tensor]) -> Program[None]:
@@ -249,14 +249,14 @@ class PanelExecutor:
 
 
 def moving_operands(legs: Legs, panel: Tensor, x: Tensor, space: Session) -> Program[Program[Tensor]]:
-    """Begin to move a panel selected from `x`; returns what remains."""
+    """Begin to redistribute a panel selected from `x`; returns the program that finishes it."""
     flight = yield from begin(legs, panel, space)
 
     def rest() -> Program[Tensor]:
-        found = yield from finish(flight, space)
-        if not (same_memory(panel, x) or same_memory(panel, found)):
+        redistributed = yield from finish(flight, space)
+        if not (same_memory(panel, x) or same_memory(panel, redistributed)):
             space.give(panel)
-        return found
+        return redistributed
 
     return rest()
 

@@ -1,4 +1,4 @@
-"""What a product takes in panels: seconds, from the prices of its steps on one panel, and bytes in buffers."""
+"""Price a matmul in panels: seconds, from the prices of its steps on one panel, and bytes in buffers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BULK = Stream(1)
 def in_panels(
     rule: Rule, plans: Plans, dtype: torch.dtype, topology: Topology, stream: Stream = BULK
 ) -> tuple[PanelCost, ...]:
-    """The product in each of the numbers of panels worth trying, whole first; only that where nothing is cut.
+    """The prices of the matmul in each number of panels worth trying, in bulk first; only that where nothing is cut.
 
     `plans` are those of both operands and of the result.
     """
@@ -34,9 +34,9 @@ def in_panels(
 
 
 def cheapest(found: Sequence[PanelCost], limit: int | None = None) -> PanelCost:
-    """The fastest of those whose buffers are within `limit` bytes; where none are, the one of least.
+    """The fastest price whose buffers are within `limit` bytes; where none are, the one with the smallest buffers.
 
-    Of two that take as long, the one in fewer panels.
+    Of two that take equally long, the one in fewer panels.
     """
     fits = [each for each in found if limit is None or each.buffer_bytes <= limit]
     if fits:
@@ -61,10 +61,11 @@ def _in_panels(
 def _seconds(
     rule: Rule, plans: Plans, dtype: torch.dtype, topology: Topology, factor: str | None, panels: int
 ) -> float:
-    """A panel is multiplied while the next is gathered and the one before is reduced; what is not cut moves alone.
+    """Seconds of a matmul in panels: communication of one panel overlaps with the local matmul of another.
 
-    The first panel is gathered and the last one multiplied and reduced alone; in between the slower of moving and
-    multiplying counts.
+    A panel is multiplied while the next is gathered and the one before is reduced; tensors that are not cut move alone.
+    The first panel is gathered and the last one multiplied and reduced alone; in between the slower of communication
+    and multiplying counts.
     """
     terms = (*rule.inputs, rule.outputs[0])
     cut = [factor is not None and (factor,) in term for term in terms]
@@ -84,13 +85,13 @@ def _panel(shape: Shape, term: Term, factor: str | None, panels: int) -> Shape:
 
 
 def _move(plan: Plan, shape: Shape, itemsize: int, topology: Topology) -> float:
-    """Seconds of the same steps on a tensor of another shape."""
+    """Seconds of a plan's steps on a tensor of another shape."""
     pairs = zip(plan.steps, plan.layouts(), strict=True)
     return sum(step_seconds(step, layout, shape, itemsize, topology) for step, layout in pairs)
 
 
 def _work(rule: Rule, plans: Plans, shapes: Sequence[Shape], dtype: torch.dtype, topology: Topology) -> float:
-    """Seconds of the local product of tensors of these shapes, as the plans lay them out to be multiplied."""
+    """Seconds of the local matmul of tensors of these global shapes, in the layouts that the plans redistribute to."""
     layouts = (plans[0].dst, plans[1].dst, plans[2].src)
     local = [layout.local_shape(shape, (0,) * layout.mesh.ndim) for layout, shape in zip(layouts, shapes, strict=True)]
     sizes = {

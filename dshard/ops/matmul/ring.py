@@ -1,10 +1,10 @@
-"""Products around rings: each rank multiplies what it holds while it passes it on.
+"""Matmuls around rings: each rank multiplies the chunk that it holds while sending it to the next.
 
-Of an operand gathered along one mesh axis every rank begins with its own chunk, passes what it has multiplied to the
-rank before it and takes on what the one after it has: the collective matmul (Wang et al., ASPLOS 2023). Where both
-operands are gathered, along axes of one size, each chunk is first brought to where it meets its counterpart: Cannon's
-algorithm. A result that is scattered travels itself: each rank adds its term to a chunk and passes it on, last to its
-owner.
+Of an operand gathered along one mesh axis every rank begins with its own chunk, sends the chunk that it multiplies to
+the rank before it and receives that of the rank after it: the collective matmul (Wang et al., ASPLOS 2023). Where both
+operands are gathered, along axes of one size, each chunk is first sent to the rank where it meets its counterpart:
+Cannon's algorithm. A result that is reduce-scattered goes around itself: each rank adds its term to a chunk and sends
+it on, last to its owner.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dshard.rules.rule import Rule
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
-    """What a rank multiplies in one turn: where the panel lies in what it computes with, and the shapes there."""
+    """The local matmul of a rank in one turn of the ring: the panel's indices in each local tensor, and the shapes."""
 
     held: tuple[Ranges | None, ...]
     shapes: tuple[Shape, ...]
@@ -40,7 +40,7 @@ class RingStep:
 def executor(
     rule: Rule, plans: tuple[Plan, Plan, Plan], dtype: torch.dtype, stream: Stream, bias: Plan | None
 ) -> PanelExecutor | None:
-    """What runs this product in panels, or None where nothing that could be cut moves.
+    """The executor of this matmul in panels, or None where no tensor that could be cut is communicated.
 
     Where there is no ring a collective is used: along several axes, to sum in half precision, which would round at
     every rank, and to add up replicas of one result, which would differ in their last bits.
@@ -50,36 +50,36 @@ def executor(
         if axes:
             return RingExecutor(rule, plans, dtype, stream, bias, axes)
         stream = replace(stream, transport="collective")
-    found = PanelExecutor(rule, plans, dtype, stream, bias)
-    return None if found.factor is None else found
+    in_panels = PanelExecutor(rule, plans, dtype, stream, bias)
+    return None if in_panels.factor is None else in_panels
 
 
 def ring_axes(rule: Rule, plans: Sequence[Plan], dtype: torch.dtype, stream: Stream) -> dict[int, int]:
-    """The mesh axis around which each tensor is passed on: of one operand, of both, or of the result (2).
+    """The mesh axis around which each tensor is sent, by its number: one operand, both, or the result (2).
 
-    Both are if the same factor of both is gathered, along two axes of one size. Else the one that moves most.
+    Both operands, if the same factor of both is gathered along two axes of one size; else the tensor that moves most.
     """
     allowed = {f for loop, names in factors_of(rule).items() if stream.axis in (None, loop) for f in names}
-    found = {i: axis for i, plan in enumerate(plans) if (axis := _axis(plan, i == 2)) is not None}
+    axes = {i: axis for i, plan in enumerate(plans) if (axis := _axis(plan, i == 2)) is not None}
     if dtype in HALF:
-        found.pop(2, None)
-    found = {
+        axes.pop(2, None)
+    axes = {
         i: axis
-        for i, axis in found.items()
+        for i, axis in axes.items()
         if (factor := _factor(rule, plans[i], i, axis)) in allowed and _same_on_replicas(rule, plans[2], factor, axis)
     }
-    if 0 in found and 1 in found and _meets(rule, plans, found[0], found[1]):
-        return {0: found[0], 1: found[1]}
-    return dict(sorted(found.items(), key=lambda pair: -plans[pair[0]].busiest())[:1])
+    if 0 in axes and 1 in axes and _meets(rule, plans, axes[0], axes[1]):
+        return {0: axes[0], 1: axes[1]}
+    return dict(sorted(axes.items(), key=lambda pair: -plans[pair[0]].busiest())[:1])
 
 
 def _same_on_replicas(rule: Rule, end: Plan, factor: str, axis: int) -> bool:
-    """Whether results that ought to be equal are: around a ring each rank adds up in another order."""
+    """Whether replicas of the result agree to the bit: around a ring each rank adds up in another order."""
     return (factor,) in rule.outputs[0] or isinstance(end.src.placements[axis], Shard)
 
 
 def _axis(plan: Plan, reduces: bool) -> int | None:
-    """The one axis on which a plan gathers, or scatters a pending sum; None where it does anything else."""
+    """The one axis on which a plan gathers, or reduce-scatters a partial sum; None where it does anything else."""
     pairs = enumerate(zip(plan.src.placements, plan.dst.placements, strict=True))
     changed = [axis for axis, (a, b) in pairs if a != b]
     if len(changed) != 1 or not plan.busiest():
@@ -110,7 +110,7 @@ def _meets(rule: Rule, plans: Sequence[Plan], a: int, b: int) -> bool:
 
 
 class RingExecutor(PanelExecutor):
-    """A product around rings."""
+    """A matmul around rings: one or both operands, or the result, are sent from rank to rank in panels."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class RingExecutor(PanelExecutor):
         self.turns: dict[Coordinate, tuple[RingStep, ...]] = {}
 
     def _compile(self, at: Coordinate, runtime: Runtime | None) -> Compiled:
-        """All that does not go around moves whole."""
+        """Compile the steps of the tensors that do not go around the ring: these move in bulk."""
         rest = self.dims
         self.dims = tuple(0 if i in self.axes else None for i in range(3))
         try:
@@ -147,11 +147,11 @@ class RingExecutor(PanelExecutor):
             self.dims = rest
 
     def turns_of(self, at: Coordinate) -> tuple[RingStep, ...]:
-        """What the rank at `at` multiplies, in order: of one owner after the other all panels."""
-        found = self.turns.get(at)
-        if found is None:
-            found = self.turns[at] = tuple(self._turn(at, ranges) for ranges in self._order(at))
-        return found
+        """The turns of the rank at `at`, in order: owner after owner, all panels of each."""
+        turns = self.turns.get(at)
+        if turns is None:
+            turns = self.turns[at] = tuple(self._turn(at, ranges) for ranges in self._order(at))
+        return turns
 
     def _order(self, at: Coordinate) -> Iterator[Ranges]:
         n, here = self.length, sum(at[axis] for axis in self.axes.values())
@@ -170,7 +170,7 @@ class RingExecutor(PanelExecutor):
         return RingStep(tuple(held), tuple(shapes))
 
     def program(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[Program[Tensor]]:
-        """The product of this rank's parts, up to where its last collective has begun; returns what remains."""
+        """Multiply the local tensors until the last collective is in flight; returns the program of the rest."""
         todo = self.compiled(at, space.runtime)
         whole, bias = yield from todo.moved(space, tensors)
         if 2 in self.axes:
@@ -227,13 +227,13 @@ class RingExecutor(PanelExecutor):
             place(total, dim, held, self._term(pair, held, bias, space))
 
     def _term(self, pair: list[Tensor], held: Ranges, bias: Tensor | None, space: Session) -> Tensor:
-        found = self.multiply(*pair)
+        term = self.multiply(*pair)
         if bias is not None:
-            found.add_(panel_of(bias, 0, held, space) if self.dims[2] == found.ndim - 1 else bias)
-        return found
+            term.add_(panel_of(bias, 0, held, space) if self.dims[2] == term.ndim - 1 else bias)
+        return term
 
     def _first(self, i: int, panel: int, at: Coordinate, x: Tensor, space: Session) -> Program[InFlight]:
-        """A rank's own panel, brought to where it meets its counterpart: as far as the other ring's index says."""
+        """Send a rank's own panel to where it meets its counterpart, as many ranks on as the other ring's index."""
         plan, axis, dim = self.plans[i], self.axes[i], self.dims[i]
         assert dim is not None
         mine = Panel(dim, self.owned[at[axis] * self.each + panel])
@@ -255,7 +255,7 @@ class RingExecutor(PanelExecutor):
     def _send(
         self, axis: int, at: Coordinate, to: int, source: int, x: Tensor, shape: Shape, space: Session
     ) -> Program[InFlight]:
-        """Pass `x` on; when that has ended its buffer is returned."""
+        """Begin to send `x` to rank `to` and to receive from `source`; the buffer of `x` is freed when it finishes."""
         runtime = space.runtime
         leg = send_receive(
             self.mesh, axis, at, to, source, x, shape, (lambda axes: None) if runtime is None else runtime.group
@@ -276,20 +276,20 @@ class RingExecutor(PanelExecutor):
             panel, held = number % self.each, turn.held[2]
             assert held is not None
             pair = [_cut(x, d, h, space) for x, d, h in zip(whole, self.dims[:2], turn.held[:2], strict=True)]
-            found = self._term(pair, held, bias, space)
+            term = self._term(pair, held, bias, space)
             for x, y in zip(pair, whole, strict=True):
                 if not same_memory(x, y):
                     space.give(x)
             if panel in arriving:
                 other = yield from finish(arriving.pop(panel), space)
-                found.add_(other)
+                term.add_(other)
                 space.give(other)
             if number + self.each < len(turns):
                 shape = turns[number + self.each].shapes[2]
-                arriving[panel] = yield from self._pass(2, at, found, shape, space)
+                arriving[panel] = yield from self._pass(2, at, term, shape, space)
             else:
                 own = Panel(dim, self.owned[at[self.axes[2]] * self.each + panel])
-                place(result, dim, own.within(plan.dst.region(plan.shape, at)[dim]), found)
+                place(result, dim, own.within(plan.dst.region(plan.shape, at)[dim]), term)
 
         def rest() -> Program[Tensor]:
             return result

@@ -1,4 +1,4 @@
-"""Products: every one is a rule over its loops; which mesh axis takes which loop is the strategy."""
+"""Rules of matmuls: each is a rule over its loops; a strategy gives every mesh axis a loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def notation(text: str) -> Op:
 
 
 def same_dtype(name: str, dtypes: Sequence[torch.dtype]) -> None:
-    """Refuse operands of a product that differ in dtype, before anything is sent: without data torch does not.
+    """Refuse operands of a matmul that differ in dtype, before anything is sent: torch does not check without data.
 
     Raises:
         DtypeError: they differ.
@@ -61,7 +61,7 @@ def linear_rule(x: Shape, weight: Shape) -> Rule:
 
 
 def einsum_rule(equation: str, a: Shape, b: Shape) -> Rule | None:
-    """`torch.einsum` of two operands, or None where it is more than a product: a diagonal, or a dim summed by itself.
+    """`torch.einsum` of two operands, or None where it is more than a matmul: a diagonal, or a dim summed by itself.
 
     >>> print(einsum_rule("bij,bjk->bik", (2, 3, 4), (2, 4, 5)))
     b i j, b j k -> b i k
@@ -81,7 +81,7 @@ def einsum_rule(equation: str, a: Shape, b: Shape) -> Rule | None:
 
 
 def bmm_rule(a: Shape, b: Shape) -> Rule:
-    """`torch.bmm`, a batch of products."""
+    """`torch.bmm`, a batch of matmuls."""
     return parse_rule("b m k, b k n -> b m n", [a, b], pending=linear(0, 1), loops=True)
 
 

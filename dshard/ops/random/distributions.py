@@ -1,6 +1,6 @@
-"""Random words become random values: four words of 32 bits, of one block, give four values or two wider ones.
+"""Distributions: the four random words of 32 bits of one block give four values or two wider ones.
 
-Only operators that are exact, or correctly rounded one by one, so that values are the same on every device.
+Only operators are used that are exact, or correctly rounded one by one, so that values are the same on every device.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How many values a block gives, and which: (4, n) words -> (`per_block`, n) values."""
+    """A distribution: (4, n) random words -> (`per_block`, n) values."""
 
     per_block: int
     values: Callable[[Tensor], Tensor]
     made: tuple[str, tuple[object, ...]] = ("", ())
 
     def __str__(self) -> str:
-        """As text, from which `named` makes it again."""
+        """The distribution as text, which `named` parses."""
         name, arguments = self.made
         return json.dumps([name, *(str(a) if isinstance(a, torch.dtype) else a for a in arguments)])
 
 
 MAKERS: dict[str, Callable[..., Distribution]] = {}
-"""What makes distributions, by name."""
+"""The constructors of distributions, by name."""
 
 
 def _noted(make: Callable[_P, Distribution]) -> Callable[_P, Distribution]:
-    """Note in what is made how it was made."""
+    """Record the constructor's arguments in the distribution that it returns."""
 
     @wraps(make)
     def noted(*args: _P.args, **kwargs: _P.kwargs) -> Distribution:
@@ -53,7 +53,7 @@ def _noted(make: Callable[_P, Distribution]) -> Callable[_P, Distribution]:
 
 
 def named(text: str) -> Distribution:
-    """The distribution that was written as `text`.
+    """Parse a distribution from `text`.
 
     >>> str(named(str(bernoulli(0.25))))
     '["bernoulli", 0.25]'

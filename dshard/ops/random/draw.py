@@ -1,8 +1,8 @@
-"""The part of a random tensor that one rank holds, computed from the global indices of its elements alone.
+"""Draw one rank's local tensor of a random tensor, from the global indices of its elements alone.
 
 Element i of a draw, counted in row-major order over the whole tensor, comes from block i // per_block of the counter.
-A part is runs of consecutive indices, one for each index of the outer dims; runs are drawn by tiles of bounded size, so
-that beside the part itself memory does not grow with it, let alone with the whole tensor.
+A local tensor is runs of consecutive indices, one for each index of the outer dims; runs are drawn by tiles of bounded
+size, so that memory beside the local tensor does not grow with it, let alone with the global tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dshard.ops.random.philox import words
 from dshard.ops.random.state import Draw
 
 CPU_BLOCKS, DEVICE_BLOCKS = 1 << 15, 1 << 20
-"""Blocks drawn at once: on a CPU what a cache holds, elsewhere what keeps a device busy."""
+"""The number of blocks drawn at once: on a CPU what a cache holds, elsewhere what keeps a device busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Runs:
 
     @property
     def count(self) -> int:
-        """How many runs."""
+        """The number of runs."""
         return prod(size for size, _ in self.outer)
 
     def starts(self, first: int, last: int, device: torch.device) -> Tensor:
@@ -50,7 +50,7 @@ class Runs:
         return start
 
     def phase(self, per_block: int) -> int | None:
-        """Where in its block each run begins, or None where runs differ in that."""
+        """The position in its block at which each run begins, or None where runs differ in it."""
         return None if any(stride % per_block for _, stride in self.outer) else self.base % per_block
 
 
@@ -74,42 +74,42 @@ def runs(shape: Shape, region: Region) -> Runs:
 
 
 def fill(local: Tensor, shape: Shape, region: Region, draw: Draw, distribution: Distribution) -> None:
-    """Write the values of the elements within `region`, of a whole tensor of this shape, into `local`."""
+    """Write the values of the elements within `region`, of a global tensor of this shape, into `local`."""
     if local.numel() == 0 or local.is_meta:
         return
     if local.is_complex():
         fill(torch.view_as_real(local), (*shape, 2), (*region, range(2)), draw, distribution)
         return
-    found = runs(shape, region)
+    region_runs = runs(shape, region)
     target = local if local.is_contiguous() else torch.empty_like(local, memory_format=torch.contiguous_format)
-    rows = target.view(found.count, found.length)
-    for first, last, begin, end in _tiles(found, distribution.per_block, local.device):
-        starts = found.starts(first, last, local.device).add_(begin)
-        _draw(rows[first:last, begin:end], starts, found, draw, distribution)
+    rows = target.view(region_runs.count, region_runs.length)
+    for first, last, begin, end in _tiles(region_runs, distribution.per_block, local.device):
+        starts = region_runs.starts(first, last, local.device).add_(begin)
+        _draw(rows[first:last, begin:end], starts, region_runs, draw, distribution)
     if target is not local:
         local.copy_(target)
 
 
-def _tiles(found: Runs, per_block: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
-    """First and last run, first and last element of these."""
+def _tiles(region_runs: Runs, per_block: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
+    """Yield tiles: first and last run, first and last element of these."""
     limit = CPU_BLOCKS if device.type == "cpu" else DEVICE_BLOCKS
-    blocks = -(-found.length // per_block) + 1
+    blocks = -(-region_runs.length // per_block) + 1
     height = max(limit // blocks, 1)
-    width = found.length if blocks <= limit else limit * per_block
-    for first in range(0, found.count, height):
-        last = min(first + height, found.count)
-        for begin in range(0, found.length, width):
-            yield first, last, begin, min(begin + width, found.length)
+    width = region_runs.length if blocks <= limit else limit * per_block
+    for first in range(0, region_runs.count, height):
+        last = min(first + height, region_runs.count)
+        for begin in range(0, region_runs.length, width):
+            yield first, last, begin, min(begin + width, region_runs.length)
 
 
-def _draw(out: Tensor, starts: Tensor, found: Runs, draw: Draw, distribution: Distribution) -> None:
+def _draw(out: Tensor, starts: Tensor, region_runs: Runs, draw: Draw, distribution: Distribution) -> None:
     """The values of a tile: of as many consecutive elements from each start as `out` has columns."""
     per_block, (height, width) = distribution.per_block, out.shape
-    phase = found.phase(per_block)
+    phase = region_runs.phase(per_block)
     blocks = -(-(width + (per_block - 1 if phase is None else phase)) // per_block)
     first = starts // per_block
     counters = (first[:, None] + torch.arange(blocks, device=out.device)).flatten()
-    values = distribution.values(words(counters, draw.number, draw.seed, wide=found.total // per_block >> 32 > 0))
+    values = distribution.values(words(counters, draw.number, draw.seed, wide=region_runs.total // per_block >> 32 > 0))
     lanes = values.view(per_block, height, blocks)
     if phase == 0 and width == blocks * per_block:
         _interleave(lanes, out)

@@ -1,4 +1,4 @@
-"""Random operators: each rank draws its part of the whole tensor; the others are made of these."""
+"""Random operators: each rank draws its local tensor of the global tensor; other operators are composed of these."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def is_random(func: OpOverload) -> bool:
 
 
 def draw_for(mesh: Mesh, what: object, generator: Generator | None = None) -> Draw:
-    """The next draw, for a tensor on `mesh`, or one that the generator of torch's seeds, which all ranks step alike.
+    """Take the next draw for a tensor on `mesh`, or one that torch's generator seeds, which all ranks step alike.
 
     Raises:
-        MeshError: in the debug mode, where the ranks have come to different draws.
+        MeshError: in debug mode, where the ranks are at different draws.
         CompileError: while a graph is traced, in which the draw would be the same each time.
     """
     if TracingContext.try_get() is not None:
@@ -51,19 +51,19 @@ def draw_for(mesh: Mesh, what: object, generator: Generator | None = None) -> Dr
             f"{what}, within a compiled region: it draws random values that are not made element by element, "
             "and would draw the same each time; call it outside"
         )
-    found = next_draw(generator)
-    compare_draws(f"draw {found.number} of seed {found.seed}, for {what}", mesh)
-    return found
+    call_draw = next_draw(generator)
+    compare_draws(f"draw {call_draw.number} of seed {call_draw.seed}, for {what}", mesh)
+    return call_draw
 
 
 def filled(x: Any, make: Make, what: object, generator: Generator | None = None) -> Any:
-    """Overwrite the distributed tensor `x` with random values; where it is pending, so that they are the sum."""
+    """Overwrite the distributed tensor `x` with random values; if it is partial, so that its reduction gives them."""
     spec = x._spec
     layout = completed_layout(spec.layout)
     later = traced(x._local)
     if later and generator is not None:
         raise CompileError(f"{what} with a generator, within a compiled region: draw without one, or outside")
-    found = None if later else draw_for(layout.mesh, what, generator)
+    call_draw = None if later else draw_for(layout.mesh, what, generator)
     distribution = make(spec.dtype)
     simulated = type(x._local) is LocalTensor  # whose mode would look at each of the many operators
 
@@ -71,12 +71,12 @@ def filled(x: Any, make: Make, what: object, generator: Generator | None = None)
         region = layout.region(spec.shape, coordinate)
 
         def write(local: Tensor) -> Tensor:
-            if found is None:
+            if call_draw is None:
                 drawn = filled_later(local, spec.shape, region, distribution)
                 return local.copy_(drawn) if layout == spec.layout else drawn
             drawn = local if layout == spec.layout else torch.empty_like(local)
             with torch._C._DisableTorchDispatch() if simulated else nullcontext():
-                draw.fill(drawn, spec.shape, region, found, distribution)
+                draw.fill(drawn, spec.shape, region, call_draw, distribution)
             return drawn
 
         return write
@@ -92,7 +92,7 @@ def filled(x: Any, make: Make, what: object, generator: Generator | None = None)
 
 
 def overwriting(make: Make) -> Callable[..., Any]:
-    """normal_, uniform_ and their like, in place or of a new tensor like the first operand."""
+    """An implementation of normal_, uniform_ and their like, in place or of a new tensor like the first operand."""
 
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, *rest, generator = bound(func, args, kwargs)
@@ -105,7 +105,7 @@ def overwriting(make: Make) -> Callable[..., Any]:
 
 
 def bound(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """All arguments in the order of the schema, defaults where none are given."""
+    """All arguments in the order of the schema, with defaults for those that are not given."""
     rest = func._schema.arguments[len(args) :]
     return [*args, *(kwargs.get(a.name, a.default_value if a.has_default_value() else None) for a in rest)]
 
@@ -117,7 +117,7 @@ def _refuse(func: OpOverload, dtype: torch.dtype, rest: list[Any]) -> None:
 
 
 def like(make: Make) -> Callable[..., Any]:
-    """rand_like, randn_like, randint_like."""
+    """An implementation of rand_like, randn_like and randint_like."""
 
     def run(
         x: Any, *rest: Any, generator: Generator | None = None, dtype: torch.dtype | None = None, **options: Any
@@ -133,7 +133,7 @@ def like(make: Make) -> Callable[..., Any]:
 
 
 def uniform(dtype: torch.dtype, low: float = 0.0, to: float = 1.0) -> Distribution:
-    """In both parts of a complex number."""
+    """The uniform distribution in [0, 1), in both parts of a complex number."""
     return distributions.uniform(dtype.to_real() if dtype.is_complex else dtype, low, to)
 
 
@@ -157,12 +157,12 @@ def _bernoulli(dtype: torch.dtype, p: float = 0.5) -> Distribution:
 
 
 def standard_normal(dtype: torch.dtype) -> Distribution:
-    """The parts of a complex number have half its variance each."""
+    """The standard normal distribution; the parts of a complex number have half its variance each."""
     return distributions.normal(dtype.to_real(), 0.0, 0.5**0.5) if dtype.is_complex else distributions.normal(dtype)
 
 
 def normal_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of complex numbers, both parts have half the variance, and the mean is real."""
+    """The normal distribution; of complex numbers both parts have half the variance, and the mean is real."""
     if not args[0].dtype.is_complex:
         return overwriting(distributions.normal)(func, args, kwargs)
     x, mean, std, generator = bound(func, args, kwargs)
@@ -175,17 +175,17 @@ def normal_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def bernoulli(p: Any, *, generator: Generator | None = None) -> Any:
-    """1 with the probability that each element is."""
+    """`torch.bernoulli`: 1 with the probability that each element is."""
     return (_chance(p, p, generator) < p).to(p.dtype)
 
 
 def bernoulli_like(x: Any, p: Any, *, generator: Generator | None = None) -> Any:
-    """The same for a tensor whose elements have the probabilities `p`, broadcast."""
+    """`torch.bernoulli` of a new tensor like `x`, whose elements have the probabilities `p`, broadcast."""
     return (_chance(x, p, generator) < p).to(x.dtype)
 
 
 def bernoulli_tensor_(x: Any, p: Any, *, generator: Generator | None = None) -> Any:
-    """The same in place."""
+    """`Tensor.bernoulli_` of a tensor of probabilities."""
     return x.copy_(bernoulli_like(x, p, generator=generator))
 
 
@@ -195,14 +195,14 @@ def _chance(x: Any, p: Any, generator: Generator | None) -> Any:
 
 
 def normal_of_tensors(mean: Any, std: Any = 1.0, *, generator: Generator | None = None) -> Any:
-    """A normal value for each mean and deviation, broadcast; one of them may be a number."""
+    """`torch.normal`: a normal value for each mean and deviation, broadcast; one of them may be a number."""
     both = isinstance(mean, Tensor) and isinstance(std, Tensor)
     shaped = mean + std if both else mean if isinstance(mean, Tensor) else std
     return like(standard_normal)(shaped, generator=generator) * std + mean
 
 
 def native_dropout(x: Any, p: float, train: bool | None = None) -> tuple[Any, Any]:
-    """Zero with probability `p`, the rest scaled up; and the mask of the rest."""
+    """Dropout: zero with probability `p`, the other elements scaled up; and their mask."""
     mask = aten.empty_like.default(x, dtype=torch.bool)
     if train is False:
         return x.clone(), mask.fill_(True)
@@ -213,7 +213,7 @@ def native_dropout(x: Any, p: float, train: bool | None = None) -> tuple[Any, An
 def rrelu(
     x: Any, noise: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
 ) -> tuple[Any, Any]:
-    """Negative elements times a random slope, and the slopes; when not training, times the mean slope."""
+    """`rrelu`: negative elements times a random slope, and the slopes; when not training, times the mean slope."""
     if not training:
         return torch.where(x > 0, x, x * ((lower + upper) / 2)), noise.clone()
     slope = like(uniform)(x, generator=generator) * (upper - lower) + lower
@@ -222,14 +222,14 @@ def rrelu(
 
 
 def rrelu_with_noise(x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same, the slopes written into `noise`."""
+    """`rrelu_with_noise`: like `torch.rrelu`, with the slopes written into `noise`."""
     out, slopes = rrelu(x, noise, *args, **kwargs)
     noise.copy_(slopes)
     return out
 
 
 def rrelu_with_noise_(x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same in place."""
+    """`rrelu_with_noise_`: `rrelu_with_noise` in place."""
     return x.copy_(rrelu_with_noise(x, noise, *args, **kwargs))
 
 
@@ -244,11 +244,11 @@ def made(function: Callable[..., Any]) -> Custom:
     return run
 
 
-# -- whole on every rank
+# -- replicated on every rank
 
 
 def multinomial(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Indices drawn by the weights of each row. Every rank draws all of them, from the gathered weights."""
+    """`torch.multinomial`: indices drawn by the weights of each row, by every rank from the gathered weights."""
     x, count, replacement, generator = bound(func, args, kwargs)
     mesh, shape = x._spec.layout.mesh, (*x.shape[:-1], count)
     check(func, (x, count, replacement), {})
@@ -261,7 +261,7 @@ def multinomial(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _sample(weights: Tensor, count: int, replacement: bool, found: Draw) -> Tensor:
-    """With replacement, where random numbers fall among the sums of the weights; without, the first of a race."""
+    """Sample indices: with replacement, by the cumulative weights; without, the first of an exponential race."""
     if weights.is_meta:
         return weights.new_empty((*weights.shape[:-1], count), dtype=torch.int64)
     weights = weights.double()
@@ -284,7 +284,7 @@ def _whole(shape: tuple[int, ...], distribution: Distribution, found: Draw, devi
 
 
 def permutation(n: int, found: Draw) -> Tensor:
-    """The numbers below `n` in the order of random ones."""
+    """A random permutation of the numbers below `n`: their order by random keys."""
     with plain():
         return _whole((n,), distributions.uniform(torch.float64), found, torch.device("cpu")).argsort(stable=True)
 
@@ -299,10 +299,10 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def seeded_op(func: OpOverload, mesh: Mesh, device: torch.device, kwargs: dict[str, Any]) -> LocalOp:
-    """`func` by torch's own generator, begun alike on every rank: for operators that are not drawn here."""
-    found = draw_for(mesh, func, kwargs.get("generator"))
+    """Run `func` by torch's generator, seeded alike on every rank: for operators that dshard does not draw itself."""
+    call_draw = draw_for(mesh, func, kwargs.get("generator"))
     with plain():
-        block = words(torch.zeros(1, dtype=torch.int64), found.number, found.seed)
+        block = words(torch.zeros(1, dtype=torch.int64), call_draw.number, call_draw.seed)
     seed = int(block[0]) << 30 | int(block[1]) >> 2
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -357,4 +357,4 @@ CUSTOM: dict[OpOverload, Custom] = {
     aten.rrelu_with_noise_functional.default: made(rrelu),
     aten.multinomial.default: multinomial,
 }
-"""What runs instead of torch's random operators; the others go by `seeded_op`."""
+"""The functions that replace torch's random operators; any other runs by `seeded_op`."""

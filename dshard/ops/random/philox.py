@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Word: TypeAlias = Tensor | int
-"""32 bits: one for each counter, in an int64 tensor, or the same for all."""
+"""A word of 32 bits: one for each counter, in an int64 tensor, or one int for all."""
 
 MASK = 0xFFFFFFFF
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -40,7 +40,7 @@ def _product(x: Word, multiplier: int) -> Word:
 
 
 def _mixed(product: Word, word: Word, key: int) -> Word:
-    """The high word of the product xor two more; of `word` only the low 32 bits count."""
+    """The high word of a product, xor two more words; of `word` only the low 32 bits count."""
     high = product >> 32
     if isinstance(word, int):
         high = high ^ ((word & MASK) ^ key)
@@ -56,5 +56,5 @@ def words(blocks: Tensor, number: int, seed: int, wide: bool = False) -> Tensor:
     Blocks are not negative; those beyond 32 bits need `wide`.
     """
     low, high = (blocks & MASK, blocks >> 32) if wide else (blocks, 0)
-    found = philox((low, high, number & MASK, number >> 32), (seed & MASK, seed >> 32))
-    return torch.stack([word for word in found if isinstance(word, Tensor)])
+    mixed = philox((low, high, number & MASK, number >> 32), (seed & MASK, seed >> 32))
+    return torch.stack([word for word in mixed if isinstance(word, Tensor)])

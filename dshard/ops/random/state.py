@@ -27,17 +27,17 @@ class Draw:
 
     @property
     def next(self) -> Draw:
-        """The one after it."""
+        """The draw after this one."""
         return Draw(self.seed, self.number + 1)
 
 
 class _Sequence:
-    """The next draw, and what lets a backward pass draw once more what the forward pass drew.
+    """The sequence of draws, with marks that let a recomputed forward pass repeat its draws.
 
     Recomputing checkpoints save and restore the state of torch's CPU generator. One word of that state, the seed that
     the generator was begun with, has no influence on its numbers; each draw leaves a mark there that says where the
     sequence stands. A backward pass that finds a mark goes on from it, without moving the sequence itself. Where the
-    user has seeded torch and the mark is gone, the next draw remembers which draw followed that seed.
+    user has seeded torch and the mark is gone, the next draw records which draw followed that seed.
     """
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ class _Sequence:
         self._remember(self.next)
 
     def begin(self, draw: Draw) -> None:
-        """Go on with `draw`."""
+        """Continue the sequence with `draw`."""
         self.next = draw
         self._remember(draw)
         _write(self._mark(draw))
 
     def take(self) -> Draw:
-        """The draw whose turn it is."""
+        """Take the next draw."""
         word = torch.default_generator.initial_seed()
         marked = self._marked(word)
         replays = torch._C._current_graph_task_id() != -1
@@ -77,7 +77,7 @@ class _Sequence:
             self.unmarked.popitem(last=False)
 
     def _remember(self, draw: Draw) -> None:
-        """That the sequence of this seed has come as far as `draw`."""
+        """Record that the sequence of this seed has reached `draw`."""
         index = self.indices.get(draw.seed)
         if index is None:
             index = self.indices[draw.seed] = self.count % (1 << 64 - _NUMBER_BITS)
@@ -95,14 +95,14 @@ class _Sequence:
         return ((index << _NUMBER_BITS) + draw.number + 1) * _SPREAD & MASK
 
     def _marked(self, word: int) -> Draw | None:
-        """What the mark says, or None for a word that is no mark of ours."""
+        """The draw that a mark encodes, or None for a word that is no mark."""
         index, number = divmod((word * _GATHER & MASK) - 1, 1 << _NUMBER_BITS)
         end = self.ends.get(index)
         return Draw(end.seed, number) if end is not None and number <= end.number else None
 
 
 def _write(word: int) -> None:
-    """Put the word where torch keeps the seed that its CPU generator was begun with; the numbers do not change."""
+    """Write the word where torch keeps its CPU generator's initial seed; the generator's numbers do not change."""
     generator = torch.default_generator
     with plain():
         state = generator.get_state()
@@ -114,7 +114,7 @@ _SEQUENCE = _Sequence()
 
 
 def manual_seed(seed: int) -> None:
-    """Begin the sequence of all random values of dshard: factories, initialisers, dropout. The same on every rank.
+    """Seed all random values of dshard: factories, initialisers, dropout. Call it with one seed on every rank.
 
     Seeds that are equal modulo 2^64 are the same. torch's own generators are not seeded by it, nor does seeding them
     move this sequence.
@@ -126,14 +126,14 @@ def manual_seed(seed: int) -> None:
 
 
 def get_rng_state() -> Tensor:
-    """Where the sequence stands: the seed and the number of the next draw, two int64 on the CPU."""
+    """The state of the sequence: the seed and the number of the next draw, two int64 on the CPU."""
     draw = _SEQUENCE.next
     with plain():
         return torch.tensor([_signed(draw.seed), draw.number], dtype=torch.int64, device="cpu")
 
 
 def set_rng_state(state: Tensor) -> None:
-    """Go on where `get_rng_state` was called. The same on every rank.
+    """Restore the state that `get_rng_state` returned. Call it with one state on every rank.
 
     Raises:
         ValueError: not what `get_rng_state` gives.
@@ -151,7 +151,7 @@ def set_rng_state(state: Tensor) -> None:
 
 
 def next_draw(generator: torch.Generator | None = None) -> Draw:
-    """The next draw of the sequence; with a generator of torch's, one that this seeds, apart from the sequence."""
+    """Take the next draw of the sequence; with a torch generator, one that it seeds, apart from the sequence."""
     if generator is None:
         return _SEQUENCE.take()
     with plain():

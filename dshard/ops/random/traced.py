@@ -24,17 +24,17 @@ _LIBRARY.define("drawn(Tensor like, Tensor draw, int[] shape, int[] starts, int[
 
 
 def filled_later(like: Tensor, shape: Shape, region: Region, distribution: Distribution) -> Tensor:
-    """A tensor like the local tensor `like`: the elements within `region` of a random tensor of this shape."""
+    """A tensor like the local tensor `like` with the elements in `region` of a global random tensor of this shape."""
     assert traced(like)
     starts, stops = [part.start for part in region], [part.stop for part in region]
     taken = torch.ops.dshard.next_draw(torch.empty(0), next(_SITES))
-    found: Tensor = torch.ops.dshard.drawn(like, taken, list(shape), starts, stops, str(distribution))
-    return found
+    local: Tensor = torch.ops.dshard.drawn(like, taken, list(shape), starts, stops, str(distribution))
+    return local
 
 
 def _next_draw(anchor: Tensor, site: int) -> Tensor:
-    found = next_draw(None)
-    return torch.tensor([found.seed - _SIGN, found.number])
+    draw = next_draw(None)
+    return torch.tensor([draw.seed - _SIGN, draw.number])
 
 
 def _drawn(
