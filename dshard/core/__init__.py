@@ -8,6 +8,9 @@ moves.py            local tensors redistributed, local operators run on every ra
 observe.py          decisions, told to `trace`, `explain` and `strict`
 view_sync.py        views that do not share the memory of their base
 plain_tensors.py    plain tensors among distributed ones
+panel_cost.py       what a matmul takes in a number of panels
+call_log.py         the operators that ran during a call, for the fast path
+wrapper.py          the base class of DTensor: a local tensor and a spec
 transforms.py       torch.func transforms and forward-mode derivatives
 checks.py           what torch refuses on one device is refused before anything is sent
 torch_function.py   calls of torch's functions: their arguments by name, autocast
