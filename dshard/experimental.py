@@ -270,23 +270,23 @@ class _Rows:
             if isinstance(p, Shard) and not -ndim <= p.dim < ndim:
                 raise LayoutError(f"register_sharding of {self.call.func}: {p} of a tensor of {ndim} dims")
         split = {(i, p.dim % len(self.shapes[i])) for i, p in enumerate((*outs, *ins)) if isinstance(p, Shard)}
-        given = [(i, p.reduce_op) for i, p in enumerate(ins) if isinstance(p, Partial)]
-        left = {i: p.reduce_op for i, p in enumerate(outs) if isinstance(p, Partial)}
-        if given:
-            ops = {op for _, op in given} | set(left.values())
-            if split or len(left) != n or len(ops) > 1:
+        partials = [(i, p.reduce_op) for i, p in enumerate(ins) if isinstance(p, Partial)]
+        out_reductions = {i: p.reduce_op for i, p in enumerate(outs) if isinstance(p, Partial)}
+        if partials:
+            ops = {op for _, op in partials} | set(out_reductions.values())
+            if split or len(out_reductions) != n or len(ops) > 1:
                 self.drop(outs, ins)
             else:
-                self.pending.append(PassThrough(frozenset(i for i, _ in given), (given[0][1],)))
+                self.pending.append(PassThrough(frozenset(i for i, _ in partials), (partials[0][1],)))
         elif split:
-            agrees = all(self.reduce.get(i, op) == op for i, op in left.items())
+            agrees = all(self.reduce.get(i, op) == op for i, op in out_reductions.items())
             whole_out = any(isinstance(p, Replicate) for p in outs)
             if whole_out or not agrees or any(self.terms[i][dim][0] not in self.whole for i, dim in split):
                 self.drop(outs, ins)
             else:
-                self.split(split, left)
+                self.split(split, out_reductions)
 
-    def split(self, dims: set[tuple[int, int]], left: dict[int, ReduceOp]) -> None:
+    def split(self, dims: set[tuple[int, int]], out_reductions: dict[int, ReduceOp]) -> None:
         """One factor for all these dims; a dim that is larger than the smallest has an inner factor beside it."""
         size = min(self.shapes[i][dim] for i, dim in dims)
         if size == 0 or any(self.shapes[i][dim] % size for i, dim in dims):
@@ -294,7 +294,7 @@ class _Rows:
         name = f"f{self.factors}"
         self.factors += 1
         self.sizes.append((name, size))
-        self.reduce |= left
+        self.reduce |= out_reductions
         for i, dim in dims:
             self.terms[i][dim] = (name,)
             if self.shapes[i][dim] > size:

@@ -123,7 +123,7 @@ def randperm(
     def local_of_rank(coordinate: Coordinate, device: torch.device) -> Tensor:
         return comm.local_shard(order, layout.region(shape, coordinate)).to(device)
 
-    return _wrapped(comm.local_of(layout, local_of_rank), layout, shape, **options)
+    return _wrap_local(comm.local_of(layout, local_of_rank), layout, shape, **options)
 
 
 def _new(
@@ -142,7 +142,7 @@ def _new(
     local = comm.local_of(
         layout, lambda coordinate, device: make(layout.local_shape(shape, coordinate), dtype=dtype, device=device)
     )
-    return _wrapped(local, layout, shape, requires_grad)
+    return _wrap_local(local, layout, shape, requires_grad)
 
 
 def _random(
@@ -233,7 +233,7 @@ def _check_holds(n: int, dtype: torch.dtype) -> None:
         raise DtypeError(f"randperm of {n} as {dtype}, which does not hold all numbers below that: use torch.int64")
 
 
-def _wrapped(local: Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool = False) -> DTensor:
+def _wrap_local(local: Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool = False) -> DTensor:
     out = DTensor._wrap(local, spec_of(layout, shape, contiguous_stride(shape), local.dtype, local.device))
     return out.requires_grad_() if requires_grad else out
 

@@ -137,7 +137,7 @@ def wrap_tracked(local: Tensor, spec: Spec, cotangent: Layout) -> Any:
 
 
 class RedistributeLocal(torch.autograd.Function):
-    """Redistribute a recorded local tensor by `move`; backward: redistribute its gradient by `back`. None: not at all.
+    """Redistribute a recorded local tensor by `move`; backward: redistribute its gradient by `back`; None: not at all.
 
     The gradient is recorded with `move` and `back` exchanged, for the gradient of a gradient has the tensor's layout.
     """
@@ -332,10 +332,12 @@ def gradient_in_layout(grad: Any, layout: Layout) -> Any:
 
 
 def keep_partial_sums(layout: Layout, target: Layout) -> Layout:
-    """`target`, but partial where `layout` is a partial sum and `target` replicated: it may be reduced later."""
-    placements = tuple(
-        mine if isinstance(mine, Partial) and mine.reduce_op in ("sum", "avg") and theirs == Replicate() else theirs
-        for mine, theirs in zip(layout.placements, target.placements, strict=True)
+    """`target`, but partial where `layout` is a partial sum and `target` replicated."""
+    placements = tuple(  # gradients may be added first, and reduced once
+        placement
+        if isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg") and target_placement == Replicate()
+        else target_placement
+        for placement, target_placement in zip(layout.placements, target.placements, strict=True)
     )
     return Layout(target.mesh, placements, target.order)
 

@@ -42,14 +42,14 @@ def infer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
     _refuse_more(func, args, kwargs)
-    with plain(), _as_the_kernels_do(), for_shapes():
+    with plain(), _runtime_errors(), for_shapes():
         return func(*args, **kwargs)
 
 
 def accept(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise torch's own error for these arguments, in which meta tensors stand for all; as far as it can."""
     _refuse_more(func, args, kwargs)
-    with plain(), FakeTensorMode(), suppress(*UNKNOWN), _without_log(), _as_the_kernels_do():
+    with plain(), FakeTensorMode(), suppress(*UNKNOWN), _without_log(), _runtime_errors():
         fakes: dict[int, Tensor] = {}
         fake_args, fake_kwargs = replace_leaves((args, kwargs), lambda leaf: _fake_of(leaf, fakes))
         func(*fake_args, **fake_kwargs)
@@ -65,8 +65,8 @@ def _fake_of(leaf: Any, fakes: dict[int, Tensor]) -> Any:
 
 
 @contextmanager
-def _as_the_kernels_do() -> Iterator[None]:
-    """Within the block an AssertionError becomes a RuntimeError."""
+def _runtime_errors() -> Iterator[None]:
+    """Turn an AssertionError within the block into a RuntimeError."""
     try:
         yield  # torch's Python forms assert what its kernels refuse with a RuntimeError
     except AssertionError as error:

@@ -1,4 +1,4 @@
-"""The decision for each operator, given to those who observe: `trace`, `explain` and `strict`."""
+"""The decision for each operator, observed by `trace`, `explain` and `strict`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def planned_collective(
 
 
 def predicted_seconds(collective: str, nbytes: int, mesh: Mesh, axes: tuple[str, ...], topology: Topology) -> float:
-    """What a topology predicts for a collective; one that it does not price takes a link's latency and bandwidth."""
+    """Predicted seconds of a collective; one without a price takes a link's latency and bandwidth."""
     if collective in COLLECTIVES:
         return collective_seconds(collective, nbytes, mesh, axes, topology)
     link = topology.link(mesh, axes)

@@ -66,7 +66,7 @@ _ASSUMED_REPLICATED = _AssumedReplicated()
 
 @contextmanager
 def assume_replicated() -> Iterator[None]:
-    """Within the block plain tensors among distributed ones count as replicated: they must be equal on all ranks."""
+    """Count plain tensors among distributed ones as replicated within the block: they must be equal on all ranks."""
     _ASSUMED_REPLICATED.depth += 1
     try:
         yield

@@ -59,7 +59,7 @@ _FOR_SHAPES: Scoped[None, bool] = Scoped("for shapes", bool)
 
 @contextmanager
 def for_shapes() -> Iterator[None]:
-    """Within the block operators run on meta tensors to infer shapes, and are no part of the user's program."""
+    """Mark the operators within the block as run on meta tensors to infer shapes, not by the user's program."""
     with _FOR_SHAPES.entered(None):
         yield
 

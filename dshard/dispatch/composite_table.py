@@ -62,7 +62,7 @@ def or_reduce_partials_first(handler: Callable[..., Any]) -> Callable[..., Any]:
     return handle
 
 
-def _reduce_partials(func: Any, x: Any) -> Any:
+def _reduce_partials(func: Any, x: Wrapper) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return redistribute(x, completed_layout(x._spec.layout), func.__name__)
 
@@ -78,7 +78,7 @@ def tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return call_torch(torch.tensor_split, (x, numbers, 0 if dim is None else dim), {})
 
 
-def _replicated(values: list[Any], like: Any) -> Any:
+def _replicated(values: list[Any], like: Wrapper) -> Any:
     local = torch.tensor(values, device=like._spec.device)
     layout = replicated(like._spec.layout.mesh)
     spec = spec_of(layout, tuple(local.shape), local.stride(), local.dtype, local.device)

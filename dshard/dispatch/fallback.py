@@ -93,7 +93,7 @@ def _replicated_spec(local: Tensor, layout: Layout) -> Spec:
 
 
 def _first_rank_result(func: OpOverload, local: Tensor, layout: Layout) -> Tensor:
-    """The result of the first rank of each mesh axis, on all ranks: of an operator that gives another one each time."""
+    """The result of the first rank of each mesh axis, on all ranks: of an operator whose runs differ."""
     if not OBSERVERS:
         return same_replicas(local, layout)
     spec = _replicated_spec(local, layout)

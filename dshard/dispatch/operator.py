@@ -349,7 +349,7 @@ def _is_flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def strategy_of(op: Op, call: Call, keep: bool = False) -> Strategy:
-    """The cheapest strategy; with `keep`, one that keeps the first operand in its layout, where there is one."""
+    """The cheapest strategy; with `keep`, the cheapest that keeps the first operand's layout, if any does."""
     operands, outputs = _operands(call)
     topology = planning_context().topology_of(operands[0].layout.mesh)
     return choose(op.rule(call), operands, outputs, topology, _constraints(operands, keep))

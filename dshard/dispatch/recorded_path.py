@@ -75,12 +75,12 @@ def tracked_shortcut(
     return shortcut  # type: ignore[no-any-return]
 
 
-def is_simulated(x: Any) -> bool:
+def is_simulated(x: Wrapper) -> bool:
     """Whether `x` is a tensor of simulated ranks."""
     return type(x._local) is LocalTensor
 
 
-def _is_uneven(records: Sequence[CallRecord], out: Any) -> bool:
+def _is_uneven(records: Sequence[CallRecord], out: Wrapper) -> bool:
     """Whether some rank has an empty local tensor of a tensor with elements.
 
     Some of torch's formulas for gradients differ where there are no elements, and need other operands: ranks that ran
@@ -101,11 +101,13 @@ def _is_local(run: OperatorExecutable) -> bool:
     return not any(isinstance(p, Partial) and p.reduce_op != "sum" for layout in layouts for p in layout.placements)
 
 
-def _place(at: int | str, x: Any, gradient: Layout) -> Place:
+def _place(at: int | str, x: Wrapper, gradient: Layout) -> Place:
+    """The place of operand `x` of a shortcut, whose gradient has layout `gradient`."""
     return at, x._spec.with_layout(gradient) if x.requires_grad else None, gradient == x._spec.layout.cotangent()
 
 
 def _distributed_operands(args: Args, kwargs: Kwargs) -> list[tuple[int | str, Any]]:
+    """The distributed arguments, each with its position or name."""
     cls = Wrapper.public
     everything: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return [(at, x) for at, x in everything if type(x) is cls]
@@ -134,7 +136,7 @@ def _same_function_shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, run
     return call
 
 
-def _matmul_shortcut(executable: MatmulExecutable, args: Args, out: Any) -> Shortcut | None:
+def _matmul_shortcut(executable: MatmulExecutable, args: Args, out: Wrapper) -> Shortcut | None:
     """The shortcut of a matmul, or None where it redistributes or runs in panels."""
     plans = (*executable.plans, executable.end, *([] if executable.bias_plan is None else [executable.bias_plan]))
     layout = out._spec.layout
@@ -216,7 +218,7 @@ def view_shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequ
     return call
 
 
-def _program_shortcut(args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]) -> Shortcut | None:
+def _program_shortcut(args: Args, kwargs: Kwargs, out: Wrapper, records: Sequence[CallRecord]) -> Shortcut | None:
     """The shortcut of several operators in turn, on arguments and results of earlier ones, or None."""
     operands_of_call = _distributed_operands(args, kwargs)
     names = {id(x): where for where, x in operands_of_call}

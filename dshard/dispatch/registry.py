@@ -263,7 +263,7 @@ def _alternatives(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | Non
         row = reduced_norms.PARTIAL_STATISTICS[func]
         return lambda args: row.run if row.pays(args) else None
     if func in scans.BLOCKWISE or func in move_split.MOVED_SPLITS:
-        return _blockwise_or_moved_split(func)
+        return _blockwise_or_reshard(func)
     if func in exchange.SHIFTS:
         moves, run = exchange.SHIFTS[func]
         return lambda args: run if moves(args) else None
@@ -288,8 +288,8 @@ def alternative_of(func: OpOverload, instead: Instead) -> str:
     return "index exchange" if func in exchange.SHIFTS or func in split_pieces.SPLITS else ""
 
 
-def _blockwise_or_moved_split(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None]:
-    """The choice between summaries of blocks and a split moved to another dim, by the arguments, where one pays."""
+def _blockwise_or_reshard(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None]:
+    """The choice between summaries of blocks and sharding another dim, by the arguments, where one pays."""
     alternatives = [
         (blockwise.pays, blockwise.run) for blockwise in (scans.BLOCKWISE.get(func),) if blockwise is not None
     ]
@@ -302,7 +302,7 @@ Path: TypeAlias = Literal["rule", "decomposition", "fallback"]
 
 
 def path_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Path:
-    """How a call runs: by its rule, by other operators, or replicated on every rank."""
+    """The path of a call: its rule, other operators, or the fallback that replicates on every rank."""
     facts = known(func)
     instead = None if facts.instead is None else facts.instead(args)
     if instead is not None:

@@ -210,7 +210,7 @@ def _moved(asked: Product, dims: str, src: Layout, dst: Layout) -> Moved:
 
 
 def _name(schedule: Schedule, mesh: Mesh) -> str:
-    """What each mesh axis does, as the legend says; then the name that `use_strategy` takes, if it has one.
+    """The name of a schedule: each mesh axis as the legend says, then the strategy of `use_strategy`, if there is one.
 
     >>> _name(Schedule(("m", "n"), ("k", "R")), Mesh((2, 2), ("x", "y")))
     'x:m[B:k] y:n'
@@ -221,8 +221,8 @@ def _name(schedule: Schedule, mesh: Mesh) -> str:
         f"{axis}:{loop}" if stored == "R" else f"{axis}:{loop}[{_MOVING[loop]}:{stored}]"
         for axis, loop, stored in zip(mesh.names, schedule.loops, schedule.stored, strict=True)
     ]
-    known = _strategy_names().get((schedule.loops, schedule.stored))
-    return " ".join(words if known is None else [*words, f"({known})"])
+    strategy = _strategy_names().get((schedule.loops, schedule.stored))
+    return " ".join(words if strategy is None else [*words, f"({strategy})"])
 
 
 @cache

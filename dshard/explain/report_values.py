@@ -82,7 +82,7 @@ class Explanation:
     collectives: tuple[PlannedCollective, ...] = ()
 
     def top(self, n: int) -> Explanation:
-        """The same with the `n` cheapest candidates, and the chosen one, if that is none of them."""
+        """The explanation with only the `n` cheapest candidates, and the chosen one."""
         n = as_int(n, "top", least=0)
         first = self.candidates[:n]
         return replace(self, candidates=first if self.chosen in first else (*first, self.chosen))
@@ -98,7 +98,7 @@ class Explanation:
             "chosen": self.chosen.data(),
             "why": self.why,
             "line": self.line,
-            "panels": [asdict(found) for found in self.panels],
+            "panels": [asdict(cost) for cost in self.panels],
             "run_in": self.run_in,
             "collectives": [asdict(sent) for sent in self.collectives],
         }
@@ -122,14 +122,14 @@ class Explanation:
         panels = [] if len(self.panels) < 2 else [f"in panels, forward: {', '.join(map(self._panels, self.panels))}"]
         return [*more, f"chosen: {self.chosen.name}, {self.why}", *steps, *panels]
 
-    def _panels(self, found: PanelCost) -> str:
-        mark = " (as it runs)" if found.panels == self.run_in else ""
-        return f"{found.panels}: {found.seconds * 1e6:.1f} us, {human_bytes(found.buffer_bytes)} in buffers{mark}"
+    def _panels(self, cost: PanelCost) -> str:
+        mark = " (as it runs)" if cost.panels == self.run_in else ""
+        return f"{cost.panels}: {cost.seconds * 1e6:.1f} us, {human_bytes(cost.buffer_bytes)} in buffers{mark}"
 
     def __str__(self) -> str:
         rows = [
-            ["*" if found is self.chosen else "", found.name, found.placements, *figures(found)]
-            for found in self.candidates
+            ["*" if candidate is self.chosen else "", candidate.name, candidate.placements, *figures(candidate)]
+            for candidate in self.candidates
         ]
         return "\n".join([*self.head(), text_table(HEADINGS, rows), *self.foot()])
 

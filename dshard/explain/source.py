@@ -140,8 +140,10 @@ def _load(path: str, name: str) -> Callable[..., Any]:
     module = _load_file(Path(path)) if path.endswith(".py") else _load_module(path)
     function = getattr(module, name, None)
     if not callable(function):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise NotationError(f"{path} has no function {name!r}; it has {', '.join(known) or 'none'}")
+        functions = [
+            key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")
+        ]
+        raise NotationError(f"{path} has no function {name!r}; it has {', '.join(functions) or 'none'}")
     return function  # type: ignore[no-any-return]
 
 
