@@ -190,7 +190,7 @@ def strict() -> Iterator[None]:
     """Within the block an operator that would communicate without being asked to is an error, before it sends anything.
 
     What you ask for stays allowed: `redistribute`, `full_tensor`, `distribute_tensor` and `from_local`; numbers of
-    whole tensors, such as `item()` and norms without dims; gradients that are redistributed to the layout of their
+    global tensors, such as `item()` and norms without dims; gradients that are redistributed to the layout of their
     parameters.
 
     Raises:

@@ -20,7 +20,7 @@ def common_mesh(func: object, tensors: list[Tensor]) -> Mesh:
     """The mesh of all distributed tensors among `tensors`.
 
     Raises:
-        MeshError: they lie on different meshes.
+        MeshError: the tensors are on different meshes.
     """
     meshes = {t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)}
     if len(meshes) > 1:

@@ -70,7 +70,7 @@ def register_rule(
     """Teach dshard an operator in one line of the rule notation (see `dshard.rules.rule`).
 
     `op` is the operator's qualified name, such as "mylib::fused"; all its overloads get the rule. `reduce` is the
-    reduction of split factors that an output lacks, `linear` the operands through each of which a pending sum passes.
+    reduction of sharded factors that an output lacks, `linear` the operands through each of which a partial sum passes.
 
     The operator must be there, as defined by `torch.library.custom_op`:
 

@@ -20,7 +20,7 @@ class Candidate:
 
     `name` says what each mesh axis does; `placements` are the layouts of operands and outputs, as text; `steps` all
     that is communicated, for the operands and to complete partial outputs. Bytes are those of the busiest rank:
-    `bytes_moved` what it receives, `peak_bytes` what it holds if nothing is freed before the end (operands as they lie,
+    `bytes_moved` what it receives, `peak_bytes` what it holds if nothing is freed before the end (stored operands,
     moved copies, outputs). `messages` come one after the other. `bound_ratio` is `bytes_moved` over the least that any
     product of these sizes receives that stores each tensor once; None for another operator, or where that is nothing.
     `one_copy` says whether each element of operands and outputs is stored on one rank alone.
@@ -63,7 +63,7 @@ class Explanation:
     `topology` is the name of the one that priced them, `network` what it joins, `topology_why` how it came to be used.
     Of `considered` candidates `candidates` are those to show. `line` is the line of the program that called it.
     `panels` is what the chosen one takes in each number of panels, of which it runs in `run_in`. `collectives` are
-    those that run when the operator does, as `trace` records them; what completes a pending result is not among them.
+    those that run when the operator does, as `trace` records them; what completes a partial result is not among them.
     """
 
     op: str
