@@ -1,4 +1,4 @@
-"""Everything that is remembered to be looked up again: each cache has a name and a bound, and can be looked into."""
+"""The caches of dshard: each has a name and a bound, and `cache_info` shows them all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CacheInfo(NamedTuple):
-    """How many entries a cache has, how often one was found there or not, and how many it may have at most."""
+    """Entries of a cache, hits and misses of look-ups, and the most entries that it may have."""
 
     entries: int
     hits: int
@@ -36,26 +36,26 @@ def cached(name: str, bound: int) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        found: Any = lru_cache(maxsize=bound)(function)
-        _FUNCTIONS[name] = found
-        return found  # type: ignore[no-any-return]
+        cached_function: Any = lru_cache(maxsize=bound)(function)
+        _FUNCTIONS[name] = cached_function
+        return cached_function  # type: ignore[no-any-return]
 
     return decorate
 
 
 class Cache(dict[Any, Any]):
-    """A dict that forgets its oldest entry when it is full. Who finds an entry counts a hit.
+    """A dict that drops its oldest entry when it is full. Callers count the hits.
 
-    Those of one name are counted together.
+    `cache_info` adds up the caches of one name.
     """
 
     def __init__(self, name: str, bound: int = 16384) -> None:
         super().__init__()
         self.bound, self.hits, self.misses = bound, 0, 0
-        _DICTS[name] = [*(ref(cache) for cache in _alive(name)), ref(self)]
+        _DICTS[name] = [*(ref(cache) for cache in _caches_named(name)), ref(self)]
 
     def add(self, key: Any, value: Any) -> Any:
-        """Remember `value`, which was not found, and return it."""
+        """Count a miss, cache `value`, and return it."""
         self.misses += 1
         if len(self) >= self.bound:
             del self[next(iter(self))]
@@ -63,31 +63,31 @@ class Cache(dict[Any, Any]):
         return value
 
 
-def _alive(name: str) -> list[Cache]:
+def _caches_named(name: str) -> list[Cache]:
     return [cache for each in _DICTS.get(name, ()) if (cache := each()) is not None]
 
 
 def cache_info() -> dict[str, CacheInfo]:
-    """What is remembered, over all topologies: entries, hits, misses and bound of each cache.
+    """Entries, hits, misses and bound of each cache, over all topologies.
 
-    `shortcuts` are calls that go straight to the local operator, `executors` operators, `choices` products and other
+    `shortcuts` are calls that go straight to the local operator, `executors` operators, `choices` matmuls and other
     composite operators, `moves` redistributions; the others are what planning uses.
     """
-    found = {}
+    infos = {}
     for name in _DICTS:
-        totals = [(len(cache), cache.hits, cache.misses, cache.bound) for cache in _alive(name)]
+        totals = [(len(cache), cache.hits, cache.misses, cache.bound) for cache in _caches_named(name)]
         if totals:
-            found[name] = CacheInfo(*map(sum, zip(*totals, strict=True)))
+            infos[name] = CacheInfo(*map(sum, zip(*totals, strict=True)))
     for name, function in _FUNCTIONS.items():
         hits, misses, bound, entries = function.cache_info()
-        found[name] = CacheInfo(entries, hits, misses, bound)
-    return found
+        infos[name] = CacheInfo(entries, hits, misses, bound)
+    return infos
 
 
 def clear_caches() -> None:
-    """Forget all of it, and count anew; what is needed again is decided and planned again."""
+    """Empty all caches and their counts; later calls choose and plan again."""
     for name in _DICTS:
-        for cache in _alive(name):
+        for cache in _caches_named(name):
             cache.clear()
             cache.hits = cache.misses = 0
     for function in _FUNCTIONS.values():

@@ -41,16 +41,16 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """`func`, written for plain tensors, as a function of DTensors: it gets the local parts, and returns local parts.
+    """`func`, written for plain tensors, as a function of DTensors: it gets and returns local tensors.
 
-    `out_placements` say how each output lies, in the order of the flattened result: a sequence of placements for one
-    tensor, a tuple of those for several, None for what is no tensor. `in_placements` say how each argument must lie,
-    None for any; with `redistribute_inputs` it is brought there. `in_grad_placements` say how the gradients of the
-    local arguments lie, like the arguments by default. Where no argument is a DTensor, `func` is called as it is.
-    Without `func` this is a decorator. The ranks tell each other the sizes of split outputs, which may be uneven.
+    `out_placements` are those of the outputs, in the order of the flattened result: a sequence of placements for one
+    tensor, a tuple of those for several, None for what is no tensor. `in_placements` are those that each argument must
+    have, None for any; with `redistribute_inputs` it is redistributed to them. `in_grad_placements` are those of the
+    gradients of the local arguments, by default the arguments' own. Where no argument is a DTensor, `func` is called as
+    it is. Without `func` this is a decorator. The ranks exchange the sizes of sharded outputs, which may be uneven.
 
     Raises:
-        LayoutError: an argument lies otherwise than it must, or placements that do not fit.
+        LayoutError: an argument has other placements than it must have, or placements do not fit.
         ShapeError: not one entry for each argument or output.
         ArgumentError: no function, or entries that are no tuple.
     """
@@ -74,23 +74,23 @@ def local_map(
     @wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
         flat, tree = pytree.tree_flatten(args)
-        given = [arg for arg in flat if isinstance(arg, DTensor)]
-        if not given:
+        distributed = [arg for arg in flat if isinstance(arg, DTensor)]
+        if not distributed:
             return func(*args, **kwargs)
         _check_count("in_placements", in_placements, len(flat), "arguments")
         _check_count("in_grad_placements", in_grad_placements, len(flat), "arguments")
-        wanted, grads = in_placements or (None,) * len(flat), in_grad_placements or (None,) * len(flat)
-        moved = [_lying(arg, i, wanted[i], redistribute_inputs) for i, arg in enumerate(flat)]
+        in_entries, grads = in_placements or (None,) * len(flat), in_grad_placements or (None,) * len(flat)
+        redistributed = [_in_placements(arg, i, in_entries[i], redistribute_inputs) for i, arg in enumerate(flat)]
         local = [
             arg.to_local(grad_placements=grad) if isinstance(arg, DTensor) else arg
-            for arg, grad in zip(moved, grads, strict=True)
+            for arg, grad in zip(redistributed, grads, strict=True)
         ]
         out, out_tree = pytree.tree_flatten(func(*pytree.tree_unflatten(local, tree), **kwargs))
-        ends: tuple[Any, ...] = tuple(out_placements or ()) if _is_several(out_placements) else (out_placements,)
-        _check_count("out_placements", ends, len(out), "outputs")
-        mesh = given[0].device_mesh if device_mesh is None else device_mesh
-        laid = [_wrapped(x, i, end, mesh) for i, (x, end) in enumerate(zip(out, ends, strict=True))]
-        return pytree.tree_unflatten(laid, out_tree)
+        out_entries: tuple[Any, ...] = tuple(out_placements or ()) if _is_several(out_placements) else (out_placements,)
+        _check_count("out_placements", out_entries, len(out), "outputs")
+        mesh = distributed[0].device_mesh if device_mesh is None else device_mesh
+        wrapped = [_wrap_output(x, i, entry, mesh) for i, (x, entry) in enumerate(zip(out, out_entries, strict=True))]
+        return pytree.tree_unflatten(wrapped, out_tree)
 
     return run
 
@@ -101,9 +101,9 @@ def _is_several(placements: Any) -> bool:
 
 
 def _check_entries(name: str, entries: object) -> None:
-    """Refuse what is no tuple of placements, one entry for each argument."""
-    given = as_tuple(entries, name, "give a tuple with the placements of each argument, None for what is no tensor")
-    alone = [entry for entry in given if isinstance(entry, Shard | Replicate | Partial)]
+    """Refuse entries that are no tuple of placements, one entry for each argument."""
+    checked = as_tuple(entries, name, "give a tuple with the placements of each argument, None for what is no tensor")
+    alone = [entry for entry in checked if isinstance(entry, Shard | Replicate | Partial)]
     if alone:
         raise LayoutError(
             f"local_map: {name} has the entry {alone[0]}: give a sequence of placements for each argument, one for "
@@ -118,23 +118,23 @@ def _check_count(name: str, entries: Any, n: int, what: str) -> None:
         )
 
 
-def _lying(arg: Any, i: int, wanted: Placements, move: bool) -> Any:
-    """An argument, lying as it must."""
-    if wanted is None or not isinstance(arg, Tensor):
-        if wanted is not None:
+def _in_placements(arg: Any, i: int, placements: Placements, move: bool) -> Any:
+    """An argument in the placements that it must have."""
+    if placements is None or not isinstance(arg, Tensor):
+        if placements is not None:
             raise LayoutError(f"local_map: argument {i} is no tensor, but in_placements lays it out: give None for it")
         return arg
-    if not isinstance(arg, DTensor) or arg.layout == layout_of(arg.layout.mesh, wanted, arg.ndim):
+    if not isinstance(arg, DTensor) or arg.layout == layout_of(arg.layout.mesh, placements, arg.ndim):
         return arg
     if not move:
         raise LayoutError(
-            f"local_map: argument {i} lies [{arg.layout}], and in_placements say [{format_of(wanted)}]: "
+            f"local_map: argument {i} lies [{arg.layout}], and in_placements say [{format_of(placements)}]: "
             "redistribute it, or set redistribute_inputs=True"
         )
-    return arg.redistribute(placements=wanted)
+    return arg.redistribute(placements=placements)
 
 
-def _wrapped(x: Any, i: int, placements: Placements, mesh: DeviceMesh | Mesh) -> Any:
+def _wrap_output(x: Any, i: int, placements: Placements, mesh: DeviceMesh | Mesh) -> Any:
     if not isinstance(x, Tensor):
         if placements is not None:
             raise LayoutError(f"local_map: output {i} is no tensor, but out_placements lay it out: give None for it")
@@ -151,7 +151,7 @@ def _wrapped(x: Any, i: int, placements: Placements, mesh: DeviceMesh | Mesh) ->
 
 @dataclass(frozen=True, slots=True)
 class TensorLike:
-    """What a sharding function gets for a tensor: what it is, and how it lies now."""
+    """A tensor as a sharding function sees it: shape, dtype and current placements."""
 
     shape: Shape
     dtype: torch.dtype
@@ -166,13 +166,13 @@ class TensorLike:
 def register_sharding(
     op: OpOverload | list[OpOverload],
 ) -> Callable[[Callable[..., Sequence[Row]]], Callable[..., Sequence[Row]]]:
-    """A decorator: the function tells in what placements on one mesh axis the operator may run.
+    """A decorator for a function that gives the placements on one mesh axis in which the operator may run.
 
     It gets the operator's arguments, a `TensorLike` for each tensor, and returns pairs of lists: the placements of the
     outputs, and those of the arguments, None for what is no tensor. The rows become a rule, which replaces dshard's
-    own; dshard expands it to whole meshes, prices it, and takes the cheapest. All whole is always allowed.
+    own; dshard expands it to whole meshes, prices it, and takes the cheapest. All replicated is always allowed.
 
-    A rule splits each dim of a tensor in one way. Of rows that cannot go together the first is kept, with a warning.
+    A rule shards each dim of a tensor in one way. Of rows that cannot go together the first is kept, with a warning.
 
         @register_sharding(torch.ops.mylib.gated.default)
         def rows(x, gate):
@@ -205,7 +205,7 @@ def _check_overload(op: object) -> None:
 
 
 def _rule_of(function: Callable[..., Sequence[Row]], call: Call) -> Rule:
-    args, kwargs = pytree.tree_map_only(Spec, _like, (call.args, call.kwargs))
+    args, kwargs = pytree.tree_map_only(Spec, _tensor_like, (call.args, call.kwargs))
     rule = _Rows(call)
     for outs, ins in _rows(call, function(*args, **kwargs)):
         rule.add(outs, rule.of_tensors(ins))
@@ -213,7 +213,7 @@ def _rule_of(function: Callable[..., Sequence[Row]], call: Call) -> Rule:
 
 
 def _rows(call: Call, given: object) -> Iterator[tuple[list[Any], list[Any]]]:
-    """What a sharding function returned, as rows."""
+    """The rows that a sharding function returned, checked."""
     way_out = "return a list of pairs ([placements of outputs], [placements of arguments])"
     for row in as_tuple(given, f"register_sharding of {call.func}", way_out, LayoutError):
         pair = as_tuple(row, f"a row of {call.func}", way_out, LayoutError)
@@ -226,12 +226,12 @@ def _rows(call: Call, given: object) -> Iterator[tuple[list[Any], list[Any]]]:
         yield outs, ins
 
 
-def _like(spec: Spec) -> TensorLike:
+def _tensor_like(spec: Spec) -> TensorLike:
     return TensorLike(spec.shape, spec.dtype, spec.layout.placements)
 
 
 class _Rows:
-    """A rule made of rows: each row that splits something is a factor, shared by the dims that it splits."""
+    """A rule made of rows: each row that shards something is a factor, shared by the dims that it shards."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -259,7 +259,7 @@ class _Rows:
         )
 
     def add(self, outs: list[Placement | None], ins: list[Placement | None]) -> None:
-        """Take in one row, if it goes together with those before."""
+        """Add one row to the rule, if it goes together with those before."""
         if len(outs) != len(self.call.outs):
             raise LayoutError(
                 f"register_sharding of {self.call.func}: [{format_of(outs)}] for {len(self.call.outs)} outputs"
@@ -270,23 +270,23 @@ class _Rows:
             if isinstance(p, Shard) and not -ndim <= p.dim < ndim:
                 raise LayoutError(f"register_sharding of {self.call.func}: {p} of a tensor of {ndim} dims")
         split = {(i, p.dim % len(self.shapes[i])) for i, p in enumerate((*outs, *ins)) if isinstance(p, Shard)}
-        given = [(i, p.reduce_op) for i, p in enumerate(ins) if isinstance(p, Partial)]
-        left = {i: p.reduce_op for i, p in enumerate(outs) if isinstance(p, Partial)}
-        if given:
-            ops = {op for _, op in given} | set(left.values())
-            if split or len(left) != n or len(ops) > 1:
+        partials = [(i, p.reduce_op) for i, p in enumerate(ins) if isinstance(p, Partial)]
+        out_reductions = {i: p.reduce_op for i, p in enumerate(outs) if isinstance(p, Partial)}
+        if partials:
+            ops = {op for _, op in partials} | set(out_reductions.values())
+            if split or len(out_reductions) != n or len(ops) > 1:
                 self.drop(outs, ins)
             else:
-                self.pending.append(PassThrough(frozenset(i for i, _ in given), (given[0][1],)))
+                self.pending.append(PassThrough(frozenset(i for i, _ in partials), (partials[0][1],)))
         elif split:
-            agrees = all(self.reduce.get(i, op) == op for i, op in left.items())
+            agrees = all(self.reduce.get(i, op) == op for i, op in out_reductions.items())
             whole_out = any(isinstance(p, Replicate) for p in outs)
             if whole_out or not agrees or any(self.terms[i][dim][0] not in self.whole for i, dim in split):
                 self.drop(outs, ins)
             else:
-                self.split(split, left)
+                self.split(split, out_reductions)
 
-    def split(self, dims: set[tuple[int, int]], left: dict[int, ReduceOp]) -> None:
+    def split(self, dims: set[tuple[int, int]], out_reductions: dict[int, ReduceOp]) -> None:
         """One factor for all these dims; a dim that is larger than the smallest has an inner factor beside it."""
         size = min(self.shapes[i][dim] for i, dim in dims)
         if size == 0 or any(self.shapes[i][dim] % size for i, dim in dims):
@@ -294,7 +294,7 @@ class _Rows:
         name = f"f{self.factors}"
         self.factors += 1
         self.sizes.append((name, size))
-        self.reduce |= left
+        self.reduce |= out_reductions
         for i, dim in dims:
             self.terms[i][dim] = (name,)
             if self.shapes[i][dim] > size:
@@ -312,7 +312,7 @@ class _Rows:
         )
 
     def rule(self) -> Rule:
-        """The rule."""
+        """The rule of the rows that were added."""
         n = len(self.call.outs)
         terms: list[Term] = [tuple(term) for term in self.terms]
         reduce = tuple(self.reduce.get(i, "sum") for i in range(n))

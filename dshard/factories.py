@@ -1,4 +1,4 @@
-"""New distributed tensors, and modules laid out whole."""
+"""Factories of distributed tensors, and the layout of whole modules."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ def randint(
 def randperm(
     n: int, *, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
 ) -> DTensor:
-    """The numbers from 0 to n - 1 in random order, int64 by default; each rank makes all of them and keeps its part.
+    """The numbers from 0 to n - 1 in random order, int64 by default; each rank makes all and keeps its own.
 
     The same order on every mesh and layout under `manual_seed`.
     """
     _check_options("randperm", options, {"dtype", "requires_grad", "generator"})
     dtype, generator = options.pop("dtype", torch.int64), options.pop("generator", None)
-    shape, layout = _laid_out((as_int(n, "randperm: n", ShapeError, least=0),), device_mesh, placements)
+    shape, layout = _shape_and_layout((as_int(n, "randperm: n", ShapeError, least=0),), device_mesh, placements)
     (n,) = shape
     with comm.plain():
         torch.randperm(0, dtype=dtype)
@@ -120,10 +120,10 @@ def randperm(
         _check_holds(n, dtype)
     order = random.permutation(n, random.draw_for(layout.mesh, "randperm", generator)).to(dtype)
 
-    def part(coordinate: Coordinate, device: torch.device) -> Tensor:
+    def local_of_rank(coordinate: Coordinate, device: torch.device) -> Tensor:
         return comm.local_shard(order, layout.region(shape, coordinate)).to(device)
 
-    return _finished(comm.local_of(layout, part), layout, shape, **options)
+    return _wrap_local(comm.local_of(layout, local_of_rank), layout, shape, **options)
 
 
 def _new(
@@ -134,15 +134,15 @@ def _new(
     /,
     **options: Any,
 ) -> DTensor:
-    """Each rank makes its own part."""
+    """A DTensor whose local tensor each rank makes itself, by `make`."""
     size = _size_of(size, options)
     _check_options("a factory", options, {"dtype", "requires_grad"})
     dtype, requires_grad = options.get("dtype"), options.get("requires_grad", False)
-    shape, layout = _laid_out(size, device_mesh, placements)
+    shape, layout = _shape_and_layout(size, device_mesh, placements)
     local = comm.local_of(
         layout, lambda coordinate, device: make(layout.local_shape(shape, coordinate), dtype=dtype, device=device)
     )
-    return _finished(local, layout, shape, requires_grad)
+    return _wrap_local(local, layout, shape, requires_grad)
 
 
 def _random(
@@ -155,12 +155,12 @@ def _random(
     /,
     **options: Any,
 ) -> DTensor:
-    """Each rank draws its own part, once torch has accepted the arguments."""
+    """A DTensor whose local tensor each rank draws itself, once torch has accepted the arguments."""
     size = _size_of(size, options)
     _check_options(what, options, {"dtype", "requires_grad", "generator"})
     dtype, generator = options.get("dtype"), options.get("generator")
     requires_grad = options.get("requires_grad", False)
-    shape, _ = _laid_out(size, device_mesh, placements)
+    shape, _ = _shape_and_layout(size, device_mesh, placements)
     with comm.plain():
         make((0,), dtype=dtype, generator=torch.Generator())
     out = _new(torch.empty, (shape,), device_mesh, placements, dtype=dtype)
@@ -168,7 +168,7 @@ def _random(
     return out.requires_grad_(requires_grad)
 
 
-def _laid_out(
+def _shape_and_layout(
     size: tuple[Any, ...], device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None
 ) -> tuple[tuple[int, ...], Layout]:
     only = size[0] if len(size) == 1 else size
@@ -187,7 +187,7 @@ def _is_number(size: object) -> bool:
 
 
 def _size_of(size: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """The sizes, which torch takes by name, too."""
+    """The sizes, given by position or as the option `size`, as torch takes them."""
     if "size" not in options:
         return size
     if size:
@@ -197,15 +197,15 @@ def _size_of(size: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
 
 def _bounds(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[int], Any]:
     """The bounds and the size of `randint`, by position or by name."""
-    given = [*args, *(options.pop(name) for name in ("low", "high", "size") if name in options)]
-    if not 2 <= len(given) <= 3:
-        raise ArgumentError(f"randint: {len(given)} bounds and sizes, {given}: give randint([low,] high, size)")
-    *bounds, size = given
+    values = [*args, *(options.pop(name) for name in ("low", "high", "size") if name in options)]
+    if not 2 <= len(values) <= 3:
+        raise ArgumentError(f"randint: {len(values)} bounds and sizes, {values}: give randint([low,] high, size)")
+    *bounds, size = values
     return [as_int(bound, "randint: a bound") for bound in bounds], size
 
 
 def _check_options(what: str, options: Mapping[str, Any], known: set[str]) -> None:
-    """Refuse names that the function does not have, and values of another type.
+    """Refuse options that the function does not have, and values of another type.
 
     Raises:
         ArgumentError: with the way out.
@@ -233,7 +233,7 @@ def _check_holds(n: int, dtype: torch.dtype) -> None:
         raise DtypeError(f"randperm of {n} as {dtype}, which does not hold all numbers below that: use torch.int64")
 
 
-def _finished(local: Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool = False) -> DTensor:
+def _wrap_local(local: Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool = False) -> DTensor:
     out = DTensor._wrap(local, spec_of(layout, shape, contiguous_stride(shape), local.dtype, local.device))
     return out.requires_grad_() if requires_grad else out
 
@@ -245,7 +245,7 @@ def distribute_module(
     input_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
     output_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
 ) -> nn.Module:
-    """Lay out a module's parameters and buffers in place, and return it.
+    """Make a module's parameters and buffers DTensors in place, and return the module.
 
     `partition_fn(name, submodule, device_mesh)` lays out what it chooses, by assigning `nn.Parameter`s made with
     `distribute_tensor`; whatever it leaves plain is replicated. `input_fn(module, inputs, device_mesh)` and
@@ -272,10 +272,10 @@ def distribute_module(
 
 
 def _replicate_rest(module: nn.Module, device_mesh: DeviceMesh | Mesh) -> None:
-    whole = [Replicate()] * as_mesh(device_mesh).ndim
+    placements = [Replicate()] * as_mesh(device_mesh).ndim
     for name, parameter in module.named_parameters(recurse=False):
         if not isinstance(parameter, DTensor):
-            module.register_parameter(name, distribute_tensor(parameter, device_mesh, whole))  # type: ignore[arg-type]
+            module.register_parameter(name, distribute_tensor(parameter, device_mesh, placements))  # type: ignore[arg-type]
     for name, buffer in module.named_buffers(recurse=False):
         if not isinstance(buffer, DTensor):
-            module._buffers[name] = distribute_tensor(buffer, device_mesh, whole)
+            module._buffers[name] = distribute_tensor(buffer, device_mesh, placements)

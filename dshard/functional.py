@@ -1,4 +1,4 @@
-"""Products with a strategy or a layout of the result asked for by the caller."""
+"""Matmuls with a strategy or a layout of the result that the caller asks for."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def matmul(
 ) -> DTensor:
     """`torch.matmul` of distributed tensors, by the cheapest strategy or the one asked for.
 
-    `strategy` is a name (see `strategies`) or a `Schedule`; `out_placements` say where the result should lie, which
-    counts in the choice; `saved` which operands the backward pass keeps (see `use_strategy`); with `panels`, or a
-    `Stream`, the product runs in so many panels, one multiplied while the next moves, and so do those of its gradients;
+    `strategy` is a name (see `strategies`) or a `Schedule`; `out_placements` are those of the result, which
+    count in the choice; `saved` which operands the backward pass keeps (see `use_strategy`); with `panels`, or a
+    `Stream`, the matmul runs in so many panels, one multiplied while the next is sent, and so do its gradients;
     "auto" takes the number that is priced to be the fastest.
 
     Raises:
@@ -43,9 +43,9 @@ def matmul(
         LayoutError: placements that do not fit the result.
     """
     if not (isinstance(input, DTensor) and isinstance(other, DTensor)):
-        raise _refused(input, other)
+        raise _operand_error(input, other)
     ndim = len(torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])) + (input.ndim > 1) + (other.ndim > 1)
-    asked = _asked((input, other), ndim, strategy, out_placements, saved, panels)
+    asked = _options((input, other), ndim, strategy, out_placements, saved, panels)
     return functions.matmul(torch.matmul, (input, other), {}, asked)  # type: ignore[no-any-return]
 
 
@@ -60,21 +60,23 @@ def linear(
     saved: Saved | None = None,
     panels: int | Literal["auto"] | Stream | None = None,
 ) -> DTensor:
-    """`torch.nn.functional.linear` of distributed tensors, in the same way. `weight` is stored [out, in].
+    """`torch.nn.functional.linear` of distributed tensors, by the cheapest strategy or the one asked for.
+
+    `weight` is stored [out, in]; the options are those of `matmul`.
 
     Raises:
         StrategyError: there is no such strategy, or not on this mesh, or less than one panel.
         LayoutError: placements that do not fit the result.
     """
     if not (isinstance(input, DTensor) and isinstance(weight, DTensor)):
-        raise _refused(input, weight)
+        raise _operand_error(input, weight)
     if bias is not None:
         check_type(bias, Tensor, "bias", "give a DTensor, or None")
-    asked = _asked((input, weight), input.ndim - 2 + weight.ndim, strategy, out_placements, saved, panels)
+    asked = _options((input, weight), input.ndim - 2 + weight.ndim, strategy, out_placements, saved, panels)
     return functions.linear(F.linear, (input, weight, bias), {}, asked)  # type: ignore[no-any-return]
 
 
-def _refused(*tensors: Any) -> DShardError:
+def _operand_error(*tensors: Any) -> DShardError:
     """The error for operands that are not all DTensors."""
     other = next(t for t in tensors if not isinstance(t, DTensor))
     if not isinstance(other, Tensor):
@@ -85,7 +87,7 @@ def _refused(*tensors: Any) -> DShardError:
     )
 
 
-def _asked(
+def _options(
     tensors: tuple[DTensor, DTensor],
     ndim: int,
     strategy: str | Schedule | None,

@@ -1,4 +1,4 @@
-"""DTensor: a torch tensor that lies on a mesh, with the semantics of the whole tensor."""
+"""DTensor: a torch tensor on a mesh, with the semantics of the global tensor."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from dshard.validate import article, as_shape, shown
 
 
 class DTensor(Wrapper):
-    """A tensor of which each rank of a mesh holds a part, declared by a placement for each mesh axis.
+    """A global tensor of which each rank of a mesh holds a local tensor, declared by a placement for each mesh axis.
 
-    It behaves like the whole tensor: `shape`, operators, gradients and comparisons mean what they mean on one device.
+    It behaves like the global tensor: `shape`, operators, gradients and comparisons mean what they mean on one device.
     Made by `distribute_tensor`, `DTensor.from_local` or a factory such as `dshard.zeros`.
     """
 
@@ -57,13 +57,13 @@ class DTensor(Wrapper):
         out: DTensor = wrap(local, spec, storage_offset)
         return out
 
-    # -- what it is
+    # -- layout and mesh
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]  # torch's own layout is `torch.strided` for every DTensor
         """Mesh, placements and order of the mesh axes."""
         asker = sys._getframe(1).f_globals.get("__name__", "")
-        if asker.startswith("torch."):  # its own functions ask whether a tensor is sparse
+        if asker.startswith("torch."):  # torch's own functions ask whether a tensor is sparse
             return torch.strided  # type: ignore[return-value]
         return self._spec.layout
 
@@ -91,28 +91,28 @@ class DTensor(Wrapper):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """The DTensor of which each rank gives its local part; without placements each gives the whole.
+        """The DTensor whose local tensors the ranks give; without placements each gives the global tensor.
 
-        Without `shape` the ranks tell each other their local shapes, so that uneven parts are understood; give the
-        global shape to save that exchange. `run_check` also makes replicated parts equal, to the first rank's.
+        Without `shape` the ranks exchange their local shapes, which may be uneven; give the global shape to save that
+        exchange. `run_check` also broadcasts replicated local tensors from the first rank.
 
         Raises:
             LayoutError: placements that do not fit the tensor or the mesh.
-            ShapeError: local shapes that are not the parts of one global tensor.
+            ShapeError: local shapes that do not make up one global tensor.
             MeshError: there is no process group.
         """
         return _from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The part that this rank holds; `grad_placements` say how the gradient that comes back lies.
+        """The local tensor of this rank; `grad_placements` are the placements of its gradient.
 
-        By default it lies like the tensor, and whole where that is pending.
+        By default these are the tensor's own, with Replicate in place of Partial.
         """
         layout = None if grad_placements is None else layout_of(self._spec.layout.mesh, grad_placements, self.ndim)
         if is_differentiating_forward():
-            held = self._spec.layout
+            own_layout = self._spec.layout
             dual: Tensor | None = with_tangent(
-                self, lambda x: in_layout(x, held).to_local(grad_placements=grad_placements)
+                self, lambda x: in_layout(x, own_layout).to_local(grad_placements=grad_placements)
             )
             if dual is not None:
                 return dual
@@ -125,7 +125,7 @@ class DTensor(Wrapper):
         return local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor, on every rank."""
+        """The global tensor, as a plain tensor on every rank."""
         if grad_placements is not None:  # before anything is sent
             layout_of(self._spec.layout.mesh, grad_placements, self.ndim)
         return redistribute(self, replicated(self._spec.layout.mesh)).to_local(grad_placements=grad_placements)  # type: ignore[no-any-return]
@@ -137,11 +137,11 @@ class DTensor(Wrapper):
         *,
         async_op: bool = False,
     ) -> DTensor:
-        """The same tensor laid out otherwise, by the cheapest sequence of collectives. Differentiable.
+        """This tensor in other placements or on another mesh, by the cheapest sequence of collectives. Differentiable.
 
-        With `async_op` the first collective has only begun on return. The result is waited for where it is first used,
+        With `async_op` the first collective is in flight on return. The first use of the result waits for it,
         by any operator, `to_local`, `full_tensor` or a backward pass; until then this tensor must not be written. An
-        error of the collective is raised there. The gradient comes back in the same way.
+        error of the collective is raised there. The gradient is redistributed in the same way.
 
         To another mesh, which may share ranks with this one, every rank of either calls it, and it is over on return. A
         rank outside a mesh has an empty local tensor there: before, with `distribute_tensor` or
@@ -173,10 +173,12 @@ class DTensor(Wrapper):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is _DETACH and not (CALL_LOG or OBSERVERS):
             x = args[0]
-            if "_pending_local" in x.__dict__:  # what is accumulated may be on its way, too
+            if "_pending_local" in x.__dict__:  # a gradient that is accumulated may be in flight
                 return wrap_later(x._pending_local, x._spec)
             if type(x._local) is Tensor and x._view_sync is None:
-                return DTensor._wrap(x._local, x._spec)  # not a view of it, which would count its writes alone
+                return DTensor._wrap(
+                    x._local, x._spec
+                )  # not a view of `_local`, which would have a version counter of its own
         return dispatch(func, args, kwargs or {})
 
     # -- what torch.compile asks of it
@@ -190,8 +192,8 @@ class DTensor(Wrapper):
         local = parts["_local"]
         if type(local) is Tensor or not traced(local):
             return DTensor._wrap(local, flat.spec(tuple(size), tuple(stride)))
-        known = [concrete_sizes(sizes) for sizes in (size, stride, local.shape)]
-        out = DTensor._wrap(local, flat.spec(known[0], known[1]))
+        sizes_of = [concrete_sizes(sizes) for sizes in (size, stride, local.shape)]
+        out = DTensor._wrap(local, flat.spec(sizes_of[0], sizes_of[1]))
         out._leaf = flat.leaf
         return out
 
@@ -210,7 +212,7 @@ class DTensor(Wrapper):
     def __coerce_same_metadata_as_tangent__(self, flat: CompileMetadata, expected_type: Any = None) -> DTensor | None:
         return None if expected_type is not None else redistribute(self, flat.layout)
 
-    # -- what people see of it, and what copies it
+    # -- text and copies
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = f", grad_fn={type(self.grad_fn).__name__}" if self.grad_fn is not None else ""
@@ -222,7 +224,7 @@ class DTensor(Wrapper):
         return format(self.item(), spec) if self.ndim == 0 else object.__format__(self, spec)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
-        """Record operators on this tensor; its gradient will lie in its own placements."""
+        """Record operators on this tensor; its gradient gets its own placements."""
         with torch._C.DisableTorchFunctionSubclass():
             super().requires_grad_(requires_grad)
         if requires_grad and self.is_leaf:
@@ -232,9 +234,9 @@ class DTensor(Wrapper):
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
             raise ShapeError("only leaf DTensors can be deep-copied, as in torch: detach it first")
-        found = memo.get(id(self))
-        if found is not None:
-            return found  # type: ignore[no-any-return]
+        copied = memo.get(id(self))
+        if copied is not None:
+            return copied  # type: ignore[no-any-return]
         with torch.no_grad():
             copy = self._wrap(self._local.clone(), self._spec)
         return _restore(copy, self.requires_grad, isinstance(self, torch.nn.Parameter), memo, self)
@@ -257,21 +259,21 @@ class DTensor(Wrapper):
 
 
 def _through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of torch's: what is caught whole, or as torch breaks it up into operators."""
+    """Call a function of torch: by its handler among the composites, or as the operators that torch makes of it."""
     if is_transforming():
         return _transformed(func, args, kwargs)
     if may_hold_plain(args) or (kwargs and may_hold_plain(kwargs.values())):
         args, kwargs = wrap_or_refuse_plain(func, args, kwargs)
-    joint = COMPOSITES.get(func)
-    if joint is not None:
-        return joint(func, args, kwargs)
+    handler = COMPOSITES.get(func)
+    if handler is not None:
+        return handler(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         out = func(*args, **kwargs)
     return wrapped(out, (args, kwargs)) if type(out) in PLAIN_RESULTS else out
 
 
 def _transformed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function within one that torch.func transforms, which takes it apart into operators."""
+    """Call a function inside one that torch.func transforms, as the operators that torch makes of it."""
     if func in COMPOSITES and func in _BACKWARD:
         return COMPOSITES[func](func, args, kwargs)
     if not any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in leaves((args, kwargs))):
@@ -289,20 +291,20 @@ skip_frames(DTensor)
 
 
 def keep_gradient_layout(x: DTensor) -> None:
-    """Bring each gradient of the leaf `x` into the layout of `x` before it is accumulated."""
+    """Redistribute each gradient of the leaf `x` to the layout of `x` before it is accumulated."""
     if x._gradient_layout is not None:
         return
-    held = x._gradient_layout = [interned(x._spec.layout.cotangent())]
+    holder = x._gradient_layout = [interned(x._spec.layout.cotangent())]
 
-    def bring(grad: Tensor | None) -> Tensor | None:
-        (layout,) = held
+    def redistribute_gradient(grad: Tensor | None) -> Tensor | None:
+        (layout,) = holder
         if grad is None or (type(grad) is DTensor and grad._spec.layout is layout):
             return None
-        found: DTensor = gradient_in_layout(grad, layout)
-        return found
+        redistributed: DTensor = gradient_in_layout(grad, layout)
+        return redistributed
 
     with torch._C.DisableTorchFunctionSubclass():
-        x.register_hook(bring)  # type: ignore[no-untyped-call]
+        x.register_hook(redistribute_gradient)  # type: ignore[no-untyped-call]
 
 
 def _restore(x: DTensor, requires_grad: bool, is_parameter: bool, memo: dict[int, Any] | None, source: Any) -> DTensor:
@@ -367,15 +369,15 @@ def _from_local(
     layout = replicated(mesh) if placements is None else layout_of(mesh, placements, ndim)
     if not local.dtype.is_floating_point:
         _check_reductions(local.dtype, layout)
-    back = layout.cotangent() if grad_placements is None else layout_of(mesh, grad_placements, ndim)
+    grad_layout = layout.cotangent() if grad_placements is None else layout_of(mesh, grad_placements, ndim)
     stride = None if stride is None else _strides(stride, ndim)
     if comm.comparing() and not traced(local):
-        asked = f"from_local of {local.ndim} dims, {local.dtype}, [{layout}], {shape=}"
-        asked += f", {run_check=}, {grad_placements=}" + ", requires_grad" * local.requires_grad
-        comm.compare_calls(asked, mesh)
-    known = _global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, shape)
-    strides = contiguous_stride(known) if stride is None else stride
-    spec = spec_of(layout, known, strides, local.dtype, local.device)
+        call = f"from_local of {local.ndim} dims, {local.dtype}, [{layout}], {shape=}"
+        call += f", {run_check=}, {grad_placements=}" + ", requires_grad" * local.requires_grad
+        comm.compare_calls(call, mesh)
+    global_shape = _global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, shape)
+    strides = contiguous_stride(global_shape) if stride is None else stride
+    spec = spec_of(layout, global_shape, strides, local.dtype, local.device)
     if run_check and OBSERVERS:
         decision = sending("from_local", [spec], replica_broadcasts(spec), explicit=True)
         local = observed(decision, comm.same_replicas, (local, layout))
@@ -383,7 +385,7 @@ def _from_local(
         local = comm.same_replicas(local, layout)
     if not (torch.is_grad_enabled() and local.requires_grad):
         return DTensor._wrap(local.detach(), spec)
-    out: DTensor = FromLocal.apply(local, spec, back)  # type: ignore[no-untyped-call]
+    out: DTensor = FromLocal.apply(local, spec, grad_layout)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -401,19 +403,21 @@ def check_strided(x: object, what: str, kind: str) -> None:
     if isinstance(x, DTensor):
         return
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
-        given = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
-        raise LayoutError(f"{what} of a tensor that is {given}: a DTensor is strided; make it dense first")
+        actual = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
+        raise LayoutError(f"{what} of a tensor that is {actual}: a DTensor is strided; make it dense first")
 
 
 def _strides(stride: Sequence[int], ndim: int) -> tuple[int, ...]:
-    found = as_shape(stride, "from_local: stride", ShapeError)
-    if len(found) != ndim:
-        raise ShapeError(f"from_local: {len(found)} strides {found} for a tensor of {ndim} dims: give one for each dim")
-    return found
+    strides = as_shape(stride, "from_local: stride", ShapeError)
+    if len(strides) != ndim:
+        raise ShapeError(
+            f"from_local: {len(strides)} strides {strides} for a tensor of {ndim} dims: give one for each dim"
+        )
+    return strides
 
 
 def _check_reductions(dtype: torch.dtype, layout: Layout) -> None:
-    """Refuse a pending reduction that the dtype does not have."""
+    """Refuse a partial placement whose reduction the dtype does not have."""
     for placement in layout.placements:
         if isinstance(placement, Partial) and (
             (placement.reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex))
@@ -424,7 +428,7 @@ def _check_reductions(dtype: torch.dtype, layout: Layout) -> None:
 
 
 def _global_shape(local: Tensor, layout: Layout) -> Shape:
-    """The global shape of the ranks' local tensors, which may tell each other their own."""
+    """The global shape of the ranks' local tensors; uneven ones exchange their shapes."""
     exchange = comm.shape_exchange(local, layout) if OBSERVERS else []
     if not exchange:
         return comm.global_shape(local, layout)
@@ -434,7 +438,7 @@ def _global_shape(local: Tensor, layout: Layout) -> Shape:
 
 
 def _scattered(tensor: Tensor, layout: Layout, source: int | None) -> Tensor:
-    """The local tensor of this rank, from the rank `source`, or cut out of its own copy."""
+    """The local tensor of this rank, sent by the rank `source`, or cut out of this rank's own copy."""
     if not (OBSERVERS and comm.scatters(tensor, layout, source)):
         return comm.scatter_shards(tensor, layout, source)
     shape = tuple(tensor.shape)
@@ -452,9 +456,9 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """The whole tensor, which every rank passes, laid out on the mesh; a leaf, with the `requires_grad` of `tensor`.
+    """The global `tensor`, which every rank passes, as a DTensor; a leaf, with the `requires_grad` of `tensor`.
 
-    The mesh's rank number `src_data_rank` sends each rank its part. With None each rank cuts its part out of its own
+    The mesh's rank number `src_data_rank` sends each rank its local tensor. With None each rank cuts it out of its own
     copy and nothing is sent. On a `Mesh` without processes the result has no data, with a warning if `tensor` has some.
 
     Raises:
@@ -478,9 +482,9 @@ def distribute_tensor(
             "or DTensor.from_local if each rank has a term"
         )
     if comm.comparing():
-        asked = f"distribute_tensor of {tuple(tensor.shape)}, {tensor.dtype}, [{layout}], src_data_rank={src_data_rank}"
-        asked += ", requires_grad" * tensor.requires_grad
-        comm.compare_calls(asked, mesh, contents=tensor if src_data_rank is None else None)
+        call = f"distribute_tensor of {tuple(tensor.shape)}, {tensor.dtype}, [{layout}], src_data_rank={src_data_rank}"
+        call += ", requires_grad" * tensor.requires_grad
+        comm.compare_calls(call, mesh, contents=tensor if src_data_rank is None else None)
     local = _scattered(tensor.detach(), layout, src_data_rank)
     if local.is_meta and not tensor.is_meta and tensor.numel():
         warn(

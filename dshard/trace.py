@@ -1,4 +1,4 @@
-"""What ran: each collective with its operator, bytes, predicted seconds and the user's line; and a way to forbid it."""
+"""`trace` records each collective with its operator, bytes, seconds and line; `strict` forbids implicit ones."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from dshard.validate import check_one_of
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """One collective: the operator that needed it, its mesh axes, bytes received by this rank, and where it was asked.
+    """One collective: the operator that needed it, its mesh axes, bytes received by this rank, and its line.
 
-    `seconds` are what the topology predicts, `measured` those that it took, where they were asked for; `at` is when it
-    began, in seconds since the trace did. `module` is the path of the module that ran, forward or backward: "Net.fc.1".
+    `seconds` are those that the topology predicts, `measured` those that a measuring trace saw; `at` is its start, in
+    seconds since the trace began. `module` is the path of the module that ran, forward or backward: "Net.fc.1".
     `asked` says whether the user asked for it; where it is False, `strict` would have refused the operator.
     """
 
@@ -74,7 +74,7 @@ class Trace:
         return dict(totals)
 
     def rows(self) -> list[list[str]]:
-        """What ran, by operator, collective, axis, module and line, with totals: cells under `HEADINGS`."""
+        """The events grouped by operator, collective, axis, module and line, with totals: cells under `HEADINGS`."""
         groups: defaultdict[tuple[str, ...], list[Traced]] = defaultdict(list)
         for event in self.events:
             groups[event.op, event.collective, event.axis, event.module, event.line].append(event)
@@ -142,13 +142,13 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
     >>> t.events, t.nbytes
     ([], 0)
     """
-    found, modules, begin = Trace(), Modules(), perf_counter()
+    recorded, modules, begin = Trace(), Modules(), perf_counter()
     stack: list[Decision] = []
 
     @contextmanager
     def on_operator(decision: Decision) -> Iterator[None]:
         if not stack:
-            found.operators.append(decision.op)
+            recorded.operators.append(decision.op)
         stack.append(decision)
         try:
             yield
@@ -158,8 +158,8 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
     def on_event(event: Event) -> None:
         at = perf_counter() - begin - (event.measured or 0.0)
         runtime = runtime_of(event.mesh)
-        found.rank = 0 if runtime is None else runtime.rank
-        found.events.append(
+        recorded.rank = 0 if runtime is None else runtime.rank
+        recorded.events.append(
             Traced(
                 stack[0].op if stack else "?",
                 event.collective,
@@ -175,7 +175,7 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
         )
 
     with observing(on_operator), listen(on_event, measure=measure), modules.followed():
-        yield found
+        yield recorded
 
 
 def _predicted(event: Event) -> float:
@@ -190,7 +190,7 @@ def strict() -> Iterator[None]:
     """Within the block an operator that would communicate without being asked to is an error, before it sends anything.
 
     What you ask for stays allowed: `redistribute`, `full_tensor`, `distribute_tensor` and `from_local`; numbers of
-    whole tensors, such as `item()` and norms without dims; gradients that are brought into the layout of their
+    global tensors, such as `item()` and norms without dims; gradients that are redistributed to the layout of their
     parameters.
 
     Raises:
@@ -203,7 +203,7 @@ def strict() -> Iterator[None]:
         stack.append(decision)
         try:
             if not stack[0].explicit:
-                _check(stack[0].op, decision)
+                _refuse_collectives(stack[0].op, decision)
             yield
         finally:
             stack.pop()
@@ -212,8 +212,8 @@ def strict() -> Iterator[None]:
         yield
 
 
-def _check(op: str, decision: Decision) -> None:
-    """Refuse what sends anything; `op` is the operator that the user called, within which it was decided."""
+def _refuse_collectives(op: str, decision: Decision) -> None:
+    """Refuse a decision that sends anything; `op` is the operator that the user called, within which it was made."""
     if not decision.collectives():
         return
     moved = [f"[{plan.src}] -> [{plan.dst}]" for plan, itemsize in decision.moves() if collectives_of(plan, itemsize)]

@@ -1,7 +1,7 @@
-"""Where autograd crosses between distributed and local tensors, and between layouts.
+"""Crossings of autograd between distributed and local tensors, and between layouts.
 
 crossing.py   ToLocal, FromLocal, Redistribute, Reshard: differentiable, to any order
-hooks.py      what is asked of a tensor within the graph: its gradient, its node, its hooks
+hooks.py      gradients, nodes and hooks of tensors that were recorded on local tensors
 """
 
 from dshard.autograd.crossing import redistribute

@@ -1,8 +1,8 @@
-"""Where autograd crosses between distributed and local tensors, and between layouts.
+"""Autograd crosses here between distributed and local tensors, and between layouts.
 
-An operator that needs no communication is recorded on the local tensors, by torch alone. Its result is distributed
-again for whoever wants that, and remembers the local tensor that was recorded: the next such operator takes it up from
-there, and going back torch passes the gradient on without a crossing. `Live` is that memory.
+An operator that needs no communication is recorded on the local tensors, by torch alone. Its result is wrapped, and
+keeps the recorded local tensor in a `LocalGraph`: the next such operator continues from there, and in the backward pass
+torch passes the gradient on without a crossing.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from dshard.rules.expand import Operand
 
 
 class ToLocal(torch.autograd.Function):
-    """Distributed -> local; backward: the local gradient, laid out as said, -> distributed."""
+    """Distributed -> local; backward: local gradient, of the layout in `grad_spec` -> distributed gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, grad_spec: Spec) -> Tensor:
+    def forward(ctx: Any, x: Wrapper, grad_spec: Spec) -> Tensor:
         local: Tensor = x._local
         ctx.spec, ctx.layout = grad_spec, x._spec.layout
         ctx.stride = local.stride() if not grad_spec.pending and x.is_leaf else None
@@ -43,20 +43,20 @@ class ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
         if is_batched(grad):
             refuse_batched(grad, "the backward pass")
-        if grad._is_zerotensor():  # torch's zeros without memory, which nobody can send
+        if grad._is_zerotensor():  # torch's zeros without memory, which no collective can send
             grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
         if torch.is_grad_enabled():
             return FromLocal.apply(grad, ctx.spec, ctx.layout), None  # type: ignore[no-untyped-call]
         stride = ctx.stride
         if stride is not None and type(grad) is Tensor and (_tensor_references(grad) > 1 or grad.stride() != stride):
-            grad = grad.clone(memory_format=torch.contiguous_format)  # it will be the leaf's own, to be written
+            grad = grad.clone(memory_format=torch.contiguous_format)  # the leaf keeps it, and writes to it
         elif stride is None and type(grad) is Tensor and 0 in grad.stride():
-            grad = grad.contiguous()  # a leaf may take it for its own through views, and write to it
+            grad = grad.contiguous()  # a leaf may keep it through views, and write to it
         return wrap(grad, ctx.spec), None
 
 
 class FromLocal(torch.autograd.Function):
-    """Local -> distributed; backward: the distributed gradient -> local, laid out as said."""
+    """Local -> distributed; backward: distributed gradient -> local gradient, of the layout `grad_layout`."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, spec: Spec, grad_layout: Layout) -> Any:
@@ -65,18 +65,19 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None]:
-        laid = redistribute(as_distributed(grad, ctx.grad_layout), ctx.grad_layout)
+        redistributed = redistribute(as_distributed(grad, ctx.grad_layout), ctx.grad_layout)
         if not torch.is_grad_enabled():
-            return laid._local, None, None
-        return ToLocal.apply(laid, ctx.spec), None, None  # type: ignore[no-untyped-call]
+            return redistributed._local, None, None
+        return ToLocal.apply(redistributed, ctx.spec), None, None  # type: ignore[no-untyped-call]
 
 
 class LocalGraph:
-    """The local part of a recorded tensor as autograd knows it, for as long as nobody writes to the tensor.
+    """The recorded local tensors of a distributed tensor, valid until the tensor is written.
 
-    `home` is the recorded local tensor whose gradient lies as that of the distributed one does, made by `make` when it
-    is first asked for; `others` are such with gradients laid out otherwise. Where it is not `made` by operators on
-    local tensors, they all come from the distributed tensor itself. `used` says whether something was recorded on it.
+    The gradient of `home` has the layout of the distributed tensor's; `make` computes `home` at its first use. `others`
+    are local tensors whose gradients have other layouts, by spec. `made` says that operators on local tensors made
+    them; otherwise `ToLocal` makes them of the distributed tensor. `used` says whether something was recorded on
+    `home`.
     """
 
     __slots__ = ("home", "made", "make", "others", "used", "version")
@@ -88,7 +89,7 @@ class LocalGraph:
         self.others: dict[Spec, Tensor] = {}
 
     def at_home(self) -> Tensor:
-        """The recorded local tensor, of one that is `made`."""
+        """The local tensor `home` of a tensor that operators on local tensors `made`."""
         self.used = True
         if self.home is None:
             assert self.make is not None
@@ -96,41 +97,38 @@ class LocalGraph:
         return self.home
 
 
-def tracked_local(x: Any, grad: Spec, is_home: bool) -> Tensor:
-    """The recorded local part of `x`, whose gradient will be `grad`; `is_home` where that lies as `x` wants it.
-
-    That of a leaf is not remembered: its gradient is to be accumulated as soon as it is known.
-    """
-    found: LocalGraph | None = x._local_graph
-    if found is None or found.version != x._version:
-        if x.is_leaf:
+def tracked_local(x: Wrapper, grad: Spec, is_home: bool) -> Tensor:
+    """The recorded local tensor of `x` whose gradient has spec `grad`; `is_home` if x's gradient has its layout."""
+    graph: LocalGraph | None = x._local_graph
+    if graph is None or graph.version != x._version:
+        if x.is_leaf:  # not cached: its gradient is accumulated as soon as it is known
             return to_local(x, grad)  # type: ignore[no-any-return]
-        found = x._local_graph = LocalGraph(x._version)
+        graph = x._local_graph = LocalGraph(x._version)
     if is_home:
-        if found.made:
-            return found.at_home()
-        if found.home is None:
-            found.home = to_local(x, grad)
-        return found.home
-    if grad not in found.others:
-        found.others[grad] = _with_gradient_layout(x, grad) if found.made else to_local(x, grad)
-    return found.others[grad]
+        if graph.made:
+            return graph.at_home()
+        if graph.home is None:
+            graph.home = to_local(x, grad)
+        return graph.home
+    if grad not in graph.others:
+        graph.others[grad] = _with_gradient_layout(x, grad) if graph.made else to_local(x, grad)
+    return graph.others[grad]
 
 
-def _with_gradient_layout(x: Any, grad: Spec) -> Tensor:
-    """The same, beside one whose gradient lies otherwise, which the sum of what comes back here is brought to."""
+def _with_gradient_layout(x: Wrapper, grad: Spec) -> Tensor:
+    """x's local tensor whose gradient has `grad`'s layout: it is redistributed and added to that of `home`."""
     back = local_redistribution(grad, x._spec.layout.cotangent())
     return _redistribute_local(x._local_graph.at_home(), None, back, None)  # type: ignore[no-any-return]
 
 
-def local_graph_of(x: Any) -> LocalGraph | None:
-    """What is remembered of `x` as the result of operators on local tensors, or None."""
-    found: LocalGraph | None = x._local_graph
-    return found if found is not None and found.made and found.version == x._version else None
+def local_graph_of(x: Wrapper) -> LocalGraph | None:
+    """The local graph of `x` as the result of operators on local tensors, or None."""
+    graph: LocalGraph | None = x._local_graph
+    return graph if graph is not None and graph.made and graph.version == x._version else None
 
 
 def wrap_tracked(local: Tensor, spec: Spec, cotangent: Layout) -> Any:
-    """The distributed tensor of spec `spec` whose local part was recorded, or was not."""
+    """Wrap a local result; if autograd tracks it, keep it as the local graph of the distributed tensor."""
     if not local.requires_grad:
         return wrap(local, spec)
     out = from_local(local, spec, cotangent)
@@ -139,10 +137,9 @@ def wrap_tracked(local: Tensor, spec: Spec, cotangent: Layout) -> Any:
 
 
 class RedistributeLocal(torch.autograd.Function):
-    """A recorded local tensor brought to another layout by `move`; backward: its gradient by the move `back`.
+    """Redistribute a recorded local tensor by `move`; backward: redistribute its gradient by `back`; None: not at all.
 
-    None is no move. The gradient is itself recorded with the moves exchanged: what is a tensor's layout is that of the
-    gradient of its gradient, and the other way round.
+    The gradient is recorded with `move` and `back` exchanged, for the gradient of a gradient has the tensor's layout.
     """
 
     @staticmethod
@@ -150,7 +147,7 @@ class RedistributeLocal(torch.autograd.Function):
         ctx: Any, local: Tensor, move: LocalRedistribution | None, back: LocalRedistribution | None, op: str | None
     ) -> Tensor:
         ctx.move, ctx.back = move, back
-        moved = local if move is None else _moved_local(local, move, op)
+        moved = local if move is None else _redistribute_plain(local, move, op)
         return moved.detach() if moved is local else moved
 
     @staticmethod
@@ -158,26 +155,26 @@ class RedistributeLocal(torch.autograd.Function):
         back: LocalRedistribution | None = ctx.back
         if torch.is_grad_enabled():
             return _redistribute_local(grad, back, ctx.move, None), None, None, None
-        return grad if back is None else _moved_local(grad, back, None), None, None, None
+        return grad if back is None else _redistribute_plain(grad, back, None), None, None, None
 
 
-def _moved_local(local: Tensor, move: LocalRedistribution, op: str | None) -> Tensor:
+def _redistribute_plain(local: Tensor, move: LocalRedistribution, op: str | None) -> Tensor:
     return observed(_decision(move, op), move, (local,)) if OBSERVERS else move(local)
 
 
 def _unchecked_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without the questions that it asks of its arguments: there is no functorch on this way."""
+    """`function.apply` without torch's checks of its arguments for functorch, which these calls never have."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 
 class Redistribute(torch.autograd.Function):
-    """One layout -> another; backward: the gradient goes back, still pending where the operand is whole."""
+    """One layout -> another; backward: the gradient in the operand's, or partial where that is replicated."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, layout: Layout, op: str | None, later: bool) -> Any:
+    def forward(ctx: Any, x: Wrapper, layout: Layout, op: str | None, later: bool) -> Any:
         ctx.move, ctx.later = local_redistribution(x._spec, layout), later
-        return _redistributed(x, ctx.move, op, later)
+        return _redistribute_unrecorded(x, ctx.move, op, later)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, None, None, None]:
@@ -190,14 +187,13 @@ class Redistribute(torch.autograd.Function):
 
 
 class Reshard(torch.autograd.Function):
-    """A layout on one mesh -> a layout on another; backward: the gradient goes back the other way.
+    """A layout on one mesh -> a layout on another; backward: the gradient from the second to the first.
 
-    A rank outside a mesh has an empty local tensor there. What it gives as its part of a gradient is not looked at, and
-    it gets none.
+    A rank outside a mesh has an empty local tensor there. Any gradient that it gives is ignored, and it gets none.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Any, layout: Layout) -> Any:
+    def forward(ctx: Any, x: Wrapper, layout: Layout) -> Any:
         ctx.back, ctx.there = x._spec.layout.cotangent(), layout.cotangent()
         return wrap(_reshard_local(x._local, x._spec, layout), x._spec.with_layout(layout))
 
@@ -213,7 +209,7 @@ class Reshard(torch.autograd.Function):
 
 
 def _refuse_second_order(layout: Layout, other: Layout) -> None:
-    """Refuse to record a gradient that some ranks do not get: differentiated, it would let the others wait for them.
+    """Refuse to record a gradient that some ranks do not get: in its own backward pass the others would wait for them.
 
     Raises:
         MeshError: the meshes are not of the same ranks.
@@ -233,7 +229,7 @@ def _is_outside(mesh: Mesh) -> bool:
 
 
 def _reshard_local(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
-    """The local tensor under a layout on another mesh; empty where this rank is not in that."""
+    """The local tensor under a layout on another mesh; empty where this rank is outside it."""
     topology = planning_context().topology_of(spec.layout.mesh)
     crossing = plan_reshard(spec.layout, layout, spec.shape, spec.itemsize, topology)
     typed = local if local.dtype == spec.dtype else local.new_empty(0, dtype=spec.dtype)  # empty, of a rank outside
@@ -247,30 +243,32 @@ def _reshard_local(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
 
 
 def as_distributed(grad: Any, layout: Layout) -> Any:
-    """A gradient; where autograd made it plain, of zeros, the whole one on every rank."""
+    """A gradient as a distributed tensor: plain zeros, which autograd makes, count as replicated."""
     if isinstance(grad, Wrapper):
         return grad
-    whole = replicated(layout.mesh)
-    return wrap(grad, spec_of(whole, tuple(grad.shape), grad.stride(), grad.dtype, grad.device))
+    layout_of_zeros = replicated(layout.mesh)
+    return wrap(grad, spec_of(layout_of_zeros, tuple(grad.shape), grad.stride(), grad.dtype, grad.device))
 
 
 def _is_sole_owner(grad: Tensor) -> bool:
-    """Whether a gradient is in no other hands, nor its memory but of what it is a view of, which is in none either."""
+    """Whether the caller holds the only reference to a gradient, to its memory, and to the base of a view."""
     return _tensor_references(grad) == 1 and _reference_counts(grad) in _SOLE_OWNER_COUNTS
 
 
 def _reference_counts(x: Tensor) -> tuple[int, int, int]:
-    """How many hold the memory of a tensor; and what it is a view of, in C++ and in Python."""
+    """The references to the memory of a tensor, and to the base that it is a view of, in C++ and in Python."""
     base, memory = x._base, _storage_references(x.untyped_storage()._cdata)
     return (memory, 0, 0) if base is None else (memory, _tensor_references(base), getrefcount(base))
 
 
-def _redistributed(x: Any, move: LocalRedistribution, op: str | None, later: bool, own: bool = False) -> Any:
+def _redistribute_unrecorded(
+    x: Wrapper, move: LocalRedistribution, op: str | None, later: bool, own: bool = False
+) -> Any:
     if later:
-        start, given = move.later, (x._local, own)
-        coming = observed(_decision(move, op), start, given) if OBSERVERS else start(*given)
-        if coming is not None:
-            return wrap_later(coming, move.spec)
+        start, args = move.later, (x._local, own)
+        in_flight = observed(_decision(move, op), start, args) if OBSERVERS else start(*args)
+        if in_flight is not None:
+            return wrap_later(in_flight, move.spec)
     local = observed(_decision(move, op), move, (x._local,)) if OBSERVERS else move(x._local)
     return wrap(local, move.spec)
 
@@ -279,16 +277,16 @@ def _decision(move: LocalRedistribution, op: str | None) -> Decision:
     return move.decision(op or "redistribute", explicit=op is None)
 
 
-def redistribute(x: Any, layout: Layout, op: str | None = None, *, later: bool = False) -> Any:
-    """`x` in another layout, on its mesh or another; `x` itself where it lies so already. Differentiable.
+def redistribute(x: Wrapper, layout: Layout, op: str | None = None, *, later: bool = False) -> Any:
+    """`x` in `layout`, on its mesh or another; `x` itself where that is its layout. Differentiable.
 
-    `op` names the operator that needs it so, where the user did not ask for it. With `later` it may still be on its way
+    `op` names the operator that needs it, where the user did not ask for it. With `later` the result may be in flight
     on return, and so may the gradient.
     """
-    held = x._spec.layout
-    if held is layout or held == layout:
+    current = x._spec.layout
+    if current is layout or current == layout:
         return x
-    if held.mesh is not layout.mesh and held.mesh != layout.mesh:
+    if current.mesh is not layout.mesh and current.mesh != layout.mesh:
         return Reshard.apply(x, layout)  # type: ignore[no-untyped-call]
     dual = with_tangent(x, lambda y: in_layout(y, layout, op, later=later))
     if dual is not None:
@@ -301,11 +299,11 @@ def redistribute(x: Any, layout: Layout, op: str | None = None, *, later: bool =
                     local = _redistribute_local(x._local_graph.at_home(), move, move.of_gradient(), op)
                     return wrap_tracked(local, move.spec, move.grad)
             return Redistribute.apply(x, layout, op, later)  # type: ignore[no-untyped-call]
-        return _redistributed(x, local_redistribution(x._spec, layout), op, later)
+        return _redistribute_unrecorded(x, local_redistribution(x._spec, layout), op, later)
 
 
 def in_layout(x: Any, layout: Layout, op: str | None = None, *, later: bool = False) -> Any:
-    """A tensor or a tangent in another layout; `distributed` where torch made it plain.
+    """A tensor or a tangent in `layout`; a plain one, which torch made, is distributed first.
 
     Raises:
         LayoutError: a partial maximum, minimum or product, which is not linear.
@@ -321,26 +319,25 @@ def in_layout(x: Any, layout: Layout, op: str | None = None, *, later: bool = Fa
 
 
 def gradient_in_layout(grad: Any, layout: Layout) -> Any:
-    """A gradient of a leaf, in its layout. One collective that this takes runs beside the rest of the backward pass.
-
-    Of several the first would hold its buffers until the end.
-    """
+    """A gradient of a leaf, in the leaf's layout. A single collective runs beside the rest of the backward pass."""
     grad = as_distributed(grad, layout)
     spec: Spec = grad._spec
     if spec.layout is layout:
         return grad
     move = local_redistribution(spec, layout)
-    later = len(move.plan.steps) == 1
+    later = len(move.plan.steps) == 1  # of several the first would hold its buffers until the end
     if torch.is_grad_enabled():
         return redistribute(grad, layout, later=later)
-    return _redistributed(grad, move, None, later, own=later and _is_sole_owner(grad._local))
+    return _redistribute_unrecorded(grad, move, None, later, own=later and _is_sole_owner(grad._local))
 
 
 def keep_partial_sums(layout: Layout, target: Layout) -> Layout:
-    """`target`, but pending wherever `layout` has a pending sum and `target` is whole: later uses may add up first."""
-    placements = tuple(
-        mine if isinstance(mine, Partial) and mine.reduce_op in ("sum", "avg") and theirs == Replicate() else theirs
-        for mine, theirs in zip(layout.placements, target.placements, strict=True)
+    """`target`, but partial where `layout` is a partial sum and `target` replicated."""
+    placements = tuple(  # gradients may be added first, and reduced once
+        placement
+        if isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg") and target_placement == Replicate()
+        else target_placement
+        for placement, target_placement in zip(layout.placements, target.placements, strict=True)
     )
     return Layout(target.mesh, placements, target.order)
 
@@ -353,4 +350,4 @@ _SOLE_OWNER_COUNTS = [
     _reference_counts(torch.empty(2, device="cpu")),
     _reference_counts(torch.empty(2, device="cpu").view(2, 1)),
 ]
-"""How many that are of a tensor that nobody else has, and of a view."""
+"""The reference counts of a tensor with one reference, and of a view."""

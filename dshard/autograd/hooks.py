@@ -1,8 +1,8 @@
-"""What is asked of a tensor in the middle of autograd's graph: its node, its gradient, hooks.
+"""Gradients, nodes and hooks of tensors in the middle of autograd's graph.
 
-A tensor of which operators were recorded on the local part (`dshard.autograd.Live`) is asked there: the gradient does
-not come by the distributed tensor. Where nothing was recorded on it yet, it is asked itself, and what is recorded from
-then on goes by way of it. A view may be used both ways, and its gradient is then the sum of both.
+A tensor with operators recorded on its local tensor (`LocalGraph` in `crossing.py`) has its gradient there: it does not
+pass through the distributed tensor. Where nothing was recorded on the local tensor yet, torch asks the distributed one,
+and operators from then on are recorded through it. A view may be used both ways: its gradient is the sum of both.
 """
 
 from __future__ import annotations
@@ -25,97 +25,97 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _local_graph_in_use(x: Any) -> LocalGraph | None:
-    """What was recorded of `x` on local tensors and taken up since; from now on nothing is, where none was."""
-    found = local_graph_of(x) if isinstance(x, Wrapper) else None
-    if found is None or found.used:
-        return found
+    """The local graph of `x`, if operators were recorded on it; otherwise None, and the graph is dropped."""
+    graph = local_graph_of(x) if isinstance(x, Wrapper) else None
+    if graph is None or graph.used:
+        return graph
     x._local_graph = None
     return None
 
 
-def _may_have_both(x: Any) -> bool:
-    """Whether a gradient may also come by the distributed tensor without coming by the local one."""
+def _may_have_two_sources(x: Wrapper) -> bool:
+    """Whether part of the gradient may pass through the distributed tensor without passing through the local one."""
     return bool(x._is_view())
 
 
-def _distributed(x: Any, grad: Tensor) -> Any:
-    """A local gradient of `x`, distributed."""
+def _wrap_gradient(x: Wrapper, grad: Tensor) -> Any:
+    """Wrap a local gradient of `x`."""
     spec = x._spec.with_layout(x._spec.layout.cotangent())
     return FromLocal.apply(grad, spec, x._spec.layout) if torch.is_grad_enabled() else wrap(grad, spec)  # type: ignore[no-untyped-call]
 
 
 def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`Tensor.register_hook`: the hook is shown a distributed gradient."""
+    """`Tensor.register_hook`: the hook gets a distributed gradient."""
     x, hook = (*args, *kwargs.values())
-    found = _local_graph_in_use(x)
-    if found is None:
+    graph = _local_graph_in_use(x)
+    if graph is None:
         return call_torch(func, args, kwargs)
-    of = x._spec
-    spec = of.with_layout(of.layout.cotangent())
+    x_spec = x._spec
+    spec = x_spec.with_layout(x_spec.layout.cotangent())
 
-    def shown(grad: Tensor) -> Tensor | None:
+    def call_hook(grad: Tensor) -> Tensor | None:
         recorded = torch.is_grad_enabled()
-        given = FromLocal.apply(grad, spec, of.layout) if recorded else wrap(grad, spec)  # type: ignore[no-untyped-call]
-        out = hook(given)
+        distributed = FromLocal.apply(grad, spec, x_spec.layout) if recorded else wrap(grad, spec)  # type: ignore[no-untyped-call]
+        out = hook(distributed)
         if out is None:
             return None
         out = redistribute(as_distributed(out, spec.layout), spec.layout)
-        return ToLocal.apply(out, of) if recorded else out._local  # type: ignore[no-any-return, no-untyped-call]
+        return ToLocal.apply(out, x_spec) if recorded else out._local  # type: ignore[no-any-return, no-untyped-call]
 
-    if _may_have_both(x):
+    if _may_have_two_sources(x):
         call_torch(func, args, kwargs)
-    return found.at_home().register_hook(shown)
+    return graph.at_home().register_hook(call_hook)
 
 
 def retain_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Tensor.retain_grad`."""
-    found = _local_graph_in_use(args[0])
-    if found is None:
+    graph = _local_graph_in_use(args[0])
+    if graph is None:
         return call_torch(func, args, kwargs)
-    if _may_have_both(args[0]):
+    if _may_have_two_sources(args[0]):
         call_torch(func, args, kwargs)
-    return found.at_home().retain_grad()
+    return graph.at_home().retain_grad()
 
 
-def _keeps_gradient(x: Any) -> LocalGraph | None:
-    """What is remembered of `x`, with a local tensor that keeps its gradient."""
-    found = local_graph_of(x)
-    return found if found is not None and found.home is not None and _keeps(found.home) else None
+def _graph_with_gradient(x: Wrapper) -> LocalGraph | None:
+    """The local graph of `x`, if its local tensor keeps its gradient; otherwise None."""
+    graph = local_graph_of(x)
+    return graph if graph is not None and graph.home is not None and _keeps_gradient(graph.home) else None
 
 
-def _keeps(home: Tensor) -> bool:
+def _keeps_gradient(home: Tensor) -> bool:
     return home.retains_grad or getattr(home, "_asked", False)
 
 
 def retains_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Tensor.retains_grad`."""
-    return _keeps_gradient(args[0]) is not None or call_torch(func, args, kwargs)
+    return _graph_with_gradient(args[0]) is not None or call_torch(func, args, kwargs)
 
 
 def get_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Tensor.grad`."""
     x = args[0]
-    found = _keeps_gradient(x)
-    if found is None:
+    graph = _graph_with_gradient(x)
+    if graph is None:
         return call_torch(func, args, kwargs)
-    assert found.home is not None
-    local, own = found.home.grad, call_torch(func, args, kwargs) if _may_have_both(x) else None
+    assert graph.home is not None
+    local, own = graph.home.grad, call_torch(func, args, kwargs) if _may_have_two_sources(x) else None
     if local is None:
         return own
-    grad = _distributed(x, local)
+    grad = _wrap_gradient(x, local)
     return grad if own is None else own + grad
 
 
 def set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x.grad = ...`, `del x.grad`."""
-    found = _keeps_gradient(args[0])
-    if found is not None and found.home is not None:
-        found.home.grad = None
+    graph = _graph_with_gradient(args[0])
+    if graph is not None and graph.home is not None:
+        graph.home.grad = None
     return call_torch(func, args, kwargs)
 
 
 def set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x.data = value`: from now on `x` has the layout and the local tensor of `value`, as autograd does not see.
+    """`x.data = value`: give `x` the layout and the local tensor of `value`, unseen by autograd.
 
     Raises:
         MixedError: `value` is a plain tensor.
@@ -134,22 +134,22 @@ def set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def grad_fn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`Tensor.grad_fn`: the node by which every gradient comes."""
-    found = local_graph_of(args[0])
-    if found is None or _may_have_both(args[0]):
+    """`Tensor.grad_fn`: the node that every gradient of the tensor passes."""
+    graph = local_graph_of(args[0])
+    if graph is None or _may_have_two_sources(args[0]):
         return call_torch(func, args, kwargs)
-    return found.at_home().grad_fn
+    return graph.at_home().grad_fn
 
 
 def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`Tensor.detach_`: what was recorded of it counts no more."""
+    """`Tensor.detach_`: drop the local graph, too."""
     out = call_torch(func, args, kwargs)
     args[0]._local_graph = None
     return out
 
 
 def data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`Tensor.data`: the same memory, whose writes are not counted."""
+    """`Tensor.data`: a tensor that shares the memory, with a version counter of its own."""
     out = call_torch(func, args, kwargs)
     if type(out._local) is Tensor:
         local = out._local
@@ -159,38 +159,40 @@ def data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def gradient_sources(inputs: Sequence[Any]) -> list[list[Any]]:
-    """For each tensor by whose gradient is asked, those by which it comes."""
-    found = []
+    """For each input, the tensors whose gradients add up to the gradient of the input."""
+    sources = []
     for x in inputs:
-        used = _local_graph_in_use(x)
-        home = [] if used is None else [used.at_home()]
-        found.append([x, *home] if not home or _may_have_both(x) else home)
-    return found
+        graph = _local_graph_in_use(x)
+        home = [] if graph is None else [graph.at_home()]
+        sources.append([x, *home] if not home or _may_have_two_sources(x) else home)
+    return sources
 
 
 def gradients(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.autograd.grad`, by `run`."""
-    given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-    for grad in _listed(given.get("grad_outputs")):
+    """`torch.autograd.grad`; `run` is torch's own, for the tensors of `gradient_sources`."""
+    options = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+    for grad in _as_list(options.get("grad_outputs")):
         refuse_batched(grad, "torch.autograd.grad")
-    if given.get("is_grads_batched") and not isinstance(given.get("inputs"), dict):
-        return _one_by_one(run, given)
-    if len(args) > 4 or isinstance(given.get("inputs"), dict | None):
+    if options.get("is_grads_batched") and not isinstance(options.get("inputs"), dict):
+        return _stacked_gradients(run, options)
+    if len(args) > 4 or isinstance(options.get("inputs"), dict | None):
         return run(*args, **kwargs)
-    inputs = given["inputs"]
+    inputs = options["inputs"]
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     sources = gradient_sources(inputs)
     if all(len(source) == 1 and source[0] is x for source, x in zip(sources, inputs, strict=True)):
         return run(*args, **kwargs)
-    given["inputs"] = [t for source in sources for t in source]
-    unused = given.get("allow_unused")
+    options["inputs"] = [t for source in sources for t in source]
+    unused = options.get("allow_unused")
     if any(len(source) > 1 for source in sources):
-        given["allow_unused"] = True
-    found, out = iter(run(**given)), []
+        options["allow_unused"] = True
+    source_grads, out = iter(run(**options)), []
     for x, source in zip(inputs, sources, strict=True):
-        parts = [grad if t is x or grad is None else _distributed(x, grad) for t in source for grad in [next(found)]]
-        present = [grad for grad in parts if grad is not None]
-        if not present and not (unused or given.get("materialize_grads")):
+        grads = [
+            grad if t is x or grad is None else _wrap_gradient(x, grad) for t in source for grad in [next(source_grads)]
+        ]
+        present = [grad for grad in grads if grad is not None]
+        if not present and not (unused or options.get("materialize_grads")):
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. "
                 "Set allow_unused=True if this is the desired behavior."
@@ -199,26 +201,28 @@ def gradients(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return tuple(out)
 
 
-def _listed(given: Any) -> Sequence[Any]:
-    return given if isinstance(given, list | tuple) else [given]
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
 
 
-def _one_by_one(run: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """The gradients for each of several gradients of the outputs, stacked: backward passes take one at a time.
+def _stacked_gradients(run: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """The gradients for each of several gradients of the outputs, stacked: a backward pass takes one at a time.
 
     Raises:
         ShapeError: there are none.
     """
-    grads, last = _listed(given["grad_outputs"]), {"retain_graph": given.get("retain_graph")}
+    grads, last = _as_list(options["grad_outputs"]), {"retain_graph": options.get("retain_graph")}
     n = next(len(grad) for grad in grads if grad is not None)
     if not n:
         raise ShapeError("torch.autograd.grad(..., is_grads_batched=True) with no gradient of the outputs: give one")
-    found = []
+    passes = []
     for i in range(n):
-        now = [None if grad is None else grad[i] for grad in grads]
-        kept = {"retain_graph": True} if i < n - 1 else last
-        found.append(gradients(run, (), {**given, **kept, "grad_outputs": now, "is_grads_batched": False}))
-    return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*found, strict=True))
+        grad_outputs = [None if grad is None else grad[i] for grad in grads]
+        retain = {"retain_graph": True} if i < n - 1 else last
+        passes.append(
+            gradients(run, (), {**options, **retain, "grad_outputs": grad_outputs, "is_grads_batched": False})
+        )
+    return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*passes, strict=True))
 
 
 _ARGUMENTS = (
@@ -235,7 +239,7 @@ _ARGUMENTS = (
 
 
 def accumulating(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`backward`, by `run`, which may be asked for the gradients of some tensors alone."""
+    """`backward`; `run` is torch's own, for the tensors of `gradient_sources` where `inputs` are given."""
     inputs = kwargs.get("inputs")
     if inputs is None:
         return run(*args, **kwargs)
@@ -247,31 +251,31 @@ def accumulating(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return run(*args, **{**kwargs, "inputs": [t for source in sources for t in source]})
 
 
-def _without_torch_function(door: Handler) -> Handler:
-    """The door closed behind who came in by it, and open to nobody of whom nothing is remembered."""
+def _without_torch_function(handler: Handler) -> Handler:
+    """Run with `__torch_function__` disabled; tensors without a local autograd graph go straight to torch."""
 
-    def closed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cls = Wrapper.public
         with torch._C.DisableTorchFunctionSubclass():
             x = args[0]
-            return func(*args, **kwargs) if type(x) is cls and x._local_graph is None else door(func, args, kwargs)
+            return func(*args, **kwargs) if type(x) is cls and x._local_graph is None else handler(func, args, kwargs)
 
-    return closed
+    return handle
 
 
 _GRAD: Any = Tensor.grad
-_NODE: Any = Tensor.grad_fn
-_RETAINS: Any = Tensor.retains_grad
+_GRAD_FN: Any = Tensor.grad_fn
+_RETAINS_GRAD: Any = Tensor.retains_grad
 _HANDLERS: dict[Any, Handler] = {
     Tensor.register_hook: register_hook,
     Tensor.retain_grad: retain_grad,
-    _RETAINS.__get__: retains_grad,
+    _RETAINS_GRAD.__get__: retains_grad,
     _GRAD.__get__: get_grad,
     _GRAD.__set__: set_grad,
     _GRAD.__delete__: set_grad,
-    _NODE.__get__: grad_fn,
+    _GRAD_FN.__get__: grad_fn,
     Tensor.detach_: detach_,
     torch.detach_: detach_,
 }
-GRAPH_FUNCTIONS = {func: _without_torch_function(door) for func, door in _HANDLERS.items()}
-"""What is caught of that; `gradients` and `accumulating` are beside."""
+GRAPH_FUNCTIONS = {func: _without_torch_function(handler) for func, handler in _HANDLERS.items()}
+"""Handlers of functions that ask about a tensor's place in the graph, beside `gradients` and `accumulating`."""

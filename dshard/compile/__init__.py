@@ -1,4 +1,9 @@
-"""What torch.compile needs of dshard: how a tensor is taken apart, what is guarded, which frames it skips."""
+"""Support of torch.compile: how a tensor is taken apart, what is guarded, and which frames are skipped.
+
+graph_functions.py   functions that stand in the graph as one call, and frames left to Python
+metadata.py          a tensor without its local tensor: what a compiled graph depends on
+graph.py             calls and guards written into the graph; imported only while torch traces
+"""
 
 from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes

@@ -1,4 +1,4 @@
-"""What torch.compile writes into its graph. Imported while it traces, and only then, for torch._dynamo takes long."""
+"""Calls and guards that torch.compile writes into its graph. Imported only while torch traces, for it is slow."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dshard.ops.matmul import options
 
 @allow_in_graph  # type: ignore[untyped-decorator]
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
-    """A function of dshard's, by name."""
+    """Call the function of dshard that is registered under `name`."""
     return FUNCTIONS[name](*args, **kwargs)
 
 
 def guard() -> None:
-    """Traced: the graph serves only under the settings in force now, which are told apart by identity.
+    """Traced: guard the graph by the identity of the planning context and the matmul options in force now.
 
-    They are those that some thread entered last; the tensors that a graph is given say what holds in its own thread.
+    These are the ones that some thread entered last; the metadata of a graph's operands has those of its own thread.
     """
     id(context.Guarded.settings)
     id(options.Guarded.asked)

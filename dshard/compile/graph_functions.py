@@ -1,4 +1,4 @@
-"""Functions that torch.compile does not look into: their calls stand in its graph, and are traced through later."""
+"""Functions that torch.compile puts into its graph as one call, which AOTAutograd then traces through."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dshard.placements import Partial, Replicate, Shard
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 FUNCTIONS: dict[str, Callable[..., object]] = {}
-"""These functions by name."""
+"""Functions that stand in a graph as one call, by name."""
 
 
 def traceable(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, which torch.compile takes as it is; the settings that choices depend on are guarded."""
+    """`function` as one call in torch.compile's graph, guarded by the settings that choices depend on."""
     name = function.__name__
     FUNCTIONS[name] = function
 
@@ -32,17 +32,17 @@ def traceable(function: Callable[_P, _T]) -> Callable[_P, _T]:
             from dshard.compile import graph  # noqa: PLC0415  # it imports torch._dynamo, which takes long
 
             graph.guard()
-            found: _T = graph.call(name, *args, **kwargs)
-            return found
+            out: _T = graph.call(name, *args, **kwargs)
+            return out
         return function(*args, **kwargs)
 
     return front
 
 
 def skip_frames(cls: type[Any]) -> None:
-    """Leave the methods of `cls`, and all that they call, to Python where what calls them is not compiled.
+    """Leave the methods of `cls`, and all that they call, to Python where their caller is not compiled.
 
-    After a graph break torch.compile would else try to compile each of them by itself.
+    Otherwise torch.compile would try to compile each of them by itself after a graph break.
     """
     strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     for member in vars(cls).values():
@@ -51,15 +51,15 @@ def skip_frames(cls: type[Any]) -> None:
             set_code_exec_strategy(function.__code__, strategy)
 
 
-_FRONT = traceable(skip_frames).__code__  # shared by all fronts, which are to be seen
+_FRONT = traceable(skip_frames).__code__  # shared by all fronts, which torch.compile must trace
 del FUNCTIONS[skip_frames.__name__]
 
 
-def _written(placement: object) -> tuple[str, dict[str, type]]:
+def _fx_repr(placement: object) -> tuple[str, dict[str, type]]:
     return repr(placement), {type(placement).__name__: type(placement)}
 
 
 for _kind in (Shard, Replicate, Partial):  # so that `x.placements` may be read within a compiled region
-    setattr(_kind, "__fx_repr__", _written)  # noqa: B010
+    setattr(_kind, "__fx_repr__", _fx_repr)  # noqa: B010
     with suppress(TypeError):  # an older torch calls the argument otherwise, and does not read placements there
         register_opaque_type(_kind, typ="value")

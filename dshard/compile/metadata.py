@@ -1,4 +1,4 @@
-"""What torch.compile is told of a distributed tensor, beside its local part: all that a compiled graph depends on."""
+"""Metadata of a distributed tensor for torch.compile: all that a compiled graph depends on beside local tensors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dshard.ops.matmul.options import MatmulOptions, current_options
 from dshard.topology import Topology
 
 _SIZES, _SPECS = 64, 4096
-"""Of so many sizes of tensors that are alike else the specs are at hand; and of so many specs what describes them."""
+"""Bounds of two caches: specs by size in one metadata, and metadata by spec."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompileMetadata:
-    """A distributed tensor without its local part and sizes, and the settings under which choices are made for it.
+    """A distributed tensor without its local tensor and sizes, and the settings under which choices are made for it.
 
-    Made by `flat`: the same object each time. Two are equal if they describe the same tensor, for what was computed
-    under some settings is the same tensor under others. But a graph compiled under other settings may have chosen
+    Made by `compile_metadata`: one object for one description. Two are equal if they describe the same tensor, whatever
+    the settings, for values do not depend on these. But a graph compiled under other settings may have chosen
     otherwise, so it is not used again: see `serves`.
     """
 
@@ -38,22 +38,22 @@ class CompileMetadata:
     specs: dict[tuple[Shape, Shape], Spec] = field(default_factory=dict, repr=False)
 
     def spec(self, shape: Shape, stride: Shape) -> Spec:
-        """The spec of a tensor of these sizes that is described so."""
-        found = self.specs.get((shape, stride))
-        if found is None:
+        """The spec of a tensor with this metadata and these sizes."""
+        cached_spec = self.specs.get((shape, stride))
+        if cached_spec is None:
             if len(self.specs) >= _SIZES:
                 self.specs.clear()
-            found = self.specs[shape, stride] = spec_of(self.layout, shape, stride, self.dtype, self.device)
-        return found
+            cached_spec = self.specs[shape, stride] = spec_of(self.layout, shape, stride, self.dtype, self.device)
+        return cached_spec
 
     def serves(self, now: CompileMetadata) -> bool:
-        """Whether a graph compiled for this one does what would be chosen for the other now."""
+        """Whether a graph compiled for this metadata does what would be chosen for `now`."""
         return self is now or (
             self == now and self.leaf == now.leaf and self.settings is now.settings and self.asked == now.asked
         )
 
     def digest(self) -> str:
-        """A name that two processes have in common only where the graph of one may run in the other."""
+        """A hash that two processes share only where the graph of one may run in the other."""
         mesh = self.layout.mesh
         runtime = runtime_of(mesh)
         parts = self.layout, self.dtype, self.device, self.leaf, self.asked, self.settings.topology_of(mesh)
@@ -75,7 +75,7 @@ class CompileMetadata:
         return _restored, (self.layout, self.dtype, self.device, self.leaf, self.settings.topology, self.asked)
 
 
-_Known: TypeAlias = tuple[
+_MetadataCaches: TypeAlias = tuple[
     PlanningContext,
     MatmulOptions,
     dict[tuple[object, ...], CompileMetadata],
@@ -85,47 +85,49 @@ _ALL: dict[tuple[PlanningContext, MatmulOptions], dict[tuple[object, ...], Compi
 
 
 class _Last:
-    """The settings that were asked for last, with what describes tensors under them.
+    """The settings of the last call of `compile_metadata`, with the metadata of tensors under them.
 
-    Last of all the specs of tensors that are no leaves, and of leaves.
+    The last two dicts have the metadata by spec, of tensors that are no leaves, and of leaves.
     """
 
-    known: ClassVar[_Known | None] = None
+    known: ClassVar[_MetadataCaches | None] = None
 
 
-def _under(settings: PlanningContext, asked: MatmulOptions) -> _Known:
-    last = _Last.known
-    if last is None or last[0] is not settings or last[1] is not asked:
-        last = _Last.known = settings, asked, _ALL.setdefault((settings, asked), {}), ({}, {})
-    return last
+def _caches_under(settings: PlanningContext, asked: MatmulOptions) -> _MetadataCaches:
+    current = _Last.known
+    if current is None or current[0] is not settings or current[1] is not asked:
+        current = _Last.known = settings, asked, _ALL.setdefault((settings, asked), {}), ({}, {})
+    return current
 
 
 def compile_metadata(spec: Spec, leaf: bool) -> CompileMetadata:
-    """What describes the tensor of this spec here and now; `leaf` of autograd or not."""
-    settings, asked, flats, specs = _under(planning_context(), current_options())
-    known = specs[leaf]
-    found = known.get(spec)
-    if found is None:
-        if len(known) >= _SPECS:
-            known.clear()
-        found = known[spec] = _flat(spec.layout, spec.dtype, spec.device, leaf, settings, asked, flats)
-    return found
+    """The metadata of a tensor of `spec` under the settings in force; `leaf` says whether it is a leaf of autograd."""
+    settings, asked, by_description, specs = _caches_under(planning_context(), current_options())
+    by_spec = specs[leaf]
+    metadata = by_spec.get(spec)
+    if metadata is None:
+        if len(by_spec) >= _SPECS:
+            by_spec.clear()
+        metadata = by_spec[spec] = _metadata_of(
+            spec.layout, spec.dtype, spec.device, leaf, settings, asked, by_description
+        )
+    return metadata
 
 
-def _flat(
+def _metadata_of(
     layout: Layout,
     dtype: torch.dtype,
     device: torch.device,
     leaf: bool,
     settings: PlanningContext,
     asked: MatmulOptions,
-    flats: dict[tuple[object, ...], CompileMetadata],
+    by_description: dict[tuple[object, ...], CompileMetadata],
 ) -> CompileMetadata:
     key = layout, dtype, device, leaf
-    found = flats.get(key)
-    if found is None:
-        found = flats[key] = CompileMetadata(layout, dtype, device, leaf, settings, asked)
-    return found
+    metadata = by_description.get(key)
+    if metadata is None:
+        metadata = by_description[key] = CompileMetadata(layout, dtype, device, leaf, settings, asked)
+    return metadata
 
 
 def _restored(
@@ -137,12 +139,12 @@ def _restored(
     asked: MatmulOptions,
 ) -> CompileMetadata:
     settings = planning_context_of(topology)
-    return _flat(layout, dtype, device, leaf, settings, asked, _ALL.setdefault((settings, asked), {}))
+    return _metadata_of(layout, dtype, device, leaf, settings, asked, _ALL.setdefault((settings, asked), {}))
 
 
 def concrete_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Sizes as they are now: a graph in which they stand for others, too, is told to serve these only.
+    """Sizes as plain integers, to which a graph with symbolic sizes is thereby specialised.
 
-    Plans are for one size: another is another graph, compiled when it comes.
+    Plans are for one size: for another size another graph is compiled.
     """
     return tuple(map(int, sizes))

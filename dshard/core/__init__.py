@@ -1,15 +1,18 @@
-"""What a distributed tensor is, and what every operator shares.
+"""The base class and spec of distributed tensors, and the machinery that all operators share.
 
 spec.py             layout, shape, stride, dtype and device: one interned value, so that caches compare by identity
-context.py          what choices depend on beside their operands: the topology in use, with its caches
+context.py          the topology on which choices are priced, with its caches
 call.py             one call of an operator, as its rule sees it
 operands.py         the mesh and the specs of a call's operands
-moves.py            local tensors redistributed, local operators run on every rank
-observe.py          decisions, told to `trace`, `explain` and `strict`
-view_sync.py        views that do not share the memory of their base
+moves.py            redistribution of local tensors, local operators on every rank
+observe.py          decisions, as `trace`, `explain` and `strict` observe them
+view_sync.py        views with memory of their own, kept equal to their base
 plain_tensors.py    plain tensors among distributed ones
+panel_cost.py       what a matmul takes in a number of panels
+call_log.py         the operators that ran during a call, for the fast path
+wrapper.py          the base class of DTensor: a local tensor and a spec
 transforms.py       torch.func transforms and forward-mode derivatives
-checks.py           what torch refuses on one device is refused before anything is sent
+checks.py           arguments that torch refuses, refused before anything is sent
 torch_function.py   calls of torch's functions: their arguments by name, autocast
 provenance.py       the user's line and module
 """

@@ -1,4 +1,4 @@
-"""One call of an operator as its rule sees it, and what a family's table says of an operator."""
+"""One call of an operator as its rule sees it, and a row of a family's table of operators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kernel: TypeAlias = Callable[["Call", Strategy, Coordinate], LocalOp]
 class Call:
     """An operator with its arguments, in which a `Spec` stands for each distributed tensor.
 
-    `specs` are those of the tensor operands in order, `outs` what single-device torch gives, without data.
+    `specs` are those of the tensor operands in order, `outs` the outputs of single-device torch, as meta tensors.
     """
 
     func: OpOverload
@@ -44,7 +44,7 @@ class Call:
         return tuple(tuple(out.shape) for out in self.outs)
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """The argument called `name` in the operator's schema, wherever it was given."""
+        """The argument called `name` in the operator's schema, given by position or by name."""
         for i, argument in enumerate(self.func._schema.arguments):
             if argument.name == name:
                 if i < len(self.args):
@@ -61,18 +61,18 @@ class Call:
     def dims(self, name: str = "dim") -> tuple[int, ...]:
         """The argument `name` as tensor dims counted from 0: none or an empty list means all."""
         ndim = len(self.specs[0].shape)
-        given = self.argument(name)
-        if given is None or given == []:
+        value = self.argument(name)
+        if value is None or value == []:
             return tuple(range(ndim))
-        given = [given] if isinstance(given, int) else given
-        return tuple(dim + ndim if dim < 0 else dim for dim in given)
+        value = [value] if isinstance(value, int) else value
+        return tuple(dim + ndim if dim < 0 else dim for dim in value)
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """What a table says of an operator: its rule, and the local operator where it is not the operator itself.
+    """An operator's row in a table: its rule, and its kernel where the local operator is not the operator itself.
 
-    Values of scalar arguments are part of what is looked up unless `values` is False: then the rule does not depend on
+    Values of scalar arguments are part of the cache key unless `values` is False: then the rule does not depend on
     them.
     """
 
@@ -87,7 +87,7 @@ def out_local_shape(call: Call, strategy: Strategy, coordinate: Coordinate, i: i
 
 
 def aligned(shape: Sequence[int], out: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """The term of an operand that is broadcast to shape `out`: dims align at the right, dims of size one carry nothing.
+    """The term of an operand that is broadcast to shape `out`: dims align at the right, dims of size 1 have no factor.
 
     >>> aligned((3, 1), (2, 3, 4))
     (('1',), ())
@@ -97,12 +97,12 @@ def aligned(shape: Sequence[int], out: Sequence[int]) -> tuple[tuple[str, ...], 
 
 
 def names(n: int, prefix: str = "") -> tuple[tuple[str, ...], ...]:
-    """A term of `n` dims, each a factor of its own."""
+    """A term of `n` dims, each its own factor."""
     return tuple((f"{prefix}{i}",) for i in range(n))
 
 
 def pending_all(n: int, ops: Any) -> tuple[PassThrough, ...]:
-    """All `n` operands pending together."""
+    """The pass-through of a partial reduction that all `n` operands have together."""
     return (PassThrough(frozenset(range(n)), ops),)
 
 
@@ -118,6 +118,6 @@ def writes_first(func: OpOverload) -> bool:
 
 
 def views_first(func: OpOverload) -> bool:
-    """Whether the output shows memory of the first operand."""
+    """Whether the output is a view of the first operand."""
     arguments = func._schema.arguments
     return bool(arguments) and arguments[0].alias_info is not None and not arguments[0].alias_info.is_write

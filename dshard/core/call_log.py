@@ -1,4 +1,4 @@
-"""Operators that ran during a call of one of torch's functions, for who learns how to run it directly."""
+"""A log of the operators that run during a call of one of torch's functions: the fast path specialises calls by it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, TypeAlias
 from dshard.comm import Scoped
 
 CallRecord: TypeAlias = tuple[Any, Any, tuple[Any, ...], dict[str, Any], Any]
-"""An executable or a matmul, or None for what is neither; the operator, its arguments, and what came out."""
+"""An executable, or None for an operator without one; the operator, its arguments by position and name, its result."""
 
 WATCHED: Scoped[list[CallRecord], tuple[list[CallRecord], ...]] = Scoped("watched", tuple)
-"""The lists to which the calls of this thread and task are written."""
+"""The logs to which the calls of this thread and asynchronous task are appended."""
 
 CALL_LOG: Sequence[object] = WATCHED.anywhere
-"""Empty while no thread watches."""
+"""Empty while no thread keeps a log."""
 
 
 def log(record: CallRecord) -> None:
-    """Write down a call, for who watches in this thread."""
-    for each in WATCHED.value():
-        each.append(record)
+    """Append a call to the logs of this thread."""
+    for records in WATCHED.value():
+        records.append(record)

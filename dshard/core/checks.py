@@ -1,6 +1,6 @@
-"""What torch refuses on one device is refused before anything is sent.
+"""Arguments that torch refuses on one device are refused before anything is sent.
 
-Its functions for tensors without data do not look at all that the real ones refuse; the table at the foot adds to them.
+torch's functions for meta tensors do not check all that its kernels refuse; the table at the foot adds to them.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ UNKNOWN = (
     DataDependentOutputException,
     UnsupportedOperatorException,
 )
-"""What torch raises where it cannot tell without data."""
+"""Errors by which torch says that it cannot infer an output without data."""
 
 
 def infer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `func` gives for meta tensors. Raises torch's own errors."""
+    """The result of `func` on meta tensors. Raises torch's own errors."""
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
     _refuse_more(func, args, kwargs)
-    with plain(), _as_the_kernels_do(), for_shapes():
+    with plain(), _runtime_errors(), for_shapes():
         return func(*args, **kwargs)
 
 
 def accept(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise what torch would raise for these arguments, in which meta tensors stand for any; as far as it can tell."""
+    """Raise torch's own error for these arguments, in which meta tensors stand for all; as far as it can."""
     _refuse_more(func, args, kwargs)
-    with plain(), FakeTensorMode(), suppress(*UNKNOWN), _quiet(), _as_the_kernels_do():
+    with plain(), FakeTensorMode(), suppress(*UNKNOWN), _without_log(), _runtime_errors():
         fakes: dict[int, Tensor] = {}
-        fake_args, fake_kwargs = replace_leaves((args, kwargs), lambda leaf: _fake(leaf, fakes))
+        fake_args, fake_kwargs = replace_leaves((args, kwargs), lambda leaf: _fake_of(leaf, fakes))
         func(*fake_args, **fake_kwargs)
 
 
-def _fake(leaf: Any, fakes: dict[int, Tensor]) -> Any:
-    """A fake of a meta tensor, the same for the same."""
+def _fake_of(leaf: Any, fakes: dict[int, Tensor]) -> Any:
+    """The fake tensor that stands for a meta tensor: one for each."""
     if not isinstance(leaf, Tensor):
         return leaf
     if id(leaf) not in fakes:
@@ -65,17 +65,17 @@ def _fake(leaf: Any, fakes: dict[int, Tensor]) -> Any:
 
 
 @contextmanager
-def _as_the_kernels_do() -> Iterator[None]:
-    """torch's Python forms assert what its kernels refuse with a RuntimeError."""
+def _runtime_errors() -> Iterator[None]:
+    """Turn an AssertionError within the block into a RuntimeError."""
     try:
-        yield
+        yield  # torch's Python forms assert what its kernels refuse with a RuntimeError
     except AssertionError as error:
         raise RuntimeError(str(error)) from error
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Within the block torch does not log what it raises, too."""
+def _without_log() -> Iterator[None]:
+    """Silence the logger by which torch also reports the errors that it raises."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -84,11 +84,11 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-# -- what torch's functions without data do not look at
+# -- checks that torch's functions for meta tensors leave out
 
 
 class Refusing(TorchDispatchMode):
-    """Within the block torch's functions without data refuse what its kernels do, as far as the table below says."""
+    """A mode in which operators on meta tensors refuse what torch's kernels refuse, as far as `MORE` says."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _refuse_more(func, args, kwargs or {})
@@ -98,14 +98,14 @@ class Refusing(TorchDispatchMode):
 def _refuse_more(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if args and isinstance(args[0], Tensor) and _writes_each(func):
         torch._check(torch._debug_has_internal_overlap(args[0]) != 1, lambda: _OVERLAPS)
-    more = MORE.get(func._schema.name.removesuffix("_"))
-    if more is not None:
-        given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-        more(given | dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs)
+    check = MORE.get(func._schema.name.removesuffix("_"))
+    if check is not None:
+        defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+        check(defaults | dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs)
 
 
 def _writes_each(func: OpOverload) -> bool:
-    """Whether the operator writes to each element of its first operand by itself, so that these must be apart."""
+    """Whether the operator writes each element of its first operand separately, so that none may share memory."""
     return writes_first(func) and torch.Tag.inplace_view not in func.tags and func not in _IDEMPOTENT
 
 
@@ -166,20 +166,22 @@ def _index_add(given: Args) -> None:
         x.dtype == source.dtype,
         lambda: f"index_add_(): self ({x.dtype}) and source ({source.dtype}) must have the same scalar type",
     )
-    found = source.shape[dim] if source.dim() else 1
+    length = source.shape[dim] if source.dim() else 1
     torch._check(
-        index.numel() == found,
-        lambda: f"index_add_(): Number of indices ({index.numel()}) should be equal to source.size(dim): ({found})",
+        index.numel() == length,
+        lambda: f"index_add_(): Number of indices ({index.numel()}) should be equal to source.size(dim): ({length})",
     )
     torch._check(
         x.dim() == source.dim() or not x.dim() or not source.dim(),
         lambda: f"index_add_(): Source ({source.dim()}D) and self ({x.dim()}D) must have as many dims",
     )
     if x.dim() == source.dim() > 0:
-        at = dim % x.dim()
-        same = [n for i, n in enumerate(x.shape) if i != at] == [n for i, n in enumerate(source.shape) if i != at]
+        added_dim = dim % x.dim()
+        same_shape = [n for i, n in enumerate(x.shape) if i != added_dim] == [
+            n for i, n in enumerate(source.shape) if i != added_dim
+        ]
         torch._check(
-            same, lambda: "source tensor shape must match self tensor shape, excluding the specified dimension"
+            same_shape, lambda: "source tensor shape must match self tensor shape, excluding the specified dimension"
         )
 
 
@@ -252,7 +254,7 @@ def _extreme(given: Args) -> None:
 
 
 def _position(name: str, given: Args) -> None:
-    """torch's refusal on the CPU of a position among nothing, which meta tensors do not have or call otherwise."""
+    """Refuse the position of an element among none, as torch's CPU kernels do; meta tensors often accept it."""
     x, dim = given["self"], given.get("dim")
     if dim is None and x.numel() == 0 and name in ("argmax", "argmin"):
         raise IndexError(f"{name}(): Expected reduction dim to be specified for input.numel() == 0.")
@@ -263,8 +265,8 @@ def _position(name: str, given: Args) -> None:
 def _dim(given: Args) -> None:
     ndim, dim = max(given["self"].dim(), 1), given["dim"]
     if not -ndim <= dim < ndim:
-        told = f"expected to be in range of [{-ndim}, {ndim - 1}], but got {dim}"
-        raise IndexError(f"Dimension out of range ({told})")
+        bounds = f"expected to be in range of [{-ndim}, {ndim - 1}], but got {dim}"
+        raise IndexError(f"Dimension out of range ({bounds})")
 
 
 def _same_out(out: Tensor | None, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""What choices depend on beside their operands: the topology in use. Each topology has caches of its own."""
+"""The topology on which choices are priced, with the caches of what was chosen on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dshard.topology.network import check_topology
 
 
 class PlanningContext:
-    """A topology, or None for the default of each mesh, and what was decided on it."""
+    """A topology, or None for the default of each mesh, and the caches of what was chosen on it."""
 
     def __init__(self, topology: Topology | None = None) -> None:
         self.topology = topology
@@ -29,7 +29,7 @@ class PlanningContext:
         return default_topology(mesh.device_type, ranks_per_host(mesh))
 
     def why_topology(self, mesh: Mesh) -> str:
-        """How that topology came to be used, for people."""
+        """Why `topology_of(mesh)` is that topology, in words."""
         if self.topology is not None:
             return "as use_topology says"
         ranks = ranks_per_host(mesh)
@@ -39,7 +39,7 @@ class PlanningContext:
 
 _DEFAULT = PlanningContext()
 MAX_TOPOLOGIES = 16
-"""Of so many, the last that were used, what was decided is remembered."""
+"""Caches are kept for the last 16 topologies used."""
 
 _ALL: dict[Topology | None, PlanningContext] = {None: _DEFAULT}
 _SETTINGS: Scoped[PlanningContext, PlanningContext] = Scoped(
@@ -49,13 +49,13 @@ _here, _ANYWHERE = _SETTINGS.here, _SETTINGS.anywhere
 
 
 class Guarded:
-    """The settings of the last block that was entered or left, which a compiled graph can read: no ContextVar."""
+    """The planning context of the last block that was entered or left: a compiled graph cannot read a ContextVar."""
 
     settings = _DEFAULT
 
 
 def planning_context() -> PlanningContext:
-    """The settings in force where the call is."""
+    """The planning context in force in this thread and asynchronous task."""
     if not _ANYWHERE:
         return _DEFAULT
     state = _here()
@@ -63,12 +63,12 @@ def planning_context() -> PlanningContext:
 
 
 def planning_context_of(topology: Topology | None) -> PlanningContext:
-    """Those with this topology: the same object each time, until many others have been asked for since."""
-    found = _ALL.pop(topology, None) or PlanningContext(topology)
-    _ALL[topology] = found
+    """The planning context of `topology`: one object, until 16 other topologies have been used since."""
+    context = _ALL.pop(topology, None) or PlanningContext(topology)
+    _ALL[topology] = context
     for other in [other for other in _ALL if other is not None][:-MAX_TOPOLOGIES]:
         del _ALL[other]
-    return found
+    return context
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Between the operators and the ranks: move a local tensor to another layout, run a local operator on every rank."""
+"""Redistribute local tensors, and run a local operator on this rank or on all simulated ones."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 class LocalRedistribution:
-    """A tensor of one spec brought to another layout: planned once for each topology, then looked up.
+    """The redistribution of a tensor of one spec to another layout: planned once for each topology, then cached.
 
-    `spec` is that of the moved tensor, `grad` the layout of its gradient, and `back` of what that comes back as. It
-    `gathers` where a split dim becomes whole: a gradient that is pending there comes back by one collective.
+    `spec` is that of the result, `grad` the layout of its gradient, and `back` the layout of the source's gradient. It
+    `gathers` where a sharded dim becomes replicated: one collective reduces a gradient that is partial there.
     """
 
     __slots__ = ("back", "gathers", "grad", "gradient", "plan", "runner", "source", "spec", "starter", "targets")
@@ -56,8 +56,8 @@ class LocalRedistribution:
         self.source, self.spec = source, source.with_layout(layout)
         self.grad, self.back = interned(layout.cotangent()), interned(source.layout.cotangent())
         self.gathers = any(
-            isinstance(there, Replicate) and isinstance(here, Shard)
-            for here, there in zip(source.layout.placements, layout.placements, strict=True)
+            isinstance(target, Replicate) and isinstance(placement, Shard)
+            for placement, target in zip(source.layout.placements, layout.placements, strict=True)
         )
         self.runner: Callable[[Tensor], Tensor] | None = None
         self.starter: Start | None = None
@@ -65,7 +65,7 @@ class LocalRedistribution:
         self.targets: dict[Spec, Layout] = {}
 
     def __call__(self, local: Tensor) -> Tensor:
-        """The local tensor in the new layout; not recorded by autograd."""
+        """The local tensor under the target layout; not recorded by autograd."""
         if type(local) is LocalTensor or local.is_meta or not self.plan.steps:
             return run(self.plan, local)
         if self.runner is None:
@@ -76,13 +76,13 @@ class LocalRedistribution:
             return self.runner(local)
 
     def of_gradient(self) -> LocalRedistribution | None:
-        """The move of the gradient, to the layout that the source's has; None where it lies so already."""
+        """The redistribution of the result's gradient to the layout of the source's; None if they are equal."""
         if self.gradient is None and self.grad is not self.back:
             self.gradient = local_redistribution(self.spec.with_layout(self.grad), self.back)
         return self.gradient
 
     def later(self, local: Tensor, own: bool = False) -> AsyncLocal | None:
-        """The same begun, to be waited for at its first use; None where it cannot run beside the computation.
+        """Begin the redistribution, to be waited for at its first use; None where it cannot run beside the computation.
 
         A local tensor that is the caller's `own` may be overwritten.
         """
@@ -93,7 +93,7 @@ class LocalRedistribution:
         return self.starter(local, own)
 
     def decision(self, op: str, explicit: bool = False) -> Decision:
-        """This redistribution, as the operator named `op` needs it, or as the user asked for it."""
+        """The decision to redistribute so, because the operator named `op` needs it or the user asked for it."""
         operand = Operand(self.source.layout, self.source.shape, self.source.itemsize)
         topology = planning_context().topology_of(self.source.layout.mesh)
         outputs = ((self.spec.shape, self.spec.itemsize),)
@@ -101,29 +101,29 @@ class LocalRedistribution:
 
 
 def local_redistribution(spec: Spec, layout: Layout) -> LocalRedistribution:
-    """How a tensor of this spec comes to lie so."""
+    """The redistribution of tensors of `spec` to `layout`, from the cache of the topology in use."""
     moves = planning_context().moves
-    found: LocalRedistribution | None = moves.get((spec, layout))
-    if found is None:
-        found = moves.add((spec, layout), LocalRedistribution(spec, layout))
+    redistribution: LocalRedistribution | None = moves.get((spec, layout))
+    if redistribution is None:
+        redistribution = moves.add((spec, layout), LocalRedistribution(spec, layout))
     else:
         moves.hits += 1
-    return found
+    return redistribution
 
 
 def redistribute_local(local: Tensor, spec: Spec, layout: Layout, op: object, explicit: bool = False) -> Tensor:
-    """The local tensor under another layout, as `op` needs it or the user asked for it; not recorded by autograd."""
-    found = local_redistribution(spec, layout)
-    if OBSERVERS and found.plan.steps:
-        moved: Tensor = observed(found.decision(str(op), explicit), found, (local,))
+    """The local tensor under `layout`, which `op` needs or the user asked for; not recorded by autograd."""
+    redistribution = local_redistribution(spec, layout)
+    if OBSERVERS and redistribution.plan.steps:
+        moved: Tensor = observed(redistribution.decision(str(op), explicit), redistribution, (local,))
         return moved
-    return found(local)
+    return redistribution(local)
 
 
 def sending(
     op: str, specs: Sequence[Spec], collectives: Sequence[tuple[str, tuple[str, ...], int]], explicit: bool = False
 ) -> Decision:
-    """An operator that sends these collectives by itself, each a kind, its mesh axes, and bytes of the busiest rank."""
+    """The decision of an operator that sends `collectives` itself: each a kind, mesh axes, the busiest rank's bytes."""
     mesh = specs[0].layout.mesh
     topology = planning_context().topology_of(mesh)
     sent = tuple(planned_collective(kind, mesh, axes, nbytes, topology) for kind, axes, nbytes in collectives)
@@ -132,14 +132,14 @@ def sending(
 
 
 def replica_broadcasts(spec: Spec) -> list[tuple[str, tuple[str, ...], int]]:
-    """What makes the replicas of a tensor those of the first rank: a broadcast along each axis that holds copies."""
+    """The broadcasts that make replicas equal to the first rank's: one along each mesh axis that holds copies."""
     mesh, nbytes = spec.layout.mesh, spec.layout.local_numel(spec.shape) * spec.itemsize
     axes = zip(mesh.names, spec.layout.placements, mesh.shape, strict=True)
     return [("broadcast", (name,), nbytes) for name, placement, n in axes if placement == Replicate() and n > 1]
 
 
-def redistributed(x: Any, layout: Layout, op: str) -> Any:
-    """The distributed tensor `x` in another layout, as the operator named `op` needs it; not recorded by autograd."""
+def redistributed(x: Wrapper, layout: Layout, op: str) -> Any:
+    """The distributed tensor `x` in `layout`, which the operator named `op` needs; not recorded by autograd."""
     spec: Spec = x._spec
     if spec.layout == layout:
         return x
@@ -147,12 +147,12 @@ def redistributed(x: Any, layout: Layout, op: str) -> Any:
 
 
 def with_partials_reduced(x: Any, op: str) -> Any:
-    """`x` with nothing pending: what is used more than once is completed once. Plain tensors are as they are."""
+    """`x` with its partial reductions completed, once for all uses; a plain tensor unchanged."""
     return redistributed(x, completed_layout(x._spec.layout), op) if isinstance(x, Wrapper) else x
 
 
 def write_local(target: Tensor, value: Tensor) -> None:
-    """Write the local tensor `value` into `target`; of an expanded dim the first entry, which is all of them."""
+    """Write the local tensor `value` into `target`; of an expanded dim the first entry, whose memory all share."""
     if type(target) is LocalTensor:
         with plain():
             for rank, t in unstack(value).items():
@@ -166,13 +166,13 @@ def write_local(target: Tensor, value: Tensor) -> None:
 
 
 def count_write(local: Tensor) -> None:
-    """Note a write to a local tensor below autograd, where torch counts none: what was saved of it is out of date."""
-    if type(local) is Tensor:
+    """Increment the version of a local tensor that was written below autograd, where torch does not."""
+    if type(local) is Tensor:  # so that a backward pass refuses a tensor that was saved before the write
         _increment([local])
 
 
 def counting_as(source: Tensor, copy: Tensor) -> Tensor:
-    """`copy`, whose version is that of `source`: where it is saved for a backward pass, a write to `source` is noticed.
+    """`copy` with the version counter of `source`, so that a backward pass which saved it notices a write to `source`.
 
     On one device there is no copy, and torch saves the operand itself.
     """
@@ -182,12 +182,12 @@ def counting_as(source: Tensor, copy: Tensor) -> Tensor:
 
 
 def sharing_version(operator: LocalOp) -> LocalOp:
-    """`operator`, whose outputs are views, so that their writes count as those of its operand, below autograd, too."""
+    """`operator`, with outputs that are views and share the version counter of its operand, even below autograd."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not _is_excluded(_COUNTS) or torch.is_inference_mode_enabled():
             return operator(*args, **kwargs)
-        _exclude(_COUNTS, False)
+        _exclude(_COUNTS, False)  # below autograd torch excludes the key under which views share their counter
         try:
             return operator(*args, **kwargs)
         finally:
@@ -197,14 +197,14 @@ def sharing_version(operator: LocalOp) -> LocalOp:
 
 
 def on_all_ranks(x: Tensor, mesh: Mesh) -> Tensor:
-    """A plain tensor, alike on all ranks, as the local tensor of each: where ranks are simulated, of every one."""
+    """A plain tensor, equal on all ranks, as a local tensor: stacked for every rank where ranks are simulated."""
     if simulated_ranks() is None or type(x) is LocalTensor:
         return x
     return stack(dict.fromkeys(mesh.ranks, x))
 
 
 def coordinate_of(mesh: Mesh) -> Coordinate:
-    """Where this process sits on the mesh; without processes, the first place.
+    """The coordinate of this process on the mesh; without processes, the first.
 
     Raises:
         MeshError: this rank is not in the mesh.
@@ -218,14 +218,14 @@ def coordinate_of(mesh: Mesh) -> Coordinate:
 
 
 def run_on_ranks(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Any, kwargs: Any) -> Any:
-    """The local operator on this rank, or on all ranks where they are simulated in one process."""
+    """Run the local operator on this rank, or on all ranks where they are simulated in one process."""
     if any(type(leaf) is LocalTensor for leaf in leaves((args, kwargs))):
         return simulate(mesh, local_op, args, kwargs)
     return local_op(coordinate_of(mesh))(*args, **kwargs)
 
 
 def simulate(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Any, kwargs: Any) -> Any:
-    """The local operator on each rank's tensors, the results stacked again."""
+    """Run the local operator on each simulated rank's tensors, and stack the results."""
     with plain():
         results = {}
         for rank in mesh.ranks:
@@ -253,7 +253,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def replace_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nest with each leaf changed, in order."""
+    """`tree`, nested tuples, lists and dicts, with `change` applied to each leaf, in order."""
     if isinstance(tree, list):
         return [replace_leaves(item, change) for item in tree]
     if isinstance(tree, tuple):

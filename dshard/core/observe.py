@@ -1,4 +1,4 @@
-"""What an operator was about and what was chosen for it, told to whoever observes: `trace`, `explain` and `strict`."""
+"""The decision for each operator, observed by `trace`, `explain` and `strict`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def planned_collective(
 
 
 def predicted_seconds(collective: str, nbytes: int, mesh: Mesh, axes: tuple[str, ...], topology: Topology) -> float:
-    """What a topology predicts for a collective; one that it does not price takes a link's latency and bandwidth."""
+    """Predicted seconds of a collective; one without a price takes a link's latency and bandwidth."""
     if collective in COLLECTIVES:
         return collective_seconds(collective, nbytes, mesh, axes, topology)
     link = topology.link(mesh, axes)
@@ -51,13 +51,13 @@ def predicted_seconds(collective: str, nbytes: int, mesh: Mesh, axes: tuple[str,
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One operator on given operands, and what was chosen for it.
+    """One operator on given operands, and the strategy or redistributions that were chosen for it.
 
     `rule` and `strategy` are None for an operator that only moves data or has no rule; `plans` are the redistributions
-    of the operands, `bias` that of a product's bias, which no strategy counts, `ends` those of the outputs, `exchanges`
-    what is sent beside them. `explicit` says whether the user asked for all of it, else `why` what needs it. An
+    of the operands, `bias` that of a matmul's bias, which no strategy counts, `ends` those of the outputs, `exchanges`
+    the collectives beside them. `explicit` says whether the user asked for all of it, else `why` what needs it. An
     `alternative` runs in place of the rule's strategies: what it sends is in the decisions made within it. `panels`
-    tells what a product takes in each number of panels, `run_in` the number that it runs in. `crossing` is the plan to
+    tells what a matmul takes in each number of panels, `run_in` the number that it runs in. `crossing` is the plan to
     another mesh.
     """
 
@@ -80,15 +80,15 @@ class Decision:
     ends: tuple[Plan, ...] = ()
 
     def moves(self) -> tuple[tuple[Plan, int], ...]:
-        """The plans that have steps, each with the bytes of an element of what it moves."""
-        found = [(p, operand.itemsize) for p, operand in zip(self.plans, self.operands, strict=False)]
-        found += [(p, self.outputs[0][1]) for p in (self.bias, *self.ends) if p is not None]
-        return tuple((p, itemsize) for p, itemsize in found if p.steps)
+        """The plans that have steps, each with the bytes of one element."""
+        plans = [(p, operand.itemsize) for p, operand in zip(self.plans, self.operands, strict=False)]
+        plans += [(p, self.outputs[0][1]) for p in (self.bias, *self.ends) if p is not None]
+        return tuple((p, itemsize) for p, itemsize in plans if p.steps)
 
     def collectives(self) -> tuple[PlannedCollective, ...]:
-        """The collectives that will run for it, in order, apart from those of decisions made within it."""
-        found = [sent for plan, itemsize in self.moves() for sent in planned(plan, itemsize, self.topology)]
-        return (*found, *self.exchanges, *self._crossing())
+        """The collectives that this decision runs, in order, without those of decisions made within it."""
+        redistributions = [sent for plan, itemsize in self.moves() for sent in planned(plan, itemsize, self.topology)]
+        return (*redistributions, *self.exchanges, *self._crossing())
 
     def _crossing(self) -> Iterator[PlannedCollective]:
         if self.crossing is None:
@@ -123,7 +123,7 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 def observed(decision: Decision, run: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """`run(*args)` within the contexts that the observers give."""
+    """Call `run(*args)` within the contexts that the observers of this thread give."""
     with ExitStack() as stack:
         for observer in _OBSERVERS.value():
             stack.enter_context(observer(decision))

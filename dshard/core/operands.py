@@ -20,7 +20,7 @@ def common_mesh(func: object, tensors: list[Tensor]) -> Mesh:
     """The mesh of all distributed tensors among `tensors`.
 
     Raises:
-        MeshError: they lie on different meshes.
+        MeshError: the tensors are on different meshes.
     """
     meshes = {t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)}
     if len(meshes) > 1:
@@ -34,16 +34,17 @@ def common_mesh(func: object, tensors: list[Tensor]) -> Mesh:
 
 
 def spec_like(t: Any, mesh: Mesh) -> Spec:
-    """The spec of an operand; a plain tensor, which a composite operator made alike on all ranks, is replicated."""
+    """The spec of an operand; a plain tensor, which a composite operator made on all ranks, counts as replicated."""
     if isinstance(t, Wrapper):
         return t._spec
     return spec_of(replicated(mesh), tuple(t.shape), contiguous_stride(tuple(t.shape)), t.dtype, t.device)
 
 
 def plan_to(spec: Spec, layout: Layout) -> Plan:
+    """The cheapest redistribution of a tensor of `spec` to `layout`, on the topology in use."""
     return plan(spec.layout, layout, spec.shape, spec.itemsize, planning_context().topology_of(layout.mesh))
 
 
 def operand_of(spec: Spec) -> Operand:
-    """What the rules see of a tensor of this spec."""
+    """Layout, shape and item size of a tensor of `spec`, which is all that rules see of it."""
     return Operand(spec.layout, spec.shape, spec.itemsize)

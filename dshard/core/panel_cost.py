@@ -1,4 +1,4 @@
-"""What a matmul takes in a number of panels."""
+"""Seconds and buffers of a matmul that runs in panels."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PanelCost:
-    """A product in so many panels: seconds going forward, and the most bytes that the first rank has in buffers.
+    """A matmul in `panels` panels: seconds of the forward pass, and the most bytes that the first rank has in buffers.
 
-    Buffers hold what is gathered, sent and received; not what is stored, nor the product as it is made.
+    Buffers hold what is gathered, sent and received; not the stored operands, nor the result.
     """
 
     panels: int

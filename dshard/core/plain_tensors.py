@@ -1,7 +1,7 @@
-"""Plain tensors among distributed ones: what a user mixes is refused, what torch makes on the way is replicated.
+"""Plain tensors among distributed ones: those of a user are refused, those that torch makes count as replicated.
 
-So is what a module makes on its way, where `alike` says so: its inputs are distributed, and every rank runs the same
-program, so positions and masks made of nothing but shapes are the same on all ranks.
+Within `assume_replicated` those that a module makes count as replicated, too: its inputs are distributed, and every
+rank runs the same program, so positions and masks computed from shapes alone are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INT = frozenset({int})
 
 
 def may_hold_plain(values: Iterable[Any]) -> bool:
-    """Whether there may be a plain tensor among these arguments."""
+    """Whether there may be a plain tensor among `values`."""
     for value in values:
         if type(value) in PLAIN and not (type(value) is tuple and _INT.issuperset(map(type, value))):
             return True
@@ -39,7 +39,7 @@ def may_hold_plain(values: Iterable[Any]) -> bool:
 
 
 PLAIN_RESULTS = frozenset({Tensor, LocalTensor})
-"""The types of what a composite operator may return though it was given distributed tensors."""
+"""The types of plain results that a composite operator may return for distributed operands."""
 
 _HARMLESS = frozenset(
     {
@@ -66,7 +66,7 @@ _ASSUMED_REPLICATED = _AssumedReplicated()
 
 @contextmanager
 def assume_replicated() -> Iterator[None]:
-    """Within the block plain tensors among distributed ones are the same on all ranks of the mesh: replicated ones."""
+    """Count plain tensors among distributed ones as replicated within the block: they must be equal on all ranks."""
     _ASSUMED_REPLICATED.depth += 1
     try:
         yield
@@ -77,7 +77,7 @@ def assume_replicated() -> Iterator[None]:
 def wrap_or_refuse_plain(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, plain tensors among them replicated where they are known to be `alike`, and else refused.
+    """The arguments, with plain tensors wrapped as replicated within `assume_replicated`, and refused elsewhere.
 
     Raises:
         MixedError: a plain tensor with dims is among the arguments.
@@ -85,12 +85,12 @@ def wrap_or_refuse_plain(
     if not _ASSUMED_REPLICATED.depth:
         refuse_plain(func, args, kwargs)
         return args, kwargs
-    found = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
-    meshes = [t._spec.layout.mesh for t in found if isinstance(t, Wrapper)]
-    if not meshes or len(meshes) == len(found):
+    tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
+    meshes = [t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)]
+    if not meshes or len(meshes) == len(tensors):
         return args, kwargs
     layout = replicated(meshes[0])
-    meta = any(t._local.is_meta for t in found if isinstance(t, Wrapper))
+    meta = any(t._local.is_meta for t in tensors if isinstance(t, Wrapper))
 
     def as_replicated(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper) or leaf.dim() == 0 or leaf.requires_grad:
@@ -100,14 +100,14 @@ def wrap_or_refuse_plain(
         spec = spec_of(layout, shape, contiguous_stride(shape), leaf.dtype, leaf.device)
         return wrap(on_all_ranks(leaf, layout.mesh), spec)
 
-    given: tuple[tuple[Any, ...], dict[str, Any]] = replace_leaves((args, kwargs), as_replicated)
-    return given
+    wrapped: tuple[tuple[Any, ...], dict[str, Any]] = replace_leaves((args, kwargs), as_replicated)
+    return wrapped
 
 
 def refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-    """Refuse what a user mixes: which part of the whole a plain tensor is, only they know.
+    """Refuse plain tensors with dims: only the user knows whether one is a local tensor or the global one.
 
-    Plain tensors that composite operators and backward passes make are alike on all ranks: these count as replicated.
+    Those that composite operators and backward passes make are equal on all ranks, and count as replicated.
 
     Raises:
         MixedError: a plain tensor with dims is among the arguments.
@@ -115,7 +115,11 @@ def refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     for t in leaves((args, kwargs)):
         if isinstance(t, Tensor) and not isinstance(t, Wrapper) and t.dim() > 0:
             name = getattr(func, "__name__", str(func))
-            if name in _HARMLESS or _asker().startswith("torch.masked.") or torch._C._current_graph_task_id() != -1:
+            if (
+                name in _HARMLESS
+                or _calling_module().startswith("torch.masked.")
+                or torch._C._current_graph_task_id() != -1
+            ):
                 return
             raise MixedError(
                 f"{name}: a plain torch.Tensor of shape {tuple(t.shape)} among distributed tensors; wrap it with "
@@ -124,8 +128,8 @@ def refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
             )
 
 
-def _asker() -> str:
-    """The module, not of dshard, that called the operator."""
+def _calling_module() -> str:
+    """The name of the innermost module outside dshard on the call stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("dshard."):
         frame = frame.f_back

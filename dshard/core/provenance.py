@@ -1,4 +1,4 @@
-"""Where in the user's program something happens: which line, and which module."""
+"""The line and the module of the user's program that is running."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Modules", "user_line"]
 
 
 class Modules:
-    """Which module runs, in the forward pass or in its part of the backward pass.
+    """The module that runs, in the forward pass or in its part of the backward pass.
 
-    Autograd numbers its nodes as the forward pass makes them: so the node that runs backward tells the module that made
-    it, if its forward pass was followed too. The gradient of a parameter belongs to the module that has it.
+    Autograd numbers its nodes as the forward pass makes them, so the number of the node that runs backward tells the
+    module that made it, if its forward pass was followed. A parameter's gradient belongs to the module that has it.
     """
 
     def __init__(self) -> None:
@@ -50,8 +50,8 @@ class Modules:
             return ""
         if hasattr(node, "variable"):  # it accumulates the gradient of a leaf
             return self._owners.get(id(node.variable), "")
-        found = bisect_right(self._starts, node._sequence_nr()) - 1
-        return self._running[found] if found >= 0 else ""
+        index = bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._running[index] if index >= 0 else ""
 
     def _enter(self, module: Module, args: Any) -> None:
         if module not in self._names:

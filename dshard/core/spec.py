@@ -1,4 +1,4 @@
-"""What a distributed tensor is, apart from its data: one interned value for each, so caches compare by identity."""
+"""The spec of a distributed tensor, all but its data: interned, so that caches compare specs by identity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dshard.layout import Layout, Shape, interned
 class Spec:
     """Layout, global shape and strides, dtype and device type of a distributed tensor.
 
-    Made by `spec_of`: equal specs are the same object. `pending` says whether a reduction is.
+    Made by `spec_of`: equal specs are the same object. `pending` says whether some placement is partial.
     """
 
     __slots__ = ("__weakref__", "device", "dtype", "layout", "pending", "shape", "stride")
@@ -39,11 +39,11 @@ class Spec:
         return self.dtype.itemsize
 
     def with_layout(self, layout: Layout) -> Spec:
-        """The same tensor laid out by `layout`."""
+        """The spec of this tensor under `layout`."""
         return spec_of(layout, self.shape, self.stride, self.dtype, self.device)
 
     def meta(self) -> torch.Tensor:
-        """A tensor without data of the same global shape, strides and dtype."""
+        """A meta tensor of the global shape, strides and dtype."""
         with for_shapes():
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
@@ -59,13 +59,13 @@ _FOR_SHAPES: Scoped[None, bool] = Scoped("for shapes", bool)
 
 @contextmanager
 def for_shapes() -> Iterator[None]:
-    """Within the block operators run on tensors without data to tell what comes out, and are no part of any step."""
+    """Mark the operators within the block as run on meta tensors to infer shapes, not by the user's program."""
     with _FOR_SHAPES.entered(None):
         yield
 
 
 def is_for_shapes() -> bool:
-    """Whether what runs now only tells what would come out."""
+    """Whether operators now run only to infer shapes."""
     return bool(_FOR_SHAPES.anywhere) and _FOR_SHAPES.value()
 
 
@@ -73,12 +73,12 @@ _SPECS: WeakValueDictionary[tuple[object, ...], Spec] = WeakValueDictionary()
 
 
 def spec_of(layout: Layout, shape: Shape, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Spec:
-    """The spec with these values, the same object each time."""
+    """The one spec with these values."""
     key = (layout, shape, stride, dtype, device)
-    found = _SPECS.get(key)
-    if found is None:
-        found = _SPECS[key] = Spec(interned(layout), shape, stride, dtype, device)
-    return found
+    spec = _SPECS.get(key)
+    if spec is None:
+        spec = _SPECS[key] = Spec(interned(layout), shape, stride, dtype, device)
+    return spec
 
 
 def contiguous_stride(shape: Shape) -> tuple[int, ...]:

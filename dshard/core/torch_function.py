@@ -9,22 +9,28 @@ import torch
 
 
 def call_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `func` with `__torch_function__` disabled."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def bind_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    given = dict(zip(names, args, strict=False)) | kwargs
-    unknown = set(given) - set(names)
+    """The arguments in the order of `names`, None where one is missing.
+
+    Raises:
+        TypeError: an argument that has no name among `names`.
+    """
+    by_name = dict(zip(names, args, strict=False)) | kwargs
+    unknown = set(by_name) - set(names)
     if unknown or len(args) > len(names):
         raise TypeError(
             f"unexpected arguments {sorted(unknown) or args[len(names) :]}; the parameters are {', '.join(names)}"
         )
-    return [given.get(name) for name in names]
+    return [by_name.get(name) for name in names]
 
 
 def autocast(tensors: Sequence[Any]) -> Sequence[Any]:
-    """The operands in the dtype that autocast wants, where it is on."""
+    """The floating-point operands in the dtype of autocast, where it is on."""
     if not torch._C._is_any_autocast_enabled():
         return tensors
     device = tensors[0].device.type

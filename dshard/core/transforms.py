@@ -1,7 +1,8 @@
-"""torch.func transforms and forward-mode derivatives: what they ask of distributed tensors beside their operators.
+"""torch.func transforms and forward-mode derivatives, as far as distributed tensors have to know of them.
 
 A transform wraps the tensors that it follows, distributed ones, too, and takes functions apart into operators itself,
-which then reach `dshard.dispatch` on what was wrapped. So it must see every call: nothing is planned jointly above it.
+which then reach `dshard.dispatch` on the tensors inside. So it must see every call: no function is run as a composite
+above it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def is_wrapped(x: Tensor) -> bool:
 
 
 def refuse_wrapped(x: Tensor, what: str) -> None:
-    """Refuse to make a distributed tensor of one that a transform wraps: it would not be followed any more.
+    """Refuse to make a distributed tensor of one that a transform wraps: the transform would not follow it.
 
     Raises:
         MixedError: `x` is wrapped.
@@ -50,7 +51,7 @@ def is_batched(x: Tensor) -> bool:
 
 
 def refuse_batched(x: Any, what: str) -> None:
-    """Refuse to take several tensors at once, outside of what torch.func follows.
+    """Refuse a tensor that stands for several, where torch.func does not follow the call.
 
     Raises:
         MixedError: `x` stands for several tensors.
@@ -63,7 +64,7 @@ def refuse_batched(x: Any, what: str) -> None:
 
 
 def with_tangent(x: Any, linear: Callable[[Any], Any]) -> Any:
-    """What the function `linear` makes of `x`, with what it makes of the tangent of `x`; None where it has none."""
+    """The dual tensor of `linear(x)` and `linear` of the tangent of `x`; None where `x` has no tangent."""
     if not is_differentiating_forward() or _below_autograd(_AUTOGRAD):
         return None  # below autograd, which runs primal and tangent apart
     with torch._C.DisableTorchFunctionSubclass():

@@ -1,4 +1,4 @@
-"""The base class of distributed tensors: a local tensor and a spec. What lies below `dshard.DTensor` is typed by it."""
+"""The base class of distributed tensors, a local tensor and a spec: the type of all code below `dshard.DTensor`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ make = torch.Tensor._make_wrapper_subclass  # called with positions: keyword par
 
 
 class Wrapper(torch.Tensor):
-    """A tensor without memory of its own: this rank's local tensor, and the spec of the tensor that it is a part of.
+    """A tensor without memory of its own: this rank's local tensor, and the spec of the global tensor.
 
     `public` is the one class that derives from it, `dshard.DTensor`: every wrapper is made of that.
     """
@@ -25,7 +25,7 @@ class Wrapper(torch.Tensor):
     _local: Tensor = LazyLocal()  # type: ignore[assignment]
     _spec: Spec
     _pending_local: Callable[[], Tensor]
-    # Of types that are defined above this module: a view with memory of its own, and a graph on local tensors.
+    # Their types are defined above this module: the origin of a copied view, and a graph on local tensors.
     _view_sync: Any = None
     _local_graph: Any = None
     _leaf: bool | None = None
@@ -48,7 +48,7 @@ def wrap(local: Tensor, spec: Spec, storage_offset: int | torch.SymInt | None = 
 
 
 def wrap_later(pending: AsyncLocal, spec: Spec) -> Any:
-    """The distributed tensor of spec `spec` whose local tensor is in flight: who first asks for it waits."""
+    """The distributed tensor of spec `spec` whose local tensor is in flight: its first use waits."""
     out = make(Wrapper.public, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, spec.device)
     out._pending_local = pending
     out._spec = spec

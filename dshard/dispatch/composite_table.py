@@ -1,4 +1,4 @@
-"""What `__torch_function__` catches, and what it does with it."""
+"""The functions that `__torch_function__` handles itself, and their handlers."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x[index]`, `x[index] = value`: a list of positions counts as a replicated tensor."""
     x, index, *value = args
     if isinstance(x, Wrapper):
-        parts = index if isinstance(index, tuple) else (index,)
-        if any(isinstance(part, list) for part in parts):
-            index = tuple(_replicated(part, x) if isinstance(part, list) else part for part in parts)
+        indices = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(one, list) for one in indices):
+            index = tuple(_replicated(one, x) if isinstance(one, list) else one for one in indices)
     return call_torch(func, (x, index, *value), kwargs)
 
 
 def reduce_partials_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator that is not linear, above autograd: what is pending is completed once, for the backward pass, too.
+    """Call a nonlinear function with partial operands completed, once for the forward and the backward pass.
 
-    Not where it may be asked to write to its operand; and torch may refuse the arguments first.
+    Operands stay as they are where the function may write to them, as with `inplace`.
     """
     pending = any(isinstance(arg, Wrapper) and arg._spec.pending for arg in args)
     if pending and not kwargs.get("inplace") and not any(arg is True for arg in args):
-        accept_call(func, args, kwargs)
+        accept_call(func, args, kwargs)  # torch may refuse the arguments: before anything is sent
         args = tuple(
             [_reduce_partials(func, arg) if isinstance(arg, Wrapper) and arg._spec.pending else arg for arg in args]
         )
@@ -53,7 +53,7 @@ def reduce_partials_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def or_reduce_partials_first(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """What the handler gives, or else `completing`."""
+    """`handler`, with `reduce_partials_first` for calls that it answers with None."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = handler(func, args, kwargs)
@@ -62,23 +62,23 @@ def or_reduce_partials_first(handler: Callable[..., Any]) -> Callable[..., Any]:
     return handle
 
 
-def _reduce_partials(func: Any, x: Any) -> Any:
+def _reduce_partials(func: Any, x: Wrapper) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return redistribute(x, completed_layout(x._spec.layout), func.__name__)
 
 
 def tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.tensor_split`: where to split may be a tensor, whose numbers torch would read from memory."""
-    x, where, dim = bind_arguments(("input", "tensor_indices_or_sections", "dim"), args, kwargs)
-    if not isinstance(where, Wrapper):
+    """`torch.tensor_split`: indices in a distributed tensor are gathered, for torch reads them from memory."""
+    x, sections, dim = bind_arguments(("input", "tensor_indices_or_sections", "dim"), args, kwargs)
+    if not isinstance(sections, Wrapper):
         return call_torch(func, args, kwargs)
-    numbers: Any = where.full_tensor()  # type: ignore[attr-defined]  # of the class above
+    numbers: Any = sections.full_tensor()  # type: ignore[attr-defined]  # of the class above
     if type(numbers) is LocalTensor:
         numbers = next(iter(unstack(numbers).values()))
     return call_torch(torch.tensor_split, (x, numbers, 0 if dim is None else dim), {})
 
 
-def _replicated(values: list[Any], like: Any) -> Any:
+def _replicated(values: list[Any], like: Wrapper) -> Any:
     local = torch.tensor(values, device=like._spec.device)
     layout = replicated(like._spec.layout.mesh)
     spec = spec_of(layout, tuple(local.shape), local.stride(), local.dtype, local.device)
@@ -86,10 +86,11 @@ def _replicated(values: list[Any], like: Any) -> Any:
 
 
 def keeping_torch_function(function: Any) -> Callable[..., Any]:
-    """A function of torch's that starts a backward pass: what is recomputed on the way must come in here again.
+    """A copy of `torch.autograd.backward` or `grad` that leaves `__torch_function__` on for activation checkpoints.
 
-    `__torch_function__` is usually switched off while a function that it was asked about runs, for that would ask once
-    more. So this gives a copy of the function that does not ask, nor where it looks at the gradients it is given.
+    A handler usually calls its function with `__torch_function__` disabled, or it would be asked again; but what a
+    checkpoint recomputes in the backward pass must reach `__torch_function__`. So the copy itself does not ask, neither
+    for its operands nor for the gradients that it is given.
     """
     names = dict(function.__globals__)
     names |= dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda operands: False)
@@ -100,7 +101,7 @@ def keeping_torch_function(function: Any) -> Callable[..., Any]:
 
 
 def with_torch_function_off(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function run with this door closed."""
+    """`function` run with `__torch_function__` disabled."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -114,20 +115,20 @@ _backward, _grad = keeping_torch_function(torch.autograd.backward), keeping_torc
 
 def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Tensor.backward`, which is `torch.autograd.backward` of one tensor."""
-    return _begin(*args, **kwargs)
+    return _backward_of(*args, **kwargs)
 
 
-def _begin(
+def _backward_of(
     x: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> Any:
     return accumulating(_backward, (x, gradient, retain_graph, bool(create_graph)), {"inputs": inputs})
 
 
 def without_torch_function(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """The handler run with this door closed: what it asks of its operands does not come in here again.
+    """`handler` run with `__torch_function__` disabled, so that its own calls on operands are not handled again.
 
-    torch.export writes down operators on distributed tensors, so for it the call stays what it is; and so for
-    forward-mode derivatives, which torch knows of each operator.
+    For torch.export, which records operators on distributed tensors, and for forward-mode derivatives, which torch has
+    for each operator, torch's own function is called instead.
     """
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,7 +141,7 @@ def without_torch_function(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _DATA: Any = Tensor.data
-_PLANNED: dict[Any, Callable[..., Any]] = {
+_HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.matmul: matmul,
     torch.mm: matmul,
     Tensor.mm: matmul,
@@ -172,10 +173,10 @@ NONLINEAR = (
     *(getattr(module, name) for module in (torch, Tensor) for name in ("relu", "tanh", "sigmoid", "softmax", "exp")),
     *(getattr(module, name) for module in (torch, Tensor) for name in ("log_softmax", "log", "sqrt", "rsqrt", "pow")),
 )
-_PLANNED |= dict.fromkeys(NONLINEAR, reduce_partials_first)
-_PLANNED |= {F.cross_entropy: or_reduce_partials_first(cross_entropy), F.rms_norm: or_reduce_partials_first(rms_norm)}
+_HANDLERS |= dict.fromkeys(NONLINEAR, reduce_partials_first)
+_HANDLERS |= {F.cross_entropy: or_reduce_partials_first(cross_entropy), F.rms_norm: or_reduce_partials_first(rms_norm)}
 COMPOSITES: dict[Any, Callable[..., Any]] = {
-    **{func: without_torch_function(handler) for func, handler in _PLANNED.items()},
+    **{func: without_torch_function(handler) for func, handler in _HANDLERS.items()},
     **GRAPH_FUNCTIONS,
     _DATA.__set__: set_data,
     torch._has_compatible_shallow_copy_type: lambda func, args, kwargs: all(type(x) is Wrapper.public for x in args),

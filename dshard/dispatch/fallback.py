@@ -34,45 +34,47 @@ from dshard.ops.random import is_random, seeded_op
 
 
 def replicate(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` on whole tensors, on every rank: what is done for an operator without a rule. Warns once for each."""
+    """Run an operator without a rule on replicated operands, on every rank. Warns once for each operator."""
     random = is_random(func)
     if func not in _WARNED and not random:
         _WARNED.add(func)
         warnings.warn(f"{func} has no rule: its operands are gathered and every rank computes all of it", stacklevel=2)
     tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
-    whole = replicated(common_mesh(func, tensors))
+    layout = replicated(common_mesh(func, tensors))
     check(func, args, kwargs)
     if OBSERVERS:
-        specs = [spec_like(t, whole.mesh) for t in tensors]
-        plans = tuple(plan_to(spec, whole) for spec in specs)
-        topology, why = planning_context().topology_of(whole.mesh), "no rule: every rank computes all of it"
+        specs = [spec_like(t, layout.mesh) for t in tensors]
+        plans = tuple(plan_to(spec, layout) for spec in specs)
+        topology, why = planning_context().topology_of(layout.mesh), "no rule: every rank computes all of it"
         decision = Decision(str(func), tuple(map(operand_of, specs)), (), None, None, plans, topology, why=why)
-        return observed(decision, _replicate, (func, args, kwargs, whole, random))
-    return _replicate(func, args, kwargs, whole, random)
+        return observed(decision, _replicate, (func, args, kwargs, layout, random))
+    return _replicate(func, args, kwargs, layout, random)
 
 
-def _replicate(func: OpOverload, args: Any, kwargs: Any, whole: Layout, random: bool) -> Any:
+def _replicate(func: OpOverload, args: Any, kwargs: Any, layout: Layout, random: bool) -> Any:
     local_args, local_kwargs = replace_leaves(
         (args, kwargs),
-        lambda leaf: local_redistribution(leaf._spec, whole)(leaf._local) if isinstance(leaf, Wrapper) else leaf,
+        lambda leaf: local_redistribution(leaf._spec, layout)(leaf._local) if isinstance(leaf, Wrapper) else leaf,
     )
-    local_op = seeded_op(func, whole.mesh, device_of(whole.mesh), kwargs) if random else func
-    result = run_on_ranks(whole.mesh, lambda coordinate: local_op, local_args, local_kwargs)
+    local_op = seeded_op(func, layout.mesh, device_of(layout.mesh), kwargs) if random else func
+    result = run_on_ranks(layout.mesh, lambda coordinate: local_op, local_args, local_kwargs)
     _refuse_sparse(func, result)
     if func in UNREPEATABLE:
-        result = replace_leaves(result, lambda leaf: _agreed(func, leaf, whole) if isinstance(leaf, Tensor) else leaf)
-    for given, argument, local in zip(args, func._schema.arguments, local_args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, Wrapper):
+        result = replace_leaves(
+            result, lambda leaf: _first_rank_result(func, leaf, layout) if isinstance(leaf, Tensor) else leaf
+        )
+    for operand, argument, local in zip(args, func._schema.arguments, local_args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(operand, Wrapper):
             write_local(
-                given._local, redistribute_local(local, given._spec.with_layout(whole), given._spec.layout, func)
+                operand._local, redistribute_local(local, operand._spec.with_layout(layout), operand._spec.layout, func)
             )
     if writes_first(func):
         return args[0]
     out = replace_leaves(
-        result, lambda leaf: wrap(leaf, _whole_spec(leaf, whole)) if isinstance(leaf, Tensor) else leaf
+        result, lambda leaf: wrap(leaf, _replicated_spec(leaf, layout)) if isinstance(leaf, Tensor) else leaf
     )
     if views_first(func) and isinstance(args[0], Wrapper):
-        register_view(out, CopiedView(args[0], local_args[0], args[0]._spec.with_layout(whole)))
+        register_view(out, CopiedView(args[0], local_args[0], args[0]._spec.with_layout(layout)))
     return out
 
 
@@ -85,17 +87,17 @@ def _refuse_sparse(func: OpOverload, result: Any) -> None:
         )
 
 
-def _whole_spec(local: Tensor, whole: Layout) -> Spec:
-    one = next(iter(unstack(local).values())) if type(local) is LocalTensor else local
-    return spec_of(whole, tuple(one.shape), one.stride(), one.dtype, one.device)
+def _replicated_spec(local: Tensor, layout: Layout) -> Spec:
+    of_one_rank = next(iter(unstack(local).values())) if type(local) is LocalTensor else local
+    return spec_of(layout, tuple(of_one_rank.shape), of_one_rank.stride(), of_one_rank.dtype, of_one_rank.device)
 
 
-def _agreed(func: OpOverload, local: Tensor, whole: Layout) -> Tensor:
-    """What the first rank of each axis computed, on all ranks."""
+def _first_rank_result(func: OpOverload, local: Tensor, layout: Layout) -> Tensor:
+    """The result of the first rank of each mesh axis, on all ranks: of an operator whose runs differ."""
     if not OBSERVERS:
-        return same_replicas(local, whole)
-    spec = _whole_spec(local, whole)
-    return observed(sending(str(func), [spec], replica_broadcasts(spec)), same_replicas, (local, whole))  # type: ignore[no-any-return]
+        return same_replicas(local, layout)
+    spec = _replicated_spec(local, layout)
+    return observed(sending(str(func), [spec], replica_broadcasts(spec)), same_replicas, (local, layout))  # type: ignore[no-any-return]
 
 
 _WARNED: set[OpOverload] = set()

@@ -1,12 +1,12 @@
-"""Warm calls that go from the function that was called straight to the local one.
+"""Warm calls go here from the function that was called straight to the local one.
 
-Most of torch's functions come down through autograd and the dispatcher as just one operator, or are one product. Where
-nobody listens, that way adds nothing but time. So the first call of a function on operands of these specs is watched:
-if one operator was all that ran, later calls run it on the local parts at once. If the function itself, called on the
-local parts, is that operator again, it is what they call: torch finds its own functions faster than operators. What is
-recorded is in `dshard.dispatch.recorded_path`.
+Most of torch's functions reach the dispatcher as just one operator, or are one matmul; then autograd and the dispatcher
+only add time. So the first call of a function on operands of given specs is logged: if one operator was all that ran,
+later calls run it on the local tensors at once. If the function itself, called on the local tensors, runs that
+operator, later calls use the function: torch finds its own functions faster than operators. Calls that autograd records
+are in `dshard.dispatch.recorded_path`.
 
-All of it is for speed alone: with DSHARD_FAST=0 in the environment every call takes the dispatcher's way.
+All of this is for speed alone: with DSHARD_FAST=0 in the environment every call goes through the dispatcher.
 """
 
 from __future__ import annotations
@@ -42,48 +42,49 @@ from dshard.ops.matmul.options import ASKING, has_no_options
 
 Uncached: TypeAlias = Callable[[Any, Args, Kwargs], Any]
 
-_make, _STRIDED = Tensor._make_wrapper_subclass, torch.strided  # given by position: names take it longer
+_make, _STRIDED = Tensor._make_wrapper_subclass, torch.strided  # called with positions: keyword parsing is slower
 _is_compiling = torch.compiler.is_dynamo_compiling  # what traces operators is a mode
 _modes, _autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
-_recording, _door_closed = torch.is_grad_enabled, torch._C.DisableTorchFunctionSubclass
+_is_recording, _no_torch_function = torch.is_grad_enabled, torch._C.DisableTorchFunctionSubclass
 _NUMBERS = frozenset({int, float, bool, complex})
 _INT = frozenset({int})
 _VALUES = frozenset({type(None), str, torch.dtype})
-_replays, _replay = torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled
+_is_replaying, _set_replay = torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _HOOKS: Any = Tensor._backward_hooks
 _NEVER: set[Any] = {Tensor.backward, torch.autograd.backward, torch.autograd.grad, _HOOKS.__set__}
-"""Functions that run no operator or write to their operand: autograd has to see those. And what runs many of others.
+"""Functions that are never cached: in-place ones, those that run no operator, and entry points of backward passes.
 
-Autograd sets hooks of a view that was written to while it holds a lock, and must not be asked anything about the view.
+Nor the setter of hooks: autograd calls it for a view that was written to while it holds a lock, and must not be asked
+anything about the view.
 """
 _WRITES: set[Any] = set()
-"""Those of them that are one operator that writes to its operand, and so make no view."""
+"""Functions among `_NEVER` that are one in-place operator, and so make no view."""
 FAST = os.environ.get("DSHARD_FAST", "1") != "0"
 _BY_KIND: set[Any] = set()
-"""Functions that run one operator whatever the values of their numbers are, which need not be looked up."""
+"""Functions that run one operator whatever the values of their numbers: only the types are part of the key."""
 
 
 def call(func: Any, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
-    """`func` on distributed tensors of class `cls`: by a shortcut if there is one, else by `through`."""
+    """Call `func` on distributed tensors: by a cached shortcut if there is one, else by `through`."""
     if _is_compiling():
         return through(func, args, kwargs)
     try:
         if func in _NEVER or _is_special():
             if func in _WRITES:
                 return through(func, args, kwargs)
-            return _views_replayed(through, func, args, kwargs)
-        with _door_closed():
+            return _with_view_replay(through, func, args, kwargs)
+        with _no_torch_function():
             key = _key(func, args, kwargs)
             if key is not None:
                 shortcuts = planning_context().shortcuts
-                found = shortcuts.get(key)
-                if found:
+                shortcut = shortcuts.get(key)
+                if shortcut:
                     shortcuts.hits += 1
-                    return _watched(found, args, kwargs) if OBSERVERS else found(args, kwargs)
-        if key is None or found is not None:
-            return _views_replayed(through, func, args, kwargs)
-        return _views_replayed(_specialise, func, args, kwargs, through, key)
+                    return _observed_shortcut(shortcut, args, kwargs) if OBSERVERS else shortcut(args, kwargs)
+        if key is None or shortcut is not None:
+            return _with_view_replay(through, func, args, kwargs)
+        return _with_view_replay(_specialise, func, args, kwargs, through, key)
     except Exception as error:
         publish_failure(error, _ranks(args))
         raise
@@ -95,37 +96,33 @@ def _ranks(args: Args) -> tuple[int, ...]:
     return next((x._spec.layout.mesh.ranks for x in flat if isinstance(x, Wrapper)), ())
 
 
-def _views_replayed(run: Callable[..., Any], *given: Any) -> Any:
-    """`run` with views that autograd makes anew by the function that made them.
-
-    Else it would take them by the strides of the whole tensor, when a write through one is recorded, and gather for it.
-    """
-    before = _replays()
-    _replay(True)
+def _with_view_replay(run: Callable[..., Any], *args: Any) -> Any:
+    """Call `run` with view replay on: autograd then makes views again by their function, not by strides."""
+    before = _is_replaying()  # by strides of the global tensor a recorded write through a view would gather
+    _set_replay(True)
     try:
-        return run(*given)
+        return run(*args)
     finally:
-        _replay(before)
+        _set_replay(before)
 
 
-def _watched(found: Shortcut, args: Args, kwargs: Kwargs) -> Any:
-    """The same for somebody who wants to see the operators."""
-    run: Callable[..., Any] = found
-    given: tuple[Any, ...] = (args, kwargs)
-    for decision in getattr(found, "decisions", ()):
-        run, given = partial(observed, decision(), run), (given,)
-    return run(*given)
+def _observed_shortcut(shortcut: Shortcut, args: Args, kwargs: Kwargs) -> Any:
+    """Run a shortcut within the observers, given the decisions of the operators in it."""
+    run: Callable[..., Any] = shortcut
+    run_args: tuple[Any, ...] = (args, kwargs)
+    for decision in getattr(shortcut, "decisions", ()):
+        run, run_args = partial(observed, decision(), run), (run_args,)
+    return run(*run_args)
 
 
 def _key(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
-    """What tells calls apart; None where something among the arguments is not looked up.
+    """The cache key of a call; None where an argument has no key.
 
-    An operand that is recorded is followed by whether it is a leaf. Nor is looked up what is recorded while somebody
-    wants to see the tensors that are saved, who is shown distributed ones; nor what is not, while somebody wants to see
-    the operators.
+    The spec of an operand that autograd records is followed by whether it is a leaf. There is no key either while
+    saved-tensor hooks (for a differentiable call) or observers (for any other) are active.
     """
     cls = Wrapper.public
-    recording, by_kind, recorded = _recording(), func in _BY_KIND, False
+    recording, by_kind, recorded = _is_recording(), func in _BY_KIND, False
     parts: list[Any] = [func]
     for arg in args:
         kind = type(arg)
@@ -153,80 +150,81 @@ def _key(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
             parts += (name, kind, arg)
         else:
             return None
-    if _saved_tensor_hooks(True) is not None if recorded else OBSERVERS:
+    if _saved_tensor_hooks(True) is not None if recorded else OBSERVERS:  # hooks get distributed tensors
         return None
     return tuple(parts)
 
 
 def _is_special() -> bool:
-    """Whether the fast path is off, operators are intercepted, cast or transformed, or products have options."""
+    """Whether the fast path is off, operators are intercepted, cast or transformed, or matmuls have options."""
     if not FAST or _modes() or _autocast() or is_transforming() or (ASKING and not has_no_options()):
         return True
     return forward_ad._current_level >= 0
 
 
 def _specialise(func: Any, args: Args, kwargs: Kwargs, through: Uncached, key: Any) -> Any:
+    """Call `func` by `through`, and cache a shortcut under `key`, or False where the log allows none."""
     cls = Wrapper.public
-    seen: list[CallRecord] = []
-    with WATCHED.entered(seen):
+    records: list[CallRecord] = []
+    with WATCHED.entered(records):
         out = through(func, args, kwargs)
-    if not any(isinstance(run, OperatorExecutable | MatmulExecutable) for run, *_ in seen) or getattr(
-        seen[0][0], "inplace", False
+    if not any(isinstance(run, OperatorExecutable | MatmulExecutable) for run, *_ in records) or getattr(
+        records[0][0], "inplace", False
     ):
         _NEVER.add(func)
-        if len(seen) == 1 and _is_method_in_place(func):
+        if len(records) == 1 and _is_method_in_place(func):
             _WRITES.add(func)
     elif type(out) is not cls:
         planning_context().shortcuts.add(key, False)
-    elif _recording() and any(type(arg) is cls and arg.requires_grad for arg in (*args, *kwargs.values())):
-        with _door_closed():
-            found = tracked_shortcut(func, args, kwargs, out, seen, by_kind=func in _BY_KIND)
-            planning_context().shortcuts.add(key, found or False)
-            if found is not None:  # the graph is the same, whether a rank has met such a call before or not
-                del seen[:], out
-                return found(args, kwargs)
+    elif _is_recording() and any(type(arg) is cls and arg.requires_grad for arg in (*args, *kwargs.values())):
+        with _no_torch_function():
+            shortcut = tracked_shortcut(func, args, kwargs, out, records, by_kind=func in _BY_KIND)
+            planning_context().shortcuts.add(key, shortcut or False)
+            if shortcut is not None:  # the graph is the same, whether a rank has met such a call before or not
+                del records[:], out
+                return shortcut(args, kwargs)
     else:
-        planning_context().shortcuts.add(key, _shortcut(func, args, kwargs, out, seen) or False)
+        planning_context().shortcuts.add(key, _shortcut(func, args, kwargs, out, records) or False)
     return out
 
 
 def _is_method_in_place(func: Any) -> bool:
-    """Whether `func` is called like one operator in place; `x[i] = y` may be one, or write through views."""
+    """Whether `func` has the name of one in-place operator; `x[i] = y` may be one, or write through views."""
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 
 
-def _shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequence[CallRecord]) -> Shortcut | None:
-    """How to call `func` on operands like these from now on, if what was seen of it allows."""
+def _shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]) -> Shortcut | None:
+    """The shortcut for `func` on operands of these specs, or None where the log of its first call allows none."""
     cls = Wrapper.public
-    run, op, op_args, op_kwargs, result = seen[0]
+    run, op, op_args, op_kwargs, result = records[0]
     first = isinstance(result, tuple) and out is result[0]
-    if len(seen) > 1 or not (out is result or first) or type(out) is not cls or is_simulated(out):
+    if len(records) > 1 or not (out is result or first) or type(out) is not cls or is_simulated(out):
         return None
-    given = [(i, arg) for i, arg in enumerate(args) if type(arg) is cls]
+    positional = [(i, arg) for i, arg in enumerate(args) if type(arg) is cls]
     named = [(name, arg) for name, arg in kwargs.items() if type(arg) is cls]
     operands = [arg for arg in op_args if isinstance(arg, Tensor)]
-    if [*map(id, operands)] != [id(arg) for _, arg in (*given, *named)]:
+    if [*map(id, operands)] != [id(arg) for _, arg in (*positional, *named)]:
         return None
     if isinstance(run, MatmulExecutable):
-        return None if kwargs or run.streamed is not None else _of_product(run, [i for i, _ in given])
+        return None if kwargs or run.streamed is not None else _matmul_shortcut(run, [i for i, _ in positional])
     if not isinstance(run, OperatorExecutable):
         return None
     if run.views:
-        return view_shortcut(func, args, kwargs, out, seen)
+        return view_shortcut(func, args, kwargs, out, records)
     if run.warm is None or (op_kwargs and any(isinstance(arg, Tensor) for arg in op_kwargs.values())):
         return None
-    return _of_operator(func, run, op, args, kwargs, op_args, op_kwargs, out, first)
+    return _operator_shortcut(func, run, op, args, kwargs, op_args, op_kwargs, out, first)
 
 
-def _of_product(product: MatmulExecutable, places: Sequence[int]) -> Shortcut:
+def _matmul_shortcut(executable: MatmulExecutable, positions: Sequence[int]) -> Shortcut:
     cls = Wrapper.public
-    spec, run = product.out, product.on_local
+    spec, run = executable.out, executable.on_local
     shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
-    i, j, *bias = places
+    i, j, *bias_position = positions
 
     def call(args: Args, kwargs: Kwargs) -> Any:
-        b = args[bias[0]]._local if bias else None
+        b = args[bias_position[0]]._local if bias_position else None
         out = _make(cls, shape, stride, None, None, dtype, _STRIDED, device)
         out._local = run(args[i]._local, args[j]._local, b)[0]
         out._spec = spec
@@ -235,7 +233,7 @@ def _of_product(product: MatmulExecutable, places: Sequence[int]) -> Shortcut:
     return call
 
 
-def _of_operator(
+def _operator_shortcut(
     func: Any,
     run: OperatorExecutable,
     op: OpOverload,
@@ -252,7 +250,7 @@ def _of_operator(
     spec, operator = out._spec, run.warm.operator
     shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
     slots = [i for i, arg in enumerate(op_args) if isinstance(arg, Tensor)]
-    places = [i for i, arg in enumerate(args) if type(arg) is cls]
+    positions = [i for i, arg in enumerate(args) if type(arg) is cls]
     names = [name for name, arg in kwargs.items() if type(arg) is cls]
     moves = dict(run.warm.moves)
     if not moves and run.op.kernel is None and is_itself(func, args, kwargs, (run, op, op_args, op_kwargs, out)):
@@ -275,14 +273,14 @@ def _of_operator(
 
     def as_operator(args: Args, kwargs: Kwargs) -> Any:
         local = template.copy()
-        given = [args[i]._local for i in places]
+        operands = [args[i]._local for i in positions]
         if names:
-            given += [kwargs[name]._local for name in names]
-        for i, x in zip(slots, given, strict=True):
+            operands += [kwargs[name]._local for name in names]
+        for i, x in zip(slots, operands, strict=True):
             local[i] = moves[i](x) if i in moves else x
-        found = operator(*local, **op_kwargs)
+        result = operator(*local, **op_kwargs)
         out = _make(cls, shape, stride, None, None, dtype, _STRIDED, device)
-        out._local = found[0] if first else found
+        out._local = result[0] if first else result
         out._spec = spec
         return out
 

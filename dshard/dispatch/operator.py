@@ -1,7 +1,6 @@
-"""An operator call becomes a cached executor: rule, strategy, redistributions and local operator, looked up by specs.
+"""An operator call becomes a cached executable: rule, strategy, redistributions and local operator.
 
-The class of distributed tensors is passed in, so that this layer lies below it. A warm call makes a key, finds the
-executor and runs it: no planning.
+A warm call makes a key of operator, specs and static arguments, finds the executable and runs it: no planning.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ _NUMBERS = frozenset({float, int, bool, complex})
 
 
 def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` on distributed tensors of class `cls`, with the result of single-device torch on the whole tensors."""
+    """Run `func` on distributed tensors, with the result of single-device torch on the global tensors."""
     cls = Wrapper.public
-    number = id(func)  # its own hash is slow, and what is known of it keeps it alive
+    number = id(func)  # the hash of an operator is slow; `FACTS` keeps it alive, so no other gets its id
     facts = FACTS.get(number) or known(func)
     if facts.instead is not None:
         instead = facts.instead(args)
@@ -66,7 +65,7 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             else:
                 out = observed(decision, instead, (func, args, kwargs))
             if facts.changes:
-                _changed(func, args[0], facts.writes)
+                _count_change(func, args[0], facts.writes)
             return out
     values = facts.values
     parts: list[Any] = [number]
@@ -84,12 +83,12 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         executors.hits += 1
     out = _watched(executor, func, args, kwargs) if CALL_LOG or OBSERVERS else executor(args, kwargs)
     if facts.changes:
-        _changed(func, args[0], facts.writes)
+        _count_change(func, args[0], facts.writes)
     return out
 
 
-def _changed(func: OpOverload, operand: Any, written: bool) -> None:
-    """After an operator in place: the local tensor counts the change, and other views show what was written."""
+def _count_change(func: OpOverload, operand: Any, written: bool) -> None:
+    """After an in-place operator, increment the local tensor's version, and copy the write to views and bases."""
     if isinstance(operand, Wrapper):
         count_write(operand._local)
     if written:
@@ -131,7 +130,7 @@ def _build(func: OpOverload, op: Op | None, args: tuple[Any, ...], kwargs: dict[
 
 
 def _call(func: OpOverload, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
-    """The call with specs in place of tensors, and what comes out, without data."""
+    """The call with specs in place of tensors, and its result on meta tensors."""
     specs = tuple(spec_like(t, mesh) for t in leaves((args, kwargs)) if isinstance(t, Tensor))
     rest = iter(specs)
     spec_args, spec_kwargs = replace_leaves(
@@ -143,9 +142,9 @@ def _call(func: OpOverload, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _instead_decision(facts: Known, instead: Instead, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:
-    """What is told of a call that `instead` runs: an alternative beside the rule's candidates, or what is asked for.
+    """The decision of a call that `instead` runs: an alternative to the rule's candidates, or what the user asked for.
 
-    None for an operator that is made of others: each of these tells of itself.
+    None for an operator that is made of others: each of these has its own decision.
     """
     func, explicit = facts.func, asked_for(facts.func, args, kwargs)
     alternative = "" if explicit else alternative_of(func, instead)
@@ -180,7 +179,7 @@ def _without_rule(func: OpOverload) -> Executor:
 
 
 class OperatorExecutable:
-    """Redistribute the operands, run the local operator, wrap its outputs; all but the running done once."""
+    """Redistributes the operands, runs the local operator and wraps its outputs, as planned once for its cache key."""
 
     def __init__(self, op: Op, call: Call, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.op, self.call, self.result = op, call, result
@@ -197,7 +196,7 @@ class OperatorExecutable:
         self.views = views_first(call.func)
         self.gathers = self.views and bool(self.plans[0].steps)
         self.counts_memory = self.views and counts_memory(call)
-        self.leaves_terms = self.views and call.func in SCATTERS and _begins(self.strategy)
+        self.leaves_terms = self.views and call.func in SCATTERS and _begins_partial(self.strategy)
         self.single = isinstance(result, Tensor) and not self.inplace
         self.places = _places(result, self.out_specs) if not (self.inplace or self.views) else None
         self.compared = comparing()
@@ -225,7 +224,7 @@ class OperatorExecutable:
                     return tuple([x if spec is None else wrap(x, spec) for x, spec in pairs])
                 return self.wrapped(out, args)
         if self.compared:
-            compare_calls(f"{self.call.func} of {_described(args, kwargs)}", self.mesh)
+            compare_calls(f"{self.call.func} of {_call_text(args, kwargs)}", self.mesh)
         local_args, local_kwargs = self.moved(args, kwargs)
         if self.counts_memory:
             local_args = (in_memory_as(self.call.specs[0], local_args[0]), *local_args[1:])
@@ -240,7 +239,7 @@ class OperatorExecutable:
         return wrapped
 
     def wrapped(self, out: Any, args: tuple[Any, ...]) -> Any:
-        """The distributed outputs; of an in-place operator, the operand itself."""
+        """Wrap the local outputs; of an in-place operator, return the operand itself."""
         outputs = self._wrapped(out, args)
         if self.views and getattr(args[0], "_view_sync", None) is not None:
             attach_view(outputs, args[0]._view_sync)
@@ -252,7 +251,7 @@ class OperatorExecutable:
                 written = redistribute_local(out, self.out_specs[0], self.call.specs[0].layout, self.call.func)
                 write_local(_local(args[0]), written)
             return args[0]
-        start = args[0].storage_offset() if self.views else 0  # strides, and where they start, are of the whole tensor
+        start = args[0].storage_offset() if self.views else 0  # strides and offset are those of the global tensor
         if isinstance(out, Tensor):
             return wrap(out, self.out_specs[0], start + self.call.outs[0].storage_offset())
         locals_ = iter(t for t in leaves(out) if isinstance(t, Tensor))
@@ -265,7 +264,7 @@ class OperatorExecutable:
         )
 
     def moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments with local tensors under the strategy's layouts, wherever they stand."""
+        """The arguments with each tensor redistributed to the strategy's layout, as a local tensor."""
         plans = iter(self.plans)
 
         def move_leaf(leaf: Any) -> Any:
@@ -276,10 +275,10 @@ class OperatorExecutable:
         return replace_leaves((args, kwargs), move_leaf)
 
     def decision(self) -> Decision:
-        """What was chosen."""
+        """The decision that this executable carries out."""
         operands, outputs = _operands(self.call)
         topology = planning_context().topology_of(self.mesh)
-        wanted = _wanted(operands, self.inplace)
+        wanted = _constraints(operands, self.inplace)
         return Decision(
             *(str(self.call.func), operands, outputs, self.op.rule(self.call), self.strategy, tuple(self.plans)),
             topology,
@@ -287,23 +286,23 @@ class OperatorExecutable:
         )
 
     def local_op(self, coordinate: Coordinate) -> LocalOp:
-        """The local operator of the rank at `coordinate`."""
-        found = self.call.func if self.op.kernel is None else self.op.kernel(self.call, self.strategy, coordinate)
-        return sharing_version(found) if self.views else found
+        """The local operator of the rank at `coordinate`: the rule's kernel, or the operator itself."""
+        operator = self.call.func if self.op.kernel is None else self.op.kernel(self.call, self.strategy, coordinate)
+        return sharing_version(operator) if self.views else operator
 
 
-def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The arguments of a call: tensors by what is known of them, all else as it is."""
-    given = [*map(_shown, leaves(args)), *(f"{name}={_shown(value)}" for name, value in kwargs.items())]
-    return ", ".join(given)
+def _call_text(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The arguments of a call as text: tensors by shape, dtype and layout, all else by its repr."""
+    texts = [*map(_argument_text, leaves(args)), *(f"{name}={_argument_text(value)}" for name, value in kwargs.items())]
+    return ", ".join(texts)
 
 
-def _shown(x: Any) -> str:
+def _argument_text(x: Any) -> str:
     if not isinstance(x, Tensor):
         return repr(x)
     spec = x._spec if isinstance(x, Wrapper) else None
-    where = "plain" if spec is None else f"[{spec.layout}]"
-    return f"{tuple(x.shape)} {x.dtype} {where}"
+    layout = "plain" if spec is None else f"[{spec.layout}]"
+    return f"{tuple(x.shape)} {x.dtype} {layout}"
 
 
 def _places(result: Any, specs: list[Spec]) -> list[Spec | None] | None:
@@ -314,8 +313,8 @@ def _places(result: Any, specs: list[Spec]) -> list[Spec | None] | None:
     return [next(rest) if isinstance(x, Tensor) else None for x in result]
 
 
-def _begins(strategy: Strategy) -> bool:
-    """Whether the output is pending where the first operand is not."""
+def _begins_partial(strategy: Strategy) -> bool:
+    """Whether the output is partial on mesh axes where the first operand is not."""
     return strategy.outputs[0].partial_axes() != strategy.inputs[0].partial_axes()
 
 
@@ -324,7 +323,7 @@ def _local(x: Any) -> Tensor:
 
 
 class _WarmOperator:
-    """What a call with real processes needs: where the tensors stand, how each moves, this rank's local operator."""
+    """Positions of the tensors, their redistributions and the local operator: all that a warm call needs."""
 
     def __init__(self, call: OperatorExecutable, args: tuple[Any, ...]) -> None:
         self.tensors = [i for i, arg in enumerate(args) if isinstance(arg, Wrapper)]
@@ -332,31 +331,31 @@ class _WarmOperator:
         self.moves: list[tuple[int, Callable[[Tensor], Tensor]]] = []
 
     def prepare(self, call: OperatorExecutable, local: list[Any]) -> None:
-        """Look up groups and operator, once."""
+        """Compile the redistributions and the local operator for this rank's coordinate, once."""
         operands = [i for i, arg in enumerate(local) if isinstance(arg, Tensor)]
         meta = any(local[i].is_meta for i in operands)
-        self.moves = [(i, _mover(p, meta)) for i, p in zip(operands, call.plans, strict=True) if p.steps]
+        self.moves = [(i, _redistribution(p, meta)) for i, p in zip(operands, call.plans, strict=True) if p.steps]
         self.operator = call.local_op(coordinate_of(call.mesh))
 
 
-def _mover(p: Plan, meta: bool) -> Callable[[Tensor], Tensor]:
+def _redistribution(p: Plan, meta: bool) -> Callable[[Tensor], Tensor]:
     return (lambda x: run(p, x)) if meta or runtime_of(p.src.mesh) is None else runner(p)
 
 
 def _is_flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     inside = [leaf for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple) for leaf in leaves(arg)]
-    found = [*inside, *kwargs.values()]
-    return not any(isinstance(leaf, Tensor) for leaf in found) and any(isinstance(arg, Wrapper) for arg in args)
+    nested = [*inside, *kwargs.values()]
+    return not any(isinstance(leaf, Tensor) for leaf in nested) and any(isinstance(arg, Wrapper) for arg in args)
 
 
 def strategy_of(op: Op, call: Call, keep: bool = False) -> Strategy:
-    """The cheapest strategy; with `keep`, one that leaves the first operand in its layout where there is such."""
+    """The cheapest strategy; with `keep`, the cheapest that keeps the first operand's layout, if any does."""
     operands, outputs = _operands(call)
     topology = planning_context().topology_of(operands[0].layout.mesh)
-    return choose(op.rule(call), operands, outputs, topology, _wanted(operands, keep))
+    return choose(op.rule(call), operands, outputs, topology, _constraints(operands, keep))
 
 
-def _wanted(operands: tuple[Operand, ...], keep: bool) -> Constraints:
+def _constraints(operands: tuple[Operand, ...], keep: bool) -> Constraints:
     return Constraints(keep=operands[0].layout if keep else None)
 
 

@@ -1,8 +1,8 @@
-"""Warm calls that autograd records: on the local parts, where nothing has to be sent for them.
+"""Warm calls that autograd records on the local tensors, where nothing has to be sent for them.
 
-A function that is known to come down to operators on the local parts is called on those as autograd knows them
-(`dshard.autograd.Live`), so that torch records, and runs back, what one device would. The strategy says where the
-gradient of each operand then lies.
+A function that runs only operators on local tensors is called on the recorded local tensors (`LocalGraph` in
+`autograd/crossing.py`), so that torch records and differentiates what one device would. The strategy has the layout of
+each operand's gradient.
 """
 
 from __future__ import annotations
@@ -31,66 +31,68 @@ Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
 Shortcut: TypeAlias = Callable[[Args, Kwargs], Any]
 Place: TypeAlias = tuple[Any, Spec | None, bool]
-"""Which argument, what its gradient is (None: it needs none), and whether that lies as it wants it."""
+"""The position or name of an operand, the spec of its gradient (None: no gradient), whether that has its own layout."""
 _ATEN = torch.ops.aten
-_replays, _replay = torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled
-_recording = torch.is_grad_enabled
+_is_replaying, _set_replay = torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled
+_is_recording = torch.is_grad_enabled
 _without_dispatch = torch._C._DisableTorchDispatch
 _DETACH, _RESHAPES = _ATEN.detach.default, frozenset({_ATEN._unsafe_view.default, _ATEN.reshape.default})
 
 
 def tracked_shortcut(
-    func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequence[CallRecord], *, by_kind: bool
+    func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord], *, by_kind: bool
 ) -> Shortcut | None:
-    """How to call `func` on operands like these from now on, some of which want gradients, if what was seen allows.
+    """The shortcut for a differentiable `func` on operands of these specs, or None where the log allows none.
 
-    With `by_kind` calls are not told apart by their numbers: then only `func` itself will do.
+    With `by_kind` the cache key lacks the values of numbers: then the shortcut can only call `func` itself.
     """
     if (
-        not all(isinstance(run, OperatorExecutable | MatmulExecutable) for run, *_ in seen)
+        not all(isinstance(run, OperatorExecutable | MatmulExecutable) for run, *_ in records)
         or not out.requires_grad
         or is_simulated(out)
     ):
         return None
-    seen = [each for each in seen if each[1] is not _DETACH]  # torch detaches what it saves, and what a view gives
-    if not seen or _is_uneven(seen, out):
+    records = [each for each in records if each[1] is not _DETACH]  # torch detaches saved tensors and views
+    if not records or _is_uneven(records, out):
         return None
-    taken = [id(x) for x in (*seen[0][2], *seen[0][3].values()) if isinstance(x, Tensor)]
-    in_order = taken == [id(x) for _, x in _given(args, kwargs)]
-    found: Any = None
-    if isinstance(seen[0][0], MatmulExecutable):
-        found = None if len(seen) > 1 or kwargs or not in_order else _product(seen[0][0], args, out)
-    elif any(isinstance(run, MatmulExecutable) or not _is_local(run) for run, *_ in seen):
+    op_operands = [id(x) for x in (*records[0][2], *records[0][3].values()) if isinstance(x, Tensor)]
+    in_order = op_operands == [id(x) for _, x in _distributed_operands(args, kwargs)]
+    shortcut: Any = None
+    if isinstance(records[0][0], MatmulExecutable):
+        shortcut = None if len(records) > 1 or kwargs or not in_order else _matmul_shortcut(records[0][0], args, out)
+    elif any(isinstance(run, MatmulExecutable) or not _is_local(run) for run, *_ in records):
         return None
     elif out._is_view():
-        return None if by_kind else view_shortcut(func, args, kwargs, out, seen)
-    elif len(seen) == 1 and in_order and seen[0][0].op.kernel is None and is_itself(func, args, kwargs, seen[0]):
-        found = _same_function(func, args, kwargs, out, seen[0][0])
+        return None if by_kind else view_shortcut(func, args, kwargs, out, records)
+    elif (
+        len(records) == 1 and in_order and records[0][0].op.kernel is None and is_itself(func, args, kwargs, records[0])
+    ):
+        shortcut = _same_function_shortcut(func, args, kwargs, out, records[0][0])
     elif not by_kind:
-        found = _program(args, kwargs, out, seen)
-    if found is not None:
-        found.decisions = [run.decision for run, *_ in reversed(seen)]  # for whoever wants to see them, outermost last
-    return found  # type: ignore[no-any-return]
+        shortcut = _program_shortcut(args, kwargs, out, records)
+    if shortcut is not None:
+        shortcut.decisions = [run.decision for run, *_ in reversed(records)]  # for observers, outermost last
+    return shortcut  # type: ignore[no-any-return]
 
 
-def is_simulated(x: Any) -> bool:
-    """Whether the ranks are simulated."""
+def is_simulated(x: Wrapper) -> bool:
+    """Whether `x` is a tensor of simulated ranks."""
     return type(x._local) is LocalTensor
 
 
-def _is_uneven(seen: Sequence[CallRecord], out: Any) -> bool:
-    """Whether a rank holds nothing of a tensor of which others hold something.
+def _is_uneven(records: Sequence[CallRecord], out: Wrapper) -> bool:
+    """Whether some rank has an empty local tensor of a tensor with elements.
 
-    Some of torch's formulas for gradients are others where there are no elements, and need other operands: ranks that
-    ran them on their local tensors would not meet in a backward pass through a gradient.
+    Some of torch's formulas for gradients differ where there are no elements, and need other operands: ranks that ran
+    them on their local tensors would not meet in a backward pass through a gradient.
     """
-    tensors = [x for _, _, args, kwargs, _ in seen for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    tensors = [x for _, _, args, kwargs, _ in records for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     specs = {x._spec for x in (*tensors, out) if isinstance(x, Wrapper)}
     return any(spec.layout.leaves_empty(spec.shape) for spec in specs)
 
 
 def _is_local(run: OperatorExecutable) -> bool:
-    """Whether an operator runs on the local parts as they are, and so back: of what is pending, only sums go back."""
+    """Whether an operator and its gradient run on the local tensors alone: of partial reductions only sums do."""
     if run.warm is None or run.warm.operator is None or run.inplace or any(p.steps for p in run.plans):
         return False
     if run.op.kernel is not None and not run.views and run.call.func not in _RESHAPES:
@@ -99,23 +101,25 @@ def _is_local(run: OperatorExecutable) -> bool:
     return not any(isinstance(p, Partial) and p.reduce_op != "sum" for layout in layouts for p in layout.placements)
 
 
-def _place(at: int | str, x: Any, gradient: Layout) -> Place:
+def _place(at: int | str, x: Wrapper, gradient: Layout) -> Place:
+    """The place of operand `x` of a shortcut, whose gradient has layout `gradient`."""
     return at, x._spec.with_layout(gradient) if x.requires_grad else None, gradient == x._spec.layout.cotangent()
 
 
-def _given(args: Args, kwargs: Kwargs) -> list[tuple[int | str, Any]]:
+def _distributed_operands(args: Args, kwargs: Kwargs) -> list[tuple[int | str, Any]]:
+    """The distributed arguments, each with its position or name."""
     cls = Wrapper.public
     everything: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return [(at, x) for at, x in everything if type(x) is cls]
 
 
-def _same_function(func: Any, args: Args, kwargs: Kwargs, out: Any, run: OperatorExecutable) -> Shortcut:
-    """The function itself, on the local parts."""
+def _same_function_shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, run: OperatorExecutable) -> Shortcut:
+    """The shortcut that calls the function itself on the recorded local tensors."""
     spec, cotangent = out._spec, interned(out._spec.layout.cotangent())
-    operands = zip(_given(args, kwargs), run.strategy.gradients, strict=True)
-    found = [_place(at, x, gradient) for (at, x), gradient in operands]
-    places = [place for place in found if isinstance(place[0], int)]
-    named = [place for place in found if isinstance(place[0], str)]
+    operands = zip(_distributed_operands(args, kwargs), run.strategy.gradients, strict=True)
+    operand_places = [_place(at, x, gradient) for (at, x), gradient in operands]
+    places = [place for place in operand_places if isinstance(place[0], int)]
+    named = [place for place in operand_places if isinstance(place[0], str)]
 
     def call(args: Args, kwargs: Kwargs) -> Any:
         local: list[Any] = list(args)
@@ -132,22 +136,22 @@ def _same_function(func: Any, args: Args, kwargs: Kwargs, out: Any, run: Operato
     return call
 
 
-def _product(product: MatmulExecutable, args: Args, out: Any) -> Shortcut | None:
-    """A product of which nothing moves."""
-    plans = (*product.plans, product.end, *([] if product.bias_plan is None else [product.bias_plan]))
+def _matmul_shortcut(executable: MatmulExecutable, args: Args, out: Wrapper) -> Shortcut | None:
+    """The shortcut of a matmul, or None where it redistributes or runs in panels."""
+    plans = (*executable.plans, executable.end, *([] if executable.bias_plan is None else [executable.bias_plan]))
     layout = out._spec.layout
-    if comparing() or product.cut is not None or product.streamed is not None or any(p.steps for p in plans):
+    if comparing() or executable.cut is not None or executable.streamed is not None or any(p.steps for p in plans):
         return None
-    if product.bias is not None and layout.partial_axes():
+    if executable.bias is not None and layout.partial_axes():
         return None  # one rank alone adds the bias
-    if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in _placements(product)):
+    if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in _placements(executable)):
         return None
-    given = _given(args, {})
-    if len(given) != (2 if product.bias is None else 3):
+    operands = _distributed_operands(args, {})
+    if len(operands) != (2 if executable.bias is None else 3):
         return None
-    gradients = (*product.strategy.gradients[:2], *([] if product.bias is None else [product.bias_gradient()]))
-    places = [_place(at, x, gradient) for (at, x), gradient in zip(given, gradients, strict=True)]
-    spec, cotangent, run = out._spec, interned(layout.cotangent()), product.local(coordinate_of(product.mesh))
+    gradients = (*executable.strategy.gradients[:2], *([] if executable.bias is None else [executable.bias_gradient()]))
+    places = [_place(at, x, gradient) for (at, x), gradient in zip(operands, gradients, strict=True)]
+    spec, cotangent, run = out._spec, interned(layout.cotangent()), executable.local(coordinate_of(executable.mesh))
 
     def call(args: Args, kwargs: Kwargs) -> Any:
         local = [
@@ -158,69 +162,69 @@ def _product(product: MatmulExecutable, args: Args, out: Any) -> Shortcut | None
     return call
 
 
-def _placements(product: MatmulExecutable) -> list[object]:
-    layouts = (*product.strategy.inputs, *product.strategy.outputs)
+def _placements(executable: MatmulExecutable) -> list[object]:
+    layouts = (*executable.strategy.inputs, *executable.strategy.outputs)
     return [placement for layout in layouts for placement in layout.placements]
 
 
-def view_shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, seen: Sequence[CallRecord]) -> Shortcut | None:
-    """A view of one tensor: autograd must know of whom, and the local one is taken when it is asked for.
+def view_shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]) -> Shortcut | None:
+    """The shortcut of a view of one tensor, or None where the log allows none.
 
-    Of a tensor without memory a view is no more than other sizes: torch makes it, and notes whose it is, without asking
-    back for each.
+    torch itself makes the view of the distributed tensor, without dispatch, so that autograd knows its base. The local
+    view is made when it is first used.
     """
     cls = Wrapper.public
-    run, _, op_args, op_kwargs, _ = seen[0]
-    if len(seen) > 1 or not run.views or run.warm is None or out._spec is not run.out_specs[0]:
+    run, _, op_args, op_kwargs, _ = records[0]
+    if len(records) > 1 or not run.views or run.warm is None or out._spec is not run.out_specs[0]:
         return None
-    if not out._is_view() or out._view_sync is not None:  # detached, or a copy that is shown
+    if not out._is_view() or out._view_sync is not None:  # detached, or a view of a copy
         return None
-    given = _given(args, kwargs)
-    if len(given) != 1 or given[0][0] != 0 or op_args[0] is not args[0]:
+    operands = _distributed_operands(args, kwargs)
+    if len(operands) != 1 or operands[0][0] != 0 or op_args[0] is not args[0]:
         return None
-    take: Any = run.warm.operator
+    take_view: Any = run.warm.operator
     rest, options = op_args[1:], op_kwargs
     if run.op.kernel is None and is_itself(
-        func, args, kwargs, seen[0]
+        func, args, kwargs, records[0]
     ):  # torch finds its own functions faster than operators
-        take, rest, options = func, args[1:], kwargs
+        take_view, rest, options = func, args[1:], kwargs
     spec, recorded = out._spec, torch.is_grad_enabled() and out.requires_grad
-    taken_later = sharing_version(take)
+    take_view_below_autograd = sharing_version(take_view)
 
     def call(args: Args, kwargs: Kwargs) -> Any:
         x = args[0]
         if x._view_sync is not None:
             return func(*args, **kwargs)
-        if recorded or _recording():  # it may be written to; see `dshard.dispatch.fast_path`
-            before = _replays()
-            _replay(True)
+        if recorded or _is_recording():  # it may be written to; see `dshard.dispatch.fast_path`
+            before = _is_replaying()
+            _set_replay(True)
             try:
                 with _without_dispatch():
                     out = func(*args, **kwargs).as_subclass(cls)
             finally:
-                _replay(before)
+                _set_replay(before)
         else:
             with _without_dispatch():
                 out = func(*args, **kwargs).as_subclass(cls)
         out._spec = spec
         source = local_graph_of(x) if recorded else None
         if source is None:
-            out._local = take(x._local, *rest, **options)
-        else:  # which is what others go on from
-            out._pending_local = lambda: taken_later(x._local, *rest, **options)
-            out._local_graph = LocalGraph(out._version, make=lambda: take(source.at_home(), *rest, **options))
+            out._local = take_view(x._local, *rest, **options)
+        else:  # later operators continue from the local graph
+            out._pending_local = lambda: take_view_below_autograd(x._local, *rest, **options)
+            out._local_graph = LocalGraph(out._version, make=lambda: take_view(source.at_home(), *rest, **options))
         return out
 
     return call
 
 
-def _program(args: Args, kwargs: Kwargs, out: Any, seen: Sequence[CallRecord]) -> Shortcut | None:
-    """Some operators, one after the other, of arguments and of what came out before."""
-    given = _given(args, kwargs)
-    names = {id(x): at for at, x in given}
+def _program_shortcut(args: Args, kwargs: Kwargs, out: Wrapper, records: Sequence[CallRecord]) -> Shortcut | None:
+    """The shortcut of several operators in turn, on arguments and results of earlier ones, or None."""
+    operands_of_call = _distributed_operands(args, kwargs)
+    names = {id(x): where for where, x in operands_of_call}
     values: dict[int, int] = {}
     steps: list[tuple[Any, list[Any], list[tuple[int, Place | int]], Kwargs, bool]] = []
-    for i, (run, _, op_args, op_kwargs, result) in enumerate(seen):
+    for i, (run, _, op_args, op_kwargs, result) in enumerate(records):
         operands: list[tuple[int, Any]] = [(k, x) for k, x in enumerate(op_args) if isinstance(x, Tensor)]
         if any(isinstance(x, Tensor) for x in op_kwargs.values()):
             return None
@@ -236,54 +240,54 @@ def _program(args: Args, kwargs: Kwargs, out: Any, seen: Sequence[CallRecord]) -
         values[id(result[0] if several else result)] = i
         template = [None if isinstance(x, Tensor) else x for x in op_args]
         steps.append((run.warm.operator, template, slots, op_kwargs, several))
-    if values.get(id(out)) != len(seen) - 1:
+    if values.get(id(out)) != len(records) - 1:
         return None
     spec, cotangent = out._spec, interned(out._spec.layout.cotangent())
 
     def call(args: Args, kwargs: Kwargs) -> Any:
-        found: list[Any] = []
+        results: list[Any] = []
         for operator, template, slots, op_kwargs, several in steps:
             local = template.copy()
             for k, source in slots:
                 if isinstance(source, int):
-                    local[k] = found[source]
+                    local[k] = results[source]
                 else:
-                    at, grad, is_home = source
-                    x = kwargs[at] if isinstance(at, str) else args[at]
+                    where, grad, is_home = source
+                    x = kwargs[where] if isinstance(where, str) else args[where]
                     local[k] = x._local if grad is None else tracked_local(x, grad, is_home)
             result = operator(*local, **op_kwargs)
-            found.append(result[0] if several else result)
-        return wrap_tracked(found[-1], spec, cotangent)
+            results.append(result[0] if several else result)
+        return wrap_tracked(results[-1], spec, cotangent)
 
     return call
 
 
-def is_itself(func: Any, args: Args, kwargs: Kwargs, seen: CallRecord) -> bool:
-    """Whether `func` on the local parts is the operator that was seen, with just the same further arguments."""
+def is_itself(func: Any, args: Args, kwargs: Kwargs, records: CallRecord) -> bool:
+    """Whether `func` on the local tensors runs just the logged operator, with equal further arguments."""
     cls = Wrapper.public
-    _, op, op_args, op_kwargs, _ = seen
+    _, op, op_args, op_kwargs, _ = records
     local = [arg._local if type(arg) is cls else arg for arg in args]
     local_kwargs = {name: arg._local if type(arg) is cls else arg for name, arg in kwargs.items()}
     try:
-        with torch.no_grad(), _Watch() as watch:
+        with torch.no_grad(), _OperatorList() as watch:
             func(*local, **local_kwargs)
-    except (RuntimeError, IndexError):  # arguments that fit the whole tensor, not this rank's part of it
+    except (RuntimeError, IndexError):  # arguments that fit the global tensor, not this rank's local one
         return False
     if len(watch.calls) != 1:
         return False
-    found, found_args, found_kwargs = watch.calls[0]
-    wanted = [arg._local if isinstance(arg, Wrapper) else arg for arg in op_args]
-    return found is op and _same([*found_args, found_kwargs], [*wanted, op_kwargs])
+    local_op, local_op_args, local_op_kwargs = watch.calls[0]
+    expected = [arg._local if isinstance(arg, Wrapper) else arg for arg in op_args]
+    return local_op is op and _are_equal([*local_op_args, local_op_kwargs], [*expected, op_kwargs])
 
 
-def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def _are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(
         x is y if isinstance(x, Tensor) else type(x) is type(y) and x == y for x, y in zip(a, b, strict=True)
     )
 
 
-class _Watch(TorchDispatchMode):
-    """The operators that run within the block."""
+class _OperatorList(TorchDispatchMode):
+    """A mode that lists the operators that run within the block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Which rule an operator has: the families' tables, torch's tags, and what users register."""
+"""The rule of an operator, from the families' tables, torch's tags, and what users register."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def register_rule(
     """Teach dshard an operator in one line of the rule notation (see `dshard.rules.rule`).
 
     `op` is the operator's qualified name, such as "mylib::fused"; all its overloads get the rule. `reduce` is the
-    reduction of split factors that an output lacks, `linear` the operands through each of which a pending sum passes.
+    reduction of sharded factors that an output lacks, `linear` the operands through each of which a partial sum passes.
 
     The operator must be there, as defined by `torch.library.custom_op`:
 
@@ -84,23 +84,23 @@ def register_rule(
     check_type(rule, str, f"the rule of {op}", "write it like 'm k, k n -> m n'", NotationError)
     left = rule.partition("->")[0]
     operands = len(left.split(",")) if left.strip() else 0
-    outputs = _check_text(rule, operands, reduce)
-    given = as_tuple(linear, "linear", "give the numbers of operands, such as (0,)", NotationError)
-    linear = [as_int(operand, "linear: an operand", NotationError) for operand in given]
-    beyond = [operand for operand in linear if not 0 <= operand < operands]
-    if beyond:
-        raise NotationError(f"the rule {rule!r} has no operand {beyond[0]}: linear counts its {operands} from 0")
+    outputs = _check_rule(rule, operands, reduce)
+    operands_given = as_tuple(linear, "linear", "give the numbers of operands, such as (0,)", NotationError)
+    linear = [as_int(operand, "linear: an operand", NotationError) for operand in operands_given]
+    unknown = [operand for operand in linear if not 0 <= operand < operands]
+    if unknown:
+        raise NotationError(f"the rule {rule!r} has no operand {unknown[0]}: linear counts its {operands} from 0")
     _check_schema(op, rule, operands, outputs)
     pending = tuple(PassThrough(frozenset({operand})) for operand in linear)
 
-    def of(call: Call) -> Rule:
+    def rule_of(call: Call) -> Rule:
         return parse_rule(rule, call.shapes, reduce=reduce, pending=pending)
 
-    register(op, Op(of), rule)
+    register(op, Op(rule_of), rule)
 
 
 def register(op: str | OpOverload, found: Op, says: str) -> None:
-    """Let all overloads of the operator of this name, or the one overload, have `found` in place of dshard's own."""
+    """Give all overloads of the operator of this name, or one overload, the row `found` in place of dshard's own."""
     _USER[op], _TEXTS[str(op)] = found, says
     find.cache_clear()
     FACTS.clear()
@@ -109,7 +109,7 @@ def register(op: str | OpOverload, found: Op, says: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An operator that has a rule: its name, its family, and what the rule says; of one's own, the rule itself."""
+    """An operator that has a rule: its name, its family, and a line about the rule; for a registered one, the rule."""
 
     op: str
     family: str
@@ -125,35 +125,36 @@ def rules() -> tuple[Listed, ...]:
     >>> next(row.says for row in rules() if row.op == "aten::mm")
     'A product, linear in its operands.'
     """
-    found = {name: Listed(name, "yours", text) for name, text in _TEXTS.items()}
+    listed = {name: Listed(name, "yours", text) for name, text in _TEXTS.items()}
     for table in reversed(TABLES):
-        found |= {name: Listed(name, _family(op), _says(op)) for name, op in table.items() if name not in _TEXTS}
-    return tuple(found[name] for name in sorted(found))
+        listed |= {name: Listed(name, _family(op), _first_line(op)) for name, op in table.items() if name not in _TEXTS}
+    return tuple(listed[name] for name in sorted(listed))
 
 
 def _family(op: Op) -> str:
     return op.rule.__module__.removeprefix("dshard.ops.").partition(".")[0]
 
 
-def _says(op: Op) -> str:
+def _first_line(op: Op) -> str:
     return (op.rule.__doc__ or "").partition("\n")[0]
 
 
 def _check_schema(op: str, rule: str, operands: int, outputs: int) -> None:
-    """Refuse an operator that is not there, or none of whose overloads has so many operands and outputs."""
+    """Refuse an operator that does not exist, or whose overloads have other numbers of operands and outputs."""
     namespace, _, name = op.partition("::")
-    known = getattr(getattr(torch.ops, namespace), name, None) if name.isidentifier() else None
-    if known is None or not hasattr(known, "overloads"):
+    packet = getattr(getattr(torch.ops, namespace), name, None) if name.isidentifier() else None
+    if packet is None or not hasattr(packet, "overloads"):
         others = vars(getattr(torch.ops, namespace)).items()
-        names = [f"{namespace}::{other}" for other, found in others if isinstance(found, OpOverloadPacket)]
+        names = [f"{namespace}::{other}" for other, value in others if isinstance(value, OpOverloadPacket)]
         hint = "a rule is that of all overloads: leave out" if "." in name else "define it before its rule, or look up"
         raise NotationError(
             f"there is no operator {op!r}: {hint} {repr('.' + name.partition('.')[2]) if '.' in name else 'its name'}"
             f"{suggestion(op, names)}"
         )
-    schemas = [getattr(known, overload)._schema for overload in known.overloads()]
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
     counts = [
-        (_counts([a.type for a in s.arguments if not a.is_out]), _counts([r.type for r in s.returns])) for s in schemas
+        (_tensor_counts([a.type for a in s.arguments if not a.is_out]), _tensor_counts([r.type for r in s.returns]))
+        for s in schemas
     ]
     if not any(
         low <= operands <= high and (not rest or least <= outputs <= rest) for (low, high), (least, rest) in counts
@@ -164,7 +165,7 @@ def _check_schema(op: str, rule: str, operands: int, outputs: int) -> None:
         )
 
 
-def _counts(types: Sequence[Any]) -> tuple[float, float]:
+def _tensor_counts(types: Sequence[Any]) -> tuple[float, float]:
     """The fewest and the most tensors among values of these types."""
     kinds = list(map(str, types))
     fewest = kinds.count("Tensor")
@@ -172,21 +173,21 @@ def _counts(types: Sequence[Any]) -> tuple[float, float]:
     return fewest, inf if many else fewest + kinds.count("Optional[Tensor]")
 
 
-def _check_text(rule: str, operands: int, reduce: ReduceOp | Sequence[ReduceOp]) -> int:
-    """Read the rule once with operands that fit, so that a mistake shows at registration; how many outputs it has."""
+def _check_rule(rule: str, operands: int, reduce: ReduceOp | Sequence[ReduceOp]) -> int:
+    """The number of outputs of a rule; reads it with operands that fit, so that a mistake shows at registration."""
     left = rule.partition("->")[0]
     terms = [part.replace("(", " ( ").split() for part in left.split(",")][:operands]
     depth = [_ndim(term) for term in terms]
-    read = parse_rule(rule, [(2,) * n for n in depth], reduce=reduce)
-    if len(read.reduce) not in (1, len(read.outputs)):
-        raise NotationError(f"the rule {rule!r} has {len(read.outputs)} outputs: give one reduction, or one for each")
-    inputs = {name for term in read.inputs for dim in term for name in dim}
-    new = sorted({name for term in read.outputs for dim in term for name in dim} - inputs - read.whole)
+    parsed = parse_rule(rule, [(2,) * n for n in depth], reduce=reduce)
+    if len(parsed.reduce) not in (1, len(parsed.outputs)):
+        raise NotationError(f"the rule {rule!r} has {len(parsed.outputs)} outputs: give one reduction, or one for each")
+    inputs = {name for term in parsed.inputs for dim in term for name in dim}
+    new = sorted({name for term in parsed.outputs for dim in term for name in dim} - inputs - parsed.whole)
     if new and not any("..." in token for token in rule.split()):
         raise NotationError(
             f"the rule {rule!r} splits {new[0]!r}, which no operand has: write it [{new[0]}], so that it stays whole"
         )
-    return len(read.outputs)
+    return len(parsed.outputs)
 
 
 def _ndim(tokens: list[str]) -> int:
@@ -199,17 +200,17 @@ def _ndim(tokens: list[str]) -> int:
 
 @cache
 def find(func: OpOverload) -> Op | None:
-    """What the tables say of `func`, an in-place operator having the rule of its functional form."""
+    """The row of `func` in the tables; an in-place operator has the row of its functional form."""
     name = func._schema.name
     if func in _USER:
         return _USER[func]
     tables: tuple[Mapping[Any, Op], ...] = (_USER, *TABLES)
     for table in tables:
-        found = table.get(name) or (table.get(name[:-1]) if name.endswith("_") and not name.endswith("__") else None)
-        if found is not None:
-            return found
-    plain = pointwise.is_pointwise(func) and not random.is_random(func)
-    return Op(pointwise.pointwise, values=False) if plain else None
+        row = table.get(name) or (table.get(name[:-1]) if name.endswith("_") and not name.endswith("__") else None)
+        if row is not None:
+            return row
+    is_plain_pointwise = pointwise.is_pointwise(func) and not random.is_random(func)
+    return Op(pointwise.pointwise, values=False) if is_plain_pointwise else None
 
 
 Instead = Callable[..., Any]
@@ -217,11 +218,11 @@ Instead = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the tables say of an operator, all in one look-up.
+    """Facts about an operator, cached so that a call needs one look-up.
 
-    `instead`, where there is one, tells from the arguments what runs in its place, if anything; `values` whether the
-    rule depends on the values of scalar arguments; `changes` whether the first operand is changed in place, and
-    `writes` whether its elements are, not its shape alone.
+    `instead`, where there is one, gives for the arguments of a call the alternative that runs in place of the rule, or
+    None; `values` says whether the rule depends on the values of scalar arguments; `changes` whether the first operand
+    is changed in place, and `writes` whether its elements are, not its shape alone.
     """
 
     func: OpOverload
@@ -233,21 +234,21 @@ class Known:
 
 
 FACTS: dict[int, Known] = {}
-"""What is known of operators, by their identity."""
+"""The facts about operators, by `id`."""
 
 
 def known(func: OpOverload) -> Known:
-    """What the tables say of `func`."""
-    found = FACTS.get(id(func))
-    if found is None:
+    """The facts about `func`, from the cache."""
+    facts = FACTS.get(id(func))
+    if facts is None:
         op = find(func)
         changes = writes_first(func)
         writes = changes and Tag.inplace_view not in func.tags
-        found = FACTS[id(func)] = Known(func, op, _instead(func), op is None or op.values, changes, writes)
-    return found
+        facts = FACTS[id(func)] = Known(func, op, _alternatives(func), op is None or op.values, changes, writes)
+    return facts
 
 
-def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | None:
+def _alternatives(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | None:
     if out_argument.has_out(func):
         return lambda args: out_argument.into_out
     if func in _USER or func._schema.name in _USER:
@@ -262,7 +263,7 @@ def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | 
         row = reduced_norms.PARTIAL_STATISTICS[func]
         return lambda args: row.run if row.pays(args) else None
     if func in scans.BLOCKWISE or func in move_split.MOVED_SPLITS:
-        return _along(func)
+        return _blockwise_or_reshard(func)
     if func in exchange.SHIFTS:
         moves, run = exchange.SHIFTS[func]
         return lambda args: run if moves(args) else None
@@ -277,7 +278,7 @@ def _instead(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | 
 
 
 def alternative_of(func: OpOverload, instead: Instead) -> str:
-    """What the alternative is called that runs in place of the rule of `func`; "" where `instead` is none."""
+    """The name of the alternative `instead` to the rule of `func`; "" where `instead` is no alternative."""
     if instead is move_split.run:
         return "split moved to another dim"
     if func in reduced_norms.PARTIAL_STATISTICS:
@@ -287,19 +288,21 @@ def alternative_of(func: OpOverload, instead: Instead) -> str:
     return "index exchange" if func in exchange.SHIFTS or func in split_pieces.SPLITS else ""
 
 
-def _along(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None]:
-    """By summaries of blocks, or with the split moved to another dim, where one of these pays."""
-    ways = [(along.pays, along.run) for along in (scans.BLOCKWISE.get(func),) if along is not None]
+def _blockwise_or_reshard(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None]:
+    """The choice between summaries of blocks and sharding another dim, by the arguments, where one pays."""
+    alternatives = [
+        (blockwise.pays, blockwise.run) for blockwise in (scans.BLOCKWISE.get(func),) if blockwise is not None
+    ]
     if func in move_split.MOVED_SPLITS:
-        ways.append((move_split.pays(func), move_split.run))
-    return lambda args: next((run for pays, run in ways if pays(args)), None)
+        alternatives.append((move_split.pays(func), move_split.run))
+    return lambda args: next((run for pays, run in alternatives if pays(args)), None)
 
 
 Path: TypeAlias = Literal["rule", "decomposition", "fallback"]
 
 
 def path_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Path:
-    """By which way a call runs: its rule, other operators, or replicated on every rank."""
+    """The path of a call: its rule, other operators, or the fallback that replicates on every rank."""
     facts = known(func)
     instead = None if facts.instead is None else facts.instead(args)
     if instead is not None:

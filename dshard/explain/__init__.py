@@ -1,7 +1,10 @@
-"""Why an operator runs as it does: all candidates, what each moves and costs, and which was taken.
+"""Explanations of operators: all candidates, the bytes and seconds of each, and which was chosen.
 
-`calls` explains the operators that a function calls, `product` a matrix product of given sizes, `source` text and
-files; `price` has what a candidate moves and holds, `values` what is returned.
+explain_calls.py   the operators that a function calls
+product.py         a matmul of given sizes, by every schedule
+source.py          expressions, and functions in files
+candidates.py      bytes, messages and memory of a candidate
+report_values.py   the values that are returned
 """
 
 from dshard.explain.explain_calls import explain

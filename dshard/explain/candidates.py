@@ -1,4 +1,4 @@
-"""What a candidate moves, sends and holds, from its redistributions."""
+"""Bytes, messages and memory of candidates, from their redistributions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Outputs = tuple[tuple[Shape, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A redistribution with what it brings to the busiest rank, and what the first rank holds before and after it."""
+    """A redistribution with the busiest rank's bytes and messages, and the first rank's bytes before and after."""
 
     plan: Plan
     nbytes: int
@@ -34,32 +34,32 @@ class Moved:
 
     @property
     def peak(self) -> int:
-        """Bytes of both copies, or of the only one."""
+        """Bytes of source and result together, or of the source where nothing moves."""
         return self.before + (self.after if self.plan.src != self.plan.dst else 0)
 
 
 @lru_cache(maxsize=8192)
 def moved(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology) -> Moved:
-    """The cheapest redistribution, with its figures."""
+    """The cheapest redistribution from `src` to `dst`, with its figures."""
     return figures_of(plan(src, dst, shape, itemsize, topology), itemsize)
 
 
-def figures_of(found: Plan, itemsize: int) -> Moved:
-    """What a plan brings and holds."""
+def figures_of(redistribution: Plan, itemsize: int) -> Moved:
+    """The figures of a plan: bytes received, messages, bytes held."""
     return Moved(
-        found,
-        found.busiest() * itemsize,
-        found.messages(),
-        found.src.local_numel(found.shape) * itemsize,
-        found.dst.local_numel(found.shape) * itemsize,
-        tuple(_steps(found)),
+        redistribution,
+        redistribution.busiest() * itemsize,
+        redistribution.messages(),
+        redistribution.src.local_numel(redistribution.shape) * itemsize,
+        redistribution.dst.local_numel(redistribution.shape) * itemsize,
+        tuple(_steps(redistribution)),
     )
 
 
 def candidate(
     rule: Rule, strategy: Strategy, operands: tuple[Operand, ...], outputs: Outputs, topology: Topology
 ) -> Candidate:
-    """One strategy with what it moves and holds; what it leaves pending is completed."""
+    """One strategy with its bytes, messages and memory; outputs that it leaves partial are completed."""
     moves = [
         moved(o.layout, layout, o.shape, o.itemsize, topology)
         for o, layout in zip(operands, strategy.inputs, strict=True)
@@ -88,7 +88,7 @@ def combined(
     bound: float | None,
     one_copy: bool,
 ) -> Candidate:
-    """A candidate of operands that move before the local work, and outputs that move after it."""
+    """A candidate that redistributes its operands before the local work, and its outputs after it."""
     every = (*moves, *ends)
     nbytes = sum(move.nbytes for move in every)
     return Candidate(
@@ -104,32 +104,32 @@ def combined(
     )
 
 
-def crossing_candidate(found: ReshardPlan) -> Candidate:
+def crossing_candidate(reshard: ReshardPlan) -> Candidate:
     """A plan to another mesh; bytes and messages are those of the busiest rank."""
-    messages = dict.fromkeys(found.ranks, 0)
-    for chain in found.chains:
+    messages = dict.fromkeys(reshard.ranks, 0)
+    for chain in reshard.chains:
         for _, receiver in chain.hops:
             messages[receiver] += chain.chunks
-    around = [figures_of(plan, found.itemsize) for plan in (found.first, found.last) if plan is not None]
-    held = (found.src.local_numel(found.shape) + found.dst.local_numel(found.shape)) * found.itemsize
+    around = [figures_of(plan, reshard.itemsize) for plan in (reshard.first, reshard.last) if plan is not None]
+    held = (reshard.src.local_numel(reshard.shape) + reshard.dst.local_numel(reshard.shape)) * reshard.itemsize
     return Candidate(
         "reshard",
-        f"{found.src} -> {found.dst}",
-        max(map(found.received, found.ranks)) * found.itemsize + sum(move.nbytes for move in around),
+        f"{reshard.src} -> {reshard.dst}",
+        max(map(reshard.received, reshard.ranks)) * reshard.itemsize + sum(move.nbytes for move in around),
         max(messages.values()) + sum(move.messages for move in around),
         held + sum(move.after for move in around),
-        found.seconds,
+        reshard.seconds,
         0.0,
         0.0,
         0.0,
         None,
         False,
-        tuple(found.steps()),
+        tuple(reshard.steps()),
     )
 
 
 def product_bound(rule: Rule, operands: Sequence[Operand], outputs: Outputs) -> float | None:
-    """Bytes that some rank must receive in a product `m k, k n -> m n` without batch, or None for another operator."""
+    """Bytes that some rank must receive in a matmul `m k, k n -> m n` without batch, or None for another operator."""
     if len(rule.inputs) != 2 or len(rule.outputs) != 1 or any(len(dim) != 1 for term in rule.inputs for dim in term):
         return None
     a, b, c = ({dim[0] for dim in term if dim} for term in (*rule.inputs, *rule.outputs))
@@ -141,13 +141,13 @@ def product_bound(rule: Rule, operands: Sequence[Operand], outputs: Outputs) -> 
 
 
 def name_of(rows: tuple[Row, ...], names: tuple[str, ...]) -> str:
-    """What each mesh axis does; "whole" where none splits the work."""
+    """The name of a candidate: what each mesh axis does; "whole" where none shards the work."""
     words = {axis: "pending" if isinstance(row, PassThrough) else row for axis, row in zip(names, rows, strict=True)}
     return " ".join(f"{axis}:{word}" for axis, word in words.items() if word is not None) or "whole"
 
 
 def once(layouts: Iterable[Layout]) -> bool:
-    """Whether each element of tensors that lie like this is on one rank alone."""
+    """Whether tensors of these layouts have each element on one rank alone."""
     return all(
         isinstance(placement, Shard) or n == 1
         for layout in layouts
@@ -155,6 +155,6 @@ def once(layouts: Iterable[Layout]) -> bool:
     )
 
 
-def _steps(found: Plan) -> Iterator[str]:
-    for step, layout in zip(found.steps, found.layouts(), strict=True):
+def _steps(redistribution: Plan) -> Iterator[str]:
+    for step, layout in zip(redistribution.steps, redistribution.layouts(), strict=True):
         yield "  ".join(describe(step, layout))

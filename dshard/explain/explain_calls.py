@@ -1,4 +1,4 @@
-"""Operators that a function calls, each with its candidates, priced anew."""
+"""`explain`: the operators that a function calls, each with its candidates, priced again."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
     with observing(record):
         function(*args, **kwargs)
-    known = {key: explanation(*key) for key in dict.fromkeys(call.key() for call in calls)}
-    return Report(tuple(replace(known[call.key()], line=call.line) for call in calls))
+    explanations = {key: explanation(*key) for key in dict.fromkeys(call.key() for call in calls)}
+    return Report(tuple(replace(explanations[call.key()], line=call.line) for call in calls))
 
 
 @dataclass(slots=True)
 class _Call:
-    """One operator that was called, and what was decided within it: by an alternative, or by a write."""
+    """One operator that was called, and the decisions made within it: by an alternative, or by a write."""
 
     decision: Decision
     topology_why: str
@@ -64,16 +64,20 @@ class _Call:
 
 def explanation(decision: Decision, topology_why: str, within: tuple[Decision, ...] = ()) -> Explanation:
     """The candidates of one decision, priced again, and why the chosen one was taken."""
-    topology, ruled = decision.topology, _ruled(decision)
+    topology, ruled = decision.topology, _rule_candidates(decision)
     if decision.strategy is not None:
-        chosen = _with(_chosen(decision, ruled), within)
+        chosen = _add_decisions(_chosen_candidate(decision, ruled), within)
         every = tuple(chosen if strategy == decision.strategy else priced for strategy, priced in ruled.items())
         every = every if chosen in every else (chosen, *every)
         why = why_chosen(chosen, every)
     else:
-        chosen = crossing_candidate(decision.crossing) if decision.crossing is not None else _moving(decision, within)
+        chosen = (
+            crossing_candidate(decision.crossing)
+            if decision.crossing is not None
+            else _without_strategy(decision, within)
+        )
         every = tuple(sorted((chosen, *ruled.values()), key=lambda priced: priced.seconds))
-        why = "asked for" if decision.explicit else _why_instead(decision, tuple(ruled.values()))
+        why = "asked for" if decision.explicit else _why_alternative(decision, tuple(ruled.values()))
     return Explanation(
         decision.op,
         tuple(f"[{o.layout}] {tuple(o.shape)}" for o in decision.operands),
@@ -91,26 +95,26 @@ def explanation(decision: Decision, topology_why: str, within: tuple[Decision, .
     )
 
 
-def _ruled(decision: Decision) -> dict[Strategy, Candidate]:
+def _rule_candidates(decision: Decision) -> dict[Strategy, Candidate]:
     """The candidates of the operator's rule, from cheapest to dearest."""
     rule, operands, outputs, topology = decision.rule, decision.operands, decision.outputs, decision.topology
     if rule is None:
         return {}
-    found = sorted(strategies(rule, operands, outputs, topology, decision.wanted), key=lambda s: (s.seconds, s.moves))
-    return {strategy: candidate(rule, strategy, operands, outputs, topology) for strategy in found}
+    priced = sorted(strategies(rule, operands, outputs, topology, decision.wanted), key=lambda s: (s.seconds, s.moves))
+    return {strategy: candidate(rule, strategy, operands, outputs, topology) for strategy in priced}
 
 
-def _chosen(decision: Decision, ruled: dict[Strategy, Candidate]) -> Candidate:
+def _chosen_candidate(decision: Decision, ruled: dict[Strategy, Candidate]) -> Candidate:
     rule, strategy = decision.rule, decision.strategy
     assert rule is not None
     assert strategy is not None
-    found = ruled.get(strategy)
-    if found is None:
-        found = candidate(rule, strategy, decision.operands, decision.outputs, decision.topology)
-    return found if decision.bias is None else _moved(found, [figures_of(decision.bias, decision.outputs[0][1])])
+    chosen = ruled.get(strategy)
+    if chosen is None:
+        chosen = candidate(rule, strategy, decision.operands, decision.outputs, decision.topology)
+    return chosen if decision.bias is None else _add_moves(chosen, [figures_of(decision.bias, decision.outputs[0][1])])
 
 
-def _why_instead(decision: Decision, ruled: tuple[Candidate, ...]) -> str:
+def _why_alternative(decision: Decision, ruled: tuple[Candidate, ...]) -> str:
     if not decision.alternative:
         return decision.why
     if not ruled:
@@ -119,8 +123,8 @@ def _why_instead(decision: Decision, ruled: tuple[Candidate, ...]) -> str:
     return f"in place of the rule, whose cheapest candidate, {ruled[0].name}, would take {seconds}"
 
 
-def _moving(decision: Decision, within: tuple[Decision, ...]) -> Candidate:
-    """An operator that only moves data, or the alternative that runs in place of a rule."""
+def _without_strategy(decision: Decision, within: tuple[Decision, ...]) -> Candidate:
+    """The candidate of an operator that only redistributes, or of an alternative that runs in place of a rule."""
     moves = [figures_of(plan, itemsize) for plan, itemsize in decision.moves()]
     held = 0 if moves else sum(o.layout.local_numel(o.shape) * o.itemsize for o in decision.operands)
     alone = Candidate(
@@ -137,41 +141,41 @@ def _moving(decision: Decision, within: tuple[Decision, ...]) -> Candidate:
         False,
         tuple(step for move in moves for step in move.steps),
     )
-    return _with(_exchanging(alone, decision), within)
+    return _add_decisions(_add_exchanges(alone, decision), within)
 
 
-def _with(found: Candidate, within: tuple[Decision, ...]) -> Candidate:
-    """A candidate and what is moved, sent and computed by the decisions made within it."""
+def _add_decisions(extended: Candidate, within: tuple[Decision, ...]) -> Candidate:
+    """A candidate with the redistributions, collectives and work of the decisions made within it added."""
     for decision in within:
-        found = _moved(found, [figures_of(plan, itemsize) for plan, itemsize in decision.moves()])
+        extended = _add_moves(extended, [figures_of(plan, itemsize) for plan, itemsize in decision.moves()])
         if decision.strategy is not None:
-            found = replace(found, compute_seconds=found.compute_seconds + decision.strategy.compute)
-        found = _exchanging(found, decision)
-    return found
+            extended = replace(extended, compute_seconds=extended.compute_seconds + decision.strategy.compute)
+        extended = _add_exchanges(extended, decision)
+    return extended
 
 
-def _moved(found: Candidate, moves: list[Moved]) -> Candidate:
-    """A candidate and redistributions beside its own."""
+def _add_moves(base: Candidate, moves: list[Moved]) -> Candidate:
+    """A candidate with further redistributions added."""
     return replace(
-        found,
-        bytes_moved=found.bytes_moved + sum(move.nbytes for move in moves),
-        messages=found.messages + sum(move.messages for move in moves),
-        peak_bytes=found.peak_bytes + sum(move.after for move in moves),
-        gather_seconds=found.gather_seconds + sum(move.plan.seconds for move in moves),
-        steps=(*found.steps, *(step for move in moves for step in move.steps)),
+        base,
+        bytes_moved=base.bytes_moved + sum(move.nbytes for move in moves),
+        messages=base.messages + sum(move.messages for move in moves),
+        peak_bytes=base.peak_bytes + sum(move.after for move in moves),
+        gather_seconds=base.gather_seconds + sum(move.plan.seconds for move in moves),
+        steps=(*base.steps, *(step for move in moves for step in move.steps)),
     )
 
 
-def _exchanging(found: Candidate, decision: Decision) -> Candidate:
-    """A candidate and what a decision sends beside its plans."""
+def _add_exchanges(base: Candidate, decision: Decision) -> Candidate:
+    """A candidate with the collectives added that a decision sends beside its plans."""
     mesh = decision.operands[0].layout.mesh
     nbytes = sum(sent.nbytes for sent in decision.exchanges)
     peers = [prod(mesh.shape[mesh.axis(name)] for name in sent.axis.split(",")) - 1 for sent in decision.exchanges]
     return replace(
-        found,
-        bytes_moved=found.bytes_moved + nbytes,
-        messages=found.messages + sum(peers),
-        peak_bytes=found.peak_bytes + nbytes,
-        gather_seconds=found.gather_seconds + sum(sent.seconds for sent in decision.exchanges),
-        steps=(*found.steps, *(f"{s.collective}  {s.axis}  {human_bytes(s.nbytes)}" for s in decision.exchanges)),
+        base,
+        bytes_moved=base.bytes_moved + nbytes,
+        messages=base.messages + sum(peers),
+        peak_bytes=base.peak_bytes + nbytes,
+        gather_seconds=base.gather_seconds + sum(sent.seconds for sent in decision.exchanges),
+        steps=(*base.steps, *(f"{s.collective}  {s.axis}  {human_bytes(s.nbytes)}" for s in decision.exchanges)),
     )

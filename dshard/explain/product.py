@@ -1,7 +1,7 @@
-"""A product of given sizes on a mesh that need not exist: every way to run it, priced.
+"""`explain_matmul`: a matmul of given sizes on a mesh that need not exist, by every schedule, priced.
 
-Each mesh axis takes one loop, m, n or k. The tensor without that loop moves there: an operand is stored whole or in
-parts that are gathered, the product is reduced to all or to parts, or left pending.
+Each mesh axis takes one loop, m, n or k. The tensor without that loop moves there: an operand is stored replicated, or
+sharded and gathered; the result is reduced to replicated or sharded, or left partial.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dshard.validate import as_int, check_type
 
 
 class Product(NamedTuple):
-    """The sizes of `m x k @ k x n`, and where it runs."""
+    """A matmul to explain: the sizes of `m x k @ k x n`, the mesh, dtype and topology."""
 
     m: int
     k: int
@@ -51,13 +51,13 @@ LEGEND = (
 )
 _MOVING = {"m": "B", "n": "A", "k": "C"}
 _LOOPS = "nmk"
-"""The loop that moves A, B and C."""
+"""The loops whose mesh axes move A, B and C."""
 
 Part: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class Way(NamedTuple):
-    """How one tensor moves, where it is stored as text, and whether each element of it is stored once."""
+    """The redistribution of one tensor, its stored layout as text, and whether each element is stored once."""
 
     move: Moved
     text: str
@@ -78,8 +78,8 @@ def explain_matmul(
 ) -> Explanation:
     """The ways to multiply `m` x `k` by `k` x `n` on `mesh`, from cheapest to dearest. No processes, no tensors.
 
-    With the layouts `a` and `b` of the operands: what `a @ b` considers, and chooses. Without them: every `Schedule` of
-    the mesh, the operands lying where it stores them; with `one_copy`, only those in which each tensor is stored once.
+    With the layouts `a` and `b` of the operands: the candidates of `a @ b`. Without them: every `Schedule` of the mesh,
+    with operands stored as it says; with `one_copy`, only those in which each tensor is stored once.
     Without a `topology`, the one in use. Seconds are those of the forward pass.
 
     Raises:
@@ -100,12 +100,12 @@ def explain_matmul(
     why = planning_context().why_topology(mesh) if topology is None else "as given"
     asked = Product(m, k, n, mesh, dtype, planning_context().topology_of(mesh) if topology is None else topology)
     if a is None and b is None:
-        ways = {found: plans for found, plans in _ways(asked) if found.one_copy or not one_copy}
+        ways = {priced: plans for priced, plans in _ways(asked) if priced.one_copy or not one_copy}
         candidates = sorted(ways, key=lambda c: (c.seconds, c.bytes_moved, c.peak_bytes, "P" in c.name, c.name))
-        return _explained(asked, why, ("A", "B"), candidates, candidates[0], ways[candidates[0]])
+        return _explanation(asked, why, ("A", "B"), candidates, candidates[0], ways[candidates[0]])
     if a is None or b is None:
         raise LayoutError(f"only the layout of {'b' if a is None else 'a'} is given: give both, or neither to search")
-    return _explained(asked, why, (f"A [{a}]", f"B [{b}]"), *_given(asked, a, b))
+    return _explanation(asked, why, (f"A [{a}]", f"B [{b}]"), *_candidates_of(asked, a, b))
 
 
 def _check_layout(layout: Layout, shape: tuple[int, int], mesh: Mesh) -> None:
@@ -116,7 +116,7 @@ def _check_layout(layout: Layout, shape: tuple[int, int], mesh: Mesh) -> None:
     layout.check(shape)
 
 
-def _explained(
+def _explanation(
     asked: Product, why: str, operands: tuple[str, str], candidates: list[Candidate], chosen: Candidate, plans: Plans
 ) -> Explanation:
     m, k, n, mesh, dtype, topology = asked
@@ -134,32 +134,32 @@ def _explained(
     )
 
 
-def _given(asked: Product, a: Layout, b: Layout) -> tuple[list[Candidate], Candidate, Plans]:
-    """What the library considers for operands that lie like this, and what it takes."""
+def _candidates_of(asked: Product, a: Layout, b: Layout) -> tuple[list[Candidate], Candidate, Plans]:
+    """The candidates for operands of layouts `a` and `b`, the chosen one, and its plans."""
     m, k, n, _, dtype, topology = asked
     operands = (Operand(a, (m, k), dtype.itemsize), Operand(b, (k, n), dtype.itemsize))
     outputs = (((m, n), dtype.itemsize),)
     rule = matmul_rule((m, k), (k, n))
     priced = sorted(strategies(rule, operands, outputs, topology), key=lambda s: (s.seconds, s.moves))
-    found = {strategy: candidate(rule, strategy, operands, outputs, topology) for strategy in priced}
+    priced_candidates = {strategy: candidate(rule, strategy, operands, outputs, topology) for strategy in priced}
     chosen = choose(rule, operands, outputs, topology)
     ends = ((a, chosen.inputs[0], (m, k)), (b, chosen.inputs[1], (k, n)), (chosen.outputs[0], chosen.ends[0], (m, n)))
     first, second, end = (plan(src, dst, shape, dtype.itemsize, topology) for src, dst, shape in ends)
-    return list(found.values()), found[chosen], (first, second, end)
+    return list(priced_candidates.values()), priced_candidates[chosen], (first, second, end)
 
 
 def _ways(asked: Product) -> Iterator[tuple[Candidate, Plans]]:
-    """Every schedule of the mesh, the operands lying where it stores them, and how they and the result move."""
+    """A candidate for every schedule of the mesh, operands stored as it says, with the plans of A, B and C."""
     bound = matmul_lower_bound(asked.m, asked.k, asked.n, asked.mesh.size) * asked.dtype.itemsize
-    known: tuple[dict[Part, Way], ...] = ({}, {}, {})
+    cached_ways: tuple[dict[Part, Way], ...] = ({}, {}, {})
     work: dict[tuple[str, ...], float] = {}
     for schedule in schedules(asked.mesh.ndim):
         ways: list[Way] = []
-        for tensor, found in enumerate(known):
+        for tensor, ways_of_tensor in enumerate(cached_ways):
             part = _part(schedule, tensor)
-            if part not in found:
-                found[part] = _way(asked, schedule, tensor)
-            ways.append(found[part])
+            if part not in ways_of_tensor:
+                ways_of_tensor[part] = _way(asked, schedule, tensor)
+            ways.append(ways_of_tensor[part])
         a, b, end = (way.move for way in ways)
         if schedule.loops not in work:
             work[schedule.loops] = _compute(asked, schedule, a, b, end)
@@ -176,27 +176,29 @@ def _ways(asked: Product) -> Iterator[tuple[Candidate, Plans]]:
 
 
 def _part(schedule: Schedule, tensor: int) -> Part:
-    """What of a schedule one tensor sees: the storage only on the axes that move it. Far fewer than there are ways."""
+    """The part of a schedule that one tensor depends on: its storage only on the axes that move it."""
     moving = _LOOPS[tensor]
     pairs = zip(schedule.loops, schedule.stored, strict=True)
     return tuple([(loop, stored if loop == moving else "") for loop, stored in pairs])
 
 
 def _way(asked: Product, schedule: Schedule, tensor: int) -> Way:
-    """How A, B or C moves between where the schedule stores it and where it is multiplied."""
+    """The redistribution of A, B or C between its stored layout and the one in which the ranks multiply."""
     stored = schedule.layouts(asked.mesh)[tensor]
-    worked = Schedule(schedule.loops, tuple("P" if loop == "k" else "R" for loop in schedule.loops))
-    there = worked.layouts(asked.mesh)[tensor]
+    local_schedule = Schedule(schedule.loops, tuple("P" if loop == "k" else "R" for loop in schedule.loops))
+    local_layout = local_schedule.layouts(asked.mesh)[tensor]
     if tensor < 2:
-        move = _moved(asked, "mk" if tensor == 0 else "kn", stored, there)
+        move = _moved(asked, "mk" if tensor == 0 else "kn", stored, local_layout)
     else:
-        ends = (_moved(asked, "mn", there, whole.layouts(asked.mesh)[2]) for whole in _completions(schedule))
+        ends = (
+            _moved(asked, "mn", local_layout, completed.layouts(asked.mesh)[2]) for completed in _completions(schedule)
+        )
         move = min(ends, key=lambda move: (move.plan.seconds, move.nbytes))
     return Way(move, str(stored), once((stored,)))
 
 
 def _completions(schedule: Schedule) -> Iterator[Schedule]:
-    """The same with each sum that is left pending reduced: to all ranks, or to parts."""
+    """The schedule with each sum that it leaves partial reduced, in every combination: replicated or sharded."""
     choices = [STORAGES["k"][1:] if stored == "P" else (stored,) for stored in schedule.stored]
     for stored in product(*choices):
         yield Schedule(schedule.loops, stored)
@@ -208,7 +210,7 @@ def _moved(asked: Product, dims: str, src: Layout, dst: Layout) -> Moved:
 
 
 def _name(schedule: Schedule, mesh: Mesh) -> str:
-    """What each mesh axis does, as the legend says; then the name that `use_strategy` takes, if it has one.
+    """The name of a schedule: each mesh axis as the legend says, then the strategy of `use_strategy`, if there is one.
 
     >>> _name(Schedule(("m", "n"), ("k", "R")), Mesh((2, 2), ("x", "y")))
     'x:m[B:k] y:n'
@@ -219,26 +221,26 @@ def _name(schedule: Schedule, mesh: Mesh) -> str:
         f"{axis}:{loop}" if stored == "R" else f"{axis}:{loop}[{_MOVING[loop]}:{stored}]"
         for axis, loop, stored in zip(mesh.names, schedule.loops, schedule.stored, strict=True)
     ]
-    known = _known().get((schedule.loops, schedule.stored))
-    return " ".join(words if known is None else [*words, f"({known})"])
+    strategy = _strategy_names().get((schedule.loops, schedule.stored))
+    return " ".join(words if strategy is None else [*words, f"({strategy})"])
 
 
 @cache
-def _known() -> dict[tuple[tuple[str, ...], tuple[str, ...]], str]:
-    """Names by loops and storage, whichever axis plays which role."""
-    found: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}
+def _strategy_names() -> dict[tuple[tuple[str, ...], tuple[str, ...]], str]:
+    """Names of strategies by loops and storage, for any order of the axes."""
+    names: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}
     for name, row in STRATEGIES.items():
         axes = range(len(row.roles))
         for order in [tuple(axes)] if name in ORDERED else permutations(axes):
             loops = tuple(row.schedule.loops[axis] for axis in order)
-            found.setdefault((loops, tuple(row.schedule.stored[axis] for axis in order)), name)
-    return found
+            names.setdefault((loops, tuple(row.schedule.stored[axis] for axis in order)), name)
+    return names
 
 
 def _compute(asked: Product, schedule: Schedule, a: Moved, b: Moved, c: Moved) -> float:
-    """Seconds of the local product."""
+    """Seconds of the local matmul."""
     sizes = tuple(zip(asked.mesh.shape, schedule.loops, strict=True))
-    ranks = {wanted: prod(n for n, loop in sizes if loop == wanted) for wanted in _MOVING}
+    ranks = {counted: prod(n for n, loop in sizes if loop == counted) for counted in _MOVING}
     local = [-(-getattr(asked, loop) // n) for loop, n in ranks.items()]
     dtype = str(asked.dtype).removeprefix("torch.")
     return work_seconds(2.0 * prod(local), a.after + b.after + c.before, asked.topology, dtype)

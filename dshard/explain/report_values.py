@@ -1,4 +1,4 @@
-"""What `explain` returns: candidates, the chosen one and why, for people and for machines."""
+"""The values that `explain` returns: candidates, the chosen one and why, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Candidate:
     """One way to run an operator, priced.
 
     `name` says what each mesh axis does; `placements` are the layouts of operands and outputs, as text; `steps` all
-    that is communicated, for the operands and to complete what is left pending. Bytes are those of the busiest rank:
-    `bytes_moved` what it receives, `peak_bytes` what it holds if nothing is freed before the end (operands as they lie,
+    that is communicated, for the operands and to complete partial outputs. Bytes are those of the busiest rank:
+    `bytes_moved` what it receives, `peak_bytes` what it holds if nothing is freed before the end (stored operands,
     moved copies, outputs). `messages` come one after the other. `bound_ratio` is `bytes_moved` over the least that any
     product of these sizes receives that stores each tensor once; None for another operator, or where that is nothing.
     `one_copy` says whether each element of operands and outputs is stored on one rank alone.
@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Seconds in all: gather, compute, reduce and backward."""
         return self.gather_seconds + self.compute_seconds + self.reduce_seconds + self.backward_seconds
 
     def data(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Explanation:
     `topology` is the name of the one that priced them, `network` what it joins, `topology_why` how it came to be used.
     Of `considered` candidates `candidates` are those to show. `line` is the line of the program that called it.
     `panels` is what the chosen one takes in each number of panels, of which it runs in `run_in`. `collectives` are
-    those that run when the operator does, as `trace` records them; what completes a pending result is not among them.
+    those that run when the operator does, as `trace` records them; what completes a partial result is not among them.
     """
 
     op: str
@@ -82,7 +82,7 @@ class Explanation:
     collectives: tuple[PlannedCollective, ...] = ()
 
     def top(self, n: int) -> Explanation:
-        """The same with the `n` cheapest candidates, and the chosen one, if that is none of them."""
+        """The explanation with only the `n` cheapest candidates, and the chosen one."""
         n = as_int(n, "top", least=0)
         first = self.candidates[:n]
         return replace(self, candidates=first if self.chosen in first else (*first, self.chosen))
@@ -98,63 +98,63 @@ class Explanation:
             "chosen": self.chosen.data(),
             "why": self.why,
             "line": self.line,
-            "panels": [asdict(found) for found in self.panels],
+            "panels": [asdict(cost) for cost in self.panels],
             "run_in": self.run_in,
             "collectives": [asdict(sent) for sent in self.collectives],
         }
 
     def to_json(self) -> str:
-        """All of it as JSON."""
+        """The explanation as JSON."""
         return json.dumps(self.data())
 
     def head(self) -> list[str]:
-        """What was asked, and of which topology."""
+        """The lines above the table: operator, rule, topology, operands."""
         rule = f"   {self.rule}" if self.rule else ""
         line = f"   at {self.line}" if self.line else ""
         network = f"topology {self.network}; {self.topology_why}"
         return [f"{self.op}{rule}{line}", f"  {network}", *(f"  operand {operand}" for operand in self.operands)]
 
     def foot(self) -> list[str]:
-        """What was chosen, why, and what it sends."""
+        """The lines below the table: the chosen candidate, why, and its steps."""
         hidden = self.considered - len(self.candidates)
         more = [f"{hidden:,} dearer candidates are not shown"] if hidden else []
         steps = [f"  {i}. {step}" for i, step in enumerate(self.chosen.steps, 1)] or ["  nothing is sent"]
         panels = [] if len(self.panels) < 2 else [f"in panels, forward: {', '.join(map(self._panels, self.panels))}"]
         return [*more, f"chosen: {self.chosen.name}, {self.why}", *steps, *panels]
 
-    def _panels(self, found: PanelCost) -> str:
-        mark = " (as it runs)" if found.panels == self.run_in else ""
-        return f"{found.panels}: {found.seconds * 1e6:.1f} us, {human_bytes(found.buffer_bytes)} in buffers{mark}"
+    def _panels(self, cost: PanelCost) -> str:
+        mark = " (as it runs)" if cost.panels == self.run_in else ""
+        return f"{cost.panels}: {cost.seconds * 1e6:.1f} us, {human_bytes(cost.buffer_bytes)} in buffers{mark}"
 
     def __str__(self) -> str:
         rows = [
-            ["*" if found is self.chosen else "", found.name, found.placements, *figures(found)]
-            for found in self.candidates
+            ["*" if candidate is self.chosen else "", candidate.name, candidate.placements, *figures(candidate)]
+            for candidate in self.candidates
         ]
         return "\n".join([*self.head(), text_table(HEADINGS, rows), *self.foot()])
 
 
-def figures(found: Candidate) -> list[str]:
-    """Bytes, messages, peak, four times in us, and the ratio to the bound, as people read them."""
-    seconds = (found.gather_seconds, found.compute_seconds, found.reduce_seconds, found.backward_seconds)
+def figures(priced: Candidate) -> list[str]:
+    """Bytes, messages, peak, four times in us, and the ratio to the bound, as cells of a table."""
+    seconds = (priced.gather_seconds, priced.compute_seconds, priced.reduce_seconds, priced.backward_seconds)
     return [
-        human_bytes(found.bytes_moved),
-        str(found.messages),
-        human_bytes(found.peak_bytes),
+        human_bytes(priced.bytes_moved),
+        str(priced.messages),
+        human_bytes(priced.peak_bytes),
         *(f"{s * 1e6:.1f}" for s in seconds),
-        "" if found.bound_ratio is None else f"{found.bound_ratio:.2f}",
+        "" if priced.bound_ratio is None else f"{priced.bound_ratio:.2f}",
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `explain` found: one explanation for each operator that was called, in order."""
+    """The explanations of `explain`, one for each operator that was called, in order."""
 
     operators: tuple[Explanation, ...]
 
     @property
     def chosen(self) -> Candidate:
-        """What was chosen for the first operator."""
+        """The chosen candidate of the first operator."""
         return self._first().chosen
 
     @property
@@ -168,11 +168,11 @@ class Report:
         return self.operators[0]
 
     def top(self, n: int) -> Report:
-        """The same with the `n` cheapest candidates of each operator."""
+        """The report with only the `n` cheapest candidates of each operator."""
         return Report(tuple(operator.top(n) for operator in self.operators))
 
     def to_json(self) -> str:
-        """All of it as JSON: a list, one object for each operator."""
+        """The report as JSON: a list, one object for each operator."""
         return json.dumps([operator.data() for operator in self.operators])
 
     def __str__(self) -> str:
@@ -183,7 +183,7 @@ NOTHING = "no operator on distributed tensors was called"
 
 
 def why_chosen(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
-    """Why of all candidates this one was taken, and what the alternatives would have cost."""
+    """Why `chosen` was chosen of all candidates, and the seconds or bytes of the next best ones."""
     if len(candidates) == 1:
         return "the only candidate"
     second = next(c for c in candidates if c is not chosen)
@@ -191,9 +191,9 @@ def why_chosen(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
     least = min(candidates, key=lambda c: c.bytes_moved)
     if least.bytes_moved < chosen.bytes_moved:
         text += f"; {least.name} would move fewer bytes, {human_bytes(least.bytes_moved)}, but take longer"
-    once = [c for c in candidates if c.one_copy]
-    if once and not chosen.one_copy:
-        best = min(once, key=lambda c: c.seconds)
+    stored_once = [c for c in candidates if c.one_copy]
+    if stored_once and not chosen.one_copy:
+        best = min(stored_once, key=lambda c: c.seconds)
         text += f"; of those that store each tensor once {best.name} is the cheapest, and would take "
         text += f"{_times(best.seconds, chosen.seconds)}, with a peak of {human_bytes(best.peak_bytes)}"
     return text

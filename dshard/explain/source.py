@@ -1,4 +1,4 @@
-"""Explain what is written: an expression over described tensors, or a function in a file."""
+"""`explain_source`: an expression over described tensors, or a function in a file, explained."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def parse_dtype(text: str) -> torch.dtype:
     Raises:
         NotationError: there is no such dtype.
     """
-    found = getattr(torch, SHORT.get(text, text), None) if isinstance(text, str) else text
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, SHORT.get(text, text), None) if isinstance(text, str) else text
+    if not isinstance(dtype, torch.dtype):
         names = [*SHORT, *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))]
         raise NotationError(
             f"{text!r} is no dtype: use one of {', '.join(SHORT)}, or a name of torch's such as int64"
             f"{suggestion(text, names)}"
         )
-    return found
+    return dtype
 
 
 def read_layout(text: str, mesh: Mesh) -> Layout:
@@ -74,13 +74,13 @@ def describe_tensor(text: str, mesh: Mesh, dtype: torch.dtype) -> tuple[str, DTe
         NotationError: the text is no such description.
         LayoutError: placements that the mesh or the tensor cannot have.
     """
-    found = _TENSOR.fullmatch(text)
-    if found is None or not found[1].isidentifier():
+    match = _TENSOR.fullmatch(text)
+    if match is None or not match[1].isidentifier():
         raise NotationError(
             f"{text!r} describes no tensor: write its name, sizes and placements, one for each mesh axis, as in "
             "'x: 4096x8192 S(0) R'"
         )
-    name, sizes, kind, placements = found.groups()
+    name, sizes, kind, placements = match.groups()
     layout = read_layout(placements, mesh)
     return name, _meta(layout, tuple(map(int, sizes.split("x"))), dtype if kind is None else parse_dtype(kind))
 
@@ -101,10 +101,10 @@ def explain_source(source: str, tensors: Mapping[str, DTensor]) -> Report:
         DShardError: what the expression or function raised.
     """
     check_type(source, str, "what to explain", "write an expression such as 'x @ w', or 'file.py:name'", NotationError)
-    found = _FUNCTION.fullmatch(source.strip())
-    if found is None:
+    match = _FUNCTION.fullmatch(source.strip())
+    if match is None:
         return _run(source, _expression(source, tensors))
-    function = _load(found[1], found[2])
+    function = _load(match[1], match[2])
     return _run(source, function, **_arguments(source, function, tensors))
 
 
@@ -140,8 +140,10 @@ def _load(path: str, name: str) -> Callable[..., Any]:
     module = _load_file(Path(path)) if path.endswith(".py") else _load_module(path)
     function = getattr(module, name, None)
     if not callable(function):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise NotationError(f"{path} has no function {name!r}; it has {', '.join(known) or 'none'}")
+        functions = [
+            key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")
+        ]
+        raise NotationError(f"{path} has no function {name!r}; it has {', '.join(functions) or 'none'}")
     return function  # type: ignore[no-any-return]
 
 
