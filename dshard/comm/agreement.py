@@ -152,11 +152,13 @@ def _gather_shapes(local: Tensor, layout: Layout, runtime: Runtime) -> dict[Coor
         )
     mesh = layout.mesh
     header = [_dtypes().index(local.dtype), crc32(str(layout).encode()), local.ndim]
-    mine = torch.tensor([*header, *local.shape, *([0] * (MAX_DIMS - local.ndim))], device=local.device)
+    own_row = torch.tensor([*header, *local.shape, *([0] * (MAX_DIMS - local.ndim))], device=local.device)
     group = runtime.group(mesh.names)
     ((_, _, received),) = shape_exchange(local, layout)
-    sizes = [mine.numel()] * mesh.size
-    gathered = timed("all_gather", mesh, received, group, mine.device, lambda: transport.all_gather(mine, sizes, group))
+    sizes = [own_row.numel()] * mesh.size
+    gathered = timed(
+        "all_gather", mesh, received, group, own_row.device, lambda: transport.all_gather(own_row, sizes, group)
+    )
     rows = dict(zip(mesh.coordinates(), gathered.view(mesh.size, -1).tolist(), strict=True))
     _check_same_kind(rows, layout)
     return {at: tuple(row[3 : 3 + row[2]]) for at, row in rows.items()}
@@ -165,8 +167,8 @@ def _gather_shapes(local: Tensor, layout: Layout, runtime: Runtime) -> dict[Coor
 @cache
 def _dtypes() -> list[torch.dtype]:
     """All dtypes of torch, in the same order in every process."""
-    known = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    return sorted(known, key=str)
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return sorted(dtypes, key=str)
 
 
 def _check_same_kind(rows: dict[Coordinate, list[int]], layout: Layout) -> None:

@@ -380,26 +380,28 @@ def stuck(waiting: Mapping[int, Waiting]) -> set[int]:
 
     A collective that all its ranks have reached ends. A waiting rank goes on once the ranks that it waits for do.
     """
-    moving: set[int] = set()
+    progressing: set[int] = set()
     while True:
-        more = {
-            rank for rank, w in waiting.items() if rank not in moving and _can_go_on(w, _others(w, waiting), moving)
+        next_ranks = {
+            rank
+            for rank, w in waiting.items()
+            if rank not in progressing and _can_go_on(w, _others(w, waiting), progressing)
         }
-        if not more:
-            return set(waiting) - moving
-        moving |= more
+        if not next_ranks:
+            return set(waiting) - progressing
+        progressing |= next_ranks
 
 
 def _others(here: Waiting, waiting: Mapping[int, Waiting]) -> Sequence[Waiting]:
     return [waiting[rank] for rank in here.ranks if rank != here.rank and rank in waiting]
 
 
-def _can_go_on(here: Waiting, others: Sequence[Waiting], moving: Collection[int]) -> bool:
+def _can_go_on(here: Waiting, others: Sequence[Waiting], progressing: Collection[int]) -> bool:
     passed = 0
     for other in others:
         count = other.counts.get(here.group, 0)
         if count < here.number:
-            if other.rank not in moving:
+            if other.rank not in progressing:
                 return False
         elif count > here.number or other.group != here.group:
             passed += 1

@@ -112,10 +112,10 @@ class Resharding:
             if not self._in_step:
                 for op in self._ops:
                     if op.sends and op.hop > 0:
-                        self._await(op)
+                        self._wait_for_previous_hop(op)
                         self._works.append(self._start(op))
             for key in list(self._arriving):
-                self._arrived(key)
+                self._finish_receive(key)
             for work in self._works:
                 work.wait()
             out = self._buffers.landed()
@@ -134,7 +134,7 @@ class Resharding:
             ops = list(now)
             for op in ops:
                 if op.sends and op.hop > 0:
-                    self._await(op)
+                    self._wait_for_previous_hop(op)
             works = dist.batch_isend_irecv([self._call(op) for op in ops])
             if len(works) == 1:  # one for all of them
                 works *= len(ops)
@@ -144,13 +144,13 @@ class Resharding:
                 else:
                     self._arriving[op.chain, op.index, op.hop] = _InFlight(work, op, None)
 
-    def _await(self, op: Op) -> None:
+    def _wait_for_previous_hop(self, op: Op) -> None:
         """Wait for the chunk that `op` forwards."""
         key = (op.chain, op.index, op.hop - 1)
         if key in self._arriving:
-            self._arrived(key)
+            self._finish_receive(key)
 
-    def _arrived(self, key: tuple[int, int, int]) -> None:
+    def _finish_receive(self, key: tuple[int, int, int]) -> None:
         self._arriving.pop(key).wait()
         chain, index, hop = key
         self._buffers.add(chain, index, hop + 1)
@@ -308,6 +308,6 @@ def _simulate(plan: ReshardPlan, x: Tensor) -> Tensor:
                 for index in range(len(chain.pieces())):
                     buffers[receiver].chunk(number, index, hop + 1).copy_(buffers[sender].chunk(number, index, hop))
                     buffers[receiver].add(number, index, hop + 1)
-        landed = {rank: buffers[rank].landed() for rank in plan.dst.mesh.ranks}
-        out = stack({rank: part for rank, part in landed.items() if part is not None})
+        local_tensors = {rank: buffers[rank].landed() for rank in plan.dst.mesh.ranks}
+        out = stack({rank: part for rank, part in local_tensors.items() if part is not None})
     return out if plan.last is None else run(plan.last, out)

@@ -29,7 +29,7 @@ class Buffers:
         self._landing: dict[Region, tuple[Tensor, bool]] = {}
         self._sums: dict[int, Tensor] = {}
         if self._own is not None and self._needed is not None and not pending_axes(plan.held):
-            self._keep(self._own, self._needed)
+            self._copy_own(self._own, self._needed)
 
     def chunk(self, chain: int, index: int, position: int) -> Tensor:
         """The buffer of a chunk at a position on a chain, in a dtype that can be sent."""
@@ -41,9 +41,9 @@ class Buffers:
         if 0 < position < route.terms:
             piece = route.piece(index)
             total = self._chunk(chain, index, position)
-            total += self._holding(route.region)[piece.start : piece.stop]
+            total += self._own_elements(route.region)[piece.start : piece.stop]
             if position == route.terms - 1 and self._needs(route):
-                self._land(route.region)[piece.start : piece.stop] = total
+                self._receive_buffer(route.region)[piece.start : piece.stop] = total
 
     def landed(self) -> Tensor | None:
         """The local tensor under `plan.landed`, once all chunks have arrived; None outside the destination mesh."""
@@ -61,20 +61,20 @@ class Buffers:
             if chain not in self._sums:
                 self._sums[chain] = self._like.new_empty(len(route.span))
             return self._sums[chain][piece.start - route.span.start : piece.stop - route.span.start]
-        flat = self._holding(route.region) if position == 0 else self._land(route.region)
+        flat = self._own_elements(route.region) if position == 0 else self._receive_buffer(route.region)
         return flat[piece.start : piece.stop]
 
     def _needs(self, route: Chain) -> bool:
         return self._needed is not None and overlap(route.region, self._needed) == route.region
 
-    def _holding(self, region: Region) -> Tensor:
+    def _own_elements(self, region: Region) -> Tensor:
         """This rank's own elements of a region, flat."""
         if region not in self._packed:
             assert self._own is not None
             self._packed[region] = _flat(self._here, inside(region, self._own))
         return self._packed[region]
 
-    def _land(self, region: Region) -> Tensor:
+    def _receive_buffer(self, region: Region) -> Tensor:
         """The flat receive buffer of a region: a view of the result where the region is contiguous there."""
         if region not in self._landing:
             assert self._out is not None
@@ -86,11 +86,11 @@ class Buffers:
                 self._landing[region] = self._out.view(-1)[span.start : span.stop], True
         return self._landing[region][0]
 
-    def _keep(self, own: Region, needed: Region) -> None:
-        both = overlap(own, needed)
-        if both is not None:
+    def _copy_own(self, own: Region, needed: Region) -> None:
+        shared = overlap(own, needed)
+        if shared is not None:
             assert self._out is not None
-            view_of(self._out, inside(both, needed)).copy_(view_of(self._here, inside(both, own)))
+            view_of(self._out, inside(shared, needed)).copy_(view_of(self._here, inside(shared, own)))
 
 
 def _flat(x: Tensor, region: Region) -> Tensor:

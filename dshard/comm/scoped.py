@@ -56,7 +56,7 @@ class Scoped(Generic[E, T]):
 
     def outer(self) -> State[E, T]:
         """The state of a context that entered no block; on autograd's threads, that of the caller of backward."""
-        return (self._handed_over() if self.anywhere else None) or self._none
+        return (self._backward_caller_state() if self.anywhere else None) or self._none
 
     @contextmanager
     def entered(self, change: E) -> Iterator[None]:
@@ -77,10 +77,10 @@ class Scoped(Generic[E, T]):
 
     def _set(self, state: State[E, T] | None) -> None:
         self._var.set(state)
-        if self._handed_over() is None:
+        if self._backward_caller_state() is None:
             torch._C._stash_obj_in_tls(self._key, (get_ident(), state))
 
-    def _handed_over(self) -> State[E, T] | None:
+    def _backward_caller_state(self) -> State[E, T] | None:
         """The state of the thread that called the backward pass which runs on this one, or None."""
         if not torch._C._is_key_in_tls(self._key):
             return None

@@ -67,7 +67,7 @@ def chunks(layout: Layout, shape: Shape) -> list[Any]:
     _, metadata = _torch()
     return [
         metadata.ChunkStorageMetadata(
-            offsets=torch.Size(held.start for held in box), sizes=torch.Size(len(held) for held in box)
+            offsets=torch.Size(indices.start for indices in box), sizes=torch.Size(len(indices) for indices in box)
         )
         for box in boxes(layout, shape)
     ]

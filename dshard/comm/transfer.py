@@ -220,6 +220,6 @@ def span_of(pieces: Sequence[Region], shape: Shape) -> range | None:
 
 def view_of(x: Tensor, region: Region) -> Tensor:
     """A view of the elements of `x` within `region`."""
-    for dim, held in enumerate(region):
-        x = x.narrow(dim, held.start if held else 0, len(held))
+    for dim, indices in enumerate(region):
+        x = x.narrow(dim, indices.start if indices else 0, len(indices))
     return x

@@ -41,14 +41,14 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     """Flat chunk -> the flat chunks of all ranks, rank `i` giving `sizes[i]` elements; nothing is padded."""
     if x.dtype not in _MOVES:
         return all_gather(x.view(torch.uint8), [size * x.itemsize for size in sizes], group).view(x.dtype)
-    eager, alike = not traced(x), sizes.count(sizes[0]) == len(sizes)
-    if alike and (group.backend == "nccl" or group.spread or not eager):
+    eager, equal_sizes = not traced(x), sizes.count(sizes[0]) == len(sizes)
+    if equal_sizes and (group.backend == "nccl" or group.spread or not eager):
         out = collectives.gather(x, len(sizes), group)
         return out if group.slots is None else from_slots(out, sizes, group.slots)
     if eager and _sends_in_pairs(group):
-        return _exchanged([x] * len(sizes), x, sizes, group)
+        return _exchange_in_pairs([x] * len(sizes), x, sizes, group)
     if not eager or (group.backend != "nccl" and sum(sizes) * x.itemsize <= _FEW_BYTES):
-        if alike and sizes[0]:  # as every rank then finds, so all may leave the sizes out
+        if equal_sizes and sizes[0]:  # as every rank then finds, so all may leave the sizes out
             out = collectives.share(x, len(sizes), group)
             return out if group.slots is None else from_slots(out, sizes, group.slots)
         return all_to_all(x.repeat(len(sizes)), [sizes[group.index]] * len(sizes), sizes, group)
@@ -90,8 +90,8 @@ def exchange(
     return works
 
 
-def _exchanged(send: Sequence[Tensor], like: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
-    """What each rank of the group has sent, one after the other, of these `sizes`."""
+def _exchange_in_pairs(send: Sequence[Tensor], like: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    """Exchange pieces in point-to-point messages; return the received ones, of these `sizes`, one after the other."""
     out = like.new_empty(sum(sizes))
     recv, slots = out.split(list(sizes)), group.slots or range(len(sizes))
     wait_for_pairs(begin_exchange(by_slot(send, slots), by_slot(recv, slots), group), group)
@@ -120,7 +120,7 @@ def all_to_all(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group
         received = all_to_all(x.view(torch.uint8), [s * scale for s in send], [r * scale for r in recv], group)
         return received.view(x.dtype)
     if _sends_in_pairs(group) and not traced(x):
-        return _exchanged(x.split(list(send)), x, recv, group)
+        return _exchange_in_pairs(x.split(list(send)), x, recv, group)
     if group.slots is None:
         return collectives.swap(x, send, recv, group)
     slots = group.slots

@@ -167,7 +167,7 @@ class _Call:
     def on_one_device(self, gradients: bool) -> _Expected:
         """The expected results, with gradients of the operands for which torch has them."""
         n = len(self.operands())
-        if gradients and not _writes(self.function):
+        if gradients and not _is_mutable(self.function):
             differentiable = [has_gradient(x) for x in self.operands()]
             each_alone = ([i == j and differentiable[j] for j in range(n)] for i in range(n))
             expected = self._try(differentiable) or self._try([self._try(some) is not None for some in each_alone])
@@ -175,19 +175,19 @@ class _Call:
             expected = None
         return expected or self._recorded([False] * n)
 
-    def _try(self, wanted: list[bool]) -> _Expected | None:
+    def _try(self, differentiable: list[bool]) -> _Expected | None:
         try:
-            return self._recorded(wanted) if any(wanted) else None
+            return self._recorded(differentiable) if any(differentiable) else None
         except (RuntimeError, NotImplementedError):  # an operand without a derivative
             return None
 
-    def _recorded(self, wanted: list[bool]) -> _Expected:
-        pairs = zip(self.operands(), wanted, strict=True)
-        operands = [x.detach().clone().requires_grad_(is_wanted) for x, is_wanted in pairs]
+    def _recorded(self, differentiable: list[bool]) -> _Expected:
+        pairs = zip(self.operands(), differentiable, strict=True)
+        operands = [x.detach().clone().requires_grad_(has_grad) for x, has_grad in pairs]
         outputs = self.run(operands)
         incoming = [_incoming(out, i) for i, out in enumerate(outputs)]
         gradients = [_dense(gradient) for gradient in _backward(outputs, incoming, operands)]
-        return _Expected([_detached(out) for out in outputs], incoming, wanted, gradients)
+        return _Expected([_detached(out) for out in outputs], incoming, differentiable, gradients)
 
     def choices(self, mesh: Mesh, placements: Literal["all"] | Sequence[Placement]) -> list[list[Layout]]:
         """The layouts to test, for each operand."""
@@ -219,12 +219,12 @@ class _Call:
         self, operands: Sequence[DTensor], outputs: Sequence[Any], expected: _Expected, seed: int
     ) -> list[Tensor | None]:
         incoming: list[Tensor | None] = []
-        for out, given in zip(outputs, expected.incoming, strict=True):
-            if given is None or not isinstance(out, DTensor):
+        for out, gradient in zip(outputs, expected.incoming, strict=True):
+            if gradient is None or not isinstance(out, DTensor):
                 incoming.append(None)
             else:
                 layout = out.layout.cotangent() if seed % 2 else replicated(out.layout.mesh)
-                incoming.append(distribute(given, layout))
+                incoming.append(distribute(gradient, layout))
         return _backward(outputs, incoming, operands)
 
 
@@ -260,9 +260,9 @@ def _same(rtol: float | None, atol: float | None) -> Same:
 def _backward(
     outputs: Sequence[Any], incoming: Sequence[Tensor | None], operands: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    pairs = [(out, given) for out, given in zip(outputs, incoming, strict=True) if given is not None]
+    pairs = [(out, gradient) for out, gradient in zip(outputs, incoming, strict=True) if gradient is not None]
     if pairs:
-        torch.autograd.backward([out for out, _ in pairs], [given for _, given in pairs])
+        torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
     return [x.grad for x in operands]
 
 
@@ -284,7 +284,7 @@ def _detached(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def _writes(function: Callable[..., Any]) -> bool:
+def _is_mutable(function: Callable[..., Any]) -> bool:
     return isinstance(function, OpOverload) and function._schema.is_mutable
 
 

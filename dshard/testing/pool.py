@@ -62,7 +62,7 @@ class RankPool:
         self.backend = backend
         self.timeout = timeout
         self._workers: tuple[_Worker, ...] = ()
-        self._end: Callable[[], object] = _nothing
+        self._end: Callable[[], object] = _end_nothing
 
     def run(self, fn: Callable[..., _T], *args: object, timeout: float | None = None) -> list[_T]:
         """Call `fn(*args)` on every rank; return the results in rank order, with tensors on the CPU."""
@@ -214,7 +214,7 @@ def _end(workers: Iterable[_Worker], directory: tempfile.TemporaryDirectory[str]
     del store  # held until the ranks that use it are gone
 
 
-def _nothing() -> None: ...
+def _end_nothing() -> None: ...
 
 
 def _failures(outcomes: Sequence[Outcome]) -> dict[int, Failure]:

@@ -59,8 +59,8 @@ def _check(
     same: Same,
 ) -> None:
     try:
-        for value, right in zip(run_strategy(op, call, strategy, given), expected, strict=True):
-            same(value, right)
+        for value, expected_value in zip(run_strategy(op, call, strategy, given), expected, strict=True):
+            same(value, expected_value)
     except Exception as error:
         what = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
         where = f"on the mesh ({strategy.inputs[0].mesh}), in the layouts\n  {strategy}"
@@ -109,7 +109,9 @@ def every_strategy(rule: Rule, call: Call, mesh: Mesh) -> list[Strategy]:
 
 def suggestive(rule: Rule, specs: Sequence[Spec], mesh: Mesh) -> Iterator[list[Operand]]:
     """Operands in layouts that yield every row: on each axis at most one is sharded or partial, in both axis orders."""
-    options = [(i, placement) for i, spec in enumerate(specs) for placement in _suggesting(rule, i, len(spec.shape))]
+    options = [
+        (i, placement) for i, spec in enumerate(specs) for placement in _suggestive_placements(rule, i, len(spec.shape))
+    ]
     for picked in product([(0, Replicate()), *options], repeat=mesh.ndim):
         placements: list[list[Placement]] = [[Replicate()] * mesh.ndim for _ in specs]
         for axis, (i, placement) in enumerate(picked):
@@ -121,7 +123,7 @@ def suggestive(rule: Rule, specs: Sequence[Spec], mesh: Mesh) -> Iterator[list[O
             yield [Operand(layout, spec.shape, spec.itemsize) for layout, spec in zip(turned, specs, strict=True)]
 
 
-def _suggesting(rule: Rule, operand: int, ndim: int) -> list[Placement]:
+def _suggestive_placements(rule: Rule, operand: int, ndim: int) -> list[Placement]:
     ops = {op for pending in rule.pending if operand in pending.operands for op in pending.ops}
     return [*map(Shard, range(ndim)), *map(Partial, sorted(ops))]
 

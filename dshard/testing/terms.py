@@ -20,7 +20,7 @@ Parts: TypeAlias = dict[Coordinate, Tensor]
 
 def parted(x: Tensor, layout: Layout, seed: int) -> Callable[[Coordinate], Tensor]:
     """A function from a coordinate to its local tensor of `x`, a copy; the terms of partials are random."""
-    ops, sizes = _pending(layout)
+    ops, sizes = _partial_ops(layout)
     terms = split(x.detach(), ops, sizes, seed)
     return lambda at: local_shard(terms[_term_index(layout, at)], layout.region(tuple(x.shape), at))
 
@@ -45,12 +45,12 @@ def joined(parts: Mapping[Coordinate, Tensor], layout: Layout, shape: Shape, dty
         if not _same(part, replica):
             raise AssertionError(f"[{layout}]: the ranks at {first} and {at} hold different values:\n{replica}\n{part}")
         term = terms.setdefault(index, part.new_empty(shape))
-        term[tuple(slice(held.start, held.stop) for held in region)] = part
-    ops, sizes = _pending(layout)
+        term[tuple(slice(indices.start, indices.stop) for indices in region)] = part
+    ops, sizes = _partial_ops(layout)
     return reduce([terms[i] for i in range(prod(sizes))], ops, sizes)
 
 
-def _pending(layout: Layout) -> tuple[list[ReduceOp], list[int]]:
+def _partial_ops(layout: Layout) -> tuple[list[ReduceOp], list[int]]:
     """The reductions of the layout's partial placements, and the numbers of ranks of their axes."""
     pairs = list(zip(layout.placements, layout.mesh.shape, strict=True))
     return [p.reduce_op for p, _ in pairs if isinstance(p, Partial)], [n for p, n in pairs if isinstance(p, Partial)]
@@ -86,7 +86,7 @@ def split(x: Tensor, ops: Sequence[ReduceOp], sizes: Sequence[int], seed: int) -
     noise = [torch.randint(1, 4, x.shape, generator=generator).to(x.device) for _ in range(n)]
     match ops[0]:
         case "sum" | "avg":
-            return _addends(x, noise, owner, prod(_averaged(ops, sizes)))
+            return _addends(x, noise, owner, prod(_averaged_sizes(ops, sizes)))
         case "product":
             return _factors(x, noise, owner)
         case "max" | "min":
@@ -102,7 +102,7 @@ def reduce(terms: Sequence[Tensor], ops: Sequence[ReduceOp], sizes: Sequence[int
     stacked = torch.stack([term.to(torch.float32) if half else term for term in terms])
     match ops[0]:
         case "sum" | "avg":
-            return _mean(stacked, prod(_averaged(ops, sizes))).to(dtype)
+            return _mean(stacked, prod(_averaged_sizes(ops, sizes))).to(dtype)
         case "product":
             return stacked.all(0) if dtype == torch.bool else stacked.prod(0, dtype=stacked.dtype).to(dtype)
         case "max":
@@ -120,7 +120,7 @@ def _mean(terms: Tensor, share: int) -> Tensor:
     return total / share if exact else torch.div(total, share, rounding_mode="floor")
 
 
-def _averaged(ops: Sequence[ReduceOp], sizes: Sequence[int]) -> list[int]:
+def _averaged_sizes(ops: Sequence[ReduceOp], sizes: Sequence[int]) -> list[int]:
     return [size for op, size in zip(ops, sizes, strict=True) if op == "avg"]
 
 
