@@ -1,4 +1,4 @@
-"""Seconds of one collective, and of local work: every price is made of these. Asks no planner.
+"""Seconds of one collective, and of local work: the terms of every price.
 
 A collective takes its messages one after the other, each a latency, and the bytes that its busiest rank receives over
 the bandwidth of its link (Hockney's model). Bytes are those received, so a formula has no (n - 1) / n of its own. Which
@@ -39,7 +39,7 @@ def collective_seconds(
 ) -> float:
     """Seconds of a collective along `axes`, all groups active, in which the busiest rank receives `nbytes`.
 
-    `peers` is from how many others a rank receives, where not from all of its group.
+    `peers` is the number of ranks from which a rank receives, where that is not all of its group.
     """
     axes = tuple(axes)
     n = prod(mesh.shape[mesh.axis(axis)] for axis in axes)
@@ -89,7 +89,7 @@ def pairwise_seconds(nbytes: float, n: int, link: Link) -> float:
 
 
 def broadcast_seconds(nbytes: float, n: int, link: Link) -> float:
-    """Seconds until each of `n` ranks has the `nbytes` of one: a binomial tree, whose root sends them log n times."""
+    """Seconds of a broadcast of `nbytes` to `n` ranks by a binomial tree, whose root sends them log n times."""
     return _log2(n) * (link.latency + link.seconds(nbytes))
 
 
@@ -106,15 +106,15 @@ def copy_seconds(nbytes: float, topology: Topology) -> float:
 def _exchanged_reduce_scatter_seconds(
     nbytes: float, n: int, mesh: Mesh, axes: tuple[str, ...], topology: Topology
 ) -> float:
-    """A reduce_scatter by all_to_all; then each rank reads its `n` terms and writes their sum."""
+    """Seconds of a reduce_scatter by all_to_all, after which each rank reads its `n` terms and writes their sum."""
     link = topology.link(mesh, axes, "reduce_scatter")
     if link.measured:
         return pairwise_seconds(nbytes, n, link)
     terms = nbytes / (n - 1)
-    moved = pairwise_seconds(nbytes, n, topology.link(mesh, axes, "all_to_all"))
-    return moved + work_seconds(0.0, (n + 1) * terms, topology)
+    exchange_seconds = pairwise_seconds(nbytes, n, topology.link(mesh, axes, "all_to_all"))
+    return exchange_seconds + work_seconds(0.0, (n + 1) * terms, topology)
 
 
 def _log2(n: int) -> int:
-    """The logarithm, rounded up."""
+    """The logarithm of `n` to base 2, rounded up."""
     return (n - 1).bit_length()

@@ -1,4 +1,4 @@
-"""The one door to torch.distributed: plans run here, and every collective is told to whoever listens."""
+"""Run plans on process groups: the one package that talks to torch.distributed. Listeners hear of each collective."""
 
 from dshard.comm.agreement import (
     checked_shape,

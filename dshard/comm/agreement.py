@@ -1,4 +1,4 @@
-"""What the ranks must agree on before a local tensor can be part of a global one."""
+"""Values that ranks compare or share: global shapes, replicas, topologies, objects."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ MAX_DIMS = 16
 
 
 def global_shape(local: Tensor, layout: Layout) -> Shape:
-    """The shape of the tensor whose parts under `layout` are the ranks' local tensors: they tell each other.
+    """The shape of the tensor whose local tensors under `layout` are these, found by an all_gather of their shapes.
 
     Raises:
-        ShapeError: the local shapes are not the parts of one tensor.
+        ShapeError: the local shapes are not those of one tensor.
         DtypeError, LayoutError: the ranks give different dtypes or placements.
     """
     mesh = layout.mesh
     if type(local) is LocalTensor:
         with plain():
             tensors = unstack(local)
-            return _joined({mesh.coordinate(rank): _shape(tensors[rank]) for rank in mesh.ranks}, layout)
+            return _global_shape_of({mesh.coordinate(rank): _shape(tensors[rank]) for rank in mesh.ranks}, layout)
     if traced(local) and any(isinstance(placement, Shard) for placement in layout.placements):
         raise CompileError(
             f"from_local of local shape {_shape(local)} laid out [{layout}], within a compiled region: ranks cannot "
@@ -45,12 +45,12 @@ def global_shape(local: Tensor, layout: Layout) -> Shape:
         )
     runtime = runtime_of(mesh)
     if runtime is None or not shape_exchange(local, layout):
-        return _even(_shape(local), layout)
-    return _joined(_gather_shapes(local, layout, runtime), layout)
+        return _even_global_shape(_shape(local), layout)
+    return _global_shape_of(_gather_shapes(local, layout, runtime), layout)
 
 
 def shape_exchange(local: Tensor, layout: Layout) -> list[tuple[str, tuple[str, ...], int]]:
-    """The collective in which ranks tell each other their local shapes, with the bytes that each receives, if any."""
+    """The collective that gathers the local shapes: its kind, axes and bytes received; an empty list if none runs."""
     mesh = layout.mesh
     runtime = runtime_of(mesh)
     if type(local) is LocalTensor or runtime is None or runtime.coordinate is None or traced(local):
@@ -61,30 +61,30 @@ def shape_exchange(local: Tensor, layout: Layout) -> list[tuple[str, tuple[str, 
 
 
 def checked_shape(local: Tensor, layout: Layout, shape: Shape) -> Shape:
-    """`shape`, if the local tensor of this rank is its part under `layout`.
+    """`shape`, once checked: this rank's local tensor has the shape that `layout` gives it.
 
     Raises:
-        ShapeError: it is not.
+        ShapeError: the local tensor has another shape.
     """
     layout.check(shape)
     mesh = layout.mesh
     if type(local) is LocalTensor:
-        found = {mesh.coordinate(rank): _shape(unstack(local)[rank]) for rank in mesh.ranks}
+        local_shapes = {mesh.coordinate(rank): _shape(unstack(local)[rank]) for rank in mesh.ranks}
     else:
         runtime = runtime_of(mesh)
         coordinate = (0,) * mesh.ndim if runtime is None else runtime.coordinate
-        found = {} if coordinate is None else {coordinate: _shape(local)}
-    _check(found, layout, shape)
+        local_shapes = {} if coordinate is None else {coordinate: _shape(local)}
+    _check(local_shapes, layout, shape)
     return shape
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of a process group, or of the world, gives; alone, where there is none."""
+    """The values of all ranks of a process group, or of the world; `[value]` without processes."""
     if not dist.is_initialized() or simulated_ranks() is not None:
         return [value]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def group_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -93,7 +93,7 @@ def group_rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def share(x: Tensor | None, source: int, group: Group, device: torch.device) -> Tensor:
-    """A number that the rank `source` has, as a double of no dim on all ranks of the group."""
+    """Broadcast the number `x` of rank `source` to all ranks of the group, as a float64 tensor without dims."""
     number = torch.zeros(1, dtype=torch.float64, device=device)
     if x is not None:
         number.fill_(x.detach().item())
@@ -101,7 +101,7 @@ def share(x: Tensor | None, source: int, group: Group, device: torch.device) -> 
 
 
 def same_replicas(local: Tensor, layout: Layout) -> Tensor:
-    """The local tensor of the first rank on each axis where the tensor is replicated, on all ranks of that axis."""
+    """Broadcast the first rank's local tensor along each mesh axis on which the tensor is replicated."""
     for i, placement in enumerate(layout.placements):
         if placement == Replicate() and layout.mesh.shape[i] > 1:
             local = _from_first(local, layout.mesh, i)
@@ -109,9 +109,9 @@ def same_replicas(local: Tensor, layout: Layout) -> Tensor:
 
 
 def same_topology(topology: Topology, mesh: Mesh) -> Topology:
-    """The topology of the mesh's first rank, on all its ranks: they price alike only on the same one.
+    """Broadcast the topology of the mesh's first rank to all its ranks, so that all of them choose the same plans.
 
-    Two broadcasts: of the size of its JSON, and of that. Without processes, or with one rank, there is nothing to send.
+    Two broadcasts: the size of its JSON, then the JSON. Without processes, or with one rank, nothing is sent.
     """
     runtime = runtime_of(mesh)
     if simulated_ranks() is not None or runtime is None or runtime.coordinate is None or mesh.size == 1:
@@ -151,26 +151,28 @@ def _gather_shapes(local: Tensor, layout: Layout, runtime: Runtime) -> dict[Coor
             f"from_local takes tensors of at most {MAX_DIMS} dims unless shape= is given, got {local.ndim}"
         )
     mesh = layout.mesh
-    told_too = [_dtypes().index(local.dtype), crc32(str(layout).encode()), local.ndim]
-    mine = torch.tensor([*told_too, *local.shape, *([0] * (MAX_DIMS - local.ndim))], device=local.device)
+    header = [_dtypes().index(local.dtype), crc32(str(layout).encode()), local.ndim]
+    own_row = torch.tensor([*header, *local.shape, *([0] * (MAX_DIMS - local.ndim))], device=local.device)
     group = runtime.group(mesh.names)
     ((_, _, received),) = shape_exchange(local, layout)
-    parts = [mine.numel()] * mesh.size
-    found = timed("all_gather", mesh, received, group, mine.device, lambda: transport.all_gather(mine, parts, group))
-    rows = dict(zip(mesh.coordinates(), found.view(mesh.size, -1).tolist(), strict=True))
-    _check_alike(rows, layout)
+    sizes = [own_row.numel()] * mesh.size
+    gathered = timed(
+        "all_gather", mesh, received, group, own_row.device, lambda: transport.all_gather(own_row, sizes, group)
+    )
+    rows = dict(zip(mesh.coordinates(), gathered.view(mesh.size, -1).tolist(), strict=True))
+    _check_same_kind(rows, layout)
     return {at: tuple(row[3 : 3 + row[2]]) for at, row in rows.items()}
 
 
 @cache
 def _dtypes() -> list[torch.dtype]:
-    """All dtypes, in an order that is the same in every process."""
-    known = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    return sorted(known, key=str)
+    """All dtypes of torch, in the same order in every process."""
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return sorted(dtypes, key=str)
 
 
-def _check_alike(rows: dict[Coordinate, list[int]], layout: Layout) -> None:
-    """Refuse parts of different dtypes or layouts: all ranks know those of all.
+def _check_same_kind(rows: dict[Coordinate, list[int]], layout: Layout) -> None:
+    """Refuse local tensors of different dtypes or layouts; every rank has the rows of all ranks.
 
     Raises:
         DtypeError: the local tensors have different dtypes.
@@ -185,13 +187,13 @@ def _check_alike(rows: dict[Coordinate, list[int]], layout: Layout) -> None:
         raise LayoutError(f"from_local: the ranks give different placements, this one [{layout}]: give the same on all")
 
 
-def _joined(shapes: dict[Coordinate, Shape], layout: Layout) -> Shape:
-    """The shape whose parts have these shapes."""
+def _global_shape_of(shapes: dict[Coordinate, Shape], layout: Layout) -> Shape:
+    """The global shape of the tensor whose local tensors have these shapes."""
     origin = (0,) * layout.mesh.ndim
     first = shapes[origin]
     if any(len(shape) != len(first) for shape in shapes.values()):
         raise ShapeError(
-            f"the local tensors {_listed(shapes)} have different numbers of dims: "
+            f"the local tensors {_shape_list(shapes)} have different numbers of dims: "
             "each rank must give a part of one tensor"
         )
     sizes = []
@@ -203,22 +205,22 @@ def _joined(shapes: dict[Coordinate, Shape], layout: Layout) -> Shape:
 
 
 def _check(shapes: dict[Coordinate, Shape], layout: Layout, shape: Shape) -> None:
-    right = {at: layout.local_shape(shape, at) for at in shapes}
-    wrong = {at: found for at, found in shapes.items() if found != right[at]}
+    expected_shapes = {at: layout.local_shape(shape, at) for at in shapes}
+    wrong = {at: local_shape for at, local_shape in shapes.items() if local_shape != expected_shapes[at]}
     if wrong:
-        expected = _listed({at: right[at] for at in wrong})
+        expected = _shape_list({at: expected_shapes[at] for at in wrong})
         raise ShapeError(
-            f"local tensors {_listed(wrong)} cannot be the parts of a tensor of shape {shape} laid out [{layout}], "
+            f"local tensors {_shape_list(wrong)} cannot be the parts of a tensor of shape {shape} laid out [{layout}], "
             f"whose parts are {expected}: split it as torch.chunk does, or use distribute_tensor"
         )
 
 
-def _listed(shapes: dict[Coordinate, Shape]) -> str:
+def _shape_list(shapes: dict[Coordinate, Shape]) -> str:
     shown = [f"{shape} at {at}" for at, shape in list(shapes.items())[:4]]
     return ", ".join(shown) + (", ..." if len(shapes) > 4 else "")
 
 
-def _even(local: Shape, layout: Layout) -> Shape:
+def _even_global_shape(local: Shape, layout: Layout) -> Shape:
     sizes = list(local)
     for i, placement in enumerate(layout.placements):
         if isinstance(placement, Shard):

@@ -21,7 +21,7 @@ from dshard.redistribute import AllReduce, Plan
 
 
 class AsyncLocal:
-    """A local tensor that is still to come: whoever asks for it first waits, and gets the collective's error if any."""
+    """A local tensor whose collective is in flight: the first call waits for it, and raises its error if it has one."""
 
     __slots__ = ("_finish", "_value")
 
@@ -40,41 +40,42 @@ Start: TypeAlias = Callable[[Tensor, bool], AsyncLocal | None]
 
 
 def async_start(plan: Plan) -> Start:
-    """What begins the first collective of a plan on a local tensor, which must not be written until the end.
+    """A function that begins the first collective of `plan` on a local tensor, which must not be written until the end.
 
-    With True the tensor may be overwritten, for nobody else wants it. What comes after it runs when the result is first
-    used. It gives None where nothing can run beside the computation: without processes, on simulated ranks, while
-    torch.compile traces, or where what is pending is not a sum or a mean; nor while somebody listens, who would
-    otherwise hear of a plan's second collective long after its operator.
+    Its second argument says whether the collective may overwrite the local tensor. The later steps of the plan run when
+    the result is first used. The function returns None where the plan cannot be in flight: without processes, on
+    simulated ranks, while torch.compile traces, for partial placements other than sum and mean, and while there are
+    listeners.
     """
     runtime = runtime_of(plan.src.mesh)
     pending = (p for p in (*plan.src.placements, *plan.dst.placements) if isinstance(p, Partial))
     if not plan.steps or runtime is None or runtime.coordinate is None:
-        return _not_begun
+        return _never_begins
     if any(p.reduce_op not in ("sum", "avg") for p in pending):
-        return _not_begun
-    found, reduce = runtime, _reducing(plan, runtime)
+        return _never_begins
+    plan_runtime, all_reduce = runtime, _single_all_reduce(plan, runtime)
 
     def start(x: Tensor, own: bool) -> AsyncLocal | None:
+        # listeners would hear of the plan's second collective long after the operator that asked for it
         if LISTENERS or type(x) is not Tensor or x.is_meta:
             return None
-        if reduce is None or not transport.reduces(x.dtype, *reduce[1:]):
+        if all_reduce is None or not transport.reduces(x.dtype, *all_reduce[1:]):
             with torch.no_grad():
-                return _in_flight(plan, x, found)
+                return _begin_plan(plan, x, plan_runtime)
         if not torch.is_grad_enabled():
-            return reduce[0](x, own)
+            return all_reduce[0](x, own)
         with torch.no_grad():
-            return reduce[0](x, own)
+            return all_reduce[0](x, own)
 
     return start
 
 
-def _not_begun(x: Tensor, own: bool) -> None:
+def _never_begins(x: Tensor, own: bool) -> None:
     return None
 
 
-def _reducing(plan: Plan, runtime: Runtime) -> tuple[Start, ReduceOp, str] | None:
-    """For an all_reduce alone what begins it, its reduction, and the backend, which may reduce by itself."""
+def _single_all_reduce(plan: Plan, runtime: Runtime) -> tuple[Start, ReduceOp, str] | None:
+    """For a plan of one all_reduce: the function that begins it, its reduction, and the backend; None for others."""
     step = plan.steps[0]
     if len(plan.steps) > 1 or not isinstance(step, AllReduce) or rank_checks.enabled():
         return None
@@ -92,22 +93,22 @@ def _reducing(plan: Plan, runtime: Runtime) -> tuple[Start, ReduceOp, str] | Non
     return None if len(group.ranks) == 1 else (reduce, op, group.backend)
 
 
-def _in_flight(plan: Plan, x: Tensor, runtime: Runtime) -> AsyncLocal | None:
+def _begin_plan(plan: Plan, x: Tensor, runtime: Runtime) -> AsyncLocal | None:
     assert runtime.coordinate is not None
     backend = runtime.group(runtime.mesh.names).backend
     key = (plan, x.dtype)
-    legs = runtime.legs.get(key)
-    if legs is None:
-        found = collective_ops_of(plan, None, runtime.coordinate, x.dtype, backend, runtime.group)
-        legs = runtime.legs.add(key, found)
+    ops = runtime.legs.get(key)
+    if ops is None:
+        compiled = collective_ops_of(plan, None, runtime.coordinate, x.dtype, backend, runtime.group)
+        ops = runtime.legs.add(key, compiled)
     else:
         runtime.legs.hits += 1
-    if not any(isinstance(leg, CollectiveOp) for leg in legs):
+    if not any(isinstance(op, CollectiveOp) for op in ops):
         return None
     if rank_checks.enabled():
         rank_checks.compare(plan, runtime)
     space, launch = Session(Workspace(), runtime), partial(launch_on, runtime)
-    flight = advance(begin(legs, x.contiguous(), space), launch)
+    flight = advance(begin(ops, x.contiguous(), space), launch)
 
     def wait() -> Tensor:
         with torch.no_grad():
@@ -117,7 +118,10 @@ def _in_flight(plan: Plan, x: Tensor, runtime: Runtime) -> AsyncLocal | None:
 
 
 class LazyLocal:
-    """A tensor's local part while it has none of its own, which else comes before this: waited for, and kept."""
+    """Descriptor of `_local` where the local tensor is in flight: waits at the first access, and keeps the result.
+
+    It is no data descriptor, so a `_local` of the instance comes first.
+    """
 
     def __get__(self, x: Any, owner: Any = None) -> Any:
         if x is None:

@@ -1,8 +1,8 @@
-"""Plans in legs, each one collective from buffer to buffer, that begin and finish at different times.
+"""Asynchronous redistribution: a plan as collective operations, each from buffer to buffer, begun and finished apart.
 
-What moves here is written as a program: a generator that yields each collective when it is to begin, and is sent what
-waits for its end. So one program serves ranks that have processes, where collectives run beside the computation, ranks
-simulated in one process, and a rehearsal without data, which finds the memory that the program needs.
+A program is a generator that yields the request of each collective when it begins, and is sent the function that waits
+for its end. One program serves ranks with processes, where collectives run beside the computation, ranks simulated in
+one process, and runs without data, which find the memory that the program needs.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOp:
-    """One collective of a panel, or of a whole tensor.
+    """One collective of a panel, or of a whole local tensor.
 
-    `give` are the regions sent, one after the other, `take` those received, of a tensor of `shape`; None for a whole
-    tensor, flat. With `terms` so many equal pieces arrive, and their reduction is what is wanted. `event` is what
-    listeners are told, `elements` how much of it is received.
+    `give` are the regions sent, one after the other, `take` those received, of a tensor of `shape`; None for the flat
+    tensor. `terms`, where not 0, is the number of equal pieces that arrive and are reduced. `event` names the
+    collective to listeners, `elements` is how many it receives.
     """
 
     message: Message
@@ -65,7 +65,7 @@ class CollectiveOp:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A collective to begin: it sends `buffer` and receives in `out`. `loan` is to be returned once it has ended."""
+    """A collective to begin: it sends `buffer` and receives in `out`. `loan` returns to the pool once it has ended."""
 
     leg: CollectiveOp
     buffer: Tensor
@@ -79,7 +79,7 @@ Program: TypeAlias = Generator[Request, Wait, T]
 
 @dataclass(slots=True)
 class InFlight:
-    """A tensor on its way: what waits for the leg that has begun, and the legs still to come."""
+    """A local tensor in flight: the request that has begun, the function that waits for it, and the remaining steps."""
 
     value: Tensor
     request: Request | None
@@ -96,35 +96,35 @@ def send_receive(
     recv = tuple(prod(shape) if i == source else 0 for i in range(n))
     elements = 0 if source == at[axis] else prod(shape)
     message = Message("all_to_all", mesh, name, mesh.group(name, at), at[axis], None, send, recv, elements)
-    leg = CollectiveOp(message, None, None, shape, event="permute", elements=elements)
+    op = CollectiveOp(message, None, None, shape, event="permute", elements=elements)
     group = group_of(name)
-    return leg if group is None or group.slots is None else in_slots(leg, group.slots)
+    return op if group is None or group.slots is None else in_slots(op, group.slots)
 
 
 def begin(legs: Sequence[CollectiveOp | Local], x: Tensor, space: Session) -> Program[InFlight]:
-    """Begin the first collective on the way of the local tensor `x`."""
+    """Run the local steps of `legs` on the local tensor `x` up to the first collective, and begin that."""
     for i, leg in enumerate(legs):
         if isinstance(leg, CollectiveOp):
             request = _pack(leg, x, space)
             wait = yield request
             return InFlight(x, request, wait, legs[i + 1 :])
         x = leg(x)
-    return InFlight(x, None, _nothing, ())
+    return InFlight(x, None, _no_wait, ())
 
 
 def finish(flight: InFlight, space: Session) -> Program[Tensor]:
-    """The local tensor at the end of its way; it may lie in a buffer of `space`."""
+    """Wait for the collective in flight and run the remaining steps; the result may be a buffer of `space`."""
     while flight.request is not None:
         flight.wait()
-        found = _unpack(flight.request, space)
-        flight = yield from begin(flight.rest, found, space)
+        local = _unpack(flight.request, space)
+        flight = yield from begin(flight.rest, local, space)
         if flight.request is not None:
-            flight.request = _returning(flight.request, found, space)
+            flight.request = _with_returned_buffer(flight.request, local, space)
     return flight.value
 
 
-def _returning(request: Request, x: Tensor, space: Session) -> Request:
-    """The request, which returns the buffer `x` that it was made of: at once if it was copied."""
+def _with_returned_buffer(request: Request, x: Tensor, space: Session) -> Request:
+    """Return the buffer `x` to `space`: now if it was copied, else when the request completes."""
     if request.loan is None and same_memory(request.buffer, x):
         return replace(request, loan=x)
     space.give(x)
@@ -139,13 +139,13 @@ def same_memory(x: Tensor, y: Tensor) -> bool:
 def collective_ops_of(
     plan: Plan, panel: Panel | None, coordinate: Coordinate, dtype: torch.dtype, backend: str, group_of: GroupOf
 ) -> tuple[CollectiveOp | Local, ...]:
-    """What the rank at `coordinate` does to move a panel of a tensor, or all of it, by `plan`."""
-    whole = Panel(0, (range(plan.shape[0]),)) if plan.shape else None
-    part = whole if panel is None else panel
-    found: list[CollectiveOp | Local] = []
+    """The steps of the rank at `coordinate` that redistribute a panel, or the full tensor for None, by `plan`."""
+    full = Panel(0, (range(plan.shape[0]),)) if plan.shape else None
+    selected = full if panel is None else panel
+    ops: list[CollectiveOp | Local] = []
     for step, layout in zip(plan.steps, plan.layouts(), strict=True):
-        found += _compile(step, layout, plan.shape, part, coordinate, dtype, backend, group_of)
-    return tuple(found)
+        ops += _compile(step, layout, plan.shape, selected, coordinate, dtype, backend, group_of)
+    return tuple(ops)
 
 
 def _compile(
@@ -158,18 +158,18 @@ def _compile(
     backend: str,
     group_of: GroupOf,
 ) -> list[CollectiveOp | Local]:
-    mesh, there = layout.mesh, after(step, layout)
+    mesh, result_layout = layout.mesh, after(step, layout)
     ranks = mesh.group(axes_of(step), at)
-    moved = messages(step, layout, shape, at) if panel is None else panel.messages(step, layout, shape, at)
+    regions = messages(step, layout, shape, at) if panel is None else panel.messages(step, layout, shape, at)
     if isinstance(step, Slice):
-        return [_narrow(layout, there, shape, panel, at)] if len(ranks) > 1 else []
+        return [_narrow(layout, result_layout, shape, panel, at)] if len(ranks) > 1 else []
     if isinstance(step, Pend):
         first = at[mesh.axis(step.axis)] == 0
         return [] if first or step.op == "avg" else [torch.zeros_like]
-    assert moved is not None
+    assert regions is not None
     if len(ranks) == 1:
-        return [_view(moved.send[0])] if isinstance(step, ReduceExchange) else []
-    elements = received_of(step, moved, layout, at)
+        return [_view(regions.send[0])] if isinstance(step, ReduceExchange) else []
+    elements = received_of(step, regions, layout, at)
     message = Message(
         "all_to_all",
         mesh,
@@ -177,41 +177,41 @@ def _compile(
         ranks,
         ranks.index(mesh.rank(at)),
         step.op if isinstance(step, ReduceScatter | ReduceExchange | AllReduce) else None,
-        tuple(map(numel, moved.send)),
-        tuple(map(numel, moved.recv)),
+        tuple(map(numel, regions.send)),
+        tuple(map(numel, regions.recv)),
         elements,
     )
-    end = () if panel is None and not shape else there.local_shape(shape, at)
+    result_shape = () if panel is None and not shape else result_layout.local_shape(shape, at)
     if panel is not None:
-        end = panel.shape(there, shape, at)
-    legs = _collective_ops(step, message, moved, end, dtype, backend)
+        result_shape = panel.shape(result_layout, shape, at)
+    ops = _collective_ops(step, message, regions, result_shape, dtype, backend)
     group = group_of(axes_of(step))
-    return [leg if group is None or group.slots is None else in_slots(leg, group.slots) for leg in legs]
+    return [op if group is None or group.slots is None else in_slots(op, group.slots) for op in ops]
 
 
 def _collective_ops(
-    step: Step, message: Message, moved: Messages, shape: Shape, dtype: torch.dtype, backend: str
+    step: Step, message: Message, regions: Messages, shape: Shape, dtype: torch.dtype, backend: str
 ) -> list[CollectiveOp]:
     n, elements = len(message.ranks), message.received
     if isinstance(step, AllReduce):
         if step.op == "sum" and reduces(dtype, step.op, backend):
-            whole = replace(message, collective="all_reduce")
-            return [CollectiveOp(whole, None, None, shape, event="all_reduce", elements=elements)]
-        return _two_all_reduce_ops(message, shape)
+            all_reduce = replace(message, collective="all_reduce")
+            return [CollectiveOp(all_reduce, None, None, shape, event="all_reduce", elements=elements)]
+        return _exchange_and_gather(message, shape)
     if isinstance(step, AllGather):
         gather = replace(message, collective="all_gather")
-        return [CollectiveOp(gather, None, moved.recv, shape, event="all_gather", elements=elements)]
+        return [CollectiveOp(gather, None, regions.recv, shape, event="all_gather", elements=elements)]
     if not isinstance(step, ReduceScatter | ReduceExchange):
-        return [CollectiveOp(message, moved.send, moved.recv, shape, event="all_to_all", elements=elements)]
+        return [CollectiveOp(message, regions.send, regions.recv, shape, event="all_to_all", elements=elements)]
     if backend == "nccl" and len(set(message.send)) == 1 and reduces(dtype, step.op, backend):
         scatter = replace(message, collective="reduce_scatter")
-        return [CollectiveOp(scatter, moved.send, None, shape, event="reduce_scatter", elements=elements)]
+        return [CollectiveOp(scatter, regions.send, None, shape, event="reduce_scatter", elements=elements)]
     pieces = replace(message, recv=message.recv * n)
-    return [CollectiveOp(pieces, moved.send, None, shape, n, "reduce_scatter", elements)]
+    return [CollectiveOp(pieces, regions.send, None, shape, n, "reduce_scatter", elements)]
 
 
-def _two_all_reduce_ops(message: Message, shape: Shape) -> list[CollectiveOp]:
-    """Flat chunks exchanged and reduced, then gathered: for what the backend does not reduce by itself."""
+def _exchange_and_gather(message: Message, shape: Shape) -> list[CollectiveOp]:
+    """An all_reduce by an exchange of chunks, a local reduction and an all_gather: where the backend cannot reduce."""
     n, size = len(message.ranks), prod(shape)
     sizes = tuple(len(chunk(size, n, i)) for i in range(n))
     own = sizes[message.index]
@@ -224,7 +224,7 @@ def _two_all_reduce_ops(message: Message, shape: Shape) -> list[CollectiveOp]:
 
 
 def in_slots(leg: CollectiveOp, slots: Sequence[int]) -> CollectiveOp:
-    """The same with the peers in the order of the process group."""
+    """The operation with its peers in the order of the process group, whose `slots` are given."""
     order = sorted(range(len(slots)), key=slots.__getitem__)
     m = leg.message
 
@@ -244,10 +244,10 @@ def in_slots(leg: CollectiveOp, slots: Sequence[int]) -> CollectiveOp:
 
 
 def _narrow(src: Layout, dst: Layout, shape: Shape, panel: Panel | None, at: Coordinate) -> Local:
-    part = inside(dst.region(shape, at), src.region(shape, at))
+    region = inside(dst.region(shape, at), src.region(shape, at))
     if panel is not None:
-        part = panel.region(part, src.dim_range(panel.dim, shape[panel.dim], at).start)
-    return _view(part)
+        region = panel.region(region, src.dim_range(panel.dim, shape[panel.dim], at).start)
+    return _view(region)
 
 
 def _view(region: Region) -> Local:
@@ -259,9 +259,9 @@ def _pack(leg: CollectiveOp, x: Tensor, space: Session) -> Request:
     match message.collective:
         case "all_gather":
             out = space.take((sum(message.recv),), x)
-            own = out.split(list(message.recv))[message.index]
-            own.view(x.shape).copy_(x)
-            return Request(leg, own, out)
+            own_chunk = out.split(list(message.recv))[message.index]
+            own_chunk.view(x.shape).copy_(x)
+            return Request(leg, own_chunk, out)
         case "all_reduce":
             out = space.take((x.numel(),), x)
             out.view(x.shape).copy_(x)
@@ -273,7 +273,7 @@ def _pack(leg: CollectiveOp, x: Tensor, space: Session) -> Request:
 
 
 def flat(pieces: Sequence[Region] | None, x: Tensor, space: Session) -> Tensor:
-    """The pieces of `x` one after the other: its own memory where they lie so."""
+    """The pieces of `x` one after the other, flat; a view of `x` where its memory has them in this order."""
     if pieces is None:
         pieces = [tuple(map(range, x.shape))]
     elif pieces and len(pieces[0]) == 1:  # of a tensor that is sent flat
@@ -289,27 +289,27 @@ def flat(pieces: Sequence[Region] | None, x: Tensor, space: Session) -> Tensor:
 
 
 def _unpack(request: Request, space: Session) -> Tensor:
-    leg, found = request.leg, request.out
+    leg, result = request.leg, request.out
     if request.loan is not None:
         space.give(request.loan)
     if leg.terms:
         assert leg.message.op is not None
-        found = reduced(found.view(leg.terms, -1), leg.message.op, space)
+        result = reduced(result.view(leg.terms, -1), leg.message.op, space)
     if leg.take is None:
-        return found.view(leg.shape)
+        return result.view(leg.shape)
     shape = leg.shape if len(leg.take[0]) == len(leg.shape) else (prod(leg.shape),)
     if _in_order(leg.take, shape):
-        return found.view(leg.shape)
-    out = space.take(shape, found)
-    for part, piece in zip(found.split([numel(piece) for piece in leg.take]), leg.take, strict=True):
+        return result.view(leg.shape)
+    out = space.take(shape, result)
+    for part, piece in zip(result.split([numel(piece) for piece in leg.take]), leg.take, strict=True):
         if part.numel():
             view_of(out, piece).copy_(part.view(tuple(map(len, piece))))
-    space.give(found)
+    space.give(result)
     return out.view(leg.shape)
 
 
 def reduced(terms: Tensor, op: ReduceOp, space: Session) -> Tensor:
-    """The rows of a buffer reduced, in another one; half precision is summed in single."""
+    """Reduce the rows of a buffer of `space` into another, and return the first; half precision is summed in single."""
     if op not in ("sum", "avg"):  # an operand completed before it is multiplied
         out = space.take((terms.shape[1],), terms)
         out.copy_(reduce(terms, op))
@@ -331,8 +331,8 @@ def reduced(terms: Tensor, op: ReduceOp, space: Session) -> Tensor:
 
 
 def _in_order(pieces: Sequence[Region], shape: Shape) -> bool:
-    """Whether the pieces of a tensor of `shape`, one after the other, are the whole of it as it lies in memory."""
+    """Whether the pieces, one after the other, are all elements of a contiguous tensor of `shape` in memory order."""
     return span_of([piece for piece in pieces if numel(piece)], shape) == range(prod(shape))
 
 
-def _nothing() -> None: ...
+def _no_wait() -> None: ...

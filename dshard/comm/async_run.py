@@ -1,4 +1,4 @@
-"""Programs run: on the process groups of a mesh, on all its ranks simulated in one process, or without data."""
+"""Run programs: on the process groups of a mesh, on all its ranks simulated in one process, or without data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dshard.mesh import Coordinate, Mesh
 from dshard.redistribute import Plan
 
 T = TypeVar("T")
-# what torch 2.13 calls them, and what it called them before
+# torch 2.13 has new names for these two
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _c10d = torch.ops._c10d_functional
@@ -35,10 +35,10 @@ Make: TypeAlias = Callable[[Coordinate, Session, Sequence[Tensor]], Program[Resu
 
 
 def run_program(mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[Plan] = ()) -> Results:
-    """What the program makes of the local tensors of this rank, or of each simulated one.
+    """Run the program of this rank, or of each simulated rank, on local tensors; return its results.
 
-    Collectives run beside what the program computes between their begin and their end. `plans` are what the ranks
-    compare beforehand in debug mode.
+    Collectives run beside the computation between their begin and their end. In debug mode the ranks first compare
+    `plans`.
 
     Raises:
         MeshError: the mesh has no processes.
@@ -48,7 +48,7 @@ def run_program(mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequen
             return _simulate(mesh, make, tensors)
         if any(x.is_meta for x in tensors):
             with Workspace().session() as space:
-                return advance(make((0,) * mesh.ndim, space, tensors), _rehearsed)
+                return advance(make((0,) * mesh.ndim, space, tensors), _launch_without_data)
         runtime = runtime_of(mesh)
         if runtime is None or runtime.coordinate is None:
             why = "has no processes" if runtime is None else f"does not contain this rank, {runtime.rank}"
@@ -58,50 +58,50 @@ def run_program(mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequen
                 rank_checks.compare(plan, runtime)
         if any(map(traced, tensors)):
             return advance(
-                make(runtime.coordinate, FreshBuffers(WORKSPACE, runtime), tensors), partial(_announced, runtime)
+                make(runtime.coordinate, FreshBuffers(WORKSPACE, runtime), tensors), partial(_launch_traced, runtime)
             )
         with WORKSPACE.session(runtime) as space:
             return advance(make(runtime.coordinate, space, tensors), partial(launch_on, runtime))
 
 
 def run_without_data(make: Make, tensors: Sequence[Tensor], coordinate: Coordinate) -> tuple[Results, int]:
-    """What the program makes of tensors without data, and the most bytes that it has in buffers at once."""
+    """Run a program on tensors without data; return its results, and the peak bytes of its buffers."""
     workspace = Workspace()
     with torch.no_grad(), workspace.session() as space:
-        return advance(make(coordinate, space, tensors), lambda request: _done), workspace.peak
+        return advance(make(coordinate, space, tensors), lambda request: _no_wait), workspace.peak
 
 
 def advance(program: Program[T], launch: Callable[[Request], Wait]) -> T:
-    """Run a program, each collective begun by `launch`."""
+    """Run a program to its end, and return its value; `launch` begins each collective."""
     try:
         request = next(program)
         while True:
             request = program.send(launch(request))
     except StopIteration as stop:
-        found: T = stop.value
-        return found
+        value: T = stop.value
+        return value
 
 
 def _simulate(mesh: Mesh, make: Make, tensors: Sequence[Tensor]) -> Results:
-    """All programs in step: they begin the same collectives in the same order."""
+    """Run the programs of all ranks in step; they begin the same collectives in the same order."""
     with plain(), Workspace().session() as space:
         locals_of = [unstack(x) for x in tensors]
         programs = {r: make(mesh.coordinate(r), space, [parts[r] for parts in locals_of]) for r in mesh.ranks}
-        found: dict[int, Results] = {}
-        sent: dict[int, Wait | None] = dict.fromkeys(programs)
-        while len(found) < len(programs):
+        results: dict[int, Results] = {}
+        waits: dict[int, Wait | None] = dict.fromkeys(programs)
+        while len(results) < len(programs):
             requests: dict[int, Request] = {}
             for rank, program in programs.items():
-                wait = sent[rank]
+                wait = waits[rank]
                 try:
                     requests[rank] = next(program) if wait is None else program.send(wait)
                 except StopIteration as stop:
-                    found[rank] = stop.value
-            assert not (found and requests), "programs of all ranks have the same collectives"
+                    results[rank] = stop.value
+            assert not (results and requests), "programs of all ranks have the same collectives"
             _exchange(requests)
-            sent = dict.fromkeys(programs, _done)
-        n = len(found[mesh.ranks[0]])
-        return tuple(stack({rank: found[rank][i] for rank in mesh.ranks}) for i in range(n))
+            waits = dict.fromkeys(programs, _no_wait)
+        n = len(results[mesh.ranks[0]])
+        return tuple(stack({rank: results[rank][i] for rank in mesh.ranks}) for i in range(n))
 
 
 def _exchange(requests: dict[int, Request]) -> None:
@@ -112,64 +112,64 @@ def _exchange(requests: dict[int, Request]) -> None:
         itemsize = next(iter(requests.values())).buffer.itemsize
         emit(busiest.event, busiest.message.mesh, busiest.message.axes, busiest.elements * itemsize)
     messages = {rank: request.leg.message for rank, request in requests.items()}
-    moved = exchange(messages, {rank: request.buffer.reshape(-1) for rank, request in requests.items()})
+    received = exchange(messages, {rank: request.buffer.reshape(-1) for rank, request in requests.items()})
     for rank, request in requests.items():
-        request.out.copy_(moved[rank].view(request.out.shape))
+        request.out.copy_(received[rank].view(request.out.shape))
 
 
 def launch_on(runtime: Runtime, request: Request) -> Wait:
-    """Begin a collective, and return what waits for it."""
+    """Begin a collective, and return the function that waits for its end."""
     leg, group = request.leg, runtime.group(request.leg.message.axes)
     nbytes = leg.elements * request.buffer.itemsize
     if leg.event and measuring():
         device = request.buffer.device
-        timed(leg.event, leg.message.mesh, nbytes, group, device, partial(_at_once, request, group))
-        return _done
+        timed(leg.event, leg.message.mesh, nbytes, group, device, partial(_run_now, request, group))
+        return _no_wait
     if LISTENERS and leg.event:
         emit(leg.event, leg.message.mesh, leg.message.axes, nbytes)
     return partial(_wait(request, group), _work_of(request, group), group)
 
 
-def _at_once(request: Request, group: Group) -> Tensor:
+def _run_now(request: Request, group: Group) -> Tensor:
     _wait(request, group)(_work_of(request, group), group)
     return request.out
 
 
 def _wait(request: Request, group: Group) -> Callable[[list[dist.Work], Group], None]:
-    """What waits for `_works`."""
+    """The function that waits for the works that `_work_of` returns."""
     pairs = in_pairs(group) and request.leg.message.collective in ("all_gather", "all_to_all")
     return wait_for_pairs if pairs else wait_all
 
 
-def _rehearsed(request: Request) -> Wait:
+def _launch_without_data(request: Request) -> Wait:
     leg = request.leg
     if LISTENERS and leg.event:
         emit(leg.event, leg.message.mesh, leg.message.axes, leg.elements * request.buffer.itemsize)
-    return _done
+    return _no_wait
 
 
-def _announced(runtime: Runtime, request: Request) -> Wait:
-    """The functional collective begun; what waits for it."""
+def _launch_traced(runtime: Runtime, request: Request) -> Wait:
+    """Begin the functional collective while torch traces; return the function that waits for its end."""
     message = request.leg.message
     name, buffer, n = runtime.group(message.axes).name, movable(request.buffer), len(message.ranks)
     scale = request.buffer.itemsize // buffer.itemsize
     send, recv = ([size * scale for size in sizes] for sizes in (message.send, message.recv))
     match message.collective:
         case "all_gather" if len(set(recv)) == 1:
-            begun = _c10d.all_gather_into_tensor(buffer, n, name)
+            result = _c10d.all_gather_into_tensor(buffer, n, name)
         case "all_gather":
-            begun = _c10d.all_to_all_single(buffer.repeat(n), recv, [buffer.numel()] * n, name)
+            result = _c10d.all_to_all_single(buffer.repeat(n), recv, [buffer.numel()] * n, name)
         case "all_to_all":
-            begun = _c10d.all_to_all_single(buffer, recv, send, name)
+            result = _c10d.all_to_all_single(buffer, recv, send, name)
         case "reduce_scatter":
-            begun = _c10d.reduce_scatter_tensor(buffer, message.op, n, name)
+            result = _c10d.reduce_scatter_tensor(buffer, message.op, n, name)
         case "all_reduce":
-            begun = _c10d.all_reduce(buffer, message.op, name)
-    return lambda: movable(request.out).copy_(_c10d.wait_tensor(begun))
+            result = _c10d.all_reduce(buffer, message.op, name)
+    return lambda: movable(request.out).copy_(_c10d.wait_tensor(result))
 
 
 def _work_of(request: Request, group: Group) -> list[dist.Work]:
-    """The collective begun, beside what this process computes."""
+    """Begin the collective on the process group, and return its works, which run beside the computation."""
     message, pg = request.leg.message, group.process_group
     buffer, out = movable(request.buffer), movable(request.out)
     scale = request.buffer.itemsize // buffer.itemsize
@@ -204,4 +204,4 @@ def _op(op: str | None) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
 
 
-def _done() -> None: ...
+def _no_wait() -> None: ...

@@ -1,8 +1,8 @@
-"""One collective on flat buffers: asked of the process group itself, or written down where torch.compile traces.
+"""Collectives on flat buffers: called on the process group itself, or as functional collectives while torch traces.
 
-torch's functional collectives pass several layers of Python, which cost more than the start of the collective. What is
-traced has no memory yet: that goes by them, for they are what torch.compile knows. A wait lets the current stream of a
-device wait, not the host.
+torch's functional collectives pass several layers of Python, which cost more than the start of the collective. Only
+traced tensors, which have no memory yet, take them, because torch.compile knows them alone. A wait lets the current
+stream of a device wait, not the host.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def swap(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> T
 
 
 def share(x: Tensor, n: int, group: Group) -> Tensor:
-    """Flat chunk -> the chunks of all `n` ranks, as `gather` does, by one exchange of copies."""
+    """Flat chunk -> the chunks of all `n` ranks, by an all_to_all of copies; all of one size."""
     out = x.new_empty(n * x.numel())
     wait_for(group.process_group.alltoall_base(out, torch.cat([x] * n), [], []), group)
     return out
 
 
 def scatter(x: Tensor, op: ReduceOp, n: int, group: Group) -> Tensor:
-    """Equal flat pieces for each of `n` ranks, in the order of the process group -> the reduction of this rank's."""
+    """Equal flat pieces for each of `n` ranks, in process group order -> the reduction of this rank's piece."""
     if type(x) is not Tensor:
         return _wait(_c10d.reduce_scatter_tensor(x, op, n, group.name))
     out = x.new_empty(x.numel() // n)
@@ -82,13 +82,13 @@ def reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
 
 
 def begin_reduce(x: Tensor, op: ReduceOp, group: Group, *, own: bool = False) -> tuple[Tensor, dist.Work]:
-    """The same begun: where the reduction will be, and what to wait for; in `x` itself if it is the caller's `own`."""
+    """Begin an all_reduce; return its result and its work. With `own` it may overwrite `x`."""
     out = x.contiguous() if own or not x.is_contiguous() else x.clone()
     return out, group.process_group.allreduce([out], _ALL_REDUCE[op])
 
 
 def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
-    """Flat tensor -> that of the rank number `source` of the process group, on all its ranks."""
+    """Flat tensor -> the flat tensor of rank number `source` of the process group, on all its ranks."""
     if type(x) is not Tensor:
         return _wait(_c10d.broadcast(x, source, group.name))
     out = x.clone(memory_format=torch.contiguous_format)

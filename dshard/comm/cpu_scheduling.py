@@ -1,4 +1,4 @@
-"""How a process runs that shares its cores with other ranks."""
+"""Scheduling of processes that share cores with other ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 
 def share_cores() -> None:
-    """One torch thread, scheduled as batch work where the system knows that: ranks then take turns of some length.
+    """Give this process one torch thread and, where the system has it, the batch scheduling policy.
 
-    Otherwise which of them wait for each other is decided anew in each run, and steps differ by half.
+    Batch work has longer time slices. With shorter ones, which ranks wait for each other differs from run to run, and
+    seconds of a step by half.
     """
     torch.set_num_threads(1)
     with contextlib.suppress(AttributeError, OSError):

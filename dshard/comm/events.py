@@ -1,4 +1,4 @@
-"""Each collective is told to whoever listens: nothing is sent in secret."""
+"""Events of collectives: listeners get one for each collective that runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Event:
 Listener = Callable[[Event], None]
 _LISTENERS: Scoped[tuple[Listener, bool], tuple[tuple[Listener, bool], ...]] = Scoped("listeners", tuple)
 LISTENERS: Sequence[object] = _LISTENERS.anywhere
-"""Empty while no thread listens; `tell` calls the listeners of its own thread alone."""
+"""The listeners of all threads, for a quick look whether there are any; `tell` calls those of its own thread alone."""
 
 
 def measuring() -> bool:
@@ -44,8 +44,8 @@ def measuring() -> bool:
 def listen(listener: Listener, *, measure: bool = False) -> Iterator[None]:
     """Call `listener` with the event of each collective that this thread, or asynchronous task, runs within the block.
 
-    With `measure` the ranks of each collective first wait for each other, and then for its end, to tell its seconds:
-    nothing overlaps any more, and all its ranks must measure.
+    With `measure` the ranks of each collective first wait for each other, and then for its end, so that the event has
+    its seconds: nothing overlaps any more, and all its ranks must measure.
 
     >>> events = []
     >>> with listen(events.append):
@@ -58,13 +58,13 @@ def listen(listener: Listener, *, measure: bool = False) -> Iterator[None]:
 
 
 def emit(collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int, measured: float | None = None) -> None:
-    """Tell the listeners, if there are any, of one collective."""
+    """Call the listeners of this thread, if there are any, with the event of one collective."""
     if LISTENERS:
         ranks = prod(mesh.shape[mesh.axis(axis)] for axis in axes)
         tell(Event(collective, ",".join(axes), ranks, nbytes, mesh, measured))
 
 
 def tell(event: Event) -> None:
-    """Tell the listeners of an event."""
+    """Call the listeners of this thread with an event."""
     for listener, _ in _LISTENERS.value():
         listener(event)

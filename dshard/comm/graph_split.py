@@ -1,4 +1,4 @@
-"""torch's own tracing of a module into parts."""
+"""Splitting a module into a graph of submodules, with torch's own tracing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor, fx, nn
 
 
 def split_graph(module: nn.Module, example: Sequence[Tensor], at: Sequence[str]) -> fx.GraphModule:
-    """A graph whose calls are the parts of a module, each from one of the submodules `at` to the next."""
+    """A graph that calls a module's stages in order; a stage begins at each of the submodules named in `at`."""
     from torch.distributed.pipelining import SplitPoint, pipeline  # noqa: PLC0415
 
     points = dict.fromkeys(at, SplitPoint.BEGINNING)
-    found: fx.GraphModule = pipeline(module, tuple(example), split_spec=points).split_gm
-    return found
+    graph: fx.GraphModule = pipeline(module, tuple(example), split_spec=points).split_gm
+    return graph

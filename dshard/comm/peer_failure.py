@@ -1,18 +1,18 @@
-"""A rank on which an operator fails, perhaps on it alone, tells the ranks that would wait for it.
+"""Failures of one rank are published in the store, so that ranks which wait for it raise instead of waiting forever.
 
-What torch refuses for its values, such as an index out of range, only the rank that holds them can see. It raises, and
-leaves word in the store that the ranks met at; right calls send nothing more than before. A rank that waits for
-another in a collective looks there when the wait is long, and raises the same kind of error. The rank that failed
-raises when the others have heard, or after some patience: else it might go on to another collective while they wait
-in the one that it left out. Where it does go on it takes its word back, and ranks that have failed as often as the
-other need not heed it: they failed alike.
+Only the rank that holds the values can see errors that depend on them, such as an index out of range. It publishes a
+record in the store that the ranks met at, and raises; successful calls send nothing more than before. A rank that waits
+long in a collective reads the records of its peers, and raises the same kind of error. The rank that failed raises once
+the others have failed too, or after a time limit: else it might go on to another collective while they wait in the one
+that it left out. A rank that recovers clears its record; ranks with equal failure counts ignore each other's, because
+they failed alike.
 
-A rank that waits long also says where it waits. Ranks that wait for each other in different collectives, one of which
-another rank has left out, would wait forever: each finds that out by itself, and says who is where. That a rank
-computes for long is no error.
+A rank that waits long also publishes where it waits. Ranks that wait for each other in different collectives, one of
+which another rank has left out, would wait forever: each of them detects that by itself, and its error says which rank
+waits where. A rank that computes for long is no error.
 
-What ranks send each other in pairs gloo gives up when it is waited for with a limit: there another thread waits, and
-stays behind until the time limit of the process group.
+gloo gives up point-to-point messages when a wait for them times out: for those another thread waits, and stays behind
+until the time limit of the process group.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from dshard.comm.user_code import user_call
 from dshard.errors import DShardError, PeerError
 
 PATIENCE = timedelta(seconds=1)
-"""How long a rank waits before it looks, and again."""
+"""How long a rank waits between two looks at the records of its peers."""
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (IndexError, PeerError, RuntimeError, TypeError, ValueError)
 }
 _NAMES = {0: "broadcast", 1: "all_reduce", 4: "all_gather", 5: "all_gather", 9: "reduce_scatter"}
-"""Of torch's numbers of collectives; the others exchange."""
+"""Names of collectives by torch's numbers; all other numbers are exchanges."""
 _LEFT: list[str] = []
-_UNNAMED: list[str] = []  # the same where the error is not known yet
+_UNNAMED: list[str] = []  # records of a failure whose error is not known yet
 _GIVEN_UP: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()  # because of which error
-_OWN = local()  # each thread has another wait for it, so that none waits behind what a third has begun
+_OWN = local()  # a waiting thread for each thread, so that no wait queues behind that of another
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What a rank says that has failed for the `count`th time; `rank` is the one on which the error was first raised.
+    """The record of a rank that failed for the `count`th time; `rank` is the one on which the error was first raised.
 
-    Without a `kind` it has gone on.
+    An empty `kind` says that the rank has recovered.
     """
 
     count: int
@@ -68,7 +68,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Where a rank waits: in which wait on which group, and on how many of each group it has waited."""
+    """The record of a rank that waits: its group and collective, and how often it has waited on each group."""
 
     rank: int
     group: str
@@ -79,33 +79,31 @@ class Waiting:
 
     @property
     def number(self) -> int:
-        """Which wait on its group it is."""
+        """The number of this wait among the waits on its group."""
         return self.counts[self.group]
 
 
 def publish_failure(error: Exception, ranks: Collection[int] = ()) -> None:
-    """Leave word that this rank has raised `error`, and wait a little until `ranks` have failed, too.
-
-    What dshard refuses, it refuses on all ranks, before anything is sent: nobody waits.
-    """
+    """Publish that this rank has raised `error`, and wait a little until `ranks` have failed, too."""
+    # dshard's own errors are raised on all ranks before anything is sent, so no rank waits
     if (isinstance(error, DShardError) and not isinstance(error, PeerError)) or is_told(error):
         return
     if _has_others():
         leave_word(error)
-        _unaware(ranks)
-        if any(word.kind and word.rank == dist.get_rank() for word in _said(ranks)):
+        _wait_for_failures(ranks)
+        if any(word.kind and word.rank == dist.get_rank() for word in _failure_records(ranks)):
             this_world().strayed = str(error)
 
 
 def _has_others() -> bool:
-    """Whether there are other ranks, which look for word of this one."""
+    """Whether there are other ranks that read the records of this one."""
     if simulated_ranks() is not None or not dist.is_initialized():
         return False
     return dist.get_world_size() > 1 and "gloo" in dist.get_backend()
 
 
 def watch_backward(x: Tensor, ranks: Collection[int]) -> None:
-    """Tell of errors in a backward pass that comes by the plain tensor `x`, wherever it has begun."""
+    """Publish errors of every backward pass that reaches the plain tensor `x`, wherever it has begun."""
     if x.grad_fn is not None and _has_others():
         x.grad_fn.register_prehook(partial(_watch, ranks))
 
@@ -118,7 +116,7 @@ def _watch(ranks: Collection[int], grads: object) -> None:
 
 
 class _Backward:
-    """A backward pass: called at its end if that is good, and else let go."""
+    """Callback of one backward pass: called if the pass succeeds; deleted uncalled, it publishes a failure."""
 
     def __init__(self, ranks: Collection[int]) -> None:
         self._ranks, self._failures, self._ended = ranks, this_world().failures, False
@@ -131,21 +129,21 @@ class _Backward:
             return
         leave_word(RuntimeError("its backward pass has failed"))
         _UNNAMED.append(_key(dist.get_rank()))
-        _unaware(self._ranks)
+        _wait_for_failures(self._ranks)
 
 
 def is_told(error: BaseException) -> bool:
-    """Whether word was left of this error, or it was raised because of such word."""
+    """Whether this error has been published, or was raised because of a published one."""
     return hasattr(error, "_told")
 
 
 def is_heard(error: BaseException) -> bool:
-    """Whether it was raised because of another rank."""
+    """Whether the error was raised because of another rank."""
     return isinstance(error, PeerError) or hasattr(error, "_failed")
 
 
 def leave_word(error: BaseException) -> None:
-    """Leave word in the store that this rank has raised `error`."""
+    """Publish in the store that this rank has raised `error`."""
     rank = dist.get_rank()
     key = _key(rank)
     kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
@@ -158,10 +156,10 @@ def leave_word(error: BaseException) -> None:
     _LEFT[:] = [key]
 
 
-def _unaware(ranks: Collection[int]) -> list[int]:
-    """Those of the ranks that have not failed as often as this one, after some patience."""
-    here, end, pause = dist.get_rank(), monotonic() + 3 * PATIENCE.total_seconds(), 0.001
-    left = [rank for rank in ranks if rank != here]
+def _wait_for_failures(ranks: Collection[int]) -> list[int]:
+    """Wait until `ranks` have failed as often as this rank; return those that have not by the time limit."""
+    own_rank, end, pause = dist.get_rank(), monotonic() + 3 * PATIENCE.total_seconds(), 0.001
+    left = [rank for rank in ranks if rank != own_rank]
     while True:
         left = [rank for rank in left if _failures(rank) < this_world().failures]
         if not left or monotonic() > end:
@@ -171,13 +169,13 @@ def _unaware(ranks: Collection[int]) -> list[int]:
 
 
 def _failures(rank: int) -> int:
-    return max((word.count for word in _said([rank])), default=0)
+    return max((word.count for word in _failure_records([rank])), default=0)
 
 
-def _said(ranks: Collection[int]) -> list[Failed]:
-    """The words of other ranks among these."""
+def _failure_records(ranks: Collection[int]) -> list[Failed]:
+    """The failure records of those of `ranks` that are not this rank."""
     others = (rank for rank in ranks if rank != dist.get_rank())
-    return [found for rank in others for found in [store_messages.peek(_key(rank))] if found is not None]
+    return [record for rank in others for record in [store_messages.peek(_key(rank))] if record is not None]
 
 
 def wait_for(work: dist.Work, group: Group) -> None:
@@ -201,9 +199,9 @@ def wait_for(work: dist.Work, group: Group) -> None:
 
 
 def wait_for_pairs(works: list[dist.Work], group: Group, kind: str = "exchange in pairs") -> None:
-    """Wait for what ranks of the group send each other in pairs, as `wait_for` does for a collective.
+    """Wait for point-to-point messages of the group, unless one of its ranks has failed and not gone on.
 
-    The list is then empty: what was sent is let go.
+    The list is empty afterwards, which releases the tensors sent.
     """
     if group.backend != "gloo":
         _wait_all(works)
@@ -253,14 +251,14 @@ def _clear_failure() -> None:
 
 
 def _wait_on(wait: Callable[[], object], over: Callable[[], bool], group: Group, kind: str) -> None:
-    """Wait again and again after the first time, and look in between why it may never end."""
-    here = _here(group, kind)
+    """Wait again and again after the first timeout; in between, check whether the wait can ever end."""
+    here = _own_wait(group, kind)
     store_messages.put(_waiting(here.rank), here)
     seen: dict[int, Waiting] = {}
     try:
-        while not _ended(wait, over, here, _GIVEN_UP.get(group.process_group)):
+        while not _has_ended(wait, over, here, _GIVEN_UP.get(group.process_group)):
             _check_peers(here)
-            seen = _look_around(here, seen)
+            seen = _peer_waits(here, seen)
     except Exception as error:
         if not is_told(error):
             leave_word(error)
@@ -271,21 +269,21 @@ def _wait_on(wait: Callable[[], object], over: Callable[[], bool], group: Group,
         store_messages.put(_waiting(here.rank), None)
 
 
-def _here(group: Group, kind: str) -> Waiting:
+def _own_wait(group: Group, kind: str) -> Waiting:
     counts = {key: count[0] for key, count in this_world().waits.items()}
     return Waiting(dist.get_rank(), group.key, group.ranks, kind, counts, f"{user_call()}, {kind} {group}")
 
 
 def not_begun(error: Exception, group: Group, kind: str = "exchange in pairs") -> Exception:
-    """The error where the backend does not even begin what the ranks of the group send each other."""
-    return _not_ended(error, _here(group, kind), _GIVEN_UP.get(group.process_group))
+    """The error to raise where the backend refuses to begin point-to-point messages of the group."""
+    return _wait_error(error, _own_wait(group, kind), _GIVEN_UP.get(group.process_group))
 
 
-def _ended(wait: Callable[[], object], over: Callable[[], bool], here: Waiting, given_up: str | None) -> bool:
-    """Whether it has ended well, after some patience.
+def _has_ended(wait: Callable[[], object], over: Callable[[], bool], here: Waiting, given_up: str | None) -> bool:
+    """Wait once more, up to the timeout; whether the collective has completed.
 
     Raises:
-        PeerError: it has not.
+        PeerError: it has ended with an error.
     """
     try:
         wait()
@@ -295,49 +293,54 @@ def _ended(wait: Callable[[], object], over: Callable[[], bool], here: Waiting, 
         try:
             wait()  # it may have ended just now
         except (RuntimeError, Late) as error:
-            raise _not_ended(error, here, given_up) from error
+            raise _wait_error(error, here, given_up) from error
     return True
 
 
-def _not_ended(error: Exception, here: Waiting, given_up: str | None) -> Exception:
-    """The error where the backend gives up, because a rank has ended or the time is over: it does not know which."""
+def _wait_error(error: Exception, here: Waiting, given_up: str | None) -> Exception:
+    """The error to raise where the backend gave up on a collective of the group."""
+    # the backend does not say whether a rank has ended or the time limit is over
     given_up = given_up or this_world().strayed
     if given_up is not None:
         return PeerError(f"{here.text}: these ranks are out of step since this error: {given_up}")
     known = this_world().failures
     failed = _first_failure(here, known)
     if failed is not None:  # who leaves a group closes its connections once it has left word
-        return _raised_there(failed, here)
+        return _as_raised_on_peer(failed, here)
     leave_word(PeerError(f"{here.text}: {error}"))
-    silent = ", ".join(map(str, _unaware(here.ranks)))
+    silent = ", ".join(map(str, _wait_for_failures(here.ranks)))
     failed = _first_failure(here, known)
     if failed is not None and (failed.kind != "PeerError" or not silent):
-        found = _raised_there(failed, here)
+        peer_error = _as_raised_on_peer(failed, here)
     else:
-        found = PeerError(f"{here.text}: {f'rank {silent} has ended or does not answer; ' if silent else ''}{error}")
-    found._told = True  # type: ignore[attr-defined]
-    return found
+        peer_error = PeerError(
+            f"{here.text}: {f'rank {silent} has ended or does not answer; ' if silent else ''}{error}"
+        )
+    peer_error._told = True  # type: ignore[attr-defined]
+    return peer_error
 
 
 def _check_peers(here: Waiting) -> None:
-    """Raise what a rank of the group has raised and this one has not."""
+    """Raise the error of a rank of the group that has failed more often than this rank."""
     failed = _first_failure(here, this_world().failures)
     if failed is not None:
-        raise _raised_there(failed, here)
+        raise _as_raised_on_peer(failed, here)
 
 
 def _first_failure(here: Waiting, known: int) -> Failed | None:
-    """What a rank of the group has raised that has failed more often than is `known`, if it has not gone on.
+    """The record of a rank of the group that has failed more than `known` times and not recovered, or None.
 
-    Rather an error of an operator than that of a rank which waited for it.
+    Errors of operators come before those of ranks that waited for them.
     """
     ahead = [
-        failed for failed in _said(here.ranks) if failed.kind and failed.rank != here.rank and failed.count > known
+        failed
+        for failed in _failure_records(here.ranks)
+        if failed.kind and failed.rank != here.rank and failed.count > known
     ]
     return min(ahead, key=lambda failed: failed.kind == "PeerError", default=None)
 
 
-def _raised_there(failed: Failed, here: Waiting) -> Exception:
+def _as_raised_on_peer(failed: Failed, here: Waiting) -> Exception:
     whence = f"(on rank {failed.rank}, which this rank waited for)"
     mine = "" if failed.text.startswith(here.text) else f"{here.text}: "
     error = _KINDS[failed.kind](f"{mine}{failed.text} {whence}")
@@ -345,56 +348,60 @@ def _raised_there(failed: Failed, here: Waiting) -> Exception:
     return error
 
 
-def _look_around(here: Waiting, seen: Mapping[int, Waiting]) -> dict[int, Waiting]:
-    """Where all wait that this rank depends on.
+def _peer_waits(here: Waiting, seen: Mapping[int, Waiting]) -> dict[int, Waiting]:
+    """The waits of all ranks on which this rank depends, directly or by the ranks of their groups.
 
     Raises:
-        PeerError: since the last time all that matter have waited where they are, and none would ever go on.
+        PeerError: these ranks have waited in the same places since the last look, and none of them can ever go on.
     """
-    now: dict[int, Waiting] = {}
-    todo, asked = [*here.ranks], set[int]()
-    while todo:
-        rank = todo.pop()
-        found: Waiting | None = (
-            None if rank in asked else here if rank == here.rank else store_messages.peek(_waiting(rank))
+    waits: dict[int, Waiting] = {}
+    queue, visited = [*here.ranks], set[int]()
+    while queue:
+        rank = queue.pop()
+        peer_wait: Waiting | None = (
+            None if rank in visited else here if rank == here.rank else store_messages.peek(_waiting(rank))
         )
-        asked.add(rank)
-        if found is not None:
-            now[rank] = found
-            todo += found.ranks
-    held = {rank: waiting for rank, waiting in now.items() if rank == here.rank or seen.get(rank) == waiting}
-    if here.rank in stuck(held):
-        others = sorted({f"rank {w.rank} waits in {w.text}" for w in held.values() if w.rank != here.rank})
+        visited.add(rank)
+        if peer_wait is not None:
+            waits[rank] = peer_wait
+            queue += peer_wait.ranks
+    unchanged = {rank: waiting for rank, waiting in waits.items() if rank == here.rank or seen.get(rank) == waiting}
+    if here.rank in stuck(unchanged):
+        others = sorted({f"rank {w.rank} waits in {w.text}" for w in unchanged.values() if w.rank != here.rank})
         raise PeerError(
             f"{here.text}: not all these ranks come to it, for {'; '.join(others)}. All ranks of a mesh call the same "
             "operators in the same order: call this one on all of them, and use its result where it is wanted"
         )
-    return now
+    return waits
 
 
 def stuck(waiting: Mapping[int, Waiting]) -> set[int]:
-    """The ranks that will never go on: who is not among those that wait is about to come to each of their collectives.
+    """The ranks that will never go on. A rank that is not in `waiting` is assumed to reach every collective.
 
-    One that has all its ranks ends. A rank goes on where those that it lacks do.
+    A collective that all its ranks have reached ends. A waiting rank goes on once the ranks that it waits for do.
     """
-    moving: set[int] = set()
+    progressing: set[int] = set()
     while True:
-        more = {rank for rank, w in waiting.items() if rank not in moving and _goes_on(w, _others(w, waiting), moving)}
-        if not more:
-            return set(waiting) - moving
-        moving |= more
+        next_ranks = {
+            rank
+            for rank, w in waiting.items()
+            if rank not in progressing and _can_go_on(w, _others(w, waiting), progressing)
+        }
+        if not next_ranks:
+            return set(waiting) - progressing
+        progressing |= next_ranks
 
 
 def _others(here: Waiting, waiting: Mapping[int, Waiting]) -> Sequence[Waiting]:
     return [waiting[rank] for rank in here.ranks if rank != here.rank and rank in waiting]
 
 
-def _goes_on(here: Waiting, others: Sequence[Waiting], moving: Collection[int]) -> bool:
+def _can_go_on(here: Waiting, others: Sequence[Waiting], progressing: Collection[int]) -> bool:
     passed = 0
     for other in others:
         count = other.counts.get(here.group, 0)
         if count < here.number:
-            if other.rank not in moving:
+            if other.rank not in progressing:
                 return False
         elif count > here.number or other.group != here.group:
             passed += 1

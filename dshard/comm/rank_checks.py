@@ -1,8 +1,8 @@
-"""With DSHARD_DEBUG=1 the ranks compare what they are about to do: to diverge is an error, not a hang.
+"""Debug mode: with DSHARD_DEBUG=1 the ranks compare their next steps, so that divergence is an error and no hang.
 
-They compare plans, random draws, calls of operators with the numbers that these are given, and what
-`distribute_tensor`, `from_local` and `parallelize` are given. It is read when something is first prepared to run: set
-it for the whole program.
+The ranks compare plans, random draws, calls of operators with their numbers, and the arguments of `distribute_tensor`,
+`from_local` and `parallelize`. The variable is read when something is first prepared to run: set it for the whole
+program.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dshard.mesh import Mesh
 from dshard.redistribute import Plan
 
 WIDTH = 512
-"""Bytes of a text that the ranks show each other."""
+"""Bytes of each text that the ranks exchange."""
 
 
 def enabled() -> bool:
-    """Whether the ranks compare what they do."""
+    """Whether the debug mode is on, in which the ranks compare their next steps."""
     return os.environ.get("DSHARD_DEBUG", "0") not in ("", "0")
 
 
 def patience() -> float:
-    """How many seconds a rank waits for the others to compare."""
+    """Seconds that a rank waits for the others when they compare."""
     return float(os.environ.get("DSHARD_DEBUG_SECONDS", "300"))
 
 
@@ -65,7 +65,7 @@ def compare_draws(text: str, mesh: Mesh) -> None:
     Raises:
         MeshError: on every rank, naming who is about to draw what.
     """
-    listed = _differences_on(text, mesh, "make")
+    listed = _mesh_differences(text, mesh, "make")
     if listed:
         raise MeshError(
             "the ranks are about to draw different random numbers, so their seeds or their programs have diverged: "
@@ -83,7 +83,7 @@ def compare_calls(text: str, mesh: Mesh, *, contents: Tensor | None = None) -> N
         return
     if contents is not None and type(contents.detach()) is Tensor and not contents.is_meta:
         text = f"{text}, checksum {checksum(contents):016x}"
-    listed = _differences_on(text, mesh, "call")
+    listed = _mesh_differences(text, mesh, "call")
     if listed:
         raise MeshError(
             f"the ranks make different calls, which all ranks of a mesh must make alike: {listed}; give every rank the "
@@ -109,8 +109,8 @@ _ODD = -7046029254386353131
 """2**64 divided by the golden ratio, as Knuth's multiplicative hashing has it, as a signed number."""
 
 
-def _differences_on(text: str, mesh: Mesh, verb: str) -> str:
-    """Which ranks of the mesh say what, where they say different things; nothing outside of the debug mode."""
+def _mesh_differences(text: str, mesh: Mesh, verb: str) -> str:
+    """The different texts of the mesh's ranks, each with its ranks; "" where all agree or the debug mode is off."""
     runtime = runtime_of(mesh) if enabled() and simulated_ranks() is None else None
     if runtime is None or runtime.coordinate is None or mesh.size == 1:
         return ""
@@ -119,15 +119,15 @@ def _differences_on(text: str, mesh: Mesh, verb: str) -> str:
 
 
 def _differences(text: str, group: Group, device: torch.device, verb: str) -> str:
-    found = _told(text, group, device)
-    return "; ".join(f"ranks {ranks} {verb} {text}" for text, ranks in found.items()) if len(found) > 1 else ""
+    texts = _gather_texts(text, group, device)
+    return "; ".join(f"ranks {ranks} {verb} {text}" for text, ranks in texts.items()) if len(texts) > 1 else ""
 
 
-def _told(text: str, group: Group, device: torch.device) -> dict[str, list[int]]:
-    """What the ranks of the group tell each other, and who says it.
+def _gather_texts(text: str, group: Group, device: torch.device) -> dict[str, list[int]]:
+    """Exchange the texts of the ranks of the group; return the ranks of each different text.
 
     Raises:
-        MeshError: not all of them come to tell.
+        MeshError: not all ranks came to compare.
     """
     row = _row(text)
     mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
@@ -146,14 +146,14 @@ def _told(text: str, group: Group, device: torch.device) -> dict[str, list[int]]
             f"{others} came to compare it within {patience():g} s (DSHARD_DEBUG_SECONDS): one of them has ended, waits "
             f"for something else, or calls one operator less ({str(error).splitlines()[0]})"
         ) from error
-    found: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, said in zip(sorted(group.ranks), rows, strict=True):
-        found[bytes(said.tolist()).decode(errors="replace").strip()].append(rank)
-    return found
+    ranks_by_text: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, text_row in zip(sorted(group.ranks), rows, strict=True):
+        ranks_by_text[bytes(text_row.tolist()).decode(errors="replace").strip()].append(rank)
+    return ranks_by_text
 
 
 def _row(text: str) -> bytes:
-    """A text as bytes of one length; of a longer one the rest is told by its digest."""
+    """The text as WIDTH bytes; a longer one is cut, and a digest stands for the rest."""
     row = text.encode()
     if len(row) > WIDTH:
         digest = hashlib.blake2b(row, digest_size=8).hexdigest().encode()

@@ -1,4 +1,4 @@
-"""Plans between meshes run: chains of ranks that pass on chunks, all of them beside each other."""
+"""Run plans between meshes: chains of ranks that forward chunks, all chains at once."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from dshard.mesh import Mesh
 from dshard.reshard import ReshardPlan
 
 MAX_CHAINS = 1 << 16
-"""Chains of one plan that have tags of their own."""
+"""Chains of one plan that have different message tags."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A chunk that this rank sends or receives: chunk `index` of a chain, on the hop of that number."""
+    """A send or receive of this rank: chunk number `index` of a chain, on hop number `hop`."""
 
     time: float
     chain: int
@@ -45,15 +45,15 @@ class Op:
 
     @property
     def position(self) -> int:
-        """Where on the chain this rank stands."""
+        """The position of this rank on the chain."""
         return self.hop if self.sends else self.hop + 1
 
 
 def reshard(plan: ReshardPlan, x: Tensor) -> Tensor | None:
     """The local tensor of this rank under `plan.dst`, from its local tensor `x` under `plan.src`.
 
-    Every rank of either mesh calls it, no other has to. On a rank outside the source mesh `x` tells the dtype and the
-    device alone, and may be empty; one outside the destination mesh gets None.
+    Every rank of either mesh calls it, no other has to. On a rank outside the source mesh only the dtype and the device
+    of `x` count, and it may be empty; a rank outside the destination mesh gets None.
 
     Raises:
         MeshError: a mesh has no processes, or this rank is in neither.
@@ -61,44 +61,44 @@ def reshard(plan: ReshardPlan, x: Tensor) -> Tensor | None:
     if type(x) is LocalTensor:
         return _simulate(plan, x)
     if x.is_meta:
-        _tell(plan, max(map(plan.received, plan.ranks)) * plan.itemsize)
+        _emit(plan, max(map(plan.received, plan.ranks)) * plan.itemsize)
         return x.new_empty(plan.dst.local_shape(plan.shape, (0,) * plan.dst.mesh.ndim))
     return _measure(plan, x) if measuring() else begin_reshard(plan, x).finish()
 
 
 def begin_reshard(plan: ReshardPlan, x: Tensor, *, tag: int = 0, timeout: float | None = None) -> Resharding:
-    """Begin to run a plan: what this rank sends of its own is on its way, and what it waits for may arrive.
+    """Begin to run a plan: this rank's own chunks are sent, and its receives are posted.
 
-    What it is to pass on to others moves on in `finish`; until then `x` must not change. Several may be under way
-    between the same ranks, each with a `tag` of its own, and begin in any order (on NCCL, which knows no tags, each tag
-    has a process group, and those of one tag begin in the same order on all ranks). What does not arrive within
-    `timeout` seconds, or those of the process group, is an error.
+    `finish` forwards the chunks of other ranks; until then `x` must not change. Several plans may be in flight between
+    the same ranks, each with its own `tag`, and begin in any order (on NCCL, which has no tags, each tag has a process
+    group, and the plans of one tag begin in the same order on all ranks). A chunk that does not arrive within `timeout`
+    seconds, or those of the process group, is an error.
 
     Raises:
         MeshError: a mesh has no processes, or this rank is in neither.
     """
     runtime = _runtime(plan)
     if not measuring():
-        _tell(plan, plan.received(runtime.rank) * plan.itemsize)
+        _emit(plan, plan.received(runtime.rank) * plan.itemsize)
     with torch.no_grad():
         group = group_of(plan.ranks, runtime, tag)
         if rank_checks.enabled():
-            rank_checks.compare_on(_told_of(plan), group, device_of(plan.src.mesh))
+            rank_checks.compare_on(_compared_text(plan), group, device_of(plan.src.mesh))
         if runtime.rank in plan.src.mesh and plan.first is not None:
             x = run(plan.first, x)
         return Resharding(plan, runtime.rank, x, group, tag, timeout)
 
 
 class Resharding:
-    """A plan between meshes that is under way on this rank."""
+    """A plan between meshes that is in flight on this rank."""
 
     def __init__(self, plan: ReshardPlan, rank: int, x: Tensor, group: Group, tag: int, timeout: float | None) -> None:
         self.plan, self._group = plan, group.process_group
         self._buffers = Buffers(plan, rank, x)
         self._tag = tag * MAX_CHAINS
         self._timeout = timeout
-        self._arriving: dict[tuple[int, int, int], _Awaited] = {}
-        self._works: list[_Awaited] = []
+        self._arriving: dict[tuple[int, int, int], _InFlight] = {}
+        self._works: list[_InFlight] = []
         self._in_step = group.backend == "nccl"
         self._ops = ops_of(plan, rank, self._in_step)
         if self._in_step:
@@ -107,59 +107,59 @@ class Resharding:
             self._post()
 
     def finish(self) -> Tensor | None:
-        """Wait for the end; the local tensor of this rank on the destination mesh, or None if it is not in that."""
+        """Wait for all chunks; return this rank's local tensor on the destination mesh, or None outside that mesh."""
         with torch.no_grad():
             if not self._in_step:
                 for op in self._ops:
                     if op.sends and op.hop > 0:
-                        self._await(op)
+                        self._wait_for_previous_hop(op)
                         self._works.append(self._start(op))
             for key in list(self._arriving):
-                self._arrived(key)
+                self._finish_receive(key)
             for work in self._works:
                 work.wait()
             out = self._buffers.landed()
             return out if out is None or self.plan.last is None else run(self.plan.last, out)
 
     def _post(self) -> None:
-        """All receives, then all sends of what this rank holds: the backend's threads move what can move."""
+        """Post all receives, then all sends of this rank's own chunks; the backend's threads run them in any order."""
         for op in self._ops:
             if not op.sends:
                 self._arriving[op.chain, op.index, op.hop] = self._start(op)
         self._works += [self._start(op) for op in self._ops if op.sends and op.hop == 0]
 
     def _run_in_step(self) -> None:
-        """What ranks do at one time of the model is one group of sends and receives: none waits for a later one."""
+        """Run the sends and receives of each model time as one group, so that none waits for a later one."""
         for _, now in groupby(self._ops, key=lambda op: op.time):
             ops = list(now)
             for op in ops:
                 if op.sends and op.hop > 0:
-                    self._await(op)
+                    self._wait_for_previous_hop(op)
             works = dist.batch_isend_irecv([self._call(op) for op in ops])
             if len(works) == 1:  # one for all of them
                 works *= len(ops)
             for op, work in zip(ops, works, strict=True):
                 if op.sends:
-                    self._works.append(_Awaited(work, op, None))
+                    self._works.append(_InFlight(work, op, None))
                 else:
-                    self._arriving[op.chain, op.index, op.hop] = _Awaited(work, op, None)
+                    self._arriving[op.chain, op.index, op.hop] = _InFlight(work, op, None)
 
-    def _await(self, op: Op) -> None:
-        """Wait for the chunk that is to be sent on."""
+    def _wait_for_previous_hop(self, op: Op) -> None:
+        """Wait for the chunk that `op` forwards."""
         key = (op.chain, op.index, op.hop - 1)
         if key in self._arriving:
-            self._arrived(key)
+            self._finish_receive(key)
 
-    def _arrived(self, key: tuple[int, int, int]) -> None:
+    def _finish_receive(self, key: tuple[int, int, int]) -> None:
         self._arriving.pop(key).wait()
         chain, index, hop = key
         self._buffers.add(chain, index, hop + 1)
 
-    def _start(self, op: Op) -> _Awaited:
+    def _start(self, op: Op) -> _InFlight:
         chunk = self._buffers.chunk(op.chain, op.index, op.position)
         work = (dist.isend if op.sends else dist.irecv)(chunk, op.peer, self._group, self._tag + op.chain % MAX_CHAINS)
         assert work is not None
-        return _Awaited(work, op, self._timeout)
+        return _InFlight(work, op, self._timeout)
 
     def _call(self, op: Op) -> dist.P2POp:
         chunk = self._buffers.chunk(op.chain, op.index, op.position)
@@ -169,8 +169,8 @@ class Resharding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Awaited:
-    """A chunk that is under way, and whom it is for or from."""
+class _InFlight:
+    """A send or receive in flight."""
 
     work: dist.Work
     op: Op
@@ -189,48 +189,48 @@ class _Awaited:
 
 @lru_cache(maxsize=65536)
 def ops_of(plan: ReshardPlan, rank: int, in_step: bool) -> tuple[Op, ...]:
-    """What a rank sends and receives, in an order in which no chunk is sent on before it came."""
-    found, times = [], _in_step(plan) if in_step else _together(plan)
+    """The sends and receives of a rank, in an order in which no chunk is forwarded before it arrives."""
+    ops, times = [], _model_times(plan) if in_step else _byte_times(plan)
     for number, (chain, time) in enumerate(zip(plan.chains, times, strict=True)):
         for hop, (sender, receiver) in enumerate(chain.hops):
             if rank in (sender, receiver):
                 peer = receiver if rank == sender else sender
-                found += [
+                ops += [
                     Op(time(index, hop), number, index, hop, rank == sender, peer)
                     for index in range(len(chain.pieces()))
                 ]
-    return tuple(sorted(found, key=lambda op: (op.time, op.hop, op.chain, op.index)))
+    return tuple(sorted(ops, key=lambda op: (op.time, op.hop, op.chain, op.index)))
 
 
 Time: TypeAlias = Callable[[int, int], float]
-"""When a chunk is on a hop: they differ by more than nothing from hop to hop, so that ranks cannot wait in a circle."""
+"""The time of a chunk on a hop; it rises strictly from hop to hop, so that ranks cannot wait in a circle."""
 
 
-def _in_step(plan: ReshardPlan) -> list[Time]:
-    """The times of the model, in which one chain waits for another."""
+def _model_times(plan: ReshardPlan) -> list[Time]:
+    """The times of the planner's model, in which one chain waits for another."""
     return [chain.begins for chain in plan.chains]
 
 
 @lru_cache(maxsize=4096)
-def _together(plan: ReshardPlan) -> list[Time]:
-    """Times in bytes, where nobody makes a rank wait with what it holds: the first hops of all pairs share the network.
+def _byte_times(plan: ReshardPlan) -> list[Time]:
+    """Times in bytes, where no rank delays its own chunks: the first hops of all pairs share the network.
 
-    Of two chains from different senders, chunks of the same number arrive together, whatever the model says.
+    Chunks of the same number from different senders arrive together, whatever the planner's model says.
     """
-    sent: defaultdict[tuple[int, int], int] = defaultdict(int)
-    found: list[Time] = []
+    sent_before: defaultdict[tuple[int, int], int] = defaultdict(int)
+    times: list[Time] = []
     for chain in plan.chains:
-        found.append(partial(_passes, sent[chain.hops[0]], len(chain.span) / chain.chunks))
-        sent[chain.hops[0]] += len(chain.span)
-    return found
+        times.append(partial(_byte_time, sent_before[chain.hops[0]], len(chain.span) / chain.chunks))
+        sent_before[chain.hops[0]] += len(chain.span)
+    return times
 
 
-def _passes(before: int, chunk: float, index: int, hop: int) -> float:
+def _byte_time(before: int, chunk: float, index: int, hop: int) -> float:
     return before + (index + hop) * chunk
 
 
 def _runtime(plan: ReshardPlan) -> Runtime:
-    """The processes of a mesh that this rank is in."""
+    """The runtime of a mesh of the plan that has this rank."""
     own: Runtime | None = None
     for mesh in (plan.dst.mesh, plan.src.mesh):
         runtime = runtime_of(mesh)
@@ -250,8 +250,9 @@ def _runtime(plan: ReshardPlan) -> Runtime:
     return own
 
 
-def _told_of(plan: ReshardPlan) -> str:
-    """What ranks compare, of which they tell each other the beginning alone."""
+def _compared_text(plan: ReshardPlan) -> str:
+    """The text of a plan that the ranks compare in debug mode."""
+    # only the beginning of a long text is sent: the digest comes first
     digest = blake2s(repr(plan.chains).encode(), digest_size=8).hexdigest()
     return f"{tuple(plan.shape)} {digest} {plan}"
 
@@ -265,8 +266,8 @@ def _check_worlds(src: Mesh, dst: Mesh) -> None:
         )
 
 
-def _tell(plan: ReshardPlan, nbytes: int, measured: float | None = None) -> None:
-    """Tell the listeners, if there are any, of the chains of a plan."""
+def _emit(plan: ReshardPlan, nbytes: int, measured: float | None = None) -> None:
+    """Call the listeners, if there are any, with the event of a plan's chains."""
     if LISTENERS:
         event = crossing_event(plan, nbytes, measured)
         if event is not None:
@@ -274,7 +275,7 @@ def _tell(plan: ReshardPlan, nbytes: int, measured: float | None = None) -> None
 
 
 def crossing_event(plan: ReshardPlan, nbytes: int, measured: float | None = None) -> Event | None:
-    """The event of the chains of a plan, by which a rank receives `nbytes`; None where it has none."""
+    """The event of a plan's chains, in which a rank receives `nbytes`; None for a plan without chains."""
     if not plan.chains:
         return None
     forms = ",".join(sorted({chain.form for chain in plan.chains}))
@@ -283,7 +284,7 @@ def crossing_event(plan: ReshardPlan, nbytes: int, measured: float | None = None
 
 
 def _measure(plan: ReshardPlan, x: Tensor) -> Tensor | None:
-    """Run a plan, with its seconds once it is over; nobody begins before all are here."""
+    """Run a plan and emit its event with the measured seconds; all ranks begin together."""
     runtime = _runtime(plan)
     group, device = group_of(plan.ranks, runtime), device_of(plan.src.mesh)
     transport.all_reduce(torch.zeros(1, device=device), "sum", group)
@@ -291,13 +292,13 @@ def _measure(plan: ReshardPlan, x: Tensor) -> Tensor | None:
     begin = perf_counter()
     out = begin_reshard(plan, x).finish()
     synchronize(device)
-    _tell(plan, plan.received(runtime.rank) * plan.itemsize, perf_counter() - begin)
+    _emit(plan, plan.received(runtime.rank) * plan.itemsize, perf_counter() - begin)
     return out
 
 
 def _simulate(plan: ReshardPlan, x: Tensor) -> Tensor:
-    """All ranks in one process: chunk by chunk, along each chain."""
-    _tell(plan, max(map(plan.received, plan.ranks)) * plan.itemsize)
+    """Run a plan for all ranks in one process: chunk by chunk, along each chain."""
+    _emit(plan, max(map(plan.received, plan.ranks)) * plan.itemsize)
     with plain(), torch.no_grad():
         tensors = unstack(x if plan.first is None else run(plan.first, x))
         like = next(iter(tensors.values()))
@@ -307,6 +308,6 @@ def _simulate(plan: ReshardPlan, x: Tensor) -> Tensor:
                 for index in range(len(chain.pieces())):
                     buffers[receiver].chunk(number, index, hop + 1).copy_(buffers[sender].chunk(number, index, hop))
                     buffers[receiver].add(number, index, hop + 1)
-        landed = {rank: buffers[rank].landed() for rank in plan.dst.mesh.ranks}
-        out = stack({rank: part for rank, part in landed.items() if part is not None})
+        local_tensors = {rank: buffers[rank].landed() for rank in plan.dst.mesh.ranks}
+        out = stack({rank: part for rank, part in local_tensors.items() if part is not None})
     return out if plan.last is None else run(plan.last, out)

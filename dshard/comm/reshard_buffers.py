@@ -1,4 +1,4 @@
-"""The memory of one rank while a tensor crosses between meshes: what it holds, what it adds up, what lands on it."""
+"""Buffers of one rank while a tensor is resharded to another mesh: sent, summed and received regions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dshard.reshard import Chain, ReshardPlan, overlap, pending_axes, region_of
 
 
 class Buffers:
-    """Flat memory for each region and chain of a plan that this rank has to do with; made when first asked for.
+    """Flat buffers of one rank for the regions and chains of a plan, allocated at their first use.
 
-    `x` is its local tensor under `plan.held`; of a rank outside the source mesh, only its dtype and device count. What
-    lies in one piece within a local tensor is sent and received there, without a copy.
+    `x` is the local tensor under `plan.held`; outside the source mesh only its dtype and device count. A region that is
+    contiguous within a local tensor is sent or received there, without a copy.
     """
 
     def __init__(self, plan: ReshardPlan, rank: int, x: Tensor) -> None:
@@ -29,24 +29,24 @@ class Buffers:
         self._landing: dict[Region, tuple[Tensor, bool]] = {}
         self._sums: dict[int, Tensor] = {}
         if self._own is not None and self._needed is not None and not pending_axes(plan.held):
-            self._keep(self._own, self._needed)
+            self._copy_own(self._own, self._needed)
 
     def chunk(self, chain: int, index: int, position: int) -> Tensor:
-        """The memory of a chunk at this rank's position on a chain, in a dtype that can be sent."""
+        """The buffer of a chunk at a position on a chain, in a dtype that can be sent."""
         return movable(self._chunk(chain, index, position))
 
     def add(self, chain: int, index: int, position: int) -> None:
-        """Add this rank's term to a chunk that arrived; the sum lands here if it is whole, and needed."""
-        along = self._chains[chain]
-        if 0 < position < along.terms:
-            piece = along.piece(index)
+        """Add this rank's term to a chunk that arrived; copy a completed sum to the result if this rank needs it."""
+        route = self._chains[chain]
+        if 0 < position < route.terms:
+            piece = route.piece(index)
             total = self._chunk(chain, index, position)
-            total += self._holding(along.region)[piece.start : piece.stop]
-            if position == along.terms - 1 and self._needs(along):
-                self._land(along.region)[piece.start : piece.stop] = total
+            total += self._own_elements(route.region)[piece.start : piece.stop]
+            if position == route.terms - 1 and self._needs(route):
+                self._receive_buffer(route.region)[piece.start : piece.stop] = total
 
     def landed(self) -> Tensor | None:
-        """The local tensor under `plan.landed`, once all has arrived; None outside the destination mesh."""
+        """The local tensor under `plan.landed`, once all chunks have arrived; None outside the destination mesh."""
         for region, (flat, in_place) in self._landing.items():
             if not in_place:
                 assert self._out is not None
@@ -55,27 +55,27 @@ class Buffers:
         return self._out
 
     def _chunk(self, chain: int, index: int, position: int) -> Tensor:
-        along = self._chains[chain]
-        piece = along.piece(index)
-        if 0 < position < along.terms:
+        route = self._chains[chain]
+        piece = route.piece(index)
+        if 0 < position < route.terms:
             if chain not in self._sums:
-                self._sums[chain] = self._like.new_empty(len(along.span))
-            return self._sums[chain][piece.start - along.span.start : piece.stop - along.span.start]
-        flat = self._holding(along.region) if position == 0 else self._land(along.region)
+                self._sums[chain] = self._like.new_empty(len(route.span))
+            return self._sums[chain][piece.start - route.span.start : piece.stop - route.span.start]
+        flat = self._own_elements(route.region) if position == 0 else self._receive_buffer(route.region)
         return flat[piece.start : piece.stop]
 
-    def _needs(self, along: Chain) -> bool:
-        return self._needed is not None and overlap(along.region, self._needed) == along.region
+    def _needs(self, route: Chain) -> bool:
+        return self._needed is not None and overlap(route.region, self._needed) == route.region
 
-    def _holding(self, region: Region) -> Tensor:
-        """What this rank holds of a region."""
+    def _own_elements(self, region: Region) -> Tensor:
+        """This rank's own elements of a region, flat."""
         if region not in self._packed:
             assert self._own is not None
             self._packed[region] = _flat(self._here, inside(region, self._own))
         return self._packed[region]
 
-    def _land(self, region: Region) -> Tensor:
-        """Where a region lands: in the result where it lies there in one piece."""
+    def _receive_buffer(self, region: Region) -> Tensor:
+        """The flat receive buffer of a region: a view of the result where the region is contiguous there."""
         if region not in self._landing:
             assert self._out is not None
             assert self._needed is not None
@@ -86,15 +86,15 @@ class Buffers:
                 self._landing[region] = self._out.view(-1)[span.start : span.stop], True
         return self._landing[region][0]
 
-    def _keep(self, own: Region, needed: Region) -> None:
-        both = overlap(own, needed)
-        if both is not None:
+    def _copy_own(self, own: Region, needed: Region) -> None:
+        shared = overlap(own, needed)
+        if shared is not None:
             assert self._out is not None
-            view_of(self._out, inside(both, needed)).copy_(view_of(self._here, inside(both, own)))
+            view_of(self._out, inside(shared, needed)).copy_(view_of(self._here, inside(shared, own)))
 
 
 def _flat(x: Tensor, region: Region) -> Tensor:
-    """A part of a tensor, flat; without a copy where it lies in one piece."""
+    """The elements of `x` within `region`, flat; a view where they are contiguous."""
     if x.is_contiguous() and (span := span_of([region], _sizes(x))) is not None:
         return x.view(-1)[span.start : span.stop]
     return view_of(x, region).contiguous().view(-1)

@@ -1,4 +1,4 @@
-"""Plans run: on the process groups of a mesh, or on all its ranks simulated in one process."""
+"""Run plans: on the process groups of a mesh, or on all its ranks simulated in one process."""
 
 from __future__ import annotations
 
@@ -50,16 +50,20 @@ def run(plan: Plan, x: Tensor) -> Tensor:
 def collectives_of(plan: Plan, itemsize: int) -> list[tuple[str, tuple[str, ...], int]]:
     """Each collective that a plan runs: its kind, its mesh axes, and the bytes that the busiest rank receives."""
     first = (0,) * plan.src.mesh.ndim
-    found: list[tuple[str, tuple[str, ...], int]] = []
+    entries: list[tuple[str, tuple[str, ...], int]] = []
     for step, layout in zip(plan.steps, plan.layouts(), strict=True):
         stage = compile_step(step, layout, plan.shape, first)
         if isinstance(stage, Transfer):
-            found.append((stage.collective, stage.axes, busiest(step, layout, plan.shape) * itemsize))
-    return found
+            entries.append((stage.collective, stage.axes, busiest(step, layout, plan.shape) * itemsize))
+    return entries
 
 
 def run_number(plan: Plan, x: Tensor) -> Tensor:
-    """`run` for a tensor of one element, which a rank may wait for alone until it is told that the others do not."""
+    """Run a plan on a tensor of one element, in messages that no other collective can be mistaken for.
+
+    So a rank that calls it alone waits until it learns of an error of the others. It needs a plan of one all_reduce
+    over gloo with few ranks; all else takes `run`.
+    """
     runtime = runtime_of(plan.src.mesh)
     step = plan.steps[0] if len(plan.steps) == 1 else None
     if runtime is None or runtime.coordinate is None or type(x) is not Tensor or x.is_meta:
@@ -69,14 +73,14 @@ def run_number(plan: Plan, x: Tensor) -> Tensor:
     group = runtime.group(step.axes)
     if group.backend != "gloo" or not 1 < len(group.ranks) <= _FEW_RANKS:
         return run(plan, x)
-    found = stages_of(plan, runtime.coordinate)[0]
-    assert isinstance(found, Transfer)
-    nbytes, op = found.received * x.itemsize, step.op
+    stage = stages_of(plan, runtime.coordinate)[0]
+    assert isinstance(stage, Transfer)
+    nbytes, op = stage.received * x.itemsize, step.op
     with torch.no_grad():
         return timed("all_reduce", plan.src.mesh, nbytes, group, x.device, lambda: reduce_number(x, op, group))
 
 
-_FEW_RANKS = 64  # which may each send every other a number
+_FEW_RANKS = 64  # the most that send numbers in pairs
 Sizes = Callable[[Coordinate], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -109,7 +113,7 @@ def swap(x: Tensor, mesh: Mesh, axes: tuple[str, ...], sizes: Sizes) -> Tensor:
     runtime = runtime_of(mesh)
     if runtime is None or runtime.coordinate is None:
         raise MeshError(f"the mesh ({mesh}) has no processes here: nothing can be sent; use init_device_mesh")
-    for call in _transfer(transfer(runtime.coordinate), runtime.group(axes)):
+    for call in _transfer_calls(transfer(runtime.coordinate), runtime.group(axes)):
         x = call(x)
     return x
 
@@ -119,7 +123,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def runner(plan: Plan) -> Callable[[Tensor], Tensor]:
-    """`run` for one plan on this rank, everything looked up in advance.
+    """The function that runs `plan` on this rank's local tensor, compiled once and cached.
 
     Raises:
         MeshError: the mesh has no processes.
@@ -128,11 +132,11 @@ def runner(plan: Plan) -> Callable[[Tensor], Tensor]:
     if runtime is None or runtime.coordinate is None:
         why = "has no processes" if runtime is None else f"does not contain this rank, {runtime.rank}"
         raise MeshError(f"the mesh ({plan.src.mesh}) {why}: nothing can be sent; use init_device_mesh under torchrun")
-    found: Local | None = runtime.runners.get(plan)
-    if found is None:
+    cached_runner: Local | None = runtime.runners.get(plan)
+    if cached_runner is None:
         return runtime.runners.add(plan, _runner(plan, runtime, runtime.coordinate))  # type: ignore[no-any-return]
     runtime.runners.hits += 1
-    return found
+    return cached_runner
 
 
 def _runner(plan: Plan, runtime: Runtime, coordinate: Coordinate) -> Local:
@@ -141,21 +145,21 @@ def _runner(plan: Plan, runtime: Runtime, coordinate: Coordinate) -> Local:
         return torch.clone
     calls: list[Local] = []
     for stage in stages:
-        calls += _transfer(stage, runtime.group(stage.axes)) if isinstance(stage, Transfer) else [stage]
+        calls += _transfer_calls(stage, runtime.group(stage.axes)) if isinstance(stage, Transfer) else [stage]
     if rank_checks.enabled():
-        calls.insert(0, partial(_compared, plan, runtime))
+        calls.insert(0, partial(_compare_first, plan, runtime))
     if len(calls) == 1:
         return calls[0]
     if len(stages) == 1 and isinstance(stages[0], Transfer) and stages[0].collective == "all_reduce":
         return _all_reduce(stages[0], runtime.group(stages[0].axes), calls)
-    return _in_turn(calls)
+    return _sequence(calls)
 
 
 def _all_reduce(transfer: Transfer, group: Group, calls: list[Local]) -> Local:
-    """An all_reduce alone, which needs no flat buffer, where the backend itself reduces what comes."""
-    general, op = _in_turn(calls), transfer.op
+    """A plan of one all_reduce: without flat buffers where the backend can reduce the dtype."""
+    general, op = _sequence(calls), transfer.op
     assert op is not None
-    if len(calls) > 3:  # compared before
+    if len(calls) > 3:  # in debug mode the plan is compared first
         return general
 
     def reduce(x: Tensor) -> Tensor:
@@ -166,19 +170,19 @@ def _all_reduce(transfer: Transfer, group: Group, calls: list[Local]) -> Local:
     return reduce
 
 
-def _in_turn(calls: list[Local]) -> Local:
+def _sequence(calls: list[Local]) -> Local:
 
     def run_all(x: Tensor) -> Tensor:
-        held = [x]
-        del x  # each call takes over what it is given, so that what is not needed any more is not held either
+        values = [x]
+        del x  # each call owns its argument, so that tensors are freed as soon as they are not needed
         for call in calls:
-            held.append(call(held.pop()))
-        return held.pop()
+            values.append(call(values.pop()))
+        return values.pop()
 
     return run_all
 
 
-def _compared(plan: Plan, runtime: Runtime, x: Tensor) -> Tensor:
+def _compare_first(plan: Plan, runtime: Runtime, x: Tensor) -> Tensor:
     if not traced(x):
         rank_checks.compare(plan, runtime)
     return x
@@ -186,25 +190,23 @@ def _compared(plan: Plan, runtime: Runtime, x: Tensor) -> Tensor:
 
 @cached("stages", 65536)
 def stages_of(plan: Plan, coordinate: Coordinate) -> tuple[Stage, ...]:
-    """What the rank at `coordinate` does, in order; axes of one rank fall out. Nothing is copied that will be again.
-
-    A part is cut out before it is made pending: terms are as large as what they are made of.
-    """
-    found: list[tuple[Step, Stage]] = []
+    """The stages of the rank at `coordinate`, in order; axes of one rank have none, and no copy is copied again."""
+    compiled: list[tuple[Step, Stage]] = []
     steps = [*zip(plan.steps, plan.layouts(), strict=True)]
     for i, (first, second) in enumerate(pairwise(plan.steps)):
+        # slice before the terms of a partial are made: terms are as large as the tensor they are made of
         if isinstance(first, Pend) and isinstance(second, Slice):
             steps[i : i + 2] = reversed(steps[i : i + 2])
     for step, layout in steps:
-        stage = compile_step(step, layout, plan.shape, coordinate, owned=bool(found))
+        stage = compile_step(step, layout, plan.shape, coordinate, owned=bool(compiled))
         if stage is not None:
-            found.append((step, stage))
-    if len(found) > 1 and found[0][1] is torch.clone and not isinstance(found[1][0], Pend):
-        found[0] = (found[0][0], _same)  # all ranks have the same number of stages
-    return tuple(stage for _, stage in found)
+            compiled.append((step, stage))
+    if len(compiled) > 1 and compiled[0][1] is torch.clone and not isinstance(compiled[1][0], Pend):
+        compiled[0] = (compiled[0][0], _same)  # all ranks have the same number of stages
+    return tuple(stage for _, stage in compiled)
 
 
-def _transfer(transfer: Transfer, group: Group) -> list[Local]:
+def _transfer_calls(transfer: Transfer, group: Group) -> list[Local]:
     first, *others = _collective(transfer, group)
 
     def call(x: Tensor) -> Tensor:
@@ -217,7 +219,7 @@ def _transfer(transfer: Transfer, group: Group) -> list[Local]:
 
 
 def _collective(transfer: Transfer, group: Group) -> list[Local]:
-    """The collective, and what is then done here: apart, so that what was sent is let go first."""
+    """The collective, then local work on its result, apart so that the sent buffer is freed in between."""
     send, recv, op = transfer.send, transfer.recv, transfer.op
     match transfer.collective:
         case "all_gather":
@@ -241,18 +243,18 @@ def _simulate(plan: Plan, x: Tensor) -> Tensor:
     tensors = unstack(x)
     with plain():
         tensors = {rank: tensors[rank] for rank in mesh.ranks}
-        for now in zip(*stages.values(), strict=True):
-            here = dict(zip(stages, now, strict=True))
-            transfers = {rank: stage for rank, stage in here.items() if isinstance(stage, Transfer)}
+        for rank_stages in zip(*stages.values(), strict=True):
+            stage_of = dict(zip(stages, rank_stages, strict=True))
+            transfers = {rank: stage for rank, stage in stage_of.items() if isinstance(stage, Transfer)}
             if transfers:
                 busiest = max(transfers.values(), key=lambda transfer: transfer.received)
                 itemsize = next(iter(tensors.values())).itemsize
                 emit(busiest.collective, mesh, busiest.axes, busiest.received * itemsize)
-                moved = exchange(transfers, {rank: transfers[rank].pack(t) for rank, t in tensors.items()})
-                tensors = {rank: transfers[rank].unpack(moved[rank]) for rank in tensors}
+                received = exchange(transfers, {rank: transfers[rank].pack(t) for rank, t in tensors.items()})
+                tensors = {rank: transfers[rank].unpack(received[rank]) for rank in tensors}
             else:
                 tensors = {
-                    rank: stage(tensors[rank]) for rank, stage in here.items() if not isinstance(stage, Transfer)
+                    rank: stage(tensors[rank]) for rank, stage in stage_of.items() if not isinstance(stage, Transfer)
                 }
         if not next(iter(stages.values())):
             tensors = {rank: t.clone() for rank, t in tensors.items()}

@@ -1,4 +1,4 @@
-"""Which process groups belong to a mesh, and where on it this process sits."""
+"""Process groups of meshes, and the coordinate of this process on each."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks that a collective joins, in the order of the mesh, and the process group that joins them.
+    """The ranks of one collective, in the order of the mesh, and their process group.
 
-    torch sorts the ranks of a process group: `slots` are the places there of `ranks`, or None where both orders agree.
-    `hosts` is on how many hosts it has ranks, one where nobody says. `backend` is torch's name of what carries the
-    bytes: gloo, nccl, fake, ... `waits` is how often this process has waited on the process group, in one place.
+    torch sorts the ranks of a process group: `slots` are the positions of `ranks` there, or None where both orders
+    agree. `hosts` is the number of hosts that have some of the ranks, one where it is unknown. `backend` is torch's
+    name: gloo, nccl, fake, ... `waits` has one item, which counts the waits of this process on the process group.
     """
 
     axes: tuple[str, ...]
@@ -64,17 +64,17 @@ class Group:
 
     @property
     def spread(self) -> bool:
-        """Whether it has several ranks on one of several hosts, which then share a link."""
+        """Whether some of several hosts have several ranks of the group, which then share a link."""
         return 1 < self.hosts < len(self.ranks)
 
     @property
     def name(self) -> str:
-        """What torch's functional collectives call the process group."""
+        """The name of the process group in torch's functional collectives."""
         return self.process_group.group_name
 
     @property
     def key(self) -> str:
-        """What all its ranks call the process group."""
+        """The name of the process group that is the same on all its ranks."""
         return f"{self.name}/{','.join(map(str, sorted(self.ranks)))}"
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Group:
 
 @dataclass(slots=True)
 class Runtime:
-    """A mesh with processes behind it: its groups, and what was prepared to run on them."""
+    """A mesh with processes: its groups, and the caches of compiled plans that run on them."""
 
     mesh: Mesh
     device_mesh: DeviceMesh
@@ -96,14 +96,14 @@ class Runtime:
     legs: Cache = field(default_factory=lambda: Cache("legs"))
 
     def group(self, axes: tuple[str, ...]) -> Group:
-        """The group of this rank along `axes`; made on first use, by all its ranks together."""
-        found = self.groups.get(axes)
-        if found is None:
-            found = self.groups[axes] = self._make(axes)
-        return found
+        """This rank's group along `axes`, created at its first use by all its ranks together."""
+        group = self.groups.get(axes)
+        if group is None:
+            group = self.groups[axes] = self._make(axes)
+        return group
 
     def group_names(self) -> tuple[str, ...]:
-        """What tells the process groups of this mesh from those of another process: graphs have them by name."""
+        """Names that tell this mesh's process groups from those of other processes; graphs refer to groups by name."""
         if self.coordinate is None:
             return ()
         count = _WORLDS.of(self.world).count
@@ -117,17 +117,19 @@ class Runtime:
         elif self.mesh.ndim == 1:
             process_group = self.device_mesh.get_group(0)
         else:
-            process_group = _joined(tuple(sorted(ranks)), self.world)
-        found = dist.get_process_group_ranks(process_group)
-        slots = tuple(map(found.index, ranks))
+            process_group = _process_group_of(tuple(sorted(ranks)), self.world)
+        sorted_ranks = dist.get_process_group_ranks(process_group)
+        slots = tuple(map(sorted_ranks.index, ranks))
         in_order = slots == tuple(range(len(ranks)))
         hosts = _hosts(ranks, os.environ.get("LOCAL_WORLD_SIZE", ""))
         backend = dist.get_backend(process_group)
-        return _counted(axes, ranks, self.rank, process_group, None if in_order else slots, hosts, backend)
+        return _group_with_shared_waits(
+            axes, ranks, self.rank, process_group, None if in_order else slots, hosts, backend
+        )
 
 
 def _hosts(ranks: Sequence[int], local: str) -> int:
-    """On how many hosts with `local` ranks each there are some of `ranks`; one, where that is not said.
+    """The number of hosts with `local` ranks each that have some of `ranks`; one where `local` is no number.
 
     >>> _hosts((0, 1, 2, 3), "2"), _hosts((0, 2), "2"), _hosts((0, 1), "2"), _hosts((0, 1), "")
     (2, 2, 1, 1)
@@ -137,11 +139,11 @@ def _hosts(ranks: Sequence[int], local: str) -> int:
 
 @dataclass(slots=True)
 class _Worlds:
-    """The process group of all ranks, how many there have been, and of the last what this process has done on it.
+    """The process group of all ranks, the number of such groups so far, and the state of this process on the last one.
 
-    These are the groups of its ranks by their tag, how often it has waited on each, by `Group.key`, how many of those
-    that meshes send by were broken off, how many errors it has told the others of, and which of them they
-    have raised because they were told.
+    `groups` are by their ranks and tag, `waits` counts the waits on each by `Group.key`, `broken` counts groups between
+    meshes that were broken off, `failures` counts errors that this rank has published, and `strayed` is the text of an
+    error that other ranks raised because this rank published it.
     """
 
     world: Any = None
@@ -153,7 +155,7 @@ class _Worlds:
     strayed: str | None = None
 
     def of(self, world: Any) -> _Worlds:
-        """The same for this world, the last of all."""
+        """The state for `world`; reset if it is another world than before."""
         if world is not self.world:
             self.world, self.count, self.groups, self.waits = world, self.count + 1, {}, {}
             self.broken, self.failures, self.strayed = Counter(), 0, None
@@ -163,7 +165,7 @@ class _Worlds:
 _WORLDS = _Worlds()
 
 
-def _counted(
+def _group_with_shared_waits(
     axes: tuple[str, ...],
     ranks: tuple[int, ...],
     rank: int,
@@ -172,83 +174,91 @@ def _counted(
     hosts: int,
     backend: str,
 ) -> Group:
-    """The group, which counts its waits together with the groups of other meshes that have its process group."""
+    """A group whose counter of waits is shared by the groups of all meshes that have its process group."""
     group = Group(axes, ranks, ranks.index(rank), process_group, slots, hosts, backend)
     return replace(group, waits=this_world().waits.setdefault(group.key, group.waits))
 
 
 def this_world() -> _Worlds:
-    """The process group of all ranks as it is now."""
+    """The state of this process on the current process group of all ranks."""
     return _WORLDS.of(dist.group.WORLD)
 
 
-def _joined(ranks: tuple[int, ...], world: Any, tag: int = 0) -> dist.ProcessGroup:
-    """The process group of these ranks, which alone make it, all together, when they first need it.
+def _process_group_of(ranks: tuple[int, ...], world: Any, tag: int = 0) -> dist.ProcessGroup:
+    """The process group of `ranks`, created at its first use by these ranks alone, all together.
 
-    torch would name it after the number of groups that this process is in, and the ranks wait forever where they differ
-    in that: so it is named after its ranks. Compiled graphs, which are kept on disk, know it by that name.
+    torch would name it after the number of groups that this process is in, and the ranks would wait forever where they
+    differ in that: so it is named after its ranks. Compiled graphs, which are kept on disk, refer to it by that name.
     """
     if not tag and len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
         return dist.group.WORLD
     worlds = _WORLDS.of(world)
-    found = worlds.groups.get((ranks, tag))
-    if found is None:
-        found = worlds.groups[ranks, tag] = _new_group(ranks, f"{worlds.count}{f'.{tag}' if tag else ''}")
-    return found
+    process_group = worlds.groups.get((ranks, tag))
+    if process_group is None:
+        process_group = worlds.groups[ranks, tag] = _new_group(ranks, f"{worlds.count}{f'.{tag}' if tag else ''}")
+    return process_group
 
 
 def _new_group(ranks: tuple[int, ...], which: str) -> dist.ProcessGroup:
     name = f"dshard:{','.join(map(str, ranks))}:{which}"
     c10d: Any = distributed_c10d
-    named = c10d._process_group_name
+    original = c10d._process_group_name
     c10d._process_group_name = lambda *args, **kwargs: name
     try:
-        made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
-        return made
+        process_group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+        return process_group
     finally:
-        c10d._process_group_name = named
+        c10d._process_group_name = original
 
 
 _UNIONS: dict[tuple[tuple[int, ...], int], tuple[Any, Group]] = {}
 
 
 def group_of(ranks: tuple[int, ...], runtime: Runtime, tag: int = 0) -> Group:
-    """The group of these ranks, in ascending order, in the world of `runtime`; made on first use, by all its ranks.
+    """The group of `ranks`, in ascending order, in the world of `runtime`; created at its first use by all its ranks.
 
-    Where the backend knows no tags, each has a group of its own, so that what has one does not wait for another. Where
-    it does, a group that was broken off is followed by a new one: it is never that of all ranks, which others use.
+    On a backend without tags each tag has a group of its own, so that messages of one tag do not wait for those of
+    another. On one with tags a new group replaces one that was broken off: it is never the group of all ranks, which
+    has other users.
     """
     broken = _WORLDS.of(runtime.world).broken
     tag = tag if dist.get_backend() == "nccl" else _OWN + broken[ranks]
-    found = _UNIONS.get((ranks, tag))
-    if found is None or found[0] is not runtime.world:
-        process_group = _joined(ranks, runtime.world, tag)
+    cached_group = _UNIONS.get((ranks, tag))
+    if cached_group is None or cached_group[0] is not runtime.world:
+        process_group = _process_group_of(ranks, runtime.world, tag)
         backend = dist.get_backend(process_group)
-        group = _counted((), ranks, runtime.rank, process_group, None, 1, backend)
+        group = _group_with_shared_waits((), ranks, runtime.rank, process_group, None, 1, backend)
         if group.backend == "nccl":
-            dist.barrier(group.process_group)  # its first call must be one that all ranks make
-        found = _UNIONS[ranks, tag] = (runtime.world, group)
-    return found[1]
+            dist.barrier(group.process_group)  # the first call on a group must be one that all its ranks make
+        cached_group = _UNIONS[ranks, tag] = (runtime.world, group)
+    return cached_group[1]
 
 
-_OWN = 2  # how the tags of groups begin where they tell those that follow each other
+_OWN = 2  # the first tag of groups whose tag counts how often they were replaced
 
 
 def break_off(ranks: tuple[int, ...], runtime: Runtime) -> None:
-    """Close what connects this rank to the others of `group_of`, if gloo does: what they wait for there is an error."""
-    found = _UNIONS.get((ranks, _OWN + _WORLDS.of(runtime.world).broken[ranks]))
-    if found is None or found[0] is not runtime.world or found[1].backend != "gloo" or len(ranks) == 1:
+    """Close this rank's gloo connections in the group that `group_of` returned: waits of its other ranks then fail."""
+    cached_group = _UNIONS.get((ranks, _OWN + _WORLDS.of(runtime.world).broken[ranks]))
+    if (
+        cached_group is None
+        or cached_group[0] is not runtime.world
+        or cached_group[1].backend != "gloo"
+        or len(ranks) == 1
+    ):
         return
     _WORLDS.of(runtime.world).broken[ranks] += 1
-    disconnect(found[1])
+    disconnect(cached_group[1])
 
 
 def disconnect(group: Group) -> None:
-    """Close what connects this rank to the others of a group that is out of step: what they wait for is an error."""
+    """Close this rank's gloo connections in a group that is out of step: waits of its other ranks then fail."""
     here = group.process_group.rank()
     for peer in range(len(group.ranks)):
         if peer != here:
-            with contextlib.suppress(RuntimeError):  # what comes too late makes gloo close all connections of the group
+            with contextlib.suppress(
+                RuntimeError
+            ):  # a receive that times out makes gloo close all connections of the group
                 group.process_group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
@@ -259,7 +269,7 @@ _RUNTIMES: dict[Mesh, Runtime] = {}
 
 
 def bind(device_mesh: DeviceMesh) -> Mesh:
-    """The pure mesh of a torch DeviceMesh, whose process groups it remembers.
+    """The pure mesh of a torch DeviceMesh; its process groups are cached for `runtime_of`.
 
     Raises:
         MeshError: there is no process group, or the mesh has ranks beyond the world.
@@ -270,21 +280,23 @@ def bind(device_mesh: DeviceMesh) -> Mesh:
             "or plan without processes on a dshard.Mesh"
         )
     world = dist.group.WORLD
-    found = _BOUND.get(id(device_mesh))
-    if found is not None and found[0] is device_mesh and found[1].world is world:
-        return found[1].mesh
+    bound = _BOUND.get(id(device_mesh))
+    if bound is not None and bound[0] is device_mesh and bound[1].world is world:
+        return bound[1].mesh
     real = getattr(device_mesh, "real_obj", None)
-    if real is not None:  # what stands for the mesh while torch.compile traces
+    if real is not None:  # a proxy of the mesh while torch.compile traces
         return bind(real)
-    mesh = _pure(device_mesh)
-    known = _RUNTIMES.get(mesh)
-    runtime = known if known is not None and known.world is world else _start(mesh, device_mesh, world)
+    mesh = _mesh_of(device_mesh)
+    existing = _RUNTIMES.get(mesh)
+    runtime = (
+        existing if existing is not None and existing.world is world else _create_runtime(mesh, device_mesh, world)
+    )
     _BOUND[id(device_mesh)] = (device_mesh, runtime)
     return mesh
 
 
-def _start(mesh: Mesh, device_mesh: DeviceMesh, world: Any) -> Runtime:
-    """The processes of `mesh`; where it had others before, all that was prepared for those is forgotten."""
+def _create_runtime(mesh: Mesh, device_mesh: DeviceMesh, world: Any) -> Runtime:
+    """Create the runtime of `mesh`; if it had other processes before, the caches made for those are cleared."""
     size = dist.get_world_size()
     if max(mesh.ranks) >= size:
         raise MeshError(
@@ -301,7 +313,7 @@ def _start(mesh: Mesh, device_mesh: DeviceMesh, world: Any) -> Runtime:
 
 
 FORGET: list[Callable[[], None]] = []
-"""What is called when a mesh gets other processes than it had."""
+"""Functions that clear caches when a mesh gets other processes than it had."""
 _BOUND: dict[int, tuple[DeviceMesh, Runtime]] = {}
 
 
@@ -333,10 +345,10 @@ def init_device_mesh(
 
 
 def _device_type(name: object) -> str:
-    """A type of device that torch knows, a backend of one's own included.
+    """The device type called `name`: any that torch knows, including those of custom backends.
 
     Raises:
-        MeshError: it knows none of this name, or the name has an index.
+        MeshError: torch knows no device type of this name, or the name has an index.
     """
     try:
         known = torch.device(name) if isinstance(name, str) else None
@@ -358,31 +370,31 @@ def _own_rank() -> int:
         return dist.get_rank()
 
 
-def _pure(device_mesh: DeviceMesh) -> Mesh:
+def _mesh_of(device_mesh: DeviceMesh) -> Mesh:
     ranks: Any = device_mesh.mesh
     mode = local_tensor_mode()
     if mode is not None:
         with mode.disable():
-            return _pure_of(device_mesh, ranks)
-    return _pure_of(device_mesh, ranks)
+            return _mesh_from(device_mesh, ranks)
+    return _mesh_from(device_mesh, ranks)
 
 
-def _pure_of(device_mesh: DeviceMesh, ranks: Any) -> Mesh:
+def _mesh_from(device_mesh: DeviceMesh, ranks: Any) -> Mesh:
     names = tuple(device_mesh.mesh_dim_names or ())
     device_type = _device_type(device_mesh.device_type)
     return Mesh(tuple(ranks.shape), names, tuple(ranks.flatten().tolist()), device_type)
 
 
 def runtime_of(mesh: Mesh) -> Runtime | None:
-    """The processes behind `mesh`, or None for a mesh that only plans."""
+    """The runtime of `mesh`, or None for a mesh without processes."""
     return None if _is_planning() else _RUNTIMES.get(mesh)
 
 
 def own_coordinate(mesh: Mesh) -> Coordinate:
-    """Where this process sits on the mesh: the first place without processes, or outside of it."""
+    """The coordinate of this process on the mesh; the first one without processes, and on ranks outside the mesh."""
     runtime = runtime_of(mesh)
-    found = None if runtime is None else runtime.coordinate
-    return (0,) * mesh.ndim if found is None else found
+    coordinate = None if runtime is None else runtime.coordinate
+    return (0,) * mesh.ndim if coordinate is None else coordinate
 
 
 _PLANNING: Scoped[None, bool] = Scoped("planning", bool)
@@ -394,45 +406,45 @@ def _is_planning() -> bool:
 
 @contextmanager
 def planning() -> Iterator[None]:
-    """Within the block every mesh only plans, as if it had no processes: so all ranks see what the first would."""
+    """Within the block every mesh is without processes, so that all ranks plan as the first rank would."""
     with _PLANNING.entered(None):
         yield
 
 
 def current_mesh() -> DeviceMesh:
-    """torch's mesh whose `with mesh:` block this call is in.
+    """torch's mesh of the innermost `with mesh:` block around the call.
 
     Raises:
-        MeshError: it is in none.
+        MeshError: the call is in no such block.
     """
     try:
-        found: DeviceMesh = _mesh_resources.get_current_mesh()
+        device_mesh: DeviceMesh = _mesh_resources.get_current_mesh()
     except RuntimeError as error:
         raise MeshError("no mesh was given: pass a DeviceMesh, or call within `with mesh:`") from error
-    return found
+    return device_mesh
 
 
 def ranks_per_host(mesh: Mesh) -> int | None:
-    """How many ranks each host has, as torchrun tells in LOCAL_WORLD_SIZE, where the world has several hosts.
+    """The number of ranks on each host, from torchrun's LOCAL_WORLD_SIZE, where the world has several hosts.
 
     None without processes, on one host, or where the hosts have not all the same number of ranks.
     """
-    runtime, told = _RUNTIMES.get(mesh), os.environ.get("LOCAL_WORLD_SIZE", "")
-    if runtime is None or not told.isdecimal():
+    runtime, local_size = _RUNTIMES.get(mesh), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if runtime is None or not local_size.isdecimal():
         return None
-    local, world = int(told), dist.get_world_size(runtime.world)
+    local, world = int(local_size), dist.get_world_size(runtime.world)
     hosts = os.environ.get("GROUP_WORLD_SIZE", "")
     uneven = hosts.isdecimal() and int(hosts) * local != world
     return None if local in (0, world) or world % local or uneven else local
 
 
 def device_mesh_of(mesh: Mesh) -> DeviceMesh | Mesh:
-    """torch's mesh behind `mesh`, or `mesh` itself where there is none."""
+    """torch's DeviceMesh from which `mesh` was made, or `mesh` itself where there is none."""
     runtime = _RUNTIMES.get(mesh)
     return mesh if runtime is None else runtime.device_mesh
 
 
 def simulated_ranks() -> frozenset[int] | None:
-    """The ranks that torch's LocalTensorMode simulates in this process, or None, as where it only plans."""
+    """The ranks that torch's LocalTensorMode simulates in this process; None without it, and within `planning`."""
     mode = None if _is_planning() else local_tensor_mode()
     return None if mode is None else mode.ranks

@@ -1,4 +1,4 @@
-"""A whole tensor to its shards: scattered from one rank, or cut out where each rank has it."""
+"""From a global tensor to its local tensors: scattered from one rank, or sliced where each rank has the tensor."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dshard.mesh import Coordinate, Mesh
 
 
 def local_shard(x: Tensor, region: Region) -> Tensor:
-    """A copy of the part of `x` within `region`."""
+    """A contiguous copy of the elements of `x` within `region`."""
     return view_of(x, region).clone(memory_format=torch.contiguous_format)
 
 
 def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
-    """The local tensor of this rank, of the whole tensor `x` laid out by `layout`.
+    """This rank's local tensor, under `layout`, of the global tensor `x`.
 
-    The rank number `source` of the mesh sends each rank its part; with None each rank cuts its own part out of its own
-    `x` and nothing is sent. A rank outside the mesh gets an empty tensor.
+    The rank number `source` of the mesh sends each rank its local tensor; with None each rank slices its own `x`, and
+    nothing is sent. A rank outside the mesh gets an empty tensor.
 
     Raises:
         MeshError: `source` is not a rank of the mesh.
@@ -59,7 +59,7 @@ def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
 
 
 def scatters(x: Tensor, layout: Layout, source: int | None) -> bool:
-    """Whether `spread` sends anything."""
+    """Whether `scatter_shards` sends anything for these arguments."""
     runtime = runtime_of(layout.mesh)
     if source is None or simulated_ranks() is not None or runtime is None or runtime.coordinate is None:
         return False
@@ -85,10 +85,12 @@ def _simulate(x: Tensor, layout: Layout, source: int | None) -> Tensor:
     mesh = layout.mesh
     with plain():
         tensors = unstack(x) if type(x) is LocalTensor else dict.fromkeys(mesh.ranks, x)
-        whole = tensors if source is None else dict.fromkeys(mesh.ranks, tensors[mesh.ranks[source]])
+        global_tensors = tensors if source is None else dict.fromkeys(mesh.ranks, tensors[mesh.ranks[source]])
         return stack(
             {
-                rank: local_shard(whole[rank], layout.region(_shape(whole[rank]), mesh.coordinate(rank)))
+                rank: local_shard(
+                    global_tensors[rank], layout.region(_shape(global_tensors[rank]), mesh.coordinate(rank))
+                )
                 for rank in mesh.ranks
             }
         )
@@ -99,9 +101,9 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 
 def local_of(layout: Layout, make: Callable[[Coordinate, torch.device], Tensor]) -> Tensor:
-    """What `make` makes for this rank's coordinate and device; for every rank where all are simulated in one process.
+    """The tensor `make(coordinate, device)` of this rank, or those of all ranks where they are simulated.
 
-    Without processes it is made for the first rank on the meta device; a rank outside the mesh gets an empty tensor.
+    Without processes it is that of the first rank on the meta device; a rank outside the mesh gets an empty tensor.
     """
     mesh = layout.mesh
     runtime = runtime_of(mesh)

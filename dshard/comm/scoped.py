@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class _Block(Generic[E]):
-    """One block that was entered, with what it changes."""
+    """One block that was entered, with its change."""
 
     __slots__ = ("change",)
 
@@ -24,7 +24,7 @@ class _Block(Generic[E]):
 
 
 class State(Generic[E, T]):
-    """The blocks around a call, outermost first, and the value that they make."""
+    """The blocks around a call, outermost first, and the value folded from their changes."""
 
     __slots__ = ("blocks", "value")
 
@@ -33,14 +33,14 @@ class State(Generic[E, T]):
 
 
 class Scoped(Generic[E, T]):
-    """A value computed by `fold` from the changes of all blocks that this thread and asynchronous task has entered.
+    """A value folded from the changes of all blocks that this thread and asynchronous task has entered.
 
-    Blocks may be left in any order: each takes back its own change alone. A thread begins outside of all blocks, but
-    for those on which autograd runs the backward pass of an accelerator: they are within the blocks of the thread that
-    called backward, which torch hands over with its other thread-local state.
+    Blocks may be left in any order: each removes its own change alone. A new thread is outside of all blocks, except
+    those on which autograd runs the backward pass of an accelerator: they are within the blocks of the thread that
+    called backward, which torch copies with its other thread-local state.
 
-    `anywhere` are the blocks that any thread is in: while it is empty nobody needs to ask for the value, which is the
-    one of no blocks. `here` gives the state of this context, None where it was never changed.
+    `anywhere` are the blocks of all threads: while it is empty, every thread has the value of no blocks, and need not
+    compute it. `here` returns the state of this context, None where it was never changed.
     """
 
     def __init__(self, name: str, fold: Callable[[list[E]], T]) -> None:
@@ -51,16 +51,16 @@ class Scoped(Generic[E, T]):
         self.anywhere: list[_Block[E]] = []
 
     def value(self) -> T:
-        """The value where the call is."""
+        """The value in the context of the call."""
         return (self.here() or self.outer()).value
 
     def outer(self) -> State[E, T]:
-        """The state of a context in which no block was entered: that of the caller of backward, on its threads."""
-        return (self._handed_over() if self.anywhere else None) or self._none
+        """The state of a context that entered no block; on autograd's threads, that of the caller of backward."""
+        return (self._backward_caller_state() if self.anywhere else None) or self._none
 
     @contextmanager
     def entered(self, change: E) -> Iterator[None]:
-        """Within the block the value is made with `change`, too."""
+        """Add `change` to the value within the block."""
         block, before = _Block(change), self.here()
         self.anywhere.append(block)
         self._set(self._state((*(before or self.outer()).blocks, block)))
@@ -68,20 +68,20 @@ class Scoped(Generic[E, T]):
             yield
         finally:
             self.anywhere.remove(block)
-            left = tuple(other for other in (self.here() or self._none).blocks if other is not block)
-            outside = before is None and left == self.outer().blocks
-            self._set(None if outside else self._state(left))
+            remaining = tuple(other for other in (self.here() or self._none).blocks if other is not block)
+            outside = before is None and remaining == self.outer().blocks
+            self._set(None if outside else self._state(remaining))
 
     def _state(self, blocks: tuple[_Block[E], ...]) -> State[E, T]:
         return State(blocks, self._fold([block.change for block in blocks])) if blocks else self._none
 
     def _set(self, state: State[E, T] | None) -> None:
         self._var.set(state)
-        if self._handed_over() is None:
+        if self._backward_caller_state() is None:
             torch._C._stash_obj_in_tls(self._key, (get_ident(), state))
 
-    def _handed_over(self) -> State[E, T] | None:
-        """What another thread stored, which called the backward pass that runs on this one."""
+    def _backward_caller_state(self) -> State[E, T] | None:
+        """The state of the thread that called the backward pass which runs on this one, or None."""
         if not torch._C._is_key_in_tls(self._key):
             return None
         thread, state = torch._C._get_obj_in_tls(self._key)

@@ -25,14 +25,14 @@ def plain() -> Iterator[None]:
 
 
 def unstack(x: Tensor) -> dict[int, Tensor]:
-    """The tensor of each rank."""
+    """The tensors of a LocalTensor by rank."""
     assert isinstance(x, LocalTensor)
-    found: dict[int, Tensor] = x._local_tensors
-    return found
+    tensors: dict[int, Tensor] = x._local_tensors
+    return tensors
 
 
 def stack(tensors: Mapping[int, Tensor]) -> Tensor:
-    """The tensors of the ranks as one; simulated ranks without one, as they are outside the mesh, get an empty one."""
+    """A LocalTensor of these tensors by rank; other simulated ranks, which are outside the mesh, get an empty one."""
     mode, like = local_tensor_mode(), next(iter(tensors.values()))
     others = frozenset() if mode is None else mode.ranks - tensors.keys()
     out: Tensor = LocalTensor({**tensors, **{rank: like.new_zeros((0,) * like.ndim) for rank in others}})
@@ -40,13 +40,13 @@ def stack(tensors: Mapping[int, Tensor]) -> Tensor:
 
 
 def each(function: Callable[[int, Tensor], Tensor], x: Tensor) -> Tensor:
-    """The tensors that `function` makes of each rank's."""
+    """Apply `function(rank, tensor)` to each rank's tensor."""
     with plain(), torch.no_grad():
         return stack({rank: function(rank, t) for rank, t in unstack(x).items()})
 
 
 def exchange(transfers: Mapping[int, Message], buffers: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """What each rank's buffer becomes when all ranks run their transfers."""
+    """Run one collective of all ranks: each rank's received buffer, from the buffers that the ranks send."""
     out: dict[int, Tensor] = {}
     for rank, transfer in transfers.items():
         peers = [buffers[peer] for peer in transfer.ranks]
@@ -66,6 +66,6 @@ def exchange(transfers: Mapping[int, Message], buffers: Mapping[int, Tensor]) ->
 
 
 def _piece(transfers: Mapping[int, Message], buffers: Mapping[int, Tensor], peer: int, index: int) -> Tensor:
-    """What `peer` sends to the rank number `index` of its group."""
+    """The piece that `peer` sends to the rank number `index` of its group."""
     piece: Tensor = buffers[peer].split(list(transfers[peer].send))[index]
     return piece

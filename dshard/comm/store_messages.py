@@ -1,4 +1,4 @@
-"""Short messages between ranks beside all process groups: left in the store that the ranks met at."""
+"""Short messages between ranks without a process group: values in the store that the ranks met at."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _PAUSE = 0.05  # seconds between two looks, at most
 
 
 def put(key: str, value: object) -> None:
-    """Leave a value under a key, for any rank to read; nothing happens where the store is gone."""
+    """Store a value under a key, for any rank to read; nothing happens where the store is gone."""
     with contextlib.suppress(RuntimeError, OSError):
         _store().set(key, pickle.dumps(value))
 
 
 def fetch(key: str, seconds: float, unless: str) -> Any:
-    """The value under a key, as soon as some rank has left it.
+    """Wait for the value under a key, and return it.
 
     Raises:
-        RuntimeError: one was left under the key `unless` before, nobody did within `seconds`, or the store is gone.
+        RuntimeError: the key `unless` was set first, `seconds` have passed, or the store is gone.
     """
     begin, pause, store = time.monotonic(), 0.001, _store()
     while not store.check([key]):
@@ -36,7 +36,7 @@ def fetch(key: str, seconds: float, unless: str) -> Any:
 
 
 def peek(key: str) -> Any:
-    """The value under a key, or None if nobody has left one, or the store is gone."""
+    """The value under a key, or None if there is none, or the store is gone."""
     try:
         store = _store()
         return pickle.loads(store.get(key)) if store.check([key]) else None

@@ -1,8 +1,8 @@
-"""How a distributed tensor lies in a checkpoint: the protocol of torch.distributed.checkpoint.
+"""Chunks of a distributed tensor in a checkpoint, by the protocol of torch.distributed.checkpoint.
 
-Each rank's part is a box of the whole tensor, whatever the layout: nested and uneven shards, any order of mesh axes. A
-box that several ranks hold alike has one name, and torch's planner has it written once. Empty boxes are left out, but
-a tensor of no elements has one empty box, so that its name is in the checkpoint.
+Each rank's local tensor is a box of the global tensor, whatever the layout: nested and uneven shards, any order of mesh
+axes. A box that several ranks hold has one name, and torch's planner writes it once. Empty boxes are left out, but a
+tensor without elements has one empty box, so that its name is in the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dshard.layout import Layout, Region, Shape
 
 
 def _torch() -> tuple[Any, Any]:
-    """torch's modules for plans and metadata of checkpoints: long to import, and imported by who asks for this."""
+    """torch's modules for plans and metadata of checkpoints, imported at the first use because that is slow."""
     from torch.distributed.checkpoint import metadata, planner  # noqa: PLC0415
 
     return planner, metadata
@@ -28,7 +28,7 @@ def boxes(layout: Layout, shape: Shape) -> list[Region]:
     """The boxes that this rank holds: one or none.
 
     Raises:
-        LayoutError: a reduction is pending.
+        LayoutError: the tensor is partial on a mesh axis.
         MeshError: the mesh has no processes.
     """
     if layout.partial_axes():
@@ -48,7 +48,7 @@ def boxes(layout: Layout, shape: Shape) -> list[Region]:
 
 
 def write_items(name: str, local: Tensor, layout: Layout, shape: Shape) -> list[Any]:
-    """What this rank would write of a tensor."""
+    """The items of a tensor that this rank offers to write."""
     planner, metadata = _torch()
     properties = metadata.TensorProperties.create_from_tensor(local)
     size = torch.Size(shape)
@@ -63,16 +63,16 @@ def write_items(name: str, local: Tensor, layout: Layout, shape: Shape) -> list[
 
 
 def chunks(layout: Layout, shape: Shape) -> list[Any]:
-    """What this rank holds, and so reads."""
+    """The chunks of a tensor that this rank holds, and reads."""
     _, metadata = _torch()
     return [
         metadata.ChunkStorageMetadata(
-            offsets=torch.Size(held.start for held in box), sizes=torch.Size(len(held) for held in box)
+            offsets=torch.Size(indices.start for indices in box), sizes=torch.Size(len(indices) for indices in box)
         )
         for box in boxes(layout, shape)
     ]
 
 
 def part(local: Tensor, shape: Shape) -> Tensor:
-    """The one box of this rank."""
+    """The elements of this rank's one box: its local tensor, or an empty tensor of the global shape."""
     return local.new_empty(shape) if 0 in shape else local.detach()

@@ -1,4 +1,4 @@
-"""A collective that runs on a process group is told to the listeners, and timed where they ask for it."""
+"""Events of collectives that run on a process group, with measured seconds where listeners ask for them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dshard.mesh import Mesh
 def timed(
     collective: str, mesh: Mesh, nbytes: int, group: Group, device: torch.device, send: Callable[[], Tensor]
 ) -> Tensor:
-    """What `send` returns, its collective on `group` told: before it runs, or with its seconds once it is over."""
+    """Call `send`, which runs a collective on `group`, and emit its event: before it, or after it with its seconds."""
     if not measuring():
         if LISTENERS:
             emit(collective, mesh, group.axes, nbytes)
         return send()
-    transport.all_reduce(torch.zeros(1, device=device), "sum", group)  # nobody begins before all are here
+    transport.all_reduce(torch.zeros(1, device=device), "sum", group)  # all ranks begin together
     synchronize(device)
     begin = perf_counter()
     out = send()
@@ -32,6 +32,6 @@ def timed(
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was given to the device."""
+    """Wait for all work that was launched on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Collectives while torch.compile or torch.export traces: functional ones alone, on tensors that have no memory yet."""
+"""Collectives while torch.compile or torch.export traces: functional ones alone, on tensors without memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _TRACED = frozenset({FakeTensor, FunctionalTensor})
 
 
 def traced(x: Tensor) -> bool:
-    """Whether what is done with `x` is being written down, to be run later and more than once.
+    """Whether torch traces the operators on `x`, to run them later and more than once.
 
-    Then nothing may be sent, measured or told now, and no buffer kept: what runs later are the operators seen.
+    While it traces, nothing may be sent, measured or emitted, and no buffer kept: only the traced operators run later.
     """
     return type(x) in _TRACED
 
 
 def outside_graphs(what: str) -> None:
-    """Refuse to be entered within a region that torch.compile traces: it would hold when tracing, not when running.
+    """Refuse a block within a region that torch.compile traces: it would apply while tracing, not while running.
 
     Raises:
         CompileError: within such a region.
@@ -38,7 +38,7 @@ def outside_graphs(what: str) -> None:
 
 
 def joined(pieces: Sequence[Tensor], regions: Sequence[Region]) -> Tensor | None:
-    """The tensor that the pieces make up where they lie side by side along one dim, or None.
+    """The pieces concatenated along the one dim in which their regions differ; None if they differ in several.
 
     >>> a, b = torch.zeros(2, 1), torch.ones(2, 2)
     >>> joined([b, a], [(range(2), range(1, 3)), (range(2), range(1))]).tolist()

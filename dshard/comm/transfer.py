@@ -1,4 +1,4 @@
-"""What one rank does in one step of a plan: pack, one collective, unpack."""
+"""One step of a plan on one rank: pack, one collective, unpack."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ Local = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One collective as one rank sees it: flat buffers, with sizes in elements for each rank of its group.
+    """One collective of one rank: flat buffers, with sizes in elements for each rank of its group.
 
-    `received` are the elements that come from peers.
+    `received` is the number of elements that come from peers.
     """
 
     collective: Collective
@@ -57,7 +57,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Transfer(Message):
-    """A collective, and how a local tensor becomes its buffer and its result a local tensor."""
+    """A collective with the functions that pack a local tensor into its buffer and unpack its result."""
 
     pack: Local
     unpack: Local
@@ -66,21 +66,25 @@ class Transfer(Message):
 def compile_step(
     step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate, *, owned: bool = False
 ) -> Local | Transfer | None:
-    """What the rank at `coordinate` does for `step`: local work, a transfer, or nothing on an axis of one rank.
+    """Compile `step` for the rank at `coordinate`: local work, a transfer, or None on an axis of one rank.
 
-    An `owned` tensor was made on the way, and may be written to.
+    An `owned` tensor was made by an earlier step, and may be written to.
     """
     mesh = layout.mesh
     axes = axes_of(step)
     ranks = mesh.group(axes, coordinate)
-    moved = messages(step, layout, shape, coordinate)
+    regions = messages(step, layout, shape, coordinate)
     if len(ranks) == 1:
-        kept = moved.send[0] if moved is not None and isinstance(step, ReduceExchange) else None
-        return None if kept is None else lambda x: view_of(x, kept).clone(memory_format=torch.contiguous_format)
+        own_region = regions.send[0] if regions is not None and isinstance(step, ReduceExchange) else None
+        return (
+            None
+            if own_region is None
+            else lambda x: view_of(x, own_region).clone(memory_format=torch.contiguous_format)
+        )
     match step:
         case Slice(_, dst):
-            part = inside(dst.region(shape, coordinate), layout.region(shape, coordinate))
-            return lambda x: view_of(x, part).clone(memory_format=torch.contiguous_format)
+            slice_region = inside(dst.region(shape, coordinate), layout.region(shape, coordinate))
+            return lambda x: view_of(x, slice_region).clone(memory_format=torch.contiguous_format)
         case Pend(axis, op):
             return _term(op, coordinate[mesh.axis(axis)] == 0, owned)
         case AllGather():
@@ -91,7 +95,7 @@ def compile_step(
             collective = "all_reduce"
         case AllToAll() | Exchange():
             collective = "all_to_all"
-    assert moved is not None
+    assert regions is not None
     return Transfer(
         collective,
         mesh,
@@ -99,16 +103,16 @@ def compile_step(
         ranks,
         ranks.index(mesh.rank(coordinate)),
         step.op if isinstance(step, ReduceScatter | ReduceExchange | AllReduce) else None,
-        tuple(map(numel, moved.send)),
-        tuple(map(numel, moved.recv)),
+        tuple(map(numel, regions.send)),
+        tuple(map(numel, regions.recv)),
         received(step, layout, shape, coordinate),
-        _pack(moved.send, layout.local_shape(shape, coordinate)),
-        _unpack(moved.recv, after(step, layout).local_shape(shape, coordinate)),
+        _pack(regions.send, layout.local_shape(shape, coordinate)),
+        _unpack(regions.recv, after(step, layout).local_shape(shape, coordinate)),
     )
 
 
 def _term(op: ReduceOp, first: bool, owned: bool) -> Local:
-    """Replicate -> Partial(op): the terms reduce to the value, exactly, in any dtype."""
+    """Replicate -> Partial(op): the terms of the ranks reduce to the value, exactly, in any dtype."""
     match op:
         case "sum" if not first:
             return Tensor.zero_ if owned else torch.zeros_like
@@ -123,7 +127,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _pack(pieces: Sequence[Region], shape: Shape) -> Local:
-    """The pieces of a local tensor of `shape`, one after the other; a view where they lie so."""
+    """A function that flattens the pieces of a local tensor of `shape` one after the other; a view where possible."""
     full = [piece for piece in pieces if numel(piece)]
     span = span_of(full, shape)
     if span is not None:
@@ -147,7 +151,7 @@ def _pack(pieces: Sequence[Region], shape: Shape) -> Local:
 
 
 def _unpack(pieces: Sequence[Region], shape: Shape) -> Local:
-    """The local tensor of `shape` that the pieces, one after the other, make up; a view where they lie so."""
+    """A function that makes a local tensor of `shape` from its pieces, flat and in order; a view where possible."""
     full = [piece for piece in pieces if numel(piece)]
     if span_of(full, shape) is not None:
         return lambda flat: flat.view(shape)
@@ -161,9 +165,9 @@ def _unpack(pieces: Sequence[Region], shape: Shape) -> Local:
         if dim is not None:
             return torch.cat(parts, dim)
         if traced(flat):
-            found = joined(parts, full)
-            if found is not None:
-                return found
+            concatenated = joined(parts, full)
+            if concatenated is not None:
+                return concatenated
         out = flat.new_empty(shape)
         for part, piece in zip(parts, full, strict=True):
             view_of(out, piece).copy_(part)
@@ -173,7 +177,7 @@ def _unpack(pieces: Sequence[Region], shape: Shape) -> Local:
 
 
 def _cut_dim(pieces: Sequence[Region], shape: Shape) -> int | None:
-    """The one dim that the pieces of a tensor of `shape` cut, one after the other.
+    """The one dim along which the pieces divide a tensor of `shape`, in order; None if there is no such dim.
 
     >>> _cut_dim([(range(3), range(0, 3)), (range(3), range(3, 4))], (3, 4))
     1
@@ -197,25 +201,25 @@ def _all_equal(sizes: Sequence[int]) -> bool:
 
 
 def span_of(pieces: Sequence[Region], shape: Shape) -> range | None:
-    """Where the pieces lie in the memory of a contiguous tensor of `shape`, if they follow each other there.
+    """The range of a contiguous tensor's memory that the pieces fill in order; None if they do not follow each other.
 
     >>> span_of([(range(1, 2), range(3)), (range(2, 3), range(3))], (4, 3))
     range(3, 9)
     """
-    found = range(0)
+    span = range(0)
     for piece in pieces:
         first = next((dim for dim, part in enumerate(piece) if len(part) != 1), len(shape))
         if any(len(part) != size for part, size in zip(piece[first + 1 :], shape[first + 1 :], strict=True)):
             return None
         start = sum(part.start * prod(shape[dim + 1 :]) for dim, part in enumerate(piece))
-        if found and start != found.stop:
+        if span and start != span.stop:
             return None
-        found = range(found.start if found else start, start + numel(piece))
-    return found
+        span = range(span.start if span else start, start + numel(piece))
+    return span
 
 
 def view_of(x: Tensor, region: Region) -> Tensor:
-    """The part of `x` within `region`, sharing its memory."""
-    for dim, held in enumerate(region):
-        x = x.narrow(dim, held.start if held else 0, len(held))
+    """A view of the elements of `x` within `region`."""
+    for dim, indices in enumerate(region):
+        x = x.narrow(dim, indices.start if indices else 0, len(indices))
     return x

@@ -1,4 +1,4 @@
-"""Flat buffers between the ranks of one group, by the fastest primitive that its backend has."""
+"""Collectives on flat buffers of one group, by the fastest primitive of its backend."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ _SUMS = {torch.float64, torch.float32, torch.int64, torch.int32}
 # they are this small, one exchange of copies takes less time than the start of so many broadcasts; between hosts whose
 # ranks share a link, its ring sends least over that link
 _FEW_BYTES = 2**18
-_NUMBER = 2**24  # what is sent to reduce a number is told by this from all other messages
+_NUMBER = 2**24  # the tag of messages that reduce a number, which no other message has
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     """Flat chunk -> the flat chunks of all ranks, rank `i` giving `sizes[i]` elements; nothing is padded."""
     if x.dtype not in _MOVES:
         return all_gather(x.view(torch.uint8), [size * x.itemsize for size in sizes], group).view(x.dtype)
-    now, alike = not traced(x), sizes.count(sizes[0]) == len(sizes)
-    if alike and (group.backend == "nccl" or group.spread or not now):
+    eager, equal_sizes = not traced(x), sizes.count(sizes[0]) == len(sizes)
+    if equal_sizes and (group.backend == "nccl" or group.spread or not eager):
         out = collectives.gather(x, len(sizes), group)
         return out if group.slots is None else from_slots(out, sizes, group.slots)
-    if now and _placed_in_pairs(group):
-        return _exchanged([x] * len(sizes), x, sizes, group)
-    if not now or (group.backend != "nccl" and sum(sizes) * x.itemsize <= _FEW_BYTES):
-        if alike and sizes[0]:  # as every rank then finds, so all may leave the sizes out
+    if eager and _sends_in_pairs(group):
+        return _exchange_in_pairs([x] * len(sizes), x, sizes, group)
+    if not eager or (group.backend != "nccl" and sum(sizes) * x.itemsize <= _FEW_BYTES):
+        if equal_sizes and sizes[0]:  # as every rank then finds, so all may leave the sizes out
             out = collectives.share(x, len(sizes), group)
             return out if group.slots is None else from_slots(out, sizes, group.slots)
         return all_to_all(x.repeat(len(sizes)), [sizes[group.index]] * len(sizes), sizes, group)
@@ -62,24 +62,26 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
 
 
 def in_pairs(group: Group) -> bool:
-    """Whether what a group's ranks exchange is better sent between each two of them by itself: see `exchange`."""
+    """Whether point-to-point messages are faster than the backend's all_to_all in this group: see `exchange`."""
     return group.hosts > 1 and group.backend == "gloo"
 
 
-def _placed_in_pairs(group: Group) -> bool:
-    """The same, or that the process group has another order, in which gloo's own collectives would take copies."""
+def _sends_in_pairs(group: Group) -> bool:
+    """Whether an all_gather or all_to_all of the group is sent in point-to-point messages."""
+    # gloo's own collectives would need copies where the process group has another order than the group
     return in_pairs(group) or (group.backend == "gloo" and group.slots is not None)
 
 
 def exchange(
     send: Sequence[Tensor], recv: Sequence[Tensor], here: int, pg: dist.ProcessGroup, tag: int = 0
 ) -> list[dist.Work]:
-    """Begin to send a piece to each rank of a process group, of which this is number `here`, and to receive its part.
+    """Begin an all_to_all in point-to-point messages: send a piece to each rank, and receive one from each.
 
-    gloo says over the connection of two ranks that one of them may send, after all that is on its way there. In its own
-    all_to_all ranks send before they say so: of two ranks that do not begin at the same moment the earlier one must
-    wait until the later one has sent all it has, and a slow link is used in one direction at a time. Here they say so
-    first. Nothing that is empty is sent.
+    `here` is the number of this rank in the process group. gloo announces over the connection of two ranks that one of
+    them may send, behind all data in flight there. In its own all_to_all ranks send before they announce: of two ranks
+    that do not begin at the same moment the earlier one must wait until the later one has sent all its data, and a slow
+    link is used in one direction at a time. This function posts the receives, which announce, first. Empty pieces are
+    not sent.
     """
     peers = [*range(here + 1, len(recv)), *range(here)]
     works = [pg.recv([recv[peer]], peer, tag) for peer in reversed(peers) if recv[peer].numel()]
@@ -88,8 +90,8 @@ def exchange(
     return works
 
 
-def _exchanged(send: Sequence[Tensor], like: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
-    """What each rank of the group has sent, one after the other, of these `sizes`."""
+def _exchange_in_pairs(send: Sequence[Tensor], like: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    """Exchange pieces in point-to-point messages; return the received ones, of these `sizes`, one after the other."""
     out = like.new_empty(sum(sizes))
     recv, slots = out.split(list(sizes)), group.slots or range(len(sizes))
     wait_for_pairs(begin_exchange(by_slot(send, slots), by_slot(recv, slots), group), group)
@@ -97,7 +99,7 @@ def _exchanged(send: Sequence[Tensor], like: Tensor, sizes: Sequence[int], group
 
 
 def begin_exchange(send: Sequence[Tensor], recv: Sequence[Tensor], group: Group, tag: int = 0) -> list[dist.Work]:
-    """`exchange` between the ranks of a group, in the order of its process group."""
+    """Begin an all_to_all in point-to-point messages between the ranks of a group; pieces in process group order."""
     here = group.index if group.slots is None else group.slots[group.index]
     try:
         return exchange(send, recv, here, group.process_group, tag)
@@ -115,22 +117,22 @@ def all_to_all(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group
     """Flat pieces for each rank -> flat pieces from each rank; the sizes may all differ, and be zero."""
     if x.dtype not in _MOVES:
         scale = x.itemsize
-        moved = all_to_all(x.view(torch.uint8), [s * scale for s in send], [r * scale for r in recv], group)
-        return moved.view(x.dtype)
-    if _placed_in_pairs(group) and not traced(x):
-        return _exchanged(x.split(list(send)), x, recv, group)
+        received = all_to_all(x.view(torch.uint8), [s * scale for s in send], [r * scale for r in recv], group)
+        return received.view(x.dtype)
+    if _sends_in_pairs(group) and not traced(x):
+        return _exchange_in_pairs(x.split(list(send)), x, recv, group)
     if group.slots is None:
         return collectives.swap(x, send, recv, group)
     slots = group.slots
-    moved = collectives.swap(to_slots(x, send, slots), by_slot(send, slots), by_slot(recv, slots), group)
-    return from_slots(moved, recv, group.slots)
+    received = collectives.swap(to_slots(x, send, slots), by_slot(send, slots), by_slot(recv, slots), group)
+    return from_slots(received, recv, group.slots)
 
 
 def reduce_scatter(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -> Tensor:
     """Flat pieces for each rank -> the reduction of this rank's piece over all ranks.
 
-    Where the backend has no reduce_scatter of its own, or the pieces differ in size, the pieces are exchanged and
-    reduced here: the same bytes, and half precision is summed in single.
+    Where the backend has no reduce_scatter, or the pieces differ in size, the pieces are exchanged and reduced locally:
+    the same bytes, and half precision is summed in single.
     """
     if len(group.ranks) == 1:
         return x.clone()
@@ -138,7 +140,7 @@ def reduce_scatter(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -
 
 
 def exchange_terms(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -> Tensor:
-    """Flat pieces for each rank -> the terms of this rank's piece, or their reduction where the backend has made it."""
+    """Flat pieces for each rank -> the terms of this rank's piece, or their reduction if the backend reduces them."""
     native = group.backend == "nccl" or (group.backend != "gloo" and traced(x))
     if native and len(set(send)) == 1 and reduces(x.dtype, op, group.backend):
         pieces = x if group.slots is None else to_slots(x, send, group.slots)
@@ -147,7 +149,7 @@ def exchange_terms(x: Tensor, send: Sequence[int], op: ReduceOp, group: Group) -
 
 
 def reduced(terms: Tensor, size: int, op: ReduceOp) -> Tensor:
-    """What `exchange_terms` gave -> the reduction, of `size` elements."""
+    """Flat terms of `size` elements each, or their reduction already -> the reduction."""
     return terms if terms.numel() == size else reduce(terms.view(-1, size), op)
 
 
@@ -164,9 +166,10 @@ def all_reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
 
 
 def reduce_number(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
-    """An all_reduce of one element, over gloo, which a rank may come to alone: no other collective is taken for it.
+    """An all_reduce of one element over gloo that no other collective can be mistaken for, if a rank calls it alone.
 
-    gloo tells collectives of one kind by their order alone, and ends the process of a rank that is sent too much.
+    gloo distinguishes collectives of one kind by their order alone, and ends the process of a rank that receives more
+    than it expects.
     """
     x, n = x.reshape(1), len(group.ranks)
     terms = x.new_empty(n)
@@ -184,7 +187,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
 
 
 def scatter(x: Tensor | None, sizes: Sequence[int], source: int, like: Tensor, group: Group) -> Tensor:
-    """Flat pieces on the group's rank number `source` -> piece `i` on rank number `i`, of the kind of `like`."""
+    """Flat pieces on the group's rank number `source` -> piece `i` on rank number `i`; dtype and device of `like`."""
     out = like.new_empty(sizes[group.index])
     if group.index == source:
         assert x is not None
@@ -233,7 +236,7 @@ def reduce(terms: Tensor, op: ReduceOp) -> Tensor:
 
 
 def by_slot(sizes: Sequence[T], slots: Sequence[int]) -> list[T]:
-    """What is for each rank of the group -> in the order of the process group.
+    """Items in the order of the group -> the items in the order of the process group.
 
     >>> by_slot([10, 20, 30], [2, 0, 1])
     [20, 30, 10]
@@ -242,13 +245,13 @@ def by_slot(sizes: Sequence[T], slots: Sequence[int]) -> list[T]:
 
 
 def to_slots(x: Tensor, sizes: Sequence[int], slots: Sequence[int]) -> Tensor:
-    """Flat pieces in the order of the group -> in the order of the process group."""
+    """Flat pieces in the order of the group -> the pieces in the order of the process group."""
     pieces = x.split(list(sizes))
     return torch.cat([pieces[i] for i in sorted(range(len(slots)), key=slots.__getitem__)])
 
 
 def from_slots(x: Tensor, sizes: Sequence[int], slots: Sequence[int]) -> Tensor:
-    """Flat pieces in the order of the process group -> in the order of the group, where they have these sizes."""
+    """Flat pieces in the order of the process group -> the pieces in the order of the group, which `sizes` has."""
     pieces = x.split(by_slot(sizes, slots))
     return torch.cat([pieces[slot] for slot in slots])
 
@@ -261,5 +264,5 @@ def reduces(dtype: torch.dtype, op: ReduceOp, backend: str) -> bool:
 
 
 def movable(x: Tensor) -> Tensor:
-    """The same memory, in a dtype that every backend moves."""
+    """A view of `x` in a dtype that every backend sends."""
     return x if x.dtype in _MOVES else x.view(torch.uint8)

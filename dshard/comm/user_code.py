@@ -1,4 +1,4 @@
-"""The line of the user's program that runs, and what it has called."""
+"""The current line of the user's program, and the operator or function that it called."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _OTHERS = (
     "<eval_with_key>",
 )
 _PYTHON = str(Path(contextlib.__file__).parent) + sep
-"""How the names of files begin that are not those of a program's author: packages apart, which lie within Python's."""
+"""Prefixes of files that are not user code; installed packages, which lie within Python's folder, are user code."""
 
-_WRAPPERS = ("front", "<lambda>")  # of functions that the program has called
+_WRAPPERS = ("front", "<lambda>")  # names of wrappers around functions that the program called
 
 
 def user_line() -> str:
     """The innermost line of the running program that lies neither in dshard, torch nor Python: "file:number".
 
-    A thread that runs autograd has none: there it is the line at which the main thread waits.
+    A thread that runs autograd has no such line: there it is the line at which the main thread waits.
     """
     main = threading.main_thread().ident
-    found = _user_frame(sys._getframe(1)) or _user_frame(sys._current_frames().get(main or 0))
-    return "?" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
+    frame = _user_frame(sys._getframe(1)) or _user_frame(sys._current_frames().get(main or 0))
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def user_call() -> str:
-    """What runs for the user's program, and its line: "softmax at file:number".
+    """The current call of the user's program and its line: "softmax at file:number".
 
-    Within a function of torch's that is the operator; elsewhere what the program has called in dshard.
+    Within a function of torch the call is the operator; elsewhere it is the function of dshard that the program called.
     """
     name, frame = "", sys._getframe(1)
     while frame.f_back is not None and not _is_users(frame):

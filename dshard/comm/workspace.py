@@ -1,4 +1,4 @@
-"""Buffers that are used again: what moves panel by panel allocates nothing new after its first time."""
+"""Pools of reusable buffers, so that work on panels allocates nothing new after the first panels."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dshard.layout import Shape
 
 Kind = tuple[torch.device, torch.dtype, bool]
 WORKSPACES: WeakSet[Workspace] = WeakSet()
-"""All there are: that of this process, and those of what is running without data."""
+"""All workspaces: that of this process, and those of runs without data."""
 
 
 @dataclass(eq=False)
 class Workspace:
     """Flat buffers by device and dtype.
 
-    `allocations` counts the buffers made, `held` the bytes lent now, `peak` the most lent at once; `storages` are those
-    of the buffers made.
+    `allocations` counts the buffers allocated, `held` is the bytes lent now, `peak` the most lent at once; `storages`
+    are those of the allocated buffers.
     """
 
     free: defaultdict[Kind, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -40,9 +40,9 @@ class Workspace:
 
     @contextmanager
     def session(self, runtime: Runtime | None = None) -> Iterator[Session]:
-        """Lend buffers for the block, to what runs on these process groups, or on none.
+        """Lend buffers within the block, for work on the process groups of `runtime`, or on none.
 
-        They come back at its end: after an error none do, for they may be in use yet.
+        They are returned at the end of the block; after an error they are not, for they may still be in use.
         """
         lent = Session(self, runtime)
         try:
@@ -57,14 +57,14 @@ class Workspace:
 
 
 def borrowed_now() -> int:
-    """Bytes that all workspaces have lent."""
+    """Bytes that all workspaces have lent now."""
     return sum(space.held for space in tuple(WORKSPACES))
 
 
 def in_use(sizes: Mapping[StorageWeakRef, int]) -> int:
-    """Bytes of those of these storages that are there, and of what workspaces have lent.
+    """Bytes of the given storages that still exist, and of the buffers lent by workspaces.
 
-    Buffers that a workspace keeps for the next who asks are not in use: on real ranks they stay from step to step.
+    Free buffers of a workspace are not in use: on real ranks they stay from step to step.
     """
     kept = set().union(*(space.storages for space in tuple(WORKSPACES)))
     return sum(size for ref, size in sizes.items() if ref not in kept and not ref.expired()) + borrowed_now()
@@ -72,7 +72,7 @@ def in_use(sizes: Mapping[StorageWeakRef, int]) -> int:
 
 @dataclass(slots=True)
 class Session:
-    """The buffers lent for one use, by the number of their storage."""
+    """The buffers that one user has borrowed, by the address of their storage."""
 
     workspace: Workspace
     runtime: Runtime | None = None
@@ -80,7 +80,7 @@ class Session:
     nbytes: dict[int, int] = field(default_factory=dict)
 
     def take(self, shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A contiguous buffer, with anything in it, on the device of `like` and with its dtype if none is given."""
+        """Borrow an uninitialised contiguous buffer on the device of `like`, of its dtype unless one is given."""
         size, dtype, pool = prod(shape), like.dtype if dtype is None else dtype, self.workspace
         kind = (like.device, dtype, torch.is_inference_mode_enabled())
         fitting = [x for x in pool.free[kind] if x.numel() >= size]
@@ -98,14 +98,14 @@ class Session:
         return storage[:size].view(shape)
 
     def give(self, x: Tensor) -> None:
-        """Return the buffer that `x` lies in, if it is one of these: what is taken next may overwrite it."""
-        found = self.lent.pop(_number(x), None)
-        if found is not None:
-            self.workspace.free[found[0]].append(found[1])
+        """Return the buffer of which `x` is a view, if this session borrowed it; a later borrower may overwrite it."""
+        entry = self.lent.pop(_number(x), None)
+        if entry is not None:
+            self.workspace.free[entry[0]].append(entry[1])
             self.workspace.held -= self.nbytes.pop(_number(x))
 
     def end(self) -> None:
-        """Return all."""
+        """Return all buffers."""
         for _, storage in tuple(self.lent.values()):
             self.give(storage)
 
@@ -115,14 +115,14 @@ def _number(x: Tensor) -> int:
 
 
 class FreshBuffers(Session):
-    """Buffers for what is traced: each is new, for what runs later has its memory planned by whoever compiles it."""
+    """New buffers at each request, for use while torch traces: the compiler plans the memory of a graph."""
 
     def take(self, shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A contiguous buffer."""
+        """Allocate an uninitialised contiguous buffer."""
         return like.new_empty(shape, dtype=dtype)
 
     def give(self, x: Tensor) -> None:
-        """Nothing."""
+        """Do nothing: a new buffer is returned to no pool."""
 
 
 WORKSPACE = Workspace()

@@ -1,4 +1,4 @@
-"""Ranks for a job: started on this host, or those that a launcher such as torchrun has started already."""
+"""Ranks for a job: processes started on this host, or by a launcher such as torchrun."""
 
 from dshard.launch.group import choose_device, choose_ranks, joining, reporting, run
 from dshard.launch.ranks import Send, run_ranks, screenful

@@ -1,4 +1,4 @@
-"""One job on all ranks of a process group, which exists meanwhile."""
+"""One job on all ranks of a process group that exists for the job alone."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ RANKS = 4
 
 
 def run(work: Work[T], tell: Tell, *, ranks: int, device: str) -> T:
-    """Call `work(tell)` on every rank; what it returned on rank 0, or here if this process is a rank itself.
+    """Call `work(tell)` on every rank; return its result on rank 0, or on this rank if this process is one.
 
-    On rank 0 `tell` is called in this process with what the work tells, on others it goes nowhere. Work that is to run
-    on ranks started here is pickled, and so are its result and what it tells.
+    Messages that the work passes to `tell` on rank 0 reach `tell` in this process; those of other ranks are dropped. On
+    ranks started here the work, its result and its messages are pickled.
 
     Raises:
         RankError: a rank failed; the message names it.
     """
     if joining():
         return _join(work, tell, device)
-    heard: _Heard[T] = _Heard(tell)
-    run_ranks(partial(_as_rank, work, ranks, device), ranks, heard)
-    assert heard.done is not None
-    return heard.done.result
+    receiver: _Receiver[T] = _Receiver(tell)
+    run_ranks(partial(_as_rank, work, ranks, device), ranks, receiver)
+    assert receiver.done is not None
+    return receiver.done.result
 
 
 def joining() -> bool:
-    """Whether a launcher has started the ranks already, so that this process is one of them."""
+    """Whether this process is a rank that a launcher has started."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def reporting() -> bool:
-    """Whether this process is the one that talks to the user."""
+    """Whether this process writes output for the user: it is rank 0, or starts the ranks."""
     return not joining() or os.environ["RANK"] == "0"
 
 
 def choose_ranks(asked: int | None, device: str) -> int:
-    """As many ranks as asked or as the launcher started; else four, or fewer if on CUDA there are fewer GPUs.
+    """The number of ranks: as asked, or as the launcher started; else four, or on CUDA at most the number of GPUs.
 
     Raises:
-        MeshError: the launcher started another number of ranks than was asked.
+        MeshError: the launcher started another number of ranks than `asked`.
     """
     if joining():
         started = int(os.environ["WORLD_SIZE"])
@@ -64,30 +64,32 @@ def choose_ranks(asked: int | None, device: str) -> int:
 
 
 def choose_device(asked: str, ranks: int) -> str:
-    """What was asked; for "auto", CUDA if each rank of this host can have a GPU of its own, else the CPU.
+    """The device type: as asked; for "auto", CUDA if each rank of this host can have its own GPU, else the CPU.
 
     Raises:
-        MeshError: CUDA was asked for, and there are fewer GPUs than ranks.
+        MeshError: `asked` is "cuda", and there are fewer GPUs than ranks.
     """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     gpus = torch.cuda.device_count()
-    if asked == "cuda" and gpus < here:
-        raise MeshError(f"{here} ranks on CUDA need a GPU each and this host has {gpus}: ask for fewer, or for the CPU")
+    if asked == "cuda" and gpus < local_ranks:
+        raise MeshError(
+            f"{local_ranks} ranks on CUDA need a GPU each and this host has {gpus}: ask for fewer, or for the CPU"
+        )
     if asked == "auto":
-        return "cuda" if gpus >= here else "cpu"
+        return "cuda" if gpus >= local_ranks else "cpu"
     return asked
 
 
 @dataclass(frozen=True, slots=True)
 class _Done(Generic[T]):
-    """The last that rank 0 says."""
+    """The last message of rank 0, with its result."""
 
     result: T
 
 
 @dataclass(slots=True)
-class _Heard(Generic[T]):
-    """What the ranks have sent: what was told is passed on, the result is kept."""
+class _Receiver(Generic[T]):
+    """Receiver of the ranks' messages: passes them on to `tell`, and keeps the result."""
 
     tell: Tell
     done: _Done[T] | None = None
@@ -113,18 +115,18 @@ def _as_rank(work: Work[T], ranks: int, device: str, rank: int, meet: str, send:
 
 
 def _in_group(work: Work[T], tell: Tell, device: str, local_rank: int, **group: Any) -> T:
-    """Do the work as one rank of a process group, which exists meanwhile."""
+    """Run the work as one rank of a process group, created before and destroyed after it."""
     share_cores()
-    own = None
+    gpu = None
     if device == "cuda":
-        own = torch.device("cuda", local_rank)
-        torch.cuda.set_device(own)
-    dist.init_process_group("gloo" if own is None else "nccl", device_id=own, **group)
-    result = work(tell if dist.get_rank() == 0 else _silent)
+        gpu = torch.device("cuda", local_rank)
+        torch.cuda.set_device(gpu)
+    dist.init_process_group("gloo" if gpu is None else "nccl", device_id=gpu, **group)
+    result = work(tell if dist.get_rank() == 0 else _drop)
     dist.barrier()
     dist.destroy_process_group()
     return result
 
 
-def _silent(told: object) -> None:
-    """What the ranks that do not report have to say."""
+def _drop(message: object) -> None:
+    """Drop a message: the `tell` of ranks other than 0."""

@@ -1,4 +1,4 @@
-"""Ranks of our own: processes on this host that do one job together and are heard while they do it."""
+"""Ranks started on this host for one job; the parent receives their messages while they run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from dshard.errors import RankError
 Send: TypeAlias = Callable[[object], None]
 Job: TypeAlias = Callable[[int, str, Send], None]
 
-PATIENCE = 180.0  # seconds without a word from any rank, after which all are given up
-GRACE = 1.0  # seconds to hear of other failures after the first: the one heard of first need not be the cause
-SCREEN = 16  # lines of a rank's traceback that are worth showing
+PATIENCE = 180.0  # seconds without a message from any rank, after which all are killed
+GRACE = 1.0  # seconds to wait for other failures after the first: the first to arrive need not be the cause
+SCREEN = 16  # lines of a rank's traceback that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class _Rank:
 
 
 def run_ranks(job: Job, n: int, hear: Callable[[Any], None], patience: float = PATIENCE) -> None:
-    """Start `n` processes that each call `job(rank, where to meet, send)`; `hear` what they send until all have ended.
+    """Start `n` processes that each call `job(rank, meet, send)`; call `hear` with each message until all have ended.
 
-    Where to meet is the `init_method` of their process group. No process outlives this call.
+    `meet` is the `init_method` of their process group. No process outlives this call.
 
     Raises:
         RankError: a rank raised, was killed, or all were silent for `patience` seconds.
@@ -72,9 +72,7 @@ def run_ranks(job: Job, n: int, hear: Callable[[Any], None], patience: float = P
 
 def _start(rank: int, job: Job, meet: str) -> _Rank:
     context = get_context("forkserver")
-    context.set_forkserver_preload(
-        [__name__]
-    )  # imports torch once, then forks the ranks: seconds less than a start each
+    context.set_forkserver_preload([__name__])  # imports torch once, then forks the ranks: saves seconds for each rank
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_main, args=(rank, job, meet, theirs), name=f"rank {rank}", daemon=True)
     process.start()
@@ -83,9 +81,9 @@ def _start(rank: int, job: Job, meet: str) -> _Rank:
 
 
 def _main(rank: int, job: Job, meet: str, pipe: Connection[Any, Any]) -> None:
-    """The life of one rank. Ctrl-C is the parent's to handle, and so is all that a library may print."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)
+    """Run the job as one rank, in its process: an error is sent to the parent, and ends the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    os.dup2(2, 1)  # libraries must not print into the parent's output
     try:
         job(rank, meet, pipe.send)
     except BaseException as error:
@@ -111,7 +109,7 @@ def _listen(ranks: list[_Rank], hear: Callable[[Any], None], patience: float) ->
 
 
 def _messages(alive: list[_Rank], patience: float) -> Iterator[object]:
-    """What the ranks send, until none is left in `alive` or all are silent for `patience` seconds."""
+    """Yield the messages of the ranks, until none is left in `alive` or all are silent for `patience` seconds."""
     while alive:
         ready = wait([rank.pipe for rank in alive], patience)
         if not ready:
@@ -132,7 +130,7 @@ def _receive(rank: _Rank) -> object:
 
 
 def _cause(messages: list[object]) -> str:
-    """The failure that the others follow from: a process that died without a word, else the first error."""
+    """The text of the failure that caused the others: a process that died without a message, else the first error."""
     raised = [message for message in messages if isinstance(message, Raised)]
     spoke = {message.rank for message in raised}
     for message in messages:
@@ -143,7 +141,7 @@ def _cause(messages: list[object]) -> str:
 
 
 def screenful(error: BaseException) -> str:
-    """What a person needs of an error: its message, and beneath it the end of its traceback."""
+    """The text of an error on one screen: its message, and below it the end of its traceback."""
     summary = "".join(traceback.format_exception_only(error)).strip()
     trace = "".join(traceback.format_tb(error.__traceback__)).splitlines()
     lines = [line for line in trace if line.strip(" ^~")]

@@ -1,4 +1,4 @@
-"""A step rehearsed: every rank computes its part, all of them at once, and what they would send is priced."""
+"""Rehearsal of a step: all ranks run the local work at the same time, and the collectives are priced."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Rehearsed:
     """A step whose local work was measured.
 
     Attributes:
-        local: Seconds that each rank took for it, computing, dispatching and autograd: the median of its steps.
+        local: Seconds of local work on each rank, with dispatch and autograd: the median of its steps.
         network: Seconds of the collectives of the first rank, one after the other, as the topology prices them.
-        nbytes: Bytes that it would receive.
+        nbytes: Bytes that the first rank would receive.
     """
 
     local: tuple[float, ...]
@@ -37,7 +37,7 @@ class Rehearsed:
 
     @property
     def seconds(self) -> float:
-        """Of a step: of the slowest rank, with nothing sent behind what is computed."""
+        """Seconds of a step: the local work of the slowest rank plus the network, without overlap."""
         return max(self.local) + self.network
 
 
@@ -46,27 +46,29 @@ def rehearse(
 ) -> Rehearsed:
     """Predict the seconds of a step by running it on all ranks without a network.
 
-    `make(*args)` is called on each of `ranks` processes of this host, and gives the step. It is pickled, so it is a
-    function of a module; there it finds a process group that sends nothing (torch's "fake" backend), makes meshes of
-    it, and lays out a model. What the step computes is real, and so is how ranks share cores and memory; what it would
-    receive is whatever the buffers hold, so values, and errors that depend on them, mean nothing. Choices are made on
-    the `topology`, which prices what is sent; measure it with `Topology.measure`.
+    `make(*args)` is called on each of `ranks` processes of this host, and returns the step. It is pickled, so it is a
+    function of a module. It runs with a process group that sends nothing (torch's "fake" backend), creates meshes on
+    it, and distributes a model. The computation of the step is real, and so is the sharing of cores and memory by the
+    ranks; received tensors are uninitialised, so values, and errors that depend on them, mean nothing. Strategies are
+    chosen on the `topology`, which also prices the collectives; measure it with `Topology.measure`.
 
     Raises:
         RankError: `make` or the step failed on a rank.
     """
-    found: dict[int, _Part] = {}
+    measurements: dict[int, _RankMeasurement] = {}
 
-    def hear(part: _Part) -> None:
-        found[part.rank] = part
+    def hear(measurement: _RankMeasurement) -> None:
+        measurements[measurement.rank] = measurement
 
     run_ranks(partial(_rehearse, make, args, topology, ranks, steps), ranks, hear, patience=600.0)
-    return Rehearsed(tuple(found[rank].local for rank in range(ranks)), found[0].network, found[0].nbytes)
+    return Rehearsed(
+        tuple(measurements[rank].local for rank in range(ranks)), measurements[0].network, measurements[0].nbytes
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """What one rank found."""
+class _RankMeasurement:
+    """The measurements of one rank."""
 
     rank: int
     local: float
@@ -87,20 +89,20 @@ def _rehearse(
     share_cores()
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    import_module("torch.testing._internal.distributed.fake_pg")  # which makes the backend known
+    import_module("torch.testing._internal.distributed.fake_pg")  # its import registers the backend
     dist.init_process_group("fake", rank=rank, world_size=ranks)
     with use_topology(topology):
         step = make(*args)
         recorded = record(step)
-        _all_here(meet, ranks)
+        _meet_all(meet, ranks)
         times = [_seconds(step) for _ in range(steps + 1)]
     events = [slot.event for slot in recorded.slots]
     network = sum(event.seconds for event in events if event.queue == "network")
-    send(_Part(rank, statistics.median(times[1:]), network, recorded.nbytes))
+    send(_RankMeasurement(rank, statistics.median(times[1:]), network, recorded.nbytes))
 
 
-def _all_here(meet: str, ranks: int) -> None:
-    """Wait until all ranks have come so far."""
+def _meet_all(meet: str, ranks: int) -> None:
+    """Wait until all ranks have made this call."""
     store = FileStore(urlsplit(meet).path, ranks)
     store.add("here", 1)
     while store.add("here", 0) < ranks:

@@ -1,4 +1,4 @@
-"""`check_rule`: an operator and its rule against single-device torch, by brute force over placements."""
+"""Comparison of an operator and its rule with single-device torch, by brute force over placements."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_rule(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Verify that `op` on distributed tensors gives what it gives on one device, however its operands lie.
+    """Verify that `op` on distributed tensors gives the result of one device, in all layouts of its operands.
 
     `op` is an operator of torch, a function such as `torch.nn.functional.gelu`, or the name of an operator with a
     registered rule. Each sample is a tuple of its arguments, tensors and others; a dict at its end holds keyword
@@ -48,8 +48,8 @@ def check_rule(
     On each mesh, simulated in this process:
     - every strategy that the rule allows is run on local tensors, whether or not it would ever be the cheapest; so are
       those of the operators that a function calls, and of their backward passes;
-    - the whole operator is run on operands in `placements` (all that exist: each dim split, replicated, for floats a
-      pending sum), in every combination or, beyond `limit`, in a sample that is the same each time; values and
+    - the whole operator is run on operands in `placements` (all that exist: each dim sharded, replicated, for floats a
+      partial sum), in every combination or, beyond `limit`, in a sample that is the same each time; values and
       gradients are compared.
 
     `rtol` and `atol` are as in `torch.testing.assert_close`.
@@ -60,7 +60,7 @@ def check_rule(
         RuleError: a difference; it names the operator, the rule, the mesh, the layouts and what differs.
     """
     function, same = resolve(op), _same(rtol, atol)
-    _check_asked(samples, mesh_shapes, placements, limit)
+    _check_arguments(samples, mesh_shapes, placements, limit)
     for sample in samples:
         call = _Call.of(function, sample)
         expected = call.on_one_device(gradients)
@@ -83,7 +83,7 @@ def check_call(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Verify one call: `op` on the tensors of `sample` in these layouts against one device, for use with generators.
+    """Verify one call of `op`, on tensors of `sample` in these layouts, against one device; for use with generators.
 
     On a mesh with processes behind it, where all its ranks call this together, it runs there; else it is simulated.
 
@@ -105,11 +105,11 @@ def check_call(
         call.compare(tuple(layouts), expected, 0, _same(rtol, atol))
 
 
-def _check_asked(samples: Sequence[Any], mesh_shapes: object, placements: object, limit: object) -> None:
-    """Refuse to check nothing, which would pass.
+def _check_arguments(samples: Sequence[Any], mesh_shapes: object, placements: object, limit: object) -> None:
+    """Refuse arguments with which nothing would be checked.
 
     Raises:
-        ArgumentError: no sample, no mesh, a limit below one, or what are no placements.
+        ArgumentError: no sample, no mesh, a limit below one, or values that are no placements.
     """
     shapes = as_tuple(mesh_shapes, "mesh_shapes", "give the shapes of meshes, as in [(2,), (2, 2)]")
     as_int(limit, "limit", least=1)
@@ -124,9 +124,9 @@ def _check_asked(samples: Sequence[Any], mesh_shapes: object, placements: object
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """What one device gives: outputs, the gradients that come in for those that have one, those of the operands.
+    """The results of one device: outputs, incoming gradients of outputs that have one, and gradients of the operands.
 
-    `recorded` are the operands of which torch has a gradient at all.
+    `recorded` says of each operand whether torch has a gradient of it.
     """
 
     outputs: list[Any]
@@ -165,36 +165,36 @@ class _Call:
         return leaves(self.function(*args, **kwargs))
 
     def on_one_device(self, gradients: bool) -> _Expected:
-        """What is expected, with gradients of the operands for which torch has them."""
+        """The expected results, with gradients of the operands for which torch has them."""
         n = len(self.operands())
-        if gradients and not _writes(self.function):
-            wanted = [has_gradient(x) for x in self.operands()]
-            only = ([i == j and wanted[j] for j in range(n)] for i in range(n))
-            found = self._try(wanted) or self._try([self._try(some) is not None for some in only])
+        if gradients and not _is_mutable(self.function):
+            differentiable = [has_gradient(x) for x in self.operands()]
+            each_alone = ([i == j and differentiable[j] for j in range(n)] for i in range(n))
+            expected = self._try(differentiable) or self._try([self._try(some) is not None for some in each_alone])
         else:
-            found = None
-        return found or self._recorded([False] * n)
+            expected = None
+        return expected or self._recorded([False] * n)
 
-    def _try(self, wanted: list[bool]) -> _Expected | None:
+    def _try(self, differentiable: list[bool]) -> _Expected | None:
         try:
-            return self._recorded(wanted) if any(wanted) else None
+            return self._recorded(differentiable) if any(differentiable) else None
         except (RuntimeError, NotImplementedError):  # an operand without a derivative
             return None
 
-    def _recorded(self, wanted: list[bool]) -> _Expected:
-        pairs = zip(self.operands(), wanted, strict=True)
-        operands = [x.detach().clone().requires_grad_(is_wanted) for x, is_wanted in pairs]
+    def _recorded(self, differentiable: list[bool]) -> _Expected:
+        pairs = zip(self.operands(), differentiable, strict=True)
+        operands = [x.detach().clone().requires_grad_(has_grad) for x, has_grad in pairs]
         outputs = self.run(operands)
         incoming = [_incoming(out, i) for i, out in enumerate(outputs)]
         gradients = [_dense(gradient) for gradient in _backward(outputs, incoming, operands)]
-        return _Expected([_detached(out) for out in outputs], incoming, wanted, gradients)
+        return _Expected([_detached(out) for out in outputs], incoming, differentiable, gradients)
 
     def choices(self, mesh: Mesh, placements: Literal["all"] | Sequence[Placement]) -> list[list[Layout]]:
-        """The layouts that each operand is to have."""
+        """The layouts to test, for each operand."""
         return [layouts_of(x, mesh, placements) for x in self.operands()]
 
     def compare(self, layouts: Choice, expected: _Expected, seed: int, same: Same) -> None:
-        """Run it on operands in these layouts and compare."""
+        """Run the operator on operands in these layouts, and compare with the expected results."""
         where = f"{_name(self.function)} of [{'], ['.join(map(str, layouts))}] on the mesh ({_mesh_of(layouts)})"
         try:
             operands = [
@@ -204,12 +204,12 @@ class _Call:
             for x, is_wanted in zip(operands, expected.recorded, strict=True):
                 x.requires_grad_(is_wanted)
             outputs = self.run(operands)
-            found = self._gradients(operands, outputs, expected, seed)
+            gradients = self._gradients(operands, outputs, expected, seed)
         except Exception as error:
             raise RuleError(f"{where} raised {type(error).__name__}: {error}") from error
         for i, (out, value) in enumerate(zip(outputs, expected.outputs, strict=True)):
             compare(out, value, f"{where}: output {i}", same)
-        for i, (gradient, value) in enumerate(zip(found, expected.gradients, strict=True)):
+        for i, (gradient, value) in enumerate(zip(gradients, expected.gradients, strict=True)):
             if value is not None and gradient is not None:
                 compare(gradient, value, f"{where}: the gradient of operand {i}", same)
             elif value is not None and value.any():
@@ -219,20 +219,20 @@ class _Call:
         self, operands: Sequence[DTensor], outputs: Sequence[Any], expected: _Expected, seed: int
     ) -> list[Tensor | None]:
         incoming: list[Tensor | None] = []
-        for out, given in zip(outputs, expected.incoming, strict=True):
-            if given is None or not isinstance(out, DTensor):
+        for out, gradient in zip(outputs, expected.incoming, strict=True):
+            if gradient is None or not isinstance(out, DTensor):
                 incoming.append(None)
             else:
                 layout = out.layout.cotangent() if seed % 2 else replicated(out.layout.mesh)
-                incoming.append(distribute(given, layout))
+                incoming.append(distribute(gradient, layout))
         return _backward(outputs, incoming, operands)
 
 
 def compare(found: Any, expected: Any, what: str, same: Same) -> None:
-    """One output or gradient against the single device's.
+    """Compare one output or gradient with that of the single device.
 
     Raises:
-        RuleError: they differ, or the parts of the ranks do not fit the layout.
+        RuleError: they differ, or the local tensors do not fit the layout.
     """
     try:
         if not isinstance(expected, Tensor):
@@ -260,14 +260,14 @@ def _same(rtol: float | None, atol: float | None) -> Same:
 def _backward(
     outputs: Sequence[Any], incoming: Sequence[Tensor | None], operands: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    pairs = [(out, given) for out, given in zip(outputs, incoming, strict=True) if given is not None]
+    pairs = [(out, gradient) for out, gradient in zip(outputs, incoming, strict=True) if gradient is not None]
     if pairs:
-        torch.autograd.backward([out for out, _ in pairs], [given for _, given in pairs])
+        torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
     return [x.grad for x in operands]
 
 
 def _incoming(out: Any, seed: int) -> Tensor | None:
-    """A gradient for an output that has one."""
+    """A random gradient for a differentiable output; None for others."""
     if not isinstance(out, Tensor) or not out.requires_grad:
         return None
     generator = torch.Generator().manual_seed(seed)
@@ -275,7 +275,8 @@ def _incoming(out: Any, seed: int) -> Tensor | None:
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
-    """Zeros that torch has not written out crash its own comparison."""
+    """The tensor with its zeros in memory."""
+    # torch's comparison crashes on its zero tensors, which have no memory
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and x._is_zerotensor() else x
 
 
@@ -283,7 +284,7 @@ def _detached(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def _writes(function: Callable[..., Any]) -> bool:
+def _is_mutable(function: Callable[..., Any]) -> bool:
     return isinstance(function, OpOverload) and function._schema.is_mutable
 
 

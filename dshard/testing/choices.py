@@ -1,4 +1,4 @@
-"""Which layouts the operands of an operator are tried in."""
+"""Layouts in which the operands of an operator are tested."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def layouts_of(x: Tensor, mesh: Mesh, placements: Literal["all"] | Sequence[Plac
         placements = [Replicate(), *map(Shard, range(x.dim())), *([Partial()] if has_gradient(x) else [])]
     legal = [p for p in placements if not isinstance(p, Shard) or p.dim < x.dim()]
     legal = [p for p in legal if not isinstance(p, Partial) or has_gradient(x)]
-    found = []
-    for chosen in product(legal, repeat=mesh.ndim):
-        layout = Layout(mesh, chosen)
-        found.append(layout)
+    layouts = []
+    for combination in product(legal, repeat=mesh.ndim):
+        layout = Layout(mesh, combination)
+        layouts.append(layout)
         orders = [(dim, tuple(reversed(layout.axes_of(dim)))) for dim in layout.sharded_dims()]
         if any(len(axes) > 1 for _, axes in orders):
-            found.append(Layout(mesh, chosen, tuple(orders)))
-    return found
+            layouts.append(Layout(mesh, combination, tuple(orders)))
+    return layouts
 
 
 def sampled(choices: Sequence[Sequence[Layout]], limit: int) -> Iterator[Choice]:
-    """All combinations, or `limit` of them, the same each time."""
+    """All combinations of one layout for each operand, or a fixed sample of `limit` of them."""
     total = prod(map(len, choices))
     numbers: Sequence[int] = range(total) if total <= limit else sorted(Random(0).sample(range(total), limit))
     for number in numbers:

@@ -1,4 +1,4 @@
-"""What torch.distributed is really asked to move, counted below dshard: from the tensors and split lists themselves."""
+"""Bytes that torch.distributed sends, counted below dshard from the arguments of its collectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective that this rank ran: torch's name of it, the ranks that joined, what this rank received.
+    """One collective that this rank ran: its name in torch, the size of its group, and what this rank received.
 
     `nbytes` and `messages` come from peers; a message without bytes is none. They are those of the algorithms of
     `dshard.cost`: rings for all_gather, reduce_scatter and all_reduce, pairwise for all_to_all.
@@ -37,20 +37,20 @@ class Traffic:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank received from its peers."""
-        return sum(found.nbytes for found in self.collectives)
+        return sum(collective.nbytes for collective in self.collectives)
 
     @property
     def messages(self) -> int:
         """Messages that this rank received."""
-        return sum(found.messages for found in self.collectives)
+        return sum(collective.messages for collective in self.collectives)
 
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Count what torch.distributed moves within the block, whoever asks for it: dshard, torch's DTensor, you.
+    """Count the collectives of torch.distributed within the block, of any caller: dshard, torch's DTensor, you.
 
-    Nothing of dshard's own arithmetic is used, so this is what its plans and events are held to. Real process groups
-    only; a collective that is not known here is an AssertionError, not a zero.
+    It shares no arithmetic with dshard, so plans and events can be tested against it. Real process groups only; an
+    unknown collective is an AssertionError, not a zero.
     """
     traffic = Traffic()
     with _Counter(traffic):
@@ -90,8 +90,8 @@ _c10d_python: Any = distributed_c10d
 
 def _group(bound: Arguments) -> dist.ProcessGroup:
     if "group_name" in bound:
-        found: dist.ProcessGroup = _c10d_python._resolve_process_group(bound["group_name"])
-        return found
+        group: dist.ProcessGroup = _c10d_python._resolve_process_group(bound["group_name"])
+        return group
     return dist.ProcessGroup.unbox(bound["process_group"])
 
 
@@ -107,7 +107,7 @@ def _ring_reduce_scatter(bound: Arguments, rank: int, n: int) -> tuple[Sequence[
 
 
 def _ring_all_reduce(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
-    """Each chunk goes round twice, to be summed and to be known: a rank gets its own n - 1 times, the others once."""
+    """Messages of a ring all_reduce: a rank receives its own chunk n - 1 times, to sum it, and the others once."""
     x = _one(bound, "input", "tensors")
     chunks = [part.numel() for part in torch.empty(x.numel(), device="meta").chunk(n)] if x.numel() else []
     chunks += [0] * (n - len(chunks))
@@ -139,7 +139,7 @@ def _sent(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
 
 
 def _one(bound: Arguments, *names: str) -> Tensor:
-    """The tensor that is called so, alone in its list where it is in one."""
+    """The argument with one of these names, which is a tensor or a list of one tensor."""
     x = next(bound[name] for name in names if name in bound)
     while isinstance(x, list | tuple):
         assert len(x) == 1

@@ -6,7 +6,7 @@
         ...
 
 Sizes do not divide, dims and shards may be empty, axes may have one rank, several axes may shard one dim in any order.
-All of it shrinks to what is plain: one axis, one rank, replicated.
+Examples shrink to the simplest case: one axis, one rank, replicated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dshard.validate import as_int, as_shape, check_type
 
 AXIS_NAMES = ("dp", "tp", "pp", "x", "y", "z")
 Redistribution: TypeAlias = tuple[Layout, Layout, Shape]
-"""A source, a destination on the same mesh, and the shape of the tensor that moves."""
+"""A source layout, a destination layout on the same mesh, and the shape of the tensor."""
 
 
 @st.composite
@@ -45,7 +45,7 @@ def meshes(
 ) -> Mesh:
     """Meshes of named axes, each of 1 to `max_size` ranks; `permuted` ones may have their ranks in any order."""
     sizes = st.lists(st.integers(1, max_size), min_size=min_axes, max_size=max_axes)
-    shape = tuple(draw(sizes.filter(lambda found: prod(found) <= max_ranks)))
+    shape = tuple(draw(sizes.filter(lambda candidate: prod(candidate) <= max_ranks)))
     names = draw(st.permutations(AXIS_NAMES)) if len(shape) <= len(AXIS_NAMES) else ()
     ranks = draw(st.permutations(range(prod(shape)))) if permuted and draw(st.booleans()) else ()
     return Mesh(shape, tuple(names[: len(shape)]), tuple(ranks))
@@ -59,8 +59,8 @@ def shapes(*, min_dims: int = 0, max_dims: int = 4, max_size: int = 7) -> Search
 def placements(ndim: int, *, pending: Sequence[ReduceOp] = ("sum",)) -> SearchStrategy[Placement]:
     """Placements that a tensor of `ndim` dims can have on one mesh axis; `pending` are the reductions to include."""
     as_int(ndim, "ndim", ShapeError, least=0)
-    found: list[Placement] = [Replicate(), *map(Shard, range(ndim)), *map(Partial, pending)]
-    return st.sampled_from(found)
+    choices: list[Placement] = [Replicate(), *map(Shard, range(ndim)), *map(Partial, pending)]
+    return st.sampled_from(choices)
 
 
 @st.composite
@@ -87,7 +87,7 @@ def redistributions(
 ) -> Redistribution:
     """Two layouts on one mesh, and a shape that both can have; by default any of `meshes()` and `shapes()`.
 
-    A reduction that is pending in both is the same in both.
+    Partial placements in both layouts have the same reduction.
     """
     where = draw(meshes() if mesh is None else mesh)
     size = draw(shapes() if shape is None else shape)
@@ -108,7 +108,7 @@ def dtensors(
 ) -> DTensor:
     """DTensors of small whole numbers, all ranks of whose mesh are simulated in this process.
 
-    Use them within `simulated(x.layout.mesh)`; `whole(x)` is the value that they stand for.
+    Use them within `simulated(x.layout.mesh)`; `whole(x)` is the value on one device.
     """
     where = draw(meshes() if mesh is None else mesh)
     size = draw(shapes() if shape is None else shape)
@@ -119,13 +119,13 @@ def dtensors(
 
 
 def whole_numbers(shape: Sequence[int], dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    """A tensor of small whole numbers, of which sums and products are exact in every dtype; the same for each seed.
+    """A random tensor of small whole numbers, whose sums and products are exact in every dtype; fixed by its seed.
 
     >>> whole_numbers((2, 3), torch.int8).dtype
     torch.int8
 
     Raises:
-        ShapeError: what are no sizes.
+        ShapeError: the shape has values that are no sizes.
     """
     shape = as_shape(shape, "shape", ShapeError)
     check_type(dtype, torch.dtype, "dtype", "give one of torch's, such as torch.float64")
@@ -133,7 +133,7 @@ def whole_numbers(shape: Sequence[int], dtype: torch.dtype = torch.float64, seed
     if dtype == torch.bool:
         return torch.randint(0, 2, tuple(shape), generator=generator).bool()
     low = -4 if dtype.is_signed else 0
-    found = torch.randint(low, 5, tuple(shape), generator=generator).to(dtype)
+    numbers = torch.randint(low, 5, tuple(shape), generator=generator).to(dtype)
     if dtype.is_complex:
-        found += 1j * torch.randint(low, 5, tuple(shape), generator=generator)
-    return found
+        numbers += 1j * torch.randint(low, 5, tuple(shape), generator=generator)
+    return numbers

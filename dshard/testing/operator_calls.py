@@ -1,4 +1,4 @@
-"""Which operators a function calls, forward and backward."""
+"""The operators that a function calls, forward and backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def resolve(op: OpOverload | Callable[..., Any] | str) -> Callable[..., Any]:
 
     Raises:
         NotationError: no operator has this name, or several overloads do.
-        ArgumentError: nothing that can be called.
+        ArgumentError: `op` cannot be called.
     """
     if isinstance(op, str):
         namespace, colons, name = op.partition("::")
@@ -37,8 +37,8 @@ def _only_overload(op: Any) -> OpOverload:
     overloads = op.overloads()
     if len(overloads) > 1:
         raise NotationError(f"{op} has the overloads {', '.join(overloads)}: give one, such as {op}.{overloads[0]}")
-    found: OpOverload = getattr(op, overloads[0])
-    return found
+    overload: OpOverload = getattr(op, overloads[0])
+    return overload
 
 
 def recorded(
@@ -58,13 +58,13 @@ def recorded(
         with_grad = [out for out in outputs if out.requires_grad]
         if with_grad:
             torch.autograd.backward(with_grad, [torch.ones_like(out) for out in with_grad])
-    found = [call for call in recorder.calls.values() if call[0] == function or not _trivial(call[0])]
-    if isinstance(function, OpOverload) and all(call[0] != function for call in found):  # torch decomposes it
-        found.append((function, *replace_leaves((args, kwargs), _copy)))
-    return found
+    calls = [call for call in recorder.calls.values() if call[0] == function or not _is_trivial(call[0])]
+    if isinstance(function, OpOverload) and all(call[0] != function for call in calls):  # torch decomposes it
+        calls.append((function, *replace_leaves((args, kwargs), _copy)))
+    return calls
 
 
-def _trivial(func: OpOverload) -> bool:
+def _is_trivial(func: OpOverload) -> bool:
     name = func._schema.name
     return func.is_view or "empty" in name or name.endswith("_like") or name in _TRIVIAL
 
@@ -79,13 +79,13 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        key = (func, str(replace_leaves((args, kwargs), _described)))
+        key = (func, str(replace_leaves((args, kwargs), _shape_and_dtype)))
         if key not in self.calls:
             self.calls[key] = (func, *replace_leaves((args, kwargs), _copy))
         return func(*args, **kwargs)
 
 
-def _described(leaf: Any) -> Any:
+def _shape_and_dtype(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 

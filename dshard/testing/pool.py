@@ -1,4 +1,4 @@
-"""Real ranks for tests: started once, then milliseconds per call.
+"""Pools of rank processes for tests: started once, then milliseconds per call.
 
     pool = rank_pool(4)                      # shared by all who ask for four ranks
     pool.run(sum_of_ranks) == [6.0, 6.0, 6.0, 6.0]
@@ -40,8 +40,8 @@ __all__ = ["RankPool", "rank_pool"]
 
 _T = TypeVar("_T")
 _START_LIMIT = 120.0  # seconds: n processes import torch, maybe on two cores
-_GRACE = {Kind.EXITED: 0.5, Kind.RAISED: 2.0}  # seconds that the others still get, at least, once a rank has failed
-_PROBE_LIMIT = 2.0  # seconds for idle ranks to say how far they are
+_GRACE = {Kind.EXITED: 0.5, Kind.RAISED: 2.0}  # seconds, at least, for the other ranks once one has failed
+_PROBE_LIMIT = 2.0  # seconds for idle ranks to answer how many collectives they have begun
 _MAX_SHARED = 2  # shared pools alive: a rank that has imported torch holds about 200 MB
 
 
@@ -62,10 +62,10 @@ class RankPool:
         self.backend = backend
         self.timeout = timeout
         self._workers: tuple[_Worker, ...] = ()
-        self._end: Callable[[], object] = _nothing
+        self._end: Callable[[], object] = _end_nothing
 
     def run(self, fn: Callable[..., _T], *args: object, timeout: float | None = None) -> list[_T]:
-        """Call `fn(*args)` on every rank; the results in rank order, their tensors on the CPU."""
+        """Call `fn(*args)` on every rank; return the results in rank order, with tensors on the CPU."""
         check_callable(fn, "what ranks run", "give a function that is defined at module level")
         request = _request(fn, args)
         try:
@@ -83,7 +83,7 @@ class RankPool:
         return [outcome.value for outcome in outcomes if isinstance(outcome, Answer)]
 
     def close(self) -> None:
-        """End the processes; a later call would start new ones."""
+        """End the processes; the next call of `run` starts new ones."""
         self._workers = ()
         self._end()
 
@@ -157,7 +157,7 @@ class _Worker:
         return outcome
 
     def where(self) -> str:
-        """The stack that the rank has dumped, without our own frames below the function."""
+        """The stack that the rank has dumped, without dshard's frames below the function."""
         return self.stack.read_text().partition(f'  File "{serve.__code__.co_filename}"')[0]
 
 
@@ -172,7 +172,7 @@ def _launch(join: Callable[[], None], stack: Path) -> _Worker:
 
 
 def _collect(workers: Sequence[_Worker], limit: float) -> list[Outcome]:
-    """One outcome of each rank, within `limit` seconds; once a rank has failed, the others get a short grace."""
+    """Wait up to `limit` seconds for one outcome of each rank; once a rank has failed, only a short time longer."""
     start = time.monotonic()
     deadline = start + limit
     outcomes: dict[int, Outcome] = {}
@@ -191,7 +191,7 @@ def _collect(workers: Sequence[_Worker], limit: float) -> list[Outcome]:
 
 
 def _stacks(workers: Sequence[_Worker]) -> list[str]:
-    """Where each of these ranks is now, as far as the platform can tell."""
+    """The current Python stack of each worker; "" where the platform cannot dump it."""
     if not hasattr(signal, "SIGUSR1"):
         return ["" for _ in workers]
     for worker in workers:
@@ -214,7 +214,7 @@ def _end(workers: Iterable[_Worker], directory: tempfile.TemporaryDirectory[str]
     del store  # held until the ranks that use it are gone
 
 
-def _nothing() -> None: ...
+def _end_nothing() -> None: ...
 
 
 def _failures(outcomes: Sequence[Outcome]) -> dict[int, Failure]:

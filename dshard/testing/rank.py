@@ -1,6 +1,6 @@
-"""The ranks' side of a `RankPool`, and what travels between the two sides.
+"""The process of one rank of a `RankPool`, and the messages between it and its parent.
 
-Plain pickle, so that tensors arrive as copies and leave no shared memory or file descriptor behind.
+Messages are plain pickles, so that tensors arrive as copies and leave no shared memory or file descriptor behind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dshard.comm import share_cores
 
 
 class Kind(IntEnum):
-    """How a rank failed, the likelier cause first: the others often fail because of it."""
+    """Kinds of failure of a rank, the likelier cause first: the others often follow from it."""
 
     EXITED = 0
     RAISED = 1
@@ -38,14 +38,14 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the function returned."""
+    """The value that the function returned on a rank."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a rank did instead, in words, and where: a traceback or a stack, or "" if unknown."""
+    """The failure of a rank, in words, and its place: a traceback or a stack, or "" if unknown."""
 
     kind: Kind
     what: str
@@ -70,7 +70,7 @@ def dumps(value: object) -> bytes:
 
 
 def answer(request: bytes) -> bytes:
-    """Make the pickled call `(fn, args)`; its pickled outcome, whatever happens."""
+    """Run the pickled call `(fn, args)`; return its pickled outcome, an Answer or a Failure."""
     try:
         fn, args = pickle.loads(request)
         return dumps(Answer(fn(*args)))
@@ -82,7 +82,7 @@ def answer(request: bytes) -> bytes:
 
 
 def serve(join: Callable[[], None], pipe: Connection, stack: str) -> None:
-    """The life of a rank: join the world, then answer calls until the parent is gone.
+    """Run a rank: join the process group, then answer calls until the parent is gone.
 
     The signal SIGUSR1, or a crash, writes the Python stack to the file `stack`.
     """
@@ -121,6 +121,6 @@ def join(rank: int, n_ranks: int, backend: str, port: int) -> None:
 
 
 def collectives_begun() -> dict[str, int]:
-    """How many collectives this rank has begun on each of its process groups, by the group's name."""
+    """The number of collectives that this rank has begun on each of its process groups, by the group's name."""
     names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
     return {name: group._get_sequence_number_for_group() for group, name in names.items()}

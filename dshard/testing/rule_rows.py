@@ -1,4 +1,4 @@
-"""Every strategy of a rule, run on local tensors: a wrong row that is never the cheapest is found, too."""
+"""Tests of every strategy of a rule on local tensors, including rows that are never the cheapest."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def _check(
     same: Same,
 ) -> None:
     try:
-        for value, right in zip(run_strategy(op, call, strategy, given), expected, strict=True):
-            same(value, right)
+        for value, expected_value in zip(run_strategy(op, call, strategy, given), expected, strict=True):
+            same(value, expected_value)
     except Exception as error:
         what = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
         where = f"on the mesh ({strategy.inputs[0].mesh}), in the layouts\n  {strategy}"
@@ -68,14 +68,14 @@ def _check(
 
 
 def run_strategy(op: Op, call: Call, strategy: Strategy, given: tuple[Any, Any]) -> list[Tensor]:
-    """The outputs of a call put together from those of all ranks, each of which runs the local operator."""
+    """The global outputs of a call, joined from the local outputs of all ranks under one strategy."""
     pairs = zip(_tensors(given), strategy.inputs, strict=True)
     operands = [parted(x, layout, seed) for seed, (x, layout) in enumerate(pairs)]
     outputs: list[Parts] = [{} for _ in call.outs]
     for at in strategy.inputs[0].mesh.coordinates():
         local_op = call.func if op.kernel is None else op.kernel(call, strategy, at)
-        found = _run(local_op, given, [part(at) for part in operands])
-        for output, local in zip(outputs, found, strict=True):
+        local_outputs = _run(local_op, given, [part(at) for part in operands])
+        for output, local in zip(outputs, local_outputs, strict=True):
             output[at] = local
     return [
         joined(output, layout, tuple(out.shape), out.dtype)
@@ -84,32 +84,34 @@ def run_strategy(op: Op, call: Call, strategy: Strategy, given: tuple[Any, Any])
 
 
 def call_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Call:
-    """The call as its rule sees it, all operands replicated."""
+    """The call as given to its rule, with all operands replicated."""
     whole_layout = Layout(mesh, (Replicate(),) * mesh.ndim)
     tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     specs = tuple(_spec(x, whole_layout) for x in tensors)
-    spec_args, spec_kwargs = _filled((args, kwargs), iter(specs))
-    meta_args, meta_kwargs = _filled((args, kwargs), (spec.meta() for spec in specs))
+    spec_args, spec_kwargs = _with_tensors((args, kwargs), iter(specs))
+    meta_args, meta_kwargs = _with_tensors((args, kwargs), (spec.meta() for spec in specs))
     if meta_kwargs.get("device") is not None:
         meta_kwargs["device"] = torch.device("meta")
     return Call(func, spec_args, spec_kwargs, specs, tuple(_tensors(func(*meta_args, **meta_kwargs))))
 
 
 def every_strategy(rule: Rule, call: Call, mesh: Mesh) -> list[Strategy]:
-    """All strategies that the rule has for any layouts of the operands, each once, not priced."""
+    """All strategies of the rule for any layouts of the operands, each once, without prices."""
     outputs = [(tuple(out.shape), out.itemsize) for out in call.outs]
-    found: dict[tuple[Any, ...], Strategy] = {}
+    strategies: dict[tuple[Any, ...], Strategy] = {}
     for operands in suggestive(rule, call.specs, mesh):
         for some in expansions(rule, operands, outputs):
             key = (some.inputs, some.outputs)
-            if key not in found:
-                found[key] = Strategy(*key, some.rows, some.gradients, some.outputs, some.order)
-    return list(found.values())
+            if key not in strategies:
+                strategies[key] = Strategy(*key, some.rows, some.gradients, some.outputs, some.order)
+    return list(strategies.values())
 
 
 def suggestive(rule: Rule, specs: Sequence[Spec], mesh: Mesh) -> Iterator[list[Operand]]:
-    """Operands whose layouts suggest every row: on each axis one of them is split or pending, in either order."""
-    options = [(i, placement) for i, spec in enumerate(specs) for placement in _suggesting(rule, i, len(spec.shape))]
+    """Operands in layouts that yield every row: on each axis at most one is sharded or partial, in both axis orders."""
+    options = [
+        (i, placement) for i, spec in enumerate(specs) for placement in _suggestive_placements(rule, i, len(spec.shape))
+    ]
     for picked in product([(0, Replicate()), *options], repeat=mesh.ndim):
         placements: list[list[Placement]] = [[Replicate()] * mesh.ndim for _ in specs]
         for axis, (i, placement) in enumerate(picked):
@@ -121,24 +123,24 @@ def suggestive(rule: Rule, specs: Sequence[Spec], mesh: Mesh) -> Iterator[list[O
             yield [Operand(layout, spec.shape, spec.itemsize) for layout, spec in zip(turned, specs, strict=True)]
 
 
-def _suggesting(rule: Rule, operand: int, ndim: int) -> list[Placement]:
+def _suggestive_placements(rule: Rule, operand: int, ndim: int) -> list[Placement]:
     ops = {op for pending in rule.pending if operand in pending.operands for op in pending.ops}
     return [*map(Shard, range(ndim)), *map(Partial, sorted(ops))]
 
 
 def _reversed(layout: Layout) -> Layout:
-    """The same with the axes that shard one dim in the other order."""
+    """The layout with the axes that shard one dim in reverse order."""
     orders = tuple((dim, tuple(reversed(layout.axes_of(dim)))) for dim in layout.sharded_dims())
     return Layout(layout.mesh, layout.placements, orders)
 
 
 def _run(func: Callable[..., Any], given: tuple[Any, Any], tensors: Sequence[Tensor]) -> list[Tensor]:
-    args, kwargs = _filled(given, iter(tensors))
+    args, kwargs = _with_tensors(given, iter(tensors))
     return _tensors(func(*args, **kwargs))
 
 
-def _filled(tree: tuple[Any, Any], tensors: Iterator[Any]) -> tuple[Any, Any]:
-    """The same arguments with other tensors."""
+def _with_tensors(tree: tuple[Any, Any], tensors: Iterator[Any]) -> tuple[Any, Any]:
+    """The arguments with their tensors replaced by `tensors`, in order."""
     filled: tuple[Any, Any] = replace_leaves(tree, lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf)
     return filled
 

@@ -1,4 +1,4 @@
-"""All ranks of a mesh in one process: no processes to start, nothing to wait for, every rank's tensor at hand."""
+"""Simulation of all ranks of a mesh in one process, with the local tensors of every rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def simulated(ranks: int | Mesh) -> Iterator[None]:
     tensor([ 0.,  2.,  4.,  6.,  8., 10.])
 
     Raises:
-        MeshError: neither a number of ranks nor a mesh.
+        MeshError: `ranks` is neither a number nor a mesh.
     """
     if not isinstance(ranks, Mesh):
         ranks = as_int(ranks, "simulated: ranks, a number or a dshard.Mesh", MeshError, least=1)
@@ -49,7 +49,7 @@ def simulated(ranks: int | Mesh) -> Iterator[None]:
 
 @contextmanager
 def _process_group(world_size: int) -> Iterator[None]:
-    """A process group that sends nothing, where there is none."""
+    """A process group that sends nothing, within the block, where there is none."""
     if dist.is_initialized():
         yield
         return
@@ -63,14 +63,14 @@ def _process_group(world_size: int) -> Iterator[None]:
 
 
 def distribute(x: Tensor, layout: Layout, *, seed: int = 0) -> DTensor:
-    """The tensor `x`, which every rank passes, in any layout: an order of mesh axes and pending reductions included.
+    """A DTensor of the value `x`, which every rank passes, in any layout, with any order of axes and partials.
 
-    Unlike `distribute_tensor` it sends nothing. The terms of a pending reduction are random, and reduce to `x`: exactly
-    where `x` holds small whole numbers, else within rounding.
+    Unlike `distribute_tensor` it sends nothing. The terms of a partial are random, and reduce to `x`: exactly where `x`
+    holds small whole numbers, else within rounding.
 
     Raises:
-        LayoutError: a dim that the tensor does not have, or a reduction that its dtype does not.
-        ArgumentError: no tensor.
+        LayoutError: the layout has a dim that the tensor has not, or a reduction that its dtype has not.
+        ArgumentError: `x` is no tensor.
     """
     check_strided(x, "distribute", "the whole tensor")
     check_type(layout, Layout, "the layout", "give a dshard.Layout", LayoutError)
@@ -85,13 +85,13 @@ def distribute(x: Tensor, layout: Layout, *, seed: int = 0) -> DTensor:
 
 
 def whole(x: DTensor) -> Tensor:
-    """The value of `x` on one device, put together from the parts that the ranks hold, by what its layout says.
+    """The value of `x` on one device, joined from the local tensors of all ranks by its layout.
 
-    Every part must have its shape and dtype, and replicas must be equal to the bit. Works for simulated ranks, and on
-    real ones, where all ranks of the mesh call it together.
+    Every local tensor must have the shape and dtype of its layout, and replicas must be equal to the bit. It works for
+    simulated ranks, and on real ones, where all ranks of the mesh call it together.
 
     Raises:
-        AssertionError: a part is not what the layout says.
+        AssertionError: a local tensor does not fit the layout.
         MeshError: this rank is not in the mesh.
     """
     with comm.plain():
@@ -99,7 +99,7 @@ def whole(x: DTensor) -> Tensor:
 
 
 def parts(x: DTensor) -> dict[int, Tensor]:
-    """What each rank of the mesh holds of `x`."""
+    """The local tensors of `x` by rank of the mesh."""
     with comm.plain():
         return {x.layout.mesh.rank(at): part for at, part in _parts(x).items()}
 
@@ -113,6 +113,6 @@ def _parts(x: DTensor) -> Parts:
     runtime = comm.runtime_of(mesh)
     if runtime is None or runtime.coordinate is None:
         raise MeshError(f"the mesh ({mesh}) has no processes here: use whole within simulated(mesh), or on its ranks")
-    found: list[tuple[Coordinate, Tensor] | None] = [None] * mesh.size
-    dist.all_gather_object(found, (runtime.coordinate, local.cpu()), group=runtime.group(mesh.names).process_group)
-    return dict(sorted(pair for pair in found if pair is not None))
+    gathered: list[tuple[Coordinate, Tensor] | None] = [None] * mesh.size
+    dist.all_gather_object(gathered, (runtime.coordinate, local.cpu()), group=runtime.group(mesh.names).process_group)
+    return dict(sorted(pair for pair in gathered if pair is not None))

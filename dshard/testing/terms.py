@@ -1,4 +1,4 @@
-"""A tensor into the parts that ranks hold, and back: the terms of a pending reduction too, without any collective."""
+"""From a global tensor to the local tensors of all ranks, and back, without collectives; partials included."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ Parts: TypeAlias = dict[Coordinate, Tensor]
 
 
 def parted(x: Tensor, layout: Layout, seed: int) -> Callable[[Coordinate], Tensor]:
-    """What gives the part of each rank, a copy; the terms of what is pending are random."""
-    ops, sizes = _pending(layout)
+    """A function from a coordinate to its local tensor of `x`, a copy; the terms of partials are random."""
+    ops, sizes = _partial_ops(layout)
     terms = split(x.detach(), ops, sizes, seed)
     return lambda at: local_shard(terms[_term_index(layout, at)], layout.region(tuple(x.shape), at))
 
 
 def joined(parts: Mapping[Coordinate, Tensor], layout: Layout, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """The tensor whose parts these are.
+    """The global tensor with these local tensors.
 
     Raises:
-        AssertionError: a part has another shape or dtype than its layout says, or replicas differ.
+        AssertionError: a local tensor has another shape or dtype than the layout gives it, or replicas differ.
     """
     terms: dict[int, Tensor] = {}
-    seen: dict[tuple[int, Region], tuple[Coordinate, Tensor]] = {}
+    replicas: dict[tuple[int, Region], tuple[Coordinate, Tensor]] = {}
     for at, part in parts.items():
-        right = layout.local_shape(shape, at)
-        if tuple(part.shape) != right or part.dtype != dtype:
+        expected_shape = layout.local_shape(shape, at)
+        if tuple(part.shape) != expected_shape or part.dtype != dtype:
             raise AssertionError(
                 f"[{layout}] of shape {shape}: the rank at {at} holds {tuple(part.shape)} of {part.dtype}, "
-                f"not {right} of {dtype}"
+                f"not {expected_shape} of {dtype}"
             )
         index, region = _term_index(layout, at), layout.region(shape, at)
-        first, replica = seen.setdefault((index, region), (at, part))
+        first, replica = replicas.setdefault((index, region), (at, part))
         if not _same(part, replica):
             raise AssertionError(f"[{layout}]: the ranks at {first} and {at} hold different values:\n{replica}\n{part}")
         term = terms.setdefault(index, part.new_empty(shape))
-        term[tuple(slice(held.start, held.stop) for held in region)] = part
-    ops, sizes = _pending(layout)
+        term[tuple(slice(indices.start, indices.stop) for indices in region)] = part
+    ops, sizes = _partial_ops(layout)
     return reduce([terms[i] for i in range(prod(sizes))], ops, sizes)
 
 
-def _pending(layout: Layout) -> tuple[list[ReduceOp], list[int]]:
-    """Which reductions are pending, over how many ranks each."""
+def _partial_ops(layout: Layout) -> tuple[list[ReduceOp], list[int]]:
+    """The reductions of the layout's partial placements, and the numbers of ranks of their axes."""
     pairs = list(zip(layout.placements, layout.mesh.shape, strict=True))
     return [p.reduce_op for p, _ in pairs if isinstance(p, Partial)], [n for p, n in pairs if isinstance(p, Partial)]
 
 
 def _term_index(layout: Layout, at: Coordinate) -> int:
-    """Which term of the pending reduction the rank at `at` holds."""
+    """The index of the term that the rank at `at` holds."""
     index = 0
     for axis in layout.partial_axes():
         index = index * layout.mesh.shape[axis] + at[axis]
@@ -71,7 +71,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def split(x: Tensor, ops: Sequence[ReduceOp], sizes: Sequence[int], seed: int) -> list[Tensor]:
-    """As many terms as there are ranks on the pending axes of these `sizes`, which `reduce` back to `x`.
+    """Random terms that `reduce` to `x`, one for each rank of the partial axes, which have these `sizes`.
 
     >>> terms = split(torch.tensor([1.0, 2.0, 3.0]), ["sum"], [2], seed=0)
     >>> terms[0] + terms[1]
@@ -86,7 +86,7 @@ def split(x: Tensor, ops: Sequence[ReduceOp], sizes: Sequence[int], seed: int) -
     noise = [torch.randint(1, 4, x.shape, generator=generator).to(x.device) for _ in range(n)]
     match ops[0]:
         case "sum" | "avg":
-            return _addends(x, noise, owner, prod(_averaged(ops, sizes)))
+            return _addends(x, noise, owner, prod(_averaged_sizes(ops, sizes)))
         case "product":
             return _factors(x, noise, owner)
         case "max" | "min":
@@ -94,7 +94,7 @@ def split(x: Tensor, ops: Sequence[ReduceOp], sizes: Sequence[int], seed: int) -
 
 
 def reduce(terms: Sequence[Tensor], ops: Sequence[ReduceOp], sizes: Sequence[int]) -> Tensor:
-    """The reduction that is pending on axes of these `sizes`; half precision is reduced in single."""
+    """Reduce the terms of partial axes with these `sizes`; half precision is reduced in single."""
     if not ops:
         return terms[0]
     dtype = terms[0].dtype
@@ -102,7 +102,7 @@ def reduce(terms: Sequence[Tensor], ops: Sequence[ReduceOp], sizes: Sequence[int
     stacked = torch.stack([term.to(torch.float32) if half else term for term in terms])
     match ops[0]:
         case "sum" | "avg":
-            return _mean(stacked, prod(_averaged(ops, sizes))).to(dtype)
+            return _mean(stacked, prod(_averaged_sizes(ops, sizes))).to(dtype)
         case "product":
             return stacked.all(0) if dtype == torch.bool else stacked.prod(0, dtype=stacked.dtype).to(dtype)
         case "max":
@@ -120,12 +120,12 @@ def _mean(terms: Tensor, share: int) -> Tensor:
     return total / share if exact else torch.div(total, share, rounding_mode="floor")
 
 
-def _averaged(ops: Sequence[ReduceOp], sizes: Sequence[int]) -> list[int]:
+def _averaged_sizes(ops: Sequence[ReduceOp], sizes: Sequence[int]) -> list[int]:
     return [size for op, size in zip(ops, sizes, strict=True) if op == "avg"]
 
 
 def _addends(x: Tensor, noise: Sequence[Tensor], owner: Tensor, share: int) -> list[Tensor]:
-    """Random whole numbers, and on the owner of each element what is missing to `share` times its value."""
+    """Random terms that add up to `share` times `x`: whole numbers, and the rest on the owner of each element."""
     if x.dtype == torch.bool:
         return [x & ((owner == i) | (some == 1)) for i, some in enumerate(noise)]
     others = [((owner != i) * (some - 2)).to(x.dtype) for i, some in enumerate(noise)]
@@ -134,7 +134,7 @@ def _addends(x: Tensor, noise: Sequence[Tensor], owner: Tensor, share: int) -> l
 
 
 def _factors(x: Tensor, noise: Sequence[Tensor], owner: Tensor) -> list[Tensor]:
-    """Signs, and for numbers with a fraction powers of two; on the owner of each element what makes up its value."""
+    """Random factors whose product is `x`: signs or powers of two, and the rest on the owner of each element."""
     if x.dtype == torch.bool:
         return [x | ((owner != i) & (some == 1)) for i, some in enumerate(noise)]
     exact = x.dtype.is_floating_point or x.dtype.is_complex
@@ -146,11 +146,11 @@ def _factors(x: Tensor, noise: Sequence[Tensor], owner: Tensor) -> list[Tensor]:
 
 
 def _bounds(x: Tensor, noise: Sequence[Tensor], owner: Tensor, op: ReduceOp) -> list[Tensor]:
-    """The value on its owner, something that does not beat it elsewhere."""
+    """Random terms whose max or min is `x`: the value on its owner, values that do not exceed it elsewhere."""
     if x.dtype.is_complex:
         raise LayoutError(f"a pending {op} of {x.dtype}: complex numbers have no order; use sum, avg or product")
     if x.dtype == torch.bool:
         return _addends(x, noise, owner, 1) if op == "max" else _factors(x, noise, owner)
     sign, better = (-1, torch.minimum) if op == "max" else (1, torch.maximum)
-    moved = [(x + (sign * some).to(x.dtype)).to(x.dtype) for some in noise]
-    return [torch.where(owner == i, x, better(x, worse)) for i, worse in enumerate(moved)]  # an overflow wraps
+    noisy = [(x + (sign * some).to(x.dtype)).to(x.dtype) for some in noise]
+    return [torch.where(owner == i, x, better(x, worse)) for i, worse in enumerate(noisy)]  # an overflow wraps

@@ -1,8 +1,8 @@
-"""What connects the ranks, and what a rank computes: the machine's figures live here and nowhere else.
+"""The network and the devices of a machine: its bandwidths, latencies and rates live here and nowhere else.
 
-`values` has links, layers of the network, devices and measured figures; `model` the `Topology` made of them; `sharing`
-how the groups of some mesh axes share it, and `wiring` the links between pairs of units; `presets` machines that people
-have; `files` JSON.
+`links` has links, layers of the network, devices and measured figures; `network` the `Topology` made of them; `sharing`
+computes how the groups of some mesh axes share it, and `wiring` the links between pairs of units; `presets` has common
+machines; `json_files` reads and writes JSON.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ FLAT_CPU = Topology.flat(2e9, 100e-6, name="flat-cpu", device=CPU, backend="gloo
 FLAT_CUDA = Topology.flat(1e11, 10e-6, name="flat-cuda", device=CUDA, backend="nccl", source="round figures")
 
 BYTES = Topology.preset("bytes")
-"""On this network a plan's seconds are the bytes that its busiest rank receives: the cheapest moves the fewest."""
+"""A network on which a plan's seconds are the bytes that its busiest rank receives: the cheapest sends the fewest."""
 
 
 @lru_cache(maxsize=64)
 def default_topology(device_type: str, ranks_per_host: int | None = None) -> Topology:
-    """The topology assumed for ranks that compute on `device_type`, until one is given.
+    """The topology assumed for ranks that compute on `device_type` where none is given.
 
-    With `ranks_per_host`, the ranks of a host see the usual link, and hosts are joined by 10 Gb/s Ethernet on CPUs and
-    by a 200 Gb/s network on GPUs.
+    With `ranks_per_host`, the ranks of a host have the default link, and hosts are joined by 10 Gb/s Ethernet on CPUs
+    and by a 200 Gb/s network on GPUs.
     """
     flat = FLAT_CUDA if device_type == "cuda" else FLAT_CPU
     if ranks_per_host is None:

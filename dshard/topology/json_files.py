@@ -1,4 +1,4 @@
-"""Topologies as JSON: written from values, read into values, each wrong field refused by its path."""
+"""Topologies as JSON: writing, reading, and errors that name the path of the wrong field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCHEMA = 1
 """The version of the format that this code writes, and the only one it reads."""
 
 MAX_RANKS = 1 << 20
-"""Meshes in a file may have this many ranks."""
+"""The most ranks that a mesh in a file may have."""
 
 Fields: TypeAlias = dict[str, Any]
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def dumps(
             "dispatch": device.dispatch,
             "in_place": device.in_place,
         },
-        "measured": [_measured_data(found) for found in measured],
+        "measured": [_measured_data(figures) for figures in measured],
     }
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
@@ -79,14 +79,14 @@ def _measured_data(measured: Measured) -> Fields:
 
 
 def loads(text: str) -> Fields:
-    """The fields of the topology that `text` describes.
+    """The fields of the topology that the JSON `text` describes.
 
     Raises:
-        TopologyError: it describes none, with the path of the field that is wrong.
+        TopologyError: the text describes no topology; the message has the path of the wrong field.
     """
     check_type(text, str, "a topology", "give its JSON as text; Topology.load reads a file", TopologyError)
     try:
-        value = json.loads(text, object_pairs_hook=_once)
+        value = json.loads(text, object_pairs_hook=_unique_fields)
     except TopologyError:
         raise
     except (ValueError, RecursionError) as error:
@@ -114,7 +114,7 @@ def _layer(path: str, value: object) -> Layer:
     pair = fields.get("pair_bandwidth")
     if isinstance(pair, list):
         fields["pair_bandwidth"] = _rows(f"{path}.pair_bandwidth", pair)
-    return _made(path, Layer, fields)
+    return _build(path, Layer, fields)
 
 
 def _device(path: str, value: object) -> Device:
@@ -124,7 +124,7 @@ def _device(path: str, value: object) -> Device:
         raise TopologyError(f"{path}.flops: {rates!r} is no object of dtypes and rates")
     if fields["memory_bandwidth"] is None:
         fields["memory_bandwidth"] = inf
-    return _made(path, Device, {**fields, "flops": tuple(rates.items())})
+    return _build(path, Device, {**fields, "flops": tuple(rates.items())})
 
 
 def _measured(path: str, value: object) -> Measured:
@@ -135,7 +135,7 @@ def _measured(path: str, value: object) -> Measured:
     fields["points"] = _rows(f"{path}.points", fields.get("points", []))
     for name in ("date", "device"):
         _text(f"{path}.{name}", fields.get(name, ""))
-    return _made(path, Measured, {**fields, "mesh": _mesh(f"{path}.mesh", fields["mesh"])})
+    return _build(path, Measured, {**fields, "mesh": _mesh(f"{path}.mesh", fields["mesh"])})
 
 
 def _mesh(path: str, value: object) -> Mesh:
@@ -144,7 +144,7 @@ def _mesh(path: str, value: object) -> Mesh:
     shape = _list(f"{path}.shape", fields["shape"], _integer)
     if prod(shape) > MAX_RANKS:
         raise TopologyError(f"{path}.shape: {shape} has more than {MAX_RANKS} ranks")
-    return _made(
+    return _build(
         path,
         Mesh,
         {
@@ -156,8 +156,8 @@ def _mesh(path: str, value: object) -> Mesh:
     )
 
 
-def _made(path: str, make: Callable[..., T], fields: Fields) -> T:
-    """The value with these fields, an error of its own put where it belongs in the file."""
+def _build(path: str, make: Callable[..., T], fields: Fields) -> T:
+    """Call `make` with these fields; an error of it gets the path in the file."""
     try:
         return make(**fields)
     except DShardError as error:
@@ -167,7 +167,7 @@ def _made(path: str, make: Callable[..., T], fields: Fields) -> T:
 def _fields(path: str, value: object, required: Sequence[str], optional: Sequence[str]) -> Fields:
     where = f"{path}." if path else ""
     if not isinstance(value, dict):
-        raise TopologyError(f"{path or 'no topology'}: {_short(value)} is no object with fields")
+        raise TopologyError(f"{path or 'no topology'}: {_excerpt(value)} is no object with fields")
     for name in required:
         if name not in value:
             raise TopologyError(f"{where}{name}: missing; the fields are {', '.join((*required, *optional))}")
@@ -179,29 +179,29 @@ def _fields(path: str, value: object, required: Sequence[str], optional: Sequenc
 
 def _list(path: str, value: object, read: Callable[[str, object], Any]) -> tuple[Any, ...]:
     if not isinstance(value, list):
-        raise TopologyError(f"{path}: {_short(value)} is no list")
+        raise TopologyError(f"{path}: {_excerpt(value)} is no list")
     return tuple(read(f"{path}[{i}]", item) for i, item in enumerate(value))
 
 
 def _rows(path: str, value: object) -> tuple[tuple[Any, ...], ...]:
-    """Lists of numbers, which whoever takes them checks."""
+    """Lists of lists of any values; the class that they are given to checks the numbers."""
     return _list(path, value, lambda row, numbers: _list(row, numbers, lambda _, number: number))
 
 
 def _text(path: str, value: object) -> str:
     if not isinstance(value, str):
-        raise TopologyError(f"{path}: {_short(value)} is no text")
+        raise TopologyError(f"{path}: {_excerpt(value)} is no text")
     return value
 
 
 def _integer(path: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TopologyError(f"{path}: {_short(value)} is not a whole number of at least 0")
+        raise TopologyError(f"{path}: {_excerpt(value)} is not a whole number of at least 0")
     return value
 
 
 def _total(layers: Sequence[Layer]) -> int | None:
-    """The number of ranks, or None where it is not fixed."""
+    """The number of ranks of the layers together, or None where it is not fixed."""
     sizes = [layer.ranks for layer in layers]
     return None if None in sizes else prod(size for size in sizes if size is not None)
 
@@ -209,10 +209,10 @@ def _total(layers: Sequence[Layer]) -> int | None:
 def _check_total(stated: object, layers: Sequence[Layer]) -> None:
     if stated != _total(layers) or isinstance(stated, bool):
         factors = " x ".join("any" if layer.ranks is None else str(layer.ranks) for layer in layers)
-        raise TopologyError(f"ranks: {_short(stated)} is not the number of ranks of the layers, {factors}")
+        raise TopologyError(f"ranks: {_excerpt(stated)} is not the number of ranks of the layers, {factors}")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> Fields:
+def _unique_fields(pairs: list[tuple[str, Any]]) -> Fields:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
@@ -221,6 +221,6 @@ def _once(pairs: list[tuple[str, Any]]) -> Fields:
     return fields
 
 
-def _short(value: object) -> str:
+def _excerpt(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,4 +1,4 @@
-"""What a topology is made of: links, layers of the network, the device of a rank, and measured figures."""
+"""Values that make up a topology: links, layers of the network, the device of a rank, and measured figures."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 Matrix: TypeAlias = tuple[tuple[float, ...], ...]
 Points: TypeAlias = tuple[tuple[float, float], ...]
 MAX_NUMBER = 1e30
-"""No machine has a figure as large as this; what is larger is a mistake."""
+"""The bound of all figures: larger than those of any machine, so that a larger one is a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one rank sees of the network in one collective: seconds for each message, bytes per second.
+    """The network as one rank sees it in one collective: seconds for each message, and bytes per second.
 
-    A `measured` link comes from measurements, and includes all that the ranks do in this collective. Where bytes do not
-    take the same time at all sizes, `points` are pairs of bytes and seconds, latency apart, that they lie between;
-    beyond the last, `bandwidth` holds.
+    A `measured` link comes from measurements, and includes all work of the ranks in this collective. Where the time per
+    byte depends on the size, `points` are pairs of bytes and seconds, latency apart, between which seconds are
+    interpolated; beyond the last point, `bandwidth` holds.
 
     Raises:
         TopologyError: a negative latency, no bandwidth, or points that do not rise.
@@ -46,7 +46,7 @@ class Link:
             check_points(self.points)
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds for a rank to receive so many bytes, latency apart: they never fall as the bytes grow.
+        """Seconds for a rank to receive `nbytes`, latency apart: they never fall as the bytes grow.
 
         >>> Link(0.0, 100.0, points=((10, 1.0), (20, 3.0))).seconds(15)
         2.0
@@ -62,7 +62,7 @@ class Link:
 
     @property
     def best_bandwidth(self) -> float:
-        """The most bytes per second, latency apart, that this link brings at any size."""
+        """The most bytes per second, latency apart, of this link at any size."""
         return max(self.bandwidth, *(x / y if y else inf for x, y in self.points)) if self.points else self.bandwidth
 
     def no_faster_than(self, other: Link) -> Link:
@@ -75,7 +75,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One level of the network: what joins the units of this level within one unit of the level above.
+    """One level of the network: the connection of the units of this level within one unit of the level above.
 
     Units are nodes in a cluster, sockets in a node, devices in a socket: each level has names of its own. All
     bandwidths are bytes per second in one direction, all links full duplex.
@@ -119,7 +119,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one rank computes on.
+    """The device of one rank: its rates, memory bandwidth and overheads.
 
     Attributes:
         name: For people.
@@ -128,7 +128,7 @@ class Device:
         launch: Seconds to start one local operation.
         dispatch: Seconds that one operator of a distributed program takes beyond its bytes and operations, launches
             included; 0 where that is not known, or the host runs ahead of the device.
-        in_place: The same of one that writes to its operand, as those of an optimiser.
+        in_place: Seconds, as `dispatch`, of an operator that writes to its operand, as those of an optimiser.
 
     Raises:
         TopologyError: a value that no device has, with the field's name.
@@ -168,7 +168,7 @@ class Measured:
         axes: The axes along which the groups lie.
         latency: Seconds for each message.
         bandwidth: Bytes per second of one rank.
-        collective: What was measured; None is any that has no figures of its own.
+        collective: The collective that was measured; None is any without figures of its own.
         points: Bytes and their seconds, latency apart, both rising; beyond the last, `bandwidth` holds.
         date, device, sizes, spread: When, on what, with how many bytes, and by how much repetitions differed (their
             interquartile range over the typical time, at the size in the middle).
@@ -208,12 +208,12 @@ class Measured:
 
     @property
     def link(self) -> Link:
-        """What one rank of these groups sees."""
+        """The measured figures as the link of one rank of these groups."""
         return Link(self.latency, self.bandwidth, measured=True, points=self.points)
 
 
 def check_number(field: str, value: object, *, zero: bool = False, infinite: bool = False) -> None:
-    """Refuse what is no number above 0; `zero` and `infinite` allow these too.
+    """Refuse a value that is no number above 0; `zero` and `infinite` allow these too.
 
     Raises:
         TopologyError: with the field's name.
@@ -227,7 +227,7 @@ def check_number(field: str, value: object, *, zero: bool = False, infinite: boo
 
 
 def check_count(field: str, value: object) -> None:
-    """Refuse what is no whole number above 0.
+    """Refuse a value that is no whole number above 0.
 
     Raises:
         TopologyError: with the field's name.
@@ -237,10 +237,10 @@ def check_count(field: str, value: object) -> None:
 
 
 def pairs_of(points: object) -> Points:
-    """Points as pairs, which `check_points` looks into.
+    """Points as tuples; `check_points` checks their lengths and numbers.
 
     Raises:
-        TopologyError: no sequence of sequences.
+        TopologyError: the points are no sequence of sequences.
     """
     way_out = "give pairs of bytes and seconds"
     return tuple(
@@ -252,19 +252,19 @@ def pairs_of(points: object) -> Points:
 def _rates(flops: object) -> tuple[tuple[str, float], ...]:
     """Rates by the names of dtypes, from pairs or a mapping."""
     way_out = "give pairs of a dtype's name and a rate, such as (('float32', 1e13),)"
-    found = []
+    rates = []
     for pair in flops.items() if isinstance(flops, Mapping) else as_tuple(flops, "flops", way_out, TopologyError):
         if isinstance(pair, str) or len(as_tuple(pair, "flops", way_out, TopologyError)) != 2:
             raise TopologyError(f"flops: {pair!r} is no pair: {way_out}")
-        found.append((pair[0], pair[1]))
-    return tuple(found)
+        rates.append((pair[0], pair[1]))
+    return tuple(rates)
 
 
 def check_points(points: object) -> None:
-    """Refuse what are no pairs of rising bytes and seconds that do not fall.
+    """Refuse points that are no pairs, or whose bytes do not rise, or whose seconds fall.
 
     Raises:
-        TopologyError: with the point's place.
+        TopologyError: with the index of the point.
     """
     assert isinstance(points, tuple)
     before: tuple[float, float] = (0.0, 0.0)
@@ -281,7 +281,7 @@ def check_points(points: object) -> None:
 
 
 def check_name(field: str, value: object) -> None:
-    """Refuse what is no text.
+    """Refuse a value that is no text, or empty.
 
     Raises:
         TopologyError: with the field's name.
@@ -304,8 +304,8 @@ def _check_matrix(matrix: object, ranks: int | None) -> None:
                 )
     reached, frontier = {0}, [0]
     while frontier:
-        found = {j for i in frontier for j in range(ranks) if matrix[i][j] > 0} - reached
-        reached, frontier = reached | found, list(found)
+        new_units = {j for i in frontier for j in range(ranks) if matrix[i][j] > 0} - reached
+        reached, frontier = reached | new_units, list(new_units)
     if len(reached) < ranks:
         lost = min(set(range(ranks)) - reached)
         raise TopologyError(f"pair_bandwidth: no link leads from unit 0 to unit {lost}: join all units")

@@ -1,4 +1,4 @@
-"""The topology: layers of a network, the device of each rank, and what was measured."""
+"""The topology: layers of a network, the device of each rank, and measured figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dshard.validate import as_int, as_tuple, check_type, shown, suggestion
 
 @dataclass(frozen=True)
 class Topology:
-    """What connects the ranks, and what each computes on; the machine's figures live here and nowhere else.
+    """The network between the ranks and the device of each: all figures of a machine.
 
     Rank r is the r-th of the innermost units, counted from the first unit of each layer: with layers of 4 nodes and 8
     GPUs, rank 11 is GPU 3 of node 1.
@@ -34,10 +34,10 @@ class Topology:
     Attributes:
         name: For people.
         layers: From the outermost to the innermost; the outermost may have any number of units.
-        device: What one rank computes on.
-        backend: Whose algorithms run the collectives, see `dshard.cost`.
+        device: The device of each rank.
+        backend: The backend whose algorithms run the collectives, see `dshard.cost`.
         measured: Figures that replace the computed ones.
-        source: Where the figures are from.
+        source: The origin of the figures.
 
     Raises:
         TopologyError: no layers, or an inner layer without a number of ranks.
@@ -66,7 +66,7 @@ class Topology:
 
     @property
     def size(self) -> int | None:
-        """The number of ranks, or None where it is not fixed."""
+        """The number of ranks, or None where any number is possible."""
         first = self.layers[0].ranks
         return None if first is None else first * prod(layer.ranks or 1 for layer in self.layers[1:])
 
@@ -82,16 +82,16 @@ class Topology:
 
     @property
     def dispatch(self) -> float:
-        """Seconds that one operator of a distributed program takes beyond its bytes and operations; 0: not known."""
+        """Seconds that one operator of a distributed program takes beyond its bytes and operations; 0 if unknown."""
         return self.device.dispatch
 
     @property
     def in_place(self) -> float:
-        """The same of one that writes to its operand."""
+        """Seconds of an operator that writes to its operand, beyond its bytes and operations; 0 if unknown."""
         return self.device.in_place
 
     def link(self, mesh: Mesh, axes: Iterable[str], collective: Collective | None = None) -> Link:
-        """What one rank sees of the network in a collective along `axes`, all groups of these axes active at once.
+        """The link of one rank in a collective along `axes`, with all groups of these axes active at once.
 
         Figures measured for these groups win, those for this collective before those for any. Else the hierarchical
         communication matrix decides, see `dshard.topology.sharing`; without a `collective`, as for one around a ring.
@@ -115,7 +115,7 @@ class Topology:
         return next(known, rates[0][1])
 
     def check(self, world_size: int) -> None:
-        """Refuse a world of other ranks than these.
+        """Refuse a world with another number of ranks than this topology.
 
         Raises:
             TopologyError: the sizes differ.
@@ -128,11 +128,11 @@ class Topology:
             )
 
     def bytes_only(self) -> Topology:
-        """The same bandwidths without latency, launches or local copies: what the bytes alone cost."""
+        """A copy of the topology in which only bytes on the network take time: no latency, launches or local copies."""
         return _bytes_only(self)
 
     def with_measured(self, measured: Iterable[Measured]) -> Topology:
-        """The same topology with these figures beside those it has; of two for the same, the later counts."""
+        """A copy of the topology with these figures added; of two for the same links, the later counts."""
         added = as_tuple(measured, "measured", "give a sequence of dshard.topology.Measured", TopologyError)
         return replace(self, measured=(*self.measured, *added))
 
@@ -156,7 +156,7 @@ class Topology:
         """Read a topology from a JSON file.
 
         Raises:
-            TopologyError: the file describes none, with the field that is wrong.
+            TopologyError: the file describes no topology; the message names the wrong field.
         """
         try:
             text = Path(path).read_text()
@@ -169,33 +169,33 @@ class Topology:
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
-        """The topology that `to_json` wrote; values alone are read, nothing is run.
+        """Read a topology from the JSON of `to_json`; it is parsed as data, and no code of it is run.
 
         Raises:
-            TopologyError: the text describes none, with the field that is wrong.
+            TopologyError: the text describes no topology; the message names the wrong field.
         """
         return cls(**json_files.loads(text))
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1, *, ranks: int | None = None) -> Topology:
-        """A machine by its name; `ranks` for each of its `nodes`, if they have not as many as usual.
+        """The preset of a machine by its name, with `nodes` nodes; `ranks` on each node, if not the default number.
 
         Raises:
-            TopologyError: no such name, with those there are.
+            TopologyError: there is no such preset; the message lists all.
         """
         parts = parts_of(name, nodes, ranks)
         return cls(name, parts.layers, parts.device, parts.backend, source=parts.source)
 
     @classmethod
     def measure(cls, mesh: Any, **options: Any) -> Topology:
-        """The topology of a mesh whose processes run, from collectives timed on it: `dshard.calibrate.measure`.
+        """Measure the topology of a mesh with processes, by timing collectives on it: `dshard.calibrate.measure`.
 
         Every rank of the mesh calls it and gets the same topology. `options` are `base`, what is known of the network;
-        `sizes`, in bytes; `seconds` to measure for; `collectives`; and `progress`, a function that hears of it.
+        `sizes`, in bytes; `seconds` to measure for; `collectives`; and `progress`, a function called with the progress.
 
         Raises:
             MeshError: the mesh has no processes.
-            TopologyError: an option that cannot be.
+            TopologyError: an option has no valid value.
         """
         return MEASURERS[-1](mesh, **options)
 
@@ -211,7 +211,7 @@ class Topology:
         backend: Backend = "gloo",
         source: str = "",
     ) -> Topology:
-        """A network on which all ranks, any number unless given, see the same link whatever the others do."""
+        """A network on which every rank has the same link, whatever the others do; any number of ranks unless given."""
         return cls(name, (Layer("rank", ranks, bandwidth, latency),), device, backend, source=source)
 
     @classmethod
@@ -224,7 +224,7 @@ class Topology:
         device: Device = CPU,
         backend: Backend = "gloo",
     ) -> Topology:
-        """Ranks in a torus of this shape, with one link of `bandwidth` to the next rank along each dim."""
+        """A torus of this shape, with one link of `bandwidth` from each rank to the next along each dim."""
         sizes = as_tuple(shape, "shape", "give the ranks along each dim, such as (4, 4)", TopologyError)
         shape = tuple(as_int(size, "shape", TopologyError, least=1) for size in sizes)
         name = f"torus {'x'.join(map(str, shape))}"
@@ -244,14 +244,17 @@ class Topology:
 
 
 MEASURERS: list[Callable[..., Topology]] = []
-"""Who measures. A topology is a value and runs nothing: what runs collectives is entered here by the package."""
+"""Functions that measure a topology; the last is used.
+
+A topology is a value and imports nothing that runs collectives: `dshard.calibrate` registers its function here.
+"""
 
 
 def check_topology(topology: object) -> None:
-    """Refuse what is no topology: of a preset's name it is not known how many nodes there are.
+    """Refuse a value that is no Topology, including the name of a preset, which lacks the number of nodes.
 
     Raises:
-        TopologyError: with the way out.
+        TopologyError: it is no Topology; the message says how to make one.
     """
     if isinstance(topology, Topology):
         return
@@ -314,5 +317,5 @@ def _bytes_only(topology: Topology) -> Topology:
         topology,
         layers=tuple(replace(layer, latency=0.0) for layer in topology.layers),
         device=replace(topology.device, memory_bandwidth=inf, launch=0.0, dispatch=0.0, in_place=0.0),
-        measured=tuple(replace(found, latency=0.0, points=()) for found in topology.measured),
+        measured=tuple(replace(figures, latency=0.0, points=()) for figures in topology.measured),
     )

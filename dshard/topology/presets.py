@@ -1,4 +1,4 @@
-"""Machines that people have, with the figures of their makers. All bandwidths are in bytes per second, one direction.
+"""Presets of common machines, with the figures of their makers; bandwidths are bytes per second in one direction.
 
 Makers often state the sum of both directions (NVLink "600 GB/s"): half of it stands here. Latencies of GPU networks are
 those of one step of a ring in NCCL's own model (src/graph/tuning.cc, ring, LL128): NVLink 1.9 us, PCIe 2.5 us, network
@@ -19,7 +19,7 @@ Backend: TypeAlias = Literal["gloo", "nccl", "xla"]
 
 
 class Parts(NamedTuple):
-    """What a topology is made of, its name apart."""
+    """The fields of a topology except its name and measured figures."""
 
     layers: tuple[Layer, ...]
     device: Device
@@ -28,10 +28,10 @@ class Parts(NamedTuple):
 
 
 CPU = Device("cpu", flops=(("float32", 5e10),), memory_bandwidth=1e10, launch=5e-6)
-"""One core, in round figures."""
+"""A CPU core, in round figures."""
 
 CUDA = Device("cuda", flops=(("bfloat16", 3e14),), memory_bandwidth=2e12, launch=5e-6)
-"""Some recent GPU, in round figures: those of an A100."""
+"""A recent GPU, in round figures close to those of an A100."""
 
 # NVIDIA A100 80GB datasheet: dense rates; float32 without TF32, as torch has it by default; SXM 2,039 GB/s.
 A100 = Device(
@@ -40,7 +40,7 @@ A100 = Device(
     memory_bandwidth=2.039e12,
     launch=5e-6,
 )
-# The same datasheet, PCIe column: 1,935 GB/s.
+# NVIDIA A100 80GB datasheet, PCIe column: 1,935 GB/s.
 A100_PCIE = Device("NVIDIA A100 80GB PCIe", A100.flops, memory_bandwidth=1.935e12, launch=5e-6)
 # NVIDIA H100 SXM datasheet and architecture white paper: dense rates; 3.35 TB/s.
 H100 = Device(
@@ -81,7 +81,7 @@ def ring(n: int, bandwidth: float) -> Matrix:
 
 
 def torus_layers(shape: Sequence[int], bandwidth: float, latency: float) -> tuple[Layer, ...]:
-    """Rings of rings: a link of `bandwidth` between neighbours along each dim, the last dim varying fastest."""
+    """The layers of a torus, rings of rings: a link of `bandwidth` between neighbours along each dim."""
     layers = []
     for i, n in enumerate(shape):
         check_count("shape", n)
@@ -92,7 +92,7 @@ def torus_layers(shape: Sequence[int], bandwidth: float, latency: float) -> tupl
 
 
 def _cpu(nodes: int, ranks: int | None) -> Parts:
-    """Processes of hosts on 10 Gb/s Ethernet; one host has any number of them."""
+    """The preset cpu: hosts on 10 Gb/s Ethernet; a single host has any number of ranks."""
     source = (
         "in a host: round figures for gloo over loopback, not from a datasheet; between hosts: 10 Gb/s Ethernet "
         "(IEEE 802.3ae), 200 us"
@@ -105,7 +105,7 @@ def _cpu(nodes: int, ranks: int | None) -> Parts:
 
 
 def _pcie(nodes: int, ranks: int | None) -> Parts:
-    """Two sockets with half of the GPUs each, one NIC for all."""
+    """The preset pcie: two sockets with half of the GPUs each, one NIC for all."""
     source = (
         "PCIe 4.0 x16: 16 GT/s x 16 lanes x 128/130 = 31.5 GB/s (PCI-SIG); three UPI links of 11.2 GT/s = 22.4 GB/s "
         "each (Intel Xeon Scalable, 3rd generation); one HDR InfiniBand NIC: 200 Gb/s; A100 80GB datasheet"
@@ -118,7 +118,7 @@ def _pcie(nodes: int, ranks: int | None) -> Parts:
 
 
 def _nvlink_pairs(nodes: int, ranks: int | None) -> Parts:
-    """GPUs in pairs, each joined by NVLink bridges, the pairs by PCIe; one NIC for all."""
+    """The preset nvlink-pairs: pairs of GPUs joined by NVLink bridges, the pairs by PCIe; one NIC for all."""
     source = (
         "NVLink bridges of the A100 PCIe: 600 GB/s in both directions; PCIe 4.0 x16: 31.5 GB/s for each GPU (PCI-SIG); "
         "one HDR InfiniBand NIC: 200 Gb/s; A100 80GB datasheet"
@@ -131,25 +131,25 @@ def _nvlink_pairs(nodes: int, ranks: int | None) -> Parts:
 
 
 def _dgx_a100(nodes: int, ranks: int | None) -> Parts:
-    """All GPUs on NVSwitch, a NIC for each."""
+    """The preset dgx-a100: all GPUs on NVSwitch, a NIC for each."""
     source = "DGX A100 datasheet: third-generation NVLink, 600 GB/s in both directions; 8 x 200 Gb/s HDR InfiniBand"
     return Parts(_switched(nodes, ranks or 8, nvlink=300e9, nic=25e9), A100, "nccl", source)
 
 
 def _dgx_h100(nodes: int, ranks: int | None) -> Parts:
-    """All GPUs on NVSwitch, a NIC for each."""
+    """The preset dgx-h100: all GPUs on NVSwitch, a NIC for each."""
     source = "DGX H100 datasheet: fourth-generation NVLink, 900 GB/s in both directions; 8 x 400 Gb/s ConnectX-7"
     return Parts(_switched(nodes, ranks or 8, nvlink=450e9, nic=50e9), H100, "nccl", source)
 
 
 def _gb200_nvl72(nodes: int, ranks: int | None) -> Parts:
-    """A node is a rack: all its GPUs on NVLink switches, a NIC for each."""
+    """The preset gb200-nvl72: a node is a rack with all its GPUs on NVLink switches, a NIC for each."""
     source = "GB200 NVL72: fifth-generation NVLink, 1.8 TB/s in both directions for each GPU; 400 Gb/s ConnectX-7"
     return Parts(_switched(nodes, ranks or 72, nvlink=900e9, nic=50e9, node="rack"), GB200, "nccl", source)
 
 
 def _tpu_torus(nodes: int, ranks: int | None) -> Parts:
-    """A node is a cube of 4 x 4 x 4 chips; cubes are stacked along the first dim of the torus."""
+    """The preset tpu-torus: a node is a cube of 4 x 4 x 4 chips; cubes are stacked along the torus's first dim."""
     if ranks not in (None, 64):
         raise TopologyError(f"ranks: a node of tpu-torus is a cube of 64 chips, not {ranks}; use Topology.torus(...)")
     source = (
@@ -176,7 +176,7 @@ def _half(name: str, ranks: int | None) -> int:
 
 
 def _bytes(nodes: int, ranks: int | None) -> Parts:
-    """No machine: a network on which bytes take time and nothing else does, so that the cheapest moves the fewest."""
+    """The preset bytes: only bytes on the network take time, so that the cheapest plan moves the fewest."""
     source = "a byte that a rank receives takes a second; messages, copies and local work take none"
     device = Device("none", flops=(("float32", 1e24),), memory_bandwidth=inf, launch=0.0)
     return Parts(
@@ -197,10 +197,10 @@ PRESETS: dict[str, Callable[[int, int | None], Parts]] = {
 
 
 def parts_of(name: str, nodes: int, ranks: int | None) -> Parts:
-    """The parts of the preset called `name`.
+    """The fields of the preset called `name`, with these numbers of nodes and of ranks on each.
 
     Raises:
-        TopologyError: there is no such preset, or not with so many nodes or ranks.
+        TopologyError: there is no such preset, or none with these numbers.
     """
     if not isinstance(name, str) or name not in PRESETS:
         raise TopologyError(f"no preset is called {name!r}; there are {', '.join(PRESETS)}{suggestion(name, PRESETS)}")

@@ -1,9 +1,9 @@
-"""How the groups of some mesh axes share the network, all of them active at once.
+"""Bandwidths of groups along some mesh axes that share the network, all of them active at once.
 
 A topology has layers: with `ranks` units each, a unit of layer j has D_j ranks, the product of `ranks` of the layers
-below. A group crosses a layer where it has ranks in several units of one unit above. What it gets of each layer that it
-crosses is what the layer's units can carry, divided among all groups that leave the same unit; the least of these
-counts. This is the hierarchical communication matrix of ATP (arXiv 2301.08658, section 3.4 and equation 3), from the
+below. A group crosses a layer where it has ranks in several units of one unit above. Its bandwidth in each layer that
+it crosses is that of the layer's units, divided among all groups that leave the same unit; the least of these counts.
+This is the hierarchical communication matrix of ATP (arXiv 2301.08658, section 3.4 and equation 3), computed from the
 groups themselves, so that any mesh of any ranks in any order has its links.
 """
 
@@ -31,19 +31,19 @@ DIRECT: frozenset[Collective] = frozenset({"all_to_all", "exchange"})
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A group within one unit of the layer above: the units it has ranks in, and how many in each."""
+    """The ranks of a group within one unit of the layer above: their units in this layer, and how many in each."""
 
     units: tuple[int, ...]
     counts: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """How many ranks of the group these are."""
+        """The number of ranks in these units."""
         return sum(self.counts)
 
 
 def groups_of(mesh: Mesh, axes: Iterable[str]) -> Groups:
-    """The ranks of each group along `axes`, in a form in which the same groups are equal, whatever their axes.
+    """The ranks of each group along `axes`, sorted, so that equal groups compare equal whatever their axes are.
 
     >>> groups_of(Mesh((2, 2), ("dp", "tp")), ["tp"])
     ((0, 1), (2, 3))
@@ -65,12 +65,12 @@ def _groups_of(mesh: Mesh, inside: frozenset[int]) -> Groups:
 
 
 def measured_link(measured: Sequence[Measured], groups: Groups, collective: Collective | None) -> Link | None:
-    """The figures measured for these groups: for the collective before any; an exchange is an all_to_all."""
-    wanted = [collective, "all_to_all", None] if collective == "exchange" else [collective, None]
-    for kind in wanted:
-        for found in reversed(measured):
-            if found.collective == kind and groups_of(found.mesh, found.axes) == groups:
-                return found.link
+    """The link measured for these groups, or None; figures of the collective win over those of any collective."""
+    kinds = [collective, "all_to_all", None] if collective == "exchange" else [collective, None]
+    for kind in kinds:
+        for figures in reversed(measured):
+            if figures.collective == kind and groups_of(figures.mesh, figures.axes) == groups:
+                return figures.link
     return None
 
 
@@ -113,7 +113,7 @@ def cut_bandwidth(layers: Sequence[Layer], groups: Groups, collective: Collectiv
 
 
 def _least_entering(collective: Collective, inside: int, outside: int, n: int) -> int:
-    """How many of a tensor's `n` pieces a unit with `inside` ranks must get from `outside` others."""
+    """The number of a tensor's `n` pieces that a unit with `inside` ranks must receive from `outside` others."""
     match collective:
         case "all_gather":
             return outside
@@ -132,7 +132,7 @@ def _least_entering(collective: Collective, inside: int, outside: int, n: int) -
 @cached("crossings", 1024)
 def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[Part]:
     """The parts of `groups` that cross `layer`, whose units have `inner` ranks each."""
-    found: Counter[Part] = Counter()
+    crossing_parts: Counter[Part] = Counter()
     for group in groups:
         if group[0] // inner == group[-1] // inner:  # ranks are in order: one unit has them all
             continue
@@ -143,21 +143,21 @@ def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[Part]:
                 parents.setdefault(0 if layer.ranks is None else unit // layer.ranks, []).append(unit)
             for units in parents.values():
                 if len(units) > 1:
-                    found[Part(tuple(units), tuple(counts[unit] for unit in units))] += 1
-    return found
+                    crossing_parts[Part(tuple(units), tuple(counts[unit] for unit in units))] += 1
+    return crossing_parts
 
 
 def _ranks_below(layers: Sequence[Layer]) -> list[int]:
-    """D_j: how many ranks a unit of each layer has."""
-    found = [1]
+    """D_j of ATP: the number of ranks in a unit of each layer."""
+    sizes = [1]
     for layer in reversed(layers[1:]):
         assert layer.ranks is not None
-        found.append(found[-1] * layer.ranks)
-    return found[::-1]
+        sizes.append(sizes[-1] * layer.ranks)
+    return sizes[::-1]
 
 
 def _ring_bandwidth(layer: Layer, parts: Counter[Part]) -> float:
-    """Where bytes pass from unit to unit, each group enters and leaves each of its units once."""
+    """Bandwidth of one rank where bytes pass along a ring: each group enters and leaves each of its units once."""
     sharing: Counter[int] = Counter()
     for part, times in parts.items():
         for unit in part.units:
@@ -172,29 +172,29 @@ def _ring_bandwidth(layer: Layer, parts: Counter[Part]) -> float:
 
 
 def _pair_rates(layer: Layer, parts: Counter[Part]) -> dict[tuple[Part, int], float]:
-    """What one group gets, out of each of its units, of the links between pairs of units."""
+    """Bandwidth of one group out of each of its units, over the links between pairs of units."""
     wiring = wiring_of(layer)
     if wiring is None:
         return {}
     hops = {part: wiring.hops(part.units) for part in parts}
     loads: dict[Edge, float] = defaultdict(float)
     for part, times in parts.items():
-        for ways in hops[part].values():
-            for edge, share in ways.items():
+        for links in hops[part].values():
+            for edge, share in links.items():
                 loads[edge] += times * share
     rates: dict[tuple[Part, int], float] = defaultdict(float)
-    for part, ends in hops.items():
-        for pair, ways in ends.items():
-            rate = min(wiring.pair(edge) / loads[edge] for edge in ways)
+    for part, routes in hops.items():
+        for pair, links in routes.items():
+            rate = min(wiring.pair(edge) / loads[edge] for edge in links)
             for unit in pair:
                 rates[part, unit] += rate
     return rates
 
 
 def _direct_bandwidth(layer: Layer, parts: Counter[Part], peers: int | None) -> float:
-    """Where each rank sends to each other, all of a unit's ranks send what leaves it.
+    """Bandwidth of one rank where each rank sends to each other, and all ranks of a unit share what leaves it.
 
-    The same bytes go to each of so many `peers`, only some of them beyond this layer; without, all bytes cross it.
+    Each of `peers` peers gets as many bytes, and only some of these cross the layer; with None all bytes cross it.
     """
     leaving: dict[int, float] = defaultdict(float)
     bandwidth = inf
@@ -210,11 +210,11 @@ def _direct_bandwidth(layer: Layer, parts: Counter[Part], peers: int | None) -> 
 
 
 def _demands(parts: Counter[Part], peers: int | None) -> dict[Edge, float]:
-    """What goes from each unit to each other, for each byte that a rank sends."""
-    found: dict[Edge, float] = defaultdict(float)
+    """The bytes from each unit to each other, for each byte that a rank sends."""
+    demands: dict[Edge, float] = defaultdict(float)
     for part, times in parts.items():
         counts = dict(zip(part.units, part.counts, strict=True))
         for a, b in permutations(part.units, 2):
             most = part.size - max(counts[a], counts[b]) if peers is None else peers
-            found[a, b] += times * counts[a] * counts[b] / most
-    return found
+            demands[a, b] += times * counts[a] * counts[b] / most
+    return demands

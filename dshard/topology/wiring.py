@@ -1,4 +1,4 @@
-"""Links between pairs of units, and what each carries of messages between units that no link joins."""
+"""Links between pairs of units, and their loads, with messages between units that no link joins."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Edge: TypeAlias = tuple[int, int]
 """A link, from one unit to another."""
 
 Hops: TypeAlias = dict[Edge, dict[Edge, float]]
-"""Pairs of units that exchange messages, each with the links on its way and the part of its traffic on each of them."""
+"""Pairs of units that exchange messages, each with the links of its routes and the share of its traffic on each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wiring:
-    """The links between pairs of units of one parent, in one layer. Messages take all shortest ways alike."""
+    """The links between pairs of units of one parent, in one layer. All shortest routes share messages evenly."""
 
     bandwidth: float | Matrix
     neighbours: tuple[tuple[int, ...], ...]
@@ -43,7 +43,7 @@ class Wiring:
         return {edge: self._way(*edge) for edge in {*pairwise(units), (units[0], units[-1])}}
 
     def spread(self, demands: Mapping[Edge, float]) -> dict[Edge, float]:
-        """What each link carries if so much goes from one unit to another, for each pair of units of one parent."""
+        """The load of each link, given the `demands` between pairs of units of one parent."""
         loads: dict[Edge, float] = defaultdict(float)
         by_source: dict[int, dict[int, float]] = defaultdict(dict)
         for (a, b), amount in demands.items():
@@ -56,41 +56,41 @@ class Wiring:
         return loads
 
     def _way(self, a: int, b: int) -> dict[Edge, float]:
-        """The links on the shortest ways between two units, named from the lower unit, with their shares of traffic."""
+        """The links on the shortest routes between two units, lower unit first, with their shares of the traffic."""
         loads: dict[Edge, float] = defaultdict(float)
         self._flow(a, {b: 1.0}, loads)
         return {(min(edge), max(edge)): share for edge, share in loads.items()}
 
     def _flow(self, source: int, amounts: Mapping[int, float], loads: dict[Edge, float]) -> None:
-        """Add to `loads` what goes from `source` to others: from the farthest back, shared among the ways there."""
+        """Add to `loads` the traffic from `source` to other units, shared among all shortest routes."""
         first = source - source % len(self.neighbours)
-        order, before, ways = self._search(source - first)
+        order, before, routes = self._search(source - first)
         passing = {unit - first: amount for unit, amount in amounts.items()}
         for unit in reversed(order):
             amount = passing.get(unit, 0.0)
             if amount:
                 for other in before[unit]:
-                    share = amount * ways[other] / ways[unit]
+                    share = amount * routes[other] / routes[unit]
                     loads[first + other, first + unit] += share
                     passing[other] = passing.get(other, 0.0) + share
 
     def _search(self, source: int) -> tuple[list[int], dict[int, list[int]], dict[int, int]]:
-        """All units by their distance, the units before each on its shortest ways, and the number of these ways."""
-        order, distance, ways = [source], {source: 0}, {source: 1}
+        """All units by their distance, the units before each on its shortest routes, and the number of these routes."""
+        order, distance, routes = [source], {source: 0}, {source: 1}
         before: dict[int, list[int]] = {source: []}
         for unit in order:  # which grows
             for other in self.neighbours[unit]:
                 if other not in distance:
                     order.append(other)
-                    distance[other], ways[other], before[other] = distance[unit] + 1, 0, []
+                    distance[other], routes[other], before[other] = distance[unit] + 1, 0, []
                 if distance[other] == distance[unit] + 1:
-                    ways[other] += ways[unit]
+                    routes[other] += routes[unit]
                     before[other].append(unit)
-        return order, before, ways
+        return order, before, routes
 
 
 def wiring_of(layer: Layer) -> Wiring | None:
-    """The links between units of a layer, or None if a single pair is never slower than a whole unit."""
+    """The links between units of a layer, or None if a link of one pair is never slower than the unit."""
     pair = layer.pair_bandwidth
     if pair is None or (not isinstance(pair, tuple) and pair >= layer.group_bandwidth):
         return None
@@ -100,20 +100,20 @@ def wiring_of(layer: Layer) -> Wiring | None:
 
 
 def least_rate(wiring: Wiring, loads: Mapping[Edge, float]) -> float:
-    """The bytes per second at which the first link is full, where `loads` are bytes for each byte."""
+    """The bytes per second of a rank at which the first link is full; `loads` are per byte that a rank sends."""
     return min((wiring.pair(edge) / load for edge, load in loads.items()), default=inf)
 
 
 def _joins(units: Sequence[int], edges: Sequence[Edge]) -> bool:
-    """Whether the edges join all units."""
+    """Whether the edges connect all units."""
     others: dict[int, list[int]] = {unit: [] for unit in units}
     for a, b in edges:
         others[a].append(b)
         others[b].append(a)
-    found = [units[0]]
-    seen = {units[0]}
-    for unit in found:  # which grows
-        new = [other for other in others[unit] if other not in seen]
-        seen.update(new)
-        found += new
-    return len(seen) == len(units)
+    queue = [units[0]]
+    visited = {units[0]}
+    for unit in queue:  # which grows
+        new = [other for other in others[unit] if other not in visited]
+        visited.update(new)
+        queue += new
+    return len(visited) == len(units)
