@@ -69,7 +69,7 @@ class Clock:
 
     @property
     def device(self) -> torch.device:
-        """What this rank computes on."""
+        """The device that this rank computes on."""
         return device_of(self.mesh)
 
     def elapsed(self) -> float:

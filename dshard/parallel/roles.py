@@ -1,7 +1,6 @@
-"""What the parameters of a model are to a strategy: which of their dims are features of the residual stream and which
-are inner ones, what a product sums over and what it makes.
+"""Roles of parameters in a strategy: dims of the residual stream and inner ones, summed over or made by a matmul.
 
-The residual stream is the class that most dims of parameters belong to, of those that several products make. A class
+The residual stream is the class that most dims of parameters belong to, of those that several matmuls make. A class
 that some product makes and another sums over is inner: the heads of an attention, the width of a feed-forward block. A
 class at an open end, such as a vocabulary, counts as inner where it is at least as wide as the residual stream; fewer
 entries are not worth splitting.
