@@ -1,4 +1,4 @@
-"""A mesh, a placement for each of its axes, and the order of the axes that split one tensor dim."""
+"""Layouts: a mesh, a placement for each of its axes, and the order of the axes that shard one tensor dim."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DimOrder = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """How a tensor of any shape lies on a mesh.
+    """The layout of a tensor of any shape: a mesh, and a placement for each of its axes.
 
     Where several axes shard one tensor dim, the first of them splits it, the next splits each chunk, and so on: left to
     right as in torch, unless `order` says otherwise with pairs (tensor dim, axis indices from major to minor). Orders
@@ -92,7 +92,7 @@ class Layout:
         return tuple(sorted(self._axes))
 
     def partial_axes(self) -> tuple[int, ...]:
-        """The indices of the mesh axes on which a reduction is pending."""
+        """The indices of the mesh axes on which the tensor is partial."""
         return tuple(i for i, placement in enumerate(self.placements) if isinstance(placement, Partial))
 
     def dim_range(self, dim: int, size: int, coordinate: Coordinate) -> range:
@@ -105,19 +105,19 @@ class Layout:
         return held
 
     def region(self, shape: Sequence[int], coordinate: Coordinate) -> Region:
-        """The part of a tensor of global shape `shape` that the rank at `coordinate` holds."""
+        """The region of a tensor of global shape `shape` that the rank at `coordinate` holds."""
         return tuple(self.dim_range(dim, size, coordinate) for dim, size in enumerate(shape))
 
     def local_shape(self, shape: Sequence[int], coordinate: Coordinate) -> Shape:
-        """The shape of that part."""
+        """The local shape, on the rank at `coordinate`, of a tensor of global shape `shape`."""
         return tuple(len(self.dim_range(dim, size, coordinate)) for dim, size in enumerate(shape))
 
     def local_numel(self, shape: Sequence[int]) -> int:
-        """The number of elements of the largest part: that of the rank at coordinate 0, 0, ..."""
+        """The number of elements of the largest local tensor: that of the rank at coordinate 0, 0, ..."""
         return _first_part(self, tuple(shape))[1]
 
     def leaves_empty(self, shape: Sequence[int]) -> bool:
-        """Whether a rank holds nothing of a tensor of this shape that has elements."""
+        """Whether some rank holds no elements of a tensor of this shape, though it has elements."""
         for dim in self.sharded_dims():
             sizes = {shape[dim]}
             for axis in self.axes_of(dim):
@@ -128,7 +128,7 @@ class Layout:
         return False
 
     def first_region(self, shape: Sequence[int]) -> Region:
-        """The part of the rank at coordinate 0, 0, ..., the largest."""
+        """The region of the rank at coordinate 0, 0, ..., the largest."""
         return _first_part(self, tuple(shape))[0]
 
     def names_of(self, dim: int) -> tuple[str, ...]:
@@ -165,7 +165,7 @@ class Layout:
         return Layout(self.mesh, tuple(placements), tuple(order.items()))
 
     def cotangent(self) -> Layout:
-        """The layout of the gradient of a tensor laid out like this."""
+        """The layout of the gradient of a tensor with this layout."""
         placements = tuple(map(cotangent, self.placements))
         return self if placements == self.placements else Layout(self.mesh, placements, self.order)
 
@@ -193,7 +193,7 @@ def _first_part(layout: Layout, shape: Shape) -> tuple[Region, int]:
 
 @cached("layouts", 65536)
 def interned(layout: Layout) -> Layout:
-    """The same object for all layouts that are equal to this one, which are then found equal at once."""
+    """One object for all equal layouts, so that comparing them is fast."""
     return layout
 
 
@@ -212,7 +212,7 @@ def layout_of(mesh: Mesh, placements: Iterable[Placement], ndim: int) -> Layout:
 
 
 def placements_on(mesh: Mesh, placements: Iterable[Placement]) -> tuple[Placement, ...]:
-    """The placements of a sequence: what no sequence of placements is, is refused in words.
+    """Check a sequence of placements, one for each axis of `mesh`, and return it as a tuple.
 
     Raises:
         LayoutError: a placement alone, text, a mapping, a layout, or something else.
@@ -249,14 +249,14 @@ def _check_axis(mesh: Mesh, axis: object) -> None:
 def _pairs(order: Iterable[object]) -> tuple[DimOrder, ...]:
     """An order as pairs of a tensor dim and the indices of mesh axes."""
     given = order.items() if isinstance(order, Mapping) else () if isinstance(order, str) else order
-    found: list[DimOrder] = []
+    checked: list[DimOrder] = []
     for pair in given:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], tuple | list):
             break
-        found.append((pair[0], tuple(pair[1])))
+        checked.append((pair[0], tuple(pair[1])))
     else:
-        if given and len(dict(found)) == len(found):
-            return tuple(found)
+        if given and len(dict(checked)) == len(checked):
+            return tuple(checked)
     raise LayoutError(
         f"the order {shown(order)}: give pairs of a tensor dim, each once, and the indices of the mesh axes that shard "
         "it from major to minor, as in ((0, (1, 0)),)"

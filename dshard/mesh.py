@@ -1,4 +1,4 @@
-"""Named axes over ranks, as a pure value: it owns no process and no process group."""
+"""Meshes: named axes over ranks, as pure values that own no process and no process group."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Mesh:
         return self.names.index(name)
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where the global rank `rank` sits, one index for each axis.
+        """The coordinate of the global rank `rank`: one index for each axis.
 
         Raises:
             MeshError: the rank is not in the mesh.
@@ -117,13 +117,13 @@ class Mesh:
     def peers(self, axes: Sequence[str], coordinate: Coordinate) -> list[Coordinate]:
         """The coordinates that differ from `coordinate` along `axes` alone, the first of `axes` varying slowest."""
         indices = [self.axis(name) for name in axes]
-        found = []
+        coordinates = []
         for values in product(*(range(self.shape[i]) for i in indices)):
             peer = list(coordinate)
             for i, value in zip(indices, values, strict=True):
                 peer[i] = value
-            found.append(tuple(peer))
-        return found
+            coordinates.append(tuple(peer))
+        return coordinates
 
     def __contains__(self, rank: object) -> bool:
         try:

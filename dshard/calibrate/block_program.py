@@ -1,4 +1,4 @@
-"""A training step of one small block of a transformer: what a distributed program asks of the host."""
+"""A training step of one small block of a transformer, to measure the host's time for distributed operators."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 @dataclass(slots=True)
 class Program:
-    """The block on tensors that every rank has whole, so that it sends nothing: the phases of a step."""
+    """The phases of a step of the block on replicated tensors, so that nothing is sent."""
 
     block: nn.Module
     x: DTensor
@@ -50,26 +50,26 @@ class Program:
     loss: Tensor | None = None
 
     def forward(self) -> None:
-        """Until the loss."""
+        """Run the block up to the loss."""
         self.optimizer.zero_grad()
         self.loss = self.block(self.x).sum()
 
     def backward(self) -> None:
-        """All gradients."""
+        """Compute all gradients."""
         assert self.loss is not None
         self.loss.backward()
 
     def update(self) -> None:
-        """New weights."""
+        """Update the weights."""
         self.optimizer.step()
 
     def passes(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         self.forward()
         self.backward()
 
     def step(self) -> None:
-        """All of it."""
+        """Run forward, backward and update."""
         self.passes()
         self.update()
 
@@ -89,13 +89,13 @@ def program_on(mesh: Mesh, device: str = "cpu") -> Program:
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """How many distributed operators make their results, and how many write them to an operand."""
+    """Counts of distributed operators: those that make their results, and those that write to an operand."""
 
     making: int
     writing: int
 
     def seconds(self, topology: Topology) -> float:
-        """What the host takes for them."""
+        """Seconds of the host for these operators."""
         return self.making * topology.dispatch + self.writing * topology.in_place
 
 
@@ -110,7 +110,7 @@ def writes(op: str) -> bool:
 
 @cache
 def operators_of_phases() -> tuple[Operators, Operators, Operators]:
-    """Of the block forward, backward and in the optimiser.
+    """Counts of operators of the block in forward, backward and optimiser.
 
     >>> [phase.writing > phase.making for phase in operators_of_phases()]
     [False, False, True]
@@ -136,7 +136,7 @@ def operators_of(step: Callable[[], object]) -> Operators:
 
 
 class _Apart(TorchDispatchMode):
-    """Within the block each operator is a distributed one, as in a recorded step."""
+    """Disables the fast path within the block, so that each operator is dispatched as in a recorded step."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

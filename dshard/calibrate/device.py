@@ -1,4 +1,4 @@
-"""What one rank computes while all the others compute too: they may share cores and memory."""
+"""Measure local work of one rank while all others compute too: they may share cores and memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _linear_and_back(x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor) -> No
 
 
 def name_of(device: torch.device) -> str:
-    """What the device is called."""
+    """The name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
@@ -92,5 +92,5 @@ def _window(clock: Clock, work: Callable[[], object]) -> float:
 
 
 def _beyond(seconds: float, launch: float) -> float:
-    """What the work took beyond its launch, and at least half."""
+    """Seconds of the work without its launch, but at least half of all."""
     return max(seconds - launch, seconds / 2)

@@ -1,4 +1,4 @@
-"""Times to figures: a straight line where one describes them, else points to interpolate between.
+"""Fit measured times: a straight line where one describes them, else points to interpolate between.
 
 A collective that takes `messages` latencies and passes its bytes `passes` times takes
 

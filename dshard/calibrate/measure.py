@@ -100,7 +100,7 @@ def axes_to_measure(mesh: Mesh) -> list[tuple[str, ...]]:
 
 
 def parts_of(collective: Collective, mesh: Mesh, axes: tuple[str, ...], topology: Topology) -> tuple[float, float]:
-    """How many latencies the price of a collective has, and how many times its bytes pass the link."""
+    """The number of latencies in the price of a collective, and the times that its bytes pass the link."""
     probe = replace(topology, measured=(Measured(mesh, axes, 1.0, 1.0, collective),))
     messages = collective_seconds(collective, 0, mesh, axes, probe)
     return messages, collective_seconds(collective, 1, mesh, axes, probe) - messages
@@ -127,7 +127,7 @@ def _figures(
 
 
 def _unmeasured_as_slowest(topology: Topology, figures: Sequence[Measured]) -> Topology:
-    """Ranks that were not measured together see the slowest link of those that were."""
+    """The topology in which ranks not measured together see the slowest link measured."""
     if not figures:
         return replace(topology, name="measured")
     bandwidth, latency = min(found.bandwidth for found in figures), max(found.latency for found in figures)
@@ -163,7 +163,7 @@ def _checked(sizes: Sequence[int], seconds: float, collectives: Sequence[Collect
 
 
 def _backend(clock: Clock, known: Topology) -> Backend:
-    """Whose algorithms run, if it is one that `dshard.cost` knows."""
+    """The backend whose algorithms run, if `dshard.cost` knows it."""
     name = clock.everyone.backend if clock.mesh.size > 1 else known.backend
     return next((backend for backend in get_args(Backend) if backend == name), known.backend)
 
@@ -176,4 +176,4 @@ def _has(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Coll
 
 
 def _silent(done: float, what: str) -> None:
-    """Nobody wants to know."""
+    """Ignore a report of progress."""

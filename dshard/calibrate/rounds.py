@@ -1,4 +1,4 @@
-"""Times of collectives and of local work, all ranks of a mesh at it at once."""
+"""Time collectives and local work, on all ranks of a mesh at once."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Clock:
 
     @property
     def device(self) -> torch.device:
-        """What this rank computes on."""
+        """The device that this rank computes on."""
         return device_of(self.mesh)
 
     def elapsed(self) -> float:
@@ -92,28 +92,28 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
     def slowest(self, values: Sequence[float]) -> list[float]:
-        """Each value of the rank where it is largest, on all ranks."""
+        """The largest value over all ranks, for each of `values`, on all ranks."""
         if self.mesh.size == 1:
             return list(values)
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
         every = transport.all_gather(mine, [len(values)] * self.mesh.size, self.everyone)
-        found: list[float] = every.view(self.mesh.size, -1).amax(0).tolist()
-        return found
+        largest: list[float] = every.view(self.mesh.size, -1).amax(0).tolist()
+        return largest
 
 
 @dataclass(slots=True)
 class Times:
-    """What was measured: seconds of the slowest rank, for each case and each number of bytes received."""
+    """Measured seconds of the slowest rank, for each case and each number of bytes received."""
 
     found: dict[Case, dict[int, list[float]]] = field(default_factory=dict)
 
     def add(self, case: Case, nbytes: int, seconds: float) -> None:
-        """Remember one time."""
+        """Add one time."""
         self.found.setdefault(case, {}).setdefault(nbytes, []).append(seconds)
 
 
 def call_of(case: Case, nbytes: int, group: Group, source: Tensor) -> tuple[Callable[[], object], int]:
-    """A collective in which the busiest rank receives `nbytes` or a little less, and how many it is."""
+    """A collective in which the busiest rank receives `nbytes` or a little less, and the bytes that it receives."""
     n, number = len(group.ranks), max(1, nbytes // ITEMSIZE)
     piece = max(1, number // (2 * (n - 1) if case.collective == "all_reduce" else n - 1))
     pieces, part = source[: piece * n], source[:number]

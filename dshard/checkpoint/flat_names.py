@@ -1,4 +1,4 @@
-"""A nested state as flat names: those that torch.distributed.checkpoint gives, "optimizer.state.0.exp_avg"."""
+"""Flat names of a nested state, as torch.distributed.checkpoint gives them: "optimizer.state.0.exp_avg"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dshard.tensor import DTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """A value of the state, and where it stands."""
+    """A value of the state, and its container and key."""
 
     name: str
     container: Any
@@ -23,7 +23,7 @@ class Leaf:
 
     @property
     def value(self) -> Any:
-        """What stands there now."""
+        """The current value in the container."""
         return self.container[self.key]
 
 

@@ -57,7 +57,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def as_bytes(metadata: Metadata) -> bytes:
-    """The contents of the file."""
+    """The contents of the file .metadata: the pickle and its checksum."""
     pickled = pickle.dumps(metadata)
     return pickled + b"\ndshard crc32 %08x\n" % zlib.crc32(pickled)
 
@@ -94,5 +94,5 @@ def read(directory: Path) -> Metadata:
 
 
 def version(metadata: Metadata) -> str | None:
-    """What tells this checkpoint from others that were saved to the same directory."""
+    """The version of this checkpoint: different for each save to the same directory."""
     return None if metadata.storage_meta is None else metadata.storage_meta.save_id

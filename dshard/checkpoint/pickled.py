@@ -13,7 +13,7 @@ from dshard.errors import CheckpointError
 
 
 def read_value(name: str, stream: Any, current: Any) -> Any:
-    """What torch.save has written: what torch.load takes by default, or what names only what `current` is pickled with.
+    """Read a value of torch.save that needs only globals that torch.load allows, or that `current` is pickled with.
 
     Raises:
         CheckpointError: it names something else.
@@ -42,19 +42,19 @@ def read_value(name: str, stream: Any, current: Any) -> Any:
 
 
 def _globals_of(value: Any) -> set[tuple[str, str]]:
-    """What the pickle of a value names."""
-    found: set[tuple[str, str]] = set()
+    """The globals, as (module, name), in the pickle of a value."""
+    names: set[tuple[str, str]] = set()
 
     class Recording(pickle.Unpickler):
         def find_class(self, module: str, attribute: str) -> Any:
-            found.add((module, attribute))
+            names.add((module, attribute))
             return super().find_class(module, attribute)
 
     stream = io.BytesIO()
     torch.save(value, stream)
     stream.seek(0)
     _load(stream, Recording)
-    return found
+    return names
 
 
 def _load(stream: Any, unpickler: type[pickle.Unpickler]) -> Any:

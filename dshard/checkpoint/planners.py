@@ -1,4 +1,4 @@
-"""torch's planners, which tell how far they are."""
+"""torch's planners, with reports of progress."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Report = Callable[[int, int], object]
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Each rank writes what the plan gives it, and tells of each tensor that it turns to."""
+    """Planner of a save that reports progress for each tensor that this rank writes."""
 
     def __init__(self, report: Report | None) -> None:
         super().__init__()
         self.report, self.done, self.total = report, 0, 0
 
     def finish_plan(self, new_plan: Any) -> Any:
-        """Know the bytes of the plan."""
+        """Note the bytes of this rank's plan."""
         self.total = sum(item.tensor_storage_size() or 0 for item in new_plan.items)
         return super().finish_plan(new_plan)
 
@@ -38,7 +38,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Each rank reads what it holds, and tells of each part that it has read."""
+    """Planner of a load that reports progress for each region that this rank has read."""
 
     def __init__(self, current: Mapping[str, Any], report: Report | None) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.report, self.done, self.total = report, 0, 0
 
     def finish_plan(self, central_plan: Any) -> Any:
-        """Know the bytes of the plan."""
+        """Note the bytes of this rank's plan."""
         self.total = sum(prod(item.lengths) * self._itemsize(item.dest_index.fqn) for item in central_plan.items)
         return super().finish_plan(central_plan)
 
@@ -65,7 +65,7 @@ class LoadPlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[name], loaded)
 
     def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
-        """Say that this part has been read."""
+        """Report that this region has been read."""
         super().commit_tensor(read_item, tensor)
         self.done += tensor.nbytes
         if self.report is not None:

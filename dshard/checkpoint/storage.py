@@ -37,7 +37,7 @@ BLOCK, THREADS = 1 << 18, 2
 
 
 class Writer(FileSystemWriter):
-    """Writes files of its own beside those of the checkpoint that is there, and puts their names in place of theirs."""
+    """Writes a new checkpoint's files beside those of the former one, and publishes them by one rename."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -75,7 +75,7 @@ class Writer(FileSystemWriter):
                 file.unlink(missing_ok=True)
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """See the directory that the first rank has made."""
+        """Make sure that this rank sees the directory that the first rank has made."""
         self.fs.mkdir(self.path)
         return plan
 
@@ -92,7 +92,7 @@ class Writer(FileSystemWriter):
         ]
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write what the plan gives this rank; each result has the checksum of its bytes.
+        """Write the items of this rank's plan; each result has the checksum of its bytes.
 
         Raises:
             CheckpointError: the disk did not take them.
@@ -161,7 +161,7 @@ class Writer(FileSystemWriter):
 
 
 class _ChecksumsOfItems:
-    """The checksums of what was written of each item; stands where torch would transform what it writes."""
+    """Collects the checksum of each item written, in place of torch's transforms of streams."""
 
     def __init__(self) -> None:
         self.crc32: dict[MetadataIndex, int] = {}
@@ -172,7 +172,7 @@ class _ChecksumsOfItems:
 
 
 class _ChecksumStream:
-    """What torch.save writes one item to: counts the checksum on the way."""
+    """A stream that torch.save writes one item to, which computes its checksum."""
 
     def __init__(self, stream: Any, index: MetadataIndex, checksums: _ChecksumsOfItems) -> None:
         self.stream, self.index, self.checksums, self.crc32 = stream, index, checksums, 0
@@ -189,7 +189,7 @@ class _ChecksumStream:
         self.stream.flush()
 
     def close(self) -> None:
-        """End the item; the file goes on."""
+        """End the item; the file stays open."""
         self.stream.flush()
         self.checksums.crc32[self.index] = self.crc32
 
@@ -206,7 +206,7 @@ class Reader(FileSystemReader):
         self.crc32: dict[MetadataIndex, Future[int]] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata, read once."""
+        """The metadata, read on the first call and cached."""
         if self.known is None:
             self.known = metadata_file.read(Path(self.path))
         return self.known
@@ -218,7 +218,7 @@ class Reader(FileSystemReader):
         return plan
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        """Read what this rank holds, while threads compute the checksums ahead."""
+        """Read the items of this rank's plan, while threads compute their checksums ahead."""
         infos = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
         with ThreadPoolExecutor(THREADS) as threads:
             self.crc32 = {
@@ -240,7 +240,7 @@ class _OpenFiles(FileSystem):
         self.stack = ExitStack()
 
     def hold(self, paths: list[Path]) -> None:
-        """Open files, but for so many that no others could be opened; those are opened when they are read."""
+        """Open the files, up to the process's limit; those beyond it are opened when they are read."""
         for path in paths[: resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2]:
             self.held[path] = self.stack.enter_context(path.open("rb"))
 
@@ -254,16 +254,16 @@ class _OpenFiles(FileSystem):
 
     def crc32(self, path: Path, offset: int, length: int) -> int:
         """The checksum of bytes of a file, whose position stays as it is."""
-        found, buffer = 0, memoryview(bytearray(min(length, BLOCK)))
+        checksum, buffer = 0, memoryview(bytearray(min(length, BLOCK)))
         with self.create_stream(path, "rb") as file:
             while length and (count := os.preadv(file.fileno(), [buffer[:length]], offset)):
-                found = zlib.crc32(buffer[:count], found)
+                checksum = zlib.crc32(buffer[:count], checksum)
                 offset, length = offset + count, length - count
-        return found
+        return checksum
 
 
 class _CheckedItems:
-    """Checks the bytes of an item before it is made of them; stands where torch would transform what it reads."""
+    """Checks the bytes of an item before torch reads it, in place of torch's transforms of streams."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader, self.torch_transforms = reader, reader.transforms

@@ -1,4 +1,4 @@
-"""Save and load: torch.distributed.checkpoint, with checkpoints replaced at once and errors alike on all ranks."""
+"""Save and load by torch.distributed.checkpoint; checkpoints are replaced at once, errors raised on all ranks."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _load_one_version(found: dict[str, Leaf], path: Path, progress: Report | Non
 
 
 def check_state(state: object) -> None:
-    """Refuse what is no dict of values by name.
+    """Refuse a state that is no dict of values by name.
 
     Raises:
         ArgumentError: with the way out.
@@ -153,7 +153,7 @@ def check_state(state: object) -> None:
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Refuse what is no path.
+    """Refuse a value that is no path.
 
     Raises:
         ArgumentError: with the way out.
@@ -168,14 +168,14 @@ def states(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def settled_state(state: Any) -> Any:
-    """The state with nothing pending."""
+    """The state with all partial reductions completed."""
     return tree_map_only(
         DTensor, lambda x: with_partials_reduced(x.detach(), "checkpoint") if x.layout.partial_axes() else x, state
     )
 
 
 def _give_state(optimizer: Optimizer) -> None:
-    """Let the optimizer make its state, as its first step does, and nothing else."""
+    """Let the optimizer make its state as its first step does, without changing parameters."""
     if optimizer.state:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -193,7 +193,7 @@ def _give_state(optimizer: Optimizer) -> None:
 
 
 def _problems(reader: Reader, found: dict[str, Leaf]) -> list[str]:
-    """What does not fit between the checkpoint and what is asked of it."""
+    """Texts that say where the leaves to load do not fit the checkpoint."""
     try:
         saved = reader.read_metadata().state_dict_metadata
     except (FileNotFoundError, NotADirectoryError):
@@ -228,7 +228,7 @@ def _differences(name: str, entry: TensorStorageMetadata, value: Tensor) -> Iter
 
 
 def agreed_path(path: str | os.PathLike[str], doing: str, group: Group) -> Path:
-    """The path, which all ranks give alike.
+    """Check that all ranks give the same path, and return it.
 
     Raises:
         CheckpointError: they do not, or it is no path of a file system.
@@ -246,7 +246,7 @@ def agreed_path(path: str | os.PathLike[str], doing: str, group: Group) -> Path:
 
 
 def agree(problems: list[str], doing: str, group: Group) -> None:
-    """Raise what any rank has found, on all ranks alike."""
+    """Raise the problems of any rank on all ranks alike."""
     found = list(dict.fromkeys(problem for rank in comm.gather_objects(problems, group) for problem in rank))
     if found:
         more = f"\n  ... and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
@@ -254,12 +254,12 @@ def agree(problems: list[str], doing: str, group: Group) -> None:
 
 
 def on_first_rank(function: Callable[[], None], doing: str, group: Group) -> None:
-    """Let the first rank call the function; whether it failed, all know."""
+    """Call the function on the first rank; if it fails, all ranks raise."""
     on_all_ranks(function if comm.group_rank(group) == 0 else lambda: None, doing, group)
 
 
 def on_all_ranks(function: Callable[[], None], doing: str, group: Group) -> None:
-    """Call the function on each rank; whether it failed on any, all know."""
+    """Call the function on each rank; if it fails on any, all ranks raise."""
     problems = []
     try:
         function()
@@ -272,7 +272,7 @@ def on_all_ranks(function: Callable[[], None], doing: str, group: Group) -> None
 
 @contextmanager
 def failing(doing: str) -> Iterator[None]:
-    """What fails within the block is a CheckpointError that says what was being done."""
+    """Raise failures within the block as a CheckpointError that says what was being done."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -1,4 +1,4 @@
-"""Files of safetensors: read straight into shards, each rank its own parts alone; written by all ranks at once.
+"""Files of safetensors: each rank reads its own regions straight into local tensors; all ranks write at once.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes of the header's length, the header as JSON with name,
 dtype, shape and offsets of each tensor, then the tensors, row-major, one after the other.
@@ -99,13 +99,13 @@ def _problem(files: Mapping[str, Any], name: str, value: Tensor) -> Iterator[str
 
 
 def _held(value: Tensor) -> list[Region]:
-    """The boxes that this rank holds."""
+    """The regions that this rank holds."""
     shape = tuple(value.shape)
     return boxes(value.layout, shape) if isinstance(value, DTensor) else [tuple(map(range, shape))]
 
 
 def _fill(file: Any, name: str, value: Tensor) -> int:
-    """Read what this rank holds, and nothing else."""
+    """Fill a tensor's local values from the file; read only the regions that this rank holds."""
     nbytes, target = 0, value._local if isinstance(value, DTensor) else value.detach()
     for box in _held(value) if target.numel() else ():
         part = file.get_slice(name)[tuple(slice(r.start, r.stop) for r in box)] if box else file.get_tensor(name)
@@ -118,7 +118,7 @@ def _fill(file: Any, name: str, value: Tensor) -> int:
 def save_safetensors(
     state: Mapping[str, Any], path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write the tensors of a state as one file of safetensors, whole, on all ranks together.
+    """Write the global tensors of a state as one file of safetensors, on all ranks together.
 
     Nothing is gathered: of each part one of the ranks that hold it writes the rows where they belong, on a file system
     that all ranks share. Values that are no tensors are left out. The file takes its place when it is complete.
@@ -163,12 +163,12 @@ def save_safetensors(
             raise
 
 
-def _header(found: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
+def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
     """The header, where in the file each tensor begins, and the size of the file; the widest dtypes come first."""
-    ordered = sorted(found, key=lambda name: (-found[name].dtype.itemsize, name))
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     entries, at, begins = {}, 0, {}
     for name in ordered:
-        x = found[name]
+        x = tensors[name]
         begins[name], end = at, at + x.numel() * x.dtype.itemsize
         entries[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [at, end]}
         at = end
@@ -179,7 +179,7 @@ def _header(found: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
 
 
 def _write(file: int, offset: int, value: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Write what this rank holds and no rank before it does."""
+    """Write the local values of this rank if it is the first that holds them."""
     if not (_is_first_holder(value) if isinstance(value, DTensor) else comm.group_rank(group) == 0):
         return
     local = (value._local if isinstance(value, DTensor) else value.detach()).contiguous().cpu()
@@ -207,7 +207,7 @@ def _write_all(file: int, data: Any, offset: int) -> None:
 
 
 def runs(shape: Shape, box: Region) -> Iterator[tuple[int, int]]:
-    """Where the elements of a box lie in the whole row-major tensor: begin and length of each run of neighbours.
+    """The elements of a region in the row-major global tensor: begin and length of each contiguous run.
 
     >>> list(runs((4, 6), (range(1, 3), range(2, 5))))
     [(8, 3), (14, 3)]

@@ -1,4 +1,4 @@
-"""What the arguments of several commands have in common: their types, and what is printed for them."""
+"""Arguments shared by several commands: their types, and the printing of results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def told(arguments: argparse.Namespace, value: object, table: report.Drawing) ->
 
 
 def named(topology: Topology, why: str) -> dict[str, str]:
-    """What a topology is, for machines."""
+    """The name of a topology, and why it is used, as JSON values."""
     return {"topology": topology.name, "network": str(topology), "topology_why": why}
 
 
@@ -54,7 +54,7 @@ def planned_on(arguments: argparse.Namespace, ranks: int) -> tuple[Topology, str
 
 
 def add_common(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
-    """The arguments that all plans have."""
+    """Add the arguments that all plans have."""
     known = ", ".join(PRESETS)
     parser.add_argument("--topology", metavar="NAME", help=f"a .json file, or one of {known}")
     parser.add_argument("--nodes", type=parse_positive, metavar="N", help="how many of these machines")
@@ -64,13 +64,13 @@ def add_common(parser: argparse.ArgumentParser, command: Callable[[argparse.Name
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
-    """Files to write the table to."""
+    """Add the options for files to write the table to."""
     for form in ("html", "svg"):
         parser.add_argument(f"--{form}", metavar="FILE", help=f"write the table as {form.upper()} too")
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """A dtype, and how many candidates to show."""
+    """Add the options for a dtype, and for the number of candidates to show."""
     parser.add_argument("--dtype", default="bf16", metavar="NAME", help="such as fp32 or int64; default: %(default)s")
     parser.add_argument(
         "--top", type=parse_positive, default=12, metavar="N", help="how many candidates to show; default: %(default)s"
@@ -100,7 +100,7 @@ def _mesh(text: str) -> Mesh:
 
 
 def parse_any_mesh(text: str) -> Mesh:
-    """The same, or sizes alone of any number of axes."""
+    """A mesh such as dp=2,tp=4, or sizes alone of any number of axes."""
     return parse_mesh(text) if "=" in text else Mesh(parse_shape(text))
 
 

@@ -1,4 +1,4 @@
-"""`dshard completion`: what a shell needs to complete commands and options, from the parser itself."""
+"""`dshard completion`: scripts with which a shell completes commands and options, read from the parser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHELLS = ("bash", "zsh")
 
 
 def add_completion(commands: Commands, parser: argparse.ArgumentParser) -> None:
-    """The command itself; `parser` is the whole, read when the command runs."""
+    """Add the command `completion`; `parser`, with all commands, is read when it runs."""
     own = commands.add_parser("completion", help="print a completion script", description=_HELP)
     own.add_argument("shell", choices=SHELLS, help="which one")
     own.add_argument("--json", action="store_true", help="print the words after each command, for machines")
@@ -44,7 +44,7 @@ def words_of(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for one shell; zsh runs that of bash."""
+    """The completion script for one shell; zsh runs that of bash."""
     cases = "\n".join(f'    "{path}") words="{" ".join(words)}" ;;' for path, words in sorted(words_of(parser)))
     lines = [
         "_dshard() {",

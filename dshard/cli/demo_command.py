@@ -65,7 +65,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _strategies(asked: list[str] | None, ranks: int, device: str, dtype: torch.dtype) -> tuple[str, ...]:
-    """Those asked for; none for all of them. For "auto", the one that is predicted to communicate the shortest time."""
+    """The strategies to train; none for all. "auto" is the one predicted to communicate for the shortest time."""
     if asked is None or "all" in asked:
         return ()
     if AUTO not in asked:

@@ -102,7 +102,7 @@ def _model(arguments: argparse.Namespace) -> Model:
 
 
 def _dtype(arguments: argparse.Namespace) -> str:
-    """Its whole name, as topologies have it."""
+    """The full name of the dtype, as topologies have it."""
     return str(parse_dtype(arguments.dtype)).removeprefix("torch.")
 
 

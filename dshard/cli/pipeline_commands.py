@@ -1,4 +1,4 @@
-"""`dshard simulate pipeline`: what a pipeline would do, before it is launched."""
+"""`dshard simulate pipeline`: the timeline of a pipeline, before it is launched."""
 
 from __future__ import annotations
 

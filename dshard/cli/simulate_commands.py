@@ -1,4 +1,4 @@
-"""`dshard simulate`: what would happen, before it is launched."""
+"""`dshard simulate`: training steps and pipelines, simulated before they are launched."""
 
 from __future__ import annotations
 

@@ -69,6 +69,6 @@ def _measure_topology(arguments: argparse.Namespace) -> int:
 
 
 def _topology(arguments: argparse.Namespace) -> Topology:
-    """A preset by name, or a file."""
+    """The topology of a preset's name, or of a file."""
     name: str = arguments.topology or "cpu"
     return Topology.load(name) if name.endswith(".json") else Topology.preset(name, nodes=arguments.nodes or 1)

@@ -18,7 +18,7 @@ MEAN, DEVIATION = 4.9, 6.0  # of the pixels, which are 0 to 16
 
 
 class MissingExtra(DShardError, ImportError):
-    """A package that only the demo needs is not installed."""
+    """Raised if a package that only the demo needs is not installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Digits:
 
 
 def check_installed() -> None:
-    """Do nothing if the images are at hand.
+    """Check that the package with the images is installed.
 
     Raises:
         MissingExtra: scikit-learn is not installed.

@@ -1,4 +1,4 @@
-"""Ways to lay out the model, as data: a strategy is placements, and a new strategy is a new row of the table below."""
+"""Strategies that lay out the model, as data: a new strategy is a new row of the table below."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ REST = 0  # as the size of a mesh axis: all ranks that the other axes leave over
 
 
 class UnknownStrategy(DShardError, ValueError):
-    """A name that is in no row of the table."""
+    """Raised for a name that is in no row of the table of strategies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A mesh, where the batch lives on it, and where each parameter does.
+    """A strategy: a mesh, and the placements of the batch and of each parameter on it.
 
     `mesh` gives the size of each named axis; `parameters` the placements by a pattern of the parameter's name. The
     first pattern that matches counts; a parameter that matches none is replicated. No mesh: one device, plain tensors.
@@ -52,7 +52,7 @@ class Strategy:
         return Mesh(tuple(sizes), tuple(self.mesh))
 
     def placements(self, parameter: str) -> Placements:
-        """Where the parameter of this name lives.
+        """The placements of the parameter of this name.
 
         >>> find("megatron").placements("blocks.0.up.weight")
         (Shard(dim=0),)

@@ -1,4 +1,4 @@
-"""What a step under each strategy would send, and how long that takes, before any rank is started."""
+"""Predict the communication of a step under each strategy, before any rank is started."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ RATE, EPSILON = 5e-3, 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to train, on what, and for how long. No strategies: all that are worth it on so many ranks."""
+    """Settings of a run: strategies, ranks, steps. No strategies: all that are worth it on so many ranks."""
 
     strategies: tuple[str, ...] = ()
     ranks: int = 4
@@ -44,7 +44,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A step is done."""
+    """Progress of a run: reported after each step."""
 
     strategy: str
     step: int
@@ -63,7 +63,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a strategy came to. Collectives, and the bytes received, are those of one rank; `losses` of each step."""
+    """The result of one strategy. Collectives, and the bytes received, are those of one rank; `losses` of each step."""
 
     strategy: str
     mesh: str

@@ -1,4 +1,4 @@
-"""Lay out whole models: by named strategies, the cheapest, or name by name; torch's own styles; search over meshes."""
+"""Layouts of whole models: by named strategies, the cheapest, or name by name; torch's styles; search over meshes."""
 
 from dshard.parallel.atp_search import MeshChoice, Move, Transformer, rank_meshes
 from dshard.parallel.auto import Auto

@@ -1,4 +1,4 @@
-"""Lay out a module as a plan says: its parameters, its inputs on entry, and the outputs of some of its modules."""
+"""Apply a plan to a module: its parameters, its inputs on entry, and the outputs of some of its modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dshard.tensor import DTensor, distribute_tensor, keep_gradient_layout
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
-    """Hooks that lay out inputs and outputs of `model` and its modules as `plan` says."""
+    """Register hooks that lay out inputs and outputs of `model` and its modules by `plan`, and return them."""
     stack: list[ExitStack] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
 
 
 def _scheduling(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any]:
-    """Hooks within which products run by `schedule`, and the gradient of what they are given is completed once."""
+    """Register hooks within which matmuls run by `schedule`; the gradient of their first operand is reduced once."""
     stack: list[ExitStack] = []
 
     def enter(module: nn.Module, args: Any) -> Any:
@@ -65,22 +65,22 @@ def _scheduling(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any
 
 
 def _moved_once(x: DTensor, schedule: Schedule) -> DTensor:
-    """`x` as the first operand of `schedule`, features last; the same tensor for all that want it so."""
+    """`x` redistributed as the first operand of `schedule`, features last; cached for all modules that share it."""
     placements = tuple(
         Replicate() if loop == "n" else Shard(x.ndim - 1) if loop == "k" else placement
         for loop, placement in zip(schedule.loops, x.placements, strict=True)
     )
     if placements == x.placements:
         return x
-    known: dict[Any, DTensor] = x.__dict__.setdefault("_moved", {})
-    if placements not in known:
-        known[placements] = x.redistribute(placements=placements)
-    return known[placements]
+    redistributed: dict[Any, DTensor] = x.__dict__.setdefault("_moved", {})
+    if placements not in redistributed:
+        redistributed[placements] = x.redistribute(placements=placements)
+    return redistributed[placements]
 
 
 @contextmanager
 def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """`wire`, for as long as the block lasts."""
+    """Apply the hooks of `plan` to `model` for as long as the block lasts."""
     hooks = apply_plan(model, plan)
     try:
         yield
@@ -101,10 +101,10 @@ def _placing(plan: Plan, name: str) -> Any:
 
 
 def laid_out(given: Any, plan: Plan) -> Any:
-    """The inputs of a model: plain tensors with the batch as first dim lie as the plan says, others are replicated.
+    """The inputs of a model as distributed tensors: those with the batch as first dim by the plan, others replicated.
 
-    The batch is the first dim of the first tensor. Plain tensors must be the same on all ranks; nothing is sent.
-    Distributed ones stay as they are, but from a mesh that the plan folds they come to where plain ones lie.
+    The batch is the first dim of the first tensor. Plain tensors must be equal on all ranks; nothing is sent.
+    Distributed ones stay as they are, but those on a mesh that the plan folds take the layout of plain ones.
     """
     tensors = [leaf for leaf in leaves(given) if isinstance(leaf, Tensor)]
     size = next((t.shape[0] for t in tensors if t.dim()), None)
@@ -123,7 +123,7 @@ def laid_out(given: Any, plan: Plan) -> Any:
 
 
 def _unfolded(x: DTensor, plan: Plan) -> bool:
-    """Whether it lies on another mesh of the same ranks in the same order, such as that which "auto" was given."""
+    """Whether `x` has another mesh of the plan's ranks in the same order, such as the mesh that "auto" folds."""
     mesh = x.layout.mesh
     return mesh != plan.mesh and mesh.ranks == plan.mesh.ranks
 
@@ -131,23 +131,23 @@ def _unfolded(x: DTensor, plan: Plan) -> bool:
 def distribute_parameters(model: nn.Module, plan: Plan) -> None:
     """Replace parameters and buffers of `model` by distributed ones; tied parameters stay one.
 
-    Those without data get their local part alone, and the values that the modules give them when they are reset: the
+    Those without data get their local tensor alone, and the values that the modules give them when they are reset: the
     same on every mesh under `dshard.manual_seed`.
 
     Raises:
         LayoutError: a parameter without data that nothing gives values.
     """
-    made: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     names = {id(p): name for name, p in model.named_parameters()}
     whole = (Replicate(),) * plan.mesh.ndim
     fresh: dict[str, DTensor] = {}
     for path, module in model.named_modules():
         for own, parameter in list(module._parameters.items()):
             if parameter is not None and not isinstance(parameter, DTensor):
-                if id(parameter) not in made:
+                if id(parameter) not in by_id:
                     name = names[id(parameter)]
-                    made[id(parameter)] = _laid(parameter, plan, plan.parameters.get(name, whole), fresh, name)
-                module._parameters[own] = made[id(parameter)]
+                    by_id[id(parameter)] = _laid(parameter, plan, plan.parameters.get(name, whole), fresh, name)
+                module._parameters[own] = by_id[id(parameter)]
         for own, buffer in list(module._buffers.items()):
             if buffer is not None and not isinstance(buffer, DTensor):
                 module._buffers[own] = _laid(buffer, plan, whole, fresh, f"{path}.{own}".lstrip("."))
@@ -160,15 +160,15 @@ def _laid(x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, DTenso
     if not x.is_meta or (runtime_of(plan.mesh) is None and simulated_ranks() is None):
         return distribute_tensor(x, plan.mesh, placements, src_data_rank=None)
     unset = nan if x.is_floating_point() else 0
-    made: Any = full(tuple(x.shape), unset, device_mesh=plan.mesh, placements=placements, dtype=x.dtype)
+    out: Any = full(tuple(x.shape), unset, device_mesh=plan.mesh, placements=placements, dtype=x.dtype)
     if isinstance(x, nn.Parameter):
-        made = nn.Parameter(made, x.requires_grad)
-    fresh[name] = made
-    return made
+        out = nn.Parameter(out, x.requires_grad)
+    fresh[name] = out
+    return out
 
 
 def _reset(model: nn.Module, fresh: dict[str, DTensor]) -> None:
-    """Let the model, or each of its modules, set its values."""
+    """Initialise parameters by `reset_parameters` or the like, of the model or of each of its modules."""
     whole = getattr(model, "initialize_weights", None) or getattr(model, "init_weights", None)
     with torch.no_grad(), assume_replicated():
         if callable(whole):

@@ -1,8 +1,8 @@
 """ATP's search: which mesh (d1, d2) of N devices is the best for a transformer layer on a topology.
 
-Adaptive tensor parallelism (arXiv 2301.08658) has activations whole on d1 and split over d2. Weights alternate between
-column-first (d1:S(1) d2:S(0)), whose product is pending on d2, and row-first (d1:S(0) d2:S(1)), whose product is
-pending on d1. What must move follows from these layouts; each move is planned and priced like any other. On a topology
+Adaptive tensor parallelism (arXiv 2301.08658) has activations replicated on d1 and sharded on d2. Weights alternate
+between column-first (d1:S(1) d2:S(0)), whose product is partial on d2, and row-first (d1:S(0) d2:S(1)), whose product
+is partial on d1. Redistributions follow from these layouts; each is planned and priced like any other. On a topology
 without latencies this is the paper's equation 2 with the bandwidths of its equations 3 and 4. (N, 1) is the layout of
 Megatron-LM. The search is pure: no processes, no tensors.
 """
@@ -32,7 +32,7 @@ SUM_D1, SUM_D2 = "d1:P(sum) d2:S(1)", "d1:S(1) d2:P(sum)"
 
 @dataclass(frozen=True, slots=True)
 class Transformer:
-    """What the moves of a transformer layer depend on.
+    """The sizes of a transformer layer that its redistributions depend on.
 
     Attributes:
         hidden: The hidden size h; the four linear layers are h x 3h, h x h, h x ffn and ffn x h.
@@ -67,7 +67,7 @@ class Transformer:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One move of activations or their gradients in each layer, and on which mesh axis it sends."""
+    """One redistribution of activations or their gradients in each layer, and the mesh axis that it sends along."""
 
     name: str
     axis: str
@@ -76,7 +76,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class MeshChoice:
-    """What one mesh costs: seconds and bytes of one training step, forward and backward, of the busiest rank.
+    """The cost of one mesh: seconds and bytes of one training step, forward and backward, of the busiest rank.
 
     `links` are those of an all_reduce on d1 and on d2; where they were measured, they say so.
     """
@@ -94,11 +94,11 @@ class MeshChoice:
 
     @property
     def seconds(self) -> float:
-        """Seconds of communication in one training step."""
+        """Seconds of communication in one training step, on both mesh axes."""
         return self.layers * sum(move.plan.seconds for move in self.moves)
 
     def seconds_on(self, axis: str) -> float:
-        """Of these, the seconds on one mesh axis."""
+        """Seconds of communication in one training step on mesh axis `axis`."""
         return self.layers * sum(move.plan.seconds for move in self.moves if move.axis == axis)
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ def rank_meshes(
     form: Form = "all_reduce",
     meshes: Iterable[tuple[int, int]] | None = None,
 ) -> tuple[MeshChoice, ...]:
-    """All meshes (d1, d2) of so many devices, or those given, the cheapest first.
+    """Rank all meshes (d1, d2) of `devices` devices, or those of `meshes`, the cheapest first.
 
     Every rank sends and computes the same on each mesh but for what the layouts say; GEMMs take the same on all. Where
     a topology has measured figures for some meshes alone, compare only those: computed figures are the makers' limits.
@@ -155,7 +155,7 @@ def _choice(mesh: Mesh, topology: Topology, transformer: Transformer, form: Form
 
 
 def _moves(transformer: Transformer, form: Form) -> Iterator[tuple[str, str, str, str, tuple[int, int]]]:
-    """Name, axis, source, destination and shape of each move, forward and then backward.
+    """Name, axis, source, destination and shape of each redistribution, forward and then backward.
 
     The attention core is split by heads over both axes, so what enters it is scattered and what leaves it gathered.
     """

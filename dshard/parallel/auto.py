@@ -1,4 +1,4 @@
-"""The cheapest plan: all strategies on all foldings of a mesh, priced by their whole traced step, and mixtures.
+"""The cheapest plan for a model: all strategies on all foldings of a mesh, and mixtures, priced by a traced step.
 
 Operator by operator the cheapest layout may lead into a dear one, so layouts of a block are chosen together. A model is
 cut into blocks where something is added to the residual stream; each block may follow a strategy of its own. The
@@ -49,7 +49,7 @@ class Auto:
 def cheapest(
     model: nn.Module, mesh: Mesh, roles: Roles, args: Sequence[Any], kwargs: Mapping[str, Any], auto: Auto
 ) -> Plan:
-    """The plan of the fewest seconds that fits.
+    """The plan of the fewest seconds that fits in memory.
 
     A mesh of one axis is folded into two in every way; of others the axes stay.
 
@@ -82,7 +82,7 @@ def _cost(plan: Plan) -> Cost:
 
 
 def foldings(mesh: Mesh) -> Iterator[Mesh]:
-    """The mesh, and where it has one axis, that axis as two.
+    """The mesh itself, and if it has one axis, every mesh that folds that axis into two.
 
     >>> [str(mesh) for mesh in foldings(Mesh((4,), ("x",)))]
     ['x=4', 'x0=2 x1=2']
@@ -96,7 +96,7 @@ def foldings(mesh: Mesh) -> Iterator[Mesh]:
 
 
 def names(axes: int) -> Iterator[str]:
-    """All products of strategies that use so many mesh axes.
+    """Names of all combinations of strategies that use `axes` mesh axes.
 
     >>> list(names(1))
     ['data', 'fsdp', 'megatron', 'megatron-sp']
@@ -109,7 +109,7 @@ def names(axes: int) -> Iterator[str]:
 
 
 def uniform(roles: Roles, mesh: Mesh) -> Iterator[Plan]:
-    """The plans in which all blocks follow one strategy; those that the model's heads do not allow are left out."""
+    """The plans in which all blocks follow one strategy, without strategies that the model's heads do not allow."""
     for name in names(mesh.ndim):
         axes = axes_of(name, mesh)
         try:
@@ -120,7 +120,7 @@ def uniform(roles: Roles, mesh: Mesh) -> Iterator[Plan]:
 
 
 def mixture(roles: Roles, plans: Sequence[Plan]) -> Plan | None:
-    """The cheapest sequence of strategies over the blocks; None where that is one and the same throughout."""
+    """The plan with the cheapest sequence of strategies over the blocks; None if one strategy serves all."""
     blocks = roles.blocks
     if len(blocks) < 2 or len(plans) < 2:
         return None
@@ -143,7 +143,7 @@ def _seconds(plan: Plan, block: tuple[str, ...]) -> float:
 
 
 def _between(roles: Roles, block: tuple[str, ...], p: Plan, q: Plan) -> float:
-    """Seconds to bring what a block adds to the residual stream, and its gradient, from one layout to another."""
+    """Seconds to redistribute the residual stream after `block` from plan `p` to plan `q`, and its gradient back."""
     last = roles.outputs.get(block[-1])
     if last is None or p is q:
         return 0.0
@@ -153,7 +153,7 @@ def _between(roles: Roles, block: tuple[str, ...], p: Plan, q: Plan) -> float:
 
 
 def _joined(roles: Roles, picked: Sequence[Plan]) -> Plan:
-    """Each block as its plan says."""
+    """The plan that takes each block from one of the plans picked."""
     parameters: dict[str, Placements] = {}
     outputs: dict[str, Placements] = {}
     products: dict[str, Schedule] = {}

@@ -1,4 +1,4 @@
-"""Roles and a strategy make a plan."""
+"""Build a plan from the roles of parameters and a strategy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dshard.rules.matmul_loops import Schedule
 
 
 def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
-    """The plan in which each mesh axis does what `axes` say."""
+    """The plan in which each mesh axis does what its entry of `axes` says."""
     parameters = {name: _placed(dims, axes) for name, dims in roles.parameters.items()}
     outputs = {name: tuple(axis.keep(output) for axis in axes) for name, output in roles.outputs.items()}
     products = {
@@ -25,14 +25,17 @@ def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
 
 
 def _placed(dims: tuple[Role, ...], axes: Sequence[Axis]) -> tuple[Placement, ...]:
-    """Where a parameter lies. What is gathered for use is split by another dim than the rest, where there is one: then
-    it is gathered along its own axes alone."""
+    """The placements of a parameter with these dims.
+
+    An axis that gathers it for use shards another dim than the rest, if there is one: then it is gathered along its own
+    axes alone.
+    """
     split = {p.dim for axis in axes if axis.weights != "first" and isinstance(p := axis.place(dims), Shard)}
     return tuple(axis.place(dims, split if axis.weights == "first" else ()) for axis in axes)
 
 
 def _schedule(roles: Roles, module: str, use: Use, axes: Sequence[Axis]) -> Schedule | None:
-    """The loops of the product of a module, where every axis has one; sums stay pending for where the output goes."""
+    """The loops of a module's matmul if every axis has one; sums stay partial until the output's layout is applied."""
     found = [axis.loop(roles.parameters[use.parameter], use) for axis in axes]
     rows = [row for row in found if row is not None]
     if len(rows) < len(found):

@@ -1,7 +1,7 @@
-"""Blocks whose activations are computed again in the backward pass: of each only its inputs are kept, as they lie.
+"""Activation checkpoints: blocks computed again in backward; only their inputs are kept, in their layouts.
 
-What is computed again stops where the last tensor that the backward pass wants is at hand (Xu et al., Optimus, section
-3.2.3, method 3): the last product of a block is not repeated, as its gradients want its operands and not its result.
+The second run stops when it has saved the last tensor that the backward pass needs (Xu et al., Optimus, section
+3.2.3, method 3): the last matmul of a block is not repeated, as its gradients want its operands and not its result.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dshard.validate import check_callable
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`fn(*args, **kwargs)`, of which autograd keeps the inputs alone, in their layouts, and computes the rest again.
+    """Run `fn(*args, **kwargs)`; autograd keeps its inputs alone, in their layouts, and computes the rest again.
 
-    Random numbers and the dtypes of autocast are those of the first time. `fn` must do the same again.
+    Random numbers and the dtypes of autocast are those of the first run. `fn` must do the same again.
 
-    Source: Optimus (Xu et al.), section 3.2.3: distributed checkpointing, and the last product left out.
+    Source: Optimus (Xu et al.), section 3.2.3: distributed checkpointing, and the last matmul left out.
 
     Raises:
         LayoutError: in the backward pass, a `fn` that saves fewer tensors the second time.
@@ -41,11 +41,11 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Enough(Exception):
-    """All that was saved the first time is there."""
+    """Stops the second run: every tensor saved in the first run has been saved again."""
 
 
 class _Block:
-    """One call: how many tensors it saved, and after the second run the tensors."""
+    """One checkpointed call: the number of tensors that it saved, and after the second run the tensors."""
 
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.fn, self.given = fn, (args, kwargs)
@@ -57,12 +57,12 @@ class _Block:
         self.cast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
 
     def pack(self, x: Tensor) -> int:
-        """The place of what is saved among all."""
+        """Count a saved tensor and return its index in place of it."""
         self.count += 1
         return self.count - 1
 
     def unpack(self, i: int) -> Tensor:
-        """What was saved, once; all is computed again where it is not there."""
+        """Return saved tensor `i`, once; run the function again if it is not there."""
         if i not in self.found:
             self._rerun()
         if i not in self.found:
@@ -73,22 +73,22 @@ class _Block:
         return self.found.pop(i)
 
     def product(self, saved: Callable[[], Sequence[Any]], n: int) -> None:
-        """A product is about to run that saves `n` tensors: the last to save any, perhaps."""
+        """Note that a matmul is about to run that saves `n` tensors; it may be the last to save any."""
         self.last = self.count, n
 
     def _rerun(self) -> None:
-        self.found, made = {}, 0
+        self.found, index = {}, 0
 
         def keep(x: Tensor) -> Tensor:
-            nonlocal made
-            self.found[made] = x.detach()
-            made += 1
-            if made == self.count:
+            nonlocal index
+            self.found[index] = x.detach()
+            index += 1
+            if index == self.count:
                 raise _Enough
             return x
 
         def product(saved: Callable[[], Sequence[Any]], n: int) -> None:
-            if (made, n) == self.last and made + n == self.count:
+            if (index, n) == self.last and index + n == self.count:
                 with torch.no_grad():
                     for x in saved():
                         keep(x)

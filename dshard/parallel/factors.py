@@ -1,4 +1,4 @@
-"""What the dims of parameters and activations have in common, found by running a module on tensors without data.
+"""Factors that dims of parameters and activations share, read from a run of a module on tensors without data.
 
 Every operator's rule says which dims of its tensors carry the same factor. Joined over all operators of a forward pass,
 factors become classes: the batch, the features of the residual stream, the heads of an attention, the vocabulary. No
@@ -36,27 +36,27 @@ Nodes = tuple[int, ...]
 
 
 class Classes:
-    """Factors that were found to be the same, as a forest; each has a size."""
+    """Equivalence classes of factors, as a forest; each factor has a size."""
 
     def __init__(self) -> None:
         self.parent: list[int] = []
         self.size: list[int] = []
 
     def new(self, size: int) -> int:
-        """A factor of its own."""
+        """Add a factor of this size, in a class of its own."""
         self.parent.append(len(self.parent))
         self.size.append(size)
         return len(self.parent) - 1
 
     def find(self, node: int) -> int:
-        """The one that stands for the class of `node`."""
+        """The representative of the class of `node`."""
         while self.parent[node] != node:
             self.parent[node] = self.parent[self.parent[node]]
             node = self.parent[node]
         return node
 
     def join(self, a: Nodes, b: Nodes) -> None:
-        """The same factors; where one side knows of fewer, the major ones."""
+        """Merge the classes of two dims' factors pairwise; if one side has fewer, the major ones."""
         for x, y in zip(a, b, strict=False):
             x, y = self.find(x), self.find(y)
             if x != y:
@@ -65,9 +65,9 @@ class Classes:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A parameter in a product or a look-up, in a module: which of its dims are summed over, and which are left.
+    """A parameter in a matmul or a look-up, in a module: which of its dims are summed over, and which are left.
 
-    `indices` are the factors of the positions at which rows were looked up; None in a product.
+    `indices` are the factors of the positions at which rows were looked up; None in a matmul.
     """
 
     parameter: str
@@ -79,9 +79,12 @@ class Use:
 
 @dataclass
 class Traced:
-    """A forward pass: the classes of every parameter's dims, how each parameter was used, what modules returned,
-    which tensor each module was given first, by a number, the order in which modules began, and the shape and itemsize
-    of what they returned."""
+    """A traced forward pass: the classes of all dims, and how parameters and modules were used.
+
+    `parameters` are the factors of each parameter's dims, `uses` how each was used, `outputs` and `shapes` the factors,
+    and shape and itemsize, of what modules returned, `given` a number for the first tensor that each module was given,
+    and `order` the modules in the order in which they began.
+    """
 
     classes: Classes
     parameters: dict[str, tuple[Nodes, ...]]
@@ -93,13 +96,13 @@ class Traced:
     shapes: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
 
     def class_of(self, nodes: Nodes) -> int | None:
-        """The class of a dim: that of its major factor."""
+        """The class of a dim with these factors: that of its major factor."""
         return self.classes.find(nodes[0]) if nodes else None
 
     def counts(self) -> Counter[int]:
-        """How many dims of parameters are of each class."""
-        found = (self.class_of(nodes) for dims in self.parameters.values() for nodes in dims)
-        return Counter(c for c in found if c is not None)
+        """The number of parameter dims in each class."""
+        classes = (self.class_of(nodes) for dims in self.parameters.values() for nodes in dims)
+        return Counter(c for c in classes if c is not None)
 
 
 class Tracer(TorchDispatchMode):
@@ -121,7 +124,7 @@ class Tracer(TorchDispatchMode):
         return found
 
     def give(self, x: Tensor, nodes: tuple[Nodes, ...]) -> None:
-        """Remember the factors of `x`."""
+        """Note the factors of each dim of `x`."""
         self.dims[id(x)] = nodes
         self.kept.append(x)  # so that its id stays its own
 
@@ -144,25 +147,27 @@ class Tracer(TorchDispatchMode):
         return out
 
     def join(self, rule: Rule | None, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """What the operator says of its tensors; dims in the same place that it says nothing of are alike, too."""
+        """Join the factors of an operator's tensors by its rule; dims without a factor join by position."""
         inputs: tuple[Term, ...] = tuple(((),) * t.dim() for t in tensors)
         outputs: tuple[Term, ...] = tuple(((),) * t.dim() for t in outs)
-        found: dict[str, Nodes] = {}
+        by_factor: dict[str, Nodes] = {}
         if rule is not None and len(rule.inputs) == len(tensors) and len(rule.outputs) == len(outs):
             inputs, outputs = rule.inputs, rule.outputs
             sizes = dict(factor_sizes((*inputs, *outputs), [tuple(t.shape) for t in (*tensors, *outs)], rule))
             sizes |= dict(rule.sizes)
             for term, t in zip(inputs, tensors, strict=True):
                 for factors, nodes in zip(term, self.nodes(t), strict=True):
-                    self._read(factors, nodes, sizes, found)
+                    self._read(factors, nodes, sizes, by_factor)
             for term, t in zip(inputs, tensors, strict=True):
                 self._use(term, t, tensors, outputs)
         for term, out in zip(outputs, outs, strict=True):
-            self.give(out, tuple(self._made(term, i, out, tensors, inputs, found) for i in range(out.dim())))
+            self.give(out, tuple(self._made(term, i, out, tensors, inputs, by_factor) for i in range(out.dim())))
         self._follow(tensors, outs)
 
-    def _read(self, factors: Sequence[str], nodes: Nodes, sizes: Mapping[str, int], found: dict[str, Nodes]) -> None:
-        """Give the factors of a dim the nodes that it has: one each where their sizes agree, else new ones."""
+    def _read(
+        self, factors: Sequence[str], nodes: Nodes, sizes: Mapping[str, int], by_factor: dict[str, Nodes]
+    ) -> None:
+        """Assign the nodes of a dim to the factors of its term: one each if the sizes agree, else new ones."""
         factors = [f for f in factors if sizes.get(f, 2) != 1]
         if not factors or not nodes:
             return
@@ -175,10 +180,10 @@ class Tracer(TorchDispatchMode):
             parts = [(classes.new(sizes.get(f, 0)),) for f in factors]
             classes.join(parts[0], nodes)
         for factor, part in zip(factors, parts, strict=True):
-            if factor in found:
-                self.found.classes.join(found[factor], part)
+            if factor in by_factor:
+                self.found.classes.join(by_factor[factor], part)
             else:
-                found[factor] = part
+                by_factor[factor] = part
 
     def _made(
         self,
@@ -187,39 +192,39 @@ class Tracer(TorchDispatchMode):
         out: Tensor,
         tensors: Sequence[Tensor],
         inputs: Sequence[Term],
-        found: Mapping[str, Nodes],
+        by_factor: Mapping[str, Nodes],
     ) -> Nodes:
         if out.shape[i] == 1:
             return ()
-        nodes = tuple(n for factor in term[i] for n in found.get(factor, ()))
+        nodes = tuple(n for factor in term[i] for n in by_factor.get(factor, ()))
         if nodes:
             return nodes
         if not term[i]:
-            for t, given in zip(tensors, inputs, strict=True):
-                if t.dim() == out.dim() and not given[i] and t.shape[i] != 1:
+            for t, dims in zip(tensors, inputs, strict=True):
+                if t.dim() == out.dim() and not dims[i] and t.shape[i] != 1:
                     return self.nodes(t)[i]
         return (self.found.classes.new(out.shape[i]),)
 
     def _use(self, term: Term, t: Tensor, tensors: Sequence[Tensor], outputs: Sequence[Term]) -> None:
-        """Note which dims of a parameter, or of a view of one, a product or a look-up sums over."""
+        """Note the dims of a parameter, or of a view of one, that a matmul or a look-up sums over."""
         name = self.names.get(id(t))
         if name is None or len(tensors) < 2:
             return
-        made = {factor for out in outputs for dim in out for factor in dim}
+        factors = {factor for out in outputs for dim in out for factor in dim}
         own = self.found.parameters[name]
         dims = [
-            (own.index(n), bool(set(dim) & made))
+            (own.index(n), bool(set(dim) & factors))
             for dim, n in zip(term, self.nodes(t), strict=True)
             if n in own and dim
         ]
-        summed, left = (tuple(i for i, stays in dims if stays is kept) for kept in (False, True))
+        summed, left = (tuple(i for i, stays in dims if stays is in_output) for in_output in (False, True))
         positions = next((x for x in tensors if not x.is_floating_point()), None)
         indices = None if positions is None else tuple(n for dim in self.nodes(positions) for n in dim)
         if summed:
             self.found.uses.append(Use(name, self.modules[-1], summed, left, indices))
 
     def _follow(self, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """A view of a parameter, or rows chosen from it, is that parameter still."""
+        """Name views of a parameter, and rows chosen from it, after the parameter."""
         name = self.names.get(id(tensors[0]))
         if name is None:
             return
@@ -279,7 +284,7 @@ def _abstract(leaf: Any) -> Any:
 
 
 def without_data(x: Tensor) -> Tensor:
-    """A plain tensor without data like the whole of `x`."""
+    """A plain meta tensor with the global shape, strides and dtype of `x`."""
     return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device="meta")
 
 

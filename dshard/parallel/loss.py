@@ -1,8 +1,8 @@
-"""Cross entropy of logits whose classes are split over the mesh, without gathering them.
+"""Cross entropy of logits whose classes are sharded over the mesh, without gathering them.
 
-The loss of a token is log(sum exp(x - max x)) - (x[target] - max x). Of each of the three terms a rank has its classes'
-part, so a token costs three numbers all-reduced forward, and none backward, however many classes there are: the vocab
-parallel cross entropy of Shoeybi et al., Megatron-LM (2019), section 3.
+The loss of a token is log(sum exp(x - max x)) - (x[target] - max x). Of each of the three terms a rank has that of its
+own classes, so a token costs three numbers all-reduced forward, and none backward, however many classes there are: the
+vocab parallel cross entropy of Shoeybi et al., Megatron-LM (2019), section 3.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def loss_parallel() -> Iterator[None]:
     """Within the block `cross_entropy`, `log_softmax` and `nll_loss` never gather the classes of distributed logits.
 
     The classes are dim 1 of the logits, or dim 0 where that is the only one. A plain target or class weight is taken as
-    replicated where the batch is whole. The loss is that of one device: every reduction, `ignore_index`, class weights
-    and label smoothing, on meshes of any rank, batch dims split too. A cross entropy takes three all_reduces forward,
-    of a number for each token, and none backward. Whole classes, and targets that are probabilities, go the usual way.
+    replicated where the batch is replicated. The loss is that of one device: every reduction, `ignore_index`, class
+    weights and label smoothing, on meshes of any rank, with batch dims sharded too. A cross entropy takes three
+    all_reduces forward, of a number for each token, and none backward. Replicated classes, and targets that are
+    probabilities, take the usual operators.
 
     Raises:
-        LayoutError: a plain target for logits whose batch is split.
+        LayoutError: a plain target for logits whose batch is sharded.
     """
     with _LossMode():
         yield
@@ -49,26 +50,26 @@ class _LossMode(TorchFunctionMode):
 
 
 class _Split(NamedTuple):
-    """Logits whose classes are split: the dim of the classes, and the mesh axes that split it."""
+    """Logits whose classes are sharded: the dim of the classes, and the mesh axes that shard it."""
 
     x: DTensor
     dim: int
     axes: tuple[int, ...]
 
     def without_classes(self, op: ReduceOp | None) -> list[Placement]:
-        """The placements of a tensor like the logits in which the dim of the classes has size 1."""
+        """The placements of a tensor like the logits with size 1 in the class dim: replicated or partial over it."""
         layout = self.x.layout
         rest: Placement = Replicate() if op is None else Partial(op)
         return [rest if i in self.axes else placement for i, placement in enumerate(layout.placements)]
 
     def target_placements(self) -> list[Placement]:
-        """The same where the dim of the classes is dropped."""
+        """The placements of targets: those of the logits without the class dim."""
         shifted = self.without_classes(None)
         return [Shard(p.dim - (p.dim > self.dim)) if isinstance(p, Shard) else p for p in shifted]
 
 
 def _split(x: Any, dim: int) -> _Split | None:
-    """The logits as local work sees them, nothing pending; None where their classes are whole."""
+    """The logits with partial sums reduced, if their classes are sharded; else None."""
     if not isinstance(x, DTensor) or x.ndim == 0:
         return None
     dim %= x.ndim
@@ -81,14 +82,14 @@ def _split(x: Any, dim: int) -> _Split | None:
 
 
 def _reduced(of: _Split, part: Tensor, op: ReduceOp) -> DTensor:
-    """What all ranks have of each token, reduced: one all_reduce over the axes that split the classes."""
+    """Reduce a number for each token over the axes that shard the classes: one all_reduce."""
     shape = [1 if i == of.dim else size for i, size in enumerate(of.x.shape)]
     pending = DTensor.from_local(part, of.x.layout.mesh, of.without_classes(op), shape=shape)
     return pending.redistribute(placements=of.without_classes(None))
 
 
 def _shifted(of: _Split) -> tuple[Tensor, Any]:
-    """The local logits less their maximum, and the logarithm of the sum of their exponentials."""
+    """The local logits minus the global maximum of their token, and log(sum exp) of those over all classes."""
     local = of.x.to_local().to(_working(of.x.dtype))
     held = local.detach()
     if _some_rank_has_none(of):
@@ -119,12 +120,12 @@ def _log_softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype
 
 
 def _summed(of: _Split) -> list[Placement]:
-    """The gradient of what each rank has whole, and uses for its own classes alone."""
+    """The gradient placements of a replicated number that each rank uses for its own classes: partial sums."""
     return of.without_classes("sum")
 
 
 def _picked(of: _Split, log_probabilities: Tensor, target: DTensor, ignored: int) -> Tensor:
-    """The entry of each token's target: what another rank has counts as zero here, and all are added up."""
+    """The log probability of each token's target: zero on ranks without the class, then summed."""
     layout, size = of.x.layout, of.x.shape[of.dim]
 
     def bounds(at: Coordinate, device: torch.device) -> Tensor:
@@ -132,14 +133,14 @@ def _picked(of: _Split, log_probabilities: Tensor, target: DTensor, ignored: int
         return torch.tensor([held.start, held.stop], device=device)
 
     first, end = comm.local_of(layout, bounds).unbind()
-    wanted = target.to_local().unsqueeze(of.dim)
-    _refuse(wanted, size, ignored)
-    here = (wanted >= first) & (wanted < end)
+    classes = target.to_local().unsqueeze(of.dim)
+    _refuse(classes, size, ignored)
+    in_chunk = (classes >= first) & (classes < end)
     padded = log_probabilities
     if _some_rank_has_none(of):
         padded = F.pad(padded.movedim(of.dim, -1), (0, 1)).movedim(-1, of.dim)
-    found = padded.gather(of.dim, torch.where(here, wanted - first, 0))
-    return _reduced(of, torch.where(here, found, 0), "sum").squeeze(of.dim)
+    picked = padded.gather(of.dim, torch.where(in_chunk, classes - first, 0))
+    return _reduced(of, torch.where(in_chunk, picked, 0), "sum").squeeze(of.dim)
 
 
 def _nll_loss(
@@ -184,7 +185,7 @@ def _cross_entropy(
 
 
 def _smooth(of: _Split, shifted: Tensor, log: DTensor, weight: DTensor | None) -> Tensor:
-    """The loss of each token against all classes alike, weighed: sum_c w_c (log - x_c)."""
+    """The weighted loss of each token against all classes, for label smoothing: sum_c w_c (log - x_c)."""
     classes = of.x.shape[of.dim]
     if weight is None:
         return log.squeeze(of.dim) * classes - _reduced(of, shifted.sum(of.dim, keepdim=True), "sum").squeeze(of.dim)
@@ -205,7 +206,7 @@ def _total(
     spread: Tensor | None,
     smoothing: float,
 ) -> Tensor:
-    """The losses of the tokens weighed and reduced as torch does, those of ignored tokens zero."""
+    """The losses of tokens, weighted and reduced as torch does; those of ignored tokens are zero."""
     kept = target != ignored
     weights = kept.to(losses.dtype)
     if weight is not None:
@@ -227,7 +228,7 @@ def _total(
 
 
 def _laid(of: _Split, target: Tensor, weight: Tensor | None) -> tuple[DTensor, DTensor | None]:
-    """Target and class weights where the local work needs them."""
+    """Target and class weights as distributed tensors, in the layouts that the local work needs."""
     mesh, placements = of.x.layout.mesh, of.target_placements()
     if not isinstance(target, DTensor):
         if any(isinstance(placement, Shard) for placement in placements):
@@ -245,13 +246,13 @@ def _laid(of: _Split, target: Tensor, weight: Tensor | None) -> tuple[DTensor, D
 
 def _refuse(wanted: Tensor, size: int, ignored: int) -> None:
     """Refuse targets that are no class, as torch does."""
-    for found in comm.unstack(wanted).values() if isinstance(wanted, comm.LocalTensor) else (wanted,):
+    for classes in comm.unstack(wanted).values() if isinstance(wanted, comm.LocalTensor) else (wanted,):
         with comm.plain():
-            refuse(found, ((found < 0) | (found >= size)) & (found != ignored), size, 1)
+            refuse(classes, ((classes < 0) | (classes >= size)) & (classes != ignored), size, 1)
 
 
 def _check(of: _Split, target: DTensor) -> None:
-    """Let torch refuse what it would refuse on one device, by its shapes."""
+    """Run torch's own checks of shapes on meta tensors."""
     with comm.plain(), torch.no_grad():
         x = torch.empty(of.x.shape, device="meta")
         F.nll_loss(x, torch.empty(target.shape, dtype=target.dtype, device="meta"))
@@ -264,4 +265,4 @@ _RUN: dict[Any, Callable[..., Any]] = {
     torch.log_softmax: lambda x, dim, dtype=None: _log_softmax(x, dim, dtype=dtype),
     Tensor.log_softmax: lambda x, dim, dtype=None: _log_softmax(x, dim, dtype=dtype),
 }
-"""What runs in place of these, where the classes are split."""
+"""Functions that run in place of torch's where the classes are sharded."""

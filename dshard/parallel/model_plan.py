@@ -34,7 +34,7 @@ Asked = str | Auto | Mapping[str, Sequence[Placement]] | Plan | Path
 
 
 def plan_model(model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /, *args: Any, **kwargs: Any) -> Plan:
-    """What `parallelize` would do, and what a training step then sends and holds; nothing is done yet.
+    """Plan what `parallelize` would do, and the cost of a training step under it; `model` is not changed.
 
     `args` and `kwargs` are an example batch: only shapes and dtypes matter. Parameters may be without data. The mesh
     may be pure, so that no process is needed.
@@ -67,9 +67,9 @@ def parallelize(
     `dshard plan model --out` wrote. `args` and `kwargs` are an example
     batch, by which the model is traced; a model with `dummy_inputs`, and placements by name, need none.
 
-    Inputs are given whole, alike on all ranks, or as DTensors; outputs are DTensors. Plain tensors that the model makes
-    on its way count as replicated. Every rank must have the same parameters; nothing is sent. Parameters without data
-    get their local part alone.
+    Inputs are plain global tensors, equal on all ranks, or DTensors; outputs are DTensors. Plain tensors that the model
+    makes on its way count as replicated. Every rank must have the same parameters; nothing is sent. Parameters without
+    data get their local tensor alone.
 
     Raises:
         StrategyError: no such strategy, a mesh that it cannot use, or more ranks than there are heads.
@@ -93,7 +93,7 @@ def parallelize(
 def _asked(
     model: nn.Module, plan: Asked, mesh: Mesh, kwargs: Mapping[str, Any]
 ) -> str | Auto | Mapping[str, Sequence[Placement]] | Plan:
-    """The plan as it was asked for, that of a file by its strategy.
+    """Check the `plan` argument; a file is replaced by the strategy that it names.
 
     Raises:
         ArgumentError: no module, or no plan.
@@ -125,7 +125,7 @@ def _other_mesh(planned_for: Mesh, given: Mesh) -> MeshError:
 
 
 def planned(model: nn.Module, mesh: Mesh, plan: str | Auto, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
-    """The plan of a strategy by its name, or the cheapest."""
+    """The plan of the strategy of this name, or the cheapest plan for `Auto`."""
     roles = roles_of(trace_factors(model, args, kwargs))
     if plan == AUTO or isinstance(plan, Auto):
         return cheapest(model, mesh, roles, args, kwargs, plan if isinstance(plan, Auto) else Auto())
@@ -135,7 +135,7 @@ def planned(model: nn.Module, mesh: Mesh, plan: str | Auto, args: Sequence[Any],
 
 
 def _folded(mesh: DeviceMesh | Mesh, found: Mesh) -> Mesh:
-    """The mesh of a plan, made of the same ranks: those of a process group must be known to torch.
+    """The mesh of plan `found` on the ranks of `mesh`; a device mesh is built where `mesh` is one.
 
     Raises:
         MeshError: other ranks.
@@ -150,7 +150,7 @@ def _folded(mesh: DeviceMesh | Mesh, found: Mesh) -> Mesh:
 
 
 def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placement]]) -> Plan:
-    """The plan that lays out parameters by the first pattern, as in `fnmatch`, that matches their name.
+    """The plan that places parameters by the first pattern, as in `fnmatch`, that matches their name.
 
     Raises:
         LayoutError: a pattern that matches no parameter, or placements that a parameter cannot have.

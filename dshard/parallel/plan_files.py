@@ -1,4 +1,4 @@
-"""What a file that `dshard plan model` wrote asks of `parallelize`."""
+"""Read the strategy from a file that `dshard plan model` wrote."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def strategy_of(path: Path, mesh: Mesh) -> str:
         MeshError: the file is for a mesh of another shape.
     """
     try:
-        found = json.loads(path.read_text())
+        contents = json.loads(path.read_text())
     except OSError as error:
         raise StrategyError(f"the plan {path} cannot be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
         raise StrategyError(f"the plan {path} is no JSON: {error}") from None
-    strategy = found.get("strategy") if isinstance(found, Mapping) else None
+    strategy = contents.get("strategy") if isinstance(contents, Mapping) else None
     if not isinstance(strategy, str):
         raise StrategyError(f"the plan {path} names no strategy: write one with dshard plan model --out")
-    if beyond := found.get("beyond"):
+    if beyond := contents.get("beyond"):
         raise StrategyError(
             f"the plan {path} asks for {' and '.join(map(str, beyond))}, which parallelize does not do: write one that "
             f"it runs with dshard plan model --runnable; or lay out each part, on the mesh of its stage, by "
             f"parallelize(part, mesh, {strategy!r}, batch), and do the rest with Pipeline, checkpoint or your optimiser"
         )
-    shape = found.get("mesh", {}).get("shape")
+    shape = contents.get("mesh", {}).get("shape")
     if shape != list(mesh.shape):
         raise MeshError(f"the plan {path} is for a mesh of {shape}, but the mesh is ({mesh}): make one of that shape")
     return strategy

@@ -1,4 +1,4 @@
-"""A plan for a whole model, as a value: where each parameter, input and output lies, and what a step then costs."""
+"""A plan for a whole model, as a value: layouts of parameters, inputs and outputs, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that the first rank holds: of parameters, gradients, and two moments of an optimiser; `activations` is what
-    the forward pass leaves, saved tensors and outputs. `peak` is the most that a step has made and not yet let go of.
+    """Bytes that the first rank holds: of parameters, gradients, and two moments of an optimiser.
+
+    `activations` are the saved tensors and outputs after the forward pass; `peak` is the most that a step has allocated
+    at once.
     """
 
     parameters: int
@@ -43,18 +45,18 @@ class Memory:
 
     @property
     def transient(self) -> int:
-        """What is made and let go of: the part of the peak beside the larger of activations and gradients."""
+        """Bytes of temporaries: the peak less the larger of activations and gradients."""
         return self.peak - max(self.activations, self.gradients)
 
     @property
     def total(self) -> int:
-        """The most that is held at once; gradients are made anew in each step."""
+        """The most bytes held at once; gradients are made anew in each step."""
         return self.parameters + self.optimiser + self.peak
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a training step sends and holds, traced on tensors without data: forward and backward of one batch.
+    """The cost of a training step, traced on tensors without data: forward and backward of one batch.
 
     `seconds` are those of the collectives, one after another; local work is the same under all plans on a mesh but for
     what each rank repeats.
@@ -66,7 +68,7 @@ class Cost:
 
     @property
     def nbytes(self) -> int:
-        """Bytes received."""
+        """Bytes received in all collectives."""
         return sum(move.nbytes for move in self.moves)
 
     @property
@@ -76,17 +78,17 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Seconds of collectives and of local products."""
+        """Seconds of collectives and of local matmuls."""
         return self.communication + self.work
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where the parameters of a model lie on a mesh, where its inputs do, and where some modules put their outputs.
+    """The placements of a model's parameters and inputs on a mesh, and of the outputs of some modules.
 
     Made by `plan_model`, run by `parallelize`. `parameters` are the placements of each by name; `batch` those of inputs
-    whose first dim is the batch, other inputs are whole; `outputs` those of what modules return, and `products` the
-    loops of the product within a module; `shared` are modules that move what they are given once, for others want
+    whose first dim is the batch, other inputs are replicated; `outputs` those of what modules return, and `products`
+    the loops of the product within a module; `shared` are modules that move what they are given once, for others want
     it, too. What a plan does not name is replicated, or decided by cost.
     """
 
@@ -100,7 +102,7 @@ class Plan:
     cost: Cost | None = None
 
     def placements(self, parameter: str) -> Placements:
-        """Where a parameter lies.
+        """The placements of the parameter of this name.
 
         Raises:
             LayoutError: the plan knows no parameter of this name.
@@ -111,7 +113,7 @@ class Plan:
         return self.parameters[parameter]
 
     def rows(self) -> list[list[str]]:
-        """Modules with what they hold and send: cells under `HEADINGS`."""
+        """One row for each module, of what it holds and sends: cells under `HEADINGS`."""
         modules: dict[str, list[str]] = {}
         for name, placements in self.parameters.items():
             module, _, own = name.rpartition(".")

@@ -1,7 +1,6 @@
-"""What the parameters of a model are to a strategy: which of their dims are features of the residual stream and which
-are inner ones, what a product sums over and what it makes.
+"""Roles of parameters in a strategy: dims of the residual stream and inner ones, summed over or made by a matmul.
 
-The residual stream is the class that most dims of parameters belong to, of those that several products make. A class
+The residual stream is the class that most dims of parameters belong to, of those that several matmuls make. A class
 that some product makes and another sums over is inner: the heads of an attention, the width of a feed-forward block. A
 class at an open end, such as a vocabulary, counts as inner where it is at least as wide as the residual stream; fewer
 entries are not worth splitting.
@@ -19,7 +18,7 @@ from dshard.parallel.factors import Nodes, Traced, Use
 
 
 class Kind(Enum):
-    """Of which features a dim is."""
+    """The kind of features that a dim has."""
 
     RESIDUAL = "residual"
     INNER = "inner"
@@ -28,7 +27,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A dim of a parameter: its kind, whether a product sums over it, how many equal units it comes in (heads)."""
+    """The role of one dim of a parameter: its kind, whether a matmul sums over it, the number of its heads."""
 
     kind: Kind
     summed: bool
@@ -38,7 +37,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a module that holds weights returns: its dims of the batch, of the sequence and of residual features."""
+    """The output of a module that holds weights: its dims of the batch, of the sequence and of residual features."""
 
     batch: int | None
     sequence: int | None
@@ -63,7 +62,7 @@ class Roles:
 
 
 def roles_of(found: Traced) -> Roles:
-    """What a traced forward pass says of parameters and of the modules that hold them."""
+    """The roles of parameters, and of the modules that hold them, in a traced forward pass."""
     residual = _residual(found)
     width = sys.maxsize if residual is None else _width(found, residual)
     inner = _inner(found, residual, width)
@@ -104,7 +103,7 @@ def _products(found: Traced, parameters: dict[str, tuple[Role, ...]]) -> dict[st
 
 
 def _residual(found: Traced) -> int | None:
-    """The class of most dims among those that several products or look-ups make, to be added up."""
+    """The class of the residual stream: that of most dims among those that several matmuls or look-ups make."""
     made = Counter(found.class_of(found.parameters[use.parameter][i]) for use in found.uses for i in use.left)
     counts = found.counts()
     several = [c for c in counts if made[c] > 1]
@@ -119,7 +118,7 @@ def _width(found: Traced, residual: int) -> int:
 
 
 def _main_uses(found: Traced) -> dict[str, Use]:
-    """How each parameter of two dims or more is used: in a product, but a table whose rows are also made is a table."""
+    """The main use of each parameter of two or more dims: its matmul, but for a tied table its look-up."""
     uses: dict[str, Use] = {}
     for use in found.uses:
         if sum(bool(nodes) for nodes in found.parameters[use.parameter]) < 2:
@@ -131,7 +130,7 @@ def _main_uses(found: Traced) -> dict[str, Use]:
 
 
 def _inner(found: Traced, residual: int | None, width: int) -> set[int]:
-    """Classes that products make and sum over, and wide ones at an end: made, or of rows that the batch looks up."""
+    """Classes that matmuls make and sum over, and wide ones at an open end: made, or of rows that are looked up."""
     made: set[int | None] = set()
     summed: set[int | None] = set()
     ends: set[int | None] = set()
@@ -151,7 +150,7 @@ def _inner(found: Traced, residual: int | None, width: int) -> set[int]:
 
 
 def _batch(found: Traced) -> int | None:
-    """The class of the first dim of the first input."""
+    """The class of the batch: that of the first dim of the first input."""
     return found.class_of(found.inputs[0][0]) if found.inputs and found.inputs[0] else None
 
 
@@ -160,7 +159,7 @@ def _size(found: Traced, c: int) -> int:
 
 
 def _units(found: Traced) -> dict[int, int]:
-    """Into how many equal units a class may come apart: the most that a view of an activation has made of it."""
+    """The number of equal units (heads) of each class: the most that a view of an activation splits it into."""
     whole: defaultdict[int, set[int]] = defaultdict(set)
     for use in _main_uses(found).values():
         for i in () if use.indices is not None else (*use.summed, *use.left):
@@ -176,7 +175,7 @@ def _units(found: Traced) -> dict[int, int]:
 
 
 def _outputs(found: Traced, residual: int | None, parameters: dict[str, tuple[Role, ...]]) -> dict[str, Output]:
-    """Of the modules whose weights, in a product or a look-up, give features of the residual stream."""
+    """The outputs of modules whose weights, in a matmul or a look-up, give features of the residual stream."""
     batch = _batch(found)
     makers = {use.module for use in found.uses if len(parameters[use.parameter]) > 1}
     outputs = {}

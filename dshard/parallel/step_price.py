@@ -1,4 +1,4 @@
-"""What a training step of a plan costs: traced on tensors without data, on a mesh without processes."""
+"""The cost of a training step of a plan: traced on tensors without data, on a mesh without processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOMENTS = 2
 @plain()
 @planning()
 def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cost:
-    """What a forward and a backward pass of `model` under `plan` move and hold; nothing of the model is changed.
+    """The cost of a forward and a backward pass of `model` under `plan`; `model` is not changed.
 
     `seconds` are those of the topology in use.
     """
@@ -94,7 +94,7 @@ def _local_bytes(x: Any) -> int:
 
 
 class Made(TorchDispatchMode):
-    """The most bytes of storages made within the block, and of buffers lent, that were there at once."""
+    """Measures the most bytes alive at once, of storages made within the block and of borrowed buffers."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

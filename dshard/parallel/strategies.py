@@ -1,4 +1,4 @@
-"""Named strategies: what each mesh axis of a strategy splits. A new strategy is a new row of the table at the foot."""
+"""Named strategies: what each mesh axis of a strategy shards. A new strategy is a new row of the table at the foot."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ or the first dim that has a size and that no other axis splits, whatever it is."
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What one mesh axis does: the batch, the weights, and what the residual stream is split by, if it does any.
+    """The use of one mesh axis: the batch, the weights, and the dim of the residual stream that it shards, if any.
 
-    A parameter that no product uses, such as a bias or a norm's, is split by "made" and by its own kind of features.
+    A parameter that no matmul uses, such as a bias or a norm's, is sharded by "made" and by its own kind of features.
     """
 
     name: str
@@ -31,11 +31,10 @@ class Axis:
     residual: Literal["features", "sequence"] | None = None
 
     def place(self, roles: tuple[Role, ...], rather_not: Collection[int] = ()) -> Placement:
-        """Where a parameter with these dims lies on the axis: split by the first that will do, others rather than those
-        named."""
+        """The placement of a parameter on this axis: sharded by the first dim that fits, avoiding `rather_not`."""
         dims = [i for i, role in enumerate(roles) if self._splits(roles, role)]
-        found = min(dims, key=lambda i: (i in rather_not, i in rather_not and not roles[i].summed, i), default=None)
-        return Replicate() if found is None else Shard(found)
+        dim = min(dims, key=lambda i: (i in rather_not, i in rather_not and not roles[i].summed, i), default=None)
+        return Replicate() if dim is None else Shard(dim)
 
     def _splits(self, roles: tuple[Role, ...], role: Role) -> bool:
         match self.weights:
@@ -53,10 +52,10 @@ class Axis:
                 return not role.summed and role.kind is not Kind.OTHER
 
     def loop(self, roles: tuple[Role, ...], use: Use) -> tuple[Loop, Stored] | None:
-        """The loop of a product on the axis, and what becomes of a sum; None where neither batch nor weight is split.
+        """The loop of a matmul on this axis, and the placement of a sum; None if neither batch nor weight is sharded.
 
-        A sum goes to where the output of the module lies, or to all ranks; but the columns of a table that is summed
-        over, a tied head, leave it split like the rows.
+        A sum takes the layout of the module's output, or is replicated; but the columns of a table that is summed
+        over, a tied head, leave it sharded like the rows.
         """
         if self.batch:
             return "m", "R"
@@ -69,7 +68,7 @@ class Axis:
                 return None
 
     def keep(self, output: Output) -> Placement:
-        """Where what a module adds to the residual stream lies on the axis."""
+        """The placement, on this axis, of what a module adds to the residual stream."""
         dim = None
         if self.batch:
             dim = output.batch
@@ -81,7 +80,7 @@ class Axis:
 
 
 def _twice(roles: tuple[Role, ...], role: Role) -> bool:
-    """Of two dims of residual features the one that is summed over is split."""
+    """Whether the parameter has two dims of residual features and `role` is the one not summed over."""
     return not role.summed and any(r.summed and r.kind is Kind.RESIDUAL for r in roles)
 
 
@@ -106,7 +105,7 @@ STRATEGIES: dict[str, tuple[Axis, ...]] = {
 
 
 def axes_of(name: str, mesh: Mesh) -> tuple[Axis, ...]:
-    """What each axis of `mesh` does under the strategy `name`; leading axes that it does not need split the batch.
+    """The use of each axis of `mesh` under the strategy `name`; leading axes that it does not need shard the batch.
 
     Strategies are joined by " x ": "fsdp x megatron" takes two axes.
 
@@ -142,7 +141,7 @@ def _nearest(ndim: int, mesh: Mesh) -> str:
 
 
 def check_units(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> None:
-    """Refuse to split heads over more ranks than there are heads: some would have nothing to do.
+    """Refuse to shard heads over more ranks than there are heads: some would have nothing to do.
 
     Raises:
         StrategyError: too few heads, or inner features; names the parameter and the largest mesh that would do.

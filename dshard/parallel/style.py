@@ -21,7 +21,7 @@ AnyMesh = DeviceMesh | Mesh
 
 
 class ParallelStyle(ABC):
-    """How a module is laid out. `parallelize_module` calls `_apply`; derive from this class for a style of your own.
+    """A way to lay out a module. `parallelize_module` calls `_apply`; derive from this class for a style of your own.
 
     `src_data_rank` is the rank, by its number on the mesh, whose parameters all get; with None each keeps its own.
     """
@@ -34,7 +34,7 @@ class ParallelStyle(ABC):
 
 
 class ColwiseParallel(ParallelStyle):
-    """The outputs of an `nn.Linear`, or the columns of an `nn.Embedding`, are split over the mesh.
+    """The outputs of an `nn.Linear`, or the columns of an `nn.Embedding`, are sharded over the mesh.
 
     `input_layouts`: how a plain input lies, replicated by default. `output_layouts`: how the output is to lie, split
     over its last dim by default. `use_local_output`: return the plain local tensor, or else the DTensor.
@@ -68,7 +68,7 @@ class ColwiseParallel(ParallelStyle):
 
 
 class RowwiseParallel(ParallelStyle):
-    """The inputs of an `nn.Linear`, or the rows of an `nn.Embedding`, are split over the mesh; the output is a sum.
+    """The inputs of an `nn.Linear`, or the rows of an `nn.Embedding`, are sharded over the mesh; the output is a sum.
 
     `input_layouts`: how a plain input lies, split over its last dim by default. `output_layouts`: how the output is to
     lie, replicated by default (one all_reduce; a Shard takes one reduce_scatter). `use_local_output`: return the plain
@@ -103,10 +103,11 @@ class RowwiseParallel(ParallelStyle):
 
 
 class SequenceParallel(ParallelStyle):
-    """The parameters of a norm, a dropout or the like are replicated, and its input split over the sequence.
+    """The parameters of a norm, a dropout or the like are replicated, and its input sharded over the sequence.
 
     Of Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022), section 4.2.1. A plain
-    input is taken as this rank's part of the sequence, tensor dim `sequence_dim`; a DTensor is redistributed to it.
+    input is taken as this rank's local tensor of the sequence, tensor dim `sequence_dim`; a DTensor is redistributed to
+    it.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -132,7 +133,7 @@ class SequenceParallel(ParallelStyle):
 
 
 def _placement(name: str, placement: Placement | None, default: Placement) -> Placement:
-    """The placement that a style was given, or its own.
+    """The placement given to a style, or its default.
 
     Raises:
         LayoutError: no placement.
@@ -144,7 +145,7 @@ def _placement(name: str, placement: Placement | None, default: Placement) -> Pl
 
 
 def check_placement(name: str, placement: object) -> None:
-    """Refuse what is no placement.
+    """Refuse a value that is no placement.
 
     Raises:
         LayoutError: with the name of the argument.
@@ -156,7 +157,7 @@ def check_placement(name: str, placement: object) -> None:
 def given(
     x: Any, mesh: AnyMesh, layouts: tuple[Placement, ...], desired: tuple[Placement, ...], size: int | None = None
 ) -> DTensor:
-    """An input as a DTensor laid out as desired; a plain one is this rank's part under `layouts`.
+    """An input as a DTensor with placements `desired`; a plain one is this rank's local tensor under `layouts`.
 
     `size` is that of the last dim, where the module knows it. Where the parts' global size is not known from that, the
     ranks tell each other the sizes of their parts, which may be uneven.
@@ -193,7 +194,7 @@ def _laid(
     layouts: Mapping[str, Placement],
     desired: tuple[Placement, ...],
 ) -> nn.Module:
-    """The module with its parameters laid out, and hooks that bring input and output where the style says."""
+    """Lay out the module's parameters, and register hooks that redistribute its input and output for the style."""
     one_axis(device_mesh)
     size = module.in_features if isinstance(module, nn.Linear) else None
 
@@ -225,7 +226,7 @@ def _returned(
 
 
 def one_axis(mesh: AnyMesh) -> Mesh:
-    """The pure mesh of `mesh`, which has one axis.
+    """The pure mesh of `mesh`; refuses more than one axis.
 
     Raises:
         LayoutError: it has several.

@@ -20,7 +20,7 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Lay out a module in place on a mesh of one axis, and return it, as torch's function of this name does.
+    """Lay out a module in place on a mesh of one axis, and return it; as torch's `parallelize_module`.
 
     The plan is a style for the module itself, or a style for each name of submodules: names may have wildcards in each
     of their parts ("layers.*.wq"); "" is the module itself. A name that no submodule has is a warning. Without a mesh
@@ -68,7 +68,7 @@ def _check(plan: object) -> None:
 
 
 def _matching(module: nn.Module, parts: list[str]) -> list[nn.Module]:
-    """The submodules whose path matches, part by part."""
+    """The submodules whose path matches the patterns `parts`, name by name."""
     if not parts:
         return [module]
     first, *rest = parts

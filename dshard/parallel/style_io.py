@@ -1,4 +1,4 @@
-"""Styles that lay out what a module is given and what it returns, and none of its parameters."""
+"""Styles that lay out the inputs and outputs of a module, and none of its parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Layouts = Placement | Sequence[Placement | None] | None
 
 
 class PrepareModuleInput(ParallelStyle):
-    """A module's plain inputs become DTensors of `input_layouts`, brought to `desired_input_layouts`.
+    """A module's plain inputs become DTensors of `input_layouts`, redistributed to `desired_input_layouts`.
 
     One placement for each positional argument, None for one that is left as it is; a single placement stands for one
     argument. `input_kwarg_layouts` and `desired_input_kwarg_layouts` do the same by name; keyword arguments not named
@@ -77,7 +77,7 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """A module's plain outputs become DTensors of `output_layouts`, brought to `desired_output_layouts`.
+    """A module's plain outputs become DTensors of `output_layouts`, redistributed to `desired_output_layouts`.
 
     One placement for each output, None for one that is left as it is. With `use_local_output`, the default, plain local
     tensors are returned.

@@ -1,4 +1,4 @@
-"""What a stage does, one thing after the other: the values that schedules give, the simulator prices and ranks run."""
+"""Actions of a stage, as values: schedules give them, the simulator prices them, ranks run them."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Edge:
 
     @property
     def backward(self) -> bool:
-        """Whether this is the gradient of the value."""
+        """Whether this edge sends the gradient of the value."""
         return self.src > self.dst
 
     def back(self) -> Edge:
-        """The same value the other way: the gradient of an activation."""
+        """The edge in the other direction: for an activation, that of its gradient."""
         return Edge(self.value, self.dst, self.src)
 
     def forth(self) -> Edge:
-        """The edge of the activation, of either."""
+        """The edge of the activation, for an activation or its gradient."""
         return self.back() if self.backward else self
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class BackwardWeight:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """What was computed begins to cross."""
+    """Begin to send a value that was computed."""
 
     edge: Edge
     microbatch: int
@@ -100,7 +100,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """The memory for what crosses is given, and it may arrive; whoever computes with it waits for it."""
+    """Begin to receive a value into memory; the action that computes with it waits for it."""
 
     edge: Edge
     microbatch: int

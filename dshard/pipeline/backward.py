@@ -1,6 +1,6 @@
-"""The backward of one stage and one microbatch: whole, or the gradients of the inputs first.
+"""The backward of one stage and one microbatch: in one go, or the gradients of the inputs first.
 
-What splits it remembers the gradients that enter each node of the graph from which both an input and a weight are
+The split backward keeps the gradients that enter each node of the graph from which both an input and a weight are
 reached, and starts from there for the weights (after Zero Bubble, arXiv 2401.10241). torch.distributed.pipelining has
 the like, which detaches the outputs in place and so refuses a stage that saved one for its backward.
 """
@@ -28,7 +28,7 @@ def backward(outputs: Outputs) -> None:
 
 
 def backward_input(outputs: Outputs, inputs: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """Accumulate the gradients of the inputs; what is returned accumulates those of the weights.
+    """Accumulate the gradients of the inputs, and return a function that accumulates those of the weights.
 
     Outputs that do not depend on an input that needs a gradient wait until then.
     """
@@ -63,7 +63,7 @@ def backward_input(outputs: Outputs, inputs: Sequence[Tensor], weights: Sequence
 
 
 def _backward_from(node: Node, grads: Grads, weights: list[nn.Parameter], others: Iterable[Node]) -> None:
-    """Accumulate what the weights get through one node; what other nodes pass on is theirs to give."""
+    """Accumulate the weights' gradients that pass through one node, but not those through `others`."""
     hooks = [other.register_prehook(_nothing) for other in others]
     try:
         given = [(GradientEdge(node, i), grad) for i, grad in enumerate(grads) if grad is not None]
@@ -74,9 +74,9 @@ def _backward_from(node: Node, grads: Grads, weights: list[nn.Parameter], others
             hook.remove()
 
 
-def _others(node: Node, found: set[Node], borders: dict[Node, set[Node]]) -> list[Node]:
-    """The nodes that reach one of the same weights."""
-    return [other for other, weights in borders.items() if other is not node and weights & found]
+def _others(node: Node, own_weights: set[Node], borders: dict[Node, set[Node]]) -> list[Node]:
+    """The other border nodes that reach one of the same weights."""
+    return [other for other, weights in borders.items() if other is not node and weights & own_weights]
 
 
 def _remember(entered: dict[Node, Grads], node: Node, grads: Grads) -> None:
@@ -88,7 +88,7 @@ def _nothing(grads: Grads) -> Grads:
 
 
 def _node(x: Tensor) -> Node | None:
-    """The node that made a tensor, or that accumulates its gradient; None if it needs none."""
+    """The autograd node that made a tensor, or that accumulates its gradient; None if it needs none."""
     if not x.requires_grad or x.grad_fn is not None:
         return x.grad_fn
     viewed = x.view_as(x).grad_fn
@@ -96,7 +96,7 @@ def _node(x: Tensor) -> Node | None:
 
 
 class _Graph:
-    """The nodes behind some roots, and what each passes gradients on to."""
+    """The autograd graph behind some roots: its nodes, and those to which each passes gradients."""
 
     def __init__(self, roots: list[Node]) -> None:
         self.following: dict[Node, list[Node]] = {}
@@ -113,18 +113,18 @@ class _Graph:
         for node, following in self.following.items():
             for after in following:
                 before.setdefault(after, []).append(node)
-        found: set[Node] = set()
+        nodes: set[Node] = set()
         stack = [target for target in targets if target in self.following]
         while stack:
             node = stack.pop()
-            if node not in found:
-                found.add(node)
+            if node not in nodes:
+                nodes.add(node)
                 stack += before.get(node, [])
-        return found
+        return nodes
 
     def beside(self, node: Node, leading: set[Node], leaves: Iterable[Node]) -> set[Node]:
-        """The leaves that a node reaches, but by no other node of `leading`."""
-        wanted, found, seen = set(leaves), set(), set()
+        """The leaves that a node reaches without passing another node of `leading`."""
+        wanted, reached, seen = set(leaves), set(), set()
         stack = [after for after in self.following[node] if after not in leading]
         while stack:
             after = stack.pop()
@@ -132,5 +132,5 @@ class _Graph:
                 seen.add(after)
                 stack += self.following[after]
                 if after in wanted:
-                    found.add(after)
-        return found
+                    reached.add(after)
+        return reached

@@ -1,4 +1,4 @@
-"""What crosses to and from the stage of this rank: begun early, waited for when it is needed."""
+"""Sends and receives of the stage of this rank: begun early, waited for when they are needed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Item = tuple[Edge, int]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a value that crosses is, where it comes from, and whether a gradient goes back."""
+    """Description of a value sent between stages: shape, dtype, source layout, and whether it needs a gradient."""
 
     layout: Layout
     shape: Shape
@@ -41,9 +41,9 @@ class Header:
 
 
 class Channels:
-    """What this rank sends and receives for its stage.
+    """The sends and receives of this rank for its stage.
 
-    Both ends of an edge begin what crosses in the same order. What a receiver cannot know, it is told once for each
+    Both ends of an edge begin their transfers in the same order. What a receiver cannot know, it is told once for each
     shape of a microbatch, by a `Header` left under `name`: only then does receiving wait for sending to begin.
     """
 
@@ -57,20 +57,20 @@ class Channels:
         self._leaving: dict[Item, Any] = {}
 
     def begin_step(self, shapes: Sequence[Hashable]) -> None:
-        """Begin a step of as many microbatches as there are `shapes`: microbatches of one shape are alike."""
+        """Begin a step of `len(shapes)` microbatches; those of one shape share their headers."""
         self._shapes = shapes
 
     def header(self, item: Item) -> Header | None:
-        """What crosses, if that is known here."""
+        """The header of the value that `item` sends or receives; None if this rank does not know it yet."""
         return self._headers.get(self._key(item))
 
     def expect(self, item: Item) -> None:
-        """Give memory for what is to arrive, as soon as it is known what that is."""
+        """Begin to receive `item` into memory if its header is known."""
         self._queue[_pair(item)].append(item)
         self._begin_known(_pair(item))
 
     def arrive(self, item: Item) -> DTensor | None:
-        """Wait for what was expected; None for the gradient of what has none."""
+        """Wait for an expected value and return it; None for the gradient of a value that needs none."""
         queue = self._queue[_pair(item)]
         while item in queue:
             first = queue[0]
@@ -91,7 +91,7 @@ class Channels:
         )
 
     def send(self, item: Item, x: DTensor) -> None:
-        """Begin to send an activation, or the gradient of one that came."""
+        """Begin to send an activation, or the gradient of one that was received."""
         edge, _ = item
         header = self.header(item)
         if not edge.backward:
@@ -102,25 +102,25 @@ class Channels:
             self._leaving[item] = self._begin(item, header, x)
 
     def settle(self, item: Item) -> None:
-        """Wait until what was sent has left."""
+        """Wait until the send of `item` is complete."""
         under_way = self._leaving.pop(item, None)
         if under_way is not None:
             _finished(under_way)
 
     def settle_all(self) -> None:
-        """Wait until all has left."""
+        """Wait until all sends are complete."""
         for item in list(self._leaving):
             self.settle(item)
 
     def forget(self) -> None:
-        """Let go of all that is under way: after a failure."""
+        """Drop all transfers in flight, after a failure."""
         self._queue.clear()
         self._arriving.clear()
         self._arrived.clear()
         self._leaving.clear()
 
     def returning(self, edge: Edge, header: Header) -> Layout:
-        """How the gradient of what came along an edge has to lie to go back."""
+        """The layout in which the gradient of a value received along `edge` must be sent back."""
         return self._plan(edge.back(), header).src
 
     def _announced(self, item: Item, x: DTensor) -> Header:
@@ -173,7 +173,7 @@ def _finished(under_way: Resharding) -> Tensor | None:
 def _observed(
     plan: ReshardPlan, run: Callable[..., Any], args: Sequence[Any], crossing: ReshardPlan | None = None
 ) -> Any:
-    """`run(*args)`, which begins or ends a plan, as what the pipeline does: with the stages the user asked for it."""
+    """Run `run(*args)`, which begins or ends a plan, observed as communication that the user asked the pipeline for."""
     if not OBSERVERS:
         return run(*args)
     operand, topology = Operand(plan.src, plan.shape, plan.itemsize), planning_context().topology_of(plan.src.mesh)
@@ -182,7 +182,7 @@ def _observed(
 
 
 def _complete(x: DTensor) -> DTensor:
-    """A value whose reduction is not pending any more, so that the sender need do nothing once it has begun."""
+    """`x` with partial sums reduced, so that the sender has no further work once the send has begun."""
     layout = x._spec.layout
     done = tuple(Replicate() if isinstance(placement, Partial) else placement for placement in layout.placements)
     if done == layout.placements:

@@ -1,4 +1,4 @@
-"""The schedule that is fastest within the memory, by simulation."""
+"""Choose the schedule that is fastest within the memory, by simulation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DELAYS = (None, 0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A program and what the simulator says of it."""
+    """A program and its simulated timeline."""
 
     program: Program
     timeline: Timeline
@@ -73,6 +73,6 @@ def choose(
 
 
 def _order(choice: Choice) -> tuple[float, int, int]:
-    """Times that differ by less than a millionth are equal; then memory, then the simpler backward."""
+    """Sort key of a choice: seconds, equal within a millionth; then memory, then the simpler backward."""
     makespan = float(f"{choice.timeline.makespan:.6g}")
     return makespan, choice.peak_bytes, -1 if choice.program.delay is None else choice.program.delay

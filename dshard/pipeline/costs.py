@@ -1,4 +1,4 @@
-"""What a step of a pipeline costs: seconds and bytes of its stages and edges."""
+"""Costs of a pipeline step: seconds and bytes of its stages and edges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dshard.validate import as_int, as_number, as_tuple, check_type
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage and one microbatch: seconds to compute, and bytes on its busiest rank.
+    """The cost of one stage and one microbatch: seconds to compute, and bytes on its busiest rank.
 
     `activation` bytes are held from the forward until the gradients of the inputs; of these `kept` are needed until
     those of the weights. `fixed` bytes are there throughout: parameters, gradients, optimiser.
@@ -32,7 +32,7 @@ class StageCost:
         _check_numbers(self)
 
     def seconds(self, compute: Compute) -> float:
-        """How long it computes."""
+        """Seconds that the stage computes for `compute`."""
         match compute:
             case Forward():
                 return self.forward
@@ -46,7 +46,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class EdgeCost:
-    """One value that crosses, for one microbatch: `latency` seconds and those of its bytes, `nbytes` in its buffer.
+    """The cost of one value sent for one microbatch: `latency` seconds and those of its `nbytes` bytes.
 
     Its gradient costs as much.
 
@@ -73,7 +73,7 @@ def _check_numbers(cost: StageCost | EdgeCost) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Those of all stages, in order, and of the edges; an edge that is not there costs nothing.
+    """The costs of all stages, in order, and of the edges; an edge without an entry costs nothing.
 
     Raises:
         ScheduleError: a negative time or number of bytes, no stage, or an edge given twice.
@@ -95,19 +95,19 @@ class Costs:
             raise ScheduleError("an edge has two costs: give one for each, its gradient costs as much")
 
     def of(self, edge: Edge) -> EdgeCost:
-        """What crosses along an edge, either way."""
+        """The cost of a value sent along an edge, in either direction."""
         edge = edge.forth()
         return next((cost for cost in self.edges if cost.edge == edge), EdgeCost(edge))
 
     def signals(self) -> Costs:
-        """The same if every message had one byte: the least that any communication can take (arXiv 2211.05322, 4)."""
+        """These costs if every message had one byte: a lower bound on communication (arXiv 2211.05322, 4)."""
         return replace(self, edges=tuple(replace(cost, seconds=0.0) for cost in self.edges))
 
 
 def uniform(
     n_stages: int, edges: Sequence[Edge], stage: StageCost, seconds: float = 0.0, nbytes: int = 0, latency: float = 0.0
 ) -> Costs:
-    """Equal stages and equal edges.
+    """Costs of equal stages and equal edges.
 
     >>> uniform(2, [Edge("x", 0, 1)], StageCost(), seconds=0.5).of(Edge("x", 1, 0)).seconds
     0.5

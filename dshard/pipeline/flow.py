@@ -1,4 +1,4 @@
-"""Which values cross between which stages: a dataflow by names."""
+"""The values sent between stages: a dataflow by names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Ports = tuple[Sequence[str], Sequence[str]]
 
 
 def edges_of(stages: Sequence[Ports], batch: Collection[str]) -> tuple[Edge, ...]:
-    """The activations that cross: each name that a stage takes comes from the last earlier stage that gives it.
+    """The activations sent: each name that a stage takes comes from the last earlier stage that gives it.
 
     Names that no earlier stage gives come from the `batch`, which every rank has: nothing is sent for them.
 
@@ -51,7 +51,7 @@ _VERBS = ("takes", "gives")
 
 
 def names_of(names: Collection[str], what: str) -> tuple[str, ...]:
-    """Names of values; one alone is no sequence of them.
+    """Check names of values and return them as a tuple; a single string is refused.
 
     Raises:
         ScheduleError: text, or something else than text within.
@@ -63,7 +63,7 @@ def names_of(names: Collection[str], what: str) -> tuple[str, ...]:
 
 
 def chain(n_stages: int) -> tuple[Edge, ...]:
-    """One value that goes from each stage to the next.
+    """The edges of one value that each stage sends to the next.
 
     >>> chain(3)
     (Edge(value='x', src=0, dst=1), Edge(value='x', src=1, dst=2))

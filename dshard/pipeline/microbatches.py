@@ -1,4 +1,4 @@
-"""A batch, cut into microbatches."""
+"""Cut a batch into microbatches."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """Some samples of each value of the batch, and what their loss counts for in that of the batch."""
+    """Some samples of each value of the batch, and the weight of their loss in that of the batch."""
 
     values: Mapping[str, Tensor]
     weight: float
 
     @property
     def shapes(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-        """Of microbatches for which this is equal, what crosses between stages is of one shape."""
+        """Cache key of the shapes sent between stages: equal for microbatches of equal shapes."""
         return tuple((name, tuple(x.shape), str(x.dtype)) for name, x in sorted(self.values.items()))
 
 

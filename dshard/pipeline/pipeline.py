@@ -100,12 +100,12 @@ class Pipeline:
         return self.stages[self.number].module
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of this rank's stage that are trained: what its optimiser gets."""
+        """The parameters of this rank's stage that require a gradient: pass them to its optimiser."""
         return self.stages[self.number].parameters()
 
     @property
     def timeout(self) -> float:
-        """How many seconds a rank waits for another; may be set."""
+        """Seconds that a rank waits for another; may be set."""
         return self._runner.channels.timeout
 
     @timeout.setter
@@ -115,11 +115,11 @@ class Pipeline:
 
     @property
     def seconds(self) -> list[tuple[Compute, float]]:
-        """What this rank computed in the last step, in order, and how long each took; waiting is left out."""
+        """The computations of this rank in the last step, in order, with the seconds of each, without waiting."""
         return self._runner.seconds
 
     def step(self, batch: Tensor | Mapping[str, Tensor], target: Tensor | None = None) -> Tensor:
-        """The loss of the batch, on every rank, its gradients accumulated in the parameters.
+        """Run a step: return the loss of the batch on every rank, and accumulate gradients in the parameters.
 
         Every rank passes the whole batch: a tensor where it has one name, else a tensor for each name. It is cut into
         microbatches along dim 0, the last of which may be smaller.
@@ -140,7 +140,7 @@ class Pipeline:
         return self._runner.shared(loss, self._group)
 
     def _join(self, ranks: tuple[int, ...]) -> Any:
-        """Make the groups that edges need, in the same order on all ranks, and the one of all ranks."""
+        """Make the process groups that edges need, in the same order on all ranks, and the group of all ranks."""
         runtime = runtime_of(self.stages[self.number].layout_mesh)
         assert runtime is not None
         pairs = [
@@ -178,7 +178,7 @@ def _check_tied(stages: Sequence[Stage]) -> None:
 
 
 def _number(stages: Sequence[Stage]) -> int:
-    """The stage of this rank."""
+    """The number of this rank's stage."""
     owner: dict[int, int] = {}
     here = None
     for number, stage in enumerate(stages):

@@ -1,4 +1,4 @@
-"""A schedule with what must cross: the actions of every stage, in order, as one value."""
+"""Programs: a schedule with its sends and receives, the actions of every stage in order, as one value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ahead of the next."""
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What each of `n_stages` stages does for `n_microbatches` microbatches whose `edges` cross.
+    """The actions of `n_stages` stages for `n_microbatches` microbatches, sent along `edges`.
 
     `delay` splits each backward, as `computes` says. With `overlap` a stage goes on while what it sends crosses, else
     it waits until that has arrived. What a stage receives it expects `ahead` microbatches early, or more: see `early`.
@@ -69,23 +69,23 @@ class Program:
                 raise ScheduleError(f"{edge} must go from a stage to a later one of {self.n_stages}")
 
     def lead(self, stage: int) -> int:
-        """How many forwards a stage runs before its first backward, and has in flight at most."""
+        """The forwards that a stage runs before its first backward: the most that it has in flight."""
         return lead_of(self.schedule, stage, self.n_stages, self.n_microbatches)
 
     def window(self, edge: Edge) -> int:
-        """How many microbatches of `edge` can be on their way at once: those in flight at the earlier of its stages."""
+        """The most microbatches of `edge` in flight at once: those at the earlier of its stages."""
         return self.lead(min(edge.src, edge.dst))
 
     def early(self, edge: Edge) -> int:
-        """How many microbatches early a stage gives the memory for what comes along `edge`.
+        """The number of microbatches by which a stage posts the receive of a value along `edge` early.
 
-        Without overlap all that can be on their way: else a stage that waits until its message has arrived may wait for
+        Without overlap all that can be in flight: else a stage that waits until its message has arrived may wait for
         one that gives the memory only after it was heard itself.
         """
         return self.ahead if self.overlap else max(self.ahead, self.window(edge))
 
     def actions(self, stage: int) -> tuple[Action, ...]:
-        """Everything that a stage does, in order.
+        """All actions of a stage, in order.
 
         Raises:
             ScheduleError: no such stage.
@@ -105,7 +105,7 @@ class Program:
                 return ()
 
     def gives(self, compute: Compute, stage: int) -> tuple[Edge, ...]:
-        """The edges that cross once a stage has done `compute`."""
+        """The edges along which a stage sends after `compute`."""
         match compute:
             case Forward():
                 return tuple(edge for edge in self.edges if edge.src == stage)

@@ -1,4 +1,4 @@
-"""A pipeline on real ranks: each runs the actions of its stage."""
+"""Run a pipeline on real ranks: each runs the actions of its stage."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from dshard.tensor import DTensor, distribute_tensor
 
 @dataclass(slots=True)
 class Running:
-    """What a stage holds of one microbatch between its forward and the end of its backward."""
+    """The tensors that a stage holds for one microbatch between its forward and the end of its backward."""
 
     inputs: dict[str, Tensor]
     outputs: tuple[Tensor, ...]
@@ -45,7 +45,7 @@ class Running:
 
 
 class Runner:
-    """The stage of this rank: runs the actions of a program, one after the other."""
+    """Runs the actions of a program for the stage of this rank, one after the other."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Runner:
         self.failed: str | None = None
 
     def run(self, program: Program, microbatches: Sequence[Microbatch], shapes: Sequence[Hashable]) -> Tensor | None:
-        """Run one step; the sum of the weighted losses, on the last stage.
+        """Run one step, and return the sum of the weighted losses on the last stage.
 
         Raises:
             PipelineError: an earlier step has failed.
@@ -100,7 +100,7 @@ class Runner:
             return None if self._total is None else self._total.full_tensor()
 
     def shared(self, loss: Tensor | None, group: Any) -> Tensor:
-        """The loss that the last stage has, on all ranks of the `group`."""
+        """Broadcast the loss of the last stage to all ranks of the `group`."""
         with self._named("the loss"):
             mesh = self._stages[-1].layout_mesh
             return share(loss, mesh.ranks[0], group, device_of(self.stage.layout_mesh))
@@ -141,7 +141,7 @@ class Runner:
         self.seconds.append((action, perf_counter() - begin))
 
     def _take(self, name: str, k: int) -> Tensor:
-        """An input of the stage: what came for it, a leaf whose gradient goes back; or its part of the batch."""
+        """An input of the stage: a received value, as a leaf of autograd, or a value of the batch."""
         edge = self._edges.get(name)
         if edge is None:
             value = self._microbatches[k].values[name]
@@ -180,7 +180,7 @@ class Runner:
             return self.channels.arrive((edge, k))
 
     def _with_gradients(self, k: int) -> list[tuple[Tensor, Tensor | None]]:
-        """What the stage gave, with the sum of the gradients that came back; that of a loss is one."""
+        """The outputs of the stage, each with the sum of its received gradients; that of a loss is one."""
         outputs = self._running[k].outputs
         if self._last:
             return [(outputs[0], None)]
@@ -207,7 +207,7 @@ class Runner:
             channels.settle(item)
 
     def _gradient(self, edge: Edge, x: Any, item: tuple[Edge, int]) -> DTensor:
-        """The gradient of an input, of zeros where the stage made no use of it, laid out to go back."""
+        """The gradient of an input, in the layout in which it is sent back; zeros if the input was not used."""
         header = self.channels.header(item)
         assert header is not None
         if not header.differentiable:
@@ -217,7 +217,7 @@ class Runner:
         return grad.redistribute(placements=layout.placements)  # type: ignore[no-any-return]
 
     def _let_go(self, k: int) -> None:
-        """After a backward all that is needed are the gradients that go back, and those that weights still wait for."""
+        """Free activations after a backward; gradients to send and those for a split weight backward stay."""
         running = self._running[k]
         running.outputs = ()
         running.inputs = {name: x for name, x in running.inputs.items() if name in self._edges}
@@ -227,7 +227,7 @@ class Runner:
 
     @contextmanager
     def _named(self, action: object) -> Iterator[None]:
-        """Say of a failure where it was, and of one of the backend who else has failed; and break off the step."""
+        """Add the action to an error raised in it, and other failed ranks to one of the backend; abort the step."""
         try:
             yield
         except BaseException as error:
@@ -245,7 +245,7 @@ class Runner:
             raise PipelineError(_failure(here, action, self._stages, self.number, error, told)) from error
 
     def _break_off(self) -> None:
-        """No rank that waits for this one is to wait for long, nor to get in another step what was sent in this."""
+        """Abort the step: peers that wait for this rank fail soon, and get nothing of this step in a later one."""
         runtime = runtime_of(self.stage.layout_mesh)
         assert runtime is not None
         for ranks in self.groups:

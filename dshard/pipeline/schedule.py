@@ -58,7 +58,7 @@ SCHEDULES: MappingProxyType[str, Lead] = MappingProxyType(
 
 
 def lead_of(schedule: str, stage: int, n_stages: int, n_microbatches: int) -> int:
-    """How many forwards a stage runs before its first backward.
+    """The lead of a stage: the number of forwards before its first backward.
 
     Raises:
         ScheduleError: no such schedule, or no such stage.
@@ -72,7 +72,7 @@ def lead_of(schedule: str, stage: int, n_stages: int, n_microbatches: int) -> in
 
 
 def computes(lead: int, n_microbatches: int, delay: int | None = None) -> Iterator[Compute]:
-    """What a stage computes: `lead` forwards, then one backward and one forward in turn, then what is left.
+    """The computes of a stage: `lead` forwards, one backward and one forward alternately, then the remaining backwards.
 
     With a `delay` each backward is split: the gradients of the inputs first, and those of the weights after the
     `delay` next ones (backward weight delaying, arXiv 2211.05322, section 4).

@@ -1,4 +1,4 @@
-"""The simulator: actions of stages and their costs -> when everything happens, or who waits for whom forever.
+"""Simulate a pipeline: from actions and costs of stages to a timeline, or to the stages that deadlock.
 
 A stage does its actions in order. What it sends crosses once the receiver has given memory for it and what was sent
 before between the same two stages has arrived: each ordered pair of stages has a link of its own, and links do not
@@ -31,7 +31,7 @@ from dshard.validate import as_tuple, check_type
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:
-    """When everything of a program happens.
+    """The timeline of a program.
 
     >>> from dshard.pipeline import StageCost, chain, uniform
     >>> costs = uniform(4, chain(4), StageCost(), seconds=0.5)
@@ -50,7 +50,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
 
 
 def play(actions: Sequence[Sequence[Action]], costs: Costs, *, overlap: bool = True) -> Timeline:
-    """When everything happens where each stage does these actions, in order.
+    """The timeline of stages that each run these actions, in order.
 
     Raises:
         ScheduleError: stages that wait for each other forever; names what each waits for. What is no action.
@@ -75,7 +75,7 @@ Item = tuple[Edge, int]
 
 @dataclass(slots=True)
 class _State:
-    """How far each stage is, and when."""
+    """The state of a simulation: the position and time of each stage."""
 
     costs: Costs
     overlap: bool
@@ -96,7 +96,7 @@ class _State:
         self.at, self.now, self.spans = [0] * n, [0.0] * n, [[] for _ in range(n)]
 
     def advance(self, stage: int) -> bool:
-        """Do what the stage can do now; whether it did anything."""
+        """Run the actions that the stage can run now, and return whether there were any."""
         before = self.at[stage]
         while self.at[stage] < len(self.actions[stage]) and self._do(stage, self.actions[stage][self.at[stage]]):
             self.at[stage] += 1
@@ -130,7 +130,7 @@ class _State:
         return True
 
     def _cross(self, edge: Edge) -> None:
-        """Let cross what was sent between these stages, in order, as far as memory was given for it."""
+        """Transfer the values sent between two stages, in order, for which memory is posted."""
         pair = edge.src, edge.dst
         queue = self.sent.get(pair, [])
         while queue and queue[0][0] in self.posted:
@@ -152,7 +152,7 @@ class _State:
         return True
 
     def waiting(self) -> str:
-        """What each stage that is not done waits for."""
+        """Text that says what each unfinished stage waits for."""
         return "; ".join(
             f"stage {stage} at {todo[self.at[stage]]}"
             for stage, todo in enumerate(self.actions)

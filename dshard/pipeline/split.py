@@ -1,4 +1,4 @@
-"""A module cut into parts: traced and split by torch.distributed.pipelining."""
+"""Split a module into stages' modules, traced by torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dshard.validate import as_tuple, check_type, shown
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A part of a module, and the names of what it takes and gives: what a `Stage` needs beside a mesh."""
+    """A part of a module, and the names of the values that it takes and gives: a `Stage` without its mesh."""
 
     module: nn.Module
     takes: tuple[str, ...]
@@ -65,7 +65,7 @@ def split(module: nn.Module, example: Sequence[Tensor], at: Sequence[str]) -> tu
 
 
 def _given(graph_module: Any, call: fx.Node) -> tuple[str, ...]:
-    """Names of what a part returns."""
+    """Names of the values that a part returns."""
     nodes = graph_module.get_submodule(call.target).graph.nodes
     returned = next(node for node in nodes if node.op == "output").args[0]
     if isinstance(returned, fx.Node):

@@ -1,4 +1,4 @@
-"""A stage: a module on a mesh of its own, and the names of what it takes and gives."""
+"""Stages: a module on a mesh of its own, and the names of the values that it takes and gives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dshard.validate import check_callable, check_one_of, check_type
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A part of a model, on some of the ranks.
+    """A part of a model, on a mesh of some of the ranks.
 
     `module` is called with the values that it `takes`, as DTensors on `mesh`, and returns those that it `gives`: one
     tensor, or as many as there are names, in their order. Its parameters are DTensors on `mesh`, laid out in any way.
@@ -59,27 +59,27 @@ class Stage:
                 raise LayoutError(f"placements of {name!r}: what crosses is whole; use Shard or Replicate")
 
     def _placements(self, given: Sequence[Placement]) -> tuple[Placement, ...]:
-        """The placements, one for each axis of the mesh, which has no processes here, perhaps."""
+        """Check placements, one for each axis of the mesh, which may have no processes."""
         mesh = self.mesh if isinstance(self.mesh, Mesh) else Mesh(tuple(self.mesh.shape))
-        found = placements_on(mesh, given)
-        Layout(mesh, tuple(Replicate() if isinstance(p, Shard) else p for p in found))
-        return found
+        checked = placements_on(mesh, given)
+        Layout(mesh, tuple(Replicate() if isinstance(p, Shard) else p for p in checked))
+        return checked
 
     @property
     def layout_mesh(self) -> Mesh:
-        """The mesh as a value."""
+        """The stage's mesh as a pure value."""
         return as_mesh(self.mesh)
 
     def landing(self, name: str, ndim: int) -> Layout:
-        """How a value of `ndim` dims that the stage takes lies on its mesh."""
+        """The layout, on the stage's mesh, of a value of `ndim` dims that the stage takes."""
         if name in self.placements:
             return layout_of(self.layout_mesh, self.placements[name], ndim)
         return replicated(self.layout_mesh)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that are trained."""
-        found = self.module.parameters() if isinstance(self.module, nn.Module) else ()
-        return [parameter for parameter in found if parameter.requires_grad]
+        """The stage's parameters that require a gradient."""
+        candidates = self.module.parameters() if isinstance(self.module, nn.Module) else ()
+        return [parameter for parameter in candidates if parameter.requires_grad]
 
     def check(self, number: int) -> None:
         """Refuse a module that cannot run on the mesh: for the ranks of the mesh alone.
@@ -105,7 +105,7 @@ class Stage:
                 )
 
     def outputs(self, returned: Any, number: int) -> tuple[DTensor, ...]:
-        """What the module returned, one DTensor for each name that the stage gives.
+        """Check the values that the module returned: one DTensor for each name that the stage gives.
 
         Raises:
             ScheduleError: another number of values, or a value that is no DTensor on the mesh.

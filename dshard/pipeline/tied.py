@@ -1,4 +1,4 @@
-"""Parameters of which several stages hold a copy, trained as one: each copy gets the sum of their gradients."""
+"""Tied parameters: several stages hold a copy, trained as one with the sum of the copies' gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Names: TypeAlias = tuple[tuple[int, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One of them, as it lies on the mesh of its stage."""
+    """One copy of a tied parameter, with its layout on the mesh of its stage."""
 
     stage: int
     name: str
@@ -51,13 +51,13 @@ class Tied:
             self._parameter.copy_(came)
 
     def set_aside(self) -> None:
-        """Before a step: what earlier ones have accumulated is a sum already."""
+        """Set accumulated gradients aside before a step: those are sums over the copies already."""
         if self._parameter is not None:
             self._before, self._parameter.grad = self._parameter.grad, None
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """After a step: the gradients of all copies are added up where the first lies, and the sum goes to each."""
+        """Sum the gradients of all copies on the first copy's mesh after a step, and send the sum to each."""
         first, *others = self.copies
         mine = self._parameter
         grad = None if mine is None else torch.zeros_like(mine) if mine.grad is None else mine.grad
@@ -72,13 +72,13 @@ class Tied:
         self._before = None
 
     def _spread(self, value: Any) -> Any:
-        """The value of the first copy as the copy of this rank lies; None where this rank has the first, or none."""
+        """The first copy's value in the layout of this rank's copy; None if this rank has the first copy, or none."""
         first, *others = self.copies
         came = [self._move(value, first, copy) for copy in others]
         return next((x for copy, x in zip(others, came, strict=True) if copy.stage == self._number), None)
 
     def _move(self, value: Any, src: Copy, dst: Copy) -> Any:
-        """The value of one copy, laid out as another; None on ranks that have to do with neither."""
+        """Reshard the value of copy `src` to the layout of `dst`; None on ranks of neither."""
         if self._number not in (src.stage, dst.stage):
             return None
         if self._number != src.stage:
@@ -90,7 +90,7 @@ class Tied:
 def tied_of(
     groups: Sequence[Sequence[str]], stages: Sequence[Stage], number: int, process_group: Any
 ) -> tuple[Tied, ...]:
-    """What `groups` of names such as "0.words.weight" mean, the copies made equal; called by all ranks together.
+    """The tied parameters that `groups` name, as "0.words.weight", made equal; called by all ranks together.
 
     Raises:
         ScheduleError: a name that is no parameter of a stage, copies in one stage, or of several shapes or dtypes.
@@ -132,7 +132,7 @@ def _parameter(stage: Stage, name: str) -> Any:
 
 
 def _described(stage: Stage, number: int, name: str) -> Copy | str:
-    """The copy, or what is wrong with it: all ranks have to know before any of them raises."""
+    """The copy, or a text that says what is wrong: all ranks must know before any of them raises."""
     named = dict(stage.module.named_parameters()) if isinstance(stage.module, nn.Module) else {}
     if name not in named:
         return f"tied='{number}.{name}': stage {number} has no parameter {name}; it has {', '.join(named) or 'none'}"

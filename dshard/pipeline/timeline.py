@@ -1,4 +1,4 @@
-"""What happened, or would: when each stage computed and each value crossed; and what can be read from that."""
+"""Timelines of a pipeline step, simulated or measured: when each stage computed and each value was sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dshard.validate import as_int
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stage computes, from `begin` to `end` in seconds since the step began."""
+    """One computation of a stage, from `begin` to `end` in seconds since the step began."""
 
     stage: int
     compute: Compute
@@ -24,7 +24,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value crosses; the memory for it was given at `posted`."""
+    """One value sent between stages; the receiver gave memory for it at `posted`."""
 
     edge: Edge
     microbatch: int
@@ -35,7 +35,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A step of a pipeline, stage by stage: what was computed, in order, what crossed, and the costs behind it."""
+    """A step of a pipeline, stage by stage: computations in order, values sent, and the costs behind them."""
 
     spans: tuple[tuple[Span, ...], ...]
     crossings: tuple[Crossing, ...]
@@ -90,7 +90,7 @@ class Timeline:
         return all(self.peak_bytes(stage) <= budget for stage in range(len(self.spans)))
 
     def data(self) -> dict[str, Any]:
-        """The figures and spans for machines; seconds and bytes."""
+        """Figures and spans as JSON values, in seconds and bytes."""
         stages = range(len(self.spans))
         return {
             "makespan": self.makespan,
@@ -117,7 +117,7 @@ class Timeline:
 
 
 def _changes(span: Span, activation: int, kept: int) -> list[tuple[float, int]]:
-    """Moments within a stage, and by how much the activations that it holds then change."""
+    """Times within a span, and the change of the stage's activation bytes at each."""
     match span.compute:
         case Forward():
             return [(span.begin, activation)]
@@ -130,7 +130,7 @@ def _changes(span: Span, activation: int, kept: int) -> list[tuple[float, int]]:
 
 
 def _consumed(crossing: Crossing, begins: dict[tuple[type, int], float]) -> float:
-    """When the stage begins to compute with what has crossed: from then on it counts as an activation."""
+    """Time at which the stage begins to compute with a received value: from then on it counts as an activation."""
     kinds = (Backward, BackwardInput) if crossing.edge.backward else (Forward,)
     return next(begins[kind, crossing.microbatch] for kind in kinds if (kind, crossing.microbatch) in begins)
 

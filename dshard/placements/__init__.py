@@ -1,4 +1,4 @@
-"""Placements: how a tensor lies on each axis of a mesh."""
+"""Placements: how a tensor is laid out on each axis of a mesh."""
 
 from dshard.placements.chunk import chunk
 from dshard.placements.notation import format_placements, parse_placement, parse_placements

@@ -1,4 +1,4 @@
-"""The only splitting arithmetic in the library."""
+"""The one function that divides a size into chunks: all sharding in the library uses it."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ def parse_placement(text: str) -> Placement:
     text = text.strip()
     if text == "R":
         return Replicate()
-    if found := _SHARD.fullmatch(text):
-        return Shard(int(found[1]))
-    found = _PARTIAL.fullmatch(text)
-    if found and (found[1] or "sum") in REDUCE_OPS:
-        return Partial(found[1] or "sum")  # type: ignore[arg-type]  # membership was just checked
+    if match := _SHARD.fullmatch(text):
+        return Shard(int(match[1]))
+    match = _PARTIAL.fullmatch(text)
+    if match and (match[1] or "sum") in REDUCE_OPS:
+        return Partial(match[1] or "sum")  # type: ignore[arg-type]  # membership was just checked
     raise NotationError(f"{text!r} is no placement: write {_LEGAL}")
 
 

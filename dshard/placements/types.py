@@ -1,4 +1,4 @@
-"""How a tensor lies on one mesh axis: a closed union of frozen values."""
+"""The placement of a tensor on one mesh axis: a closed union of frozen values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Each rank holds one term; the tensor is their reduction, still pending.
+    """Each rank holds one term of a reduction; the tensor is the reduced value.
 
     >>> str(Partial())
     'P(sum)'
@@ -77,9 +77,9 @@ Placement: TypeAlias = Shard | Replicate | Partial
 
 
 def cotangent(placement: Placement) -> Placement:
-    """Where the gradient of a tensor placed this way belongs.
+    """The placement of the gradient of a tensor placed as `placement`.
 
-    Every term of a pending reduction is given the whole gradient, so a Partial becomes a Replicate.
+    Every term of a partial sum gets the same gradient, so a Partial becomes a Replicate.
 
     >>> cotangent(Shard(1)), cotangent(Partial())
     (Shard(dim=1), Replicate())

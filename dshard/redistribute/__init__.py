@@ -1,4 +1,4 @@
-"""From one layout to another: steps as values, their price, and the cheapest sequence of them."""
+"""Redistribution from one layout to another: steps as values, their price, and the cheapest sequence of them."""
 
 from dshard.redistribute.panel import Panel, Ranges, cuts, owned, slices, turns
 from dshard.redistribute.plan import Plan, plan, plan_alike, plan_of_fewest_bytes

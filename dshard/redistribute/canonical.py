@@ -1,4 +1,4 @@
-"""Redistributions that differ only in what their mesh axes are called: planned once, then renamed."""
+"""Redistributions that differ only in the names of their mesh axes: planned once, then renamed."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ def links_of(mesh: Mesh, topology: Topology) -> dict[frozenset[int], tuple[Link,
 
 @cached("mesh roles", 256)
 def roles(mesh: Mesh, topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """Mesh axes that may trade places: of one size, and with the same links, together with any others.
+    """Groups of mesh axes that may trade places: of one size, and with the same links, together with any others.
 
     >>> roles(Mesh((2, 2, 2), ("x", "y", "z")), Topology.preset("dgx-h100", nodes=2, ranks=4))
     ((0,), (1, 2))
     """
-    links, found = links_of(mesh, topology), list[list[int]]()
+    links, groups = links_of(mesh, topology), list[list[int]]()
     for axis, n in enumerate(mesh.shape):
-        for role in found:
-            if mesh.shape[role[0]] == n and (n == 1 or _trade(role[0], axis, links)):
-                role.append(axis)
+        for group in groups:
+            if mesh.shape[group[0]] == n and (n == 1 or _trade(group[0], axis, links)):
+                group.append(axis)
                 break
         else:
-            found.append([axis])
-    return tuple(map(tuple, found))
+            groups.append([axis])
+    return tuple(map(tuple, groups))
 
 
 def _trade(a: int, b: int, links: dict[frozenset[int], tuple[Link, ...]]) -> bool:
@@ -73,9 +73,9 @@ def _trade(a: int, b: int, links: dict[frozenset[int], tuple[Link, ...]]) -> boo
 
 
 def axis_relabelling(src: Layout, dst: Layout, topology: Topology) -> AxisRelabelling | None:
-    """How to rename the mesh axes to get the redistribution that stands for all that are alike; None if this one does.
+    """The renaming of mesh axes that leads to the canonical redistribution; None if this one is canonical.
 
-    Axes of one role are sorted by what becomes of them, which includes their places in the orders of the tensor dims.
+    Axes of one role are sorted by their placements before and after, and by their places in the orders of tensor dims.
     """
     names = list(range(src.mesh.ndim))
     for role in roles(src.mesh, topology):
@@ -87,7 +87,7 @@ def axis_relabelling(src: Layout, dst: Layout, topology: Topology) -> AxisRelabe
 
 
 def _part(layout: Layout, axis: int) -> tuple[int, int, str]:
-    """A key that tells apart what the axes of a layout do."""
+    """Key of one mesh axis in a layout: equal for axes that do the same in it."""
     match layout.placements[axis]:
         case Replicate():
             return -1, 0, ""
@@ -109,7 +109,7 @@ def relabelled(layout: Layout, names: AxisRelabelling) -> Layout:
 
 
 def back(names: AxisRelabelling) -> AxisRelabelling:
-    """What undoes a renaming."""
+    """The inverse of a renaming of mesh axes."""
     return tuple(names.index(axis) for axis in range(len(names)))
 
 

@@ -1,4 +1,4 @@
-"""Panels: parts of one tensor dim that move one after the other.
+"""Panels: sets of indices of one tensor dim that are redistributed one after the other.
 
 A panel is a set of indices of a dim, the same set for every tensor that has the dim, however it is sharded. A rank
 holds of a panel what lies in its own part. As that part is a range, and the panel is kept in ascending order, each
@@ -22,7 +22,7 @@ Ranges = tuple[range, ...]
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The indices of tensor dim `dim` in `ranges`, which ascend and do not overlap.
+    """A set of indices of tensor dim `dim`: its `ranges` ascend and do not overlap.
 
     >>> panel = Panel(0, (range(0, 2), range(4, 6)))
     >>> panel.count(5), panel.within(range(1, 5))
@@ -33,16 +33,16 @@ class Panel:
     ranges: Ranges
 
     def count(self, end: int) -> int:
-        """How many of the indices are below `end`."""
+        """The number of the panel's indices below `end`."""
         return sum(max(0, min(part.stop, end) - part.start) for part in self.ranges)
 
     def within(self, held: range) -> Ranges:
-        """The indices in `held`, counted from where it begins."""
+        """The panel's indices in the range `held`, counted from its start."""
         both = (range(max(part.start, held.start), min(part.stop, held.stop)) for part in self.ranges)
         return tuple(range(part.start - held.start, part.stop - held.start) for part in both if part)
 
     def shape(self, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> Shape:
-        """The shape of what the rank at `coordinate` holds of this panel of a tensor of global `shape`."""
+        """The local shape, on the rank at `coordinate`, of this panel of a tensor of global `shape`."""
         held = layout.region(shape, coordinate)
         return tuple(len(part) if dim != self.dim else self._length(part) for dim, part in enumerate(held))
 
@@ -50,7 +50,7 @@ class Panel:
         return self.count(held.stop) - self.count(held.start)
 
     def messages(self, step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> Messages | None:
-        """What the rank at `coordinate` sends and receives in `step` of this panel alone."""
+        """The regions of this panel that the rank at `coordinate` sends and receives in `step`."""
         moved = messages(step, layout, shape, coordinate)
         if moved is None:
             return None
@@ -60,7 +60,7 @@ class Panel:
         return Messages(send, tuple(self.region(region, there) for region in moved.recv))
 
     def region(self, region: Region, origin: int) -> Region:
-        """What of this panel lies in `region` of a local tensor that begins at `origin`, counted within the panel."""
+        """This panel's part of `region` of a local tensor that begins at `origin`, counted within the panel."""
         part, start = region[self.dim], self.count(origin)
         if not part:
             return region
@@ -69,7 +69,7 @@ class Panel:
 
 
 def cuts(size: int, tensors: Iterable[tuple[Layout, int]]) -> tuple[int, ...]:
-    """Where some rank's part of a dim of this size begins or ends, in tensors of these layouts with this dim.
+    """The indices at which the local range of some rank begins or ends, for a dim of `size` in these tensors.
 
     >>> from dshard.mesh import Mesh
     >>> from dshard.placements import Shard
@@ -77,16 +77,16 @@ def cuts(size: int, tensors: Iterable[tuple[Layout, int]]) -> tuple[int, ...]:
     >>> cuts(12, [(Layout(mesh, (Shard(0), Shard(1))), 0), (Layout(mesh, (Shard(0), Shard(1))), 1)])
     (0, 4, 6, 8, 12)
     """
-    found = {0, size}
+    points = {0, size}
     for layout, dim in tensors:
         for at in _coordinates(layout, dim):
             held = layout.dim_range(dim, size, at)
-            found |= {held.start, held.stop}
-    return tuple(sorted(found))
+            points |= {held.start, held.stop}
+    return tuple(sorted(points))
 
 
 def slices(points: Sequence[int], n: int) -> tuple[Ranges, ...]:
-    """`n` panels, each with a part of every segment between these points: all ranks send a part of each panel.
+    """Split every segment between `points` over `n` panels: all ranks send in each panel.
 
     MeshSlice (ISCA 2025) slices like this, where all parts are equal.
 
@@ -97,7 +97,7 @@ def slices(points: Sequence[int], n: int) -> tuple[Ranges, ...]:
 
 
 def turns(points: Sequence[int], bounds: Sequence[int], n: int) -> tuple[Ranges, ...]:
-    """`n` panels of every segment between `points`, in turn: the one who holds a segment sends all of each of them.
+    """Split every segment between `points` into `n` panels, one after another: one rank sends all of a panel.
 
     The segments within one range between two of `bounds`, where the work is split, follow each other; those of
     different ranges are taken at the same time. This is the order of SUMMA (van de Geijn and Watts, 1997).
@@ -114,7 +114,7 @@ def turns(points: Sequence[int], bounds: Sequence[int], n: int) -> tuple[Ranges,
 
 
 def owned(layout: Layout, dim: int, size: int, axis: int, n: int) -> tuple[Ranges, ...]:
-    """`n` panels of what the ranks at index 0 of mesh axis `axis` hold, then of those at index 1, and so on."""
+    """Split what the ranks at index 0 of mesh axis `axis` hold into `n` panels, then that of index 1, and so on."""
     held: list[dict[range, None]] = [{} for _ in range(layout.mesh.shape[axis])]
     for at in _coordinates(layout, dim):
         held[at[axis]][layout.dim_range(dim, size, at)] = None
@@ -122,7 +122,7 @@ def owned(layout: Layout, dim: int, size: int, axis: int, n: int) -> tuple[Range
 
 
 def _coordinates(layout: Layout, dim: int) -> Iterable[Coordinate]:
-    """The places that differ in what they hold of `dim`."""
+    """One coordinate for each local range of `dim`."""
     axes = layout.axes_of(dim)
     return product(*(range(n) if axis in axes else (0,) for axis, n in enumerate(layout.mesh.shape)))
 
@@ -137,11 +137,11 @@ def _part(segment: range, n: int, i: int) -> range:
 
 
 def _merged(parts: Iterable[range]) -> Ranges:
-    """The same indices in as few ranges as possible, ascending."""
-    found: list[range] = []
+    """Merge adjacent ranges: as few as possible, ascending."""
+    merged: list[range] = []
     for part in sorted((part for part in parts if part), key=lambda part: part.start):
-        if found and found[-1].stop == part.start:
-            found[-1] = range(found[-1].start, part.stop)
+        if merged and merged[-1].stop == part.start:
+            merged[-1] = range(merged[-1].start, part.stop)
         else:
-            found.append(part)
-    return tuple(found)
+            merged.append(part)
+    return tuple(merged)

@@ -44,7 +44,7 @@ MAX_STATES = 4000
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a tensor of global `shape` gets from layout `src` to `dst`: the same value is priced, printed and run."""
+    """The steps that redistribute a tensor of global `shape` from `src` to `dst`: a value, priced, printed and run."""
 
     src: Layout
     dst: Layout
@@ -54,31 +54,31 @@ class Plan:
 
     def layouts(self) -> tuple[Layout, ...]:
         """The layout before each step."""
-        found = [self.src]
+        before = [self.src]
         for step in self.steps[:-1]:
-            found.append(after(step, found[-1]))
-        return tuple(found[: len(self.steps)])
+            before.append(after(step, before[-1]))
+        return tuple(before[: len(self.steps)])
 
     def received(self, coordinate: tuple[int, ...]) -> int:
-        """The elements that the rank at `coordinate` receives."""
+        """Elements that the rank at `coordinate` receives in all steps."""
         return sum(
             received(step, layout, self.shape, coordinate)
             for step, layout in zip(self.steps, self.layouts(), strict=True)
         )
 
     def messages_received(self, coordinate: tuple[int, ...]) -> int:
-        """The messages that the rank at `coordinate` receives, empty ones apart."""
+        """Messages that the rank at `coordinate` receives in all steps; empty ones do not count."""
         return sum(
             messages_received(step, layout, self.shape, coordinate)
             for step, layout in zip(self.steps, self.layouts(), strict=True)
         )
 
     def busiest(self) -> int:
-        """The elements that the busiest rank receives, step by step."""
+        """Elements received by the busiest rank of each step, summed over the steps."""
         return sum(busiest(step, layout, self.shape) for step, layout in zip(self.steps, self.layouts(), strict=True))
 
     def messages(self) -> int:
-        """The most messages that one rank receives, one after the other: those that are priced."""
+        """The most messages that one rank receives one after the other; each is priced with the latency."""
         return sum(rounds(step, layout, self.shape) for step, layout in zip(self.steps, self.layouts(), strict=True))
 
     def __str__(self) -> str:
@@ -106,33 +106,33 @@ def plan(
 
 
 def plan_of_fewest_bytes(moved: Plan, itemsize: int, topology: Topology) -> Plan:
-    """The plan that `BYTES` chooses between the same layouts, with its seconds on `topology`.
+    """The plan of fewest bytes between the layouts of `moved`, with its seconds on `topology`.
 
-    It is what latency and local copies are weighed against: `moved` takes no longer there, but may move more bytes.
+    Latency and local copies are weighed against it: `moved` takes no longer on `topology`, but may send more bytes.
     """
-    found = plan(moved.src, moved.dst, moved.shape, itemsize, BYTES)
-    pairs = zip(found.steps, found.layouts(), strict=True)
+    fewest = plan(moved.src, moved.dst, moved.shape, itemsize, BYTES)
+    pairs = zip(fewest.steps, fewest.layouts(), strict=True)
     return replace(
-        found, seconds=sum(step_seconds(step, layout, moved.shape, itemsize, topology) for step, layout in pairs)
+        fewest, seconds=sum(step_seconds(step, layout, moved.shape, itemsize, topology) for step, layout in pairs)
     )
 
 
 def plan_alike(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology) -> Plan:
-    """The plan of a redistribution that is like this one but for the names of its mesh axes: as many steps and seconds.
+    """The canonical plan, alike up to the names of mesh axes: as many steps and seconds as `plan`, found faster.
 
-    It is found faster than `plan`, where thousands are priced and few are run.
+    For searches, where thousands of plans are priced and few are run.
     """
     return _plan(*canonical_layouts(src, dst, topology), shape, itemsize, topology, True)
 
 
 def canonical_layouts(src: Layout, dst: Layout, topology: Topology) -> tuple[Layout, Layout]:
-    """The redistribution that stands for all that are like this one but for the names of its mesh axes."""
+    """Source and destination with mesh axes renamed: one pair for all redistributions alike but for those names."""
     names = axis_relabelling(src, dst, topology)
     return (src, dst) if names is None else (relabelled(src, names), relabelled(dst, names))
 
 
 class PricedPlan(NamedTuple):
-    """What a plan takes, and in how many steps."""
+    """Seconds and number of steps of a plan."""
 
     seconds: float
     steps: int
@@ -141,7 +141,7 @@ class PricedPlan(NamedTuple):
 def plan_within(
     src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, most: float
 ) -> PricedPlan | None:
-    """What the plan takes, or None if that is more than `most` seconds, which is found sooner."""
+    """Seconds and steps of the cheapest plan; None, found sooner, if it takes more than `most` seconds."""
     if src == dst:
         return PricedPlan(0.0, 0)
     room = max(src.local_numel(shape), dst.local_numel(shape))
@@ -174,7 +174,7 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
 
 
 def _search(src: Layout, dst: Layout, space: Space, room: float = inf, most: float = inf) -> Trail | None:
-    """Best-first search over layouts for a way of at most so many seconds, with a bound on what is still needed.
+    """Search best-first over layouts for steps of at most `most` seconds, with a lower bound on what remains.
 
     Exchanges are priced when it is their turn. What comes back is how the end was left.
     """
@@ -207,7 +207,7 @@ def _search(src: Layout, dst: Layout, space: Space, room: float = inf, most: flo
 
 
 class Trail(NamedTuple):
-    """How a search came to a layout: from `state`, where it was after so many `seconds`, by a step."""
+    """The last step to a layout in a search: from `state`, reached after `seconds`."""
 
     before: Trail | None
     state: State
@@ -216,7 +216,7 @@ class Trail(NamedTuple):
 
 
 def _back(end: Trail) -> Iterator[tuple[Trail, State]]:
-    """The way to where `end` is, from its last step to the first, each with where it leads."""
+    """The trails that lead to `end`, last step first, each with the state that it leads to."""
     there, trail = end.state, end.before
     while trail is not None:
         yield trail, there
@@ -229,7 +229,7 @@ def _steps(space: Space, end: Trail) -> tuple[Step, ...]:
 
 
 class _Queue:
-    """What a search has reached and not settled, by the least that the whole way takes."""
+    """Priority queue of reached states, ordered by a lower bound on the seconds of the whole plan."""
 
     def __init__(self, space: Space, first: State, last: State, most: float) -> None:
         self.space, self.last, self.found, self.ticket = space, last, most, count(1)
@@ -237,11 +237,11 @@ class _Queue:
         self.entries: list[tuple[float, int, float, State, Trail | None, bool]] = [(0.0, 0, 0.0, first, None, True)]
 
     def open(self, there: State, total: float) -> bool:
-        """Whether a way to `there` may be of use: no other was as short."""
+        """Whether `total` seconds to reach `there` are below the best so far and within the limit."""
         return total <= self.found and total < self.best.get(there, inf)
 
     def push(self, there: State, total: float, trail: Trail, exact: bool = True) -> None:
-        """Note such a way; what is not `exact` may yet take longer."""
+        """Add a trail to `there`; a `total` that is not `exact` is a lower bound."""
         rest = self.space.least(there, self.last)
         if total + rest <= self.found:
             if exact:
@@ -251,19 +251,19 @@ class _Queue:
 
 
 def steps_straight(layout: Layout, target: Layout) -> list[Step]:
-    """The steps from `layout` straight to `target`."""
+    """The single steps that lead from `layout` to `target` at once."""
     return [step for step in (exchange_to(layout, target), reduce_exchange_to(layout, target)) if step is not None]
 
 
 def before_pending(src: Layout, dst: Layout) -> Layout:
-    """`dst`, but whole on the axes that are pending there and not in `src`."""
+    """`dst`, but replicated on the axes that are partial there and not in `src`."""
     pairs = zip(src.placements, dst.placements, strict=True)
     placements = tuple(Replicate() if isinstance(b, Partial) and a != b else b for a, b in pairs)
     return dst if placements == dst.placements else Layout(dst.mesh, placements, dst.order)
 
 
 def rounds(step: Step, layout: Layout, shape: Shape) -> int:
-    """The messages that a rank receives one after the other: rings pass n-1, an all_reduce two rings."""
+    """Messages that a rank receives one after the other: n - 1 in a ring; an all_reduce is two rings."""
     n = prod(layout.mesh.shape[layout.mesh.axis(axis)] for axis in axes_of(step))
     match step:
         case Slice() | Pend():
@@ -279,7 +279,7 @@ def rounds(step: Step, layout: Layout, shape: Shape) -> int:
 
 
 def useful_dims(src: Layout, dst: Layout, shape: Shape) -> tuple[int, ...]:
-    """The tensor dims worth sharding on the way: those that either layout shards, and the largest other one."""
+    """The tensor dims that intermediate layouts may shard: those that either layout shards, and the largest other."""
     dims = {*src.sharded_dims(), *dst.sharded_dims()}
     others = [dim for dim in range(len(shape)) if dim not in dims]
     if others:

@@ -1,4 +1,4 @@
-"""Seconds of a step: which collective it is, how many bytes it moves, what it copies on the way."""
+"""Seconds of a step: its collective, the bytes that it sends, and its local copies."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def moved_seconds(
     topology: Topology,
     peers: int | None = None,
 ) -> float:
-    """Seconds to receive `nbytes` in a collective, if there is one, and to copy so many more in memory."""
+    """Seconds to receive `nbytes` in `collective`, if not None, and to copy `copies` bytes in memory."""
     seconds = copy_seconds(copies, topology)
     if collective is None:
         return seconds
@@ -66,7 +66,7 @@ def moved_seconds(
 
 
 def copied(step: Step, layout: Layout, shape: Sequence[int]) -> int:
-    """Elements that the busiest rank copies in its own memory, where pieces are not contiguous."""
+    """Elements that the busiest rank copies in its own memory because regions are not contiguous."""
     own, new, strided = prod(_first_part(layout, tuple(shape))), 0, 0
     match step:
         case AllGather(_, dim) | ReduceScatter(_, _, dim):
@@ -84,9 +84,9 @@ def copied(step: Step, layout: Layout, shape: Sequence[int]) -> int:
 
 
 def copied_of(kind: type[Step], n: int, own: int, new: int, strided: int) -> int:
-    """The same of `n` ranks that hold `own` elements each before the step and `new` after it, in numbers.
+    """Elements copied by a rank of `n` that holds `own` elements before a step of `kind` and `new` after it.
 
-    `strided` is how many of the two ends of a step are not contiguous.
+    `strided` counts the ends of the step, source and destination, that are not contiguous.
     """
     if kind is ReduceExchange:
         return n * new
@@ -100,7 +100,7 @@ def copied_of(kind: type[Step], n: int, own: int, new: int, strided: int) -> int
 
 
 def busiest(step: Step, layout: Layout, shape: Sequence[int]) -> int:
-    """The most elements that a rank receives, as `received` counts them, in closed form.
+    """The most elements that one rank receives in `step`, as `received` counts them, in closed form.
 
     This is the most along the axis of a step, of the ranks that come first on all other axes; for an exchange, the most
     at some corner of the mesh.
@@ -129,24 +129,25 @@ def busiest(step: Step, layout: Layout, shape: Sequence[int]) -> int:
 
 
 def most_gathered(size: int, rest: int, n: int) -> int:
-    """Elements that the busiest of `n` ranks receives when a dim becomes whole; `rest` are those of all other dims."""
+    """Elements that the busiest of `n` ranks receives in an all_gather of a dim; `rest` is the size of all others."""
     return (size - len(chunk(size, n, n - 1))) * rest
 
 
 def most_scattered(size: int, rest: int, n: int) -> int:
-    """The same where sums are split over a dim."""
+    """Elements that the busiest of `n` ranks receives in a reduce_scatter of a dim; `rest` is the size of others."""
     return (n - 1) * len(chunk(size, n, 0)) * rest
 
 
 def most_reduced(size: int, n: int) -> int:
-    """The same where sums of `size` elements become whole."""
+    """Elements that the busiest of `n` ranks receives in an all_reduce of `size` elements."""
     return size + (n - 2) * len(chunk(size, n, 0)) if n > 1 else 0
 
 
 def most_swapped(size: int, needed: int, rest: int, n: int) -> int:
-    """The same where a dim becomes whole and another, of size `needed`, is split, which `rest` includes.
+    """Elements that the busiest of `n` ranks receives in an all_to_all from one dim to another, of size `needed`.
 
-    The last rank that needs a whole chunk held least of those; the next needs part of one, and may hold nothing.
+    `rest` includes the latter. The last rank that needs a whole chunk held least of those; the next needs part of one,
+    and may hold nothing.
     """
     if not needed:
         return 0
@@ -159,9 +160,10 @@ def most_swapped(size: int, needed: int, rest: int, n: int) -> int:
 
 @cached("exchange sizes", 16384)
 def _most_of_exchange(layout: Layout, shape: Shape, axes: tuple[str, ...], dst: Layout) -> int:
-    """Of the corners of the mesh; what is needed and held of a dim is looked up by the axes that split it.
+    """The most elements that a rank at a corner of the mesh receives in an exchange to `dst`.
 
-    Of a dim that all ranks split evenly, in nested parts, each needs and holds as much.
+    Sizes needed and held of a dim are looked up by the axes that shard it. Of a dim that all ranks shard evenly, in
+    nested chunks, each rank needs and holds as much.
     """
     mesh, fixed, fixed_kept = layout.mesh, 1, 1
     places = [{0, n // 2, n - 1} if name in axes else {0} for name, n in zip(mesh.names, mesh.shape, strict=True)]
@@ -215,18 +217,18 @@ def _sizes(layout: Layout, shape: Shape, dim: int, axis: str | None = None) -> t
 
 
 def group_size(step: Step, layout: Layout) -> int:
-    """How many ranks take part in a step together."""
+    """The number of ranks in one group of a step."""
     mesh = layout.mesh
     return prod(mesh.shape[mesh.axis(axis)] for axis in axes_of(step))
 
 
 def senders(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
-    """From how many ranks, at most, a rank receives in an exchange: the chunks that its part can meet."""
+    """The most ranks that a rank receives from in an exchange: the chunks that its own can meet."""
     return met(shape, _first_part(src, tuple(shape)), _first_part(dst, tuple(shape)))
 
 
 def met(shape: Sequence[int], held: Sequence[int], needed: Sequence[int]) -> int:
-    """How many parts of local shape `held` one of shape `needed` can meet: one more than fit, unless ends coincide."""
+    """The most chunks of shape `held` that one of shape `needed` can meet: one more than fit, unless ends coincide."""
     return prod(_met(size, max(have, 1), max(want, 1)) for size, have, want in zip(shape, held, needed, strict=True))
 
 

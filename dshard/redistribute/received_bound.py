@@ -1,4 +1,4 @@
-"""The least that any redistribution must receive."""
+"""A lower bound on the elements that ranks receive in any redistribution."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dshard.placements import Partial
 def lower_bound(src: Layout, dst: Layout, shape: Sequence[int]) -> float:
     """Elements that a rank receives, averaged over the ranks, in the best plan there can be.
 
-    Counted exactly over the cells that the layouts' regions cut the tensor into. Where nothing is pending, each rank
-    that needs a cell and does not hold it receives it once. Of a cell with h pending terms, h - 1 receives bring them
+    Counted exactly over the cells that the layouts' regions cut the tensor into. Where nothing is partial, each rank
+    that needs a cell and does not hold it receives it once. Of a cell with h terms to reduce, h - 1 receives bring them
     together, at a rank that needs them if one has a term, and each other rank that needs the sum receives it once.
 
     >>> from dshard.mesh import Mesh

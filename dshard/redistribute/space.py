@@ -1,4 +1,4 @@
-"""Layouts as a search sees them: each made once, in numbers, with the steps that lead on from it and their seconds."""
+"""The search graph of redistributions: each layout once, as numbers, with the steps from it and their seconds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Begins = tuple[tuple[int, ReduceOp], ...]
 
 
 class State:
-    """A layout: the mesh axes that split each tensor dim, and what is pending on each mesh axis.
+    """A layout in numbers: the mesh axes that shard each tensor dim, and the partial reduction on each mesh axis.
 
     `local` is the shape of the first rank's part, which begins at the origin and is the largest; `share` what of all
     elements a rank holds on average, which each does if it is `even`; `exact` tells of each dim whether it has elements
@@ -85,7 +85,7 @@ class State:
 
 
 class Move(NamedTuple):
-    """A step on one axis, or an all_reduce: where it leads, and its seconds. A slice is made when it is run."""
+    """A step on one axis, or an all_reduce: the state it leads to, and its seconds; a slice is built when it is run."""
 
     there: State
     seconds: float
@@ -93,14 +93,14 @@ class Move(NamedTuple):
 
 
 class Straight(NamedTuple):
-    """A step that leads straight to some layout: its seconds, or seconds that it does not go below."""
+    """A single step to the target layout: its seconds, or a lower bound on them."""
 
     seconds: float
     exact: bool
 
 
 class Space:
-    """The layouts of tensors of one shape on one mesh and topology, as far as they were looked at."""
+    """The states of tensors of one shape on one mesh and topology, made as searches reach them."""
 
     def __init__(self, mesh: Mesh, topology: Topology, shape: Shape, itemsize: int) -> None:
         self.mesh, self.topology, self.shape, self.itemsize = mesh, topology, shape, itemsize
@@ -119,23 +119,23 @@ class Space:
         self.prices: dict[tuple[object, ...], float] = {}
 
     def state(self, axes: Axes, pending: Pending) -> State:
-        """The one object for this layout."""
-        found = self.states.get((axes, pending))
-        if found is None:
-            found = self.states[axes, pending] = State(axes, pending, self.shape, self.sizes)
-        return found
+        """The one state that shards tensor dims over `axes` and is partial as `pending` says."""
+        cached = self.states.get((axes, pending))
+        if cached is None:
+            cached = self.states[axes, pending] = State(axes, pending, self.shape, self.sizes)
+        return cached
 
     def state_of(self, layout: Layout) -> State:
-        """The same for a layout as people write it."""
-        found = self.laid.get(layout)
-        if found is None:
+        """The state of a `Layout`."""
+        state = self.laid.get(layout)
+        if state is None:
             axes = tuple(map(layout.axes_of, range(len(self.shape))))
             pending = tuple([p.reduce_op if isinstance(p, Partial) else None for p in layout.placements])
-            found = self.laid[layout] = self.state(axes, pending)
-        return found
+            state = self.laid[layout] = self.state(axes, pending)
+        return state
 
     def layout_of(self, state: State) -> Layout:
-        """The layout as people write it."""
+        """The `Layout` of a state."""
         placements: list[Placement] = [Replicate() if op is None else Partial(op) for op in state.pending]
         order: list[DimOrder] = []
         for dim, split in enumerate(state.axes):
@@ -148,16 +148,16 @@ class Space:
     # -- the least that any plan takes
 
     def least(self, src: State, dst: State) -> float:
-        """Seconds that no plan from `src` to `dst` goes below: launches, messages, and elements that some rank lacks.
+        """A lower bound on the seconds of any plan from `src` to `dst`: launches, messages, elements that ranks lack.
 
-        Each message at most doubles the number of ranks whose parts, or terms, a rank has got to hold; parts and terms
-        come in steps of their own, unless the parts lie nested. Of `t` terms, as in `lower_bound`, `t` - 1 receives
+        Each message at most doubles the number of ranks whose chunks, or terms, a rank holds; chunks and terms come
+        in steps of their own, unless the chunks are nested. Of `t` terms, as in `lower_bound`, `t` - 1 receives
         bring them together at a rank that needs the sum, and each other rank that does receives it.
         """
-        found = dst.rest.get(src)
-        if found is None:
-            found = dst.rest[src] = self._least(src, dst) if src is not dst else 0.0
-        return found
+        seconds = dst.rest.get(src)
+        if seconds is None:
+            seconds = dst.rest[src] = self._least(src, dst) if src is not dst else 0.0
+        return seconds
 
     def _least(self, src: State, dst: State) -> float:
         terms, begins, ends = 1, 0, False
@@ -186,10 +186,11 @@ class Space:
         return seconds + self._crossing(src, dst) if self.slow else seconds
 
     def _crossing(self, src: State, dst: State) -> float:
-        """How much longer it takes at least for what must go along a slow axis: as much enters each of its slices.
+        """A lower bound on the extra seconds for elements that must be sent along a slow axis.
 
-        Where a slice has, or sums up, one part in `n` of what all of it needs, it lacks the others; where the axis
-        splits another dim afterwards, evenly, it needs one part in `n`, and has one in `n` of that.
+        As much enters each slice of the mesh along the axis. Where a slice has, or sums up, one part in `n` of what all
+        of it needs, it lacks the others; where the axis shards another dim afterwards, evenly, it needs one part in
+        `n`, and has one in `n` of that.
         """
         most = 0.0
         for axis, byte, message in self.slow:
@@ -206,12 +207,12 @@ class Space:
         return most
 
     def _even(self, src: State, dst: State, axis: int) -> bool:
-        """Whether the dims that this axis splits, before and after, are split evenly."""
+        """Whether the dims that this axis shards, before and after, are sharded evenly."""
         ends = ((src.axes, src.split[axis]), (dst.axes, dst.split[axis]))
         return not any(self.shape[dim] % prod([self.sizes[i] for i in axes[dim]]) for axes, dim in ends)
 
     def _apart(self, src: State, dst: State) -> bool:
-        """Whether some rank holds nothing of what it needs: the mesh axes that split a dim, evenly, part ways."""
+        """Whether some rank holds nothing of what it needs: an evenly sharded dim has different leading mesh axes."""
         for dim, (have, want) in enumerate(zip(src.wide, dst.wide, strict=True)):
             if have != want and src.exact[dim] and dst.exact[dim]:
                 shared = min(len(have), len(want))
@@ -224,7 +225,7 @@ class Space:
     def seconds(
         self, kind: type[Step], axes: tuple[int, ...], numel: int, copies: int, peers: int | None = None
     ) -> float:
-        """Seconds of a step of this kind along these mesh axes; remembered, whatever the layouts."""
+        """Seconds of a step of this kind along these mesh axes, cached for all layouts."""
         key = (kind, axes, numel, copies, peers)
         found = self.prices.get(key)
         if found is None:
@@ -235,12 +236,12 @@ class Space:
         return found
 
     def onward(self, state: State, dims: tuple[int, ...], begins: Begins) -> tuple[Move, ...]:
-        """The steps of `steps_from`, in its order, which shard only `dims` and leave pending only `begins`."""
+        """The steps from `state`, ordered as by `steps_from`, that shard only `dims`, partial only as `begins`."""
         key = (dims, begins)
-        found = state.onward.get(key)
-        if found is None:
-            found = state.onward[key] = tuple(self._onward(state, dims, dict(begins)))
-        return found
+        moves = state.onward.get(key)
+        if moves is None:
+            moves = state.onward[key] = tuple(self._onward(state, dims, dict(begins)))
+        return moves
 
     def _onward(self, state: State, dims: tuple[int, ...], begins: dict[int, ReduceOp]) -> Iterator[Move]:
         split = state.split
@@ -259,7 +260,7 @@ class Space:
             yield from self._all_reduces(state, op)
 
     def _leave(self, state: State, axis: int, dim: int, dims: Sequence[int]) -> Iterator[Move]:
-        """Shard -> Replicate, or to a shard of another dim."""
+        """Shard -> Replicate or Shard of another dim: the steps that undo the sharding of `dim` by `axis`."""
         n, name = self.sizes[axis], self.mesh.names[axis]
         rest = state.numel // state.local[dim] if state.local[dim] else prod(_without(state.local, dim))
         axes = _with(state.axes, dim, state.axes[dim][:-1])
@@ -305,7 +306,7 @@ class Space:
     # -- steps straight to some layout
 
     def straight(self, state: State, target: State) -> Straight | None:
-        """The step of `steps_straight`, or None where there is none; of an exchange the least that it takes."""
+        """The single step from `state` to `target`, if there is one; of an exchange a lower bound on its seconds."""
         if target not in state.straight:
             way = self._exchange if state.pending == target.pending else self._reduce_exchange
             state.straight[target] = way(state, target)
@@ -337,7 +338,7 @@ class Space:
         return Straight(self.seconds(ReduceExchange, tuple(ends), (n - 1) * target.numel, copies), True)
 
     def exact(self, state: State, target: State) -> float:
-        """Seconds of an exchange, of which `straight` only told the least; found once."""
+        """Seconds of the exchange from `state` to `target`, cached; `straight` only bounds them."""
         src = self.layout_of(state)
         step = self.step_to(state, target)
         seconds = step_seconds(step, src, self.shape, self.itemsize, self.topology)
@@ -345,15 +346,15 @@ class Space:
         return seconds
 
     def step_to(self, state: State, target: State) -> Step:
-        """The step straight from one to the other, to be run."""
+        """The single step from `state` to `target`, as a value that can be run."""
         src, dst = self.layout_of(state), self.layout_of(target)
-        found = exchange_to(src, dst) or reduce_exchange_to(src, dst)
-        assert found is not None
-        return found
+        step = exchange_to(src, dst) or reduce_exchange_to(src, dst)
+        assert step is not None
+        return step
 
 
 def _best(links: Sequence[Link]) -> tuple[float, float]:
-    """Bytes per second, and seconds of latency, that none of these beats."""
+    """The highest bandwidth, in bytes per second, and the lowest latency, in seconds, of these links."""
     rate = max((link.best_bandwidth for link in links), default=float("inf"))
     return rate, min((link.latency for link in links), default=0.0)
 
@@ -368,5 +369,5 @@ def _without(values: tuple[int, ...], i: int) -> tuple[int, ...]:
 
 @cached("plan spaces", 64)
 def space_of(mesh: Mesh, topology: Topology, shape: Shape, itemsize: int) -> Space:
-    """The layouts that earlier searches looked at, for this one to go on from."""
+    """The cached search space of a mesh, topology, shape and item size."""
     return Space(mesh, topology, shape, itemsize)

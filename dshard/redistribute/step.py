@@ -1,4 +1,4 @@
-"""The moves of one redistribution as values: most change the placement on one mesh axis, `Exchange` changes any."""
+"""The steps of a redistribution as values: most change the placement on one mesh axis, `Exchange` changes any."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Replicate -> Shard on all `axes` at once: each rank keeps its part of `dst`; nothing is sent."""
+    """Replicate -> Shard on all `axes` at once: each rank keeps its chunk of `dst`; nothing is sent."""
 
     axes: tuple[str, ...]
     dst: Layout
@@ -66,7 +66,7 @@ class Pend:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Any layout -> `dst`, pending axes apart: each rank receives just what it needs and does not hold.
+    """Any layout -> `dst`, partial axes unchanged: each rank receives just what it needs and does not hold.
 
     An all_to_all along `axes`, of the intersections of what peers hold with what each needs. Where several peers hold
     the same, the receiver takes it from the one at its own index on the axes that replicate it.
@@ -78,7 +78,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class ReduceExchange:
-    """Partial(op) on all `axes` -> `dst`, each rank's part of which lies in what it holds: reduced straight into place.
+    """Partial(op) on all `axes` -> `dst`, nested in what each rank holds: reduced straight into place.
 
     A reduce_scatter along `axes` whose pieces are the peers' parts of `dst`: several axes at once, slices included.
     """
@@ -93,7 +93,7 @@ Step: TypeAlias = AllGather | ReduceScatter | AllReduce | AllToAll | Slice | Pen
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """What one rank gives to and gets from each peer of a step's group.
+    """The regions that one rank sends to and receives from each peer of a step's group.
 
     `send` are regions of its local tensor before the step, one for each peer, or one for all. `recv` are regions of its
     local tensor after the step, one from each peer, or a single one, reduced, from all.
@@ -121,7 +121,7 @@ _COLLECTIVES: dict[type[Step], str] = {
 
 
 def describe(step: Step, layout: Layout) -> tuple[str, str, str]:
-    """A step from `layout` in words: what is done, the mesh axes, and how the placement on them changes."""
+    """A step from `layout` in words: the collective, the mesh axes, and how the placement on them changes."""
     there = after(step, layout)
     if isinstance(step, Exchange | ReduceExchange) or len(axes_of(step)) > 1:
         change = f"[{layout}] -> [{there}]"
@@ -151,7 +151,7 @@ def after(step: Step, layout: Layout) -> Layout:
 
 
 def messages(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> Messages | None:
-    """What the rank at `coordinate` sends and receives, or None where the step sends nothing."""
+    """The regions that the rank at `coordinate` sends and receives; None where the step sends nothing."""
     whole = _whole(layout.local_shape(shape, coordinate))
     if isinstance(step, Slice | Pend):
         return None
@@ -209,10 +209,7 @@ def received_of(step: Step, moved: Messages, layout: Layout, coordinate: Coordin
 
 
 def messages_received(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> int:
-    """The messages that the rank at `coordinate` receives from its peers, as `received` counts elements.
-
-    What is empty is no message.
-    """
+    """The non-empty messages that the rank at `coordinate` receives from its peers, by ring or pairwise algorithms."""
     moved = messages(step, layout, shape, coordinate)
     if moved is None:
         return 0
@@ -226,7 +223,7 @@ def messages_received(step: Step, layout: Layout, shape: Sequence[int], coordina
 
 
 def _place(step: Step, layout: Layout, coordinate: Coordinate) -> tuple[int, int]:
-    """The size of the group of the rank at `coordinate`, and which it is of them."""
+    """The size of the group of the rank at `coordinate`, and its index in the group."""
     mesh = layout.mesh
     if isinstance(step, AllReduce):  # a process group deals out the chunks, and sorts its ranks
         ranks = sorted(mesh.group(step.axes, coordinate))
@@ -250,9 +247,9 @@ def numel(region: Region) -> int:
 
 
 def exchange_to(layout: Layout, dst: Layout) -> Exchange | Slice | None:
-    """The exchange that leads to `dst`, if both leave the same axes pending; its axes are those whose part changes.
+    """The exchange from `layout` to `dst` if both are partial on the same axes, else None.
 
-    Where each rank's part lies in what it holds, it is a slice.
+    Its axes are those whose chunks change. Where each rank's chunk lies in what it holds, the step is a slice.
     """
     pending = {(i, p) for i, p in enumerate(layout.placements) if isinstance(p, Partial)}
     if pending != {(i, p) for i, p in enumerate(dst.placements) if isinstance(p, Partial)} or layout == dst:
@@ -266,7 +263,7 @@ def exchange_to(layout: Layout, dst: Layout) -> Exchange | Slice | None:
 
 
 def reduce_exchange_to(layout: Layout, dst: Layout) -> ReduceExchange | None:
-    """The reduction of all pending axes straight to `dst`, if that shards them within what each rank holds."""
+    """The reduction of all partial axes straight to `dst`, if that shards them within what each rank holds."""
     names = layout.mesh.names
     pairs = list(zip(names, layout.placements, dst.placements, strict=True))
     ends = [(name, a.reduce_op, b) for name, a, b in pairs if isinstance(a, Partial) and a != b]
@@ -278,45 +275,45 @@ def reduce_exchange_to(layout: Layout, dst: Layout) -> ReduceExchange | None:
 
 
 def nested(layout: Layout, dst: Layout) -> bool:
-    """Whether each rank's part of `dst` lies in what it holds of `layout`, whatever the sizes."""
+    """Whether each rank's chunk of `dst` lies in what it holds of `layout`, whatever the sizes."""
     return nests((layout.axes_of(dim), dst.axes_of(dim)) for dim in layout.sharded_dims())
 
 
 def nests(axes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """The same of the mesh axes that split each dim, before and after."""
+    """Whether chunks after a step lie in those before it, by the mesh axes that shard each dim (before, after)."""
     return all(want[: len(have)] == have for have, want in axes)
 
 
 def reordered(axes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, ...]:
-    """The mesh axes of the dims that others split before and after, or the same in another order."""
+    """The mesh axes of the dims that are sharded by different mesh axes, or in another order, before and after."""
     return tuple(sorted({axis for have, want in axes if have != want for axis in (*have, *want)}))
 
 
 def steps_from(layout: Layout, dims: Sequence[int], pending: dict[int, ReduceOp]) -> list[Step]:
-    """The steps that lead on from `layout`, sharding only `dims` and pending only the axes and ops of `pending`."""
+    """The steps from `layout` that shard only `dims` and make partial only the axes, with the ops, of `pending`."""
     names = layout.mesh.names
     ops = {placement.reduce_op for placement in layout.placements if isinstance(placement, Partial)}
-    found: list[Step] = []
+    steps: list[Step] = []
     for i, placement in enumerate(layout.placements):
         axis = names[i]
         match placement:
             case Shard(dim):
                 if layout.axes_of(dim)[-1] == i:
-                    found.append(AllGather(axis, dim))
-                    found += [AllToAll(axis, dim, other) for other in dims if other != dim]
+                    steps.append(AllGather(axis, dim))
+                    steps += [AllToAll(axis, dim, other) for other in dims if other != dim]
             case Partial(op):
-                found += [ReduceScatter(axis, op, dim) for dim in dims]
+                steps += [ReduceScatter(axis, op, dim) for dim in dims]
             case Replicate():
-                found += [Slice((axis,), layout.replace(i, Shard(dim))) for dim in dims]
+                steps += [Slice((axis,), layout.replace(i, Shard(dim))) for dim in dims]
                 if i in pending and all(commute(op, pending[i]) for op in ops):
-                    found.append(Pend(axis, pending[i]))
+                    steps.append(Pend(axis, pending[i]))
             case _:
                 assert_never(placement)
-    return found + _all_reduces(layout)
+    return steps + _all_reduces(layout)
 
 
 def commute(a: ReduceOp, b: ReduceOp) -> bool:
-    """Whether reductions of these two kinds may be pending together, whichever is done first."""
+    """Whether partial reductions of these two kinds may be completed in either order."""
     return a == b or {a, b} == {"sum", "avg"}
 
 
@@ -341,16 +338,16 @@ def _sizes(region: Region) -> Shape:
 
 
 def _pieces(shape: Shape, dim: int, sizes: Sequence[int]) -> tuple[Region, ...]:
-    """Consecutive pieces of these sizes along `dim` of a tensor of `shape`."""
-    found, start = [], 0
+    """Consecutive regions of these sizes along `dim` of a tensor of `shape`."""
+    regions, start = [], 0
     for size in sizes:
-        found.append((*map(range, shape[:dim]), range(start, start + size), *map(range, shape[dim + 1 :])))
+        regions.append((*map(range, shape[:dim]), range(start, start + size), *map(range, shape[dim + 1 :])))
         start += size
-    return tuple(found)
+    return tuple(regions)
 
 
 def _part(layout: Layout, held: Region, mine: Coordinate, peer: Coordinate, needed: Region, outer: Region) -> Region:
-    """What of `needed` lies in `held`, counted within `outer`; nothing if another replica serves this pair."""
+    """The intersection of `needed` and `held`, counted within `outer`; empty if another replica serves this pair."""
     replicas = (i for i, placement in enumerate(layout.placements) if isinstance(placement, Replicate))
     if any(mine[i] != peer[i] for i in replicas):
         return tuple(range(0) for _ in outer)
@@ -359,5 +356,5 @@ def _part(layout: Layout, held: Region, mine: Coordinate, peer: Coordinate, need
 
 
 def inside(region: Sequence[range], outer: Region) -> Region:
-    """`region` counted from where `outer` begins."""
+    """`region`, counted from the origin of `outer`."""
     return tuple(range(a.start - b.start, a.stop - b.start) if a else a for a, b in zip(region, outer, strict=True))

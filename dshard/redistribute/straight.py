@@ -1,4 +1,4 @@
-"""Plans found without a search, for where thousands are priced: each step brings some mesh axis to its end."""
+"""Plans made without a search, for where thousands are priced: each step finishes some mesh axis."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plan_straight(src: Layout, dst: Layout, shape: Shape, itemsize: int, topolog
 
 
 def _nearer(layout: Layout, dst: Layout, shape: Shape) -> Iterator[tuple[Step, Layout]]:
-    """The steps after which fewer mesh axes are not as in `dst`."""
+    """The steps, with the layouts after them, that bring more mesh axes to their placement in `dst`."""
     pending = {i: p.reduce_op for i, p in enumerate(dst.placements) if isinstance(p, Partial)}
     off = _off(layout, dst)
     for step in chain(steps_from(layout, useful_dims(layout, dst, shape), pending), steps_straight(layout, dst)):
@@ -60,5 +60,5 @@ def _nearer(layout: Layout, dst: Layout, shape: Shape) -> Iterator[tuple[Step, L
 
 
 def _off(layout: Layout, dst: Layout) -> int:
-    """On how many axes the layouts differ; one more where only the order of axes does."""
+    """The number of axes on which the layouts differ, plus one if their orders of axes differ."""
     return sum(a != b for a, b in zip(layout.placements, dst.placements, strict=True)) + (layout.order != dst.order)

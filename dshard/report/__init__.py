@@ -1,4 +1,4 @@
-"""What people see: tables and progress bars of values that the library returned."""
+"""Reports for people: tables and progress bars of values that the library returned."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ WIDE = 128
 def export(
     value: Report | Explanation | Trace | ModelPlan | Drawing, path: str | PathLike[str], *, form: str | None = None
 ) -> None:
-    """Write what `explain`, `trace` or a table says to a file: "html", "svg" or "txt", or "json" for machines.
+    """Write an explanation, a trace or a table to a file: "html", "svg" or "txt", or "json" for machines.
 
     The form is the file's ending unless given.
 
@@ -82,7 +82,7 @@ def export(
 
 
 def drawn(value: Report | Explanation | Trace | ModelPlan | Drawing) -> Drawing:
-    """Tables of what `explain`, `trace` or `plan_model` found."""
+    """The table of an explanation, a trace or a model's plan."""
     match value:
         case Report(operators):
             return Group(*map(explanation_table, operators)) if operators else Text(NOTHING)
@@ -106,17 +106,17 @@ def error(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """Print what is worth knowing where it does not mix with results."""
+    """Print a note where it does not mix with results."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(escape(message), style="dim")
 
 
 def data(value: object) -> None:
-    """Print a value for machines."""
+    """Print a value as JSON."""
     print(json.dumps(value, indent=2), file=sys.stdout, flush=True)
 
 
 def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Rows under headings."""
+    """A plain table of rows under headings."""
     table = Table(*heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for row in rows:
         table.add_row(*map(escape, row))
@@ -124,7 +124,7 @@ def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def demo_table(rows: Sequence[Row], settings: Settings) -> Table:
-    """One line for each strategy; it fits a terminal of 80 columns."""
+    """The demo's results, one line for each strategy; fits a terminal of 80 columns."""
     scale = f"{count(settings.steps, 'step')}, {count(settings.ranks, 'rank')}, {settings.device}"
     table = Table(
         title=f"A vision transformer on handwritten digits: {scale}",
@@ -158,7 +158,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def predictions(ranked: Sequence[Predicted]) -> str:
-    """What each strategy is predicted to send in a step, the cheapest first.
+    """A line of the predicted communication of each strategy in a step, the cheapest first.
 
     >>> predictions([Predicted("data", 34, 1 << 20, 0.01), Predicted("megatron", 8, 6 << 20, 0.02)])
     'auto: data, predicted to communicate for 10.0 ms in a step (megatron 20.0 ms)'
@@ -169,12 +169,12 @@ def predictions(ranked: Sequence[Predicted]) -> str:
 
 
 def demo_data(rows: Sequence[Row]) -> dict[str, object]:
-    """The table for machines."""
+    """The demo's results as JSON values."""
     return {"rows": [asdict(row) for row in rows]}
 
 
 def count(n: int, thing: str) -> str:
-    """A number of things as people say it.
+    """A number and a noun, as text.
 
     >>> count(1, "rank"), count(1000, "step")
     ('1 rank', '1,000 steps')
@@ -183,7 +183,7 @@ def count(n: int, thing: str) -> str:
 
 
 def plan_table(moved: Plan, itemsize: int, topology: Topology, why: str = "as given") -> Group:
-    """The steps of one redistribution, with what each brings to the busiest rank."""
+    """The steps of one redistribution, with the bytes that the busiest rank receives in each."""
     title, table = _titled(f"[{moved.src}] -> [{moved.dst}]  of {moved.shape}\ntopology {topology}; {why}")
     for heading in ("step", "axes", "from -> to"):
         table.add_column(heading)
@@ -204,7 +204,7 @@ def plan_table(moved: Plan, itemsize: int, topology: Topology, why: str = "as gi
 
 
 def _more_bytes(moved: Plan, itemsize: int, topology: Topology) -> list[Text]:
-    """What a plan moves that another would not, and how to ask for that one."""
+    """A note if another plan sends fewer bytes, and how to ask for it."""
     fewest = plan_of_fewest_bytes(moved, itemsize, topology)
     more, least = moved.busiest() * itemsize, fewest.busiest() * itemsize
     if more <= least:
@@ -221,7 +221,7 @@ def _more_bytes(moved: Plan, itemsize: int, topology: Topology) -> list[Text]:
 
 
 def plan_rows(moved: Plan, itemsize: int, topology: Topology) -> list[dict[str, Any]]:
-    """The steps for machines."""
+    """The steps of a redistribution as JSON values."""
     found = []
     for step, layout in zip(moved.steps, moved.layouts(), strict=True):
         name, axes, change = describe(step, layout)
@@ -301,7 +301,7 @@ def explanation_table(found: Explanation, legend: str = "") -> Group:
 
 
 def trace_table(found: Trace) -> Group:
-    """What ran, by operator, collective, axis and module."""
+    """The events of a trace, by operator, collective, axis and module."""
     title, table = _titled(f"{count(len(found.events), 'collective')}, {human_bytes(found.nbytes)} received")
     for heading in HEADINGS:
         table.add_column(heading, justify="right" if heading in _NUMBERS else "left", overflow="fold")
@@ -322,7 +322,7 @@ def model_table(found: ModelPlan) -> Group:
 
 
 def measured_table(topology: Topology) -> Group:
-    """What was measured of each collective along each set of axes; bandwidth is that of the largest size."""
+    """The figures measured for each collective along each set of axes; bandwidth is that of the largest size."""
     title, table = _titled(str(topology))
     for heading in ("collective", "axes"):
         table.add_column(heading)

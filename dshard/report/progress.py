@@ -1,4 +1,4 @@
-"""What people see while they wait: on a terminal only, and never where results are printed."""
+"""Progress bars and spinners: on a terminal only, and never where results are printed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE = 1.0
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """A sign of life for what takes longer than a second, and says nothing of how far it is."""
+    """A spinner for work that takes longer than a second and reports no progress."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield

@@ -1,4 +1,4 @@
-"""Simulated training steps, as people see them."""
+"""Tables of simulated training steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def setups_table(found: Found, topology: Topology, why: str, top: int) -> Group:
 
 
 def step_table(step: Step, slots: Sequence[Slot], topology: Topology, why: str) -> Group:
-    """What a step takes, sends and holds; and what it does, by the name of the event."""
+    """Seconds, bytes sent and memory of a step, and its events by name."""
     sums = Table("", "", box=box.SIMPLE_HEAD, show_header=False)
     rows = [
         ("seconds", f"{step.seconds:.4g}, {step.sequences_per_second:.4g} sequences per second"),

@@ -1,4 +1,4 @@
-"""Timelines of pipelines, as people see them."""
+"""Tables of the timelines of pipelines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = 72
 
 
 def simulation_table(choice: Choice, columns: int = COLUMNS) -> Group:
-    """When each stage computes what, to scale; how long it idles, and what it holds."""
+    """The computations of each stage, to scale, with its idle time and its memory."""
     program, timeline = choice.program, choice.timeline
     table = _table("stage", "timeline", "idle", "in flight", "peak")
     for stage, spans in enumerate(timeline.spans):

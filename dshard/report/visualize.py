@@ -1,4 +1,4 @@
-"""Pictures of layouts: which ranks hold which part of a tensor, in the terminal, in notebooks and as SVG."""
+"""Pictures of layouts: the ranks that hold each region of a tensor, in the terminal, in notebooks and as SVG."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIDE, MARGIN, LINE, LEAST = 360.0, 56.0, 18.0, 14.0
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A part of a tensor and the ranks that hold it; `lead` are its indices of all dims but the last two."""
+    """A region of a tensor and the ranks that hold it; `lead` are its indices of all dims but the last two."""
 
     lead: Region
     rows: range
@@ -39,7 +39,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """How a tensor of one shape lies. A notebook draws it, `show` prints it in colour, `svg` returns or writes it.
+    """A picture of a layout for one shape. A notebook draws it, `show` prints it in colour, `svg` returns or writes it.
 
     Attributes:
         layout: The layout.
@@ -66,7 +66,7 @@ class Picture:
         return dict(found)
 
     def show(self) -> None:
-        """Print it, in colour on a terminal."""
+        """Print the picture, in colour on a terminal."""
         report.show(self.__rich__())
 
     def __rich__(self) -> Group:
@@ -120,7 +120,7 @@ class Picture:
 
 
 def visualize(x: DTensor | Layout, shape: Sequence[int] | None = None) -> Picture:
-    """How a distributed tensor lies, or a tensor of global `shape` under a layout: nothing is sent, no process needed.
+    """Draw the layout of a distributed tensor, or a layout for a global `shape`; nothing is sent, no process needed.
 
     >>> from dshard import Mesh, Shard
     >>> print(visualize(Layout(Mesh((2, 2), ("dp", "tp")), (Shard(0), Shard(1))), (5, 4)))
@@ -151,7 +151,7 @@ def visualize(x: DTensor | Layout, shape: Sequence[int] | None = None) -> Pictur
 
 
 def parts_of(layout: Layout, shape: Shape) -> tuple[dict[Region, list[int]], list[int]]:
-    """The ranks that hold each part of a tensor, as parts of two dims at least, and those that hold nothing."""
+    """The ranks that hold each region of a tensor, with two dims at least, and the ranks that hold nothing."""
     held: defaultdict[Region, list[int]] = defaultdict(list)
     idle = []
     for at in layout.mesh.coordinates():

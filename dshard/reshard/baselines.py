@@ -1,4 +1,4 @@
-"""What others do, in the same model: strategies of "On Optimizing the Communication of Model Parallelism"."""
+"""Published strategies in our cost model, from "On Optimizing the Communication of Model Parallelism"."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def baseline_seconds(
     source's parts: "naive" from the first replica, "balanced" from the sender with the least to send (section 3.2).
     """
     wires, asked = host_network_of(topology), tasks(src, dst, shape)
-    made = [draft for task in asked for draft in drafts(task, _form(baseline, task, wires), wires, 0)]
-    uses = uses_of(made, itemsize, wires)
+    candidates = [draft for task in asked for draft in drafts(task, _form(baseline, task, wires), wires, 0)]
+    uses = uses_of(candidates, itemsize, wires)
     if baseline in ("send/recv", "local all-gather"):
         return _busiest(uses, balanced(uses))
     choices = balanced(uses) if baseline == "balanced broadcast" else [(job, 0) for job in range(len(uses))]

@@ -1,4 +1,4 @@
-"""What crosses between meshes, as values: chains of ranks along which a part of the tensor is passed on."""
+"""Chains of ranks along which a region of the tensor is sent from mesh to mesh, as values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Chain:
 
     @property
     def hops(self) -> tuple[tuple[int, int], ...]:
-        """Who sends to whom."""
+        """The (sender, receiver) pairs along the chain."""
         return tuple(zip(self.ranks, self.ranks[1:], strict=False))
 
     @property
@@ -51,14 +51,14 @@ class Chain:
         return range(self.span.start + part.start, self.span.start + part.stop)
 
     def pieces(self) -> tuple[range, ...]:
-        """Those of all chunks that are not empty: the empty ones come last."""
+        """The elements of each chunk that is not empty; empty chunks come last."""
         return tuple(piece for piece in map(self.piece, range(self.chunks)) if piece)
 
     def begins(self, index: int, hop: int) -> float:
-        """When a chunk is to be sent on, by the model: a chunk's time later for each chunk and each hop before it."""
+        """Seconds at which a chunk is sent over a hop, by the model: a chunk's time for each chunk and hop before."""
         return self.start + (index + hop) * self.seconds / self.chunks
 
 
 def whole_span(region: Region) -> range:
-    """All elements of a region."""
+    """The range of all elements of a region, flattened."""
     return range(numel(region))

@@ -1,4 +1,4 @@
-"""The forms of a unit task: how its slice is split, and in which order the pieces visit the receivers.
+"""The forms of a unit task: how its slice is divided, and in which order the pieces visit the receivers.
 
 With one sender, receivers on A hosts of B ranks each, and t seconds for the slice over one network card (section 3.1 of
 "On Optimizing the Communication of Model Parallelism", whose stages run one after the other; here every form is
@@ -34,7 +34,7 @@ MAX_HEADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A chain whose beginning is still to be chosen: `heads` are the ranks with which it can begin, `to` the others."""
+    """A chain without its first ranks: `heads` are the ranks with which it can begin, `to` the others."""
 
     region: Region
     span: range
@@ -43,28 +43,28 @@ class Draft:
     form: Form
 
     def ranks(self, head: int) -> tuple[int, ...]:
-        """The chain that begins with this head."""
+        """The ranks of the chain that begins with this head."""
         begin = self.heads[head]
         return (*begin, *(rank for rank in self.to if rank != begin[-1]))
 
 
 def drafts(task: Task, form: Form, wires: HostNetwork, turn: int) -> list[Draft]:
-    """The pieces of a task in one form; `turn` is its number, by which equal choices are spread over the ranks."""
+    """The drafts of a task's chains in one form; `turn`, its number, spreads equal choices over the ranks."""
     if len(task.holders) > 1:
         heads = tuple(_reductions(task, wires))
         return [Draft(task.region, whole_span(task.region), heads, task.receivers, "reduce")]
     holders = dict(wires.by_host(task.holders[0]))
-    found, far = [], []
+    chains, far = [], []
     for host, ranks in wires.by_host(task.receivers):
         if host in holders:
-            here = tuple((rank,) for rank in holders[host][:MAX_HEADS])
+            local_heads = tuple((rank,) for rank in holders[host][:MAX_HEADS])
             near: Form = "send" if len(ranks) == 1 else "broadcast"
-            found.append(Draft(task.region, whole_span(task.region), here, ranks, near))
+            chains.append(Draft(task.region, whole_span(task.region), local_heads, ranks, near))
         else:
             far.append(ranks)
     if far:
-        found += _far(task, form, wires, far, _heads(task.holders[0], wires, turn))
-    return [draft for draft in found if draft.span]
+        chains += _far(task, form, wires, far, _heads(task.holders[0], wires, turn))
+    return [draft for draft in chains if draft.span]
 
 
 def _far(
@@ -93,7 +93,7 @@ def _far(
 
 
 def forms_of(task: Task, wires: HostNetwork) -> tuple[Form, ...]:
-    """The forms that differ for a task."""
+    """The forms that make a difference for a task."""
     if len(task.holders) > 1:
         return ("reduce",)
     holding = {wires.host(rank) for rank in task.holders[0]}
@@ -104,7 +104,7 @@ def forms_of(task: Task, wires: HostNetwork) -> tuple[Form, ...]:
 
 
 def _heads(holders: tuple[int, ...], wires: HostNetwork, turn: int) -> tuple[tuple[int, ...], ...]:
-    """One holder behind each card, the next one at each turn."""
+    """The possible first ranks: one holder behind each card, the next one for each `turn`."""
     by_card: dict[int, list[int]] = {}
     for rank in holders:
         by_card.setdefault(wires.card(rank), []).append(rank)
@@ -112,7 +112,7 @@ def _heads(holders: tuple[int, ...], wires: HostNetwork, turn: int) -> tuple[tup
 
 
 def _reductions(task: Task, wires: HostNetwork) -> Iterator[tuple[int, ...]]:
-    """Orders in which to add the terms: those of each host after each other, the host of the last one first to last."""
+    """Orders in which to add the terms, host by host; each host is the last one once."""
     hosts = sorted({wires.host(rank) for replicas in task.holders for rank in replicas})
     receivers = set(task.receivers)
     for last in hosts[:MAX_HEADS]:

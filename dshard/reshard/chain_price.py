@@ -1,4 +1,4 @@
-"""Chains made of drafts, each in its chunks and at its time, and the seconds that they take together."""
+"""Chains made of drafts: chunks and start of each, and the seconds of all together."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def scheduled(
     if not drafts:
         return (), 0.0
     uses = uses_of(drafts, itemsize, wires)
-    found = in_order(uses, balanced(uses)) if seed is None else best(uses, bound, seed)
-    made = [
+    schedule = in_order(uses, balanced(uses)) if seed is None else best(uses, bound, seed)
+    chains = [
         _chain(drafts[job], head, start, itemsize, wires)
-        for (job, head), start in zip(found.choices, found.starts, strict=True)
+        for (job, head), start in zip(schedule.choices, schedule.starts, strict=True)
     ]
-    return tuple(sorted(made, key=lambda chain: chain.start)), found.makespan
+    return tuple(sorted(chains, key=lambda chain: chain.start)), schedule.makespan
 
 
 def _chain(draft: Draft, head: int, start: float, itemsize: int, wires: HostNetwork) -> Chain:
@@ -41,7 +41,7 @@ def _chain(draft: Draft, head: int, start: float, itemsize: int, wires: HostNetw
 
 
 def _chunks(times: Sequence[float], nbytes: int, latency: float) -> int:
-    """The number of chunks that takes the least time: of one, all hops but the slowest come on top; each has a latency.
+    """The number of chunks that takes the least time: pipelining over hops against a latency for each chunk.
 
     With T seconds for these hops and l for a message, K chunks take T / K + K l more than the slowest hop.
     """
@@ -53,7 +53,7 @@ def _chunks(times: Sequence[float], nbytes: int, latency: float) -> int:
 
 
 def chains_seconds(chains: Sequence[Chain], itemsize: int, wires: HostNetwork) -> float:
-    """Seconds until the last chunk is there; links within hosts carry what they can, but set no order."""
+    """Seconds until the last chunk has arrived; links within hosts limit bandwidth, but set no order."""
     load: defaultdict[Resource, float] = defaultdict(float)
     end = 0.0
     for chain in chains:

@@ -1,4 +1,4 @@
-"""What joins the hosts, as far as reshards ask: a topology as hosts of ranks that share network cards."""
+"""The network between hosts, as reshards see it: a topology as hosts of ranks that share network cards."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class HostNetwork:
         return rank // self.per_host
 
     def card(self, rank: int) -> int:
-        """The number of the card through which a rank leaves its host, counted over all hosts."""
+        """The number of the card through which a rank sends to other hosts, counted over all hosts."""
         return self.host(rank) * self.cards + rank % self.per_host * self.cards // self.per_host
 
     def by_host(self, ranks: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
         """The ranks of each host, hosts in ascending order."""
-        return [(host, tuple(found)) for host, found in groupby(sorted(ranks, key=self.host), key=self.host)]
+        return [(host, tuple(own)) for host, own in groupby(sorted(ranks, key=self.host), key=self.host)]
 
     def crosses(self, sender: int, receiver: int) -> bool:
         """Whether a hop leaves a host."""
         return self.host(sender) != self.host(receiver)
 
     def link(self, sender: int, receiver: int) -> tuple[float, float]:
-        """Seconds of a message and bytes per second of a hop."""
+        """Latency in seconds and bandwidth in bytes per second of a hop."""
         crosses = self.crosses(sender, receiver)
         return (self.latency, self.bandwidth) if crosses else (self.inside_latency, self.inside)
 

@@ -1,10 +1,10 @@
-"""Who sends each piece, and when: the schedule that ends first, by search and by randomised greedy choice.
+"""Order of chains: who sends each piece and when, for the schedule that ends first.
 
 The model is that of section 3.2 of "On Optimizing the Communication of Model Parallelism": a chain occupies the network
 cards of its sender and receivers from its start until its bytes are through, and starts when all of them are free;
-links within hosts take no time.
-Finding the best order is hard (an open shop), so what is found is reported beside a lower bound. Both searches count
-their nodes instead of seconds, so that every rank finds the same schedule for the same seed.
+links within hosts take no time. Finding the best order is hard (an open shop), so the schedule is reported beside a
+lower bound. Both searches, randomised greedy and depth first, count their nodes instead of seconds, so that every rank
+finds the same schedule for the same seed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EXACT = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The choices in the order of their starts, and when the last has ended."""
+    """A schedule: the choices in the order of their starts, and when the last has ended."""
 
     choices: tuple[Choice, ...]
     starts: tuple[float, ...]
@@ -48,17 +48,17 @@ class Schedule:
 
 
 def use_of(ranks: Sequence[int], nbytes: float, wires: HostNetwork) -> Use:
-    """What a chain of these ranks occupies."""
-    found: defaultdict[Resource, float] = defaultdict(float)
+    """The seconds for which a chain of these ranks occupies each network card."""
+    seconds: defaultdict[Resource, float] = defaultdict(float)
     for sender, receiver in pairwise(ranks):
         if wires.crosses(sender, receiver):
-            found[wires.card(sender), "tx"] += nbytes / wires.bandwidth
-            found[wires.card(receiver), "rx"] += nbytes / wires.bandwidth
-    return dict(found)
+            seconds[wires.card(sender), "tx"] += nbytes / wires.bandwidth
+            seconds[wires.card(receiver), "rx"] += nbytes / wires.bandwidth
+    return dict(seconds)
 
 
 def uses_of(drafts: Sequence[Draft], itemsize: int, wires: HostNetwork) -> list[list[Use]]:
-    """What each draft occupies, for each of its heads."""
+    """The use of network cards by each draft, for each of its heads."""
     return [
         [use_of(draft.ranks(head), len(draft.span) * itemsize, wires) for head in range(len(draft.heads))]
         for draft in drafts
@@ -78,31 +78,31 @@ def in_order(uses: Sequence[Sequence[Use]], choices: Sequence[Choice]) -> Schedu
 
 
 def balanced(uses: Sequence[Sequence[Use]], order: Sequence[int] | None = None) -> list[Choice]:
-    """Each job in this order from the sender that has least to send so far; in the order of the tasks by default."""
+    """Assign each job, in this order, to the sender that has least to send so far; by default in the tasks' order."""
     load: defaultdict[Resource, float] = defaultdict(float)
-    found = []
+    choices = []
     for job in range(len(uses)) if order is None else order:
         head = min(range(len(uses[job])), key=lambda head: _peak(uses[job][head], load))
         for resource, seconds in uses[job][head].items():
             load[resource] += seconds
-        found.append((job, head))
-    return found
+        choices.append((job, head))
+    return choices
 
 
 def best(uses: Sequence[Sequence[Use]], bound: float, seed: int) -> Schedule:
-    """The best schedule found: by size, by randomised greedy choice, then in depth; the first to meet the bound."""
-    found: Schedule | None = None
+    """The best schedule: by size, by randomised greedy choice, then depth first; stops at the lower bound."""
+    schedule: Schedule | None = None
     for attempt in _attempts(uses, seed):
-        if found is None or attempt.makespan < found.makespan * (1 - EXACT):
-            found = attempt
-        if found.makespan <= bound * (1 + EXACT):
-            return found
-    assert found is not None
-    return in_depth(uses, found, bound) if len(uses) <= DEEP else found
+        if schedule is None or attempt.makespan < schedule.makespan * (1 - EXACT):
+            schedule = attempt
+        if schedule.makespan <= bound * (1 + EXACT):
+            return schedule
+    assert schedule is not None
+    return in_depth(uses, schedule, bound) if len(uses) <= DEEP else schedule
 
 
 def _attempts(uses: Sequence[Sequence[Use]], seed: int) -> Iterator[Schedule]:
-    """In the order of the tasks, by size, then greedy ones."""
+    """Schedules to try: in the order of the tasks, by size, then greedy ones."""
     yield in_order(uses, balanced(uses))
     sizes = [max(use[0].values(), default=0.0) for use in uses]
     yield in_order(uses, balanced(uses, sorted(range(len(uses)), key=lambda job: -sizes[job])))
@@ -112,7 +112,7 @@ def _attempts(uses: Sequence[Sequence[Use]], seed: int) -> Iterator[Schedule]:
 
 
 def greedy(uses: Sequence[Sequence[Use]], random: Random, noise: float) -> Schedule:
-    """What can start first is next; of several, that whose busiest card has most bytes left, more or less."""
+    """Greedy schedule: the job that can start first is next; of several, that of the busiest card, with noise."""
     free: defaultdict[Resource, float] = defaultdict(float)
     left: defaultdict[Resource, float] = defaultdict(float)
     for heads in uses:
@@ -137,7 +137,7 @@ def greedy(uses: Sequence[Sequence[Use]], random: Random, noise: float) -> Sched
 
 
 def in_depth(uses: Sequence[Sequence[Use]], found: Schedule, bound: float) -> Schedule:
-    """A better schedule than `found`, if one turns up: depth first, without branches that cannot be better."""
+    """Search depth first, with branch and bound, for a schedule better than `found`; return the best."""
     search = _Search(uses, found, bound)
     search.descend([], frozenset(range(len(uses))), {})
     return search.found
@@ -169,7 +169,7 @@ class _Search:
                     self.descend([*choices, (job, head)], left - {job}, dict(then))
 
     def _least(self, left: frozenset[int], free: dict[Resource, float]) -> float:
-        """The end of the busiest resource, if nothing ever waits."""
+        """A lower bound on the makespan: the end of the busiest resource if nothing ever waits."""
         busy = dict(free)
         for job in left:
             for resource, seconds in self.certain[job].items():
@@ -182,13 +182,13 @@ def _start(use: Use, free: dict[Resource, float]) -> float:
 
 
 def _occupy(use: Use, start: float, free: dict[Resource, float]) -> float:
-    """Keep what is used busy from `start` on; when the last of it is free again."""
+    """Occupy the resources of `use` from `start` on, and return when the last of them is free again."""
     for resource, seconds in use.items():
         free[resource] = start + seconds
     return start + max(use.values(), default=0.0)
 
 
 def _peak(use: Use, load: dict[Resource, float]) -> tuple[float, float]:
-    """The most that a card has to do if this is added, senders' before all others."""
+    """The highest load of a card after adding `use`, senders' cards before all others."""
     sums = [(resource[1] == "tx", load.get(resource, 0.0) + seconds) for resource, seconds in use.items()]
     return max((s for tx, s in sums if tx), default=0.0), max((s for _, s in sums), default=0.0)

@@ -1,4 +1,4 @@
-"""A plan between meshes in rows and lines, for tables and for machines."""
+"""A reshard plan as rows and lines, for tables and for machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dshard.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class ChainRow:
-    """One chain. `slice` is the region, and the elements of it, flattened, if it is a piece; times are in seconds."""
+    """One chain as a row: `slice` is the region, with the flattened elements if it is a piece; times in seconds."""
 
     start: float
     seconds: float
@@ -28,7 +28,7 @@ class ChainRow:
 
 
 def chain_rows(plan: ReshardPlan) -> list[ChainRow]:
-    """A row for each chain."""
+    """One row for each chain of a plan."""
     return list(_rows(plan))
 
 
@@ -41,7 +41,7 @@ def _rows(plan: ReshardPlan) -> Iterator[ChainRow]:
 
 
 def baselines_of(plan: ReshardPlan, topology: Topology) -> dict[str, float]:
-    """The makespans of published strategies for what a plan does; none where a reduction is pending."""
+    """The makespans of published strategies for the reshard of `plan`; none if a reduction is partial."""
     if plan.src.partial_axes() or plan.dst.partial_axes():
         return {}
     asked = (plan.src, plan.dst, plan.shape, plan.itemsize, topology)
@@ -49,7 +49,7 @@ def baselines_of(plan: ReshardPlan, topology: Topology) -> dict[str, float]:
 
 
 def summary_lines(plan: ReshardPlan, topology: Topology) -> list[str]:
-    """What runs on one mesh, what crosses from host to host, and how long all of it takes."""
+    """Lines of text on the steps within one mesh, the bytes between hosts, and the seconds of all."""
     around = [(moved, where) for moved, where in ((plan.first, "first"), (plan.last, "last")) if moved is not None]
     return [
         *(f"{where}, on one mesh: {moved.src} -> {moved.dst}" for moved, where in around),
@@ -61,7 +61,7 @@ def summary_lines(plan: ReshardPlan, topology: Topology) -> list[str]:
 
 
 def data_of(plan: ReshardPlan, topology: Topology) -> dict[str, Any]:
-    """All of it for machines."""
+    """A reshard plan as JSON values."""
     crossing = [{"from": a, "to": b, "nbytes": nbytes} for (a, b), nbytes in sorted(plan.crossing().items())]
     return {
         "src": str(plan.src),

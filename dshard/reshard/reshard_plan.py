@@ -1,4 +1,4 @@
-"""How a tensor gets from a layout on one mesh to a layout on another: planned once, then printed, priced and run."""
+"""Plans from a layout on one mesh to a layout on another: made once, then printed, priced and run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDE = 4
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """How a tensor of global `shape` gets from `src` to `dst`, on another mesh.
+    """The steps that reshard a tensor of global `shape` from `src` to `dst`, on another mesh.
 
     `first`, if any, runs on the source mesh, then `chains` send from mesh to mesh, then `last`, if any, runs on the
     destination mesh. What a rank of both meshes holds already it keeps. By the model of the paper (`makespan`, and its
@@ -67,12 +67,12 @@ class ReshardPlan:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of either mesh: those that take part."""
+        """The ranks of both meshes: those that take part."""
         return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
 
     @property
     def chains_seconds(self) -> float:
-        """The seconds of the chains alone."""
+        """Seconds of the chains alone, without `first` and `last`."""
         return chains_seconds(self.chains, self.itemsize, self.wires)
 
     @property
@@ -85,16 +85,16 @@ class ReshardPlan:
         return sum(len(chain.span) for chain in self.chains for _, receiver in chain.hops if receiver == rank)
 
     def crossing(self) -> dict[tuple[int, int], int]:
-        """The bytes that cross from host to host, for each pair of hosts between which some do."""
-        found: Counter[tuple[int, int]] = Counter()
+        """Bytes sent from host to host, for each (sender, receiver) pair of hosts that has any."""
+        nbytes: Counter[tuple[int, int]] = Counter()
         for chain in self.chains:
             for sender, receiver in chain.hops:
                 if self.wires.crosses(sender, receiver):
-                    found[self.wires.host(sender), self.wires.host(receiver)] += len(chain.span) * self.itemsize
-        return dict(found)
+                    nbytes[self.wires.host(sender), self.wires.host(receiver)] += len(chain.span) * self.itemsize
+        return dict(nbytes)
 
     def steps(self, most: int = 32) -> list[str]:
-        """What is done, a line each; of the chains, the first ones."""
+        """The plan in words, a line for each step; of the chains, only the first ones."""
         first, last = (_described(plan) for plan in (self.first, self.last))
         more = len(self.chains) - most
         shown = [_line(chain, self.itemsize) for chain in self.chains[:most]]
@@ -124,7 +124,7 @@ def plan_reshard(
     """The plan from `src` to `dst` for a tensor of global `shape` with elements of `itemsize` bytes.
 
     Each unit task takes the cheapest of its forms, unless one form for all is cheaper in the end; senders and order are
-    those of `dshard.reshard.order`, the same for the same seed. A pending sum is added up on the way, or completed on
+    those of `dshard.reshard.order`, the same for the same seed. A partial sum is reduced along the chains, or on
     the source mesh first, whichever is cheaper.
 
     >>> from dshard.mesh import Mesh
@@ -156,21 +156,23 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
 def plan_of_form(
     src: Layout, dst: Layout, shape: Sequence[int], itemsize: int, topology: Topology, form: Form, *, balance: bool
 ) -> ReshardPlan:
-    """A simple plan, to hold others against: every task in one form, in the order of the source's parts.
+    """A simple plan, for comparison: every task in one form, in the order of the source's regions.
 
     Each piece comes from the sender with the least to send so far, or without `balance` from the first replica.
 
     Raises:
-        LayoutError: a reduction is pending, or a layout shards a dim that the tensor does not have.
+        LayoutError: the source is partial, or a layout shards a dim that the tensor does not have.
         MeshError: meshes of different device types.
     """
     _check(src, dst, tuple(shape), topology)
     if src.partial_axes() or dst.partial_axes():
         raise LayoutError(f"a plan of one form moves values, not terms: [{src}] -> [{dst}]; use plan_reshard")
     wires, asked = host_network_of(topology), tasks(src, dst, shape)
-    made = [draft for turn, task in enumerate(asked) for draft in drafts(task, form, wires, turn if balance else 0)]
-    made = made if balance else [replace(draft, heads=draft.heads[:1]) for draft in made]
-    chains, makespan = scheduled(made, itemsize, wires, 0.0, None)
+    candidates = [
+        draft for turn, task in enumerate(asked) for draft in drafts(task, form, wires, turn if balance else 0)
+    ]
+    candidates = candidates if balance else [replace(draft, heads=draft.heads[:1]) for draft in candidates]
+    chains, makespan = scheduled(candidates, itemsize, wires, 0.0, None)
     seconds, bound = chains_seconds(chains, itemsize, wires), lower_bound(asked, itemsize, wires)
     return ReshardPlan(src, dst, tuple(shape), itemsize, None, chains, None, wires, makespan, bound, seconds)
 
@@ -188,7 +190,7 @@ def _check(src: Layout, dst: Layout, shape: Shape, topology: Topology) -> None:
 
 
 def _firsts(src: Layout, shape: Shape, itemsize: int, topology: Topology) -> Iterator[Plan | None]:
-    """The ways to deal with what is pending: leave it to the chains, or complete it on the source mesh first."""
+    """Plans to reduce partial sums on the source mesh first; None leaves them to the chains."""
     if not pending_axes(src):
         yield None
         return
@@ -201,7 +203,7 @@ def _firsts(src: Layout, shape: Shape, itemsize: int, topology: Topology) -> Ite
 
 
 def _whole(layout: Layout, placement: Placement) -> Layout:
-    """The layout with `placement` wherever a reduction is pending."""
+    """The layout with `placement` in place of each Partial."""
     for axis in layout.partial_axes():
         layout = layout.replace(axis, placement)
     return layout
@@ -215,22 +217,22 @@ def _sent(
     wires: HostNetwork,
     seed: int,
 ) -> ReshardPlan:
-    """The best plan between these layouts, with these plans before and after the chains."""
+    """The best plan between two layouts, with the plans `around` before and after the chains."""
     (src, dst), (first, last) = ends, around
     held, landed = src if first is None else first.dst, dst if last is None else last.src
     asked = tasks(held, landed, shape)
     bound = lower_bound(asked, itemsize, wires)
     before = 0.0 if first is None else first.seconds
-    found = []
+    plans = []
     for chosen in _mixes(asked, itemsize, wires):
         chains, makespan = scheduled(chosen, itemsize, wires, bound, seed)
         seconds = before + chains_seconds(chains, itemsize, wires) + (0.0 if last is None else last.seconds)
-        found.append(ReshardPlan(src, dst, shape, itemsize, first, chains, last, wires, makespan, bound, seconds))
-    return min(found, key=lambda plan: (plan.seconds, len(plan.chains)))
+        plans.append(ReshardPlan(src, dst, shape, itemsize, first, chains, last, wires, makespan, bound, seconds))
+    return min(plans, key=lambda plan: (plan.seconds, len(plan.chains)))
 
 
 def _mixes(asked: tuple[Task, ...], itemsize: int, wires: HostNetwork) -> list[list[Draft]]:
-    """The cheapest form for each task by itself, and each form for all of them."""
+    """Mixtures of forms: the cheapest form for each task by itself, and each form for all of them."""
     options = [forms_of(task, wires) for task in asked]
     cheapest = []
     for turn, (task, forms) in enumerate(zip(asked, options, strict=True)):
@@ -250,6 +252,6 @@ def _mixes(asked: tuple[Task, ...], itemsize: int, wires: HostNetwork) -> list[l
 
 
 def _alone(task: Task, form: Form, itemsize: int, wires: HostNetwork, turn: int) -> float:
-    """Seconds of a task that has all links to itself."""
+    """Seconds of a task in one form if it has all links to itself."""
     chains, _ = scheduled(drafts(task, form, wires, turn), itemsize, wires, 0.0, None)
     return chains_seconds(chains, itemsize, wires)

@@ -1,4 +1,4 @@
-"""The least time that any reshard takes, and what crosses between hosts."""
+"""Lower bounds on the seconds of any reshard and on its bytes between hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dshard.reshard.tasks import Task
 
 
 def needy_hosts(task: Task, wires: HostNetwork) -> tuple[int, ...]:
-    """The hosts that must be sent a task's slice: they have receivers, and lack some term of it."""
+    """The hosts that must receive a task's slice: they have receivers, and lack some term of it."""
     have = [{wires.host(rank) for rank in replicas} for replicas in task.holders]
     return tuple(host for host, _ in wires.by_host(task.receivers) if not all(host in hosts for hosts in have))
 

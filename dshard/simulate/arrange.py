@@ -1,4 +1,4 @@
-"""Which rank has which place of a mesh, so that neighbours on every axis share hosts."""
+"""Orders of the ranks of a mesh in which neighbours on every axis share hosts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dshard.validate import as_int
 
 
 def host_tiles(rows: int, columns: int, per_host: int) -> tuple[int, ...]:
-    """The ranks of a mesh (rows, columns) whose hosts each have a block of it, as square as its sizes allow.
+    """The ranks of a mesh (rows, columns) in which each host has a block, as square as the sizes allow.
 
     With rows of hosts instead, the columns of the mesh would cross as many hosts as there are rows; in blocks, both
     directions cross few (Optimus figure 8).

@@ -1,7 +1,7 @@
-"""What one block of a transformer computes and sends under a setup, forward and backward.
+"""The work and communication of one block of a transformer under a setup, forward and backward.
 
-Each linear layer is a product with a loop for each mesh axis. Its operands are redistributed to where the loops want
-them, multiplied, and the result redistributed to where the next layer reads it; the two products of the backward pass
+Each linear layer is a matmul with a loop for each mesh axis. Its operands are redistributed to the layouts that the
+loops need, multiplied, and the result is redistributed for the next layer; the two matmuls of the backward pass
 are the same with the roles of the tensors exchanged (Optimus equations 1-3). All of it is planned and priced by
 `dshard.redistribute`, so a form is nothing but its layouts.
 """
@@ -26,9 +26,9 @@ from dshard.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What prices a block: the model, how it is spread, the machine, and the dtype of activations and weights.
+    """The inputs of a block's price: the model, its setup, the topology, and the dtype of activations and weights.
 
-    `regather`: whether the inputs of products are gathered again for the gradients of their weights, as papers have it;
+    `regather`: whether the inputs of matmuls are gathered again for the gradients of their weights, as papers have it;
     what `parallelize` lays out keeps them gathered.
     """
 
@@ -41,40 +41,40 @@ class Costs:
     regather: bool = False
 
     def plan(self, src: Layout, dst: Layout, shape: Shape, itemsize: int | None = None) -> Plan:
-        """The cheapest plan; where thousands of setups are compared, one found without a search."""
+        """The cheapest plan of a redistribution; where thousands of setups are compared, one made without a search."""
         planner = plan if self.exact else plan_straight
         return planner(src, dst, shape, self.itemsize if itemsize is None else itemsize, self.topology)
 
     def moved(
         self, name: str, phase: Phase, src: Layout, dst: Layout, shape: Shape, *, waits: bool = True
     ) -> list[Event]:
-        """A redistribution, if anything must be sent."""
+        """The event of a redistribution from `src` to `dst`, if it has any step."""
         found = self.plan(src, dst, shape)
         return [move_event(name, phase, found, self.itemsize, waits=waits)] if found.steps else []
 
     @property
     def prefetches(self) -> bool:
-        """Whether weights are gathered from the replicas, which may happen while the product before runs."""
+        """Whether weights are gathered from the replicas, which may overlap the matmul before."""
         return self.setup.sharded == "all"
 
     def hosted(self, phase: Phase) -> list[Event]:
-        """What the host takes for the operators of a block, where the topology knows that of one."""
+        """The event of the host's time for the operators of a block, if the topology has that of one operator."""
         if not (self.topology.dispatch or self.topology.in_place):
             return []
         operators = dict(zip(PHASES, operators_of_phases(), strict=True))[phase]
         return [Event("host", phase, "compute", operators.seconds(self.topology))]
 
     def worked(self, name: str, phase: Phase, flops: float, nbytes: float) -> Event:
-        """Local work."""
+        """The event of local work of `flops` operations on `nbytes` bytes."""
         seconds = work_seconds(flops, nbytes, self.topology, self.dtype)
         return Event(name, phase, "compute", seconds, flops=flops, nbytes=0)
 
 
-def move_event(name: str, phase: Phase, found: Plan, itemsize: int, *, waits: bool = True) -> Event:
-    """A plan as an event."""
-    axes = tuple(dict.fromkeys(axis for step in found.steps for axis in axes_of(step)))
-    nbytes = found.busiest() * itemsize
-    return Event(name, phase, "network", found.seconds, 0.0, nbytes, len(found.steps), axes, waits)
+def move_event(name: str, phase: Phase, plan: Plan, itemsize: int, *, waits: bool = True) -> Event:
+    """The event of a redistribution's plan."""
+    axes = tuple(dict.fromkeys(axis for step in plan.steps for axis in axes_of(step)))
+    nbytes = plan.busiest() * itemsize
+    return Event(name, phase, "network", plan.seconds, 0.0, nbytes, len(plan.steps), axes, waits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Operations of each rank, forward."""
+        """Operations of each rank in the forward pass."""
         ranks = 1
         for size, loop in zip(self.x.mesh.shape, self.loops, strict=True):
             ranks *= size if loop != "s" else 1
@@ -103,7 +103,7 @@ class Product:
 
     @property
     def shapes(self) -> tuple[Shape, Shape, Shape]:
-        """Of x, w and y."""
+        """The global shapes of x, w and y."""
         linear, stages = self.linear, self.x.mesh.shape[0]
         return (
             (stages, self.tokens, linear.features_in),
@@ -112,7 +112,7 @@ class Product:
         )
 
     def forward(self, costs: Costs) -> list[Event]:
-        """Operands there, the product, its result to where it is read."""
+        """Redistribute the operands, multiply, redistribute the result for its reader."""
         name = self.linear.name
         (at_x, at_w, at_y), (shape_x, shape_w, shape_y) = worked_layouts(self.x.mesh, self.loops), self.shapes
         return [
@@ -123,7 +123,7 @@ class Product:
         ]
 
     def backward(self, costs: Costs) -> list[Event]:
-        """The gradient of y there, operands once more, both products, their results to the operands' layouts."""
+        """Redistribute the gradient of y and both operands, multiply twice, redistribute to the operands' layouts."""
         name = self.linear.name
         (at_x, at_w, at_y), (shape_x, shape_w, shape_y) = worked_layouts(self.x.mesh, self.loops), self.shapes
         grad_x, grad_w = gradient_layouts(self.x.mesh, self.loops)
@@ -145,7 +145,7 @@ class Product:
 
 @cached("worked layouts", 4096)
 def worked_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout, Layout]:
-    """Where x, w and y must lie for local products to be the whole product's parts.
+    """The layouts of x, w and y in which local matmuls make the local tensors of the result.
 
     >>> [str(layout) for layout in worked_layouts(Mesh((2, 2), ("r", "c")), "mn")]
     ['r:S(1) c:R', 'r:R c:S(2)', 'r:S(1) c:S(2)']
@@ -158,7 +158,7 @@ def worked_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout, Layout]:
 
 @cached("gradient layouts", 4096)
 def gradient_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout]:
-    """Where the gradients of x and w arise: pending on the axes that the other operand alone is split over."""
+    """The layouts in which the gradients of x and w arise: partial on the axes that shard the other operand alone."""
     x: dict[str, Placement] = {"s": Shard(0), "m": Shard(1), "k": Shard(2), "n": Partial()}
     w: dict[str, Placement] = {"s": Shard(0), "k": Shard(1), "n": Shard(2), "m": Partial()}
     first, second = (Layout(mesh, tuple(dims.get(loop, Replicate()) for loop in loops)) for dims in (x, w))
@@ -166,7 +166,7 @@ def gradient_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout]:
 
 
 def products(model: Model, setup: Setup, tokens: int) -> tuple[Product, ...]:
-    """The four linear layers of a block, for so many tokens on all replicas together."""
+    """The four linear layers of a block, for `tokens` tokens on all replicas together."""
     form = setup.form
     qkv, out, up, down = model.linears
 
@@ -185,7 +185,7 @@ def products(model: Model, setup: Setup, tokens: int) -> tuple[Product, ...]:
 
 
 def block_events(costs: Costs, sequences: int) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-    """The events of one block, forward and backward, for so many sequences on all replicas together."""
+    """The events of one block, forward and backward, for `sequences` sequences on all replicas together."""
     model, setup = costs.model, costs.setup
     rest = _Rest(costs, sequences)
     qkv, out, up, down = products(model, setup, sequences * model.sequence)
@@ -216,13 +216,13 @@ def block_events(costs: Costs, sequences: int) -> tuple[tuple[Event, ...], tuple
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """What stands between the products: norms with the residual sum, the activation function, attention itself."""
+    """The work between the matmuls of linear layers: norms with the residual sum, activation function, attention."""
 
     costs: Costs
     sequences: int
 
     def norm(self, phase: Phase) -> list[Event]:
-        """A norm and a residual sum; where features are split, two sums a token complete the statistics."""
+        """A norm and a residual sum; where features are sharded, two sums a token complete the statistics."""
         costs, setup = self.costs, self.costs.setup
         tokens = self.sequences * costs.model.sequence
         lies = setup.activation(setup.form.residual)
@@ -235,7 +235,7 @@ class _Rest:
         return [*sums, costs.worked("norm", phase, 0.0, held * (5 if phase == "forward" else 7))]
 
     def activation(self, phase: Phase) -> Event:
-        """The function between the layers of a pair: reads its input, or input and gradient, and writes one."""
+        """The activation function between the layers of a pair: reads its input, or input and gradient; writes one."""
         costs, setup = self.costs, self.costs.setup
         tokens, features = self.sequences * costs.model.sequence, costs.model.linears[2].features_out
         held = setup.activation(setup.form.inner).local_numel(setup.shape(tokens, features)) * costs.itemsize

@@ -20,7 +20,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All bytes together."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.transient
 
 
@@ -32,10 +32,10 @@ def memory_of(costs: Costs, sequences: int, *, state: int = 8, master: int | Non
     default where weights have fewer bytes.
     """
     model, setup = costs.model, costs.setup
-    found = products(model, setup, sequences * model.sequence)
+    linears = products(model, setup, sequences * model.sequence)
     blocks = model.layers // setup.stages
-    stored = sum(p.w.local_numel(p.shapes[1]) for p in found) * blocks
-    shared = sum(_shared(costs, p).local_numel(p.shapes[1]) for p in found) * blocks
+    stored = sum(p.w.local_numel(p.shapes[1]) for p in linears) * blocks
+    shared = sum(_shared(costs, p).local_numel(p.shapes[1]) for p in linears) * blocks
     ends = (setup.form.first, setup.shape(model.hidden, model.vocabulary))
     tables = 1 if model.tied and setup.stages == 1 else 1 + (setup.stages == 1)
     if model.vocabulary:
@@ -43,22 +43,22 @@ def memory_of(costs: Costs, sequences: int, *, state: int = 8, master: int | Non
         shared += tables * setup.shared(ends[0]).local_numel(ends[1])
     extra = state + ((4 if costs.itemsize < 4 else 0) if master is None else master)
     in_flight = min(setup.microbatches, setup.stages)
-    kept = _residual(costs, sequences) if setup.recompute else kept_by_block(costs, found, sequences)
-    activations = kept * blocks * in_flight + (kept_by_block(costs, found, sequences) if setup.recompute else 0)
+    kept = _residual(costs, sequences) if setup.recompute else kept_by_block(costs, linears, sequences)
+    activations = kept * blocks * in_flight + (kept_by_block(costs, linears, sequences) if setup.recompute else 0)
     return Memory(
         stored * costs.itemsize,
         stored * costs.itemsize,
         shared * extra,
         activations,
-        max(_transient(costs, p) for p in found),
+        max(_transient(costs, p) for p in linears),
     )
 
 
 def kept_by_block(costs: Costs, found: tuple[Product, ...], sequences: int) -> int:
-    """Bytes of what one block keeps for its backward pass.
+    """Bytes that one block keeps for its backward pass.
 
     The inputs of both norms, of the four linear layers and of the activation function, queries, keys and values, and
-    the scores where attention is not fused. Inputs of products are kept as they were gathered, unless they are gathered
+    the scores where attention is not fused. Inputs of matmuls are kept as they were gathered, unless they are gathered
     again; weights as they are stored.
     """
     model, setup = costs.model, costs.setup
@@ -79,17 +79,17 @@ def _residual(costs: Costs, sequences: int) -> int:
     return lies.local_numel(setup.shape(sequences * model.sequence, model.hidden)) * costs.itemsize
 
 
-def _shared(costs: Costs, found: Product) -> Layout:
+def _shared(costs: Costs, product: Product) -> Layout:
     form = costs.setup.form
-    return costs.setup.shared(form.first if found.linear.name in ("qkv", "up") else form.second)
+    return costs.setup.shared(form.first if product.linear.name in ("qkv", "up") else form.second)
 
 
-def _transient(costs: Costs, found: Product) -> int:
-    """Bytes of operands gathered for one product, and of its result before it is redistributed.
+def _transient(costs: Costs, product: Product) -> int:
+    """Bytes of operands gathered for one matmul, and of its result before it is redistributed.
 
     An input that stays gathered is counted with what blocks keep.
     """
-    worked = worked_layouts(found.x.mesh, found.loops)
-    stored = found.x if costs.regather else worked[0], found.w, found.y
-    held = zip(stored, worked, found.shapes, strict=True)
+    worked = worked_layouts(product.x.mesh, product.loops)
+    stored = product.x if costs.regather else worked[0], product.w, product.y
+    held = zip(stored, worked, product.shapes, strict=True)
     return sum(at.local_numel(shape) for own, at, shape in held if own != at) * costs.itemsize

@@ -1,4 +1,4 @@
-"""When each thing of a step begins and ends: local work on one queue, collectives on another."""
+"""Begin and end of each event of a step: local work on one queue, collectives on another."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Slot:
 
     @property
     def end(self) -> float:
-        """When it ends."""
+        """Seconds at which the event ends."""
         return self.begin + self.event.seconds
 
 
 def placed(events: Iterable[Event], *, overlap: bool = False) -> tuple[Slot, ...]:
-    """Events in the order of the program, each as early as its queue allows.
+    """Place events in the order of the program, each as early as its queue allows.
 
     Work and collectives wait for each other; with `overlap`, collectives that nothing needs at once do not hold up the
     work that follows.
@@ -56,15 +56,15 @@ def placed(events: Iterable[Event], *, overlap: bool = False) -> tuple[Slot, ...
     ([0.0, 2.0], [0.0, 0.0])
     """
     free: dict[Queue, float] = {"compute": 0.0, "network": 0.0}
-    found = []
+    slots = []
     for event in events:
         begin = max(free["compute"], free[event.queue])
         slot = Slot(event, begin)
-        found.append(slot)
+        slots.append(slot)
         free[event.queue] = slot.end
         if event.queue == "network" and (event.waits or not overlap):
             free["compute"] = slot.end
-    return tuple(found)
+    return tuple(slots)
 
 
 def makespan(slots: Sequence[Slot]) -> float:

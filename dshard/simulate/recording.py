@@ -1,4 +1,4 @@
-"""Any step as a timeline: what it computes, sends and holds, operator by operator, on meta tensors or real ones.
+"""Timelines of any step: work, collectives and memory, operator by operator, on meta tensors or real ones.
 
 The closed forms of this package know standard blocks only. Here the program itself runs: on tensors without data and a
 mesh without processes, of any number of ranks, or on the ranks of a process group. Local work is priced by the roofline
@@ -52,7 +52,7 @@ class Recorded:
 
     @property
     def seconds(self) -> float:
-        """Of all of it."""
+        """Seconds of the whole step."""
         return makespan(self.slots)
 
     @property
@@ -62,7 +62,7 @@ class Recorded:
 
     @property
     def flops(self) -> float:
-        """Operations of this rank."""
+        """Local operations of this rank."""
         return sum(slot.event.flops for slot in self.slots)
 
 
@@ -109,7 +109,7 @@ _MOMENT, _AGREED = 2e-3, 5
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every local operator: distributed ones come apart below it.
+    """Records every local operator, also those that distributed operators consist of.
 
     Where a step has data, its tensors without data are questions about shapes, which nothing is kept of. Numbers on the
     host, such as the count of steps that Adam keeps, are no data.
@@ -153,7 +153,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def worked(self, func: Any, args: Any, kwargs: Any, out: Any, given: list[Tensor], fresh: list[Tensor]) -> None:
-        """Local work that makes or changes memory; views do neither."""
+        """Record local work that makes or changes memory; views do neither."""
         count = flop_registry.get(_COUNTED_AS.get(func.overloadpacket, func.overloadpacket))
         flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
         nbytes = sum(t.numel() * t.element_size() for t in (*given, *fresh))
@@ -166,7 +166,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def dispatched(self, decision: Decision) -> Iterator[None]:
-        """A distributed operator, before what it does."""
+        """Record the host's time of a distributed operator, before the work within it."""
         topology = self.topology or decision.topology
         seconds = topology.in_place if writes(decision.op) else topology.dispatch
         if seconds:
@@ -174,7 +174,7 @@ class _Recorder(TorchDispatchMode):
         yield
 
     def sent(self, event: Sent) -> None:
-        """A collective."""
+        """Record a collective."""
         self.sends = True
         axes, mesh = tuple(event.axis.split(",")), event.mesh
         topology = self.topology or planning_context().topology_of(mesh)
@@ -182,17 +182,17 @@ class _Recorder(TorchDispatchMode):
         self.events.append(Event(event.collective, "step", "network", seconds, 0.0, event.nbytes, 1, axes))
 
     def settled(self, above: int = -1) -> int:
-        """`alive` once it stays as it is, or is at most `above`.
+        """Wait until `alive` no longer falls, or is at most `above`, and return it.
 
         A thread of the backend lets go of the tensors it sent a moment after the collective has ended.
         """
-        found, agreed = self.alive(), 0 if self.real and self.sends else _AGREED
-        while found > above and agreed < _AGREED:
+        nbytes, agreed = self.alive(), 0 if self.real and self.sends else _AGREED
+        while nbytes > above and agreed < _AGREED:
             time.sleep(_MOMENT)
-            before, found = found, self.alive()
-            agreed = 0 if found < before else agreed + 1
-        return found
+            before, nbytes = nbytes, self.alive()
+            agreed = 0 if nbytes < before else agreed + 1
+        return nbytes
 
     def alive(self) -> int:
-        """Bytes of the storages made within the step that are still there, and of what workspaces have lent."""
+        """Bytes of the storages made within the step that are still alive, and of buffers that workspaces have lent."""
         return in_use(self.sizes)

@@ -1,4 +1,4 @@
-"""How a model is spread over devices: the mesh of stages, data and tensor parallelism, and what is kept or sharded."""
+"""Setups of a model on devices: the mesh of stages, data and tensor parallelism, and what is kept or sharded."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Setup:
 
     @property
     def strategy(self) -> str:
-        """What `dshard.parallelize` calls it, on the mesh of one stage.
+        """The name of this setup's strategy in `dshard.parallelize`, on the mesh of one stage.
 
         >>> from dshard.simulate.tensor_forms import form_of
         >>> Setup(form_of("megatron"), (2,), data=2, sharded="all").strategy
@@ -85,7 +85,7 @@ class Setup:
 
     @property
     def beyond(self) -> tuple[str, ...]:
-        """What `dshard.parallelize` does not do by itself; where this is empty it lays out the whole model.
+        """The features of this setup that `dshard.parallelize` lacks; if empty, it lays out the whole model.
 
         Microbatches are the caller's loop over forward and backward passes.
 
@@ -93,12 +93,12 @@ class Setup:
         >>> Setup(form_of("megatron"), (2,), stages=2, microbatches=4, recompute=True).beyond
         ('pipeline stages', 'recomputation')
         """
-        found = ["pipeline stages"] * (self.stages > 1) + ["recomputation"] * self.recompute
-        return (*found, *["a shared optimiser"] * (self.sharded == "optimizer"))
+        features = ["pipeline stages"] * (self.stages > 1) + ["recomputation"] * self.recompute
+        return (*features, *["a shared optimiser"] * (self.sharded == "optimizer"))
 
     @property
     def devices(self) -> int:
-        """How many devices."""
+        """The number of devices."""
         return self.stages * self.data * prod(self.tensor)
 
     def check(self, model: Model, batch: int) -> None:
@@ -119,7 +119,7 @@ class Setup:
             raise ShapeError(problem)
 
     def problem(self, model: Model, batch: int) -> str:
-        """Why the model or a batch of so many sequences does not fit; empty where it does."""
+        """Why the model or a batch of `batch` sequences does not fit this setup; empty if it does."""
         if model.layers % self.stages:
             return f"{model.layers} layers do not divide into {self.stages} stages"
         if batch % self.microbatches:
@@ -135,27 +135,27 @@ class Setup:
         return ""
 
     def _ways(self, placements: Placements, dim: int) -> int:
-        """Into how many parts these placements split a dim."""
-        found = 1
+        """The number of chunks into which these placements shard a dim."""
+        chunks = 1
         for size, placement in zip(self.tensor, placements, strict=True):
-            found *= size if placement == Shard(dim) else 1
-        return found
+            chunks *= size if placement == Shard(dim) else 1
+        return chunks
 
     def activation(self, placements: Placements) -> Layout:
-        """The layout of activations that lie like this within a replica; replicas have tokens of their own."""
+        """The layout of activations with these placements within a replica; replicas have tokens of their own."""
         return self._layout(Shard(1), placements)
 
     def weight(self, placements: Placements) -> Layout:
-        """The layout of a weight `[stage, in, out]` that lies like this within a replica."""
+        """The layout of a weight `[stage, in, out]` with these placements within a replica."""
         return self._layout(Replicate(), placements)
 
     def stored(self, placements: Placements) -> Layout:
-        """The same as it is stored: replicas may share it out, as the last split of its rows."""
+        """The layout of a weight as it is stored: replicas may shard its rows, after all other axes."""
         layout = self.weight(placements)
         return layout.replace(1, Shard(1)) if self.sharded == "all" else layout
 
     def vector(self, features: Placements) -> Layout:
-        """The layout of a bias or a norm's parameter `[stage, features]`, of features that lie like this, as stored."""
+        """The stored layout of a bias or a norm's parameter `[stage, features]`, of features with these placements."""
         split = (
             Shard(1) if gathered or placement == Shard(2) else Replicate()
             for gathered, placement in zip(self.form.gathered, features, strict=True)
@@ -163,7 +163,7 @@ class Setup:
         return self._layout(Shard(1) if self.sharded == "all" else Replicate(), tuple(split))
 
     def shared(self, placements: Placements) -> Layout:
-        """The same as the optimiser's state is stored."""
+        """The layout in which the optimiser's state of a weight is stored."""
         layout = self.weight(placements)
         return layout if self.sharded == "none" else layout.replace(1, Shard(1))
 
@@ -184,5 +184,5 @@ class Setup:
 
 @cached("simulated meshes", 1024)
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> Mesh:
-    """One value for equal meshes: that of thousands of ranks takes a while to make."""
+    """A cached mesh: one of thousands of ranks takes a while to make."""
     return Mesh(shape, names, ranks)

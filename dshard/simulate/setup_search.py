@@ -1,4 +1,4 @@
-"""Every way to spread a model over devices, simulated: the fastest that fit, and the front of time and memory."""
+"""Search over all setups of a model on devices: the fastest that fit, and the front of time and memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def search(
     runnable: bool = False,
     tell: Tell | None = None,
 ) -> Found:
-    """The fastest `keep` setups of `model` on so many devices for a batch of so many sequences.
+    """The fastest `keep` setups of `model` on `devices` devices for a batch of `batch` sequences.
 
     Setups are simulated in the order of the seconds that their operations alone take, until those are more than the
     slowest one kept. `memory` is in bytes for each device; with `runnable`, only those that `dshard.parallelize` lays
@@ -110,7 +110,7 @@ def search(
 
 
 def at_least(model: Model, setup: Setup, topology: Topology, batch: int, dtype: str) -> float:
-    """Seconds that no step of this setup is below: its operations, and the turns in which stages wait."""
+    """A lower bound on the seconds of a step of this setup: its operations, and the bubble of its stages."""
     turns = (setup.microbatches + setup.stages - 1) / setup.microbatches
     flops = 3.0 * (2.0 * batch * model.sequence * model.block_parameters + model.core_flops(batch)) * model.layers
     again = 4 / 3 if setup.recompute else 1.0
@@ -144,8 +144,8 @@ def _kinds(model: Model, batch: int, form: Form, shape: tuple[int, ...], data: i
 def _microbatches(batch: int, data: int, stages: int) -> list[int]:
     """Powers of two from one to a sequence for each replica; with stages, no fewer microbatches than stages."""
     most = batch // data
-    found = [m for m in (2**i for i in range(most.bit_length())) if m <= most and batch % (m * data) == 0]
-    return [m for m in found if m >= stages] or found[-1:]
+    counts = [m for m in (2**i for i in range(most.bit_length())) if m <= most and batch % (m * data) == 0]
+    return [m for m in counts if m >= stages] or counts[-1:]
 
 
 def _divisors(n: int) -> list[int]:

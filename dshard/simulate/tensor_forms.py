@@ -23,7 +23,7 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Where the tensors of a block lie on the mesh axes that have these roles.
+    """A form of tensor parallelism: the placements of a block's tensors on mesh axes with these roles.
 
     `first` and `second` are the weights of a pair, `first_loops` and `second_loops` what their products split.
     `gathered` says which axes share out all parameters, to be gathered for use, `source` where the form is from.
@@ -47,7 +47,7 @@ class Form:
                 raise StrategyError(f"the form {self.name!r} has {len(self.roles)} mesh axes: {part!r} says other")
 
     def shapes(self, ranks: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes of its mesh for so many ranks: all factorisations, or those that the form is defined for.
+        """The mesh shapes of this form for `ranks` ranks: all factorisations, or those that the form is defined for.
 
         >>> FORMS["optimus"].shapes(4), FORMS["tesseract"].shapes(8), FORMS["megatron"].shapes(4)
         (((2, 2),), ((2, 2, 2),), ((4,),))
@@ -67,7 +67,7 @@ class Form:
 
 
 def _placed(axis: Axis) -> tuple[Placement, ...]:
-    """What one axis of a strategy does to the residual stream, inner features, and both weights of a pair."""
+    """The placements that one axis of a strategy gives the residual stream, inner features, both weights of a pair."""
     rows, columns = Shard(1), Shard(2)
     kept: dict[str | None, Placement] = {None: Replicate(), "features": columns, "sequence": rows}
     weights: dict[str | None, tuple[Placement, Placement]] = {
@@ -118,8 +118,8 @@ def form_of(name: str) -> Form:
     Raises:
         StrategyError: there is none.
     """
-    found = FORMS.get(name) if isinstance(name, str) else None
-    if found is None:
+    known_form = FORMS.get(name) if isinstance(name, str) else None
+    if known_form is None:
         known = f"use {', '.join(FORMS)}{suggestion(name, FORMS)}"
         raise StrategyError(f"there is no form of tensor parallelism {name!r}: {known}")
-    return found
+    return known_form

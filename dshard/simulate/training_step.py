@@ -1,4 +1,4 @@
-"""A training step: blocks, pipeline, gradient sums of the replicas, optimiser; its seconds and its memory."""
+"""Simulate a training step: blocks, pipeline, gradient sums of the replicas, optimiser; seconds and memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dshard.validate import as_int, check_type
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What one rank does in a step: seconds on each queue, operations, bytes received, collectives."""
+    """Totals of one rank in a step: seconds on each queue, operations, bytes received, collectives."""
 
     compute: float
     network: float
@@ -50,7 +50,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The events of a step: one microbatch through one block, forward and backward, and what a step ends with."""
+    """The events of a step: one microbatch through one block, forward and backward, and the end of the step."""
 
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
@@ -71,7 +71,7 @@ def simulate_step(
     overlap: bool = True,
     exact: bool = True,
 ) -> Step:
-    """A step on so many sequences: the fast path for standard blocks, all of it from layouts and plans.
+    """Simulate a step on `batch` sequences: the closed form for standard blocks, all of it from layouts and plans.
 
     Plans are the cheapest, or with `exact=False` those found without a search.
 
@@ -125,7 +125,7 @@ def timeline(
 
 
 def _checked(setup: Setup, topology: Topology, dtype: str, itemsize: int) -> tuple[str, int]:
-    """The dtype by name, and the bytes of an element.
+    """Check the arguments; return the dtype's name and the bytes of an element.
 
     Raises:
         StrategyError, TopologyError, NotationError, ShapeError: what is no setup, topology, dtype or size.
@@ -147,21 +147,21 @@ def dtype_name(dtype: object, topology: Topology) -> str:
 
 
 def parts_of(costs: Costs, sequences: int) -> Parts:
-    """The events of a step on microbatches of so many sequences, on all replicas together."""
+    """The events of a step on microbatches of `sequences` sequences, on all replicas together."""
     setup, model = costs.setup, costs.model
     own = vectors(costs)
     forward, backward = (
         (*(event for vector in own for event in vector.gathered(costs, phase)), *events)
         for phase, events in zip(_PASSES, block_events(costs, sequences), strict=True)
     )
-    found = products(model, setup, sequences * model.sequence)
-    held = sum(setup.shared(_weight(setup, p)).local_numel(p.shapes[1]) for p in found) * model.layers // setup.stages
+    linears = products(model, setup, sequences * model.sequence)
+    held = sum(setup.shared(_weight(setup, p)).local_numel(p.shapes[1]) for p in linears) * model.layers // setup.stages
     host = sum(event.seconds for event in costs.hosted("step")) * (model.layers // setup.stages)
     update = Event("optimizer", "step", "compute", host + work_seconds(0.0, 16.0 * held, costs.topology))
     residual = setup.activation(setup.form.residual)
     nbytes = residual.local_numel(setup.shape(sequences * model.sequence, model.hidden)) * costs.itemsize
     hop = collective_seconds("permute", nbytes, setup.mesh, [STAGES], costs.topology) if setup.stages > 1 else 0.0
-    sums = (*_sums(costs, found), *(event for vector in own for event in vector.summed(costs)))
+    sums = (*_sums(costs, linears), *(event for vector in own for event in vector.summed(costs)))
     return Parts(forward, backward, _ends(costs, sequences), sums, update, hop)
 
 
@@ -173,10 +173,10 @@ def _weight(setup: Setup, product: Product) -> Placements:
     return form.first if product.linear.name in ("qkv", "up") else form.second
 
 
-def _sums(costs: Costs, found: Sequence[Product]) -> list[Event]:
-    """The gradients of a block's weights, summed over the replicas once a step."""
+def _sums(costs: Costs, linears: Sequence[Product]) -> list[Event]:
+    """The events that sum the gradients of a block's weights over the replicas, once a step."""
     events = []
-    for product in found:
+    for product in linears:
         shape, target = product.shapes[1], costs.setup.shared(_weight(costs.setup, product)).cotangent()
         name = product.linear.name
         events += costs.moved(f"{name} sum", "step", product.sums, target, shape, waits=False)
@@ -186,7 +186,7 @@ def _sums(costs: Costs, found: Sequence[Product]) -> list[Event]:
 
 
 def _ends(costs: Costs, sequences: int) -> tuple[Event, ...]:
-    """The head, a product with the vocabulary, forward and backward; the embedding reads rows and is not counted."""
+    """The head, a matmul with the vocabulary, forward and backward; the embedding reads rows and is not counted."""
     model, setup = costs.model, costs.setup
     if not model.vocabulary:
         return ()
@@ -204,7 +204,7 @@ _BARRIER = Event("gradients", "step", "network", 0.0)
 
 
 def _turn(parts: Parts, blocks: int, setup: Setup, sums: Sequence[Event] = ()) -> list[Event]:
-    """One microbatch through one stage, there and back; `sums` follow the backward pass of each block."""
+    """One microbatch through one stage, forward and backward; `sums` follow the backward pass of each block."""
     again = parts.forward if setup.recompute else ()
     return [*parts.forward * blocks, *parts.ends, *[*again, *parts.backward, *sums] * blocks]
 

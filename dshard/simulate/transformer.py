@@ -1,4 +1,4 @@
-"""What a simulation needs to know of a transformer: its sizes, and what one block computes and holds."""
+"""The sizes of a transformer, for a simulation, and the operations and parameters of one block."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Linear:
 
     @property
     def parameters(self) -> int:
-        """The elements of its weight."""
+        """The number of elements of the weight."""
         return self.features_in * self.features_out
 
 
@@ -134,16 +134,16 @@ class Model:
 
     @property
     def block_parameters(self) -> int:
-        """The elements of the weights of one block."""
+        """The number of elements of the weights of one block."""
         return sum(linear.parameters for linear in self.linears)
 
     @property
     def parameters(self) -> int:
-        """The elements of all weights; biases and norms apart."""
+        """The number of elements of all weights, without biases and norms."""
         return self.layers * self.block_parameters + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     def core_flops(self, sequences: float) -> float:
-        """Operations of the attention of so many sequences, forward: scores and their products with the values."""
+        """Operations of attention on `sequences` sequences, forward: scores and their products with the values."""
         return 4.0 * sequences * self.sequence**2 * self.query
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The vectors of a block, biases and the parameters of norms: where they lie, and what is sent for them.
+"""The vectors of a block, biases and the parameters of norms: their layouts, and the collectives for them.
 
 They follow from the products and from the residual stream: a bias is added where its product leaves the result, and a
 norm works where the stream lies. The gradient of either is pending where tokens are split.
@@ -27,13 +27,13 @@ class Vector:
     again: bool
 
     def gathered(self, costs: Costs, phase: Phase) -> list[Event]:
-        """What brings them to where a pass uses them."""
+        """The redistribution of a vector to the layout in which a pass uses it."""
         if phase == "backward" and not self.again:
             return []
         return costs.moved(self.name, phase, self.stored, self.used, self.shape, waits=not costs.prefetches)
 
     def summed(self, costs: Costs) -> list[Event]:
-        """The gradient brought to where they are stored, once a step."""
+        """The redistribution of the gradient to the layout in which the vector is stored, once a step."""
         return costs.moved(f"{self.name} sum", "step", self.gradient, self.stored.cotangent(), self.shape, waits=False)
 
 
@@ -41,7 +41,7 @@ def vectors(costs: Costs) -> tuple[Vector, ...]:
     """The vectors of one block, in the order of the forward pass."""
     model, setup, form = costs.model, costs.setup, costs.setup.form
     stream, kinds = setup.activation(form.residual), ("weight", "bias") if model.biased else ("weight",)
-    found: list[Vector] = []
+    block_vectors: list[Vector] = []
     for product, norm, features in zip(
         products(model, setup, model.sequence),
         ("norm1", None, "norm2", None),
@@ -50,16 +50,16 @@ def vectors(costs: Costs) -> tuple[Vector, ...]:
     ):
         if norm is not None:
             shape, stored = (setup.stages, model.hidden), setup.vector(form.residual)
-            found += [Vector(f"{norm} {kind}", shape, stored, *_along(stream), True) for kind in kinds]
+            block_vectors += [Vector(f"{norm} {kind}", shape, stored, *_along(stream), True) for kind in kinds]
         if model.biased:
-            made = worked_layouts(product.x.mesh, product.loops)[2]
+            output = worked_layouts(product.x.mesh, product.loops)[2]
             shape, name = (setup.stages, product.linear.features_out), f"{product.linear.name} bias"
-            found.append(Vector(name, shape, setup.vector(features), *_along(made), False))
-    return tuple(found)
+            block_vectors.append(Vector(name, shape, setup.vector(features), *_along(output), False))
+    return tuple(block_vectors)
 
 
 def _along(tokens: Layout) -> tuple[Layout, Layout]:
-    """Where features are used and where their gradient arises, beside `[stage, tokens, features]` that lie so."""
+    """The layouts of a vector in use and of its gradient, beside `[stage, tokens, features]` in layout `tokens`."""
     used: dict[Placement, Placement] = {Shard(0): Shard(0), Shard(2): Shard(1)}
     gradient = used | {Shard(1): Partial()}
     first, second = (
