@@ -86,12 +86,15 @@ class Waiting:
 def publish_failure(error: Exception, ranks: Collection[int] = ()) -> None:
     """Leave word that this rank has raised `error`, and wait a little until `ranks` have failed, too.
 
-    What dshard refuses, it refuses on all ranks, before anything is sent: nobody waits.
+    What dshard refuses, it refuses on all ranks, before anything is sent: nobody waits. Nor for what torch refuses
+    without data (`mark_raised_by_all`).
     """
     if (isinstance(error, DShardError) and not isinstance(error, PeerError)) or is_told(error):
         return
     if _has_others():
         leave_word(error)
+        if hasattr(error, "_raised_by_all"):
+            return
         _unaware(ranks)
         if any(word.kind and word.rank == dist.get_rank() for word in _said(ranks)):
             this_world().strayed = str(error)
@@ -132,6 +135,12 @@ class _Backward:
         leave_word(RuntimeError("its backward pass has failed"))
         _UNNAMED.append(_key(dist.get_rank()))
         _unaware(self._ranks)
+
+
+def mark_raised_by_all(error: Exception) -> None:
+    """Note that each rank raises this error by itself, for what all know, before it sends anything."""
+    with contextlib.suppress(AttributeError):
+        error._raised_by_all = True  # type: ignore[attr-defined]
 
 
 def is_told(error: BaseException) -> bool:

@@ -41,15 +41,16 @@ def infer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """What `func` gives for meta tensors. Raises torch's own errors."""
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
-    _refuse_more(func, args, kwargs)
-    with plain(), _as_the_kernels_do(), for_shapes():
+    with plain(), for_shapes(), _as_the_kernels_do():
+        _refuse_more(func, args, kwargs)
         return func(*args, **kwargs)
 
 
 def accept(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise what torch would raise for these arguments, in which meta tensors stand for any; as far as it can tell."""
-    _refuse_more(func, args, kwargs)
-    with plain(), FakeTensorMode(), suppress(*UNKNOWN), _quiet(), _as_the_kernels_do():
+    with for_shapes():
+        _refuse_more(func, args, kwargs)
+    with plain(), for_shapes(), FakeTensorMode(), suppress(*UNKNOWN), _quiet(), _as_the_kernels_do():
         fakes: dict[int, Tensor] = {}
         fake_args, fake_kwargs = replace_leaves((args, kwargs), lambda leaf: _fake(leaf, fakes))
         func(*fake_args, **fake_kwargs)

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from dshard.comm import Scoped
+from dshard.comm import Scoped, mark_raised_by_all
 from dshard.layout import Layout, Shape, interned
 
 
@@ -59,9 +59,16 @@ _FOR_SHAPES: Scoped[None, bool] = Scoped("for shapes", bool)
 
 @contextmanager
 def for_shapes() -> Iterator[None]:
-    """Within the block operators run on tensors without data to tell what comes out, and are no part of any step."""
+    """Within the block operators run on tensors without data to tell what comes out, and are no part of any step.
+
+    What they refuse, they refuse on all ranks.
+    """
     with _FOR_SHAPES.entered(None):
-        yield
+        try:
+            yield
+        except Exception as error:
+            mark_raised_by_all(error)
+            raise
 
 
 def is_for_shapes() -> bool:
