@@ -198,7 +198,7 @@ def _is_same_memory(x: Any, written: Tensor) -> bool:
     return (
         type(x) is Tensor
         and type(written) is Tensor
-        and torch._C._is_alias_of(x, written)
+        and torch._C._is_alias_of(x, written)  # type: ignore[attr-defined]
         and (x.shape, x.dtype, x.storage_offset()) == (written.shape, written.dtype, written.storage_offset())
         and (x.is_conj(), x.is_neg()) == (written.is_conj(), written.is_neg())
         and all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), written.stride(), strict=True))
