@@ -189,7 +189,7 @@ def giving_same_memory_once(local_op: LocalOp) -> LocalOp:
     """
 
     def run(written: Tensor, *rest: Any, **kwargs: Any) -> Any:
-        return local_op(written, *(written if _is_same_memory(x, written) else x for x in rest), **kwargs)
+        return local_op(written, *[written if _is_same_memory(x, written) else x for x in rest], **kwargs)
 
     return run
 
@@ -198,8 +198,8 @@ def _is_same_memory(x: Any, written: Tensor) -> bool:
     return (
         type(x) is Tensor
         and type(written) is Tensor
-        and torch._C._is_alias_of(x, written)  # type: ignore[attr-defined]
-        and (x.shape, x.dtype, x.storage_offset()) == (written.shape, written.dtype, written.storage_offset())
+        and x.data_ptr() == written.data_ptr()
+        and (x.shape, x.dtype) == (written.shape, written.dtype)
         and (x.is_conj(), x.is_neg()) == (written.is_conj(), written.is_neg())
         and all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), written.stride(), strict=True))
     )
