@@ -27,7 +27,14 @@ from dshard.comm.async_run import advance, run_program, run_without_data
 from dshard.comm.cpu_scheduling import share_cores
 from dshard.comm.events import Event, listen
 from dshard.comm.graph_split import split_graph
-from dshard.comm.peer_failure import is_heard, is_told, leave_word, publish_failure, watch_backward
+from dshard.comm.peer_failure import (
+    is_heard,
+    is_told,
+    leave_word,
+    mark_raised_by_all,
+    publish_failure,
+    watch_backward,
+)
 from dshard.comm.rank_checks import compare_calls, compare_draws
 from dshard.comm.rank_checks import enabled as comparing
 from dshard.comm.reshard import Resharding, begin_reshard, crossing_event, reshard
@@ -107,6 +114,7 @@ __all__ = [
     "listen",
     "local_of",
     "local_shard",
+    "mark_raised_by_all",
     "outside_graphs",
     "peek",
     "plain",

@@ -85,11 +85,13 @@ class Waiting:
 
 def publish_failure(error: Exception, ranks: Collection[int] = ()) -> None:
     """Publish that this rank has raised `error`, and wait a little until `ranks` have failed, too."""
-    # dshard's own errors are raised on all ranks before anything is sent, so no rank waits
+    # dshard's own errors, and what torch refuses without data, are raised on all ranks before anything is sent
     if (isinstance(error, DShardError) and not isinstance(error, PeerError)) or is_told(error):
         return
     if _has_others():
         leave_word(error)
+        if hasattr(error, "_raised_by_all"):
+            return
         _wait_for_failures(ranks)
         if any(word.kind and word.rank == dist.get_rank() for word in _failure_records(ranks)):
             this_world().strayed = str(error)
@@ -130,6 +132,12 @@ class _Backward:
         leave_word(RuntimeError("its backward pass has failed"))
         _UNNAMED.append(_key(dist.get_rank()))
         _wait_for_failures(self._ranks)
+
+
+def mark_raised_by_all(error: Exception) -> None:
+    """Note that each rank raises this error by itself, for what all know, before it sends anything."""
+    with contextlib.suppress(AttributeError):
+        error._raised_by_all = True  # type: ignore[attr-defined]
 
 
 def is_told(error: BaseException) -> bool:

@@ -41,15 +41,16 @@ def infer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """The result of `func` on meta tensors. Raises torch's own errors."""
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
-    _refuse_more(func, args, kwargs)
-    with plain(), _runtime_errors(), for_shapes():
+    with plain(), for_shapes(), _runtime_errors():
+        _refuse_more(func, args, kwargs)
         return func(*args, **kwargs)
 
 
 def accept(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise torch's own error for these arguments, in which meta tensors stand for all; as far as it can."""
-    _refuse_more(func, args, kwargs)
-    with plain(), FakeTensorMode(), suppress(*UNKNOWN), _without_log(), _runtime_errors():
+    with for_shapes():
+        _refuse_more(func, args, kwargs)
+    with plain(), for_shapes(), FakeTensorMode(), suppress(*UNKNOWN), _without_log(), _runtime_errors():
         fakes: dict[int, Tensor] = {}
         fake_args, fake_kwargs = replace_leaves((args, kwargs), lambda leaf: _fake_of(leaf, fakes))
         func(*fake_args, **fake_kwargs)

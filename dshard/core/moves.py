@@ -181,6 +181,30 @@ def counting_as(source: Tensor, copy: Tensor) -> Tensor:
     return out
 
 
+def giving_same_memory_once(local_op: LocalOp) -> LocalOp:
+    """The same, which writes to its first operand; another that is all of that memory is given as the first itself.
+
+    torch refuses to write to what another operand shares in part, and takes it for that where strides differ, even of
+    a dim of which only one entry is here.
+    """
+
+    def run(written: Tensor, *rest: Any, **kwargs: Any) -> Any:
+        return local_op(written, *[written if _is_same_memory(x, written) else x for x in rest], **kwargs)
+
+    return run
+
+
+def _is_same_memory(x: Any, written: Tensor) -> bool:
+    return (
+        type(x) is Tensor
+        and type(written) is Tensor
+        and x.data_ptr() == written.data_ptr()
+        and (x.shape, x.dtype) == (written.shape, written.dtype)
+        and (x.is_conj(), x.is_neg()) == (written.is_conj(), written.is_neg())
+        and all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), written.stride(), strict=True))
+    )
+
+
 def sharing_version(operator: LocalOp) -> LocalOp:
     """`operator`, with outputs that are views and share the version counter of its operand, even below autograd."""
 

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from dshard.comm import Scoped
+from dshard.comm import Scoped, mark_raised_by_all
 from dshard.layout import Layout, Shape, interned
 
 
@@ -59,9 +59,16 @@ _FOR_SHAPES: Scoped[None, bool] = Scoped("for shapes", bool)
 
 @contextmanager
 def for_shapes() -> Iterator[None]:
-    """Mark the operators within the block as run on meta tensors to infer shapes, not by the user's program."""
+    """Mark the operators within the block as run on meta tensors to infer shapes, not by the user's program.
+
+    All ranks refuse alike what they refuse.
+    """
     with _FOR_SHAPES.entered(None):
-        yield
+        try:
+            yield
+        except Exception as error:
+            mark_raised_by_all(error)
+            raise
 
 
 def is_for_shapes() -> bool:

@@ -21,6 +21,7 @@ from dshard.core.context import planning_context
 from dshard.core.moves import (
     coordinate_of,
     count_write,
+    giving_same_memory_once,
     leaves,
     on_all_ranks,
     redistribute_local,
@@ -288,7 +289,17 @@ class OperatorExecutable:
     def local_op(self, coordinate: Coordinate) -> LocalOp:
         """The local operator of the rank at `coordinate`: the rule's kernel, or the operator itself."""
         operator = self.call.func if self.op.kernel is None else self.op.kernel(self.call, self.strategy, coordinate)
+        if self.inplace and self._may_look_shared(coordinate):
+            return giving_same_memory_once(operator)
         return sharing_version(operator) if self.views else operator
+
+    def _may_look_shared(self, coordinate: Coordinate) -> bool:
+        """Whether an operand may be the one written to, by other views, with other strides of a dim split to one."""
+        first, *rest = self.call.specs
+        local = self.strategy.inputs[0].local_shape(first.shape, coordinate)
+        return any(n == 1 < whole for n, whole in zip(local, first.shape, strict=True)) and any(
+            spec.shape == first.shape and spec.stride == first.stride for spec in rest
+        )
 
 
 def _call_text(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -57,15 +58,17 @@ def outcome(call: Callable[[], Any]) -> tuple[type | None, int]:
     return None, traffic.messages
 
 
-def refusals() -> list[tuple[str, str, type | None, int]]:
-    """Each call in each layout, on this rank."""
+def refusals() -> list[tuple[str, str, type | None, int, int]]:
+    """Each call in each layout, on this rank, and how often it then waits until the others have failed, too."""
     mesh, found = bind(dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))), []
     draw = Random(0)
     for name, call in REFUSED.items():
         for _ in range(4):
             placements = tuple(draw.choice(PLACEMENTS) for _ in mesh.shape)
             x = distribute(torch.ones(5, 7, dtype=torch.float64), Layout(mesh, placements))
-            found.append((name, str(x.layout), *outcome(lambda call=call, x=x: call(x))))
+            with patch.object(peer_failure, "_unaware", wraps=peer_failure._unaware) as waits:
+                met = outcome(lambda call=call, x=x: call(x))
+            found.append((name, str(x.layout), *met, waits.call_count))
     dist.barrier()  # all have come here, and none has left a collective for the next to fall into
     return found
 
@@ -76,12 +79,13 @@ def test_bad_arguments_are_refused_on_all_ranks_alike_and_nothing_is_sent(ranks:
 
     assert all(other == first for other in others)
     assert len(first) == 4 * len(REFUSED)
-    for name, layout, kind, messages in first:
+    for name, layout, kind, messages, waits in first:
         torchs, _ = outcome(lambda name=name: REFUSED[name](torch.ones(5, 7, dtype=torch.float64)))
         assert torchs is not None
         assert kind is not None, (name, layout)
         assert issubclass(kind, torchs), (name, layout, kind, torchs)
         assert messages == 0, (name, layout)
+        assert waits == (name == "chunks"), (name, layout)  # these torch counts before any operator is called
 
 
 def refusals_of_torch() -> dict[str, list[tuple[type | None, int]]]:
