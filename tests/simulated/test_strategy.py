@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dshard import DTensor, Layout, Mesh
+from dshard import Layout, Mesh
 from dshard.core.call import Call
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.layout import Shape, parse_layout
@@ -214,7 +214,7 @@ def test_every_strategy_of_a_joint_operator_is_right(name: str, mesh: Mesh) -> N
     for strategy in every_strategy(rule, call_of(values, expected.detach(), mesh), mesh):
         with simulated(mesh):
             operands = [distribute(x, given).requires_grad_() for x, given in zip(values, strategy.inputs, strict=True)]
-            out = run_strategy(DTensor, strategy, spec(expected, strategy.outputs[0]), local, operands)
+            out = run_strategy(strategy, spec(expected, strategy.outputs[0]), local, operands)
             out.backward(distribute(incoming, out.layout.cotangent()))
 
         torch.testing.assert_close(whole(out), expected.detach(), msg=lambda text, s=strategy: f"{s}: {text}")
