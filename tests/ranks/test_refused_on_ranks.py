@@ -66,7 +66,7 @@ def refusals() -> list[tuple[str, str, type | None, int, int]]:
         for _ in range(4):
             placements = tuple(draw.choice(PLACEMENTS) for _ in mesh.shape)
             x = distribute(torch.ones(5, 7, dtype=torch.float64), Layout(mesh, placements))
-            with patch.object(peer_failure, "_unaware", wraps=peer_failure._unaware) as waits:
+            with patch.object(peer_failure, "_wait_for_failures", wraps=peer_failure._wait_for_failures) as waits:
                 met = outcome(lambda call=call, x=x: call(x))
             found.append((name, str(x.layout), *met, waits.call_count))
     dist.barrier()  # all have come here, and none has left a collective for the next to fall into
