@@ -2,7 +2,7 @@
 
     rows = run(Settings(ranks=4), tell=print)
 
-The model (`model.py`) is an ordinary `nn.Module`; the layouts (`strategies.py`) are a table of placements.
+The model (`vit.py`) is an ordinary `nn.Module`; the layouts (`layouts.py`) are a table of placements.
 """
 
 from dshard.demo.curves import draw
