@@ -274,7 +274,7 @@ def _through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _transformed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function inside one that torch.func transforms, as the operators that torch makes of it."""
-    if func in COMPOSITES and func in _BACKWARD:
+    if func in COMPOSITES and func in fast_path.BACKWARD:
         return COMPOSITES[func](func, args, kwargs)
     if not any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in leaves((args, kwargs))):
         refuse_plain(func, args, kwargs)
@@ -282,7 +282,6 @@ def _transformed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return func(*args, **kwargs)
 
 
-_BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _DETACH = torch.ops.aten.detach.default
 _GRAD: Any = torch.Tensor.grad
 _SET_GRAD = _GRAD.__set__

@@ -52,8 +52,8 @@ _VALUES = frozenset({type(None), str, torch.dtype})
 _is_replaying, _set_replay = torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _HOOKS: Any = Tensor._backward_hooks
-_BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-_NEVER: set[Any] = {*_BACKWARD, _HOOKS.__set__}
+BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+_NEVER: set[Any] = {*BACKWARD, _HOOKS.__set__}
 """Functions that are never cached: in-place ones, those that run no operator, and entry points of backward passes.
 
 Nor the setter of hooks: autograd calls it for a view that was written to while it holds a lock, and must not be asked
@@ -72,7 +72,7 @@ def call(func: Any, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
         return through(func, args, kwargs)
     try:
         if func in _NEVER or _is_special():
-            if func in _WRITES or (func in _BACKWARD and not _creates_graph(args, kwargs)):
+            if func in _WRITES or (func in BACKWARD and not _creates_graph(args, kwargs)):
                 return through(func, args, kwargs)
             return _with_view_replay(through, func, args, kwargs)
         with _no_torch_function():
