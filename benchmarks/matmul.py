@@ -13,7 +13,6 @@ more turns, as many as fit into some seconds: ranks that share cores wait for ea
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import subprocess
 import sys
@@ -187,11 +186,7 @@ def decisions_of(call: Callable[[], object]) -> list[Decision]:
     """What is decided within `call`."""
     found: list[Decision] = []
 
-    def note(decision: Decision) -> contextlib.AbstractContextManager[object]:
-        found.append(decision)
-        return contextlib.nullcontext()
-
-    with observing(note):
+    with observing(found.append):
         call()
     return found
 

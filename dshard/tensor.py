@@ -16,9 +16,8 @@ from dshard.autograd.crossing import FromLocal, ToLocal, gradient_in_layout, in_
 from dshard.comm import DeviceMesh, stored_chunks, traced
 from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes
-from dshard.core.call_log import CALL_LOG
 from dshard.core.moves import leaves, replica_broadcasts, sending
-from dshard.core.observe import OBSERVERS, observed
+from dshard.core.observe import CALL_LOG, OBSERVERS, observed
 from dshard.core.plain_tensors import PLAIN_RESULTS, may_hold_plain, refuse_plain, wrap_or_refuse_plain
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.transforms import is_differentiating_forward, is_transforming, is_wrapped, refuse_wrapped, with_tangent

@@ -143,17 +143,10 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
     ([], 0)
     """
     recorded, modules, begin = Trace(), Modules(), perf_counter()
-    stack: list[Decision] = []
 
-    @contextmanager
-    def on_operator(decision: Decision) -> Iterator[None]:
-        if not stack:
+    def on_operator(decision: Decision) -> None:
+        if len(running) == 1:
             recorded.operators.append(decision.op)
-        stack.append(decision)
-        try:
-            yield
-        finally:
-            stack.pop()
 
     def on_event(event: Event) -> None:
         at = perf_counter() - begin - (event.measured or 0.0)
@@ -161,7 +154,7 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
         recorded.rank = 0 if runtime is None else runtime.rank
         recorded.events.append(
             Traced(
-                stack[0].op if stack else "?",
+                running[0].op if running else "?",
                 event.collective,
                 event.axis,
                 event.nbytes,
@@ -170,11 +163,11 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
                 at,
                 modules.current(),
                 event.measured,
-                bool(stack) and stack[0].explicit,
+                bool(running) and running[0].explicit,
             )
         )
 
-    with observing(on_operator), listen(on_event, measure=measure), modules.followed():
+    with observing(on_operator) as running, listen(on_event, measure=measure), modules.followed():
         yield recorded
 
 
@@ -196,19 +189,12 @@ def strict() -> Iterator[None]:
     Raises:
         LayoutError: an implicit collective; names the operator, the layouts and the line.
     """
-    stack: list[Decision] = []
 
-    @contextmanager
-    def refuse(decision: Decision) -> Iterator[None]:
-        stack.append(decision)
-        try:
-            if not stack[0].explicit:
-                _refuse_collectives(stack[0].op, decision)
-            yield
-        finally:
-            stack.pop()
+    def refuse(decision: Decision) -> None:
+        if not running[0].explicit:
+            _refuse_collectives(running[0].op, decision)
 
-    with observing(refuse):
+    with observing(refuse) as running:
         yield
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,9 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dshard.core.observe import Decision, observing
+from dshard.core.observe import Decision, OperatorMode, observing
 from dshard.mesh import Mesh
 from dshard.placements import Replicate
 from dshard.tensor import DTensor, distribute_tensor
@@ -123,25 +121,17 @@ def operators_of_phases() -> tuple[Operators, Operators, Operators]:
 
 def operators_of(step: Callable[[], object]) -> Operators:
     """The distributed operators that a step runs."""
-    found: Counter[bool] = Counter()
+    counts: Counter[bool] = Counter()
 
-    @contextmanager
-    def count(decision: Decision) -> Iterator[None]:
-        found[writes(decision.op)] += 1
-        yield
+    def count(decision: Decision) -> None:
+        counts[writes(decision.op)] += 1
 
-    with observing(count), _Apart():  # type: ignore[no-untyped-call]
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    with observing(count), OperatorMode(run):  # without the fast path: each operator is dispatched, as when recorded
         step()
-    return Operators(found[False], found[True])
-
-
-class _Apart(TorchDispatchMode):
-    """Disables the fast path within the block, so that each operator is dispatched as in a recorded step."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        return func(*args, **(kwargs or {}))
+    return Operators(counts[False], counts[True])
 
 
 def _whole(x: Tensor, mesh: Mesh) -> DTensor:

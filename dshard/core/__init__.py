@@ -5,11 +5,10 @@ context.py          the topology on which choices are priced, with its caches
 call.py             one call of an operator, as its rule sees it
 operands.py         the mesh and the specs of a call's operands
 moves.py            redistribution of local tensors, local operators on every rank
-observe.py          decisions, as `trace`, `explain` and `strict` observe them
+observe.py          decisions, calls and memory, as `trace`, `explain`, `strict` and the fast path observe them
 view_sync.py        views with memory of their own, kept equal to their base
 plain_tensors.py    plain tensors among distributed ones
 panel_cost.py       what a matmul takes in a number of panels
-call_log.py         the operators that ran during a call, for the fast path
 wrapper.py          the base class of DTensor: a local tensor and a spec
 transforms.py       torch.func transforms and forward-mode derivatives
 checks.py           arguments that torch refuses, refused before anything is sent

@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.comm import plain
 from dshard.core.call import writes_first
 from dshard.core.moves import replace_leaves
+from dshard.core.observe import OperatorMode
 from dshard.core.spec import for_shapes
 
 Args: TypeAlias = dict[str, Any]
@@ -88,12 +88,14 @@ def _without_log() -> Iterator[None]:
 # -- checks that torch's functions for meta tensors leave out
 
 
-class Refusing(TorchDispatchMode):
+def refusing() -> OperatorMode:
     """A mode in which operators on meta tensors refuse what torch's kernels refuse, as far as `MORE` says."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _refuse_more(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _refuse_more(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    return OperatorMode(run)
 
 
 def _refuse_more(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,14 +1,24 @@
-"""The decision for each operator, observed by `trace`, `explain` and `strict`."""
+"""Observation of what runs: decisions for operators, calls of operators, and the memory that they take.
+
+Collectives have their listeners in `dshard.comm.events`. All of it is for the thread and asynchronous task that asks,
+and costs nothing but a look at an empty list while nobody does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from dshard.comm import Scoped, collectives_of, crossing_event, outside_graphs
+from dshard.comm.workspace import borrowed_now, in_use
 from dshard.core.panel_cost import PanelCost
+from dshard.core.wrapper import Wrapper
 from dshard.cost import collective_seconds
 from dshard.layout import Shape
 from dshard.mesh import Mesh
@@ -108,23 +118,109 @@ def planned(plan: Plan, itemsize: int, topology: Topology) -> Iterator[PlannedCo
         yield planned_collective(collective, plan.src.mesh, axes, nbytes, topology)
 
 
-Observer: TypeAlias = Callable[[Decision], AbstractContextManager[object]]
-_OBSERVERS: Scoped[Observer, tuple[Observer, ...]] = Scoped("observers", tuple)
+# -- decisions
+
+Observer: TypeAlias = Callable[[Decision], object]
+_Watch: TypeAlias = tuple[Observer, list[Decision]]
+_OBSERVERS: Scoped[_Watch, tuple[_Watch, ...]] = Scoped("observers", tuple)
 OBSERVERS: Sequence[object] = _OBSERVERS.anywhere
 """Empty while no thread observes; `observed` tells the observers of its own thread alone."""
 
 
 @contextmanager
-def observing(observer: Observer) -> Iterator[None]:
-    """Let `observer` wrap each operator that this thread, or asynchronous task, runs within the block."""
+def observing(observer: Observer) -> Iterator[list[Decision]]:
+    """Call `observer` with the decision of each operator that this thread, or asynchronous task, begins in the block.
+
+    Yields the decisions whose operators are running, outermost first; while `observer` is called, its own is the last.
+    """
     outside_graphs("trace, explain or strict")
-    with _OBSERVERS.entered(observer):
-        yield
+    running: list[Decision] = []
+    with _OBSERVERS.entered((observer, running)):
+        yield running
 
 
 def observed(decision: Decision, run: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Call `run(*args)` within the contexts that the observers of this thread give."""
-    with ExitStack() as stack:
-        for observer in _OBSERVERS.value():
-            stack.enter_context(observer(decision))
+    """Call `run(*args)` after the observers of this thread; one that raises prevents the call."""
+    begun: list[list[Decision]] = []
+    try:
+        for observer, running in _OBSERVERS.value():
+            running.append(decision)
+            begun.append(running)
+            observer(decision)
         return run(*args)
+    finally:
+        for running in begun:
+            running.pop()
+
+
+# -- calls, by which the fast path specialises
+
+CallRecord: TypeAlias = tuple[Any, Any, tuple[Any, ...], dict[str, Any], Any]
+"""An executable, or None for an operator without one; the operator, its arguments by position and name, its result."""
+
+CALL_LOGS: Scoped[list[CallRecord], tuple[list[CallRecord], ...]] = Scoped("call logs", tuple)
+"""The lists to which the calls of this thread and asynchronous task are appended."""
+
+CALL_LOG: Sequence[object] = CALL_LOGS.anywhere
+"""Empty while no thread keeps a log."""
+
+
+def log(record: CallRecord) -> None:
+    """Append a call to the logs of this thread."""
+    for records in CALL_LOGS.value():
+        records.append(record)
+
+
+# -- operators on local tensors, and their memory
+
+
+class OperatorMode(TorchDispatchMode):
+    """Within the block, operators on plain tensors run as `run(func, args, kwargs)`.
+
+    These include the operators that distributed ones consist of, which are dispatched without the fast path.
+    """
+
+    def __init__(self, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.run = run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, Wrapper) for kind in types):
+            return NotImplemented
+        return self.run(func, args, kwargs or {})
+
+
+class Allocations:
+    """Storages that operators made, and the most bytes of them alive at once, with the buffers lent by workspaces.
+
+    Storages in `known` were there before, and do not count.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        self.known = {StorageWeakRef(x.untyped_storage()) for x in known}
+        self.sizes: dict[StorageWeakRef, int] = {}
+        self.total = 0  # of all in `sizes`, gone or not
+        self.most = 0
+
+    def add(self, outputs: Iterable[Tensor]) -> bool:
+        """Add the storages of an operator's outputs; return whether `alive` may be more than `most` now."""
+        for output in outputs:
+            storage = output.untyped_storage()
+            ref = StorageWeakRef(storage)
+            if ref not in self.sizes and ref not in self.known:
+                self.sizes[ref] = storage.nbytes()
+                self.total += storage.nbytes()
+        if self.total + borrowed_now() <= self.most:
+            return False
+        self.sizes = {ref: size for ref, size in self.sizes.items() if not ref.expired()}
+        self.total = sum(self.sizes.values())
+        return True
+
+    def alive(self) -> int:
+        """Bytes of the storages that still exist, and of the buffers that workspaces have lent."""
+        return in_use(self.sizes)
+
+    def clear(self) -> None:
+        """Forget the storages and the most bytes."""
+        self.sizes.clear()
+        self.total = self.most = 0

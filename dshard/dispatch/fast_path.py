@@ -22,9 +22,8 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
 from dshard.comm import publish_failure
-from dshard.core.call_log import WATCHED, CallRecord
 from dshard.core.context import planning_context
-from dshard.core.observe import OBSERVERS, observed
+from dshard.core.observe import CALL_LOGS, OBSERVERS, CallRecord, observed
 from dshard.core.transforms import is_transforming
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.operator import OperatorExecutable
@@ -175,7 +174,7 @@ def _specialise(func: Any, args: Args, kwargs: Kwargs, through: Uncached, key: A
     """Call `func` by `through`, and cache a shortcut under `key`, or False where the log allows none."""
     cls = Wrapper.public
     records: list[CallRecord] = []
-    with WATCHED.entered(records):
+    with CALL_LOGS.entered(records):
         out = through(func, args, kwargs)
     if not any(isinstance(run, OperatorExecutable | MatmulExecutable) for run, *_ in records) or getattr(
         records[0][0], "inplace", False

@@ -15,7 +15,6 @@ from torch._ops import OpOverload
 from dshard.comm import LocalTensor, compare_calls, run, runner, runtime_of
 from dshard.comm.rank_checks import enabled as comparing
 from dshard.core.call import Call, LocalOp, Op, views_first, writes_first
-from dshard.core.call_log import CALL_LOG, log
 from dshard.core.checks import infer
 from dshard.core.context import planning_context
 from dshard.core.moves import (
@@ -30,7 +29,7 @@ from dshard.core.moves import (
     sharing_version,
     write_local,
 )
-from dshard.core.observe import OBSERVERS, Decision, observed
+from dshard.core.observe import CALL_LOG, OBSERVERS, Decision, log, observed
 from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
 from dshard.core.spec import Spec, spec_of
 from dshard.core.view_sync import SCATTERS, CopiedView, PartialView, attach_view, propagate_write, register_view

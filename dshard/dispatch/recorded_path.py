@@ -13,13 +13,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.autograd.crossing import LocalGraph, local_graph_of, tracked_local, wrap_tracked
 from dshard.comm import LocalTensor
 from dshard.comm.rank_checks import enabled as comparing
-from dshard.core.call_log import CallRecord
 from dshard.core.moves import coordinate_of, sharing_version
+from dshard.core.observe import CallRecord, OperatorMode
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.operator import OperatorExecutable
@@ -268,14 +267,20 @@ def is_itself(func: Any, args: Args, kwargs: Kwargs, records: CallRecord) -> boo
     _, op, op_args, op_kwargs, _ = records
     local = [arg._local if type(arg) is cls else arg for arg in args]
     local_kwargs = {name: arg._local if type(arg) is cls else arg for name, arg in kwargs.items()}
+    calls: list[tuple[OpOverload, Args, Kwargs]] = []
+
+    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        calls.append((func, args, kwargs))
+        return func(*args, **kwargs)
+
     try:
-        with torch.no_grad(), _OperatorList() as watch:
+        with torch.no_grad(), OperatorMode(run):
             func(*local, **local_kwargs)
     except (RuntimeError, IndexError):  # arguments that fit the global tensor, not this rank's local one
         return False
-    if len(watch.calls) != 1:
+    if len(calls) != 1:
         return False
-    local_op, local_op_args, local_op_kwargs = watch.calls[0]
+    local_op, local_op_args, local_op_kwargs = calls[0]
     expected = [arg._local if isinstance(arg, Wrapper) else arg for arg in op_args]
     return local_op is op and _are_equal([*local_op_args, local_op_kwargs], [*expected, op_kwargs])
 
@@ -284,15 +289,3 @@ def _are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(
         x is y if isinstance(x, Tensor) else type(x) is type(y) and x == y for x, y in zip(a, b, strict=True)
     )
-
-
-class _OperatorList(TorchDispatchMode):
-    """A mode that lists the operators that run within the block."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[OpOverload, Args, Kwargs]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -28,22 +27,15 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """
     check_callable(function, "explain", "give a function and its arguments, as in explain(torch.matmul, x, w)")
     calls: list[_Call] = []
-    stack: list[Decision] = []
 
-    @contextmanager
-    def record(decision: Decision) -> Iterator[None]:
-        if not stack:
+    def record(decision: Decision) -> None:
+        if len(running) == 1:
             mesh = decision.operands[0].layout.mesh
             calls.append(_Call(decision, planning_context().why_topology(mesh), user_line()))
-        elif not decision.explicit or stack[-1].explicit:  # else it runs the plans of the decision around it
+        elif not decision.explicit or running[-2].explicit:  # else it runs the plans of the decision around it
             calls[-1].within.append(decision)
-        stack.append(decision)
-        try:
-            yield
-        finally:
-            stack.pop()
 
-    with observing(record):
+    with observing(record) as running:
         function(*args, **kwargs)
     explanations = {key: explanation(*key) for key in dict.fromkeys(call.key() for call in calls)}
     return Report(tuple(replace(explanations[call.key()], line=call.line) for call in calls))

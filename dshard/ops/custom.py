@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from dshard.comm import LocalTensor, plain, run_number, unstack
-from dshard.core.checks import Refusing, accept
+from dshard.core.checks import accept, refusing
 from dshard.core.moves import leaves, local_redistribution, replace_leaves
 from dshard.core.observe import OBSERVERS, observed
 from dshard.core.spec import for_shapes, spec_of
@@ -90,7 +90,7 @@ def accept_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     meta_args, meta_kwargs = replace_leaves(
         (args, kwargs), lambda leaf: _meta(leaf) if isinstance(leaf, Tensor) else leaf
     )
-    with plain(), torch.no_grad(), for_shapes(), suppress(NotImplementedError), Refusing():  # type: ignore[no-untyped-call]
+    with plain(), torch.no_grad(), for_shapes(), suppress(NotImplementedError), refusing():
         function(*meta_args, **meta_kwargs)
 
 

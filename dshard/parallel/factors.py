@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.comm import plain
 from dshard.core.call import Call
 from dshard.core.moves import leaves, replace_leaves
+from dshard.core.observe import OperatorMode
 from dshard.core.spec import spec_of
 from dshard.dispatch.registry import find
 from dshard.errors import LayoutError
@@ -105,11 +105,10 @@ class Traced:
         return Counter(c for c in classes if c is not None)
 
 
-class Tracer(TorchDispatchMode):
+class Tracer:
     """Joins the factors of each operator's tensors as its rule says."""
 
     def __init__(self, found: Traced, names: dict[int, str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.found, self.names = found, names
         self.dims: dict[int, tuple[Nodes, ...]] = {}
         self.kept: list[Any] = []
@@ -128,14 +127,15 @@ class Tracer(TorchDispatchMode):
         self.dims[id(x)] = nodes
         self.kept.append(x)  # so that its id stays its own
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = replace_leaves((args, kwargs or {}), _abstract)  # constants of the model, too
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator without data, and join the factors of its tensors."""
+        args, kwargs = replace_leaves((args, kwargs), _abstract)  # constants of the model, too
         op = find(func)
         tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
         if op is None and tensors:
             function = DECOMPOSITIONS.get(func) or decomposition_of(func)
             if function is not None:
-                with self:
+                with OperatorMode(self.run):
                     out = function(*args, **kwargs)
                 if out is not NotImplemented:
                     return out
@@ -264,7 +264,7 @@ def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     found.inputs = [tracer.nodes(t) for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
     hooks = [hook for name, module in model.named_modules() for hook in _followed(tracer, name, module)]
     try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), tracer:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), OperatorMode(tracer.run):
             functional_call(model, state, tuple(args), dict(kwargs))
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error):

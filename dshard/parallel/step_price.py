@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.comm import plain, planning
-from dshard.comm.workspace import borrowed_now, in_use
 from dshard.core.moves import leaves
-from dshard.core.observe import Decision, observing
+from dshard.core.observe import Allocations, Decision, OperatorMode, observing
 from dshard.core.spec import Spec, is_for_shapes
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import applied
 from dshard.parallel.factors import without_data
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
 from dshard.placements import Replicate
-from dshard.tensor import DTensor, distribute_tensor
+from dshard.tensor import distribute_tensor
 from dshard.trace import Trace, Traced, trace
 
 MOMENTS = 2
@@ -39,8 +36,8 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
     """
     state = _state(model, plan, plan.mesh)
     args, kwargs = _meta(args), dict(zip(kwargs, _meta(kwargs.values()), strict=True))
-    made = Made([*(own._local for own in state.values()), *_tensors((args, list(kwargs.values())))])
-    work = Work()
+    allocations = Allocations([*(own._local for own in state.values()), *_tensors((args, list(kwargs.values())))])
+    work = _Work(allocations)
     with _disable_current_modes(), applied(model, plan):  # planning is nobody's work
         with trace() as sent:
             out = functional_call(model, state, tuple(args), kwargs)
@@ -49,14 +46,17 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
             del out
         for own in state.values():
             own.grad = None
-        with made, observing(work):  # with which each operator is decided by itself, whatever ran before
+        with (
+            OperatorMode(work.run),
+            observing(work.count),
+        ):  # with which each operator is decided by itself, whatever ran before
             out = functional_call(model, state, tuple(args), kwargs)
-            activations = in_use(made.sizes)
+            activations = allocations.alive()
             _backward(out)
             del out
     parameters = [t for name, t in state.items() if isinstance(t, nn.Parameter)]
     nbytes = sum(_local_bytes(p) for p in {id(p): p for p in parameters}.values())
-    memory = Memory(nbytes, nbytes, MOMENTS * nbytes, activations, max(made.most, nbytes))
+    memory = Memory(nbytes, nbytes, MOMENTS * nbytes, activations, max(allocations.most, nbytes))
     return Cost(_moves(sent, forward), memory, work.seconds)
 
 
@@ -93,45 +93,24 @@ def _local_bytes(x: Any) -> int:
     return prod(spec.layout.local_shape(spec.shape, (0,) * spec.layout.mesh.ndim)) * spec.itemsize
 
 
-class Made(TorchDispatchMode):
-    """Measures the most bytes alive at once, of storages made within the block and of borrowed buffers."""
+class _Work:
+    """Seconds of local work of all operators that have a strategy, and the memory of all operators."""
 
-    def __init__(self, given: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes = {StorageWeakRef(x.untyped_storage()): 0 for x in given}
-        self.total = 0  # of all in `sizes`, gone or not
-        self.most = 0
+    def __init__(self, allocations: Allocations) -> None:
+        self.allocations, self.seconds = allocations, 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        if is_for_shapes():  # nothing is kept of that
-            return out
-        for leaf in leaves(out):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                ref = StorageWeakRef(storage)
-                if ref not in self.sizes:
-                    self.sizes[ref] = storage.nbytes()
-                    self.total += storage.nbytes()
-        if self.total + borrowed_now() > self.most:  # only then can what is there be more
-            self.sizes = {ref: size for ref, size in self.sizes.items() if not ref.expired()}
-            self.total = sum(self.sizes.values())
-            self.most = max(self.most, in_use(self.sizes))
-        return out
-
-
-class Work:
-    """Seconds of local work of all operators that have a strategy."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self, decision: Decision) -> Any:
+    def count(self, decision: Decision) -> None:
+        """Add the seconds of one operator."""
         if decision.strategy is not None:
             self.seconds += decision.strategy.compute
-        return nullcontext()
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator on local tensors, and add its memory."""
+        out = func(*args, **kwargs)
+        # Nothing is kept of what is asked for shapes alone.
+        if not is_for_shapes() and self.allocations.add(leaf for leaf in leaves(out) if isinstance(leaf, Tensor)):
+            self.allocations.most = max(self.allocations.most, self.allocations.alive())
+        return out
 
 
 def _moves(sent: Trace, forward: int) -> tuple[Moves, ...]:

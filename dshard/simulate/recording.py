@@ -9,29 +9,25 @@ topology says that the host takes for one; storages alive after each operator ma
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from dshard.calibrate.block_program import writes
 from dshard.comm import Event as Sent
 from dshard.comm import listen
-from dshard.comm.workspace import in_use
 from dshard.core.context import planning_context
-from dshard.core.observe import Decision, observing
+from dshard.core.observe import Allocations, Decision, OperatorMode, observing
 from dshard.core.spec import is_for_shapes
 from dshard.cost import collective_seconds, work_seconds
 from dshard.mesh import Mesh
 from dshard.simulate.queues import Event, Slot, makespan, placed
-from dshard.tensor import DTensor
 from dshard.topology import Topology
 from dshard.validate import check_callable
 
@@ -85,11 +81,11 @@ def record(step: Callable[[], object], topology: Topology | None = None, *, warm
     result = _watched(step, recorder)
     held = recorder.settled()
     del result
-    return Recorded(placed(recorder.events), recorder.most, held)
+    return Recorded(placed(recorder.events), recorder.memory.most, held)
 
 
 def _watched(step: Callable[[], object], recorder: _Recorder) -> object:
-    with listen(recorder.sent), observing(recorder.dispatched), recorder:
+    with listen(recorder.sent), observing(recorder.dispatched), OperatorMode(recorder.run):
         return step()
 
 
@@ -108,7 +104,7 @@ _MOMENT, _AGREED = 2e-3, 5
 """Seconds between two counts of what is alive, and how many in a row have to agree with the one before."""
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder:
     """Records every local operator, also those that distributed operators consist of.
 
     Where a step has data, its tensors without data are questions about shapes, which nothing is kept of. Numbers on the
@@ -116,17 +112,12 @@ class _Recorder(TorchDispatchMode):
     """
 
     def __init__(self, topology: Topology | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.topology, self.most = topology, 0
+        self.topology, self.memory = topology, Allocations()
         self.real = self.sends = False
         self.events: list[Event] = []
-        self.sizes: dict[StorageWeakRef, int] = {}
-        self.known: set[StorageWeakRef] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator on local tensors, and record its work and memory."""
         if is_for_shapes():
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -134,19 +125,14 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if not self.real and any(not tensor.is_meta and tensor.dim() for tensor in made):
-            self.real, self.most = True, 0
-            self.sizes.clear()
+            self.real = True
+            self.memory.clear()
             self.events = [event for event in self.events if event.queue != "compute"]
         if self.real and all(tensor.is_meta for tensor in made):
             return out
-        self.known |= before - self.sizes.keys()
-        for tensor in made:
-            storage = tensor.untyped_storage()
-            ref = StorageWeakRef(storage)
-            if ref not in self.known:
-                self.sizes.setdefault(ref, storage.nbytes())
-        if self.alive() > self.most:
-            self.most = max(self.most, self.settled(self.most))
+        self.memory.known |= before - self.memory.sizes.keys()
+        if self.memory.add(made):
+            self.memory.most = max(self.memory.most, self.settled(self.memory.most))
         fresh = [t for t in made if StorageWeakRef(t.untyped_storage()) not in before]
         if (fresh or func._schema.is_mutable) and func.overloadpacket not in _EMPTY:
             self.worked(func, args, kwargs, out, given, fresh)
@@ -164,14 +150,12 @@ class _Recorder(TorchDispatchMode):
             seconds -= topology.launch
         self.events.append(Event(str(func.overloadpacket.__name__), "step", "compute", seconds, flops))
 
-    @contextmanager
-    def dispatched(self, decision: Decision) -> Iterator[None]:
+    def dispatched(self, decision: Decision) -> None:
         """Record the host's time of a distributed operator, before the work within it."""
         topology = self.topology or decision.topology
         seconds = topology.in_place if writes(decision.op) else topology.dispatch
         if seconds:
             self.events.append(Event(decision.op, "step", "compute", seconds))
-        yield
 
     def sent(self, event: Sent) -> None:
         """Record a collective."""
@@ -182,17 +166,13 @@ class _Recorder(TorchDispatchMode):
         self.events.append(Event(event.collective, "step", "network", seconds, 0.0, event.nbytes, 1, axes))
 
     def settled(self, above: int = -1) -> int:
-        """Wait until `alive` no longer falls, or is at most `above`, and return it.
+        """Wait until the bytes alive no longer fall, or is at most `above`, and return it.
 
         A thread of the backend lets go of the tensors it sent a moment after the collective has ended.
         """
-        nbytes, agreed = self.alive(), 0 if self.real and self.sends else _AGREED
+        nbytes, agreed = self.memory.alive(), 0 if self.real and self.sends else _AGREED
         while nbytes > above and agreed < _AGREED:
             time.sleep(_MOMENT)
-            before, nbytes = nbytes, self.alive()
+            before, nbytes = nbytes, self.memory.alive()
             agreed = 0 if nbytes < before else agreed + 1
         return nbytes
-
-    def alive(self) -> int:
-        """Bytes of the storages made within the step that are still alive, and of buffers that workspaces have lent."""
-        return in_use(self.sizes)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from dshard.core.observe import OperatorMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +54,28 @@ def count_traffic() -> Iterator[Traffic]:
     unknown collective is an AssertionError, not a zero.
     """
     traffic = Traffic()
-    with _Counter(traffic):
-        yield traffic
 
-
-class _Counter(TorchDispatchMode):
-    def __init__(self, traffic: Traffic) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.traffic = traffic
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace in _NAMESPACES and func not in _SILENT:
-            name = func._schema.name
-            assert func in _COUNTS, f"{name} is a collective that count_traffic does not know"
-            bound = _arguments(func, args, kwargs or {})
-            group = _group(bound)
-            sizes, itemsize = _COUNTS[func](bound, dist.get_rank(group), group.size())
-            nbytes, messages = sum(sizes) * itemsize, sum(size > 0 for size in sizes)
-            self.traffic.collectives.append(Collective(name.partition("::")[2], group.size(), nbytes, messages))
-        return func(*args, **(kwargs or {}))
+            traffic.collectives.append(_collective(func, _arguments(func, args, kwargs)))
+        return func(*args, **kwargs)
+
+    with OperatorMode(run):
+        yield traffic
 
 
 Arguments = dict[str, Any]
 Count = Callable[[Arguments, int, int], tuple[Sequence[int], int]]
 """From the arguments of a collective, this rank's number and the size of its group: elements of each message that this
 rank receives, and bytes of an element."""
+
+
+def _collective(func: Any, bound: Arguments) -> Collective:
+    name = func._schema.name
+    assert func in _COUNTS, f"{name} is a collective that count_traffic does not know"
+    group = _group(bound)
+    sizes, itemsize = _COUNTS[func](bound, dist.get_rank(group), group.size())
+    return Collective(name.partition("::")[2], group.size(), sum(sizes) * itemsize, sum(size > 0 for size in sizes))
 
 
 def _arguments(func: Any, args: Any, kwargs: Any) -> Arguments:

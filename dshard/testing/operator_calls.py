@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.core.moves import leaves, replace_leaves
+from dshard.core.observe import OperatorMode
 from dshard.errors import NotationError
 from dshard.validate import check_callable
 
@@ -53,12 +53,20 @@ def recorded(
     leaf_args, leaf_kwargs = replace_leaves(
         (args, kwargs), lambda leaf: _copy(leaf).requires_grad_(next(rest)) if isinstance(leaf, Tensor) else leaf
     )
-    with _Recorder() as recorder:
+    first_calls: dict[Any, Recorded] = {}
+
+    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = (func, str(replace_leaves((args, kwargs), _shape_and_dtype)))
+        if key not in first_calls:
+            first_calls[key] = (func, *replace_leaves((args, kwargs), _copy))
+        return func(*args, **kwargs)
+
+    with OperatorMode(run):
         outputs = [out for out in leaves(function(*leaf_args, **leaf_kwargs)) if isinstance(out, Tensor)]
         with_grad = [out for out in outputs if out.requires_grad]
         if with_grad:
             torch.autograd.backward(with_grad, [torch.ones_like(out) for out in with_grad])
-    calls = [call for call in recorder.calls.values() if call[0] == function or not _is_trivial(call[0])]
+    calls = [call for call in first_calls.values() if call[0] == function or not _is_trivial(call[0])]
     if isinstance(function, OpOverload) and all(call[0] != function for call in calls):  # torch decomposes it
         calls.append((function, *replace_leaves((args, kwargs), _copy)))
     return calls
@@ -70,19 +78,6 @@ def _is_trivial(func: OpOverload) -> bool:
 
 
 _TRIVIAL = ("aten::clone", "aten::detach", "aten::copy_", "aten::new_zeros", "aten::new_ones", "aten::lift_fresh")
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: dict[Any, Recorded] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        key = (func, str(replace_leaves((args, kwargs), _shape_and_dtype)))
-        if key not in self.calls:
-            self.calls[key] = (func, *replace_leaves((args, kwargs), _copy))
-        return func(*args, **kwargs)
 
 
 def _shape_and_dtype(leaf: Any) -> Any:

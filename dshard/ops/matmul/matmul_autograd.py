@@ -10,8 +10,7 @@ from torch import Tensor
 
 from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.comm import Program, Scoped, Session, run, run_program, traced
-from dshard.core.call_log import CALL_LOG, log
-from dshard.core.observe import OBSERVERS, observed
+from dshard.core.observe import CALL_LOG, OBSERVERS, log, observed
 from dshard.core.wrapper import wrap
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.matmul_executable import MatmulExecutable
