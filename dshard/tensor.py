@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from dshard import comm
 from dshard.autograd.crossing import FromLocal, ToLocal, gradient_in_layout, in_layout, redistribute
+from dshard.caches import cached
 from dshard.comm import DeviceMesh, stored_chunks, traced
 from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes
@@ -365,17 +366,16 @@ def _from_local(
     shape = None if shape is None else as_shape(shape, "from_local: shape", ShapeError)
     ndim = local.ndim if shape is None else len(shape)
     layout = replicated(mesh) if placements is None else layout_of(mesh, placements, ndim)
-    if not local.dtype.is_floating_point:
-        _check_reductions(local.dtype, layout)
-    grad_layout = layout.cotangent() if grad_placements is None else layout_of(mesh, grad_placements, ndim)
+    grad_layout, compared = _checked(layout, local.dtype)
+    if grad_placements is not None:
+        grad_layout = layout_of(mesh, grad_placements, ndim)
     stride = None if stride is None else _strides(stride, ndim)
-    if comm.comparing() and not traced(local):
+    if compared and not traced(local):
         call = f"from_local of {local.ndim} dims, {local.dtype}, [{layout}], {shape=}"
         call += f", {run_check=}, {grad_placements=}" + ", requires_grad" * local.requires_grad
         comm.compare_calls(call, mesh)
     global_shape = _global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, shape)
-    strides = contiguous_stride(global_shape) if stride is None else stride
-    spec = spec_of(layout, global_shape, strides, local.dtype, local.device)
+    spec = _spec_of_local(layout, global_shape, stride, local.dtype, local.device)
     if run_check and OBSERVERS:
         decision = sending("from_local", [spec], replica_broadcasts(spec), explicit=True)
         local = observed(decision, comm.same_replicas, (local, layout))
@@ -385,6 +385,14 @@ def _from_local(
         return DTensor._wrap(local.detach(), spec)
     out: DTensor = FromLocal.apply(local, spec, grad_layout)  # type: ignore[no-untyped-call]
     return out
+
+
+@cached("local specs", 4096)
+def _spec_of_local(
+    layout: Layout, shape: Shape, stride: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
+) -> Spec:
+    """The spec of local tensors; kept, for a program that makes tensors of alike ones holds none of them for long."""
+    return spec_of(layout, shape, contiguous_stride(shape) if stride is None else stride, dtype, device)
 
 
 def check_strided(x: object, what: str, kind: str) -> None:
@@ -414,8 +422,13 @@ def _strides(stride: Sequence[int], ndim: int) -> tuple[int, ...]:
     return strides
 
 
-def _check_reductions(dtype: torch.dtype, layout: Layout) -> None:
-    """Refuse a partial placement whose reduction the dtype does not have."""
+@cached("local layouts", 4096)
+def _checked(layout: Layout, dtype: torch.dtype) -> tuple[Layout, bool]:
+    """The layout of the gradient of a local tensor, and whether the ranks compare what they give, as in debug mode.
+
+    Raises:
+        LayoutError: a partial placement whose reduction the dtype does not have.
+    """
     for placement in layout.placements:
         if isinstance(placement, Partial) and (
             (placement.reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex))
@@ -423,6 +436,7 @@ def _check_reductions(dtype: torch.dtype, layout: Layout) -> None:
         ):
             why = "a mean of whole numbers is none" if placement.reduce_op == "avg" else "complex numbers have no order"
             raise LayoutError(f"{placement} of {dtype}: {why}; convert with .to(dtype), or use another reduction")
+    return layout.cotangent(), comm.comparing()
 
 
 def _global_shape(local: Tensor, layout: Layout) -> Shape:

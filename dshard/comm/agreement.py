@@ -44,7 +44,7 @@ def global_shape(local: Tensor, layout: Layout) -> Shape:
             "ask each other for their shapes there; pass the global shape, shape=(...)"
         )
     runtime = runtime_of(mesh)
-    if runtime is None or not shape_exchange(local, layout):
+    if runtime is None or not _exchanges_shapes(local, runtime):
         return _even_global_shape(_shape(local), layout)
     return _global_shape_of(_gather_shapes(local, layout, runtime), layout)
 
@@ -53,11 +53,16 @@ def shape_exchange(local: Tensor, layout: Layout) -> list[tuple[str, tuple[str, 
     """The collective that gathers the local shapes: its kind, axes and bytes received; an empty list if none runs."""
     mesh = layout.mesh
     runtime = runtime_of(mesh)
-    if type(local) is LocalTensor or runtime is None or runtime.coordinate is None or traced(local):
-        return []
-    if mesh.size == 1 or runtime.group(mesh.names).backend == "fake":
+    if type(local) is LocalTensor or runtime is None or not _exchanges_shapes(local, runtime):
         return []
     return [("all_gather", mesh.names, 8 * (MAX_DIMS + 3) * (mesh.size - 1))]
+
+
+def _exchanges_shapes(local: Tensor, runtime: Runtime) -> bool:
+    mesh = runtime.mesh
+    if runtime.coordinate is None or mesh.size == 1 or traced(local):
+        return False
+    return runtime.group(mesh.names).backend != "fake"
 
 
 def checked_shape(local: Tensor, layout: Layout, shape: Shape) -> Shape:
