@@ -810,8 +810,7 @@ def on_this_rank(programs: Sequence[Program] | range, path: str) -> None:
     warnings.simplefilter("ignore")
     rank = dist.get_rank()
     with open(f"{path}.{rank}", "a") as file, open(f"{path}.{rank}.stack", "w") as stack:
-        for number, each in enumerate(programs):
-            program = each if isinstance(each, Program) else generated(each)
+        for number, (each, program) in enumerate(zip(programs, drawn(programs, rank), strict=True)):
             mesh, at = mesh_of(program.mesh)
             limit = LIMIT if number else 4 * LIMIT  # the first one loads and builds what all need
             faulthandler.dump_traceback_later(limit, exit=True, file=stack)
@@ -825,6 +824,16 @@ def on_this_rank(programs: Sequence[Program] | range, path: str) -> None:
             file.flush()
             if not alike:
                 return
+
+
+def drawn(programs: Sequence[Program] | range, rank: int) -> list[Program]:
+    """The programs, or those of these seeds, of which each rank draws some."""
+    if not isinstance(programs, range):
+        return list(programs)
+    ranks = dist.get_world_size()
+    shares: list[Any] = [None] * ranks
+    dist.all_gather_object(shares, [generated(seed) for seed in programs[rank::ranks]])
+    return [shares[i % ranks][i // ranks] for i in range(len(programs))]
 
 
 WORDS = ("equal", "wrong", "raised", "refused", "not raised", "raised otherwise", "raised only here")
