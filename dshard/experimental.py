@@ -14,7 +14,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 
 from dshard.comm import DeviceMesh
-from dshard.core.call import Call, Op
+from dshard.core.call import Call, Operator
 from dshard.core.moves import leaves
 from dshard.core.spec import Spec
 from dshard.dispatch.registry import register
@@ -190,7 +190,9 @@ def register_sharding(
         check_callable(function, "register_sharding", "it decorates a function that returns rows")
         for overload in overloads:
             register(
-                overload, Op(partial(_rule_of, function)), (function.__doc__ or "as registered").partition("\n")[0]
+                overload,
+                Operator(partial(_rule_of, function)),
+                (function.__doc__ or "as registered").partition("\n")[0],
             )
         return function
 

@@ -69,7 +69,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class Operator:
     """An operator's row in a table: its rule, and its kernel where the local operator is not the operator itself.
 
     Values of scalar arguments are part of the cache key unless `values` is False: then the rule does not depend on

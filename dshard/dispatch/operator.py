@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from dshard.comm import LocalTensor, compare_calls, run, runner, runtime_of
 from dshard.comm.rank_checks import enabled as comparing
-from dshard.core.call import Call, LocalOp, Op, views_first, writes_first
+from dshard.core.call import Call, LocalOp, Operator, views_first, writes_first
 from dshard.core.checks import infer
 from dshard.core.context import planning_context
 from dshard.core.moves import (
@@ -118,7 +118,7 @@ def _key(arg: Any, values: bool) -> Any:
     return arg
 
 
-def _build(func: OpOverload, op: Op | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:
+def _build(func: OpOverload, op: Operator | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:
     mesh = common_mesh(func, [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)])
     if op is None:
         return _without_rule(func)
@@ -181,7 +181,7 @@ def _without_rule(func: OpOverload) -> Executor:
 class OperatorExecutable:
     """Redistributes the operands, runs the local operator and wraps its outputs, as planned once for its cache key."""
 
-    def __init__(self, op: Op, call: Call, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, op: Operator, call: Call, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.op, self.call, self.result = op, call, result
         self.mesh = call.specs[0].layout.mesh
         self.inplace, self.values = writes_first(call.func), op.values
@@ -358,7 +358,7 @@ def _is_flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not any(isinstance(leaf, Tensor) for leaf in nested) and any(isinstance(arg, Wrapper) for arg in args)
 
 
-def strategy_of(op: Op, call: Call, keep: bool = False) -> Strategy:
+def strategy_of(op: Operator, call: Call, keep: bool = False) -> Strategy:
     """The cheapest strategy; with `keep`, the cheapest that keeps the first operand's layout, if any does."""
     operands, outputs = _operands(call)
     topology = planning_context().topology_of(operands[0].layout.mesh)

@@ -13,7 +13,7 @@ from torch import Tag
 from torch._ops import OpOverload, OpOverloadPacket
 
 from dshard.caches import clear_caches
-from dshard.core.call import Call, Op, writes_first
+from dshard.core.call import Call, Operator, writes_first
 from dshard.errors import NotationError
 from dshard.ops import (
     addmm,
@@ -42,7 +42,7 @@ from dshard.placements import ReduceOp
 from dshard.rules.rule import PassThrough, Rule, parse_rule
 from dshard.validate import as_int, as_tuple, check_type, suggestion
 
-TABLES: tuple[dict[str, Op], ...] = (
+TABLES: tuple[dict[str, Operator], ...] = (
     pointwise.RULES,
     reductions.RULES,
     views.RULES,
@@ -56,7 +56,7 @@ TABLES: tuple[dict[str, Op], ...] = (
     convolution.RULES,
     batched.RULES,
 )
-_USER: dict[str | OpOverload, Op] = {}
+_USER: dict[str | OpOverload, Operator] = {}
 _TEXTS: dict[str, str] = {}
 
 
@@ -96,10 +96,10 @@ def register_rule(
     def rule_of(call: Call) -> Rule:
         return parse_rule(rule, call.shapes, reduce=reduce, pending=pending)
 
-    register(op, Op(rule_of), rule)
+    register(op, Operator(rule_of), rule)
 
 
-def register(op: str | OpOverload, found: Op, says: str) -> None:
+def register(op: str | OpOverload, found: Operator, says: str) -> None:
     """Give all overloads of the operator of this name, or one overload, the row `found` in place of dshard's own."""
     _USER[op], _TEXTS[str(op)] = found, says
     find.cache_clear()
@@ -131,11 +131,11 @@ def rules() -> tuple[Listed, ...]:
     return tuple(listed[name] for name in sorted(listed))
 
 
-def _family(op: Op) -> str:
+def _family(op: Operator) -> str:
     return op.rule.__module__.removeprefix("dshard.ops.").partition(".")[0]
 
 
-def _first_line(op: Op) -> str:
+def _first_line(op: Operator) -> str:
     return (op.rule.__doc__ or "").partition("\n")[0]
 
 
@@ -199,18 +199,18 @@ def _ndim(tokens: list[str]) -> int:
 
 
 @cache
-def find(func: OpOverload) -> Op | None:
+def find(func: OpOverload) -> Operator | None:
     """The row of `func` in the tables; an in-place operator has the row of its functional form."""
     name = func._schema.name
     if func in _USER:
         return _USER[func]
-    tables: tuple[Mapping[Any, Op], ...] = (_USER, *TABLES)
+    tables: tuple[Mapping[Any, Operator], ...] = (_USER, *TABLES)
     for table in tables:
         row = table.get(name) or (table.get(name[:-1]) if name.endswith("_") and not name.endswith("__") else None)
         if row is not None:
             return row
     is_plain_pointwise = pointwise.is_pointwise(func) and not random.is_random(func)
-    return Op(pointwise.pointwise, values=False) if is_plain_pointwise else None
+    return Operator(pointwise.pointwise, values=False) if is_plain_pointwise else None
 
 
 Instead = Callable[..., Any]
@@ -226,7 +226,7 @@ class Known:
     """
 
     func: OpOverload
-    op: Op | None
+    op: Operator | None
     instead: Callable[[tuple[Any, ...]], Instead | None] | None
     values: bool
     changes: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dshard.core.call import Call, LocalOp, Op, aligned, out_local_shape
+from dshard.core.call import Call, LocalOp, Operator, aligned, out_local_shape
 from dshard.mesh import Coordinate
 from dshard.rules.rule import LINEAR, PassThrough, Rule
 from dshard.rules.strategy import Strategy
@@ -10,7 +10,7 @@ from dshard.rules.strategy import Strategy
 CONTRACTED = frozenset({"k", "s"})
 
 
-def plus(a: str, b: str, out: str) -> Op:
+def plus(a: str, b: str, out: str) -> Operator:
     """An operator bias, a, b -> out, the bias broadcast; each letter is a factor, k and s are contracted."""
     left, right, result = (tuple((name,) for name in term) for term in (a, b, out))
 
@@ -20,7 +20,7 @@ def plus(a: str, b: str, out: str) -> Op:
         pending = tuple(PassThrough(frozenset({0, factor}), LINEAR) for factor in (1, 2))
         return Rule((bias, left, right), (result,), pending=pending)
 
-    return Op(rule, once)
+    return Operator(rule, once)
 
 
 def once(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
@@ -33,7 +33,7 @@ def once(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     return lambda *args, **kwargs: call.func(*args, **{**kwargs, "beta": 0})
 
 
-RULES: dict[str, Op] = {
+RULES: dict[str, Operator] = {
     "aten::addmm": plus("mk", "kn", "mn"),
     "aten::addmv": plus("mk", "k", "m"),
     "aten::addr": plus("m", "n", "mn"),

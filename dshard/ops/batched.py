@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dshard.core.call import Call, Kernel, LocalOp, Op, names, out_local_shape
+from dshard.core.call import Call, Kernel, LocalOp, Operator, names, out_local_shape
 from dshard.mesh import Coordinate
 from dshard.ops.views import dims_of, kept, with_local_size
 from dshard.rules.rule import Rule, linear
@@ -101,7 +101,7 @@ def _one(ndim: int) -> int:
     return 1
 
 
-def _pooling(n: int) -> dict[str, Op]:
+def _pooling(n: int) -> dict[str, Operator]:
     """Operators over `n` spatial dims, and their backward forms."""
     plain = [f"reflection_pad{n}d", f"replication_pad{n}d"]
     chosen = []
@@ -112,12 +112,12 @@ def _pooling(n: int) -> dict[str, Op]:
     modes = {1: ["linear1d"], 2: ["bilinear2d", "bicubic2d"], 3: ["trilinear3d"]}[n]
     sized = [f"upsample_{mode}" for mode in (f"nearest{n}d", *modes)] + [f"_upsample_nearest_exact{n}d"]
     sized += ["_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"] if n == 2 else []
-    forward = Op(leading(but(n), (0,)), or_nothing())
+    forward = Operator(leading(but(n), (0,)), or_nothing())
     table = {f"aten::{name}": forward for name in (*plain, *sized)}
     table |= {f"aten::{name}_backward": forward for name in plain}
-    table |= {f"aten::{name}": Op(leading(but(n)), or_nothing()) for name in chosen}
+    table |= {f"aten::{name}": Operator(leading(but(n)), or_nothing()) for name in chosen}
     table |= {f"aten::{name}_backward": forward for name in chosen}
-    backward = Op(leading(but(n), (0,)), or_nothing(with_local_size("input_size")))
+    backward = Operator(leading(but(n), (0,)), or_nothing(with_local_size("input_size")))
     return table | {f"aten::{name}_backward": backward for name in sized}
 
 
@@ -148,14 +148,14 @@ _MATRICES = (
 _FACTORED = ("_linalg_det", "_linalg_slogdet", "_linalg_solve_ex")
 """Operators on matrices whose backward pass uses the factors."""
 
-RULES: dict[str, Op] = {
+RULES: dict[str, Operator] = {
     **_pooling(1),
     **_pooling(2),
     **_pooling(3),
-    **{f"aten::{name}": Op(leading(but(2)), or_nothing()) for name in _MATRICES},
-    **{f"aten::{name}": Op(leading(but(2)), or_nothing(in_memory_like)) for name in _FACTORED},
-    **{f"aten::_fft_{name}": Op(transformed, or_nothing()) for name in ("c2c", "r2c", "c2r")},
-    **{f"aten::grid_sampler_{n}d": Op(leading(_one, (0,)), or_nothing()) for n in (2, 3)},
-    **{f"aten::grid_sampler_{n}d_backward": Op(leading(_one, (0,)), or_nothing()) for n in (2, 3)},
-    "aten::_linalg_check_errors": Op(all_whole),
+    **{f"aten::{name}": Operator(leading(but(2)), or_nothing()) for name in _MATRICES},
+    **{f"aten::{name}": Operator(leading(but(2)), or_nothing(in_memory_like)) for name in _FACTORED},
+    **{f"aten::_fft_{name}": Operator(transformed, or_nothing()) for name in ("c2c", "r2c", "c2r")},
+    **{f"aten::grid_sampler_{n}d": Operator(leading(_one, (0,)), or_nothing()) for n in (2, 3)},
+    **{f"aten::grid_sampler_{n}d_backward": Operator(leading(_one, (0,)), or_nothing()) for n in (2, 3)},
+    "aten::_linalg_check_errors": Operator(all_whole),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dshard.core.call import Call, LocalOp, Op, names, out_local_shape, pending_all
+from dshard.core.call import Call, LocalOp, Operator, names, out_local_shape, pending_all
 from dshard.layout import Shape
 from dshard.mesh import Coordinate
 from dshard.ops.views import dims_of, kept, moved, with_local_size
@@ -118,19 +118,19 @@ def dense_stride(shape: Shape, like: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(stride)
 
 
-_NEW = Op(creation, with_local_size("size"))
+_NEW = Operator(creation, with_local_size("size"))
 
-RULES: dict[str, Op] = {
-    "aten::cat": Op(cat),
-    "aten::stack": Op(stack),
-    "aten::flip": Op(flip),
-    "aten::rot90": Op(flip),
-    "aten::roll": Op(roll),
-    "aten::repeat": Op(repeat),
-    "aten::constant_pad_nd": Op(pad),
-    "aten::tril": Op(triangle, triangle_kernel),
-    "aten::triu": Op(triangle, triangle_kernel),
-    **{f"aten::{name}_like": Op(creation, like_kernel) for name in ("zeros", "ones", "full", "empty")},
+RULES: dict[str, Operator] = {
+    "aten::cat": Operator(cat),
+    "aten::stack": Operator(stack),
+    "aten::flip": Operator(flip),
+    "aten::rot90": Operator(flip),
+    "aten::roll": Operator(roll),
+    "aten::repeat": Operator(repeat),
+    "aten::constant_pad_nd": Operator(pad),
+    "aten::tril": Operator(triangle, triangle_kernel),
+    "aten::triu": Operator(triangle, triangle_kernel),
+    **{f"aten::{name}_like": Operator(creation, like_kernel) for name in ("zeros", "ones", "full", "empty")},
     **{f"aten::new_{name}": _NEW for name in ("zeros", "ones", "full", "empty")},
-    "aten::new_empty_strided": Op(creation, strided_kernel),
+    "aten::new_empty_strided": Operator(creation, strided_kernel),
 }

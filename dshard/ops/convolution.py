@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.core.call import Call, LocalOp, Op, out_local_shape
+from dshard.core.call import Call, LocalOp, Operator, out_local_shape
 from dshard.mesh import Coordinate
 from dshard.rules.rule import Rule, Term, linear
 from dshard.rules.strategy import Strategy
@@ -97,7 +97,7 @@ def _groups(call: Call, strategy: Strategy, coordinate: Coordinate, x: int) -> i
     return groups * len(strategy.inputs[x].dim_range(1, channels, coordinate)) // channels
 
 
-RULES: dict[str, Op] = {
-    "aten::convolution": Op(convolution, forward_kernel),
-    "aten::convolution_backward": Op(convolution_backward, backward_kernel),
+RULES: dict[str, Operator] = {
+    "aten::convolution": Operator(convolution, forward_kernel),
+    "aten::convolution_backward": Operator(convolution_backward, backward_kernel),
 }

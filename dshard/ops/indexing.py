@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.core.call import Call, Op
+from dshard.core.call import Call, Operator
 from dshard.layout import Shape
 from dshard.ops import lookup
 from dshard.ops.concat import SAME_WHEN_EQUAL
@@ -173,16 +173,16 @@ _WRITES = (_ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_i
 MASKED: dict[Any, Callable[..., Any]] = dict.fromkeys((_ATEN.index.Tensor, *_WRITES), by_mask)
 """The functions that replace an operator when an index is a mask."""
 
-RULES: dict[str, Op] = {
-    "aten::gather": Op(gather, lookup.reading),
-    "aten::scatter": Op(scatter, lookup.writing),
-    "aten::scatter_add": Op(scatter, lookup.writing),
-    "aten::scatter_reduce": Op(scatter, lookup.writing),
-    "aten::index_select": Op(index_select, lookup.reading),
-    "aten::index_add": Op(index_write, lookup.writing),
-    "aten::index_copy": Op(index_write, lookup.writing),
-    "aten::index_fill": Op(index_fill, lookup.writing),
-    "aten::index": Op(index, lookup.indexing),
-    "aten::index_put": Op(index_put, lookup.putting),
-    "aten::_index_put_impl": Op(index_put, lookup.putting),
+RULES: dict[str, Operator] = {
+    "aten::gather": Operator(gather, lookup.reading),
+    "aten::scatter": Operator(scatter, lookup.writing),
+    "aten::scatter_add": Operator(scatter, lookup.writing),
+    "aten::scatter_reduce": Operator(scatter, lookup.writing),
+    "aten::index_select": Operator(index_select, lookup.reading),
+    "aten::index_add": Operator(index_write, lookup.writing),
+    "aten::index_copy": Operator(index_write, lookup.writing),
+    "aten::index_fill": Operator(index_fill, lookup.writing),
+    "aten::index": Operator(index, lookup.indexing),
+    "aten::index_put": Operator(index_put, lookup.putting),
+    "aten::_index_put_impl": Operator(index_put, lookup.putting),
 }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.core.call import Call, LocalOp, Op, aligned, names
+from dshard.core.call import Call, LocalOp, Operator, aligned, names
 from dshard.mesh import Coordinate
 from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
@@ -75,7 +75,7 @@ def _with_reduction(call: Call, reduction: int) -> LocalOp:
 
 _WITH_BACKWARD = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
 
-RULES: dict[str, Op] = {
-    **{f"aten::{name}": Op(loss, mean_kernel) for name in (*_WITH_BACKWARD, "binary_cross_entropy_with_logits")},
-    **{f"aten::{name}_backward": Op(loss_backward, mean_backward_kernel) for name in _WITH_BACKWARD},
+RULES: dict[str, Operator] = {
+    **{f"aten::{name}": Operator(loss, mean_kernel) for name in (*_WITH_BACKWARD, "binary_cross_entropy_with_logits")},
+    **{f"aten::{name}_backward": Operator(loss_backward, mean_backward_kernel) for name in _WITH_BACKWARD},
 }

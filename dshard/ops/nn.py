@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from dshard.core.call import Call, Kernel, LocalOp, Op, names
+from dshard.core.call import Call, Kernel, LocalOp, Operator, names
 from dshard.mesh import Coordinate
 from dshard.ops.lookup import refuse
 from dshard.rules.rule import Rule, Term, linear
@@ -164,17 +164,17 @@ MEANS: dict[OpOverload, Callable[..., Any]] = {
 }
 """The operators that replace a loss whose reduction is the mean."""
 
-RULES: dict[str, Op] = {
-    "aten::_softmax": Op(along),
-    "aten::_log_softmax": Op(along),
-    "aten::_softmax_backward_data": Op(along),
-    "aten::_log_softmax_backward_data": Op(along),
-    "aten::native_layer_norm": Op(layer_norm),
-    "aten::native_layer_norm_backward": Op(layer_norm_backward),
-    "aten::embedding": Op(embedding, embedding_kernel),
-    "aten::embedding_dense_backward": Op(embedding_backward),
-    "aten::nll_loss_forward": Op(nll_loss, nll_kernel(0)),
-    "aten::nll_loss2d_forward": Op(nll_loss, nll_kernel(0)),
-    "aten::nll_loss_backward": Op(nll_loss_backward, nll_kernel(1)),
-    "aten::nll_loss2d_backward": Op(nll_loss_backward, nll_kernel(1)),
+RULES: dict[str, Operator] = {
+    "aten::_softmax": Operator(along),
+    "aten::_log_softmax": Operator(along),
+    "aten::_softmax_backward_data": Operator(along),
+    "aten::_log_softmax_backward_data": Operator(along),
+    "aten::native_layer_norm": Operator(layer_norm),
+    "aten::native_layer_norm_backward": Operator(layer_norm_backward),
+    "aten::embedding": Operator(embedding, embedding_kernel),
+    "aten::embedding_dense_backward": Operator(embedding_backward),
+    "aten::nll_loss_forward": Operator(nll_loss, nll_kernel(0)),
+    "aten::nll_loss2d_forward": Operator(nll_loss, nll_kernel(0)),
+    "aten::nll_loss_backward": Operator(nll_loss_backward, nll_kernel(1)),
+    "aten::nll_loss2d_backward": Operator(nll_loss_backward, nll_kernel(1)),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dshard.core.call import Call, Op, aligned
+from dshard.core.call import Call, Operator, aligned
 from dshard.rules.rule import ANY, LINEAR, PassThrough, Rule, linear
 
 
@@ -65,11 +65,11 @@ PASSING: dict[tuple[str, int], tuple[PassThrough, ...]] = {
 
 COPIES = ("copy", "_to_copy", "clone", "detach", "alias", "lift_fresh", "positive")
 
-_POINTWISE = Op(pointwise, values=False)
+_POINTWISE = Operator(pointwise, values=False)
 
-RULES: dict[str, Op] = {
+RULES: dict[str, Operator] = {
     **{f"aten::{name}": _POINTWISE for name in COPIES},
-    "aten::detach": Op(pointwise, lambda call, strategy, coordinate: lambda x: x, values=False),  # views are shared
+    "aten::detach": Operator(pointwise, lambda call, strategy, coordinate: lambda x: x, values=False),
     "aten::fill": _POINTWISE,
     "aten::zero": _POINTWISE,
     "aten::masked_fill": _POINTWISE,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.core.call import Call, LocalOp, Op, names, out_local_shape
+from dshard.core.call import Call, LocalOp, Operator, names, out_local_shape
 from dshard.mesh import Coordinate
 from dshard.ops.pointwise import pointwise
 from dshard.placements import ReduceOp
@@ -180,24 +180,24 @@ def cumulative_sum(call: Call) -> Rule:
     return along(call, _linear(call))
 
 
-_ALONG = Op(along)
+_ALONG = Operator(along)
 
-RULES: dict[str, Op] = {
-    "aten::sum": Op(total),
-    "aten::mean": Op(total, mean_kernel),
-    "aten::nansum": Op(counted),
-    "aten::count_nonzero": Op(counted),
-    "aten::prod": Op(product),
-    "aten::amax": Op(extreme("max"), filled("max")),
-    "aten::amin": Op(extreme("min"), filled("min")),
-    "aten::max": Op(extreme("max"), filled("max")),
-    "aten::min": Op(extreme("min"), filled("min")),
-    "aten::aminmax": Op(both_extremes, filled("min", "max")),
-    "aten::any": Op(truth("max")),
-    "aten::all": Op(truth("min")),
-    "aten::_is_any_true": Op(truth("max")),
-    "aten::_is_all_true": Op(truth("min")),
-    "aten::cumsum": Op(cumulative_sum),
+RULES: dict[str, Operator] = {
+    "aten::sum": Operator(total),
+    "aten::mean": Operator(total, mean_kernel),
+    "aten::nansum": Operator(counted),
+    "aten::count_nonzero": Operator(counted),
+    "aten::prod": Operator(product),
+    "aten::amax": Operator(extreme("max"), filled("max")),
+    "aten::amin": Operator(extreme("min"), filled("min")),
+    "aten::max": Operator(extreme("max"), filled("max")),
+    "aten::min": Operator(extreme("min"), filled("min")),
+    "aten::aminmax": Operator(both_extremes, filled("min", "max")),
+    "aten::any": Operator(truth("max")),
+    "aten::all": Operator(truth("min")),
+    "aten::_is_any_true": Operator(truth("max")),
+    "aten::_is_all_true": Operator(truth("min")),
+    "aten::cumsum": Operator(cumulative_sum),
     **{
         f"aten::{name}": _ALONG
         for name in (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from dshard.core.call import Call, Op, names, pending_all
+from dshard.core.call import Call, Operator, names, pending_all
 from dshard.layout import Shape
 from dshard.ops.lookup import selecting
 from dshard.ops.views import kept, moved, with_local_size
@@ -101,22 +101,22 @@ def unbind(call: Call) -> Rule:
 
 _BACKWARD = with_local_size("input_sizes")
 
-RULES: dict[str, Op] = {
-    "aten::select": Op(one_index, selecting),
-    "aten::slice": Op(taken(slice_)),
-    "aten::diagonal": Op(taken(diagonal)),
-    "aten::unfold": Op(taken(windows)),
-    "aten::select_backward": Op(put_back(select), _BACKWARD),
-    "aten::slice_backward": Op(put_back(slice_), _BACKWARD),
-    "aten::diagonal_backward": Op(put_back(diagonal), _BACKWARD),
-    "aten::unfold_backward": Op(put_back(windows, LINEAR), _BACKWARD),
-    "aten::diag_embed": Op(put_back(diagonal)),
-    "aten::select_scatter": Op(replaced(select)),
-    "aten::slice_scatter": Op(replaced(slice_)),
-    "aten::diagonal_scatter": Op(replaced(diagonal)),
-    "aten::split": Op(split),
-    "aten::split_with_sizes": Op(split),
-    "aten::unsafe_split": Op(split),
-    "aten::unsafe_split_with_sizes": Op(split),
-    "aten::unbind": Op(unbind),
+RULES: dict[str, Operator] = {
+    "aten::select": Operator(one_index, selecting),
+    "aten::slice": Operator(taken(slice_)),
+    "aten::diagonal": Operator(taken(diagonal)),
+    "aten::unfold": Operator(taken(windows)),
+    "aten::select_backward": Operator(put_back(select), _BACKWARD),
+    "aten::slice_backward": Operator(put_back(slice_), _BACKWARD),
+    "aten::diagonal_backward": Operator(put_back(diagonal), _BACKWARD),
+    "aten::unfold_backward": Operator(put_back(windows, LINEAR), _BACKWARD),
+    "aten::diag_embed": Operator(put_back(diagonal)),
+    "aten::select_scatter": Operator(replaced(select)),
+    "aten::slice_scatter": Operator(replaced(slice_)),
+    "aten::diagonal_scatter": Operator(replaced(diagonal)),
+    "aten::split": Operator(split),
+    "aten::split_with_sizes": Operator(split),
+    "aten::unsafe_split": Operator(split),
+    "aten::unsafe_split_with_sizes": Operator(split),
+    "aten::unbind": Operator(unbind),
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
 from dshard.comm import LocalTensor, plain, stack, unstack
-from dshard.core.call import Call, Kernel, LocalOp, Op, names, out_local_shape
+from dshard.core.call import Call, Kernel, LocalOp, Operator, names, out_local_shape
 from dshard.core.spec import Spec, contiguous_stride
 from dshard.mesh import Coordinate
 from dshard.rules.reshape import reshape_rule
@@ -250,19 +250,19 @@ CUSTOM: dict[Any, Callable[..., Any]] = dict.fromkeys(VIEWS_IN_PLACE, in_place)
 OF_BASE: dict[Any, Callable[..., Any]] = {_ATEN.as_strided.default: strided_of_base}
 """Operators that reach memory beyond a view of which they are called."""
 
-_RESHAPE = Op(reshape, reshape_kernel)
+_RESHAPE = Operator(reshape, reshape_kernel)
 
-RULES: dict[str, Op] = {
+RULES: dict[str, Operator] = {
     **{f"aten::{name}": _RESHAPE for name in ("view", "reshape", "_unsafe_view", "_reshape_alias")},
-    "aten::permute": Op(permute),
-    "aten::transpose": Op(transpose),
-    "aten::t": Op(t),
-    "aten::unsqueeze": Op(unsqueeze),
-    "aten::squeeze": Op(squeeze, squeeze_kernel),
-    "aten::expand": Op(expand, with_local_size("size")),
-    "aten::view_as_real": Op(as_real),
-    "aten::view_as_complex": Op(as_complex),
-    "aten::_conj": Op(conjugate, done_now(torch.conj_physical)),
-    "aten::_neg_view": Op(conjugate, done_now(torch.neg)),
-    "aten::as_strided": Op(strided, strided_kernel),
+    "aten::permute": Operator(permute),
+    "aten::transpose": Operator(transpose),
+    "aten::t": Operator(t),
+    "aten::unsqueeze": Operator(unsqueeze),
+    "aten::squeeze": Operator(squeeze, squeeze_kernel),
+    "aten::expand": Operator(expand, with_local_size("size")),
+    "aten::view_as_real": Operator(as_real),
+    "aten::view_as_complex": Operator(as_complex),
+    "aten::_conj": Operator(conjugate, done_now(torch.conj_physical)),
+    "aten::_neg_view": Operator(conjugate, done_now(torch.neg)),
+    "aten::as_strided": Operator(strided, strided_kernel),
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from dshard.core.call import Call, Op
+from dshard.core.call import Call, Operator
 from dshard.core.moves import leaves, replace_leaves
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.dispatch.registry import known
@@ -50,7 +50,7 @@ def check_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def _check(
-    op: Op,
+    op: Operator,
     rule: Rule,
     call: Call,
     strategy: Strategy,
@@ -67,7 +67,7 @@ def _check(
         raise RuleError(f"the rule '{rule}' of {call.func} is wrong {where}\n{what}") from error
 
 
-def run_strategy(op: Op, call: Call, strategy: Strategy, given: tuple[Any, Any]) -> list[Tensor]:
+def run_strategy(op: Operator, call: Call, strategy: Strategy, given: tuple[Any, Any]) -> list[Tensor]:
     """The global outputs of a call, joined from the local outputs of all ranks under one strategy."""
     pairs = zip(_tensors(given), strategy.inputs, strict=True)
     operands = [parted(x, layout, seed) for seed, (x, layout) in enumerate(pairs)]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from dshard.core.call import Call, Op
+from dshard.core.call import Call, Operator
 from dshard.errors import DtypeError
 from dshard.layout import Shape
 from dshard.rules.rule import Rule, linear, parse_rule
 
 
-def notation(text: str) -> Op:
+def notation(text: str) -> Operator:
     """A product, linear in its first two operands."""
 
     def rule(call: Call) -> Rule:
@@ -20,7 +20,7 @@ def notation(text: str) -> Op:
         same_dtype(str(call.func), [spec.dtype for spec in call.specs])
         return parse_rule(text, call.shapes, pending=linear(0, 1), loops=True)
 
-    return Op(rule, values=False)
+    return Operator(rule, values=False)
 
 
 def same_dtype(name: str, dtypes: Sequence[torch.dtype]) -> None:
@@ -85,7 +85,7 @@ def bmm_rule(a: Shape, b: Shape) -> Rule:
     return parse_rule("b m k, b k n -> b m n", [a, b], pending=linear(0, 1), loops=True)
 
 
-RULES: dict[str, Op] = {
+RULES: dict[str, Operator] = {
     "aten::mm": notation("m k, k n -> m n"),
     "aten::bmm": notation("b m k, b k n -> b m n"),
     "aten::mv": notation("m k, k -> m"),
