@@ -17,6 +17,7 @@ from dshard.placements import (
     chunk,
     cotangent,
     format_placements,
+    nested_chunk,
     parse_placements,
 )
 from dshard.validate import check_type, shown
@@ -97,12 +98,7 @@ class Layout:
 
     def dim_range(self, dim: int, size: int, coordinate: Coordinate) -> range:
         """The indices of tensor dim `dim`, of global size `size`, that the rank at `coordinate` holds."""
-        held = range(size)
-        assert self._axes is not None
-        for axis in self._axes.get(dim, ()):
-            part = chunk(len(held), self.mesh.shape[axis], coordinate[axis])
-            held = held[part.start : part.stop]
-        return held
+        return nested_chunk(size, self.axes_of(dim), self.mesh.shape, coordinate)
 
     def region(self, shape: Sequence[int], coordinate: Coordinate) -> Region:
         """The region of a tensor of global shape `shape` that the rank at `coordinate` holds."""

@@ -157,7 +157,7 @@ class ByStep(Costs):
         found = self.plan(src, dst, shape)
         if len(found.steps) < 2:
             return Costs.moved(self, name, phase, src, dst, shape, waits=waits)
-        steps = zip(found.steps, found.layouts(), strict=True)
+        steps = found.stages()
         return [
             Event(
                 name,

@@ -38,7 +38,7 @@ from dshard.redistribute import (
     inside,
     messages,
     numel,
-    received_of,
+    sizes_received,
 )
 
 GroupOf: TypeAlias = Callable[[tuple[str, ...]], Group | None]
@@ -143,7 +143,7 @@ def collective_ops_of(
     full = Panel(0, (range(plan.shape[0]),)) if plan.shape else None
     selected = full if panel is None else panel
     ops: list[CollectiveOp | Local] = []
-    for step, layout in zip(plan.steps, plan.layouts(), strict=True):
+    for step, layout in plan.stages():
         ops += _compile(step, layout, plan.shape, selected, coordinate, dtype, backend, group_of)
     return tuple(ops)
 
@@ -169,7 +169,7 @@ def _compile(
     assert regions is not None
     if len(ranks) == 1:
         return [_view(regions.send[0])] if isinstance(step, ReduceExchange) else []
-    elements = received_of(step, regions, layout, at)
+    elements = sum(sizes_received(step, layout, shape, at, regions))
     message = Message(
         "all_to_all",
         mesh,

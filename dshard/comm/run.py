@@ -21,7 +21,7 @@ from dshard.comm.transport import reduce_number
 from dshard.errors import MeshError
 from dshard.mesh import Coordinate, Mesh
 from dshard.redistribute import AllReduce, Pend, Plan, Slice, Step
-from dshard.redistribute.price import busiest
+from dshard.redistribute.price import load_of
 
 Stage = Local | Transfer
 
@@ -51,10 +51,10 @@ def collectives_of(plan: Plan, itemsize: int) -> list[tuple[str, tuple[str, ...]
     """Each collective that a plan runs: its kind, its mesh axes, and the bytes that the busiest rank receives."""
     first = (0,) * plan.src.mesh.ndim
     entries: list[tuple[str, tuple[str, ...], int]] = []
-    for step, layout in zip(plan.steps, plan.layouts(), strict=True):
+    for step, layout in plan.stages():
         stage = compile_step(step, layout, plan.shape, first)
         if isinstance(stage, Transfer):
-            entries.append((stage.collective, stage.axes, busiest(step, layout, plan.shape) * itemsize))
+            entries.append((stage.collective, stage.axes, load_of(step, layout, plan.shape).received * itemsize))
     return entries
 
 
@@ -192,7 +192,7 @@ def _compare_first(plan: Plan, runtime: Runtime, x: Tensor) -> Tensor:
 def stages_of(plan: Plan, coordinate: Coordinate) -> tuple[Stage, ...]:
     """The stages of the rank at `coordinate`, in order; axes of one rank have none, and no copy is copied again."""
     compiled: list[tuple[Step, Stage]] = []
-    steps = [*zip(plan.steps, plan.layouts(), strict=True)]
+    steps = list(plan.stages())
     for i, (first, second) in enumerate(pairwise(plan.steps)):
         # slice before the terms of a partial are made: terms are as large as the tensor they are made of
         if isinstance(first, Pend) and isinstance(second, Slice):

@@ -30,7 +30,7 @@ from dshard.redistribute import (
     inside,
     messages,
     numel,
-    received,
+    sizes_received,
 )
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -105,7 +105,7 @@ def compile_step(
         step.op if isinstance(step, ReduceScatter | ReduceExchange | AllReduce) else None,
         tuple(map(numel, regions.send)),
         tuple(map(numel, regions.recv)),
-        received(step, layout, shape, coordinate),
+        sum(sizes_received(step, layout, shape, coordinate, regions)),
         _pack(regions.send, layout.local_shape(shape, coordinate)),
         _unpack(regions.recv, after(step, layout).local_shape(shape, coordinate)),
     )

@@ -1,6 +1,6 @@
 """Placements: how a tensor is laid out on each axis of a mesh."""
 
-from dshard.placements.chunk import chunk
+from dshard.placements.chunk import chunk, nested_chunk
 from dshard.placements.notation import format_placements, parse_placement, parse_placements
 from dshard.placements.types import REDUCE_OPS, Partial, Placement, ReduceOp, Replicate, Shard, cotangent
 
@@ -14,6 +14,7 @@ __all__ = [
     "chunk",
     "cotangent",
     "format_placements",
+    "nested_chunk",
     "parse_placement",
     "parse_placements",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 
 def chunk(size: int, n: int, i: int) -> range:
     """The indices of chunk `i` when `size` elements are split into `n` chunks, as `torch.chunk` splits.
@@ -15,3 +17,18 @@ def chunk(size: int, n: int, i: int) -> range:
     """
     step = -(-size // n)
     return range(min(i * step, size), min((i + 1) * step, size))
+
+
+def nested_chunk(
+    size: int, axes: Iterable[int], sizes: Sequence[int], coordinate: Sequence[int] | Mapping[int, int]
+) -> range:
+    """The indices of a dim of this size that the rank at `coordinate` holds, sharded by mesh axes from major to minor.
+
+    >>> nested_chunk(10, (1, 0), (2, 3), (1, 0))
+    range(2, 4)
+    """
+    held = range(size)
+    for axis in axes:
+        part = chunk(len(held), sizes[axis], coordinate[axis])
+        held = held[part.start : part.stop]
+    return held

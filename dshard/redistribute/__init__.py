@@ -1,7 +1,17 @@
-"""Redistribution from one layout to another: steps as values, their price, and the cheapest sequence of them."""
+"""Redistribution from one layout to another: steps as values, their price, and the cheapest sequence of them.
+
+step.py            the steps as values, and the regions that each rank sends and receives
+layout_state.py    layouts as numbers, and the load of each step on its busiest rank
+price.py           seconds of a step
+space.py           the layouts of a tensor as a graph, with a lower bound on the seconds between any two
+axis_roles.py      mesh axes that may trade places
+plan.py            plans: searched, priced, printed
+panel.py           steps panel by panel
+received_bound.py  the least that any plan receives
+"""
 
 from dshard.redistribute.panel import Panel, Ranges, cuts, owned, slices, turns
-from dshard.redistribute.plan import Plan, plan, plan_alike, plan_of_fewest_bytes
+from dshard.redistribute.plan import Plan, plan, plan_price
 from dshard.redistribute.step import (
     AllGather,
     AllReduce,
@@ -18,12 +28,9 @@ from dshard.redistribute.step import (
     describe,
     inside,
     messages,
-    messages_received,
     numel,
-    received,
-    received_of,
+    sizes_received,
 )
-from dshard.redistribute.straight import plan_straight
 
 __all__ = [
     "AllGather",
@@ -45,15 +52,11 @@ __all__ = [
     "describe",
     "inside",
     "messages",
-    "messages_received",
     "numel",
     "owned",
     "plan",
-    "plan_alike",
-    "plan_of_fewest_bytes",
-    "plan_straight",
-    "received",
-    "received_of",
+    "plan_price",
+    "sizes_received",
     "slices",
     "turns",
 ]

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple
 
 from dshard.caches import cached
 from dshard.layout import DimOrder, Layout, Shape, interned
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
-from dshard.redistribute.canonical import links_of
-from dshard.redistribute.price import (
-    RUNS,
-    copied_of,
-    met,
-    most_gathered,
-    most_reduced,
-    most_scattered,
-    most_swapped,
-    moved_seconds,
-    step_seconds,
+from dshard.redistribute.axis_roles import links_of, roles
+from dshard.redistribute.layout_state import (
+    Axes,
+    Begins,
+    Load,
+    Move,
+    Pending,
+    Reached,
+    State,
+    all_gather_load,
+    all_reduce_load,
+    all_to_all_load,
+    apart,
+    axes_and_pending,
+    changed,
+    exchange_load,
+    nests,
+    reduce_exchange_load,
+    reduce_scatter_load,
+    reordered,
+    slice_load,
 )
+from dshard.redistribute.price import load_seconds
 from dshard.redistribute.step import (
     AllGather,
     AllReduce,
@@ -32,71 +42,8 @@ from dshard.redistribute.step import (
     ReduceScatter,
     Slice,
     Step,
-    commute,
-    exchange_to,
-    nests,
-    reduce_exchange_to,
-    reordered,
 )
 from dshard.topology import Link, Topology
-
-Axes = tuple[tuple[int, ...], ...]
-Pending = tuple[ReduceOp | None, ...]
-Begins = tuple[tuple[int, ReduceOp], ...]
-"""The mesh axes on which a reduction may be left pending anew."""
-
-
-class State:
-    """A layout in numbers: the mesh axes that shard each tensor dim, and the partial reduction on each mesh axis.
-
-    `local` is the shape of the first rank's part, which begins at the origin and is the largest; `share` what of all
-    elements a rank holds on average, which each does if it is `even`; `exact` tells of each dim whether it has elements
-    and is split evenly; `split` is the dim that a mesh axis splits; `wide` are the axes of more than one rank that
-    split each dim; `onward` and `straight` are steps that were asked for, and `rest` is the least to come here.
-    """
-
-    __slots__ = (
-        "axes",
-        "even",
-        "exact",
-        "local",
-        "numel",
-        "onward",
-        "pending",
-        "rest",
-        "share",
-        "split",
-        "straight",
-        "wide",
-    )
-
-    def __init__(self, axes: Axes, pending: Pending, shape: Shape, sizes: tuple[int, ...]) -> None:
-        self.axes, self.pending = axes, pending
-        self.split = {axis: dim for dim, split in enumerate(axes) for axis in split}
-        self.wide = tuple([tuple([axis for axis in split if sizes[axis] > 1]) for split in axes])
-        parts = [prod([sizes[axis] for axis in split]) for split in axes]
-        self.local = tuple([-(-size // n) for size, n in zip(shape, parts, strict=True)])
-        self.numel, self.share = prod(self.local), 1 / prod(parts)
-        self.exact = [size > 0 == size % n for size, n in zip(shape, parts, strict=True)]
-        self.even = all(self.exact)
-        self.onward: dict[tuple[tuple[int, ...], Begins], tuple[Move, ...]] = {}
-        self.straight: dict[State, Straight | None] = {}
-        self.rest: dict[State, float] = {}
-
-
-class Move(NamedTuple):
-    """A step on one axis, or an all_reduce: the state it leads to, and its seconds; a slice is built when it is run."""
-
-    there: State
-    seconds: float
-    step: Step | None
-
-
-class Straight(NamedTuple):
-    """A single step to the target layout: its seconds, or a lower bound on them."""
-
-    seconds: float
-    exact: bool
 
 
 class Space:
@@ -117,6 +64,7 @@ class Space:
         self.states: dict[tuple[Axes, Pending], State] = {}
         self.laid: dict[Layout, State] = {}
         self.prices: dict[tuple[object, ...], float] = {}
+        self.ends: dict[tuple[State, State, str], Reached] = {}
 
     def state(self, axes: Axes, pending: Pending) -> State:
         """The one state that shards tensor dims over `axes` and is partial as `pending` says."""
@@ -129,10 +77,62 @@ class Space:
         """The state of a `Layout`."""
         state = self.laid.get(layout)
         if state is None:
-            axes = tuple(map(layout.axes_of, range(len(self.shape))))
-            pending = tuple([p.reduce_op if isinstance(p, Partial) else None for p in layout.placements])
-            state = self.laid[layout] = self.state(axes, pending)
+            state = self.laid[layout] = self.state(*axes_and_pending(layout, len(self.shape)))
         return state
+
+    # -- states that differ only in the names of their mesh axes
+
+    def canonical_axes(self, src: State, dst: State) -> tuple[int, ...]:
+        """For each mesh axis the one that takes its part in the canonical redistribution, alike but for their names.
+
+        Axes of one role are sorted by what they do before and after, and by their places in the orders of tensor dims.
+        """
+        axes = list(range(self.mesh.ndim))
+        for role in roles(self.mesh, self.topology):
+            if len(role) > 1:
+                for axis, found in zip(role, sorted(role, key=lambda i: (_part(src, i), _part(dst, i))), strict=True):
+                    axes[found] = axis
+        return tuple(axes)
+
+    def canonical(self, src: State, dst: State) -> tuple[State, State]:
+        """Source and destination of the canonical redistribution."""
+        axes = self.canonical_axes(src, dst)
+        return self.renamed(src, axes), self.renamed(dst, axes)
+
+    def renamed(self, state: State, axes: Sequence[int]) -> State:
+        """The state with `axes` in place of its mesh axes."""
+        pending = dict(zip(axes, state.pending, strict=True))
+        return self.state(
+            tuple([tuple([axes[axis] for axis in split]) for split in state.axes]),
+            tuple([pending[axis] for axis in range(len(axes))]),
+        )
+
+    # -- steps and layouts as values that can be run
+
+    def step(self, here: State, there: State, kind: type[Step], axes: Sequence[int]) -> Step:
+        """The step of this kind from one state to another, with `axes` in place of its mesh axes."""
+        moved = reordered(here, there) if kind is Exchange else changed(here, there)
+        if kind is ReduceExchange:
+            moved = tuple([axis for axis in moved if here.pending[axis] is not there.pending[axis]])
+        names = tuple([self.mesh.names[axis] for axis in sorted([axes[axis] for axis in moved])])
+        axis, before, after = moved[0], here.pending[moved[0]], there.pending[moved[0]]
+        if kind is AllGather:
+            return AllGather(names[0], here.split[axis])
+        if kind is AllToAll:
+            return AllToAll(names[0], here.split[axis], there.split[axis])
+        if kind is Slice:
+            return Slice(names, self.layout_of(self.renamed(there, axes)))
+        if kind is Exchange:
+            return Exchange(names, self.layout_of(self.renamed(there, axes)))
+        if kind is Pend:
+            assert after is not None
+            return Pend(names[0], after)
+        assert before is not None
+        if kind is AllReduce:
+            return AllReduce(names, before)
+        if kind is ReduceScatter:
+            return ReduceScatter(names[0], before, there.split[axis])
+        return ReduceExchange(names, before, self.layout_of(self.renamed(there, axes)))
 
     def layout_of(self, state: State) -> Layout:
         """The `Layout` of a state."""
@@ -175,9 +175,9 @@ class Space:
                 sources *= -(-want // have) if have else 1
             else:
                 held *= want
-        apart = not nested and self._apart(src, dst)
-        rounds = 0 if nested or not self.numel else max(1, (sources - 1 + apart).bit_length())
-        lacking = float(dst.numel - (0 if apart else held))
+        separate = not nested and apart(src, dst)
+        rounds = 0 if nested or not self.numel else max(1, (sources - 1 + separate).bit_length())
+        lacking = float(dst.numel - (0 if separate else held))
         if terms > 1:
             rounds += (terms - 1).bit_length()
             lacking = max(lacking, dst.numel, self.numel * (dst.share + (terms - 2) / self.mesh.size))
@@ -211,32 +211,21 @@ class Space:
         ends = ((src.axes, src.split[axis]), (dst.axes, dst.split[axis]))
         return not any(self.shape[dim] % prod([self.sizes[i] for i in axes[dim]]) for axes, dim in ends)
 
-    def _apart(self, src: State, dst: State) -> bool:
-        """Whether some rank holds nothing of what it needs: an evenly sharded dim has different leading mesh axes."""
-        for dim, (have, want) in enumerate(zip(src.wide, dst.wide, strict=True)):
-            if have != want and src.exact[dim] and dst.exact[dim]:
-                shared = min(len(have), len(want))
-                if have[:shared] != want[:shared]:
-                    return True
-        return False
-
     # -- seconds
 
-    def seconds(
-        self, kind: type[Step], axes: tuple[int, ...], numel: int, copies: int, peers: int | None = None
-    ) -> float:
+    def seconds(self, kind: type[Step], axes: tuple[int, ...], load: Load) -> float:
         """Seconds of a step of this kind along these mesh axes, cached for all layouts."""
-        key = (kind, axes, numel, copies, peers)
-        found = self.prices.get(key)
-        if found is None:
+        key = (kind, axes, load)
+        seconds = self.prices.get(key)
+        if seconds is None:
             names = tuple([self.mesh.names[axis] for axis in axes])
-            moved, size = RUNS[kind], self.itemsize
-            found = moved_seconds(moved, numel * size, copies * size, self.mesh, names, self.topology, peers)
-            self.prices[key] = found
-        return found
+            seconds = self.prices[key] = load_seconds(kind, load, self.itemsize, self.mesh, names, self.topology)
+        return seconds
+
+    # -- the steps from a state
 
     def onward(self, state: State, dims: tuple[int, ...], begins: Begins) -> tuple[Move, ...]:
-        """The steps from `state`, ordered as by `steps_from`, that shard only `dims`, partial only as `begins`."""
+        """The steps on one axis, and all_reduces, that shard only `dims` and leave partial only what `begins`."""
         key = (dims, begins)
         moves = state.onward.get(key)
         if moves is None:
@@ -244,113 +233,105 @@ class Space:
         return moves
 
     def _onward(self, state: State, dims: tuple[int, ...], begins: dict[int, ReduceOp]) -> Iterator[Move]:
-        split = state.split
-        ops = {op for op in state.pending if op is not None}
+        ops = list(dict.fromkeys([op for op in state.pending if op is not None]))
         for axis, op in enumerate(state.pending):
             if op is not None:
-                yield from (self._scatter(state, axis, op, dim) for dim in dims)
-            elif axis in split:
-                if state.axes[split[axis]][-1] == axis:
-                    yield from self._leave(state, axis, split[axis], dims)
+                for dim in dims:
+                    yield self._reduce_scatter(state, axis, dim)
+            elif axis in state.split:
+                if state.axes[state.split[axis]][-1] == axis:
+                    yield from self._gather(state, axis, dims)
             else:
-                yield from (self._slice(state, axis, dim) for dim in dims)
+                for dim in dims:
+                    there = self.state(_with(state.axes, dim, (*state.axes[dim], axis)), state.pending)
+                    yield Move(there, Slice, self.seconds(Slice, (), slice_load(there, self.sizes[axis])))
                 if axis in begins and all(commute(each, begins[axis]) for each in ops):
-                    yield self._pend(state, axis, begins[axis])
-        for op in dict.fromkeys(op for op in state.pending if op is not None):
+                    there = self.state(state.axes, _with(state.pending, axis, begins[axis]))
+                    yield Move(there, Pend, self.seconds(Pend, (), slice_load(state, self.sizes[axis])))
+        for op in ops:
             yield from self._all_reduces(state, op)
 
-    def _leave(self, state: State, axis: int, dim: int, dims: Sequence[int]) -> Iterator[Move]:
-        """Shard -> Replicate or Shard of another dim: the steps that undo the sharding of `dim` by `axis`."""
-        n, name = self.sizes[axis], self.mesh.names[axis]
-        rest = state.numel // state.local[dim] if state.local[dim] else prod(_without(state.local, dim))
+    def _gather(self, state: State, axis: int, dims: tuple[int, ...]) -> Iterator[Move]:
+        """Shard -> Replicate or Shard of another dim: the steps that undo the last sharding of a dim."""
+        n, dim = self.sizes[axis], state.split[axis]
         axes = _with(state.axes, dim, state.axes[dim][:-1])
-        size = -(-self.shape[dim] // prod([self.sizes[i] for i in axes[dim]]))
-        copies = copied_of(AllGather, n, state.numel, 0, int(dim != 0))
-        seconds = self.seconds(AllGather, (axis,), most_gathered(size, rest, n), copies)
-        yield Move(self.state(axes, state.pending), seconds, AllGather(name, dim))
+        seconds = self.seconds(AllGather, (axis,), all_gather_load(state, dim, n))
+        yield Move(self.state(axes, state.pending), AllGather, seconds)
         for other in dims:
             if other != dim:
-                copies = copied_of(AllToAll, n, state.numel, 0, (dim != 0) + (other != 0))
-                seconds = self.seconds(AllToAll, (axis,), most_swapped(size, state.local[other], rest, n), copies)
                 there = self.state(_with(axes, other, (*axes[other], axis)), state.pending)
-                yield Move(there, seconds, AllToAll(name, dim, other))
+                seconds = self.seconds(AllToAll, (axis,), all_to_all_load(state, dim, other, n))
+                yield Move(there, AllToAll, seconds)
 
-    def _scatter(self, state: State, axis: int, op: ReduceOp, dim: int) -> Move:
-        n, size = self.sizes[axis], state.local[dim]
-        rest = state.numel // size if size else prod(_without(state.local, dim))
-        copies = copied_of(ReduceScatter, n, state.numel, 0, int(dim != 0))
-        seconds = self.seconds(ReduceScatter, (axis,), most_scattered(size, rest, n), copies)
+    def _reduce_scatter(self, state: State, axis: int, dim: int) -> Move:
+        seconds = self.seconds(ReduceScatter, (axis,), reduce_scatter_load(state, dim, self.sizes[axis]))
         axes = _with(state.axes, dim, (*state.axes[dim], axis))
-        there = self.state(axes, _with(state.pending, axis, None))
-        return Move(there, seconds, ReduceScatter(self.mesh.names[axis], op, dim))
-
-    def _slice(self, state: State, axis: int, dim: int) -> Move:
-        there = self.state(_with(state.axes, dim, (*state.axes[dim], axis)), state.pending)
-        copies = copied_of(Slice, self.sizes[axis], state.numel, there.numel, 0)
-        return Move(there, self.seconds(Slice, (), 0, copies), None)
-
-    def _pend(self, state: State, axis: int, op: ReduceOp) -> Move:
-        there = self.state(state.axes, _with(state.pending, axis, op))
-        seconds = self.seconds(Pend, (), 0, copied_of(Pend, self.sizes[axis], state.numel, 0, 0))
-        return Move(there, seconds, Pend(self.mesh.names[axis], op))
+        return Move(self.state(axes, _with(state.pending, axis, None)), ReduceScatter, seconds)
 
     def _all_reduces(self, state: State, op: ReduceOp) -> Iterator[Move]:
         held = [axis for axis, each in enumerate(state.pending) if each == op]
         for subset in range(1, 1 << len(held)):
             axes = tuple([axis for bit, axis in enumerate(held) if subset >> bit & 1])
-            n = prod([self.sizes[axis] for axis in axes])
             there = self.state(state.axes, tuple([None if i in axes else p for i, p in enumerate(state.pending)]))
-            seconds = self.seconds(AllReduce, axes, most_reduced(state.numel, n), 0)
-            yield Move(there, seconds, AllReduce(tuple([self.mesh.names[axis] for axis in axes]), op))
+            load = all_reduce_load(state, prod([self.sizes[axis] for axis in axes]))
+            yield Move(there, AllReduce, self.seconds(AllReduce, axes, load))
 
-    # -- steps straight to some layout
+    def before_pending(self, src: State, dst: State) -> State:
+        """`dst`, but replicated on the axes that are partial there and not in `src`."""
+        pairs = zip(src.pending, dst.pending, strict=True)
+        return self.state(dst.axes, tuple([None if a != b else b for a, b in pairs]))
 
-    def straight(self, state: State, target: State) -> Straight | None:
+    # -- steps straight to some state
+
+    def straight(self, state: State, target: State) -> Move | None:
         """The single step from `state` to `target`, if there is one; of an exchange a lower bound on its seconds."""
         if target not in state.straight:
-            way = self._exchange if state.pending == target.pending else self._reduce_exchange
-            state.straight[target] = way(state, target)
+            find = self._exchange if state.pending == target.pending else self._reduce_exchange
+            state.straight[target] = find(state, target)
         return state.straight[target]
 
-    def _exchange(self, state: State, target: State) -> Straight | None:
+    def _exchange(self, state: State, target: State) -> Move | None:
+        """The exchange to `target`, which begins partial on the same axes; a slice where it only cuts chunks."""
         if state is target:
             return None
-        pairs = list(zip(state.axes, target.axes, strict=True))
-        axes = reordered(pairs)
-        if nests(pairs):
-            n = prod([self.sizes[axis] for axis in axes if axis not in state.split])
-            return Straight(self.seconds(Slice, (), 0, copied_of(Slice, n, state.numel, target.numel, 0)), True)
-        n = prod([self.sizes[axis] for axis in axes])
-        copies = copied_of(Exchange, n, state.numel, target.numel, int(state.axes[1:] != target.axes[1:]))
-        lacking = target.numel - (0 if self._apart(state, target) else prod(map(min, state.local, target.local)))
-        seconds = self.seconds(Exchange, axes, lacking, copies, met(self.shape, state.local, target.local))
-        exact = state.even and target.even  # then one rank that holds nothing lacks most, or all lack as much
-        return Straight(seconds, True) if exact else Straight(seconds * (1 - 1e-12), False)
+        if nests(zip(state.axes, target.axes, strict=True)):
+            n = prod([self.sizes[axis] for axis in changed(state, target)])
+            return Move(target, Slice, self.seconds(Slice, (), slice_load(target, n)))
+        axes, exact = reordered(state, target), state.even and target.even
+        # where all is even, one rank that holds nothing lacks most, or all lack as much
+        seconds = self.seconds(Exchange, axes, exchange_load(state, target, axes, exact=False))
+        return Move(target, Exchange, seconds if exact else seconds * (1 - 1e-12), exact)
 
-    def _reduce_exchange(self, state: State, target: State) -> Straight | None:
+    def _reduce_exchange(self, state: State, target: State) -> Move | None:
+        """The reduction of one kind, on all axes where it ends, straight to chunks within those of `state`."""
         ends = [axis for axis, (a, b) in enumerate(zip(state.pending, target.pending, strict=True)) if a != b]
         ops = {state.pending[axis] for axis in ends}
-        pairs = zip(state.axes, target.axes, strict=True)
-        if None in ops or len(ops) > 1 or not target.split.keys() >= set(ends) or not nests(pairs):
+        nested = nests(zip(state.axes, target.axes, strict=True))
+        if None in ops or len(ops) > 1 or not target.split.keys() >= set(ends) or not nested:
             return None
-        n = prod([self.sizes[axis] for axis in ends])
-        copies = copied_of(ReduceExchange, n, state.numel, target.numel, 0)
-        return Straight(self.seconds(ReduceExchange, tuple(ends), (n - 1) * target.numel, copies), True)
+        load = reduce_exchange_load(target, prod([self.sizes[axis] for axis in ends]))
+        return Move(target, ReduceExchange, self.seconds(ReduceExchange, tuple(ends), load))
 
-    def exact(self, state: State, target: State) -> float:
-        """Seconds of the exchange from `state` to `target`, cached; `straight` only bounds them."""
-        src = self.layout_of(state)
-        step = self.step_to(state, target)
-        seconds = step_seconds(step, src, self.shape, self.itemsize, self.topology)
-        state.straight[target] = Straight(seconds, True)
-        return seconds
+    def exact(self, state: State, target: State) -> Move:
+        """The exchange from `state` to `target` with its seconds, cached; `straight` only bounds them."""
+        axes = reordered(state, target)
+        seconds = self.seconds(Exchange, axes, exchange_load(state, target, axes))
+        move = state.straight[target] = Move(target, Exchange, seconds)
+        return move
 
-    def step_to(self, state: State, target: State) -> Step:
-        """The single step from `state` to `target`, as a value that can be run."""
-        src, dst = self.layout_of(state), self.layout_of(target)
-        step = exchange_to(src, dst) or reduce_exchange_to(src, dst)
-        assert step is not None
-        return step
+
+def commute(a: ReduceOp, b: ReduceOp) -> bool:
+    """Whether partial reductions of these two kinds may be completed in either order."""
+    return a == b or {a, b} == {"sum", "avg"}
+
+
+def _part(state: State, axis: int) -> tuple[int, int, str]:
+    """Key of one mesh axis in a state: equal for axes that do the same in it."""
+    if axis in state.split:
+        dim = state.split[axis]
+        return dim, state.axes[dim].index(axis), ""
+    op = state.pending[axis]
+    return (-1, 0, "") if op is None else (-2, 0, op)
 
 
 def _best(links: Sequence[Link]) -> tuple[float, float]:
@@ -361,10 +342,6 @@ def _best(links: Sequence[Link]) -> tuple[float, float]:
 
 def _with(values: tuple, i: int, value: object) -> tuple:  # type: ignore[type-arg]
     return (*values[:i], value, *values[i + 1 :])
-
-
-def _without(values: tuple[int, ...], i: int) -> tuple[int, ...]:
-    return (*values[:i], *values[i + 1 :])
 
 
 @cached("plan spaces", 64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
@@ -183,150 +183,32 @@ def messages(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coord
             assert_never(step)
 
 
-def received(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> int:
-    """The elements that the rank at `coordinate` receives from its peers, by ring or pairwise algorithms.
+def sizes_received(
+    step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate, moved: Messages | None = None
+) -> list[int]:
+    """The elements of each message that the rank at `coordinate` receives from its peers, some of them empty.
 
-    An all_reduce counts as a reduce_scatter and an all_gather of flat chunks: 2 (n-1)/n of the tensor.
+    By ring or pairwise algorithms: an all_reduce is a reduce_scatter and an all_gather of flat chunks. `moved` are the
+    regions of the step, if they are at hand, or of a panel of it.
     """
-    if isinstance(step, Exchange):
-        return numel(step.dst.region(shape, coordinate)) - kept(layout, step.dst, shape, coordinate)
-    moved = messages(step, layout, shape, coordinate)
+    moved = messages(step, layout, shape, coordinate) if moved is None else moved
     if moved is None:
-        return 0
-    return received_of(step, moved, layout, coordinate)
-
-
-def received_of(step: Step, moved: Messages, layout: Layout, coordinate: Coordinate) -> int:
-    """The elements that the rank at `coordinate` receives from its peers with these messages."""
-    n, here = _place(step, layout, coordinate)
-    if isinstance(step, AllReduce):
-        size = numel(moved.recv[0])
-        own = len(chunk(size, n, here))
-        return (n - 1) * own + size - own
+        return []
+    sizes, ranks = list(map(numel, moved.recv)), layout.mesh.group(axes_of(step), coordinate)
     if isinstance(step, ReduceScatter | ReduceExchange):
-        return (n - 1) * numel(moved.recv[0])
-    return sum(map(numel, moved.recv)) - numel(moved.recv[here])
-
-
-def messages_received(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> int:
-    """The non-empty messages that the rank at `coordinate` receives from its peers, by ring or pairwise algorithms."""
-    moved = messages(step, layout, shape, coordinate)
-    if moved is None:
-        return 0
-    n, here = _place(step, layout, coordinate)
-    if isinstance(step, AllReduce):
-        chunks = [len(chunk(numel(moved.recv[0]), n, i)) for i in range(n)]
-        return (n - 1) * bool(chunks[here]) + sum(map(bool, chunks)) - bool(chunks[here])
-    if isinstance(step, ReduceScatter | ReduceExchange):
-        return (n - 1) * bool(numel(moved.recv[0]))
-    return sum(bool(numel(piece)) for i, piece in enumerate(moved.recv) if i != here)
-
-
-def _place(step: Step, layout: Layout, coordinate: Coordinate) -> tuple[int, int]:
-    """The size of the group of the rank at `coordinate`, and its index in the group."""
-    mesh = layout.mesh
+        return (len(ranks) - 1) * sizes
+    around: list[int] = []
     if isinstance(step, AllReduce):  # a process group deals out the chunks, and sorts its ranks
-        ranks = sorted(mesh.group(step.axes, coordinate))
-        return len(ranks), ranks.index(mesh.rank(coordinate))
-    n, here = 1, 0
-    for name in axes_of(step):
-        i = mesh.axis(name)
-        n, here = n * mesh.shape[i], here * mesh.shape[i] + coordinate[i]
-    return n, here
-
-
-def kept(src: Layout, dst: Layout, shape: Sequence[int], coordinate: Coordinate) -> int:
-    """The elements that the rank at `coordinate` holds under both layouts."""
-    pairs = zip(src.region(shape, coordinate), dst.region(shape, coordinate), strict=True)
-    return prod(max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a, b in pairs)
+        ranks = tuple(sorted(ranks))
+        sizes = [len(chunk(sizes[0], len(ranks), i)) for i in range(len(ranks))]
+        around = (len(ranks) - 1) * [sizes[ranks.index(layout.mesh.rank(coordinate))]]
+    here = ranks.index(layout.mesh.rank(coordinate))
+    return [*around, *sizes[:here], *sizes[here + 1 :]]
 
 
 def numel(region: Region) -> int:
     """The number of elements of a region."""
     return prod(map(len, region))
-
-
-def exchange_to(layout: Layout, dst: Layout) -> Exchange | Slice | None:
-    """The exchange from `layout` to `dst` if both are partial on the same axes, else None.
-
-    Its axes are those whose chunks change. Where each rank's chunk lies in what it holds, the step is a slice.
-    """
-    pending = {(i, p) for i, p in enumerate(layout.placements) if isinstance(p, Partial)}
-    if pending != {(i, p) for i, p in enumerate(dst.placements) if isinstance(p, Partial)} or layout == dst:
-        return None
-    dims = {*layout.sharded_dims(), *dst.sharded_dims()}
-    moved = reordered((layout.axes_of(dim), dst.axes_of(dim)) for dim in dims)
-    names = layout.mesh.names
-    if nested(layout, dst):
-        return Slice(tuple(names[i] for i in moved if layout.placements[i] != dst.placements[i]), dst)
-    return Exchange(tuple(names[i] for i in moved), dst)
-
-
-def reduce_exchange_to(layout: Layout, dst: Layout) -> ReduceExchange | None:
-    """The reduction of all partial axes straight to `dst`, if that shards them within what each rank holds."""
-    names = layout.mesh.names
-    pairs = list(zip(names, layout.placements, dst.placements, strict=True))
-    ends = [(name, a.reduce_op, b) for name, a, b in pairs if isinstance(a, Partial) and a != b]
-    ops = {op for _, op, _ in ends}
-    begins = any(isinstance(b, Partial) and a != b for _, a, b in pairs)
-    if len(ops) != 1 or begins or not all(isinstance(b, Shard) for _, _, b in ends):
-        return None
-    return ReduceExchange(tuple(name for name, _, _ in ends), ops.pop(), dst) if nested(layout, dst) else None
-
-
-def nested(layout: Layout, dst: Layout) -> bool:
-    """Whether each rank's chunk of `dst` lies in what it holds of `layout`, whatever the sizes."""
-    return nests((layout.axes_of(dim), dst.axes_of(dim)) for dim in layout.sharded_dims())
-
-
-def nests(axes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether chunks after a step lie in those before it, by the mesh axes that shard each dim (before, after)."""
-    return all(want[: len(have)] == have for have, want in axes)
-
-
-def reordered(axes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, ...]:
-    """The mesh axes of the dims that are sharded by different mesh axes, or in another order, before and after."""
-    return tuple(sorted({axis for have, want in axes if have != want for axis in (*have, *want)}))
-
-
-def steps_from(layout: Layout, dims: Sequence[int], pending: dict[int, ReduceOp]) -> list[Step]:
-    """The steps from `layout` that shard only `dims` and make partial only the axes, with the ops, of `pending`."""
-    names = layout.mesh.names
-    ops = {placement.reduce_op for placement in layout.placements if isinstance(placement, Partial)}
-    steps: list[Step] = []
-    for i, placement in enumerate(layout.placements):
-        axis = names[i]
-        match placement:
-            case Shard(dim):
-                if layout.axes_of(dim)[-1] == i:
-                    steps.append(AllGather(axis, dim))
-                    steps += [AllToAll(axis, dim, other) for other in dims if other != dim]
-            case Partial(op):
-                steps += [ReduceScatter(axis, op, dim) for dim in dims]
-            case Replicate():
-                steps += [Slice((axis,), layout.replace(i, Shard(dim))) for dim in dims]
-                if i in pending and all(commute(op, pending[i]) for op in ops):
-                    steps.append(Pend(axis, pending[i]))
-            case _:
-                assert_never(placement)
-    return steps + _all_reduces(layout)
-
-
-def commute(a: ReduceOp, b: ReduceOp) -> bool:
-    """Whether partial reductions of these two kinds may be completed in either order."""
-    return a == b or {a, b} == {"sum", "avg"}
-
-
-def _all_reduces(layout: Layout) -> list[Step]:
-    by_op: dict[ReduceOp, list[str]] = {}
-    for i, placement in enumerate(layout.placements):
-        if isinstance(placement, Partial):
-            by_op.setdefault(placement.reduce_op, []).append(layout.mesh.names[i])
-    return [
-        AllReduce(tuple(name for bit, name in enumerate(names) if subset >> bit & 1), op)
-        for op, names in by_op.items()
-        for subset in range(1, 1 << len(names))
-    ]
 
 
 def _whole(shape: Shape) -> Region:

@@ -24,8 +24,8 @@ from dshard.explain.report_values import NOTHING, figures
 from dshard.parallel import Plan as ModelPlan
 from dshard.parallel.atp_search import MeshChoice
 from dshard.parallel.plan_values import HEADINGS as PLAN_HEADINGS
-from dshard.redistribute import Plan, describe, plan_of_fewest_bytes
-from dshard.redistribute.price import busiest, step_seconds
+from dshard.redistribute import Plan, plan
+from dshard.redistribute.price import step_seconds
 from dshard.report.progress import checkpoint_progress as checkpoint_progress
 from dshard.report.progress import demo_progress as demo_progress
 from dshard.report.progress import measure_progress as measure_progress
@@ -34,7 +34,7 @@ from dshard.report.progress import waiting as waiting
 from dshard.reshard import ReshardPlan
 from dshard.reshard.plan_rows import chain_rows, summary_lines
 from dshard.tables import human_bytes
-from dshard.topology import Topology
+from dshard.topology import BYTES, Topology
 from dshard.trace import HEADINGS, Trace
 
 
@@ -205,7 +205,7 @@ def plan_table(moved: Plan, itemsize: int, topology: Topology, why: str = "as gi
 
 def _more_bytes(moved: Plan, itemsize: int, topology: Topology) -> list[Text]:
     """A note if another plan sends fewer bytes, and how to ask for it."""
-    fewest = plan_of_fewest_bytes(moved, itemsize, topology)
+    fewest = plan(moved.src, moved.dst, moved.shape, itemsize, BYTES)
     more, least = moved.busiest() * itemsize, fewest.busiest() * itemsize
     if more <= least:
         return []
@@ -213,7 +213,7 @@ def _more_bytes(moved: Plan, itemsize: int, topology: Topology) -> list[Text]:
     return [
         Text(
             f"The plan of fewest bytes brings {human_bytes(least)} to the busiest rank and takes "
-            f"{fewest.seconds * 1e6:.1f} us here; this one brings {human_bytes(more)}, {less}. "
+            f"{fewest.seconds_on(topology, itemsize) * 1e6:.1f} us here; this one brings {human_bytes(more)}, {less}. "
             "Ask for the other with --topology bytes, or use_topology(BYTES).",
             style="dim",
         )
@@ -223,10 +223,8 @@ def _more_bytes(moved: Plan, itemsize: int, topology: Topology) -> list[Text]:
 def plan_rows(moved: Plan, itemsize: int, topology: Topology) -> list[dict[str, Any]]:
     """The steps of a redistribution as JSON values."""
     found = []
-    for step, layout in zip(moved.steps, moved.layouts(), strict=True):
-        name, axes, change = describe(step, layout)
-        seconds = step_seconds(step, layout, moved.shape, itemsize, topology)
-        nbytes = busiest(step, layout, moved.shape) * itemsize
+    for (step, layout), (name, axes, change), load in zip(moved.stages(), moved.words(), moved.loads(), strict=True):
+        seconds, nbytes = step_seconds(step, layout, moved.shape, itemsize, topology), load.received * itemsize
         found.append({"step": name, "axes": axes, "change": change, "nbytes": nbytes, "seconds": seconds})
     return found
 

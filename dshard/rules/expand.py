@@ -17,7 +17,7 @@ from dshard.caches import cached
 from dshard.errors import LayoutError
 from dshard.layout import DimOrder, Layout, Shape, interned
 from dshard.mesh import Mesh
-from dshard.placements import Partial, Placement, Replicate, Shard, chunk
+from dshard.placements import Partial, Placement, Replicate, Shard, nested_chunk
 from dshard.rules.rule import Dim, PassThrough, Rule, Term, factor_sizes
 
 Row: TypeAlias = str | PassThrough | None
@@ -214,19 +214,11 @@ def merges(dim: Dim, order: Order, sizes: dict[str, int], mesh: Mesh) -> bool:
     total = prod(sizes[factor] for factor in dim)
     for coordinate in product(*(range(mesh.shape[axis]) for axis in axes)):
         at = dict(zip(axes, coordinate, strict=True))
-        merged = _nested(total, axes, mesh, at)
-        parts = [_nested(sizes[factor], order.get(factor, ()), mesh, at) for factor in dim]
+        merged = nested_chunk(total, axes, mesh.shape, at)
+        parts = [nested_chunk(sizes[factor], order.get(factor, ()), mesh.shape, at) for factor in dim]
         if _flatten(parts, [sizes[factor] for factor in dim]) != (merged or range(0)):
             return False
     return True
-
-
-def _nested(size: int, axes: Sequence[int], mesh: Mesh, at: dict[int, int]) -> range:
-    held = range(size)
-    for axis in axes:
-        part = chunk(len(held), mesh.shape[axis], at[axis])
-        held = held[part.start : part.stop]
-    return held
 
 
 def _flatten(parts: list[range], sizes: list[int]) -> range | None:

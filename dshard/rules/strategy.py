@@ -11,8 +11,8 @@ from typing import NamedTuple
 from dshard.cost import work_seconds
 from dshard.layout import Layout, Shape, interned
 from dshard.placements import Partial, Replicate, Shard
-from dshard.redistribute import plan_alike
-from dshard.redistribute.plan import PricedPlan, canonical_layouts, plan_within
+from dshard.redistribute import plan_price
+from dshard.redistribute.plan import PricedPlan, plan_price_within
 from dshard.redistribute.space import Space, space_of
 from dshard.rules.expand import Allowed, Expansion, Operand, Order, Row, expansions, sizes_of
 from dshard.rules.rule import PassThrough, Rule
@@ -216,8 +216,8 @@ class _Price:
             if all(operand.layout.placements[axis] == Replicate() for operand in operands)
         )
         self.back = [interned(operand.layout.cotangent()) for operand in operands]
-        self.plans: dict[tuple[int, Layout, Layout], PricedPlan] = {}
-        self.leasts: dict[tuple[int, Layout, Layout], float] = {}
+        self.plans: dict[tuple[object, ...], PricedPlan] = {}
+        self.leasts: dict[tuple[object, ...], float] = {}
         self.end_leasts: dict[tuple[Layout, tuple[Layout, ...]], float] = {}
         self.known_ends: dict[tuple[int, Layout], tuple[Layout, ...]] = {}
 
@@ -271,19 +271,17 @@ class _Price:
         key = (i, src, dst)
         priced = self.plans.get(key)
         if priced is None:
-            operand = self.operands[i]
-            plan = plan_alike(src, dst, operand.shape, operand.itemsize, self.topology)
-            priced = self.plans[key] = PricedPlan(plan.seconds, len(plan.steps))
+            priced = self.plans[key] = plan_price(src, dst, self.spaces[i])
             self.leasts[key] = priced.seconds
         return priced
 
     def within(self, move: _Move, most: float) -> None:
         """Price a redistribution, or record that it takes more than `most` seconds; equivalent ones share the price."""
-        operand = self.operands[move.i]
-        key = (move.i, *canonical_layouts(move.src, move.dst, self.topology))
+        space = self.spaces[move.i]
+        key = (move.i, *space.canonical(space.state_of(move.src), space.state_of(move.dst)))
         known = self.plans.get(key)
         if known is None and self.leasts.get(key, 0.0) < most:
-            known = plan_within(*key[1:], operand.shape, operand.itemsize, self.topology, most)
+            known = plan_price_within(move.src, move.dst, space, most)
         for each in (key, move[:3]):
             if known is not None:
                 self.plans[each], self.leasts[each] = known, known.seconds
@@ -308,9 +306,10 @@ class _Price:
         passes = self.rule.loops or any(isinstance(row, PassThrough) for row in expansion.rows)
         debt = self.topology if passes else self.topology.bytes_only()
         for (shape, itemsize), layout, end in zip(self.outputs, expansion.outputs, ends, strict=True):
-            reduce += plan_alike(layout, end, shape, itemsize, debt).seconds
+            reduce += plan_price(layout, end, space_of(self.mesh, debt, shape, itemsize)).seconds
             if any(wanted.gradients):
-                backward += plan_alike(end.cotangent(), layout.cotangent(), shape, itemsize, self.topology).seconds
+                space = space_of(self.mesh, self.topology, shape, itemsize)
+                backward += plan_price(end.cotangent(), layout.cotangent(), space).seconds
         return Strategy(
             expansion.inputs,
             expansion.outputs,
@@ -344,7 +343,8 @@ class _Price:
         ends = self.ends(i, expansion, layout, shape)
         if len(ends) == 1:
             return ends[0]
-        return min(ends, key=lambda end: plan_alike(layout, end, shape, itemsize, self.topology).seconds)
+        space = space_of(self.mesh, self.topology, shape, itemsize)
+        return min(ends, key=lambda end: plan_price(layout, end, space).seconds)
 
     def ends(self, i: int, expansion: Expansion, layout: Layout, shape: Shape) -> tuple[Layout, ...]:
         """The layouts in which output `i` may end: its partial axes sharded, or replicated."""

@@ -16,7 +16,7 @@ from dshard.cost import work_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.redistribute import Plan, axes_of, plan, plan_straight
+from dshard.redistribute import Plan, axes_of, plan
 from dshard.simulate.queues import PHASES, Event, Phase
 from dshard.simulate.setup import Setup
 from dshard.simulate.tensor_forms import Placements
@@ -42,8 +42,8 @@ class Costs:
 
     def plan(self, src: Layout, dst: Layout, shape: Shape, itemsize: int | None = None) -> Plan:
         """The cheapest plan of a redistribution; where thousands of setups are compared, one made without a search."""
-        planner = plan if self.exact else plan_straight
-        return planner(src, dst, shape, self.itemsize if itemsize is None else itemsize, self.topology)
+        itemsize = self.itemsize if itemsize is None else itemsize
+        return plan(src, dst, shape, itemsize, self.topology, search="lean" if self.exact else "greedy")
 
     def moved(
         self, name: str, phase: Phase, src: Layout, dst: Layout, shape: Shape, *, waits: bool = True

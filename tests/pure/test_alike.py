@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from dshard.layout import Layout, parse_layout
 from dshard.mesh import Mesh
 from dshard.placements import REDUCE_OPS
-from dshard.redistribute import after, plan, plan_alike
-from dshard.redistribute.canonical import axis_relabelling, back, relabelled, roles
+from dshard.redistribute import after, plan, plan_price
+from dshard.redistribute.axis_roles import roles
 from dshard.redistribute.plan import _search
 from dshard.redistribute.price import step_seconds
 from dshard.redistribute.space import space_of
@@ -36,24 +36,27 @@ def test_a_renamed_plan_takes_as_long_as_one_that_is_searched(
     assert layout == dst
     assert found.seconds == pytest.approx(seconds)
     room = max(src.local_numel(shape), dst.local_numel(shape))
-    searched = None if src == dst else _search(src, dst, space_of(MESH, topology, shape, 4), room)
+    space = space_of(MESH, topology, shape, 4)
+    searched = None if src == dst else _search(space, space.state_of(src), space.state_of(dst), room)
     if searched is not None:
         assert found.seconds == pytest.approx(searched.seconds)
-    alike = plan_alike(src, dst, shape, 4, topology)
+    assert plan_price(src, dst, space) == (found.seconds, len(found.steps))
+    alike = plan(*map(space.layout_of, space.canonical(space.state_of(src), space.state_of(dst))), shape, 4, topology)
     assert (alike.seconds, len(alike.steps)) == (found.seconds, len(found.steps))
     assert alike.busiest() == found.busiest()
 
 
 @given(LAYOUTS, LAYOUTS, st.permutations(range(3)))
 def test_one_redistribution_stands_for_all_that_are_alike(src: Layout, dst: Layout, names: list[int]) -> None:
-    def standing(src: Layout, dst: Layout) -> tuple[Layout, Layout]:
-        found = axis_relabelling(src, dst, FLAT_CPU)
-        return (src, dst) if found is None else (relabelled(src, found), relabelled(dst, found))
+    space = space_of(MESH, FLAT_CPU, (8, 8), 4)
+    ends = space.state_of(src), space.state_of(dst)
 
-    other = relabelled(src, tuple(names)), relabelled(dst, tuple(names))
+    other = [space.renamed(state, names) for state in ends]
 
-    assert standing(*other) == standing(src, dst)
-    assert relabelled(other[0], back(tuple(names))) == src
+    assert space.canonical(*other) == space.canonical(*ends)
+    assert space.renamed(other[0], [names.index(axis) for axis in range(3)]) is ends[0]
+    for axis, name in enumerate(names):
+        assert space.layout_of(other[0]).placements[name] == src.placements[axis]
 
 
 def test_axes_of_one_role_have_one_size_and_the_same_links() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+from helpers.layout_steps import copied, steps_from, steps_straight
 from helpers.topologies import cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,10 +24,8 @@ from dshard.cost import (
 from dshard.layout import parse_layout
 from dshard.mesh import Mesh
 from dshard.placements import Partial
-from dshard.redistribute import AllGather, AllReduce, Exchange, ReduceScatter, plan, received
-from dshard.redistribute.plan import steps_straight
-from dshard.redistribute.price import busiest, step_seconds
-from dshard.redistribute.step import steps_from
+from dshard.redistribute import AllGather, AllReduce, Exchange, ReduceScatter, plan, sizes_received
+from dshard.redistribute.price import load_of, step_seconds
 from dshard.testing import Redistribution, redistributions
 from dshard.topology import BYTES, COLLECTIVES, FLAT_CPU, FLAT_CUDA, Collective, Layer, Link, Measured, Topology
 
@@ -110,9 +109,10 @@ def test_the_busiest_rank_receives_what_the_closed_form_says(case: Redistributio
     pending = {i: p.reduce_op for i, p in enumerate(dst.placements) if isinstance(p, Partial)}
 
     for step in (*steps_from(src, range(len(shape)), pending), *steps_straight(src, dst)):
-        most = max(received(step, src, shape, at) for at in src.mesh.coordinates())
-        found = busiest(step, src, shape)
-        assert found <= most if isinstance(step, Exchange) else found == most
+        most = max(sum(sizes_received(step, src, shape, at)) for at in src.mesh.coordinates())
+        found = load_of(step, src, shape)
+        assert found.received <= most if isinstance(step, Exchange) else found.received == most
+        assert found.copied == copied(step, src, shape)
 
 
 @given(redistributions())

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
+from helpers.layout_steps import before_pending, steps_from, steps_straight, useful_dims
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dshard.caches import clear_caches
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Region, Shape, parse_layout
 from dshard.mesh import Coordinate, Mesh
@@ -26,11 +28,9 @@ from dshard.redistribute import (
     axes_of,
     messages,
     plan,
-    received,
+    sizes_received,
 )
-from dshard.redistribute.plan import _plan, before_pending, steps_straight, useful_dims
 from dshard.redistribute.price import step_seconds
-from dshard.redistribute.step import steps_from
 from dshard.testing import Redistribution, layouts, meshes, redistributions, shapes
 from dshard.topology import FLAT_CPU, FLAT_CUDA, Topology
 
@@ -60,10 +60,7 @@ def test_a_plan_leads_from_source_to_destination(case: Redistribution, topology:
 
     assert (trail(found)[0], trail(found)[-1]) == (src, dst)
     assert found.seconds == pytest.approx(
-        sum(
-            step_seconds(step, before, shape, 4, topology)
-            for step, before in zip(found.steps, found.layouts(), strict=True)
-        )
+        sum(step_seconds(step, before, shape, 4, topology) for step, before in found.stages())
     )
 
 
@@ -73,7 +70,7 @@ def test_a_lean_plan_holds_no_more_than_its_ends(case: Redistribution) -> None:
     room = max(src.local_numel(shape), dst.local_numel(shape))
 
     lean = plan(src, dst, shape, 4, FLAT_CPU)
-    free = plan(src, dst, shape, 4, FLAT_CPU, lean=False)
+    free = plan(src, dst, shape, 4, FLAT_CPU, search="free")
 
     assert all(layout.local_numel(shape) <= room for layout in trail(lean))
     assert free.seconds <= lean.seconds * (1 + 1e-9)
@@ -83,7 +80,7 @@ def test_a_lean_plan_holds_no_more_than_its_ends(case: Redistribution) -> None:
 def test_no_sequence_of_three_steps_is_cheaper(case: Redistribution, topology: Topology) -> None:
     src, dst, shape = case
 
-    found = plan(src, dst, shape, 4, topology, lean=False)
+    found = plan(src, dst, shape, 4, topology, search="free")
 
     cheapest = min(prices(src, dst, shape, topology, depth=3), default=float("inf"))
     assert found.seconds <= cheapest * (1 + 1e-9)
@@ -107,8 +104,8 @@ def test_a_detour_is_never_cheaper(case: Redistribution, data: st.DataObject) ->
     src, dst, shape = case
     via = data.draw(layouts(src.mesh, len(shape)))
 
-    direct = plan(src, dst, shape, 4, FLAT_CPU, lean=False)
-    detour = [plan(a, b, shape, 4, FLAT_CPU, lean=False) for a, b in ((src, via), (via, dst))]
+    direct = plan(src, dst, shape, 4, FLAT_CPU, search="free")
+    detour = [plan(a, b, shape, 4, FLAT_CPU, search="free") for a, b in ((src, via), (via, dst))]
 
     searched = not any(
         isinstance(step, Exchange | ReduceExchange) for step in detour[0].steps
@@ -121,7 +118,7 @@ def test_a_detour_is_never_cheaper(case: Redistribution, data: st.DataObject) ->
 def test_planning_again_gives_the_same_plan(case: Redistribution) -> None:
     src, dst, shape = case
     first = plan(src, dst, shape, 4, FLAT_CPU)
-    _plan.cache_clear()
+    clear_caches()
 
     assert plan(src, dst, shape, 4, FLAT_CPU) == first
 
@@ -162,7 +159,7 @@ def test_what_a_rank_receives_is_counted(case: Redistribution) -> None:
         total = 0
         for step, layout, shape in steps_of(case):
             total += count_received(step, layout, shape, at)
-            assert received(step, layout, shape, at) == count_received(step, layout, shape, at)
+            assert sum(sizes_received(step, layout, shape, at)) == count_received(step, layout, shape, at)
         assert found.received(at) == total
 
 
@@ -182,7 +179,7 @@ def count_received(step: Step, layout: Layout, shape: Shape, at: Coordinate) -> 
 def steps_of(case: Redistribution) -> Iterator[tuple[Step, Layout, Shape]]:
     src, dst, shape = case
     found = plan(src, dst, shape, 4, FLAT_CPU)
-    for step, layout in zip(found.steps, found.layouts(), strict=True):
+    for step, layout in found.stages():
         yield step, layout, shape
 
 

@@ -63,8 +63,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
 
 def steps_of(found: Plan) -> list[Plan]:
     """Each step of a plan as a plan of its own."""
-    pairs = zip(found.steps, found.layouts(), strict=True)
-    return [Plan(layout, after(step, layout), found.shape, (step,), 0.0) for step, layout in pairs]
+    return [Plan(layout, after(step, layout), found.shape, (step,), 0.0) for step, layout in found.stages()]
 
 
 # -- on each rank: what was counted and is not what the plan says
@@ -91,7 +90,7 @@ def against_each_step(
         for step in steps_of(plan(src, dst, shape, dtype.itemsize, topology)):
             with count_traffic() as traffic:
                 x = run(step, x)
-            told = step.received(at) * dtype.itemsize, step.messages_received(at)
+            told = step.received(at) * dtype.itemsize, sum(map(bool, step.sizes_received(at)))
             if told != (traffic.nbytes, traffic.messages):
                 wrong.append(f"{step}\nof {shape}, {dtype}, rank at {at}: planned {told}, counted {traffic}")
     return wrong

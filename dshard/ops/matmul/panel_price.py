@@ -12,7 +12,6 @@ from dshard.cost import work_seconds
 from dshard.layout import Shape
 from dshard.ops.matmul.panel_executor import PanelExecutor
 from dshard.redistribute import Plan
-from dshard.redistribute.price import step_seconds
 from dshard.rules.expand import Operand, sizes_of
 from dshard.rules.panel_cut import factor_of
 from dshard.rules.panel_stream import PANELS, Stream
@@ -72,7 +71,7 @@ def _seconds(
     shapes = [_panel(plan.shape, term, factor, panels) for plan, term in zip(plans, terms, strict=True)]
     alone = sum(plan.seconds for plan, is_cut in zip(plans, cut, strict=True) if not is_cut)
     moves = [
-        _move(plan, shape, dtype.itemsize, topology) if is_cut else 0.0
+        plan.seconds_on(topology, dtype.itemsize, shape) if is_cut else 0.0
         for plan, shape, is_cut in zip(plans, shapes, cut, strict=True)
     ]
     into, out = sum(moves[:2]), moves[2]
@@ -82,12 +81,6 @@ def _seconds(
 
 def _panel(shape: Shape, term: Term, factor: str | None, panels: int) -> Shape:
     return tuple(-(-n // panels) if names == (factor,) else n for n, names in zip(shape, term, strict=True))
-
-
-def _move(plan: Plan, shape: Shape, itemsize: int, topology: Topology) -> float:
-    """Seconds of a plan's steps on a tensor of another shape."""
-    pairs = zip(plan.steps, plan.layouts(), strict=True)
-    return sum(step_seconds(step, layout, shape, itemsize, topology) for step, layout in pairs)
 
 
 def _work(rule: Rule, plans: Plans, shapes: Sequence[Shape], dtype: torch.dtype, topology: Topology) -> float:

@@ -1,0 +1,257 @@
+"""Layouts as numbers, and the load that each step from one of them puts on the busiest rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple, TypeAlias
+
+from dshard.caches import cached
+from dshard.layout import Layout, Shape
+from dshard.mesh import Coordinate
+from dshard.placements import Partial, ReduceOp, chunk, nested_chunk
+from dshard.redistribute.step import Step
+
+Axes: TypeAlias = tuple[tuple[int, ...], ...]
+Pending: TypeAlias = tuple[ReduceOp | None, ...]
+Begins: TypeAlias = tuple[tuple[int, ReduceOp], ...]
+"""The mesh axes on which a reduction may be left pending anew."""
+
+
+class State:
+    """A layout in numbers: the mesh axes that shard each tensor dim, and the partial reduction on each mesh axis.
+
+    `local` is the shape of the first rank's part, which begins at the origin and is the largest; `share` what of all
+    elements a rank holds on average, which each does if it is `even`; `exact` tells of each dim whether it has elements
+    and is split evenly; `split` is the dim that a mesh axis splits; `wide` are the axes of more than one rank that
+    split each dim; `onward` and `straight` are steps that were asked for, and `rest` is the least to come here.
+    """
+
+    __slots__ = (
+        "axes",
+        "even",
+        "exact",
+        "local",
+        "numel",
+        "onward",
+        "pending",
+        "rest",
+        "shape",
+        "share",
+        "sizes",
+        "split",
+        "straight",
+        "wide",
+    )
+
+    def __init__(self, axes: Axes, pending: Pending, shape: Shape, sizes: tuple[int, ...]) -> None:
+        self.axes, self.pending, self.shape, self.sizes = axes, pending, shape, sizes
+        self.split = {axis: dim for dim, split in enumerate(axes) for axis in split}
+        self.wide = tuple([tuple([axis for axis in split if sizes[axis] > 1]) for split in axes])
+        parts = [prod([sizes[axis] for axis in split]) for split in axes]
+        self.local = tuple([-(-size // n) for size, n in zip(shape, parts, strict=True)])
+        self.numel, self.share = prod(self.local), 1 / prod(parts)
+        self.exact = [size > 0 == size % n for size, n in zip(shape, parts, strict=True)]
+        self.even = all(self.exact)
+        self.onward: dict[tuple[tuple[int, ...], Begins], tuple[Move, ...]] = {}
+        self.straight: dict[State, Move | None] = {}
+        self.rest: dict[State, float] = {}
+
+    def others(self, dim: int) -> int:
+        """The product of the first rank's sizes of all dims but `dim`."""
+        size = self.local[dim]
+        return self.numel // size if size else prod((*self.local[:dim], *self.local[dim + 1 :]))
+
+    def gathered(self, dim: int) -> int:
+        """The first rank's size of `dim` before the last mesh axis that shards it."""
+        return -(-self.shape[dim] // prod([self.sizes[axis] for axis in self.axes[dim][:-1]]))
+
+
+class Move(NamedTuple):
+    """A step: the state that it leads to, its kind, and its seconds, or a lower bound on them if not `exact`."""
+
+    there: State
+    kind: type[Step]
+    seconds: float
+    exact: bool = True
+
+
+class Reached(NamedTuple):
+    """A state that a search has reached: from where, after how many seconds, and by what kind of step."""
+
+    before: Reached | None
+    state: State
+    seconds: float
+    kind: type[Step] | None
+
+    def path(self) -> list[tuple[State, State, type[Step]]]:
+        """The states before and after each step on the way here, and its kind."""
+        if self.before is None or self.kind is None:
+            return []
+        return [*self.before.path(), (self.before.state, self.state, self.kind)]
+
+
+def axes_and_pending(layout: Layout, ndim: int) -> tuple[Axes, Pending]:
+    """What a state says of a layout, for a tensor of `ndim` dims."""
+    pending = tuple([p.reduce_op if isinstance(p, Partial) else None for p in layout.placements])
+    return tuple(map(layout.axes_of, range(ndim))), pending
+
+
+@cached("states", 16384)
+def state_of(layout: Layout, shape: Shape) -> State:
+    """The state of a layout of a tensor of global `shape`, outside of any search."""
+    return State(*axes_and_pending(layout, len(shape)), shape, layout.mesh.shape)
+
+
+# -- the load of a step
+
+
+class Load(NamedTuple):
+    """Elements that the busiest rank of a step receives, elements that it copies, and messages that it takes in turn.
+
+    Elements are copied where regions are not contiguous in memory. A ring takes n - 1 messages, an all_reduce two.
+    """
+
+    received: int
+    copied: int
+    messages: int
+
+
+def all_gather_load(here: State, dim: int, n: int) -> Load:
+    """The load of an all_gather of `dim` along its last mesh axis, of `n` ranks."""
+    size = here.gathered(dim)
+    received = (size - len(chunk(size, n, n - 1))) * here.others(dim)
+    return Load(received, here.numel * n if dim and n > 1 else 0, n - 1)
+
+
+def reduce_scatter_load(here: State, dim: int, n: int) -> Load:
+    """The load of a reduce_scatter over `n` ranks to chunks of `dim`."""
+    received = (n - 1) * len(chunk(here.local[dim], n, 0)) * here.others(dim)
+    return Load(received, here.numel if dim and n > 1 else 0, n - 1)
+
+
+def all_reduce_load(here: State, n: int) -> Load:
+    """The load of an all_reduce over `n` ranks."""
+    received = here.numel + (n - 2) * len(chunk(here.numel, n, 0)) if n > 1 else 0
+    return Load(received, 0, 2 * (n - 1))
+
+
+def all_to_all_load(here: State, src: int, dst: int, n: int) -> Load:
+    """The load of an all_to_all from dim `src`, along its last mesh axis of `n` ranks, to dim `dst`.
+
+    The last rank that needs a whole chunk of `dst` held least of those; the next needs part of one, and may hold
+    nothing.
+    """
+    copied = here.numel * ((src != 0) + (dst != 0)) if n > 1 else 0
+    size, needed = here.gathered(src), here.local[dst]
+    if not needed:
+        return Load(0, copied, n - 1)
+    rest, chunks = here.others(src) // needed, needed // len(chunk(needed, n, 0))
+    received = max(
+        (size - len(chunk(size, n, i))) * len(chunk(needed, n, i)) * rest for i in (chunks - 1, min(chunks, n - 1))
+    )
+    return Load(received, copied, n - 1)
+
+
+def slice_load(there: State, n: int) -> Load:
+    """The load of a slice, along axes of `n` ranks together: a copy of what each rank keeps."""
+    return Load(0, there.numel if n > 1 else 0, 0)
+
+
+def exchange_load(here: State, there: State, axes: Sequence[int], *, exact: bool = True) -> Load:
+    """The load of an exchange along these mesh axes; if not `exact`, its elements received are a lower bound."""
+    n = prod([here.sizes[axis] for axis in axes])
+    copied = 2 * there.numel if here.axes[1:] != there.axes[1:] and n > 1 else 0
+    if exact:
+        received = _most_exchanged(here, there, axes)
+    else:
+        received = there.numel - (0 if apart(here, there) else prod(map(min, here.local, there.local)))
+    return Load(received, copied, min(n - 1, _senders(here, there)))
+
+
+def reduce_exchange_load(there: State, n: int) -> Load:
+    """The load of a reduce_exchange over `n` ranks: all terms of the chunk that a rank keeps, packed to be sent."""
+    return Load((n - 1) * there.numel, n * there.numel, n - 1)
+
+
+def _senders(here: State, there: State) -> int:
+    """The most ranks that a rank receives from in an exchange: one more chunk than fit, unless ends coincide."""
+    senders = 1
+    for size, held, needed in zip(here.shape, here.local, there.local, strict=True):
+        have, want = max(held, 1), max(needed, 1)
+        aligned = want % have == 0 or have % want == 0
+        senders *= min(-(-size // have), -(-want // have) + (not aligned))
+    return senders
+
+
+def _most_exchanged(here: State, there: State, axes: Sequence[int]) -> int:
+    """The most elements that a rank at a corner of the mesh receives in an exchange.
+
+    Sizes needed and held of a dim are looked up by the axes that shard it. Of a dim that all ranks shard evenly, in
+    nested chunks, each rank needs and holds as much.
+    """
+    sizes, fixed, fixed_kept = here.sizes, 1, 1
+    places = [{0, n // 2, n - 1} if axis in axes else {0} for axis, n in enumerate(sizes)]
+    tables: list[tuple[tuple[int, ...], dict[Coordinate, tuple[int, int]]]] = []
+    for size, have_axes, want_axes in zip(here.shape, here.axes, there.axes, strict=True):
+        longer = max(have_axes, want_axes, key=len)
+        parts = prod([sizes[i] for i in longer])
+        if size % parts == 0 and (longer[: len(have_axes)], longer[: len(want_axes)]) == (have_axes, want_axes):
+            fixed *= size // prod([sizes[i] for i in want_axes])
+            fixed_kept *= size // parts
+            continue
+        split = tuple(sorted({*have_axes, *want_axes}))
+        table: dict[Coordinate, tuple[int, int]] = {}
+        for picked in product(*(places[i] for i in split)):
+            at = dict(zip(split, picked, strict=True))
+            have, want = (nested_chunk(size, order, sizes, at) for order in (have_axes, want_axes))
+            both = min(have.stop, want.stop) - max(have.start, want.start)
+            table[picked] = len(want), max(0, both)
+        tables.append((split, table))
+    if not tables:
+        return fixed - fixed_kept
+    varying = {i for split, _ in tables for i in split}
+    most = 0
+    for corner in product(*(places[i] if i in varying else (0,) for i in range(len(sizes)))):
+        needed, kept = fixed, fixed_kept
+        for split, table in tables:
+            want_size, both = table[tuple([corner[i] for i in split])]
+            needed, kept = needed * want_size, kept * both
+        most = max(most, needed - kept)
+    return most
+
+
+# -- relations of two states
+
+
+def nests(axes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether chunks after a step lie in those before it, by the mesh axes that shard each dim (before, after)."""
+    return all(want[: len(have)] == have for have, want in axes)
+
+
+def reordered(here: State, there: State) -> tuple[int, ...]:
+    """The mesh axes of the dims that are sharded by different mesh axes, or in another order, before and after."""
+    pairs = zip(here.axes, there.axes, strict=True)
+    return tuple(sorted({axis for have, want in pairs if have != want for axis in (*have, *want)}))
+
+
+def changed(here: State, there: State) -> tuple[int, ...]:
+    """The mesh axes on which the placements differ."""
+    return tuple(
+        [
+            axis
+            for axis, pending in enumerate(here.pending)
+            if pending != there.pending[axis] or here.split.get(axis) != there.split.get(axis)
+        ]
+    )
+
+
+def apart(here: State, there: State) -> bool:
+    """Whether some rank holds nothing of what it needs: an evenly sharded dim has different leading mesh axes."""
+    for dim, (have, want) in enumerate(zip(here.wide, there.wide, strict=True)):
+        if have != want and here.exact[dim] and there.exact[dim]:
+            shared = min(len(have), len(want))
+            if have[:shared] != want[:shared]:
+                return True
+    return False
