@@ -23,7 +23,7 @@ import torch
 from section import markdown_table, write_section
 
 from dshard.caches import clear_caches
-from dshard.explain.product import explain_matmul
+from dshard.explain import explain_matmul
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.ops.matmul.rules import matmul_rule

@@ -1,21 +1,24 @@
-"""Bytes, messages and memory of candidates, from their redistributions."""
+"""Bytes, messages and memory of candidates, from what they send."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
+from dshard.caches import cached
+from dshard.core.observe import PlannedCollective
 from dshard.explain.report_values import Candidate
 from dshard.layout import Layout, Shape
+from dshard.mesh import Mesh
 from dshard.placements import Shard
-from dshard.redistribute import Plan, describe, plan
+from dshard.redistribute import Plan, plan
 from dshard.reshard import ReshardPlan
 from dshard.rules.expand import Operand, Row
 from dshard.rules.matmul_bound import matmul_lower_bound
 from dshard.rules.rule import PassThrough, Rule, factor_sizes
-from dshard.rules.strategy import Strategy
+from dshard.rules.strategy import ANY, Constraints, Strategy, strategies
+from dshard.tables import human_bytes
 from dshard.topology import Topology
 
 Outputs = tuple[tuple[Shape, int], ...]
@@ -23,9 +26,12 @@ Outputs = tuple[tuple[Shape, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A redistribution with the busiest rank's bytes and messages, and the first rank's bytes before and after."""
+    """What one redistribution, or collective, adds to a candidate, with its steps in words.
 
-    plan: Plan
+    The busiest rank receives `nbytes`, in `messages` one after the other; the first holds bytes `before` and `after`.
+    """
+
+    seconds: float
     nbytes: int
     messages: int
     before: int
@@ -35,97 +41,100 @@ class Moved:
     @property
     def peak(self) -> int:
         """Bytes of source and result together, or of the source where nothing moves."""
-        return self.before + (self.after if self.plan.src != self.plan.dst else 0)
+        return self.before + (self.after if self.steps else 0)
 
 
-@lru_cache(maxsize=8192)
-def moved(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology) -> Moved:
-    """The cheapest redistribution from `src` to `dst`, with its figures."""
-    return figures_of(plan(src, dst, shape, itemsize, topology), itemsize)
+@cached("explained plans", 8192)
+def redistributed(moved: Plan, itemsize: int) -> Moved:
+    """A redistribution on one mesh."""
+    before, after = (layout.local_numel(moved.shape) * itemsize for layout in (moved.src, moved.dst))
+    steps = tuple(map("  ".join, moved.words()))
+    return Moved(moved.seconds, moved.busiest() * itemsize, moved.messages(), before, after, steps)
 
 
-def figures_of(redistribution: Plan, itemsize: int) -> Moved:
-    """The figures of a plan: bytes received, messages, bytes held."""
+def resharded(reshard: ReshardPlan) -> Moved:
+    """A plan to another mesh; bytes and messages are those of the busiest rank."""
+    messages = dict.fromkeys(reshard.ranks, 0)
+    for chain in reshard.chains:
+        for _, receiver in chain.hops:
+            messages[receiver] += chain.chunks
+    around = [redistributed(plan, reshard.itemsize) for plan in (reshard.first, reshard.last) if plan is not None]
+    before, after = (layout.local_numel(reshard.shape) * reshard.itemsize for layout in (reshard.src, reshard.dst))
     return Moved(
-        redistribution,
-        redistribution.busiest() * itemsize,
-        redistribution.messages(),
-        redistribution.src.local_numel(redistribution.shape) * itemsize,
-        redistribution.dst.local_numel(redistribution.shape) * itemsize,
-        tuple(_steps(redistribution)),
+        reshard.seconds,
+        max(map(reshard.received, reshard.ranks)) * reshard.itemsize + sum(move.nbytes for move in around),
+        max(messages.values()) + sum(move.messages for move in around),
+        before,
+        after + sum(move.after for move in around),
+        tuple(reshard.steps()),
     )
+
+
+def exchanged(sent: PlannedCollective, mesh: Mesh) -> Moved:
+    """A collective that an operator runs beside its plans."""
+    peers = prod(mesh.shape[mesh.axis(name)] for name in sent.axis.split(",")) - 1
+    step = f"{sent.collective}  {sent.axis}  {human_bytes(sent.nbytes)}"
+    return Moved(sent.seconds, sent.nbytes, peers, 0, sent.nbytes, (step,))
+
+
+def rule_candidates(
+    rule: Rule, operands: tuple[Operand, ...], outputs: Outputs, topology: Topology, wanted: Constraints = ANY
+) -> dict[Strategy, Candidate]:
+    """The candidates of an operator's rule, from cheapest to dearest."""
+    priced = sorted(strategies(rule, operands, outputs, topology, wanted), key=lambda s: (s.seconds, s.moves))
+    return {strategy: candidate(rule, strategy, operands, outputs, topology) for strategy in priced}
 
 
 def candidate(
     rule: Rule, strategy: Strategy, operands: tuple[Operand, ...], outputs: Outputs, topology: Topology
 ) -> Candidate:
     """One strategy with its bytes, messages and memory; outputs that it leaves partial are completed."""
-    moves = [
-        moved(o.layout, layout, o.shape, o.itemsize, topology)
+    plans = [
+        (plan(o.layout, layout, o.shape, o.itemsize, topology), o.itemsize)
         for o, layout in zip(operands, strategy.inputs, strict=True)
     ]
-    ends = [
-        moved(layout, end, shape, itemsize, topology)
+    plans += [
+        (plan(layout, end, shape, itemsize, topology), itemsize)
         for (shape, itemsize), layout, end in zip(outputs, strategy.outputs, strategy.ends, strict=True)
     ]
     return combined(
         name_of(strategy.rows, operands[0].layout.mesh.names),
         str(strategy),
+        [redistributed(moved, itemsize) for moved, itemsize in plans],
         (strategy.gather, strategy.compute, strategy.reduce, strategy.backward),
-        moves,
-        ends,
         product_bound(rule, operands, outputs),
-        once((*(move.plan.src for move in moves), *(move.plan.dst for move in ends))),
+        once((*(o.layout for o in operands), *strategy.ends)),
     )
 
 
 def combined(
     name: str,
     placements: str,
-    seconds: tuple[float, float, float, float],
     moves: Sequence[Moved],
-    ends: Sequence[Moved],
-    bound: float | None,
-    one_copy: bool,
+    seconds: tuple[float, float, float, float],
+    bound: float | None = None,
+    one_copy: bool = False,
 ) -> Candidate:
-    """A candidate that redistributes its operands before the local work, and its outputs after it."""
-    every = (*moves, *ends)
-    nbytes = sum(move.nbytes for move in every)
-    return Candidate(
-        name,
-        placements,
-        nbytes,
-        sum(move.messages for move in every),
-        sum(move.peak for move in every),
-        *seconds,
-        nbytes / bound if bound else None,
-        one_copy,
-        tuple(step for move in every for step in move.steps),
+    """A candidate of what is moved; `seconds` to gather, to compute, to reduce, and of the backward pass."""
+    nbytes, messages, steps = sum(move.nbytes for move in moves), sum(move.messages for move in moves), _steps(moves)
+    peak, ratio = sum(move.peak for move in moves), nbytes / bound if bound else None
+    return Candidate(name, placements, nbytes, messages, peak, *seconds, ratio, one_copy, steps)
+
+
+def add_moves(base: Candidate, moves: Sequence[Moved]) -> Candidate:
+    """A candidate with more that is moved, which leaves what it held before."""
+    return replace(
+        base,
+        bytes_moved=base.bytes_moved + sum(move.nbytes for move in moves),
+        messages=base.messages + sum(move.messages for move in moves),
+        peak_bytes=base.peak_bytes + sum(move.after for move in moves),
+        gather_seconds=base.gather_seconds + sum(move.seconds for move in moves),
+        steps=(*base.steps, *_steps(moves)),
     )
 
 
-def crossing_candidate(reshard: ReshardPlan) -> Candidate:
-    """A plan to another mesh; bytes and messages are those of the busiest rank."""
-    messages = dict.fromkeys(reshard.ranks, 0)
-    for chain in reshard.chains:
-        for _, receiver in chain.hops:
-            messages[receiver] += chain.chunks
-    around = [figures_of(plan, reshard.itemsize) for plan in (reshard.first, reshard.last) if plan is not None]
-    held = (reshard.src.local_numel(reshard.shape) + reshard.dst.local_numel(reshard.shape)) * reshard.itemsize
-    return Candidate(
-        "reshard",
-        f"{reshard.src} -> {reshard.dst}",
-        max(map(reshard.received, reshard.ranks)) * reshard.itemsize + sum(move.nbytes for move in around),
-        max(messages.values()) + sum(move.messages for move in around),
-        held + sum(move.after for move in around),
-        reshard.seconds,
-        0.0,
-        0.0,
-        0.0,
-        None,
-        False,
-        tuple(reshard.steps()),
-    )
+def _steps(moves: Sequence[Moved]) -> tuple[str, ...]:
+    return tuple([step for move in moves for step in move.steps])
 
 
 def product_bound(rule: Rule, operands: Sequence[Operand], outputs: Outputs) -> float | None:
@@ -153,8 +162,3 @@ def once(layouts: Iterable[Layout]) -> bool:
         for layout in layouts
         for placement, n in zip(layout.placements, layout.mesh.shape, strict=True)
     )
-
-
-def _steps(redistribution: Plan) -> Iterator[str]:
-    for step, layout in zip(redistribution.steps, redistribution.layouts(), strict=True):
-        yield "  ".join(describe(step, layout))

@@ -17,24 +17,24 @@ import torch
 from dshard.core.context import planning_context
 from dshard.cost import work_seconds
 from dshard.errors import LayoutError, MeshError, ShapeError
-from dshard.explain.candidates import Moved, candidate, combined, moved, once
+from dshard.explain.candidates import Moved, combined, once, redistributed, rule_candidates
 from dshard.explain.report_values import Candidate, Explanation, why_chosen
-from dshard.layout import Layout
+from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.ops.matmul.panel_price import Plans, in_panels
 from dshard.ops.matmul.rules import matmul_rule
-from dshard.redistribute import plan
+from dshard.redistribute import Plan, plan
 from dshard.rules.expand import Operand
 from dshard.rules.matmul_bound import matmul_lower_bound
 from dshard.rules.matmul_loops import STORAGES, Schedule, schedules
 from dshard.rules.matmul_strategies import ORDERED, STRATEGIES
-from dshard.rules.strategy import choose, strategies
+from dshard.rules.strategy import choose
 from dshard.topology import Topology
 from dshard.topology.network import check_topology
 from dshard.validate import as_int, check_type
 
 
-class Product(NamedTuple):
+class Matmul(NamedTuple):
     """A matmul to explain: the sizes of `m x k @ k x n`, the mesh, dtype and topology."""
 
     m: int
@@ -43,6 +43,11 @@ class Product(NamedTuple):
     mesh: Mesh
     dtype: torch.dtype
     topology: Topology
+
+    @property
+    def shapes(self) -> tuple[Shape, Shape, Shape]:
+        """The shapes of both operands and of the result."""
+        return (self.m, self.k), (self.k, self.n), (self.m, self.n)
 
 
 LEGEND = (
@@ -59,6 +64,7 @@ Part: TypeAlias = tuple[tuple[str, str], ...]
 class Way(NamedTuple):
     """The redistribution of one tensor, its stored layout as text, and whether each element is stored once."""
 
+    plan: Plan
     move: Moved
     text: str
     once: bool
@@ -98,7 +104,7 @@ def explain_matmul(
     if min(m, k, n) < 1:
         raise ShapeError(f"a product of {m} x {k} by {k} x {n}: all sizes must be above zero")
     why = planning_context().why_topology(mesh) if topology is None else "as given"
-    asked = Product(m, k, n, mesh, dtype, planning_context().topology_of(mesh) if topology is None else topology)
+    asked = Matmul(m, k, n, mesh, dtype, planning_context().topology_of(mesh) if topology is None else topology)
     if a is None and b is None:
         ways = {priced: plans for priced, plans in _ways(asked) if priced.one_copy or not one_copy}
         candidates = sorted(ways, key=lambda c: (c.seconds, c.bytes_moved, c.peak_bytes, "P" in c.name, c.name))
@@ -117,14 +123,14 @@ def _check_layout(layout: Layout, shape: tuple[int, int], mesh: Mesh) -> None:
 
 
 def _explanation(
-    asked: Product, why: str, operands: tuple[str, str], candidates: list[Candidate], chosen: Candidate, plans: Plans
+    asked: Matmul, why: str, operands: tuple[str, str], candidates: list[Candidate], chosen: Candidate, plans: Plans
 ) -> Explanation:
-    m, k, n, mesh, dtype, topology = asked
+    dtype, topology = asked.dtype, asked.topology
     described = tuple(
-        f"{name} {shape} {str(dtype).removeprefix('torch.')} on {mesh}"
-        for name, shape in zip(operands, ((m, k), (k, n)), strict=True)
+        f"{name} {shape} {str(dtype).removeprefix('torch.')} on {asked.mesh}"
+        for name, shape in zip(operands, asked.shapes[:2], strict=True)
     )
-    rule = matmul_rule((m, k), (k, n))
+    rule = matmul_rule(*asked.shapes[:2])
     panels = in_panels(rule, plans, dtype, topology)
     reason = why_chosen(chosen, candidates)
     return Explanation(
@@ -134,21 +140,21 @@ def _explanation(
     )
 
 
-def _candidates_of(asked: Product, a: Layout, b: Layout) -> tuple[list[Candidate], Candidate, Plans]:
+def _candidates_of(asked: Matmul, a: Layout, b: Layout) -> tuple[list[Candidate], Candidate, Plans]:
     """The candidates for operands of layouts `a` and `b`, the chosen one, and its plans."""
-    m, k, n, _, dtype, topology = asked
-    operands = (Operand(a, (m, k), dtype.itemsize), Operand(b, (k, n), dtype.itemsize))
-    outputs = (((m, n), dtype.itemsize),)
-    rule = matmul_rule((m, k), (k, n))
-    priced = sorted(strategies(rule, operands, outputs, topology), key=lambda s: (s.seconds, s.moves))
-    priced_candidates = {strategy: candidate(rule, strategy, operands, outputs, topology) for strategy in priced}
-    chosen = choose(rule, operands, outputs, topology)
-    ends = ((a, chosen.inputs[0], (m, k)), (b, chosen.inputs[1], (k, n)), (chosen.outputs[0], chosen.ends[0], (m, n)))
-    first, second, end = (plan(src, dst, shape, dtype.itemsize, topology) for src, dst, shape in ends)
-    return list(priced_candidates.values()), priced_candidates[chosen], (first, second, end)
+    itemsize, (shape_a, shape_b, shape) = asked.dtype.itemsize, asked.shapes
+    operands, outputs = (Operand(a, shape_a, itemsize), Operand(b, shape_b, itemsize)), ((shape, itemsize),)
+    rule = matmul_rule(shape_a, shape_b)
+    candidates = rule_candidates(rule, operands, outputs, asked.topology)
+    chosen = choose(rule, operands, outputs, asked.topology)
+    ends = ((a, chosen.inputs[0]), (b, chosen.inputs[1]), (chosen.outputs[0], chosen.ends[0]))
+    first, second, end = (
+        plan(src, dst, shape, itemsize, asked.topology) for (src, dst), shape in zip(ends, asked.shapes, strict=True)
+    )
+    return list(candidates.values()), candidates[chosen], (first, second, end)
 
 
-def _ways(asked: Product) -> Iterator[tuple[Candidate, Plans]]:
+def _ways(asked: Matmul) -> Iterator[tuple[Candidate, Plans]]:
     """A candidate for every schedule of the mesh, operands stored as it says, with the plans of A, B and C."""
     bound = matmul_lower_bound(asked.m, asked.k, asked.n, asked.mesh.size) * asked.dtype.itemsize
     cached_ways: tuple[dict[Part, Way], ...] = ({}, {}, {})
@@ -166,13 +172,12 @@ def _ways(asked: Product) -> Iterator[tuple[Candidate, Plans]]:
         candidate = combined(
             _name(schedule, asked.mesh),
             f"{ways[0].text}, {ways[1].text} -> {ways[2].text}",
-            (a.plan.seconds + b.plan.seconds, work[schedule.loops], end.plan.seconds, 0.0),
-            (a, b),
-            (end,),
+            (a, b, end),
+            (a.seconds + b.seconds, work[schedule.loops], end.seconds, 0.0),
             bound,
             all(way.once for way in ways),
         )
-        yield candidate, (a.plan, b.plan, end.plan)
+        yield candidate, (ways[0].plan, ways[1].plan, ways[2].plan)
 
 
 def _part(schedule: Schedule, tensor: int) -> Part:
@@ -182,19 +187,18 @@ def _part(schedule: Schedule, tensor: int) -> Part:
     return tuple([(loop, stored if loop == moving else "") for loop, stored in pairs])
 
 
-def _way(asked: Product, schedule: Schedule, tensor: int) -> Way:
+def _way(asked: Matmul, schedule: Schedule, tensor: int) -> Way:
     """The redistribution of A, B or C between its stored layout and the one in which the ranks multiply."""
     stored = schedule.layouts(asked.mesh)[tensor]
     local_schedule = Schedule(schedule.loops, tuple("P" if loop == "k" else "R" for loop in schedule.loops))
     local_layout = local_schedule.layouts(asked.mesh)[tensor]
-    if tensor < 2:
-        move = _moved(asked, "mk" if tensor == 0 else "kn", stored, local_layout)
-    else:
-        ends = (
-            _moved(asked, "mn", local_layout, completed.layouts(asked.mesh)[2]) for completed in _completions(schedule)
-        )
-        move = min(ends, key=lambda move: (move.plan.seconds, move.nbytes))
-    return Way(move, str(stored), once((stored,)))
+    shape, itemsize = (asked.shapes[tensor], asked.dtype.itemsize)
+    pairs = [(stored, local_layout)]
+    if tensor == 2:
+        pairs = [(local_layout, completed.layouts(asked.mesh)[2]) for completed in _completions(schedule)]
+    plans = [plan(src, dst, shape, itemsize, asked.topology) for src, dst in pairs]
+    cheapest = min(plans, key=lambda plan: (plan.seconds, plan.busiest()))
+    return Way(cheapest, redistributed(cheapest, itemsize), str(stored), once((stored,)))
 
 
 def _completions(schedule: Schedule) -> Iterator[Schedule]:
@@ -202,11 +206,6 @@ def _completions(schedule: Schedule) -> Iterator[Schedule]:
     choices = [STORAGES["k"][1:] if stored == "P" else (stored,) for stored in schedule.stored]
     for stored in product(*choices):
         yield Schedule(schedule.loops, stored)
-
-
-def _moved(asked: Product, dims: str, src: Layout, dst: Layout) -> Moved:
-    rows, columns = (getattr(asked, loop) for loop in dims)
-    return moved(src, dst, (rows, columns), asked.dtype.itemsize, asked.topology)
 
 
 def _name(schedule: Schedule, mesh: Mesh) -> str:
@@ -237,7 +236,7 @@ def _strategy_names() -> dict[tuple[tuple[str, ...], tuple[str, ...]], str]:
     return names
 
 
-def _compute(asked: Product, schedule: Schedule, a: Moved, b: Moved, c: Moved) -> float:
+def _compute(asked: Matmul, schedule: Schedule, a: Moved, b: Moved, c: Moved) -> float:
     """Seconds of the local matmul."""
     sizes = tuple(zip(asked.mesh.shape, schedule.loops, strict=True))
     ranks = {counted: prod(n for n, loop in sizes if loop == counted) for counted in _MOVING}
