@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dshard.comm import share_cores
 from dshard.errors import MeshError, RankError
+from dshard.launch.processes import raised
 from dshard.launch.ranks import Send, run_ranks, screenful
 
 T = TypeVar("T")
@@ -33,10 +33,9 @@ def run(work: Work[T], tell: Tell, *, ranks: int, device: str) -> T:
     """
     if joining():
         return _join(work, tell, device)
-    receiver: _Receiver[T] = _Receiver(tell)
-    run_ranks(partial(_as_rank, work, ranks, device), ranks, receiver)
-    assert receiver.done is not None
-    return receiver.done.result
+    result, *_ = run_ranks(partial(_as_rank, work, ranks, device), ranks, tell)
+    assert result is not None
+    return result[0]
 
 
 def joining() -> bool:
@@ -80,38 +79,16 @@ def choose_device(asked: str, ranks: int) -> str:
     return asked
 
 
-@dataclass(frozen=True, slots=True)
-class _Done(Generic[T]):
-    """The last message of rank 0, with its result."""
-
-    result: T
-
-
-@dataclass(slots=True)
-class _Receiver(Generic[T]):
-    """Receiver of the ranks' messages: passes them on to `tell`, and keeps the result."""
-
-    tell: Tell
-    done: _Done[T] | None = None
-
-    def __call__(self, message: Any) -> None:
-        if isinstance(message, _Done):
-            self.done = message
-        else:
-            self.tell(message)
-
-
 def _join(work: Work[T], tell: Tell, device: str) -> T:
     try:
         return _in_group(work, tell, device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     except Exception as error:
-        raise RankError(f"rank {os.environ['RANK']} failed: {screenful(error)}") from error
+        raise RankError(f"rank {os.environ['RANK']} failed: {screenful(raised(error))}") from error
 
 
-def _as_rank(work: Work[T], ranks: int, device: str, rank: int, meet: str, send: Send) -> None:
+def _as_rank(work: Work[T], ranks: int, device: str, rank: int, meet: str, send: Send) -> tuple[T] | None:
     result = _in_group(work, send, device, rank, init_method=meet, rank=rank, world_size=ranks)
-    if rank == 0:
-        send(_Done(result))
+    return (result,) if rank == 0 else None
 
 
 def _in_group(work: Work[T], tell: Tell, device: str, local_rank: int, **group: Any) -> T:

@@ -55,25 +55,10 @@ def rehearse(
     Raises:
         RankError: `make` or the step failed on a rank.
     """
-    measurements: dict[int, _RankMeasurement] = {}
-
-    def hear(measurement: _RankMeasurement) -> None:
-        measurements[measurement.rank] = measurement
-
-    run_ranks(partial(_rehearse, make, args, topology, ranks, steps), ranks, hear, patience=600.0)
-    return Rehearsed(
-        tuple(measurements[rank].local for rank in range(ranks)), measurements[0].network, measurements[0].nbytes
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _RankMeasurement:
-    """The measurements of one rank."""
-
-    rank: int
-    local: float
-    network: float
-    nbytes: int
+    job = partial(_rehearse, make, args, topology, ranks, steps)
+    measurements = run_ranks(job, ranks, patience=600.0)
+    _, network, nbytes = measurements[0]
+    return Rehearsed(tuple(local for local, _, _ in measurements), network, nbytes)
 
 
 def _rehearse(
@@ -85,7 +70,8 @@ def _rehearse(
     rank: int,
     meet: str,
     send: Send,
-) -> None:
+) -> tuple[float, float, int]:
+    """Seconds of local work and of the network, and bytes received, of one rank."""
     share_cores()
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -98,7 +84,7 @@ def _rehearse(
         times = [_seconds(step) for _ in range(steps + 1)]
     events = [slot.event for slot in recorded.slots]
     network = sum(event.seconds for event in events if event.queue == "network")
-    send(_RankMeasurement(rank, statistics.median(times[1:]), network, recorded.nbytes))
+    return statistics.median(times[1:]), network, recorded.nbytes
 
 
 def _meet_all(meet: str, ranks: int) -> None:

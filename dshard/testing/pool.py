@@ -13,34 +13,25 @@ ranks. Process groups cost about 10 ms and some file descriptors each, so cache 
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
-import pickle
-import signal
-import tempfile
-import time
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from pathlib import Path
+import socket
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch.distributed import Backend, TCPStore  # type: ignore[attr-defined]
 
+from dshard.comm import share_cores
 from dshard.errors import RankError
-from dshard.testing.rank import Answer, Failure, Kind, Outcome, collectives_begun, dumps, join, serve
+from dshard.launch.processes import Answer, Failure, Kind, Processes, failures_of, request
 from dshard.validate import as_int, as_number, check_callable, check_one_of
 
 __all__ = ["RankPool", "rank_pool"]
 
 _T = TypeVar("_T")
 _START_LIMIT = 120.0  # seconds: n processes import torch, maybe on two cores
-_GRACE = {Kind.EXITED: 0.5, Kind.RAISED: 2.0}  # seconds, at least, for the other ranks once one has failed
 _PROBE_LIMIT = 2.0  # seconds for idle ranks to answer how many collectives they have begun
 _MAX_SHARED = 2  # shared pools alive: a rank that has imported torch holds about 200 MB
 
@@ -61,19 +52,17 @@ class RankPool:
         self.n_ranks = n_ranks
         self.backend = backend
         self.timeout = timeout
-        self._workers: tuple[_Worker, ...] = ()
-        self._end: Callable[[], object] = _end_nothing
+        self._processes: Processes | None = None
 
     def run(self, fn: Callable[..., _T], *args: object, timeout: float | None = None) -> list[_T]:
         """Call `fn(*args)` on every rank; return the results in rank order, with tensors on the CPU."""
         check_callable(fn, "what ranks run", "give a function that is defined at module level")
-        request = _request(fn, args)
+        call = request(fn, *args)
         try:
-            if not self._workers:
-                self._start()
-            outcomes = self._exchange(request, self.timeout if timeout is None else timeout)
-            failures = _failures(outcomes)
-            if failures and not self._in_step(failures):
+            processes = self._processes or self._start()
+            outcomes = processes.call([call] * self.n_ranks, self.timeout if timeout is None else timeout)
+            failures = failures_of(outcomes)
+            if failures and not self._in_step(processes, failures):
                 self.close()
         except BaseException:
             self.close()
@@ -84,8 +73,9 @@ class RankPool:
 
     def close(self) -> None:
         """End the processes; the next call of `run` starts new ones."""
-        self._workers = ()
-        self._end()
+        if self._processes is not None:
+            self._processes.close()
+            self._processes = None
 
     def __enter__(self) -> RankPool:
         return self
@@ -96,30 +86,21 @@ class RankPool:
     def __repr__(self) -> str:
         return f"RankPool({self.n_ranks}, backend={self.backend!r}, timeout={self.timeout})"
 
-    def _start(self) -> None:
+    def _start(self) -> Processes:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        directory = tempfile.TemporaryDirectory(prefix="dshard-ranks-")
-        workers: list[_Worker] = []
-        self._end = weakref.finalize(self, _end, workers, directory, store)
-        for rank in range(self.n_ranks):
-            stack = Path(directory.name, f"{rank}.txt")
-            workers.append(_launch(partial(join, rank, self.n_ranks, self.backend, store.port), stack))
-        self._workers = tuple(workers)
-        failures = _failures(_collect(self._workers, _START_LIMIT))
+        self._processes = processes = Processes(self.n_ranks, "spawn", kept=store)
+        calls = [request(_join, rank, self.n_ranks, self.backend, store.port) for rank in range(self.n_ranks)]
+        failures = failures_of(processes.call(calls, _START_LIMIT))
         if failures:
             hint = 'a script that starts a pool must be a file with `if __name__ == "__main__":`'
             raise RankError(f"cannot start {self!r} ({hint}): {_report(failures)}")
+        return processes
 
-    def _exchange(self, request: bytes, limit: float) -> list[Outcome]:
-        for worker in self._workers:
-            worker.send(request)
-        return _collect(self._workers, limit)
-
-    def _in_step(self, failures: dict[int, Failure]) -> bool:
+    def _in_step(self, processes: Processes, failures: dict[int, Failure]) -> bool:
         """Whether the ranks are all alive and have begun equally many collectives, so that the next will match."""
         if any(failure.kind is not Kind.RAISED for failure in failures.values()):
             return False
-        outcomes = self._exchange(_request(collectives_begun, ()), _PROBE_LIMIT)
+        outcomes = processes.call([request(collectives_begun)] * self.n_ranks, _PROBE_LIMIT)
         counts = [outcome.value for outcome in outcomes if isinstance(outcome, Answer)]
         begun = {pair for count in counts for pair in count.items()}
         return len(counts) == self.n_ranks and len(begun) == len({group for group, _ in begun})
@@ -137,88 +118,22 @@ def rank_pool(n_ranks: int) -> RankPool:
     return pool
 
 
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    process: SpawnProcess
-    pipe: Connection
-    stack: Path
-
-    def send(self, request: bytes) -> None:
-        with contextlib.suppress(OSError):  # dead: receive() reports it
-            self.pipe.send_bytes(request)
-
-    def receive(self) -> Outcome:
-        try:
-            reply = self.pipe.recv_bytes()
-        except (EOFError, OSError):
-            self.process.join(timeout=1.0)
-            return Failure(Kind.EXITED, f"exited with {_code(self.process.exitcode)}", self.where())
-        outcome: Outcome = pickle.loads(reply)
-        return outcome
-
-    def where(self) -> str:
-        """The stack that the rank has dumped, without dshard's frames below the function."""
-        return self.stack.read_text().partition(f'  File "{serve.__code__.co_filename}"')[0]
+def _join(rank: int, n_ranks: int, backend: str, port: int) -> None:
+    """Initialise torch.distributed over the loopback, meeting the others at the store on `port`."""
+    share_cores()
+    if "nccl" in backend:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    for _, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=n_ranks)
 
 
-def _launch(join: Callable[[], None], stack: Path) -> _Worker:
-    stack.touch()
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(join, theirs, str(stack)), daemon=True)
-    process.start()
-    theirs.close()
-    return _Worker(process, ours, stack)
-
-
-def _collect(workers: Sequence[_Worker], limit: float) -> list[Outcome]:
-    """Wait up to `limit` seconds for one outcome of each rank; once a rank has failed, only a short time longer."""
-    start = time.monotonic()
-    deadline = start + limit
-    outcomes: dict[int, Outcome] = {}
-    ranks = {worker.pipe: rank for rank, worker in enumerate(workers)}
-    while ranks and (ready := wait(list(ranks), max(0.0, deadline - time.monotonic()))):
-        for pipe in [pipe for pipe in ranks if pipe in ready]:
-            rank = ranks.pop(pipe)
-            outcomes[rank] = outcome = workers[rank].receive()
-            if isinstance(outcome, Failure):
-                now = time.monotonic()
-                deadline = min(deadline, now + max(_GRACE[outcome.kind], now - start))
-    what = f"had not answered after {time.monotonic() - start:.1f} s"
-    stacks = _stacks([workers[rank] for rank in ranks.values()])
-    outcomes |= {rank: Failure(Kind.WAITING, what, stack) for rank, stack in zip(ranks.values(), stacks, strict=True)}
-    return [outcomes[rank] for rank in range(len(workers))]
-
-
-def _stacks(workers: Sequence[_Worker]) -> list[str]:
-    """The current Python stack of each worker; "" where the platform cannot dump it."""
-    if not hasattr(signal, "SIGUSR1"):
-        return ["" for _ in workers]
-    for worker in workers:
-        if worker.process.pid is not None:
-            os.kill(worker.process.pid, signal.SIGUSR1)
-    deadline = time.monotonic() + 1.0
-    while not all(worker.where() for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return [worker.where() for worker in workers]
-
-
-def _end(workers: Iterable[_Worker], directory: tempfile.TemporaryDirectory[str], store: TCPStore) -> None:
-    for worker in workers:
-        worker.process.kill()
-    for worker in workers:
-        worker.process.join()
-        worker.process.close()
-        worker.pipe.close()
-    directory.cleanup()
-    del store  # held until the ranks that use it are gone
-
-
-def _end_nothing() -> None: ...
-
-
-def _failures(outcomes: Sequence[Outcome]) -> dict[int, Failure]:
-    return {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, Failure)}
+def collectives_begun() -> dict[str, int]:
+    """The number of collectives that this rank has begun on each of its process groups, by the group's name."""
+    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
+    return {name: group._get_sequence_number_for_group() for group, name in names.items()}
 
 
 def _report(failures: dict[int, Failure]) -> str:
@@ -238,16 +153,3 @@ def _report(failures: dict[int, Failure]) -> str:
 
 def _names(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _code(code: int | None) -> str:
-    return f"code {code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"code {code}"
-
-
-def _request(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
-    try:
-        return dumps((fn, args))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        name = getattr(fn, "__qualname__", fn)
-        way_out = "define the function at module level (no lambda, no closure) and pass what it needs as arguments"
-        raise RankError(f"cannot send {name} to the ranks: {error}; {way_out}") from error

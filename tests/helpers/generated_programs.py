@@ -43,7 +43,7 @@ from dshard.comm import bind, local_shard, plain
 from dshard.errors import DShardError, RankError
 from dshard.layout import parse_layout, replicated
 from dshard.testing import RankPool, distribute, rank_pool, simulated, whole
-from dshard.testing.rank import collectives_begun
+from dshard.testing.pool import collectives_begun
 
 Names: TypeAlias = dict[str, Any]
 
