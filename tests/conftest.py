@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from dshard.testing import RankPool, rank_pool
 
-settings.register_profile("default", max_examples=30, deadline=None, derandomize=True, database=None)
+settings.register_profile("default", max_examples=16, deadline=None, derandomize=True, database=None)
 settings.register_profile(
     "thorough",
     max_examples=1000,

@@ -113,7 +113,7 @@ def compiled_block(name: str, layout: str, backend: str, batch: int = 4) -> None
         assert not torch._dynamo.utils.counters["graph_break"]
 
 
-QUICK = [("gpt", "megatron with data"), ("llama", "atp")]
+QUICK = [("gpt", "megatron with data"), pytest.param("llama", "atp", marks=pytest.mark.thorough)]
 
 
 @pytest.mark.parametrize(("name", "layout"), QUICK)
