@@ -15,6 +15,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -27,7 +28,7 @@ from math import inf
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -124,11 +125,13 @@ def _answer(call: bytes) -> bytes:
         return _dumps(raised(error))
 
 
-def _serve(pipe: Connection, stack: str) -> None:
-    """Run a rank: answer calls until the parent is gone.
+def _serve(pipe: Connection, stack: str, environment: dict[str, str]) -> None:
+    """Run a rank in this environment: answer calls until the parent is gone.
 
     The signal SIGUSR1, or a crash, writes the Python stack to the file `stack`.
     """
+    os.environ.clear()  # of the server, which was forked from the parent at another time
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the parent ends us
     _PARENT[:] = [pipe]
     threading.Thread(target=_exit_with_parent, args=(os.path.dirname(stack),), daemon=True).start()
@@ -179,17 +182,18 @@ _GRACE = {Kind.EXITED: 0.5, Kind.RAISED: 2.0}  # seconds, at least, for the othe
 class Processes:
     """`n` processes, one for each rank, which end when they are closed or when nothing refers to this object.
 
-    "forkserver" imports torch once for all of them, "spawn" gives each the environment as it is now. `kept` is kept
-    until they have ended, and so is `folder`, for files of theirs.
+    On Linux a server imports torch and dshard once for all of them; each has the environment as it is now, but what is
+    read from it at import is what it was for the first. `kept` is kept until they have ended, and so is `folder`, for
+    files of theirs.
     """
 
-    def __init__(self, n: int, method: Literal["spawn", "forkserver"], kept: object = None) -> None:
+    def __init__(self, n: int, kept: object = None) -> None:
         directory = tempfile.TemporaryDirectory(prefix="dshard-ranks-")
         self.folder = Path(directory.name)
         self._ranks: list[_Rank] = []
         self.close = weakref.finalize(self, _end, self._ranks, directory, kept)
         for rank in range(n):
-            self._ranks.append(_start(method, self.folder / f"{rank}.txt"))
+            self._ranks.append(_start(self.folder / f"{rank}.txt"))
 
     def call(
         self,
@@ -241,13 +245,12 @@ class Processes:
         return [rank.where() for rank in ranks]
 
 
-def _start(method: Literal["spawn", "forkserver"], stack: Path) -> _Rank:
+def _start(stack: Path) -> _Rank:
     stack.touch()
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload([__name__])
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe()
-    process: BaseProcess = context.Process(target=_serve, args=(theirs, str(stack)), daemon=True)  # type: ignore[attr-defined]
+    process: BaseProcess = context.Process(target=_serve, args=(theirs, str(stack), dict(os.environ)), daemon=True)  # type: ignore[attr-defined]
     process.start()
     theirs.close()
     return _Rank(process, ours, stack)

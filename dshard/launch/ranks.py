@@ -26,7 +26,7 @@ def run_ranks(job: Job[T], n: int, hear: Callable[[Any], object] | None = None, 
     Raises:
         RankError: a rank raised, was killed, or all were silent for `patience` seconds.
     """
-    processes = Processes(n, "forkserver")
+    processes = Processes(n)
     try:
         meet = (processes.folder / "meet").as_uri()
         requests = [request(_run, job, rank, meet) for rank in range(n)]

@@ -88,7 +88,7 @@ class RankPool:
 
     def _start(self) -> Processes:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._processes = processes = Processes(self.n_ranks, "spawn", kept=store)
+        self._processes = processes = Processes(self.n_ranks, kept=store)
         calls = [request(_join, rank, self.n_ranks, self.backend, store.port) for rank in range(self.n_ranks)]
         failures = failures_of(processes.call(calls, _START_LIMIT))
         if failures:
