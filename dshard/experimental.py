@@ -241,10 +241,10 @@ class _Rows:
         self.terms: list[list[tuple[str, ...]]] = [
             [(f"t{i}d{dim}",) for dim in range(len(shape))] for i, shape in enumerate(self.shapes)
         ]
-        self.whole = {name for term in self.terms for dim in term for name in dim}
+        self.unsharded = {name for term in self.terms for dim in term for name in dim}
         self.reduce: dict[int, ReduceOp] = {}
         self.sizes: list[tuple[str, int]] = []
-        self.pending: list[PassThrough] = []
+        self.passes: list[PassThrough] = []
         self.factors = 0
 
     def of_tensors(self, ins: list[Placement | None]) -> list[Placement | None]:
@@ -279,11 +279,11 @@ class _Rows:
             if split or len(out_reductions) != n or len(ops) > 1:
                 self.drop(outs, ins)
             else:
-                self.pending.append(PassThrough(frozenset(i for i, _ in partials), (partials[0][1],)))
+                self.passes.append(PassThrough(frozenset(i for i, _ in partials), (partials[0][1],)))
         elif split:
             agrees = all(self.reduce.get(i, op) == op for i, op in out_reductions.items())
             whole_out = any(isinstance(p, Replicate) for p in outs)
-            if whole_out or not agrees or any(self.terms[i][dim][0] not in self.whole for i, dim in split):
+            if whole_out or not agrees or any(self.terms[i][dim][0] not in self.unsharded for i, dim in split):
                 self.drop(outs, ins)
             else:
                 self.split(split, out_reductions)
@@ -302,7 +302,7 @@ class _Rows:
             if self.shapes[i][dim] > size:
                 inner = f"{name}t{i}d{dim}"
                 self.terms[i][dim] = (name, inner)
-                self.whole.add(inner)
+                self.unsharded.add(inner)
                 self.sizes.append((inner, self.shapes[i][dim] // size))
 
     def drop(self, outs: list[Placement | None], ins: list[Placement | None]) -> None:
@@ -321,8 +321,8 @@ class _Rows:
         return Rule(
             tuple(terms[n:]),
             tuple(terms[:n]),
-            frozenset(self.whole),
+            frozenset(self.unsharded),
             reduce,
-            tuple(self.pending),
+            tuple(self.passes),
             sizes=tuple(self.sizes),
         )

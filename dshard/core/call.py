@@ -13,7 +13,9 @@ from torch._ops import OpOverload
 from dshard.core.spec import Spec
 from dshard.layout import Shape
 from dshard.mesh import Coordinate
+from dshard.placements import ReduceOp
 from dshard.rules.rule import PassThrough, Rule
+from dshard.rules.rule_notation import parse_rule
 from dshard.rules.strategy import Strategy
 
 LocalOp: TypeAlias = Callable[..., Any]
@@ -51,6 +53,24 @@ class Call:
                     return self.args[i]
                 return self.kwargs.get(name, argument.default_value if argument.has_default_value() else default)
         return default
+
+    def rule(
+        self,
+        text: str,
+        *,
+        at: str | Sequence[int] | None = None,
+        same_size: bool = False,
+        reduce: ReduceOp | Sequence[ReduceOp] = "sum",
+        passes: tuple[PassThrough, ...] = (),
+    ) -> Rule:
+        """The rule that `text` says for the tensors of this call: see `dshard.rules.rule_notation.parse_rule`.
+
+        `at` are the dims between two `...`, or the name of the argument that says them.
+        """
+        if isinstance(at, str):
+            given = self.argument(at)
+            at = (given,) if isinstance(given, int) else tuple(given or ())
+        return parse_rule(text, self.shapes, self.out_shapes, at=at, same_size=same_size, reduce=reduce, passes=passes)
 
     def dim(self, name: str = "dim", ndim: int | None = None) -> int:
         """The argument `name` as a tensor dim counted from 0."""

@@ -39,7 +39,9 @@ from dshard.ops.custom import CUSTOM, RULED
 from dshard.ops.decompositions import decomposition_of
 from dshard.ops.matmul import rules as matmul
 from dshard.placements import ReduceOp
-from dshard.rules.rule import PassThrough, Rule, parse_rule
+from dshard.rules.rule import Rule
+from dshard.rules.rule import linear as linear_in
+from dshard.rules.rule_notation import Side, parse_rule, read_rule
 from dshard.validate import as_int, as_tuple, check_type, suggestion
 
 TABLES: tuple[dict[str, Operator], ...] = (
@@ -67,7 +69,7 @@ def register_rule(
     reduce: ReduceOp | Sequence[ReduceOp] = "sum",
     linear: Sequence[int] = (),
 ) -> None:
-    """Teach dshard an operator in one line of the rule notation (see `dshard.rules.rule`).
+    """Teach dshard an operator in one line of the rule notation (see `dshard.rules.rule_notation`).
 
     `op` is the operator's qualified name, such as "mylib::fused"; all its overloads get the rule. `reduce` is the
     reduction of sharded factors that an output lacks, `linear` the operands through each of which a partial sum passes.
@@ -82,19 +84,19 @@ def register_rule(
     if not isinstance(op, str) or "::" not in op:
         raise NotationError(f"{op!r} is no operator name: write namespace::name, such as 'mylib::fused'")
     check_type(rule, str, f"the rule of {op}", "write it like 'm k, k n -> m n'", NotationError)
-    left = rule.partition("->")[0]
-    operands = len(left.split(",")) if left.strip() else 0
-    outputs = _check_rule(rule, operands, reduce)
+    operands, outputs = read_rule(rule)
+    _check_rule(rule, reduce)
     operands_given = as_tuple(linear, "linear", "give the numbers of operands, such as (0,)", NotationError)
     linear = [as_int(operand, "linear: an operand", NotationError) for operand in operands_given]
-    unknown = [operand for operand in linear if not 0 <= operand < operands]
+    n = len(operands.terms)
+    unknown = [operand for operand in linear if operand < 0 or (operand >= n and operands.repeated is None)]
     if unknown:
-        raise NotationError(f"the rule {rule!r} has no operand {unknown[0]}: linear counts its {operands} from 0")
+        raise NotationError(f"the rule {rule!r} has no operand {unknown[0]}: linear counts its {n} from 0")
     _check_schema(op, rule, operands, outputs)
-    pending = tuple(PassThrough(frozenset({operand})) for operand in linear)
+    passes = linear_in(*linear)
 
     def rule_of(call: Call) -> Rule:
-        return parse_rule(rule, call.shapes, reduce=reduce, pending=pending)
+        return call.rule(rule, reduce=reduce, passes=passes)
 
     register(op, Operator(rule_of), rule)
 
@@ -139,7 +141,7 @@ def _first_line(op: Operator) -> str:
     return (op.rule.__doc__ or "").partition("\n")[0]
 
 
-def _check_schema(op: str, rule: str, operands: int, outputs: int) -> None:
+def _check_schema(op: str, rule: str, operands: Side, outputs: Side) -> None:
     """Refuse an operator that does not exist, or whose overloads have other numbers of operands and outputs."""
     namespace, _, name = op.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name, None) if name.isidentifier() else None
@@ -152,17 +154,23 @@ def _check_schema(op: str, rule: str, operands: int, outputs: int) -> None:
             f"{suggestion(op, names)}"
         )
     schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
-    counts = [
-        (_tensor_counts([a.type for a in s.arguments if not a.is_out]), _tensor_counts([r.type for r in s.returns]))
-        for s in schemas
-    ]
+    given = [_tensor_counts([argument.type for argument in s.arguments if not argument.is_out]) for s in schemas]
+    made = [_tensor_counts([result.type for result in s.returns]) for s in schemas]
     if not any(
-        low <= operands <= high and (not rest or least <= outputs <= rest) for (low, high), (least, rest) in counts
+        _fits(operands, low, high) and (not rest or _fits(outputs, least, rest))
+        for (low, high), (least, rest) in zip(given, made, strict=True)
     ):
         raise NotationError(
-            f"the rule {rule!r} has {operands} operands and {outputs} outputs, but {op} is {schemas[0]}: "
+            f"the rule {rule!r} has {len(operands.terms)} operands and {len(outputs.terms)} outputs, but {op} is "
+            f"{schemas[0]}: "
             "give a term for each tensor, in their order"
         )
+
+
+def _fits(side: Side, fewest: float, most: float) -> bool:
+    """Whether there are terms for so many tensors."""
+    n = len(side.terms)
+    return fewest <= n <= most if side.repeated is None else n - 1 <= most
 
 
 def _tensor_counts(types: Sequence[Any]) -> tuple[float, float]:
@@ -173,29 +181,17 @@ def _tensor_counts(types: Sequence[Any]) -> tuple[float, float]:
     return fewest, inf if many else fewest + kinds.count("Optional[Tensor]")
 
 
-def _check_rule(rule: str, operands: int, reduce: ReduceOp | Sequence[ReduceOp]) -> int:
-    """The number of outputs of a rule; reads it with operands that fit, so that a mistake shows at registration."""
-    left = rule.partition("->")[0]
-    terms = [part.replace("(", " ( ").split() for part in left.split(",")][:operands]
-    depth = [_ndim(term) for term in terms]
-    parsed = parse_rule(rule, [(2,) * n for n in depth], reduce=reduce)
+def _check_rule(rule: str, reduce: ReduceOp | Sequence[ReduceOp]) -> None:
+    """Read a rule with operands that fit, so that a mistake shows at registration."""
+    parsed = parse_rule(rule, read_rule(rule)[0].example(), reduce=reduce)
     if len(parsed.reduce) not in (1, len(parsed.outputs)):
         raise NotationError(f"the rule {rule!r} has {len(parsed.outputs)} outputs: give one reduction, or one for each")
     inputs = {name for term in parsed.inputs for dim in term for name in dim}
-    new = sorted({name for term in parsed.outputs for dim in term for name in dim} - inputs - parsed.whole)
-    if new and not any("..." in token for token in rule.split()):
+    new = sorted({name for term in parsed.outputs for dim in term for name in dim} - inputs - parsed.unsharded)
+    if new:
         raise NotationError(
             f"the rule {rule!r} splits {new[0]!r}, which no operand has: write it [{new[0]}], so that it stays whole"
         )
-    return len(parsed.outputs)
-
-
-def _ndim(tokens: list[str]) -> int:
-    text = " ".join(tokens)
-    while "(" in text and ")" in text:
-        start, end = text.index("("), text.index(")")
-        text = f"{text[:start]} merged {text[end + 1 :]}"
-    return len([token for token in text.split() if token != "..."])
 
 
 @cache

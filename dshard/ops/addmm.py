@@ -18,7 +18,7 @@ def plus(a: str, b: str, out: str) -> Operator:
         """A product to which something is added, once."""
         bias = tuple(result[int(dim[0])] if dim else () for dim in aligned(call.shapes[0], call.out_shapes[0]))
         pending = tuple(PassThrough(frozenset({0, factor}), LINEAR) for factor in (1, 2))
-        return Rule((bias, left, right), (result,), pending=pending)
+        return Rule((bias, left, right), (result,), passes=pending)
 
     return Operator(rule, once)
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dshard.layout import Shape
-from dshard.rules.rule import Rule, parse_rule
+from dshard.rules.rule import Rule
+from dshard.rules.rule_notation import parse_rule
 
 
 def attention_rule(shapes: Sequence[Shape], gqa: bool) -> Rule:

@@ -30,7 +30,7 @@ def leading(count: Callable[[int], int], passes: tuple[int, ...] = ()) -> Callab
             tuple((*term, *((),) * (len(shape) - len(term))) for shape in shapes)
             for shapes in (call.shapes, call.out_shapes)
         )
-        return Rule(inputs, outputs, pending=linear(*(i for i in passes if i < len(inputs))))
+        return Rule(inputs, outputs, passes=linear(*(i for i in passes if i < len(inputs))))
 
     return rule
 
@@ -38,7 +38,7 @@ def leading(count: Callable[[int], int], passes: tuple[int, ...] = ()) -> Callab
 def transformed(call: Call) -> Rule:
     """Fourier transforms: the dims that are transformed stay whole. They are linear."""
     term = kept(len(call.shapes[0]), dims_of(call, "dim", len(call.shapes[0])))
-    return Rule((term,), (term,), pending=linear(0))
+    return Rule((term,), (term,), passes=linear(0))
 
 
 def all_whole(call: Call) -> Rule:

@@ -19,14 +19,14 @@ def cat(call: Call) -> Rule:
     ndim = len(call.out_shapes[0])
     term = kept(ndim, (call.dim(ndim=ndim),))
     inputs = tuple(term if len(shape) == ndim else ((),) for shape in call.shapes)
-    return Rule(inputs, (term,), pending=_together(call))
+    return Rule(inputs, (term,), passes=_together(call))
 
 
 def stack(call: Call) -> Rule:
     """A new dim of one index for each operand."""
     ndim = len(call.shapes[0])
     term, at = names(ndim), call.dim(ndim=ndim + 1)
-    return Rule((term,) * len(call.specs), ((*term[:at], (), *term[at:]),), pending=_together(call))
+    return Rule((term,) * len(call.specs), ((*term[:at], (), *term[at:]),), passes=_together(call))
 
 
 def _together(call: Call) -> tuple[PassThrough, ...]:
@@ -62,7 +62,7 @@ def pad(call: Call) -> Rule:
     changed = [len(src) - 1 - i for i in range(len(pads) // 2) if pads[2 * i] or pads[2 * i + 1]]
     term = kept(len(src), changed)
     passing = ANY if call.argument("value") == 0 else SAME_WHEN_EQUAL
-    return Rule((term,), (term,), pending=(PassThrough(frozenset({0}), passing),))
+    return Rule((term,), (term,), passes=(PassThrough(frozenset({0}), passing),))
 
 
 def triangle(call: Call) -> Rule:

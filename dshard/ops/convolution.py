@@ -42,7 +42,7 @@ def convolution(call: Call) -> Rule:
     x, weight, bias, out = _terms(call, 0)
     if len(call.specs) == 3:
         return _grouped(call, 0, (x, weight, bias), (out,))
-    return _grouped(call, 0, (x, weight), (out,), pending=linear(0, 1))
+    return _grouped(call, 0, (x, weight), (out,), passes=linear(0, 1))
 
 
 def convolution_backward(call: Call) -> Rule:
@@ -51,7 +51,7 @@ def convolution_backward(call: Call) -> Rule:
     outputs = tuple(
         term for term, wanted in zip((x, weight, bias), call.argument("output_mask"), strict=True) if wanted
     )
-    return _grouped(call, 1, (out, x, weight), outputs, pending=linear(0))
+    return _grouped(call, 1, (out, x, weight), outputs, passes=linear(0))
 
 
 def forward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:

@@ -34,11 +34,11 @@ def gather(call: Call) -> Rule:
     """Each output element reads its own row: dims of index and operand align, but for the one that is looked up."""
     src, index = call.shapes
     if len(src) != len(index) or not src:
-        return Rule(_whole(src, index), _whole(*call.out_shapes), pending=PASS)
+        return Rule(_whole(src, index), _whole(*call.out_shapes), passes=PASS)
     dim = call.dim()
     term = _shared(dim, src, index)
     out = (*term[:dim], ("index",), *term[dim + 1 :])
-    return Rule((_at(term, dim), out), (out,), pending=PASS)
+    return Rule((_at(term, dim), out), (out,), passes=PASS)
 
 
 def _at(term: Term, dim: int) -> Term:
@@ -50,10 +50,10 @@ def scatter(call: Call) -> Rule:
     """Each element of the source is written to its own row."""
     pending = _scatter_pending(call)
     if len(set(map(len, call.shapes))) > 1 or not call.shapes[0]:
-        return Rule(_whole(*call.shapes), _whole(*call.out_shapes), pending=pending)
+        return Rule(_whole(*call.shapes), _whole(*call.out_shapes), passes=pending)
     term = _shared(call.dim(), *call.shapes)
     held = _at(term, call.dim())
-    return Rule((held, *(term,) * (len(call.specs) - 1)), (held,), pending=pending)
+    return Rule((held, *(term,) * (len(call.specs) - 1)), (held,), passes=pending)
 
 
 def _scatter_pending(call: Call) -> tuple[PassThrough, ...]:
@@ -74,11 +74,11 @@ def index_select(call: Call) -> Rule:
     """Rows at some indices."""
     src, index = call.shapes
     if not src or not index:
-        return Rule(_whole(src, index), _whole(*call.out_shapes), pending=PASS)
+        return Rule(_whole(src, index), _whole(*call.out_shapes), passes=PASS)
     dim = call.dim()
     term = kept(len(src), (dim,))
     out = (*term[:dim], ("index",), *term[dim + 1 :])
-    return Rule((_at(term, dim), (("index",),)), (out,), pending=PASS)
+    return Rule((_at(term, dim), (("index",),)), (out,), passes=PASS)
 
 
 def index_write(call: Call) -> Rule:
@@ -89,7 +89,7 @@ def index_write(call: Call) -> Rule:
     term = kept(len(src), (call.dim(),))
     rows_term = term if len(rows) == len(src) else _whole(rows)[0]
     held = _at(term, call.dim()) if src else term
-    return Rule((held, *_whole(index), rows_term), (held,), pending=pending)
+    return Rule((held, *_whole(index), rows_term), (held,), passes=pending)
 
 
 def index_fill(call: Call) -> Rule:
@@ -97,7 +97,7 @@ def index_fill(call: Call) -> Rule:
     term = kept(len(call.shapes[0]), (call.dim(),))
     pending = _overwritten(call) if len(call.specs) == 2 else ()
     held = _at(term, call.dim()) if term else term
-    return Rule((held, *_whole(*call.shapes[1:])), (held,), pending=pending)
+    return Rule((held, *_whole(*call.shapes[1:])), (held,), passes=pending)
 
 
 # -- x[i, :, j]
@@ -110,7 +110,7 @@ def index(call: Call) -> Rule:
     inner = tuple((f"i{k}",) for k in range(len(spread)))
     terms = tuple(_right(shape, spread, inner) for shape in shapes)
     where = _positions(call)
-    return Rule((_held(src, where), *terms), (_result(len(src), where, inner),), pending=PASS)
+    return Rule((_held(src, where), *terms), (_result(len(src), where, inner),), passes=PASS)
 
 
 def index_put(call: Call) -> Rule:
@@ -122,7 +122,7 @@ def index_put(call: Call) -> Rule:
     sizes = _result(len(src), where, spread, src)
     pending = (PassThrough(frozenset({0, len(call.specs) - 1}), LINEAR if call.argument("accumulate") else ANY),)
     inputs = (_held(src, where), *_whole(*shapes), _right(values, sizes, out))
-    return Rule(inputs, (inputs[0],), pending=pending)
+    return Rule(inputs, (inputs[0],), passes=pending)
 
 
 def _held(src: Shape, where: list[int]) -> Term:

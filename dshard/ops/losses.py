@@ -29,7 +29,7 @@ def loss(call: Call) -> Rule:
 def loss_backward(call: Call) -> Rule:
     """Loss gradient and the operands -> gradient of the first operand."""
     out = call.out_shapes[0]
-    return Rule(tuple(aligned(operand, out) for operand in call.shapes), (names(len(out)),), pending=linear(0))
+    return Rule(tuple(aligned(operand, out) for operand in call.shapes), (names(len(out)),), passes=linear(0))
 
 
 def mean_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:

@@ -40,7 +40,7 @@ def layer_norm_backward(call: Call) -> Rule:
     whole = frozenset(name for dim in parameter for name in dim)
     inputs = (term, term, statistics, statistics, *(parameter,) * (len(call.specs) - 4))
     wanted = zip((term, parameter, parameter), call.argument("output_mask"), strict=True)
-    return Rule(inputs, tuple(out for out, is_wanted in wanted if is_wanted), whole, pending=linear(0))
+    return Rule(inputs, tuple(out for out, is_wanted in wanted if is_wanted), whole, passes=linear(0))
 
 
 def embedding(call: Call) -> Rule:
@@ -55,7 +55,7 @@ def embedding_rule(ndim: int) -> Rule:
     v h, i0 i1 -> i0 i1 h
     """
     indices = names(ndim, "i")
-    return Rule(((("v",), ("h",)), indices), ((*indices, ("h",)),), pending=linear(0))
+    return Rule(((("v",), ("h",)), indices), ((*indices, ("h",)),), passes=linear(0))
 
 
 def embedding_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
@@ -78,7 +78,7 @@ def embedding_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> 
 def embedding_backward(call: Call) -> Rule:
     """Gradient of the rows and their indices -> gradient of the table: a sum over the indices."""
     indices = names(len(call.shapes[1]), "i")
-    return Rule(((*indices, ("h",)), indices), ((("v",), ("h",)),), frozenset({"v"}), pending=linear(0))
+    return Rule(((*indices, ("h",)), indices), ((("v",), ("h",)),), frozenset({"v"}), passes=linear(0))
 
 
 def nll_loss(call: Call) -> Rule:
@@ -92,7 +92,7 @@ def nll_loss_backward(call: Call) -> Rule:
     """Loss gradient, log-probabilities, target (class weights), total weight -> gradient of the log-probabilities."""
     x, target, weights = _loss_terms(call, len(call.shapes[1]), len(call.specs) - 4)
     loss = target if call.argument("reduction") == 0 else ()
-    return Rule((loss, x, target, *weights, ()), (x,), pending=linear(0))
+    return Rule((loss, x, target, *weights, ()), (x,), passes=linear(0))
 
 
 def _loss_terms(call: Call, ndim: int, weights: int) -> tuple[Term, Term, tuple[Term, ...]]:

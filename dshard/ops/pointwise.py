@@ -13,7 +13,7 @@ def pointwise(call: Call) -> Rule:
     out = call.out_shapes[0]
     term = tuple((str(i),) for i in range(len(out)))
     inputs = tuple(aligned(shape, out) for shape in call.shapes)
-    return Rule(inputs, tuple(term for _ in call.outs), pending=passing(call))
+    return Rule(inputs, tuple(term for _ in call.outs), passes=passing(call))
 
 
 def passing(call: Call) -> tuple[PassThrough, ...]:

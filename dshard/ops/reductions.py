@@ -39,7 +39,7 @@ def reduction(call: Call, *reduce: ReduceOp, passes: tuple[ReduceOp, ...] = ()) 
     """Operands reduced dim by dim: a split one leaves the outputs pending; what is pending with `passes` stays so."""
     pending = (PassThrough(frozenset({0}), passes),) if passes else ()
     out = remaining(call)
-    return Rule((names(len(call.shapes[0])),), (out,) * len(call.outs), reduce=reduce, pending=pending)
+    return Rule((names(len(call.shapes[0])),), (out,) * len(call.outs), reduce=reduce, passes=pending)
 
 
 def total(call: Call) -> Rule:
@@ -166,7 +166,7 @@ def along(call: Call, passes: tuple[ReduceOp, ...] = ()) -> Rule:
     resized = tuple(("out",) if i in at else dim for i, dim in enumerate(term))
     outputs = tuple(_like(shape, call.shapes[0], term, short, resized) for shape in call.out_shapes)
     pending = (PassThrough(frozenset({0}), passes),) if passes else ()
-    return Rule((term,), outputs, frozenset({*map(str, at), "out"}), pending=pending)
+    return Rule((term,), outputs, frozenset({*map(str, at), "out"}), passes=pending)
 
 
 def _like(shape: tuple[int, ...], src: tuple[int, ...], term: Term, short: Term, resized: Term) -> Term:

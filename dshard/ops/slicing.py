@@ -70,7 +70,7 @@ def put_back(part: Part, ops: tuple[ReduceOp, ...] = ANY) -> Callable[[Call], Ru
     def rule(call: Call) -> Rule:
         """A part within zeros; the dim where it is put stays whole."""
         out, src = part(call, call.out_shapes[0], call.shapes[0])
-        return Rule((src,), (out,), pending=pending_all(1, ops))
+        return Rule((src,), (out,), passes=pending_all(1, ops))
 
     return rule
 
@@ -81,7 +81,7 @@ def replaced(part: Part) -> Callable[[Call], Rule]:
     def rule(call: Call) -> Rule:
         """A tensor with a part replaced; the dim of which it is taken stays whole."""
         src, new = part(call, *call.shapes)
-        return Rule((src, new), (src,), pending=pending_all(2, ANY))
+        return Rule((src, new), (src,), passes=pending_all(2, ANY))
 
     return rule
 

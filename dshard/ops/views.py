@@ -24,7 +24,7 @@ PASS = (PassThrough(frozenset({0}), ANY),)
 
 def moved(src: Term, *outputs: Term) -> Rule:
     """The rule of an operator that moves elements of one operand."""
-    return Rule((src,), outputs, pending=PASS)
+    return Rule((src,), outputs, passes=PASS)
 
 
 def kept(ndim: int, whole: Iterable[int] = ()) -> Term:
@@ -72,7 +72,7 @@ def reshape(call: Call) -> Rule:
     if call.argument("dtype") is not None:
         return _bits(call)
     rule = reshape_rule(src, dst)
-    return Rule(rule.inputs, rule.outputs, rule.whole, pending=PASS, sizes=rule.sizes)
+    return Rule(rule.inputs, rule.outputs, rule.unsharded, passes=PASS, sizes=rule.sizes)
 
 
 def _bits(call: Call) -> Rule:
@@ -201,19 +201,19 @@ def strided_of_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def as_real(call: Call) -> Rule:
     """Real and imaginary parts become a last dim."""
     term = names(len(call.shapes[0]))
-    return Rule((term,), ((*term, ()),), pending=(PassThrough(frozenset({0}), LINEAR),))
+    return Rule((term,), ((*term, ()),), passes=(PassThrough(frozenset({0}), LINEAR),))
 
 
 def as_complex(call: Call) -> Rule:
     """The last dim becomes one complex number."""
     term = names(len(call.out_shapes[0]))
-    return Rule(((*term, ()),), (term,), pending=(PassThrough(frozenset({0}), LINEAR),))
+    return Rule(((*term, ()),), (term,), passes=(PassThrough(frozenset({0}), LINEAR),))
 
 
 def conjugate(call: Call) -> Rule:
     """Every element by itself."""
     term = names(len(call.shapes[0]))
-    return Rule((term,), (term,), pending=(PassThrough(frozenset({0}), LINEAR),))
+    return Rule((term,), (term,), passes=(PassThrough(frozenset({0}), LINEAR),))
 
 
 def done_now(operator: LocalOp) -> Kernel:

@@ -81,16 +81,16 @@ def rows_of_axis(rule: Rule, operands: Sequence[Operand], axis: int) -> list[Row
     for i, operand in enumerate(operands):
         match operand.layout.placements[axis]:
             case Shard(dim):
-                rows |= dict.fromkeys(factor for factor in rule.inputs[i][dim] if factor not in rule.whole)
+                rows |= dict.fromkeys(factor for factor in rule.inputs[i][dim] if factor not in rule.unsharded)
             case Partial(op):
                 rows |= dict.fromkeys(
-                    PassThrough(p.operands, (op,)) for p in rule.pending if i in p.operands and op in p.ops
+                    PassThrough(p.operands, (op,)) for p in rule.passes if i in p.operands and op in p.ops
                 )
             case Replicate():
                 pass
     if rule.loops:
         terms = (*rule.inputs, *rule.outputs)
-        rows |= dict.fromkeys(name for term in terms for dim in term for name in dim if name not in rule.whole)
+        rows |= dict.fromkeys(name for term in terms for dim in term for name in dim if name not in rule.unsharded)
     return list(rows)
 
 
@@ -148,7 +148,7 @@ def expand(
         outputs = tuple(
             _layout(mesh, term, order, _output_rest(rule, i, assignment)) for i, term in enumerate(rule.outputs)
         )
-    except LayoutError:  # different reductions would be pending together
+    except LayoutError:  # one tensor would be partial by two reductions
         return None
     gradients = tuple(_layout(mesh, term, order, _gradient_rest(i, assignment)) for i, term in enumerate(rule.inputs))
     return Expansion(inputs, outputs, gradients, assignment, order)

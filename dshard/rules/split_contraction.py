@@ -50,7 +50,7 @@ def split_contraction(rule: Rule, operands: Sequence[Operand]) -> SplitContracti
     sizes = (*sizes, size // prod(sizes))
     names: tuple[Dim, ...] = tuple((f"{shared[0][0]}.{i}",) for i in range(len(sizes)))
     terms = [_replaced(term, dim, names) for term, dim in zip((a, b), dims, strict=True)]
-    cut_rule = Rule((terms[0], terms[1]), rule.outputs, pending=rule.pending, loops=True)
+    cut_rule = Rule((terms[0], terms[1]), rule.outputs, passes=rule.passes, loops=True)
     pair = [_cut(operand, dim, sizes) for operand, dim in zip(operands, dims, strict=False)]
     return SplitContraction(cut_rule, dims, sizes, (pair[0], pair[1]))
 

@@ -124,7 +124,7 @@ def suggestive(rule: Rule, specs: Sequence[Spec], mesh: Mesh) -> Iterator[list[O
 
 
 def _suggestive_placements(rule: Rule, operand: int, ndim: int) -> list[Placement]:
-    ops = {op for pending in rule.pending if operand in pending.operands for op in pending.ops}
+    ops = {op for passed in rule.passes if operand in passed.operands for op in passed.ops}
     return [*map(Shard, range(ndim)), *map(Partial, sorted(ops))]
 
 

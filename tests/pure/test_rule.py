@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard import NotationError, ShapeError, register_rule
-from dshard.rules.rule import PassThrough, Rule, linear, parse_rule
+from dshard.rules.rule import PassThrough, Rule, linear
+from dshard.rules.rule_notation import parse_rule
 
 FACTORS = st.sampled_from("abcdefg")
 
@@ -44,7 +45,7 @@ def test_a_rule_names_the_factors_of_each_dim() -> None:
 
     assert rule.inputs == ((("b",), ("s",), ("h",)), (("k",), ("h",)))
     assert rule.outputs == ((("b", "s"), ("k",)),)
-    assert rule.whole == {"h"}
+    assert rule.unsharded == {"h"}
     assert str(rule) == "b s [h], k [h] -> (b s) k"
 
 
@@ -55,9 +56,38 @@ def test_leading_dims_align_at_the_right() -> None:
 
 
 def test_dims_of_size_one_are_broadcast() -> None:
-    assert str(parse_rule("... a, ... a -> ... a", [(2, 1, 4), (3, 1)])) == "_0 1 a, _1 1 -> _0 _1 a"
-    assert str(parse_rule("b 1 -> b h", [(2, 1)])) == "b 1 -> b h"
+    assert str(parse_rule("... a, ... a -> ... a", [(2, 1, 4), (3, 1)])) == "_0 [] a, _1 [] -> _0 _1 a"
+    assert str(parse_rule("b 1 -> b h", [(2, 1)])) == "b [] -> b h"
     assert str(parse_rule("a b -> a b", [(1, 1)])) == "a b -> a b"
+
+
+def test_dims_without_a_factor_are_not_sharded() -> None:
+    assert str(parse_rule("n [...], [] n -> n [...]", [(2, 3, 4), (5, 2)], [(2, 7)])) == "n [] [], [] n -> n []"
+    assert parse_rule("[...] -> [...] a", [(2, 3)], [(2,)]) == Rule((((), ()),), ((("a",),),))
+
+
+def test_a_starred_term_is_that_of_any_number_of_tensors() -> None:
+    assert str(parse_rule("a, *a b, c -> *a c", [(2,), (2, 3), (2, 3), (5,)], [(2, 5)] * 2)) == (
+        "a, a b, a b, c -> a c, a c"
+    )
+    assert str(parse_rule("a, *b -> a", [(2,)])) == "a -> a"
+
+
+def test_what_stands_between_two_ellipses_is_at_the_dims_that_a_call_names() -> None:
+    shape = (2, 3, 4)
+
+    assert str(parse_rule("... [d] ... -> ... [d] ...", [shape], at=[-2])) == "_0 [d] _1 -> _0 [d] _1"
+    assert str(parse_rule("... r ... -> ... ...", [shape], at=[2, 0])) == "r0 _0 r1 -> _0"
+    assert str(parse_rule("... [d] ... -> ... 1 ...", [shape], at=[0, 1])) == "[d0] [d1] _0 -> [] [] _0"
+    assert str(parse_rule("... ... -> ... 1 ...", [shape], [(2, 3, 1, 4)], at=[-2])) == "_0 _1 _2 -> _0 _1 [] _2"
+    assert str(parse_rule("... r ... -> ... ...", [()], at=[0])) == " -> "
+    assert str(parse_rule("... r ... -> ... ...", [shape], at=[])) == "_0 _1 _2 -> _0 _1 _2"
+
+
+def test_dims_that_differ_in_size_may_have_no_factor() -> None:
+    rule = parse_rule("... v ..., ... i ... -> ... i ...", [(2, 3, 4), (5, 3, 1)], [(5, 3, 1)], at=[0], same_size=True)
+
+    assert str(rule) == "v _0 [], i _0 [] -> i _0 []"
 
 
 def test_a_scalar_has_an_empty_term() -> None:
@@ -71,7 +101,7 @@ def test_what_is_reduced_how() -> None:
     assert parse_rule("a ->", [(3,)], reduce="max").reduce_of(0) == "max"
 
 
-def test_what_passes_through_pending() -> None:
+def test_which_partial_operands_pass_through() -> None:
     assert linear(0, 2) == (PassThrough(frozenset({0})), PassThrough(frozenset({2})))
     assert PassThrough(frozenset({0})).ops == ("sum", "avg")
 
@@ -81,8 +111,11 @@ def test_what_passes_through_pending() -> None:
     [
         ("a b", [(2, 2)], r"the rule 'a b' has no '->': write it like 'm k, k n -> m n'"),
         ("a, b -> a", [(2,)], r"has 2 operands, but 1 were given"),
-        ("a b -> a", [(2,)], r"gives an operand 2 dims, but it has 1"),
-        ("... a b -> a", [(2,)], r"gives an operand \d dims, but it has 1"),
+        ("a b -> a", [(2,)], r"gives a tensor 2 dims, but it has 1"),
+        ("... a b -> a", [(2,)], r"gives a tensor \d dims, but it has 1"),
+        ("... a ... -> a", [(2,)], r"has several '\.\.\.' in one term: it is not clear how many dims each is"),
+        ("*a, *b -> a", [(2,)], r"has several '\*' on one side: it is not clear how many tensors each is"),
+        ("a, *b, c -> a", [(2,)], r"has 2 operands, but 1 were given"),
         ("a$ -> a", [(2,)], r"cannot read '\$' in the rule"),
         ("(a b -> a", [(2,)], r"'\(' without '\)' in the rule"),
         ("a) -> a", [(2,)], r"'\)' without '\(' in the rule"),

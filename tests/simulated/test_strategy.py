@@ -20,7 +20,8 @@ from dshard.ops.composite import run_strategy
 from dshard.ops.matmul.rules import linear_rule, matmul_rule
 from dshard.placements import Replicate, Shard, chunk
 from dshard.rules.expand import Operand, merges
-from dshard.rules.rule import Rule, parse_rule
+from dshard.rules.rule import Rule
+from dshard.rules.rule_notation import parse_rule
 from dshard.rules.strategy import Constraints, Strategy, choose, completed_layout, strategies
 from dshard.testing import distribute, meshes, simulated, whole
 from dshard.testing.rule_rows import every_strategy
@@ -140,10 +141,10 @@ def test_what_is_kept_in_place_stays() -> None:
 
 def test_reductions_that_do_not_commute_are_no_strategy() -> None:
     rule = parse_rule("a b -> ", [(6, 6)], reduce="max")
-    pending = Rule(rule.inputs, rule.outputs, reduce=rule.reduce, pending=())
+    alone = Rule(rule.inputs, rule.outputs, reduce=rule.reduce, passes=())
     operands = [Operand(parse_layout("dp:S(0) tp:P(sum)", GRID), (6, 6), 4)]
 
-    for found in strategies(pending, operands, [((), 4)], FLAT_CPU):
+    for found in strategies(alone, operands, [((), 4)], FLAT_CPU):
         assert {str(p) for p in found.outputs[0].placements} <= {"R", "P(max)"}
 
 

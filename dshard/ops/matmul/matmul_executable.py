@@ -113,7 +113,7 @@ class MatmulExecutable:
     def _with_bias(self) -> Expansion:
         assert self.bias is not None
         last = (self.rule.outputs[0][-1],)
-        rule = Rule((*self.rule.inputs, last), self.rule.outputs, pending=self.rule.pending)
+        rule = Rule((*self.rule.inputs, last), self.rule.outputs, passes=self.rule.passes)
         operands = [Operand(s.layout, s.shape, s.itemsize) for s in (*self.specs, self.bias)]
         sizes = sizes_of(rule, operands, [(self.out.shape, self.out.itemsize)])
         expansion = expand(rule, operands, self.strategy.rows, self.strategy.order, sizes)
@@ -213,7 +213,7 @@ class MatmulExecutable:
     def _gradient(self, i: int, grad: Spec, other: Spec) -> MatmulExecutable:
         (a, b), (out,) = self.rule.inputs, self.rule.outputs
         terms, specs = ((out, b), (grad, other)) if i == 0 else ((a, out), (other, grad))
-        rule = Rule(terms, (self.rule.inputs[i],), pending=self.rule.pending, loops=True)
+        rule = Rule(terms, (self.rule.inputs[i],), passes=self.rule.passes, loops=True)
         target = self.specs[i]
         rows = tuple(_turned(row, i) for row in self.strategy.rows)
         name, order = f"{self.name} backward", self.strategy.order

@@ -9,7 +9,8 @@ import torch
 from dshard.core.call import Call, Operator
 from dshard.errors import DtypeError
 from dshard.layout import Shape
-from dshard.rules.rule import Rule, linear, parse_rule
+from dshard.rules.rule import Rule, linear
+from dshard.rules.rule_notation import parse_rule
 
 
 def notation(text: str) -> Operator:
@@ -18,7 +19,7 @@ def notation(text: str) -> Operator:
     def rule(call: Call) -> Rule:
         """A product, linear in its operands."""
         same_dtype(str(call.func), [spec.dtype for spec in call.specs])
-        return parse_rule(text, call.shapes, pending=linear(0, 1), loops=True)
+        return parse_rule(text, call.shapes, passes=linear(0, 1), loops=True)
 
     return Operator(rule, values=False)
 
@@ -47,7 +48,7 @@ def matmul_rule(a: Shape, b: Shape) -> Rule:
     )
     if len(a) == 2:
         left = "m k"
-    return parse_rule(f"{left}, {right} -> {out}", [a, b], pending=linear(0, 1), loops=True)
+    return parse_rule(f"{left}, {right} -> {out}", [a, b], passes=linear(0, 1), loops=True)
 
 
 def linear_rule(x: Shape, weight: Shape) -> Rule:
@@ -57,7 +58,7 @@ def linear_rule(x: Shape, weight: Shape) -> Rule:
     _0 _1 k, n k -> _0 _1 n
     """
     text = "... k, n k -> ... n" if len(weight) == 2 else "... k, k -> ..."
-    return parse_rule(text, [x, weight], pending=linear(0, 1), loops=True)
+    return parse_rule(text, [x, weight], passes=linear(0, 1), loops=True)
 
 
 def einsum_rule(equation: str, a: Shape, b: Shape) -> Rule | None:
@@ -77,12 +78,12 @@ def einsum_rule(equation: str, a: Shape, b: Shape) -> Rule | None:
     if len(sides[0]) != len(a) or len(sides[1]) != len(b):
         return None
     text = f"{' '.join(sides[0])}, {' '.join(sides[1])} -> {' '.join(out)}"
-    return parse_rule(text, [a, b], pending=linear(0, 1), loops=True)
+    return parse_rule(text, [a, b], passes=linear(0, 1), loops=True)
 
 
 def bmm_rule(a: Shape, b: Shape) -> Rule:
     """`torch.bmm`, a batch of matmuls."""
-    return parse_rule("b m k, b k n -> b m n", [a, b], pending=linear(0, 1), loops=True)
+    return parse_rule("b m k, b k n -> b m n", [a, b], passes=linear(0, 1), loops=True)
 
 
 RULES: dict[str, Operator] = {
