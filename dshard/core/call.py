@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -104,31 +103,6 @@ class Operator:
 def out_local_shape(call: Call, strategy: Strategy, coordinate: Coordinate, i: int = 0) -> Shape:
     """The shape of output `i` on the rank at `coordinate`."""
     return strategy.outputs[i].local_shape(call.out_shapes[i], coordinate)
-
-
-def aligned(shape: Sequence[int], out: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """The term of an operand that is broadcast to shape `out`: dims align at the right, dims of size 1 have no factor.
-
-    >>> aligned((3, 1), (2, 3, 4))
-    (('1',), ())
-    """
-    shift = len(out) - len(shape)
-    return tuple((str(shift + i),) if n == out[shift + i] else () for i, n in enumerate(shape))
-
-
-def names(n: int, prefix: str = "") -> tuple[tuple[str, ...], ...]:
-    """A term of `n` dims, each its own factor."""
-    return tuple((f"{prefix}{i}",) for i in range(n))
-
-
-def pending_all(n: int, ops: Any) -> tuple[PassThrough, ...]:
-    """The pass-through of a partial reduction that all `n` operands have together."""
-    return (PassThrough(frozenset(range(n)), ops),)
-
-
-def like_first(call: Call) -> torch.dtype:
-    """The dtype of the first output."""
-    return call.outs[0].dtype
 
 
 def writes_first(func: OpOverload) -> bool:

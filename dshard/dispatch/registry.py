@@ -125,7 +125,7 @@ def rules() -> tuple[Listed, ...]:
     shapes: docs/operators.md writes each out for an example.
 
     >>> next(row.says for row in rules() if row.op == "aten::mm")
-    'A product, linear in its operands.'
+    'Any dim may be sharded; a sharded contraction leaves a partial sum.'
     """
     listed = {name: Listed(name, "yours", text) for name, text in _TEXTS.items()}
     for table in reversed(TABLES):

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dshard.core.call import Call, LocalOp, Operator, aligned, out_local_shape
+from dshard.core.call import Call, LocalOp, Operator, out_local_shape
 from dshard.mesh import Coordinate
-from dshard.rules.rule import LINEAR, PassThrough, Rule
+from dshard.rules.rule import Rule, together
 from dshard.rules.strategy import Strategy
 
 CONTRACTED = frozenset({"k", "s"})
 
 
 def plus(a: str, b: str, out: str) -> Operator:
-    """An operator bias, a, b -> out, the bias broadcast; each letter is a factor, k and s are contracted."""
-    left, right, result = (tuple((name,) for name in term) for term in (a, b, out))
+    """An operator bias, a, b -> out, the bias broadcast; the factors k and s are contracted."""
 
     def rule(call: Call) -> Rule:
-        """A product to which something is added, once."""
-        bias = tuple(result[int(dim[0])] if dim else () for dim in aligned(call.shapes[0], call.out_shapes[0]))
-        pending = tuple(PassThrough(frozenset({0, factor}), LINEAR) for factor in (1, 2))
-        return Rule((bias, left, right), (result,), passes=pending)
+        """Any dim may be sharded; a sharded contraction leaves a partial sum, to which one rank adds the bias."""
+        dims = out.split()
+        bias = " ".join(dims[len(dims) - len(call.shapes[0]) :])
+        return call.rule(f"{bias}, {a}, {b} -> {out}", passes=(*together(0, 1), *together(0, 2)))
 
     return Operator(rule, once)
 
@@ -34,9 +33,9 @@ def once(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
 
 
 RULES: dict[str, Operator] = {
-    "aten::addmm": plus("mk", "kn", "mn"),
-    "aten::addmv": plus("mk", "k", "m"),
-    "aten::addr": plus("m", "n", "mn"),
-    "aten::baddbmm": plus("bmk", "bkn", "bmn"),
-    "aten::addbmm": plus("smk", "skn", "mn"),
+    "aten::addmm": plus("m k", "k n", "m n"),
+    "aten::addmv": plus("m k", "k", "m"),
+    "aten::addr": plus("m", "n", "m n"),
+    "aten::baddbmm": plus("b m k", "b k n", "b m n"),
+    "aten::addbmm": plus("s m k", "s k n", "m n"),
 }

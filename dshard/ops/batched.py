@@ -7,45 +7,39 @@ from typing import Any
 
 from torch import Tensor
 
-from dshard.core.call import Call, Kernel, LocalOp, Operator, names, out_local_shape
+from dshard.core.call import Call, Kernel, LocalOp, Operator, out_local_shape
 from dshard.mesh import Coordinate
-from dshard.ops.views import dims_of, kept, with_local_size
+from dshard.ops.views import with_local_size
 from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
 
 
 def leading(count: Callable[[int], int], passes: tuple[int, ...] = ()) -> Callable[[Call], Rule]:
-    """An operator whose first `count(ndim)` dims are shared by all tensors and may be sharded; other dims may not.
+    """The rule of an operator whose first `count(ndim)` dims all tensors share; if they do not, none may be sharded.
 
-    Where a tensor does not share them, none may be. A partial sum of the operands `passes` passes through.
+    A partial sum of the operands `passes` passes through.
     """
 
     def rule(call: Call) -> Rule:
-        """Leading dims split freely; those on which the operator works stay whole."""
+        """Leading dims may be sharded; those on which it works may not."""
         first = call.shapes[0]
         n = count(len(first))
         shared = all(shape[:n] == first[:n] for shape in (*call.shapes, *call.out_shapes))
-        term = names(n) if shared and n > 0 else ()
-        inputs, outputs = (
-            tuple((*term, *((),) * (len(shape) - len(term))) for shape in shapes)
-            for shapes in (call.shapes, call.out_shapes)
-        )
-        return Rule(inputs, outputs, passes=linear(*(i for i in passes if i < len(inputs))))
+        batch = " ".join(f"b{i}" for i in range(n if shared else 0))
+        given = (i for i in passes if i < len(call.specs))
+        return call.rule(f"*{batch} [...] -> *{batch} [...]", passes=linear(*given))
 
     return rule
 
 
 def transformed(call: Call) -> Rule:
-    """Fourier transforms: the dims that are transformed stay whole. They are linear."""
-    term = kept(len(call.shapes[0]), dims_of(call, "dim", len(call.shapes[0])))
-    return Rule((term,), (term,), passes=linear(0))
+    """Any dim may be sharded except those that are transformed."""
+    return call.rule("... [] ... -> ... [] ...", at="dim", passes=linear(0))
 
 
 def all_whole(call: Call) -> Rule:
-    """Every rank does all of it."""
-    return Rule(
-        tuple(((),) * len(shape) for shape in call.shapes), tuple(((),) * len(shape) for shape in call.out_shapes)
-    )
+    """No dim may be sharded: every rank does all of it."""
+    return call.rule("*[...] -> *[...]")
 
 
 def or_nothing(kernel: Kernel | None = None) -> Kernel:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dshard.core.call import Call, LocalOp, Operator, names, out_local_shape, pending_all
+from dataclasses import replace
+
+from dshard.core.call import Call, LocalOp, Operator, out_local_shape
 from dshard.layout import Shape
 from dshard.mesh import Coordinate
-from dshard.ops.views import dims_of, kept, moved, with_local_size
+from dshard.ops.views import with_local_size
 from dshard.placements import ReduceOp
-from dshard.rules.rule import ANY, PassThrough, Rule
+from dshard.rules.rule import ANY, MOVES, PassThrough, Rule, together
 from dshard.rules.strategy import Strategy
 
 SAME_WHEN_EQUAL: tuple[ReduceOp, ...] = ("avg", "max", "min")
@@ -15,60 +17,51 @@ SAME_WHEN_EQUAL: tuple[ReduceOp, ...] = ("avg", "max", "min")
 
 
 def cat(call: Call) -> Rule:
-    """The joined dim stays whole. torch skips operands of shape (0,)."""
-    ndim = len(call.out_shapes[0])
-    term = kept(ndim, (call.dim(ndim=ndim),))
-    inputs = tuple(term if len(shape) == ndim else ((),) for shape in call.shapes)
-    return Rule(inputs, (term,), passes=_together(call))
+    """Any dim may be sharded except the one along which tensors are joined."""
+    ndim = len(call.out_shapes[0])  # torch skips operands of shape (0,)
+    operands = ", ".join("... [] ..." if len(shape) == ndim else "[]" for shape in call.shapes)
+    return call.rule(f"{operands} -> ... [] ...", at="dim", passes=_together(call))
 
 
 def stack(call: Call) -> Rule:
-    """A new dim of one index for each operand."""
-    ndim = len(call.shapes[0])
-    term, at = names(ndim), call.dim(ndim=ndim + 1)
-    return Rule((term,) * len(call.specs), ((*term[:at], (), *term[at:]),), passes=_together(call))
+    """Any dim may be sharded except the new one."""
+    return call.rule("*... ... -> ... [] ...", at="dim", passes=_together(call))
 
 
 def _together(call: Call) -> tuple[PassThrough, ...]:
     same = len({spec.dtype for spec in call.specs}) == 1
-    return pending_all(len(call.specs), ANY) if same else ()
+    return together(*range(len(call.specs)), ops=ANY) if same else ()
 
 
 def roll(call: Call) -> Rule:
-    """Elements move along some dims; if none is named, anywhere."""
-    ndim = len(call.shapes[0])
-    term = kept(ndim, dims_of(call, "dims", ndim) or range(ndim))
-    return moved(term, term)
+    """Any dim may be sharded except those along which elements move; none where no dim is named."""
+    dims = call.argument("dims") or range(len(call.shapes[0]))
+    return call.rule("... [] ... -> ... [] ...", at=dims, passes=MOVES)
 
 
 def flip(call: Call) -> Rule:
-    """Dims in the opposite order, or a plane turned."""
-    ndim = len(call.shapes[0])
-    term = kept(ndim, dims_of(call, "dims", ndim))
-    return moved(term, term)
+    """Any dim may be sharded except those that are reversed, or turned."""
+    return call.rule("... [] ... -> ... [] ...", at="dims", passes=MOVES)
 
 
 def repeat(call: Call) -> Rule:
-    """New dims lead. Dims that are repeated stay whole."""
-    src, times = call.shapes[0], call.argument("repeats")
-    new = len(times) - len(src)
-    term = kept(len(src), [i for i in range(len(src)) if times[new + i] != 1])
-    return moved(term, ((),) * new + term)
+    """Any dim may be sharded except the new ones, which lead, and those that are repeated."""
+    ndim, times = len(call.shapes[0]), call.argument("repeats")
+    repeated = [i for i, n in enumerate(times[len(times) - ndim :]) if n != 1]
+    return call.rule("... [] ... -> [...] ... [] ...", at=repeated, passes=MOVES)
 
 
 def pad(call: Call) -> Rule:
-    """Dims that grow or shrink stay whole. A padding of zeros lets every pending reduction pass."""
-    src, pads = call.shapes[0], call.argument("pad")
-    changed = [len(src) - 1 - i for i in range(len(pads) // 2) if pads[2 * i] or pads[2 * i + 1]]
-    term = kept(len(src), changed)
-    passing = ANY if call.argument("value") == 0 else SAME_WHEN_EQUAL
-    return Rule((term,), (term,), passes=(PassThrough(frozenset({0}), passing),))
+    """Any dim may be sharded except those that grow or shrink."""
+    pads, ndim = call.argument("pad"), len(call.shapes[0])
+    changed = [ndim - 1 - i for i in range(len(pads) // 2) if pads[2 * i] or pads[2 * i + 1]]
+    ops = ANY if call.argument("value") == 0 else SAME_WHEN_EQUAL
+    return call.rule("... [] ... -> ... [] ...", at=changed, passes=together(0, ops=ops))
 
 
 def triangle(call: Call) -> Rule:
-    """Elements beyond a diagonal become zero: any dim may be split, the kernel knows where it stands."""
-    term = names(len(call.shapes[0]))
-    return moved(term, term)
+    """Any dim may be sharded: each rank knows where its rows and columns stand."""
+    return call.rule("... -> ...", passes=MOVES)
 
 
 def triangle_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
@@ -82,12 +75,10 @@ def triangle_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> L
 
 
 def creation(call: Call) -> Rule:
-    """A new tensor, split where the first is and has the same size. Nothing of the first is read."""
-    src, dst = call.shapes[0], call.out_shapes[0]
-    if len(src) != len(dst):
-        return Rule((((),) * len(src),), (((),) * len(dst),), unread=frozenset({0}))
-    term = tuple((str(i),) if n == m else () for i, (n, m) in enumerate(zip(src, dst, strict=True)))
-    return Rule((term,), (term,), unread=frozenset({0}))
+    """Dims of the size that they have in the operand may be sharded, as they are there; nothing of it is read."""
+    alike = len(call.shapes[0]) == len(call.out_shapes[0])
+    rule = call.rule("... -> ..." if alike else "[...] -> [...]", same_size=True)
+    return replace(rule, unread=frozenset({0}))
 
 
 def like_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:

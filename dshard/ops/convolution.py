@@ -5,6 +5,7 @@ Sharded input channels leave the output partial; one rank adds the bias.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,46 +13,40 @@ from torch import Tensor
 
 from dshard.core.call import Call, LocalOp, Operator, out_local_shape
 from dshard.mesh import Coordinate
-from dshard.rules.rule import Rule, Term, linear
+from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
 
-TERM = tuple[Term, Term, Term, Term]
+
+def _terms(call: Call) -> tuple[str, str, str, str]:
+    """The terms of input, weight, bias and output: with several groups, these are the major part of the channels."""
+    inner, outer = ("(g [i])", "(g [o])") if call.argument("groups") > 1 else ("i", "o")
+    weight = f"{inner} o" if call.argument("transposed") else f"{outer} i"
+    return f"n {inner} [...]", f"{weight} [...]", outer, f"n {outer} [...]"
 
 
-def _terms(call: Call, x: int) -> TERM:
-    """The terms of input, weight, bias and output; operand number `x` is the input, the next one the weight."""
-    inner, outer = (("g", "i"), ("g", "o")) if call.argument("groups") > 1 else (("i",), ("o",))
-    spatial: Term = ((),) * (len(call.shapes[x]) - 2)
-    weight: Term = (inner, ("o",)) if call.argument("transposed") else (outer, ("i",))
-    return (("n",), inner, *spatial), (*weight, *spatial), (outer,), (("n",), outer, *spatial)
-
-
-def _grouped(call: Call, x: int, inputs: tuple[Term, ...], outputs: tuple[Term, ...], **more: Any) -> Rule:
+def _with_sizes(call: Call, x: int, rule: Rule) -> Rule:
+    """The rule with the sizes of merged factors; operand number `x` is the input, the next one the weight."""
     groups = call.argument("groups")
     if groups == 1:
-        return Rule(inputs, outputs, **more)
-    weight = call.shapes[x + 1]
-    per_input = call.shapes[x][1] // groups
+        return rule
+    channels, weight = call.shapes[x][1], call.shapes[x + 1]
     per_output = weight[1] if call.argument("transposed") else weight[0] // groups
-    sizes = (("g", groups), ("i", per_input), ("o", per_output))
-    return Rule(inputs, outputs, frozenset({"i", "o"}), sizes=sizes, **more)
+    return replace(rule, sizes=(("g", groups), ("i", channels // groups), ("o", per_output)))
 
 
 def convolution(call: Call) -> Rule:
-    """Input, weight and perhaps bias -> output."""
-    x, weight, bias, out = _terms(call, 0)
-    if len(call.specs) == 3:
-        return _grouped(call, 0, (x, weight, bias), (out,))
-    return _grouped(call, 0, (x, weight), (out,), passes=linear(0, 1))
+    """Batch, and channels or groups of them, may be sharded; sharded input channels leave a partial sum."""
+    x, weight, bias, out = _terms(call)
+    passes = linear(0, 1) if len(call.specs) == 2 else ()
+    return _with_sizes(call, 0, call.rule(f"{x}, {weight}, *{bias} -> {out}", passes=passes))
 
 
 def convolution_backward(call: Call) -> Rule:
-    """Output gradient, input and weight -> the gradients wanted of input, weight and bias."""
-    x, weight, bias, out = _terms(call, 1)
-    outputs = tuple(
-        term for term, wanted in zip((x, weight, bias), call.argument("output_mask"), strict=True) if wanted
-    )
-    return _grouped(call, 1, (out, x, weight), outputs, passes=linear(0))
+    """Batch, and channels or groups of them, may be sharded; a sharded batch leaves the weight's gradient partial."""
+    x, weight, bias, out = _terms(call)
+    gradients = zip((x, weight, bias), call.argument("output_mask"), strict=True)
+    wanted = ", ".join(term for term, is_wanted in gradients if is_wanted)
+    return _with_sizes(call, 1, call.rule(f"{out}, {x}, {weight} -> {wanted}", passes=linear(0)))
 
 
 def forward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:

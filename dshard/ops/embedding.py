@@ -13,8 +13,9 @@ from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
 from dshard.ops.composite import Local, run_composite
 from dshard.ops.lookup import refuse
-from dshard.ops.nn import embedding_rule
-from dshard.rules.rule import Rule
+from dshard.ops.nn import EMBEDDING
+from dshard.rules.rule import Rule, linear
+from dshard.rules.rule_notation import parse_rule
 from dshard.rules.strategy import Strategy
 
 NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -41,7 +42,7 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return local if len(rows) == size else _of_rows(rows, size, padding)
 
     def rule() -> Rule:
-        return embedding_rule(len(indices.shape))
+        return parse_rule(EMBEDDING, [tuple(table.shape), tuple(indices.shape)], passes=linear(0))
 
     return run_composite(rule, local, (table, indices), ("embedding", padding), kernel)
 

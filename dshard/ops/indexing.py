@@ -6,146 +6,103 @@ The dims of the indices may be sharded where elements are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dshard.core.call import Call, Operator
-from dshard.layout import Shape
 from dshard.ops import lookup
 from dshard.ops.concat import SAME_WHEN_EQUAL
-from dshard.ops.views import PASS, kept
-from dshard.rules.rule import ANY, LINEAR, PassThrough, Rule, Term
-
-
-def _shared(dim: int, *shapes: Shape) -> Term:
-    """The dims, other than `dim`, in which all shapes agree."""
-    sizes = zip(*shapes, strict=True)
-    return tuple((str(i),) if i != dim and len(set(found)) == 1 else () for i, found in enumerate(sizes))
-
-
-def _whole(*shapes: Shape) -> tuple[Term, ...]:
-    return tuple(((),) * len(shape) for shape in shapes)
+from dshard.rules.rule import ANY, LINEAR, MOVES, PassThrough, Rule, together
 
 
 def gather(call: Call) -> Rule:
-    """Each output element reads its own row: dims of index and operand align, but for the one that is looked up."""
+    """Dims of one size in operand and index may be sharded; the dim that is looked up leaves a partial sum."""
     src, index = call.shapes
-    if len(src) != len(index) or not src:
-        return Rule(_whole(src, index), _whole(*call.out_shapes), passes=PASS)
-    dim = call.dim()
-    term = _shared(dim, src, index)
-    out = (*term[:dim], ("index",), *term[dim + 1 :])
-    return Rule((_at(term, dim), out), (out,), passes=PASS)
-
-
-def _at(term: Term, dim: int) -> Term:
-    """The term of the operand that is read or written: its indexed dim may be sharded."""
-    return (*term[:dim], ("v",), *term[dim + 1 :])
+    if len(src) != len(index):
+        return call.rule("[...], [...] -> [...]", passes=MOVES)
+    return call.rule("... v ..., ... i ... -> ... i ...", at="dim", same_size=True, passes=MOVES)
 
 
 def scatter(call: Call) -> Rule:
-    """Each element of the source is written to its own row."""
-    pending = _scatter_pending(call)
-    if len(set(map(len, call.shapes))) > 1 or not call.shapes[0]:
-        return Rule(_whole(*call.shapes), _whole(*call.out_shapes), passes=pending)
-    term = _shared(call.dim(), *call.shapes)
-    held = _at(term, call.dim())
-    return Rule((held, *(term,) * (len(call.specs) - 1)), (held,), passes=pending)
+    """Dims of one size in all operands may be sharded, and the dim that is written."""
+    passes = _scatter_passes(call)
+    if len(set(map(len, call.shapes))) > 1:
+        return call.rule("*[...] -> [...]", passes=passes)
+    return call.rule("... v ..., *... [] ... -> ... v ...", at="dim", same_size=True, passes=passes)
 
 
-def _scatter_pending(call: Call) -> tuple[PassThrough, ...]:
+def _scatter_passes(call: Call) -> tuple[PassThrough, ...]:
     if call.argument("reduce") is not None:
         return ()
     if len(call.specs) == 3:
         adds = call.func._schema.name.removesuffix("_") == "aten::scatter_add"
-        return (PassThrough(frozenset({0, 2}), LINEAR if adds else ANY),)
+        return together(0, 2, ops=LINEAR if adds else ANY)
     return _overwritten(call)
 
 
 def _overwritten(call: Call) -> tuple[PassThrough, ...]:
-    """The pass-throughs of writing a number into a partial operand."""
-    return (PassThrough(frozenset({0}), ANY if call.argument("value") == 0 else SAME_WHEN_EQUAL),)
+    """The pass-through of writing a number into a partial operand."""
+    return together(0, ops=ANY if call.argument("value") == 0 else SAME_WHEN_EQUAL)
 
 
 def index_select(call: Call) -> Rule:
-    """Rows at some indices."""
-    src, index = call.shapes
-    if not src or not index:
-        return Rule(_whole(src, index), _whole(*call.out_shapes), passes=PASS)
-    dim = call.dim()
-    term = kept(len(src), (dim,))
-    out = (*term[:dim], ("index",), *term[dim + 1 :])
-    return Rule((_at(term, dim), (("index",),)), (out,), passes=PASS)
+    """Any dim may be sharded; the dim that is looked up leaves a partial sum."""
+    if not call.shapes[0] or not call.shapes[1]:
+        return call.rule("[...], [...] -> [...]", passes=MOVES)
+    return call.rule("... v ..., i -> ... i ...", at="dim", passes=MOVES)
 
 
 def index_write(call: Call) -> Rule:
-    """Rows of the source are added, or written, at some indices."""
-    src, index, rows = call.shapes
+    """Any dim of the operand that is written may be sharded; the indices may not."""
+    src, _, rows = call.shapes
     adds = call.func._schema.name.removesuffix("_") == "aten::index_add"
-    pending = (PassThrough(frozenset({0, 2}), LINEAR if adds else ANY),)
-    term = kept(len(src), (call.dim(),))
-    rows_term = term if len(rows) == len(src) else _whole(rows)[0]
-    held = _at(term, call.dim()) if src else term
-    return Rule((held, *_whole(index), rows_term), (held,), passes=pending)
+    written = "... [] ..." if len(rows) == len(src) else "[...]"
+    passes = together(0, 2, ops=LINEAR if adds else ANY)
+    return call.rule(f"... v ..., [...], {written} -> ... v ...", at="dim", passes=passes)
 
 
 def index_fill(call: Call) -> Rule:
-    """One value is written at some indices."""
-    term = kept(len(call.shapes[0]), (call.dim(),))
-    pending = _overwritten(call) if len(call.specs) == 2 else ()
-    held = _at(term, call.dim()) if term else term
-    return Rule((held, *_whole(*call.shapes[1:])), (held,), passes=pending)
+    """Any dim of the operand that is written may be sharded; the indices may not."""
+    passes = _overwritten(call) if len(call.specs) == 2 else ()
+    return call.rule("... v ..., *[...] -> ... v ...", at="dim", passes=passes)
 
 
 # -- x[i, :, j]
 
 
 def index(call: Call) -> Rule:
-    """The indices broadcast; what they give stands in place of the indexed dims, or leads where these are apart."""
-    src, *shapes = call.shapes
-    spread = torch.broadcast_shapes(*shapes)
-    inner = tuple((f"i{k}",) for k in range(len(spread)))
-    terms = tuple(_right(shape, spread, inner) for shape in shapes)
-    where = _positions(call)
-    return Rule((_held(src, where), *terms), (_result(len(src), where, inner),), passes=PASS)
+    """Any dim may be sharded; the dims that are looked up leave a partial sum."""
+    return call.rule(f"{_indexed(call)}, *... -> {' '.join(_result(call, '...'))}", passes=MOVES)
 
 
 def index_put(call: Call) -> Rule:
-    """The same, written: the dims of the indices stay whole."""
-    src, *shapes, values = call.shapes
+    """Any dim of the operand that is written may be sharded; the indices may not."""
+    _, *indices, values = call.shapes
+    dims = _result(call, *["[]"] * len(torch.broadcast_shapes(*indices)))
+    written = " ".join(dims[len(dims) - len(values) :])
+    passes = together(0, len(call.specs) - 1, ops=LINEAR if call.argument("accumulate") else ANY)
+    return call.rule(f"{_indexed(call)}, *[...], {written} -> {_indexed(call)}", passes=passes)
+
+
+def _indexed(call: Call) -> str:
+    """The dims of the operand: those that are indexed have factors that no other tensor has."""
     where = _positions(call)
-    spread = torch.broadcast_shapes(*shapes)
-    out = _result(len(src), where, ((),) * len(spread))
-    sizes = _result(len(src), where, spread, src)
-    pending = (PassThrough(frozenset({0, len(call.specs) - 1}), LINEAR if call.argument("accumulate") else ANY),)
-    inputs = (_held(src, where), *_whole(*shapes), _right(values, sizes, out))
-    return Rule(inputs, (inputs[0],), passes=pending)
-
-
-def _held(src: Shape, where: list[int]) -> Term:
-    """The term of the indexed operand: the indexed dims have factors that no other tensor has."""
-    return tuple((f"v{i}",) if i in where else dim for i, dim in enumerate(kept(len(src))))
+    return " ".join(f"{'v' if i in where else 'd'}{i}" for i in range(len(call.shapes[0])))
 
 
 def _positions(call: Call) -> list[int]:
     return [i for i, index in enumerate(call.argument("indices")) if index is not None]
 
 
-def _right(shape: Shape, spread: Sequence[Any], term: Term) -> Term:
-    """The term of a tensor that is broadcast to shape `spread`, whose term is `term`."""
-    shift = len(spread) - len(shape)
-    return tuple(term[shift + i] if n == spread[shift + i] else () for i, n in enumerate(shape))
-
-
-def _result(ndim: int, where: list[int], inner: Sequence[Any], outer: Sequence[Any] | None = None) -> tuple[Any, ...]:
-    """The factors of each dim of the result: `inner` for those of the indices, `outer` for the remaining dims."""
-    dims = kept(ndim) if outer is None else outer
-    rest = [dim for i, dim in enumerate(dims) if i not in where]
+def _result(call: Call, *inner: str) -> list[str]:
+    """The dims of the result: `inner` stand in place of the indexed dims, or lead where these are apart."""
+    where = _positions(call)
+    rest = [f"d{i}" for i in range(len(call.shapes[0])) if i not in where]
     at = where[0] if where[-1] - where[0] == len(where) - 1 else 0
-    return (*rest[:at], *inner, *rest[at:])
+    return [*rest[:at], *inner, *rest[at:]]
 
 
 def has_mask(args: tuple[Any, ...]) -> bool:

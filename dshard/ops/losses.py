@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.core.call import Call, LocalOp, Operator, aligned, names
+from dshard.core.call import Call, LocalOp, Operator
 from dshard.mesh import Coordinate
 from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
@@ -20,16 +20,13 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def loss(call: Call) -> Rule:
-    """Operands broadcast to one shape -> a loss for each element, or their pending sum."""
-    shape = torch.broadcast_shapes(*call.shapes)
-    inputs = tuple(aligned(operand, shape) for operand in call.shapes)
-    return Rule(inputs, (names(len(shape)) if call.argument("reduction") == NONE else (),))
+    """Any dim may be sharded; the sum or mean of the losses is then partial."""
+    return call.rule("*... -> ..." if call.argument("reduction") == NONE else "*... ->")
 
 
 def loss_backward(call: Call) -> Rule:
-    """Loss gradient and the operands -> gradient of the first operand."""
-    out = call.out_shapes[0]
-    return Rule(tuple(aligned(operand, out) for operand in call.shapes), (names(len(out)),), passes=linear(0))
+    """Any dim may be sharded."""
+    return call.rule("*... -> ...", passes=linear(0))
 
 
 def mean_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:

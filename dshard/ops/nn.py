@@ -9,53 +9,46 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from dshard.core.call import Call, Kernel, LocalOp, Operator, names
+from dshard.core.call import Call, Kernel, LocalOp, Operator
 from dshard.mesh import Coordinate
 from dshard.ops.lookup import refuse
-from dshard.rules.rule import Rule, Term, linear
+from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
 
 
 def along(call: Call) -> Rule:
-    """An operator along one dim, which stays whole."""
-    term = names(len(call.shapes[0]))
-    whole = frozenset({str(call.dim())}) if call.shapes[0] else frozenset()
-    return Rule((term,) * len(call.specs), (term,) * len(call.outs), whole)
+    """Any dim may be sharded except the one along which it works."""
+    return call.rule("*... [d] ... -> *... [d] ...", at="dim")
 
 
 def layer_norm(call: Call) -> Rule:
-    """x, weight and bias -> normalised x, mean, 1/std: the normalised dims stay whole."""
-    ndim, normal = len(call.shapes[0]), len(call.argument("normalized_shape"))
-    term = names(ndim)
-    parameter, statistics = term[ndim - normal :], (*term[: ndim - normal], *((),) * normal)
-    whole = frozenset(name for dim in parameter for name in dim)
-    return Rule((term, *(parameter,) * (len(call.specs) - 1)), (term, statistics, statistics), whole)
+    """Leading dims may be sharded; the normalised dims may not."""
+    normalized, ones = _normalized(call)
+    return call.rule(f"... {normalized}, *{normalized} -> ... {normalized}, ... {ones}, ... {ones}")
+
+
+def _normalized(call: Call) -> tuple[str, str]:
+    """The normalised dims of the operands, and of their mean and 1/std."""
+    n = len(call.argument("normalized_shape"))
+    return " ".join(f"[n{i}]" for i in range(n)), "1 " * n
 
 
 def layer_norm_backward(call: Call) -> Rule:
-    """Output gradient, x, mean, 1/std, weight, bias -> gradients: those of the parameters are sums over the batch."""
-    ndim, normal = len(call.shapes[1]), len(call.argument("normalized_shape"))
-    term = names(ndim)
-    parameter, statistics = term[ndim - normal :], (*term[: ndim - normal], *((),) * normal)
-    whole = frozenset(name for dim in parameter for name in dim)
-    inputs = (term, term, statistics, statistics, *(parameter,) * (len(call.specs) - 4))
-    wanted = zip((term, parameter, parameter), call.argument("output_mask"), strict=True)
-    return Rule(inputs, tuple(out for out, is_wanted in wanted if is_wanted), whole, passes=linear(0))
+    """Leading dims may be sharded, and leave the gradients of the parameters partial; the normalised dims may not."""
+    normalized, ones = _normalized(call)
+    gradients = zip((f"... {normalized}", normalized, normalized), call.argument("output_mask"), strict=True)
+    wanted = ", ".join(term for term, is_wanted in gradients if is_wanted)
+    text = f"... {normalized}, ... {normalized}, ... {ones}, ... {ones}, *{normalized} -> {wanted}"
+    return call.rule(text, passes=linear(0))
 
 
 def embedding(call: Call) -> Rule:
-    """Table and indices -> rows. A table split over its rows looks up what it has and leaves the sum pending."""
-    return embedding_rule(len(call.shapes[1]))
+    """Indices and features may be sharded; a table sharded over its rows leaves a partial sum."""
+    return call.rule(EMBEDDING, passes=linear(0))
 
 
-def embedding_rule(ndim: int) -> Rule:
-    """The rule for indices of `ndim` dims.
-
-    >>> print(embedding_rule(2))
-    v h, i0 i1 -> i0 i1 h
-    """
-    indices = names(ndim, "i")
-    return Rule(((("v",), ("h",)), indices), ((*indices, ("h",)),), passes=linear(0))
+EMBEDDING = "v h, ... -> ... h"
+"""The rule of embedding: table, indices -> rows."""
 
 
 def embedding_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
@@ -76,30 +69,26 @@ def embedding_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> 
 
 
 def embedding_backward(call: Call) -> Rule:
-    """Gradient of the rows and their indices -> gradient of the table: a sum over the indices."""
-    indices = names(len(call.shapes[1]), "i")
-    return Rule(((*indices, ("h",)), indices), ((("v",), ("h",)),), frozenset({"v"}), passes=linear(0))
+    """Features may be sharded; sharded indices leave the gradient of the table partial."""
+    return call.rule("... h, ... -> [v] h", passes=linear(0))
 
 
 def nll_loss(call: Call) -> Rule:
-    """Log-probabilities, target (and class weights) -> loss and total weight: split classes leave both pending."""
-    x, target, weights = _loss_terms(call, len(call.shapes[0]), len(call.specs) - 2)
-    loss = target if call.argument("reduction") == 0 else ()
-    return Rule((x, target, *weights), (loss, ()))
+    """Batch and classes may be sharded; what the loss sums over leaves it, and the total weight, partial."""
+    x, target, loss = _loss_terms(call, len(call.shapes[0]))
+    return call.rule(f"{x}, {target}, *c -> {loss}, ")
 
 
 def nll_loss_backward(call: Call) -> Rule:
-    """Loss gradient, log-probabilities, target (class weights), total weight -> gradient of the log-probabilities."""
-    x, target, weights = _loss_terms(call, len(call.shapes[1]), len(call.specs) - 4)
-    loss = target if call.argument("reduction") == 0 else ()
-    return Rule((loss, x, target, *weights, ()), (x,), passes=linear(0))
+    """Batch and classes may be sharded."""
+    x, target, loss = _loss_terms(call, len(call.shapes[1]))
+    return call.rule(f"{loss}, {x}, {target}, *c, -> {x}", passes=linear(0))
 
 
-def _loss_terms(call: Call, ndim: int, weights: int) -> tuple[Term, Term, tuple[Term, ...]]:
-    """The terms of log-probabilities, target and class weights, if there are any."""
-    batch: Term = () if ndim == 1 else (("n",),)
-    rest = names(ndim - 2, "d")
-    return (*batch, ("c",), *rest), (*batch, *rest), ((("c",),),) * weights
+def _loss_terms(call: Call, ndim: int) -> tuple[str, str, str]:
+    """The terms of log-probabilities of `ndim` dims, of the target and of the loss."""
+    x, target = ("c", "") if ndim == 1 else ("n c ...", "n ...")
+    return x, target, target if call.argument("reduction") == NONE else ""
 
 
 def nll_kernel(operand: int) -> Kernel:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.core.call import Call, LocalOp, Operator, names, out_local_shape
+from dshard.core.call import Call, LocalOp, Operator, out_local_shape
 from dshard.mesh import Coordinate
 from dshard.ops.pointwise import pointwise
 from dshard.placements import ReduceOp
-from dshard.rules.rule import LINEAR, PassThrough, Rule, Term
+from dshard.rules.rule import LINEAR, Rule, together
 from dshard.rules.strategy import Strategy
 
 HALF = frozenset({torch.float16, torch.bfloat16})
@@ -27,33 +27,24 @@ def reduced(call: Call) -> tuple[int, ...]:
     return tuple(dim for dim in call.dims() if 0 <= dim < len(call.shapes[0]))
 
 
-def remaining(call: Call) -> Term:
-    """The term of the result: reduced dims go, or stay as dims of size one."""
-    dims, term = reduced(call), names(len(call.shapes[0]))
-    if call.argument("keepdim"):
-        return tuple(() if i in dims else dim for i, dim in enumerate(term))
-    return tuple(dim for i, dim in enumerate(term) if i not in dims)
-
-
 def reduction(call: Call, *reduce: ReduceOp, passes: tuple[ReduceOp, ...] = ()) -> Rule:
-    """Operands reduced dim by dim: a split one leaves the outputs pending; what is pending with `passes` stays so."""
-    pending = (PassThrough(frozenset({0}), passes),) if passes else ()
-    out = remaining(call)
-    return Rule((names(len(call.shapes[0])),), (out,) * len(call.outs), reduce=reduce, passes=pending)
+    """Any dim may be sharded; one that is reduced leaves the outputs partial, as operands partial by `passes` do."""
+    one = "1" if call.argument("keepdim") else ""
+    return call.rule(f"... r ... -> *... {one} ...", at=call.dims(), reduce=reduce, passes=together(0, ops=passes))
 
 
 def total(call: Call) -> Rule:
-    """Sums: linear, where the dtype loses nothing before the terms are added."""
+    """Any dim may be sharded; one that is summed leaves a partial sum."""
     return reduction(call, "sum", passes=_linear(call))
 
 
 def counted(call: Call) -> Rule:
-    """Sums of something that is not linear."""
+    """Any dim may be sharded; one that is summed leaves a partial sum, but partial operands are reduced."""
     return reduction(call, "sum")
 
 
 def product(call: Call) -> Rule:
-    """Products, through which pending products pass."""
+    """Any dim may be sharded; one that is multiplied up leaves a partial product."""
     return reduction(call, "product", passes=("product",) if _keeps_numbers(call) else ())
 
 
@@ -69,10 +60,10 @@ def _keeps_numbers(call: Call) -> bool:
 
 
 def extreme(op: ReduceOp) -> Callable[[Call], Rule]:
-    """max or min, through which pending ones pass. Of two tensors: each element; with positions: along one dim."""
+    """The rule of max or min. Of two tensors: each element; with positions: along one dim."""
 
     def rule(call: Call) -> Rule:
-        """Largest or smallest: a split dim leaves it pending, and pending ones pass."""
+        """Any dim may be sharded; one that is reduced leaves a partial max or min. With positions it may not be."""
         if call.argument("other") is not None:
             return pointwise(call)
         if 0 in call.shapes[0]:
@@ -88,10 +79,10 @@ def _ask(call: Call) -> None:
 
 
 def truth(op: ReduceOp) -> Callable[[Call], Rule]:
-    """any or all: the max or min of truth values. A list of no dims reduces none."""
+    """The rule of any or all: the max or min of truth values. A list of no dims reduces none."""
 
     def rule(call: Call) -> Rule:
-        """Whether any or all are true: a split dim leaves the max or min of truth values pending."""
+        """Any dim may be sharded; one that is reduced leaves a partial max or min of truth values."""
         if call.argument("dim") == []:
             return pointwise(call)
         return reduction(call, op, passes=(op,) if call.specs[0].dtype == torch.bool else ())
@@ -100,7 +91,7 @@ def truth(op: ReduceOp) -> Callable[[Call], Rule]:
 
 
 def both_extremes(call: Call) -> Rule:
-    """aminmax."""
+    """Any dim may be sharded; one that is reduced leaves a partial min and a partial max."""
     if 0 in call.shapes[0]:
         _ask(call)
     return reduction(call, "min", "max")
@@ -155,28 +146,16 @@ def identity(op: ReduceOp, dtype: torch.dtype) -> float | int | bool:
 
 
 def along(call: Call, passes: tuple[ReduceOp, ...] = ()) -> Rule:
-    """An operator that must see all of one dim, or, where it names none, of every dim; other dims split freely."""
-    ndim = len(call.shapes[0])
-    term = names(ndim)
+    """Any dim may be sharded except the one along which it works, or none where it works along all."""
     if call.argument("dim") is None:
-        outputs = tuple(names(len(shape), "out") for shape in call.out_shapes)
-        return Rule((term,), outputs, frozenset(name for dim in (*term, *sum(outputs, ())) for name in dim))
-    at = {call.dim()} if ndim else set()
-    short = tuple(dim for i, dim in enumerate(term) if i not in at)
-    resized = tuple(("out",) if i in at else dim for i, dim in enumerate(term))
-    outputs = tuple(_like(shape, call.shapes[0], term, short, resized) for shape in call.out_shapes)
-    pending = (PassThrough(frozenset({0}), passes),) if passes else ()
-    return Rule((term,), outputs, frozenset({*map(str, at), "out"}), passes=pending)
-
-
-def _like(shape: tuple[int, ...], src: tuple[int, ...], term: Term, short: Term, resized: Term) -> Term:
-    if len(shape) < len(src):
-        return short
-    return term if shape == src else resized
+        return call.rule("[...] -> *[...]")
+    src, out = call.shapes[0], call.out_shapes[0]
+    left = "[d]" if out == src else "[k]" if len(out) == len(src) else ""
+    return call.rule(f"... [d] ... -> *... {left} ...", at="dim", passes=together(0, ops=passes))
 
 
 def cumulative_sum(call: Call) -> Rule:
-    """cumsum: linear."""
+    """Any dim may be sharded except the one along which it sums."""
     return along(call, _linear(call))
 
 

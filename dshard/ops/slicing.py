@@ -6,114 +6,95 @@ A dim along which elements are selected is not sharded, for its term has no fact
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from dataclasses import dataclass
 
-from dshard.core.call import Call, Operator, names, pending_all
-from dshard.layout import Shape
+from dshard.core.call import Call, Operator
 from dshard.ops.lookup import selecting
-from dshard.ops.views import kept, moved, with_local_size
+from dshard.ops.views import with_local_size
 from dshard.placements import ReduceOp
-from dshard.rules.rule import ANY, LINEAR, Rule, Term
-
-Part: TypeAlias = Callable[[Call, Shape, Shape], tuple[Term, Term]]
-"""The terms of a tensor of the first shape and of its selection, of the second; for forward, backward and scatter."""
+from dshard.rules.rule import ANY, LINEAR, MOVES, PassThrough, Rule, together
 
 
-def select(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
-    """The terms of one index of a dim, which goes."""
-    dim = call.dim(ndim=len(src))
-    term = kept(len(src), (dim,))
-    return term, (*term[:dim], *term[dim + 1 :])
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The terms of a tensor and of what is selected of it; `dims` are the arguments that name dims of the tensor."""
+
+    tensor: str
+    selected: str
+    dims: tuple[str, ...] = ("dim",)
+
+    def rule(self, call: Call, text: str, passes: tuple[PassThrough, ...]) -> Rule:
+        """The rule `text` of these terms."""
+        given = [call.argument(name) for name in self.dims]
+        return call.rule(text, at=[dim for dim in given if dim is not None], same_size=True, passes=passes)
 
 
-def slice_(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
-    """The terms of some indices of a dim. If these are all, the dim may be sharded."""
-    dim = call.dim(ndim=len(src))
-    term = kept(len(src), () if src == part else (dim,))
-    return term, term
+SELECT = Selection("... [] ...", "... ...")
+SLICE = Selection("...", "...")
+DIAGONAL = Selection("... [] ...", "... ... []", ("dim1", "dim2"))
+WINDOWS = Selection("... [] ...", "... [] ... []", ("dim", "dimension"))
 
 
-def diagonal(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
-    """The terms of a diagonal of two dims, which becomes the last dim."""
-    dims = (call.dim("dim1", len(src)), call.dim("dim2", len(src)))
-    term = kept(len(src), dims)
-    return term, (*(dim for i, dim in enumerate(term) if i not in dims), ())
-
-
-def windows(call: Call, src: Shape, part: Shape) -> tuple[Term, Term]:
-    """The terms of windows of a dim, whose elements become the last dim."""
-    name = "dimension" if call.argument("dimension") is not None else "dim"
-    term = kept(len(src), (call.dim(name, len(src)),)) if src else ()
-    return term, (*(term or ((),) * (len(part) - 1)), ())
-
-
-def taken(part: Part) -> Callable[[Call], Rule]:
-    """An operator from a tensor to a selection of it."""
+def taken(of: Selection) -> Callable[[Call], Rule]:
+    """The rule of an operator from a tensor to a selection of it."""
 
     def rule(call: Call) -> Rule:
-        """A part of a tensor; the dim of which it is taken stays whole."""
-        src, out = part(call, call.shapes[0], call.out_shapes[0])
-        return moved(src, out)
+        """Any dim may be sharded except those of which a part is taken."""
+        return of.rule(call, f"{of.tensor} -> {of.selected}", MOVES)
 
     return rule
 
 
 def one_index(call: Call) -> Rule:
-    """One index of a dim, which goes; where it is split, the rank that holds it has the slice, the others zeros."""
-    dim, term = call.dim(), names(len(call.shapes[0]))
-    return moved(term, (*term[:dim], *term[dim + 1 :]))
+    """Any dim may be sharded; where that of the index is, the rank that holds it has the slice, the others zeros."""
+    return call.rule("... v ... -> ... ...", at="dim", passes=MOVES)
 
 
-def put_back(part: Part, ops: tuple[ReduceOp, ...] = ANY) -> Callable[[Call], Rule]:
-    """An operator from a selection, or its gradient, to a tensor, zero elsewhere; overlaps add up; only sums pass."""
+def put_back(of: Selection, ops: tuple[ReduceOp, ...] = ANY) -> Callable[[Call], Rule]:
+    """The rule of an operator from a selection, or its gradient, to a tensor that is zero elsewhere."""
 
     def rule(call: Call) -> Rule:
-        """A part within zeros; the dim where it is put stays whole."""
-        out, src = part(call, call.out_shapes[0], call.shapes[0])
-        return Rule((src,), (out,), passes=pending_all(1, ops))
+        """Any dim may be sharded except those of which a part is put into zeros."""
+        return of.rule(call, f"{of.selected} -> {of.tensor}", together(0, ops=ops))
 
     return rule
 
 
-def replaced(part: Part) -> Callable[[Call], Rule]:
-    """An operator from a tensor and a selection's new values to the tensor with these values."""
+def replaced(of: Selection) -> Callable[[Call], Rule]:
+    """The rule of an operator from a tensor and a selection's new values to the tensor with these values."""
 
     def rule(call: Call) -> Rule:
-        """A tensor with a part replaced; the dim of which it is taken stays whole."""
-        src, new = part(call, *call.shapes)
-        return Rule((src, new), (src,), passes=pending_all(2, ANY))
+        """Any dim may be sharded except those of which a part is replaced."""
+        return of.rule(call, f"{of.tensor}, {of.selected} -> {of.tensor}", together(0, 1, ops=ANY))
 
     return rule
 
 
 def split(call: Call) -> Rule:
-    """Pieces of a dim."""
-    term = kept(len(call.shapes[0]), (call.dim(),))
-    return moved(term, *[term] * len(call.outs))
+    """Any dim may be sharded except the one that is cut into pieces."""
+    return call.rule("... [] ... -> *... [] ...", at="dim", passes=MOVES)
 
 
 def unbind(call: Call) -> Rule:
-    """A tensor for each index of a dim, which goes."""
-    dim = call.dim()
-    term = kept(len(call.shapes[0]), (dim,))
-    return moved(term, *[(*term[:dim], *term[dim + 1 :])] * len(call.outs))
+    """Any dim may be sharded except the one whose indices become tensors."""
+    return call.rule("... [] ... -> *... ...", at="dim", passes=MOVES)
 
 
 _BACKWARD = with_local_size("input_sizes")
 
 RULES: dict[str, Operator] = {
     "aten::select": Operator(one_index, selecting),
-    "aten::slice": Operator(taken(slice_)),
-    "aten::diagonal": Operator(taken(diagonal)),
-    "aten::unfold": Operator(taken(windows)),
-    "aten::select_backward": Operator(put_back(select), _BACKWARD),
-    "aten::slice_backward": Operator(put_back(slice_), _BACKWARD),
-    "aten::diagonal_backward": Operator(put_back(diagonal), _BACKWARD),
-    "aten::unfold_backward": Operator(put_back(windows, LINEAR), _BACKWARD),
-    "aten::diag_embed": Operator(put_back(diagonal)),
-    "aten::select_scatter": Operator(replaced(select)),
-    "aten::slice_scatter": Operator(replaced(slice_)),
-    "aten::diagonal_scatter": Operator(replaced(diagonal)),
+    "aten::slice": Operator(taken(SLICE)),
+    "aten::diagonal": Operator(taken(DIAGONAL)),
+    "aten::unfold": Operator(taken(WINDOWS)),
+    "aten::select_backward": Operator(put_back(SELECT), _BACKWARD),
+    "aten::slice_backward": Operator(put_back(SLICE), _BACKWARD),
+    "aten::diagonal_backward": Operator(put_back(DIAGONAL), _BACKWARD),
+    "aten::unfold_backward": Operator(put_back(WINDOWS, LINEAR), _BACKWARD),
+    "aten::diag_embed": Operator(put_back(DIAGONAL)),
+    "aten::select_scatter": Operator(replaced(SELECT)),
+    "aten::slice_scatter": Operator(replaced(SLICE)),
+    "aten::diagonal_scatter": Operator(replaced(DIAGONAL)),
     "aten::split": Operator(split),
     "aten::split_with_sizes": Operator(split),
     "aten::unsafe_split": Operator(split),

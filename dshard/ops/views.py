@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,37 +12,12 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
 from dshard.comm import LocalTensor, plain, stack, unstack
-from dshard.core.call import Call, Kernel, LocalOp, Operator, names, out_local_shape
+from dshard.core.call import Call, Kernel, LocalOp, Operator, out_local_shape
 from dshard.core.spec import Spec, contiguous_stride
 from dshard.mesh import Coordinate
 from dshard.rules.reshape import reshape_rule
-from dshard.rules.rule import ANY, LINEAR, PassThrough, Rule, Term
+from dshard.rules.rule import MOVES, Rule, linear
 from dshard.rules.strategy import Strategy
-
-PASS = (PassThrough(frozenset({0}), ANY),)
-"""The pass-throughs of an operator that only moves elements: any partial operand passes."""
-
-
-def moved(src: Term, *outputs: Term) -> Rule:
-    """The rule of an operator that moves elements of one operand."""
-    return Rule((src,), outputs, passes=PASS)
-
-
-def kept(ndim: int, whole: Iterable[int] = ()) -> Term:
-    """A term of `ndim` dims, those in `whole` without a factor.
-
-    >>> kept(3, (1,))
-    (('0',), (), ('2',))
-    """
-    out = set(whole)
-    return tuple(() if i in out else (str(i),) for i in range(ndim))
-
-
-def dims_of(call: Call, name: str, ndim: int) -> tuple[int, ...]:
-    """The argument `name`, one dim or several, as tensor dims counted from 0. Unlike `Call.dims`, [] names none."""
-    given = call.argument(name)
-    given = [given] if isinstance(given, int) else given
-    return tuple(dim + ndim if dim < 0 else dim for dim in given)
 
 
 def with_local_size(name: str) -> Kernel:
@@ -67,18 +43,10 @@ def with_local_size(name: str) -> Kernel:
 
 
 def reshape(call: Call) -> Rule:
-    """Any reshape, and the view of the bits as another dtype."""
-    src, dst = call.shapes[0], call.out_shapes[0]
-    if call.argument("dtype") is not None:
-        return _bits(call)
-    rule = reshape_rule(src, dst)
-    return Rule(rule.inputs, rule.outputs, rule.unsharded, passes=PASS, sizes=rule.sizes)
-
-
-def _bits(call: Call) -> Rule:
-    ndim = len(call.shapes[0])
-    term = kept(ndim, () if call.shapes == call.out_shapes else (ndim - 1,))
-    return Rule((term,), (term,))
+    """A dim may be sharded where its shards are shards of the new shape, too."""
+    if call.argument("dtype") is not None:  # the bits as another dtype, whose size may differ
+        return call.rule("... -> ...", same_size=True)
+    return replace(reshape_rule(call.shapes[0], call.out_shapes[0]), passes=MOVES)
 
 
 def reshape_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
@@ -90,46 +58,45 @@ def reshape_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
 
 
 def permute(call: Call) -> Rule:
-    """The dims in another order."""
-    term = names(len(call.shapes[0]))
-    return moved(term, tuple(term[dim] for dim in dims_of(call, "dims", len(term))))
+    """Any dim may be sharded."""
+    dims = _names(call)
+    return call.rule(f"{' '.join(dims)} -> {' '.join(dims[dim] for dim in call.argument('dims'))}", passes=MOVES)
+
+
+def _names(call: Call) -> list[str]:
+    return [f"d{i}" for i in range(len(call.shapes[0]))]
 
 
 def transpose(call: Call) -> Rule:
-    """Two dims exchanged."""
-    term = names(len(call.shapes[0]))
-    out = list(term)
-    if term:
-        a, b = call.dim("dim0"), call.dim("dim1")
-        out[a], out[b] = out[b], out[a]
-    return moved(term, tuple(out))
+    """Any dim may be sharded."""
+    dims, out = _names(call), _names(call)
+    if dims:
+        a, b = call.argument("dim0"), call.argument("dim1")
+        out[a], out[b] = dims[b], dims[a]
+    return call.rule(f"{' '.join(dims)} -> {' '.join(out)}", passes=MOVES)
 
 
 def t(call: Call) -> Rule:
-    """The transpose of a tensor of at most two dims."""
-    term = names(len(call.shapes[0]))
-    return moved(term, term[::-1])
+    """Any dim may be sharded."""
+    dims = _names(call)
+    return call.rule(f"{' '.join(dims)} -> {' '.join(reversed(dims))}", passes=MOVES)
 
 
 def unsqueeze(call: Call) -> Rule:
-    """A new dim of size one."""
-    term = names(len(call.shapes[0]))
-    at = call.dim(ndim=len(term) + 1)
-    return moved(term, (*term[:at], (), *term[at:]))
+    """Any dim may be sharded except the new one, of size one."""
+    return call.rule("... ... -> ... 1 ...", at="dim", passes=MOVES)
 
 
 def squeeze(call: Call) -> Rule:
-    """Dims of size one go."""
-    gone = _squeezed(call)
-    ndim = len(call.shapes[0])
-    return moved(kept(ndim, gone), tuple((str(i),) for i in range(ndim) if i not in gone))
+    """Any dim that stays may be sharded."""
+    return call.rule("... 1 ... -> ... ...", at=_squeezed(call), passes=MOVES)
 
 
 def _squeezed(call: Call) -> tuple[int, ...]:
+    """The dims that go, of size one."""
     shape = call.shapes[0]
-    default = call.func._schema.overload_name == ""
-    named = range(len(shape)) if default else dims_of(call, "dim", len(shape))
-    return tuple(dim for dim in named if 0 <= dim < len(shape) and shape[dim] == 1)
+    dims = call.dims() if shape and call.argument("dim") != [] else ()
+    return tuple(dim for dim in dims if shape[dim] == 1)
 
 
 def squeeze_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
@@ -139,19 +106,15 @@ def squeeze_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
 
 
 def expand(call: Call) -> Rule:
-    """Dims of size one are repeated, new ones lead."""
-    src, dst = call.shapes[0], call.out_shapes[0]
-    new = len(dst) - len(src)
-    term = tuple((str(i),) if n == dst[new + i] else () for i, n in enumerate(src))
-    return moved(term, ((),) * new + term)
+    """Any dim may be sharded except the new ones, which lead, and those that are repeated."""
+    return call.rule("... -> [...] ...", same_size=True, passes=MOVES)
 
 
 def strided(call: Call) -> Rule:
-    """Any strides over the whole tensor; the plain ones of a plain tensor are a reshape."""
+    """No dim may be sharded, for strides reach any element; but those of a contiguous tensor are a reshape."""
     if _is_plain(call):
         return reshape(call)
-    src, dst = call.shapes[0], call.out_shapes[0]
-    return moved(((),) * len(src), ((),) * len(dst))
+    return call.rule("[...] -> [...]", passes=MOVES)
 
 
 def _is_plain(call: Call) -> bool:
@@ -199,21 +162,18 @@ def strided_of_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def as_real(call: Call) -> Rule:
-    """Real and imaginary parts become a last dim."""
-    term = names(len(call.shapes[0]))
-    return Rule((term,), ((*term, ()),), passes=(PassThrough(frozenset({0}), LINEAR),))
+    """Any dim may be sharded except the new one, of real and imaginary part."""
+    return call.rule("... -> ... []", passes=linear(0))
 
 
 def as_complex(call: Call) -> Rule:
-    """The last dim becomes one complex number."""
-    term = names(len(call.out_shapes[0]))
-    return Rule(((*term, ()),), (term,), passes=(PassThrough(frozenset({0}), LINEAR),))
+    """Any dim may be sharded except the last one, of real and imaginary part."""
+    return call.rule("... [] -> ...", passes=linear(0))
 
 
 def conjugate(call: Call) -> Rule:
-    """Every element by itself."""
-    term = names(len(call.shapes[0]))
-    return Rule((term,), (term,), passes=(PassThrough(frozenset({0}), LINEAR),))
+    """Any dim may be sharded."""
+    return call.rule("... -> ...", passes=linear(0))
 
 
 def done_now(operator: LocalOp) -> Kernel:

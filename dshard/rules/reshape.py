@@ -49,9 +49,9 @@ def reshape_rule(src: Shape, dst: Shape) -> Rule:
     Factors that the two do not share may not be sharded. A dim of size one pairs with one of size one.
 
     >>> print(reshape_rule((8, 6, 10), (48, 2, 5)))
-    0 1 (2 3) -> (0 1) 2 3
+    _0 _1 (_2 _3) -> (_0 _1) _2 _3
     >>> print(reshape_rule((6, 4), (4, 6)))
-    (0 [rest0]) 1 -> (0 [rest1]) 1
+    (_0 [rest0]) _1 -> (_0 [rest1]) _1
     """
     if prod(src) == 0:
         return _of_no_elements(src, dst)
@@ -64,7 +64,7 @@ def reshape_rule(src: Shape, dst: Shape) -> Rule:
         elif shared == 1 and a.left != 1:
             _skip(a, b, sizes)
         else:
-            factor = str(len(sizes))
+            factor = f"_{len(sizes)}"
             sizes[factor] = shared
             a.take(factor, shared)
             b.take(factor, shared)
@@ -91,5 +91,5 @@ def _of_no_elements(src: Shape, dst: Shape) -> Rule:
     agree = 0
     while agree < min(len(src), len(dst)) and src[agree] == dst[agree]:
         agree += 1
-    lead = tuple((str(i),) for i in range(agree))
+    lead = tuple((f"_{i}",) for i in range(agree))
     return Rule((lead + ((),) * (len(src) - agree),), (lead + ((),) * (len(dst) - agree),))

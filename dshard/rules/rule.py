@@ -63,8 +63,8 @@ def linear(*operands: int) -> tuple[PassThrough, ...]:
 
 
 def together(*operands: int, ops: tuple[ReduceOp, ...] = LINEAR) -> tuple[PassThrough, ...]:
-    """The pass-through of a partial reduction, one of `ops`, that these operands have together."""
-    return (PassThrough(frozenset(operands), ops),)
+    """The pass-through of a partial reduction, one of `ops`, that these operands have together; none without `ops`."""
+    return (PassThrough(frozenset(operands), ops),) if ops else ()
 
 
 MOVES = together(0, ops=ANY)

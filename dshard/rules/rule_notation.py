@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dshard.caches import cached
 from dshard.errors import NotationError
@@ -66,12 +66,22 @@ def parse_rule(
         NotationError: the text is no rule, or a tensor has another number of dims.
         ShapeError: a factor has two sizes.
     """
-    left, right = read_rule(text)
-    in_terms = left.for_tensors(shapes, "operands", text)
-    out_terms = right.terms if outputs is None else right.for_tensors(outputs, "outputs", text)
     ops = (reduce,) if isinstance(reduce, str) or reduce is None else tuple(reduce)
     if not all(isinstance(op, str) and op in REDUCE_OPS for op in ops):
         raise NotationError(f"the rule {text!r} reduces by {ops}: use {', '.join(REDUCE_OPS)}")
+    made = None if outputs is None else tuple(outputs)
+    rule = _parsed(text, tuple(shapes), made, None if at is None else tuple(at), same_size)
+    return replace(rule, reduce=ops, passes=passes, loops=loops)
+
+
+@cached("rules", 16384)
+def _parsed(
+    text: str, shapes: tuple[Shape, ...], outputs: tuple[Shape, ...] | None, at: tuple[int, ...] | None, same_size: bool
+) -> Rule:
+    """The factors of a rule alone."""
+    left, right = read_rule(text)
+    in_terms = left.for_tensors(shapes, "operands", text)
+    out_terms = right.terms if outputs is None else right.for_tensors(outputs, "outputs", text)
     terms, n_operands = [*in_terms, *out_terms], len(in_terms)
     known: list[Shape | None] = [*shapes, *([None] * len(out_terms) if outputs is None else outputs)]
     positions = _positions(terms, known, at, text)
@@ -87,7 +97,7 @@ def parse_rule(
     unsharded = frozenset(name[1:-1] for term in terms for dim in term for name in dim if name[0] == "[")
     terms = [tuple(tuple(name.strip("[]") for name in dim) for dim in term) for term in terms]
     inputs = _broadcast(terms[:n_operands], shapes, text)
-    return Rule(tuple(inputs), tuple(terms[n_operands:]), unsharded, ops, passes, loops=loops)
+    return Rule(tuple(inputs), tuple(terms[n_operands:]), unsharded)
 
 
 # -- the text alone
@@ -105,6 +115,8 @@ class Side:
         terms, i = self.terms, self.repeated
         if i is not None:
             terms = (*terms[:i], *terms[i : i + 1] * (len(shapes) - len(terms) + 1), *terms[i + 1 :])
+        if not shapes and terms == ((),):  # nothing beside the arrow: a scalar, or no tensor
+            return ()
         if len(terms) != len(shapes):
             raise NotationError(f"the rule {text!r} has {len(terms)} {kind}, but {len(shapes)} were given")
         return terms
@@ -120,7 +132,7 @@ def read_rule(text: str) -> tuple[Side, Side]:
     left, arrow, right = text.partition("->")
     if not arrow:
         raise NotationError(f"the rule {text!r} has no '->': write it like 'm k, k n -> m n'")
-    return _read_side(left, text) if left.strip() else Side(()), _read_side(right, text)
+    return _read_side(left, text), _read_side(right, text)
 
 
 def _read_side(side: str, text: str) -> Side:
@@ -169,10 +181,13 @@ def _parts(term: Term) -> list[Term]:
 
 def _positions(terms: Sequence[Term], shapes: Sequence[Shape | None], at: Sequence[int] | None, text: str) -> list[int]:
     """The dims `at`, counted from 0, of a tensor that has all dims; one of no dims has none."""
-    gaps = [(parts[1], shape) for term, shape in zip(terms, shapes, strict=True) if len(parts := _parts(term)) > 2]
+    gaps = [(_parts(term), shape) for term, shape in zip(terms, shapes, strict=True) if term.count(_SHARED) > 1]
     if gaps and at is None:
         raise NotationError(f"the rule {text!r} has several '...' in one term: it is not clear how many dims each is")
-    ndim = next((len(shape) for between, shape in gaps if between and shape is not None), 0)
+    sizes = [
+        len(shape) - len(before) - len(after) for (before, gap, *_, after), shape in gaps if gap and shape is not None
+    ]
+    ndim = sizes[0] if sizes else 0
     return sorted({dim % ndim for dim in at or ()}) if ndim else []
 
 

@@ -14,10 +14,10 @@ from dshard.rules.rule_notation import parse_rule
 
 
 def notation(text: str) -> Operator:
-    """A product, linear in its first two operands."""
+    """A matmul by its rule, linear in its first two operands."""
 
     def rule(call: Call) -> Rule:
-        """A product, linear in its operands."""
+        """Any dim may be sharded; a sharded contraction leaves a partial sum."""
         same_dtype(str(call.func), [spec.dtype for spec in call.specs])
         return parse_rule(text, call.shapes, passes=linear(0, 1), loops=True)
 
