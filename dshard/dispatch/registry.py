@@ -269,7 +269,7 @@ def _alternatives(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | Non
         return lambda args: indexing.MASKED[func] if indexing.has_mask(args) else None
     if func in nn.MEANS:
         position = [argument.name for argument in func._schema.arguments].index("reduction")
-        return lambda args: nn.MEANS[func] if args[position] == nn.MEAN else None
+        return lambda args: nn.MEANS[func] if args[position] == losses.MEAN else None
     return None
 
 

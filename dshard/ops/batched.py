@@ -61,12 +61,12 @@ def _nothing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
 
     def make(*args: Any, **kwargs: Any) -> Any:
         x: Tensor = next(arg for arg in args if isinstance(arg, Tensor))
-        found = [x.new_zeros(shape, dtype=out.dtype) for shape, out in zip(shapes, call.outs, strict=True)]
+        empty = [x.new_zeros(shape, dtype=out.dtype) for shape, out in zip(shapes, call.outs, strict=True)]
         if mask is not None:
-            missing = [i for i, is_wanted in enumerate(mask) if not is_wanted][: len(mask) - len(found)]
-            rest = iter(found)  # not all that is not wanted is left out
+            missing = [i for i, is_wanted in enumerate(mask) if not is_wanted][: len(mask) - len(empty)]
+            rest = iter(empty)  # not all that is not wanted is left out
             return tuple([None if i in missing else next(rest) for i in range(len(mask))])
-        return found[0] if len(found) == 1 else tuple(found)
+        return empty[0] if len(empty) == 1 else tuple(empty)
 
     return make
 

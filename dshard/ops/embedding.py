@@ -12,7 +12,7 @@ from dshard.core.torch_function import bind_arguments, call_torch
 from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
 from dshard.ops.composite import Local, run_composite
-from dshard.ops.lookup import refuse
+from dshard.ops.lookup import rows_held
 from dshard.ops.nn import EMBEDDING
 from dshard.rules.rule import Rule, linear
 from dshard.rules.rule_notation import parse_rule
@@ -39,24 +39,10 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def kernel(strategy: Strategy, at: Coordinate) -> Local:
         rows = strategy.inputs[0].dim_range(0, size, at)
-        return local if len(rows) == size else _of_rows(rows, size, padding)
+        held_padding = None if padding is None or padding % size not in rows else padding % size - rows.start
+        return local if len(rows) == size else rows_held(rows, size, lambda t, i: F.embedding(i, t, held_padding))
 
     def rule() -> Rule:
         return parse_rule(EMBEDDING, [tuple(table.shape), tuple(indices.shape)], passes=linear(0))
 
     return run_composite(rule, local, (table, indices), ("embedding", padding), kernel)
-
-
-def _of_rows(rows: range, size: int, padding: int | None) -> Local:
-    """A local operator that looks up the rows that this rank holds, and gives zeros for the others."""
-    skipped = None if padding is None or padding % size not in rows else padding % size - rows.start
-
-    def lookup(table: Tensor, indices: Tensor) -> Tensor:
-        refuse(indices, (indices < 0) | (indices >= size), size, 0)
-        if not rows:  # takes part in the backward pass all the same
-            return table.new_zeros((*indices.shape, table.shape[1])) + table.sum()
-        is_held = (indices >= rows.start) & (indices < rows.stop)
-        held_rows = F.embedding(torch.where(is_held, indices - rows.start, 0), table, skipped)
-        return held_rows.masked_fill(~is_held.unsqueeze(-1), 0)
-
-    return lookup

@@ -47,6 +47,20 @@ def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Except
         torch._assert_async(~beyond.any(), f"an index is out of bounds for dimension {dim} with size {size}")
 
 
+def rows_held(rows: range, size: int, look_up: LocalOp) -> LocalOp:
+    """`look_up(table, indices)` in the `rows` of a table of `size` that this rank holds; other rows read zero."""
+
+    def run(table: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        refuse(indices, (indices < 0) | (indices >= size), size, 0)
+        if not rows:  # takes part in the backward pass all the same
+            return table.new_zeros((*indices.shape, table.shape[1])) + table.sum()
+        is_held = (indices >= rows.start) & (indices < rows.stop)
+        read: Tensor = look_up(table, torch.where(is_held, indices - rows.start, 0))
+        return read.masked_fill_(~is_held.unsqueeze(-1), 0)
+
+    return run
+
+
 def reading(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     """A kernel of gather and index_select, along one dim."""
     dim = call.dim() if call.shapes[0] else 0
@@ -113,8 +127,8 @@ def writing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     def write(x: Tensor, _: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         index, is_held = local_index(index, held, size, dim, kind)
         index = torch.where(is_held, index, len(held))
-        found = call.func(_with_slot(x, (dim,)), dim, index, *args, **kwargs)
-        return _without_slot(found, x, in_place)
+        written = call.func(_with_slot(x, (dim,)), dim, index, *args, **kwargs)
+        return _without_slot(written, x, in_place)
 
     return write
 
@@ -132,8 +146,8 @@ def putting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
             torch.where(is_held, index, len(split[d])) if d in split and index is not None else index
             for d, index in enumerate(mapped)
         ]
-        found = call.func(_with_slot(x, tuple(split)), mapped, *args, **kwargs)
-        return _without_slot(found, x, in_place)
+        written = call.func(_with_slot(x, tuple(split)), mapped, *args, **kwargs)
+        return _without_slot(written, x, in_place)
 
     return write
 

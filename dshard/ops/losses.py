@@ -10,13 +10,12 @@ from torch import Tensor
 
 from dshard.core.call import Call, LocalOp, Operator
 from dshard.mesh import Coordinate
+from dshard.ops.reductions import HALF
 from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
 
 NONE, MEAN, SUM = 0, 1, 2
 """Torch's numbers of a loss's reductions."""
-
-HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def loss(call: Call) -> Rule:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload
 
 from dshard.core.call import Call, Kernel, LocalOp, Operator
 from dshard.mesh import Coordinate
-from dshard.ops.lookup import refuse
+from dshard.ops.lookup import rows_held
+from dshard.ops.losses import NONE, SUM
 from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
 
@@ -53,19 +53,9 @@ EMBEDDING = "v h, ... -> ... h"
 
 def embedding_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     """A kernel of embedding in which rows that another rank holds count as zero."""
-    rows = strategy.inputs[0].dim_range(0, call.shapes[0][0], coordinate)
-    if len(rows) == call.shapes[0][0]:
-        return call.func
-
-    def lookup(weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        refuse(indices, (indices < 0) | (indices >= call.shapes[0][0]), call.shapes[0][0], 0)
-        is_held = (indices >= rows.start) & (indices < rows.stop)
-        if not rows:
-            return weight.new_zeros((*indices.shape, weight.shape[1]))
-        held_rows: Tensor = torch.ops.aten.embedding(weight, torch.where(is_held, indices - rows.start, 0))
-        return held_rows.masked_fill_(~is_held.unsqueeze(-1), 0)
-
-    return lookup
+    size = call.shapes[0][0]
+    rows = strategy.inputs[0].dim_range(0, size, coordinate)
+    return call.func if len(rows) == size else rows_held(rows, size, torch.ops.aten.embedding.default)
 
 
 def embedding_backward(call: Call) -> Rule:
@@ -141,9 +131,6 @@ def mean_nll_loss_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict
     grad, x, target, weight, _, ignored, count = args
     return func(grad / count, x, target, weight, SUM, ignored, count)
 
-
-NONE, MEAN, SUM = 0, 1, 2
-"""Torch's numbers of a loss's reductions."""
 
 MEANS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.nll_loss_forward.default: mean_nll_loss,

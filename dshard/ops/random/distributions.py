@@ -81,7 +81,7 @@ def normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Distribut
 
     def values(words: Tensor) -> Tensor:
         if double:
-            chance, angle = _open(words), _angle(words)
+            chance, angle = _opens(words[:2]), _unit(words[2:]).sub_(0.5).mul_(pi / 2)
         else:
             chance = words[0::2].to(torch.float32).add_(0.5).mul_(1.0 / WORD)
             angle = (words[1::2] >> 8).to(torch.float32).sub_(2.0**23).mul_(pi / 2**25)
@@ -172,12 +172,3 @@ def _opens(words: Tensor) -> Tensor:
     """Odd multiples of 2^-53 in (0, 1): (4, n) words -> (2, n)."""
     wide = ((words[0::2] >> 6) << 26).bitwise_or_(words[1::2] >> 6)
     return wide.to(torch.float64).add_(0.5).mul_(2.0**-52)
-
-
-def _open(words: Tensor) -> Tensor:
-    return _opens(words[:2])
-
-
-def _angle(words: Tensor) -> Tensor:
-    """Angles within pi/4 of 0."""
-    return _unit(words[2:]).sub_(0.5).mul_(pi / 2)

@@ -176,22 +176,18 @@ def normal_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def bernoulli(p: Any, *, generator: Generator | None = None) -> Any:
     """`torch.bernoulli`: 1 with the probability that each element is."""
-    return (_chance(p, p, generator) < p).to(p.dtype)
+    return bernoulli_like(p, p, generator=generator)
 
 
 def bernoulli_like(x: Any, p: Any, *, generator: Generator | None = None) -> Any:
     """`torch.bernoulli` of a new tensor like `x`, whose elements have the probabilities `p`, broadcast."""
-    return (_chance(x, p, generator) < p).to(x.dtype)
-
-
-def bernoulli_tensor_(x: Any, p: Any, *, generator: Generator | None = None) -> Any:
-    """`Tensor.bernoulli_` of a tensor of probabilities."""
-    return x.copy_(bernoulli_like(x, p, generator=generator))
-
-
-def _chance(x: Any, p: Any, generator: Generator | None) -> Any:
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-    return like(uniform)(x, dtype=dtype, generator=generator)
+    return (like(uniform)(x, dtype=dtype, generator=generator) < p).to(x.dtype)
+
+
+def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose result overwrites its first argument."""
+    return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
 
 
 def normal_of_tensors(mean: Any, std: Any = 1.0, *, generator: Generator | None = None) -> Any:
@@ -228,12 +224,7 @@ def rrelu_with_noise(x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
     return out
 
 
-def rrelu_with_noise_(x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
-    """`rrelu_with_noise_`: `rrelu_with_noise` in place."""
-    return x.copy_(rrelu_with_noise(x, noise, *args, **kwargs))
-
-
-def made(function: Callable[..., Any]) -> Custom:
+def composed(function: Callable[..., Any]) -> Custom:
     """Run `function`, made of operators on distributed tensors, once torch has accepted the arguments."""
 
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,15 +243,15 @@ def multinomial(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     x, count, replacement, generator = bound(func, args, kwargs)
     mesh, shape = x._spec.layout.mesh, (*x.shape[:-1], count)
     check(func, (x, count, replacement), {})
-    found = draw_for(mesh, func, generator)
+    call_draw = draw_for(mesh, func, generator)
     local = redistribute_local(x._local, x._spec, replicated(mesh), func)
-    sample = partial(_sample, count=count, replacement=replacement and count > 1, found=found)
+    sample = partial(_sample, count=count, replacement=replacement and count > 1, call_draw=call_draw)
     out = run_on_ranks(mesh, lambda coordinate: sample, (local,), {})
     one = next(iter(unstack(out).values())) if type(out) is LocalTensor else out
     return wrap(out, spec_of(replicated(mesh), shape, contiguous_stride(shape), torch.int64, one.device))
 
 
-def _sample(weights: Tensor, count: int, replacement: bool, found: Draw) -> Tensor:
+def _sample(weights: Tensor, count: int, replacement: bool, call_draw: Draw) -> Tensor:
     """Sample indices: with replacement, by the cumulative weights; without, the first of an exponential race."""
     if weights.is_meta:
         return weights.new_empty((*weights.shape[:-1], count), dtype=torch.int64)
@@ -270,23 +261,24 @@ def _sample(weights: Tensor, count: int, replacement: bool, found: Draw) -> Tens
     positive = bool((weights.sum(-1) > 0).all())
     torch._check(positive, lambda: "invalid multinomial distribution (sum of probabilities <= 0)")
     if not replacement:
-        clocks = _whole(tuple(weights.shape), distributions.exponential(1.0), found, weights.device)
+        clocks = _drawn(tuple(weights.shape), distributions.exponential(1.0), call_draw, weights.device)
         return (weights / clocks).topk(count, -1).indices
     sums = weights.cumsum(-1)
-    chance = _whole((*weights.shape[:-1], count), distributions.uniform(torch.float64), found, weights.device)
+    chance = _drawn((*weights.shape[:-1], count), distributions.uniform(torch.float64), call_draw, weights.device)
     return torch.searchsorted(sums, chance.mul_(sums[..., -1:]), right=True).clamp_(max=weights.shape[-1] - 1)
 
 
-def _whole(shape: tuple[int, ...], distribution: Distribution, found: Draw, device: torch.device) -> Tensor:
+def _drawn(shape: tuple[int, ...], distribution: Distribution, call_draw: Draw, device: torch.device) -> Tensor:
+    """All elements of a random tensor."""
     out = torch.empty(shape, dtype=torch.float64, device=device)
-    draw.fill(out, shape, tuple(map(range, shape)), found, distribution)
+    draw.fill(out, shape, tuple(map(range, shape)), call_draw, distribution)
     return out
 
 
-def permutation(n: int, found: Draw) -> Tensor:
+def permutation(n: int, call_draw: Draw) -> Tensor:
     """A random permutation of the numbers below `n`: their order by random keys."""
     with plain():
-        return _whole((n,), distributions.uniform(torch.float64), found, torch.device("cpu")).argsort(stable=True)
+        return _drawn((n,), distributions.uniform(torch.float64), call_draw, torch.device("cpu")).argsort(stable=True)
 
 
 @contextmanager
@@ -326,11 +318,7 @@ _OVERWRITING: dict[str, Make] = {
     "cauchy": lambda dtype, median=0.0, sigma=1.0: distributions.cauchy(median, sigma),
     "log_normal": lambda dtype, mean=1.0, std=2.0: distributions.log_normal(mean, std),
 }
-_LIKE: dict[str, Callable[..., Any]] = {
-    "rand_like": like(uniform),
-    "randn_like": like(standard_normal),
-    "randint_like": like(integers),
-}
+_LIKE: dict[str, Make] = {"rand_like": uniform, "randn_like": standard_normal, "randint_like": integers}
 
 CUSTOM: dict[OpOverload, Custom] = {
     **{
@@ -339,22 +327,22 @@ CUSTOM: dict[OpOverload, Custom] = {
         for form in (name, f"{name}_")
         for func in _overloads(form)
     },
-    **{func: made(function) for name, function in _LIKE.items() for func in _overloads(name)},
+    **{func: composed(like(make)) for name, make in _LIKE.items() for func in _overloads(name)},
     aten.random_.to: overwriting(integers),
     aten.random.to: overwriting(integers),
     aten.normal_.default: normal_,
     aten.normal_functional.default: normal_,
     aten.bernoulli_.float: overwriting(_bernoulli),
     aten.bernoulli.p: overwriting(_bernoulli),
-    aten.bernoulli.default: made(bernoulli),
-    aten.bernoulli.Tensor: made(bernoulli_like),
-    aten.bernoulli_.Tensor: made(bernoulli_tensor_),
-    **{func: made(normal_of_tensors) for func in (aten.normal.Tensor_float, aten.normal.Tensor_Tensor)},
-    aten.normal.float_Tensor: made(normal_of_tensors),
-    aten.native_dropout.default: made(native_dropout),
-    aten.rrelu_with_noise.default: made(rrelu_with_noise),
-    aten.rrelu_with_noise_.default: made(rrelu_with_noise_),
-    aten.rrelu_with_noise_functional.default: made(rrelu),
+    aten.bernoulli.default: composed(bernoulli),
+    aten.bernoulli.Tensor: composed(bernoulli_like),
+    aten.bernoulli_.Tensor: composed(in_place(bernoulli_like)),
+    **{func: composed(normal_of_tensors) for func in (aten.normal.Tensor_float, aten.normal.Tensor_Tensor)},
+    aten.normal.float_Tensor: composed(normal_of_tensors),
+    aten.native_dropout.default: composed(native_dropout),
+    aten.rrelu_with_noise.default: composed(rrelu_with_noise),
+    aten.rrelu_with_noise_.default: composed(in_place(rrelu_with_noise)),
+    aten.rrelu_with_noise_functional.default: composed(rrelu),
     aten.multinomial.default: multinomial,
 }
 """The functions that replace torch's random operators; any other runs by `seeded_op`."""
