@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -155,8 +155,16 @@ def observed(decision: Decision, run: Callable[..., Any], args: Sequence[Any]) -
 
 # -- calls, by which the fast path specialises
 
-CallRecord: TypeAlias = tuple[Any, Any, tuple[Any, ...], dict[str, Any], Any]
-"""An executable, or None for an operator without one; the operator, its arguments by position and name, its result."""
+
+class CallRecord(NamedTuple):
+    """An operator that ran, None for a matmul, with its executable, None where it has none, arguments and result."""
+
+    executable: Any
+    op: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    result: Any
+
 
 CALL_LOGS: Scoped[list[CallRecord], tuple[list[CallRecord], ...]] = Scoped("call logs", tuple)
 """The lists to which the calls of this thread and asynchronous task are appended."""

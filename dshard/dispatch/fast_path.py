@@ -22,11 +22,13 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
 from dshard.comm import publish_failure
+from dshard.core.call import views_first, writes_first
+from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
+from dshard.core.executable import Executable
 from dshard.core.observe import CALL_LOGS, OBSERVERS, CallRecord, observed
 from dshard.core.transforms import is_transforming
 from dshard.core.wrapper import Wrapper
-from dshard.dispatch.operator import OperatorExecutable
 from dshard.dispatch.recorded_path import (
     Args,
     Kwargs,
@@ -36,6 +38,7 @@ from dshard.dispatch.recorded_path import (
     tracked_shortcut,
     view_shortcut,
 )
+from dshard.dispatch.registry import known
 from dshard.ops.matmul.matmul_executable import MatmulExecutable
 from dshard.ops.matmul.options import ASKING, has_no_options
 
@@ -45,9 +48,6 @@ _make, _STRIDED = Tensor._make_wrapper_subclass, torch.strided  # called with po
 _is_compiling = torch.compiler.is_dynamo_compiling  # what traces operators is a mode
 _modes, _autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
 _is_recording, _no_torch_function = torch.is_grad_enabled, torch._C.DisableTorchFunctionSubclass
-_NUMBERS = frozenset({int, float, bool, complex})
-_INT = frozenset({int})
-_VALUES = frozenset({type(None), str, torch.dtype})
 _is_replaying, _set_replay = torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _HOOKS: Any = Tensor._backward_hooks
@@ -119,48 +119,19 @@ def _observed_shortcut(shortcut: Shortcut, args: Args, kwargs: Kwargs) -> Any:
     run: Callable[..., Any] = shortcut
     run_args: tuple[Any, ...] = (args, kwargs)
     for decision in getattr(shortcut, "decisions", ()):
-        run, run_args = partial(observed, decision(), run), (run_args,)
+        run, run_args = partial(observed, decision, run), (run_args,)
     return run(*run_args)
 
 
 def _key(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
-    """The cache key of a call; None where an argument has no key.
+    """The cache key of a call; None where an argument has none.
 
-    The spec of an operand that autograd records is followed by whether it is a leaf. There is no key either while
-    saved-tensor hooks (for a differentiable call) or observers (for any other) are active.
+    There is none either while saved-tensor hooks, for a call that autograd records, or else observers are active.
     """
-    cls = Wrapper.public
-    recording, by_kind, recorded = _is_recording(), func in _BY_KIND, False
-    parts: list[Any] = [func]
-    for arg in args:
-        kind = type(arg)
-        if kind is cls:
-            parts.append(arg._spec)
-            if recording and arg.requires_grad:
-                recorded = True
-                parts.append(arg.is_leaf)
-        elif kind in _NUMBERS:
-            parts.append(kind if by_kind else (kind, arg))
-        elif kind in _VALUES:
-            parts.append(arg)
-        elif (kind is tuple or kind is list) and set(map(type, arg)) <= _INT:
-            parts.append(tuple(arg))
-        else:
-            return None
-    for name, arg in kwargs.items():
-        kind = type(arg)
-        if kind is cls:
-            parts += (name, arg._spec)
-            if recording and arg.requires_grad:
-                recorded = True
-                parts.append(arg.is_leaf)
-        elif kind in _NUMBERS or kind in _VALUES:
-            parts += (name, kind, arg)
-        else:
-            return None
-    if _saved_tensor_hooks(True) is not None if recorded else OBSERVERS:  # hooks get distributed tensors
-        return None
-    return tuple(parts)
+    key = call_key(func, args, kwargs, func not in _BY_KIND, _is_recording(), False)
+    if key is None or (_saved_tensor_hooks(True) is not None if key[1] else OBSERVERS):
+        return None  # hooks get distributed tensors
+    return key
 
 
 def _is_special() -> bool:
@@ -176,8 +147,8 @@ def _specialise(func: Any, args: Args, kwargs: Kwargs, through: Uncached, key: A
     records: list[CallRecord] = []
     with CALL_LOGS.entered(records):
         out = through(func, args, kwargs)
-    if not any(isinstance(run, OperatorExecutable | MatmulExecutable) for run, *_ in records) or getattr(
-        records[0][0], "inplace", False
+    if not any(isinstance(each.executable, Executable | MatmulExecutable) for each in records) or (
+        records[0].executable is not None and records[0].op is not None and writes_first(records[0].op)
     ):
         _NEVER.add(func)
         if len(records) == 1 and _is_method_in_place(func):
@@ -216,13 +187,17 @@ def _shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence
         return None
     if isinstance(run, MatmulExecutable):
         return None if kwargs or run.streamed is not None else _matmul_shortcut(run, [i for i, _ in positional])
-    if not isinstance(run, OperatorExecutable):
+    if not isinstance(run, Executable):
         return None
-    if run.views:
+    if views_first(op):
         return view_shortcut(func, args, kwargs, out, records)
-    if run.warm is None or (op_kwargs and any(isinstance(arg, Tensor) for arg in op_kwargs.values())):
+    if (
+        run.operator is None
+        or run.compared
+        or (op_kwargs and any(isinstance(arg, Tensor) for arg in op_kwargs.values()))
+    ):
         return None
-    return _operator_shortcut(func, run, op, args, kwargs, op_args, op_kwargs, out, first)
+    return _operator_shortcut(func, run, op, args, kwargs, tuple(op_args), op_kwargs, out, first)
 
 
 def _matmul_shortcut(executable: MatmulExecutable, positions: Sequence[int]) -> Shortcut:
@@ -243,7 +218,7 @@ def _matmul_shortcut(executable: MatmulExecutable, positions: Sequence[int]) -> 
 
 def _operator_shortcut(
     func: Any,
-    run: OperatorExecutable,
+    run: Executable,
     op: OpOverload,
     args: Args,
     kwargs: Kwargs,
@@ -253,16 +228,15 @@ def _operator_shortcut(
     first: bool,
 ) -> Shortcut | None:
     cls = Wrapper.public
-    assert run.warm is not None
-    assert run.warm.operator is not None
-    spec, operator = out._spec, run.warm.operator
+    assert run.operator is not None
+    spec, operator = out._spec, run.operator
     shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
     slots = [i for i, arg in enumerate(op_args) if isinstance(arg, Tensor)]
     positions = [i for i, arg in enumerate(args) if type(arg) is cls]
     names = [name for name, arg in kwargs.items() if type(arg) is cls]
-    moves = dict(run.warm.moves)
-    if not moves and run.op.kernel is None and is_itself(func, args, kwargs, (run, op, op_args, op_kwargs, out)):
-        if not run.values:
+    moves = dict(run.moves)
+    if not moves and is_itself(func, args, kwargs, CallRecord(run, op, op_args, op_kwargs, out)):
+        if not known(op).values:
             _BY_KIND.add(func)
 
         def itself(args: Args, kwargs: Kwargs) -> Any:

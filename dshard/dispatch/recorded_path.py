@@ -17,11 +17,13 @@ from torch._ops import OpOverload
 from dshard.autograd.crossing import LocalGraph, local_graph_of, tracked_local, wrap_tracked
 from dshard.comm import LocalTensor
 from dshard.comm.rank_checks import enabled as comparing
+from dshard.core.call import views_first, writes_first
+from dshard.core.executable import Executable
 from dshard.core.moves import coordinate_of, sharing_version
-from dshard.core.observe import CallRecord, OperatorMode
+from dshard.core.observe import CallRecord, Decision, OperatorMode
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper
-from dshard.dispatch.operator import OperatorExecutable
+from dshard.dispatch.registry import known
 from dshard.layout import Layout, interned
 from dshard.ops.matmul.matmul_executable import MatmulExecutable
 from dshard.placements import Partial
@@ -35,7 +37,7 @@ _ATEN = torch.ops.aten
 _is_replaying, _set_replay = torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled
 _is_recording = torch.is_grad_enabled
 _without_dispatch = torch._C._DisableTorchDispatch
-_DETACH, _RESHAPES = _ATEN.detach.default, frozenset({_ATEN._unsafe_view.default, _ATEN.reshape.default})
+_DETACH = _ATEN.detach.default
 
 
 def tracked_shortcut(
@@ -46,7 +48,7 @@ def tracked_shortcut(
     With `by_kind` the cache key lacks the values of numbers: then the shortcut can only call `func` itself.
     """
     if (
-        not all(isinstance(run, OperatorExecutable | MatmulExecutable) for run, *_ in records)
+        not all(isinstance(run, Executable | MatmulExecutable) for run, *_ in records)
         or not out.requires_grad
         or is_simulated(out)
     ):
@@ -59,18 +61,21 @@ def tracked_shortcut(
     shortcut: Any = None
     if isinstance(records[0][0], MatmulExecutable):
         shortcut = None if len(records) > 1 or kwargs or not in_order else _matmul_shortcut(records[0][0], args, out)
-    elif any(isinstance(run, MatmulExecutable) or not _is_local(run) for run, *_ in records):
+    elif any(isinstance(run, MatmulExecutable) or not _is_local(run, op) for run, op, *_ in records):
         return None
     elif out._is_view():
         return None if by_kind else view_shortcut(func, args, kwargs, out, records)
     elif (
-        len(records) == 1 and in_order and records[0][0].op.kernel is None and is_itself(func, args, kwargs, records[0])
+        len(records) == 1
+        and in_order
+        and records[0].executable.operator is records[0].op
+        and is_itself(func, args, kwargs, records[0])
     ):
         shortcut = _same_function_shortcut(func, args, kwargs, out, records[0][0])
     elif not by_kind:
         shortcut = _program_shortcut(args, kwargs, out, records)
     if shortcut is not None:
-        shortcut.decisions = [run.decision for run, *_ in reversed(records)]  # for observers, outermost last
+        shortcut.decisions = [_decision(each.executable) for each in reversed(records)]  # for observers, outermost last
     return shortcut  # type: ignore[no-any-return]
 
 
@@ -90,13 +95,16 @@ def _is_uneven(records: Sequence[CallRecord], out: Wrapper) -> bool:
     return any(spec.layout.leaves_empty(spec.shape) for spec in specs)
 
 
-def _is_local(run: OperatorExecutable) -> bool:
+def _decision(executable: Executable | MatmulExecutable) -> Decision:
+    return executable.decision if isinstance(executable, Executable) else executable.decision()
+
+
+def _is_local(run: Executable, op: OpOverload) -> bool:
     """Whether an operator and its gradient run on the local tensors alone: of partial reductions only sums do."""
-    if run.warm is None or run.warm.operator is None or run.inplace or any(p.steps for p in run.plans):
+    if run.operator is None or run.moves or run.compared or not run.differentiable or writes_first(op):
         return False
-    if run.op.kernel is not None and not run.views and run.call.func not in _RESHAPES:
-        return False
-    layouts = (*run.strategy.inputs, *run.strategy.outputs)
+    layouts = [layout for plan in run.plans for layout in (plan.src, plan.dst)]
+    layouts += [spec.layout for spec in run.specs]
     return not any(isinstance(p, Partial) and p.reduce_op != "sum" for layout in layouts for p in layout.placements)
 
 
@@ -112,10 +120,10 @@ def _distributed_operands(args: Args, kwargs: Kwargs) -> list[tuple[int | str, A
     return [(at, x) for at, x in everything if type(x) is cls]
 
 
-def _same_function_shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, run: OperatorExecutable) -> Shortcut:
+def _same_function_shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, run: Executable) -> Shortcut:
     """The shortcut that calls the function itself on the recorded local tensors."""
     spec, cotangent = out._spec, interned(out._spec.layout.cotangent())
-    operands = zip(_distributed_operands(args, kwargs), run.strategy.gradients, strict=True)
+    operands = zip(_distributed_operands(args, kwargs), run.gradients, strict=True)
     operand_places = [_place(at, x, gradient) for (at, x), gradient in operands]
     places = [place for place in operand_places if isinstance(place[0], int)]
     named = [place for place in operand_places if isinstance(place[0], str)]
@@ -173,19 +181,18 @@ def view_shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequ
     view is made when it is first used.
     """
     cls = Wrapper.public
-    run, _, op_args, op_kwargs, _ = records[0]
-    if len(records) > 1 or not run.views or run.warm is None or out._spec is not run.out_specs[0]:
+    run, op, op_args, op_kwargs, _ = records[0]
+    if len(records) > 1 or not views_first(op) or run.operator is None or run.moves or out._spec is not run.specs[0]:
         return None
     if not out._is_view() or out._view_sync is not None:  # detached, or a view of a copy
         return None
     operands = _distributed_operands(args, kwargs)
     if len(operands) != 1 or operands[0][0] != 0 or op_args[0] is not args[0]:
         return None
-    take_view: Any = run.warm.operator
+    take_view: Any = run.operator
     rest, options = op_args[1:], op_kwargs
-    if run.op.kernel is None and is_itself(
-        func, args, kwargs, records[0]
-    ):  # torch finds its own functions faster than operators
+    if is_itself(func, args, kwargs, records[0]):
+        # torch finds its own functions faster than operators
         take_view, rest, options = func, args[1:], kwargs
     spec, recorded = out._spec, torch.is_grad_enabled() and out.requires_grad
     take_view_below_autograd = sharing_version(take_view)
@@ -228,7 +235,7 @@ def _program_shortcut(args: Args, kwargs: Kwargs, out: Wrapper, records: Sequenc
         if any(isinstance(x, Tensor) for x in op_kwargs.values()):
             return None
         slots: list[tuple[int, Place | int]] = []
-        for (k, x), gradient in zip(operands, run.strategy.gradients, strict=True):
+        for (k, x), gradient in zip(operands, run.gradients, strict=True):
             if id(x) in names:
                 slots.append((k, _place(names[id(x)], x, gradient)))
             elif id(x) in values and gradient == x._spec.layout.cotangent():
@@ -238,7 +245,7 @@ def _program_shortcut(args: Args, kwargs: Kwargs, out: Wrapper, records: Sequenc
         several = isinstance(result, tuple)
         values[id(result[0] if several else result)] = i
         template = [None if isinstance(x, Tensor) else x for x in op_args]
-        steps.append((run.warm.operator, template, slots, op_kwargs, several))
+        steps.append((run.operator, template, slots, op_kwargs, several))
     if values.get(id(out)) != len(records) - 1:
         return None
     spec, cotangent = out._spec, interned(out._spec.layout.cotangent())
@@ -262,9 +269,12 @@ def _program_shortcut(args: Args, kwargs: Kwargs, out: Wrapper, records: Sequenc
 
 
 def is_itself(func: Any, args: Args, kwargs: Kwargs, records: CallRecord) -> bool:
-    """Whether `func` on the local tensors runs just the logged operator, with equal further arguments."""
+    """Whether `func` on the local tensors runs just the logged operator, not a kernel, with equal further arguments."""
     cls = Wrapper.public
     _, op, op_args, op_kwargs, _ = records
+    rule = known(op).op
+    if rule is None or rule.kernel is not None:
+        return False
     local = [arg._local if type(arg) is cls else arg for arg in args]
     local_kwargs = {name: arg._local if type(arg) is cls else arg for name, arg in kwargs.items()}
     calls: list[tuple[OpOverload, Args, Kwargs]] = []

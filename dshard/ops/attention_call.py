@@ -35,9 +35,11 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _without_scores(q, k, v, mask, causal, scale)
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
 
+    n_queries, dim = query.shape[-2], query.dim() - 2
+
     def kernel(strategy: Strategy, at: Coordinate) -> Local:
-        held = strategy.inputs[0].dim_range(query.dim() - 2, query.shape[-2], at)
-        if not causal or len(held) == query.shape[-2]:
+        held = strategy.inputs[0].dim_range(dim, n_queries, at)
+        if not causal or len(held) == n_queries:
             return local
 
         def from_there(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ distributed and local tensors are themselves differentiable.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -15,24 +16,23 @@ from torch import Tensor
 
 from dshard.autograd.crossing import FromLocal, ToLocal, as_distributed, redistribute
 from dshard.comm import LocalTensor, traced
+from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
+from dshard.core.executable import Executable, wrap_as
 from dshard.core.moves import coordinate_of, counting_as, run_on_ranks
 from dshard.core.observe import OBSERVERS, Decision, observed
-from dshard.core.operands import common_mesh, spec_like
+from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
 from dshard.core.spec import Spec, for_shapes, spec_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.rules import same_dtype
-from dshard.redistribute import plan
-from dshard.rules.expand import Operand
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Strategy, choose
 
 Local: TypeAlias = Callable[..., Tensor]
 Locals: TypeAlias = Callable[..., tuple[Tensor, ...]]
 Kernel: TypeAlias = Callable[[Strategy, Coordinate], Local]
-Choice: TypeAlias = tuple[Strategy, Spec]
 
 
 def run_composite(
@@ -41,91 +41,56 @@ def run_composite(
     """Run `local` on the local tensors of `tensors`, redistributed as the cheapest strategy of `rule` says.
 
     `key` tells calls apart whose rule or local operator differ though the specs are alike; `kernel`, where there is
-    one, gives the local operator of each rank.
+    one, gives the local operator of each rank. Both are cached, and so must hold no tensor.
     """
-    choice = choose_composite(rule, local, tensors, key)
-    return run_choice(key, rule, choice, local, tensors, kernel)
-
-
-def run_choice(
-    key: tuple[Any, ...],
-    rule: Callable[[], Rule],
-    choice: Choice,
-    local: Local,
-    tensors: Sequence[Any],
-    kernel: Kernel | None = None,
-) -> Any:
-    """Run `local` on the local tensors of `tensors` by a strategy and output spec chosen before."""
-    strategy, out = choice
-    if OBSERVERS:
-        decision = _decision(key, rule(), strategy, out, tensors)
-        return observed(decision, run_strategy, (strategy, out, local, tensors, kernel))
-    return run_strategy(strategy, out, local, tensors, kernel)
-
-
-def _decision(key: tuple[Any, ...], rule: Rule, strategy: Strategy, out: Spec, tensors: Sequence[Any]) -> Decision:
-    specs = [spec_like(t, out.layout.mesh) for t in tensors]
-    operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs)
-    topology = planning_context().topology_of(out.layout.mesh)
-    plans = tuple(
-        plan(spec.layout, layout, spec.shape, spec.itemsize, topology)
-        for spec, layout in zip(specs, strategy.inputs, strict=True)
-    )
-    return Decision(key[0], operands, ((out.shape, out.itemsize),), rule, strategy, plans, topology)
-
-
-def choose_composite(rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Choice:
-    """The cheapest strategy of a composite operator and the spec of its result; cached."""
-    specs = [t._spec if isinstance(t, Wrapper) else None for t in tensors]
-    full_key = (*key, *specs)
+    full_key = call_key(key, tensors)
     choices = planning_context().choices
-    choice: Choice | None = choices.get(full_key) if None not in specs else None
-    if choice is None:
-        choice = choices.add(full_key, _choose_composite(rule, local, tensors, key))
+    executable: Executable | None = choices.get(full_key)
+    if executable is None:
+        executable = choices.add(full_key, _choose_composite(rule, local, tensors, key[0], kernel))
     else:
         choices.hits += 1
-    return choice
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    call: Callable[..., Any] = partial(run_recorded, executable) if recorded else executable
+    return observed(executable.decision, call, (tensors,)) if OBSERVERS else call(tensors)
 
 
-def _choose_composite(rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], key: tuple[Any, ...]) -> Choice:
-    mesh = common_mesh(key[0], list(tensors))
-    same_dtype(key[0], [t.dtype for t in tensors[:3] if t.is_floating_point() or t.is_complex()])
+def _choose_composite(
+    rule_of_call: Callable[[], Rule], local: Local, tensors: Sequence[Any], name: str, kernel: Kernel | None
+) -> Executable:
+    mesh = common_mesh(name, list(tensors))
+    same_dtype(name, [t.dtype for t in tensors[:3] if t.is_floating_point() or t.is_complex()])
     specs = [spec_like(t, mesh) for t in tensors]
     with torch.no_grad(), for_shapes():
         out = local(*(spec.meta() for spec in specs))
-    operands = [Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs]
-    strategy = choose(rule(), operands, [(tuple(out.shape), out.itemsize)], planning_context().topology_of(mesh))
-    return strategy, spec_of(strategy.outputs[0], tuple(out.shape), out.stride(), out.dtype, specs[0].device)
+    operands, outputs = tuple(map(operand_of, specs)), ((tuple(out.shape), out.itemsize),)
+    rule, topology = rule_of_call(), planning_context().topology_of(mesh)
+    strategy = choose(rule, operands, outputs, topology)
+    result = spec_of(strategy.outputs[0], tuple(out.shape), out.stride(), out.dtype, specs[0].device)
+    plans = tuple(plan_to(spec, layout) for spec, layout in zip(specs, strategy.inputs, strict=True))
+    decision = Decision(name, operands, outputs, rule, strategy, plans, topology)
+    positions = [i for i, t in enumerate(tensors) if isinstance(t, Wrapper)]
+    local_op: Callable[[Coordinate], Local] = (lambda at: local) if kernel is None else partial(kernel, strategy)
+    return Executable(decision, local_op, [result], positions, wrap_as(result), gradients=strategy.gradients)
 
 
-def run_strategy(
-    strategy: Strategy, out: Spec, local: Local, tensors: Sequence[Any], kernel: Kernel | None = None
-) -> Any:
-    """Run `local`, or each rank's operator from `kernel`, on the local tensors of `tensors` under `strategy`.
-
-    The result is a distributed tensor of spec `out`.
-    """
-
-    def local_op(coordinate: Coordinate) -> Local:
-        return local if kernel is None else kernel(strategy, coordinate)
-
-    mesh = out.layout.mesh
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+def run_recorded(executable: Executable, tensors: Sequence[Any]) -> Any:
+    """Run a composite operator on distributed tensors so that autograd records its local operator."""
+    (out,), local_op = executable.specs, executable.local_op
+    plans, gradients = executable.plans, executable.gradients
     with torch._C.DisableTorchFunctionSubclass():
-        laid = [redistribute(t, layout) for t, layout in zip(tensors, strategy.inputs, strict=True)]
-        if not recorded:
-            return wrap(run_on_ranks(mesh, local_op, tuple(t._local for t in laid), {}), out)
-        if any(type(t._local) is LocalTensor for t in laid):
-            of_gradients = [t._spec.with_layout(layout) for t, layout in zip(laid, strategy.gradients, strict=True)]
-            return Simulated.apply(_alone(local_op), (out,), (out.layout.cotangent(),), of_gradients, *laid)[0]  # type: ignore[no-untyped-call]
-        for t, moved in zip(tensors, laid, strict=True):
-            if moved is not t and not traced(moved._local):
-                moved._local = counting_as(t._local, moved._local)
+        redistributed = [redistribute(t, p.dst) for t, p in zip(tensors, plans, strict=True)]
+        if any(type(t._local) is LocalTensor for t in redistributed):
+            specs = [t._spec.with_layout(layout) for t, layout in zip(redistributed, gradients, strict=True)]
+            return Simulated.apply(_alone(local_op), (out,), (out.layout.cotangent(),), specs, *redistributed)[0]  # type: ignore[no-untyped-call]
+        for t, copy in zip(tensors, redistributed, strict=True):
+            if copy is not t and not traced(copy._local):
+                copy._local = counting_as(t._local, copy._local)
         parts = [
             ToLocal.apply(t, t._spec.with_layout(layout)) if t.requires_grad else t._local  # type: ignore[no-untyped-call]
-            for t, layout in zip(laid, strategy.gradients, strict=True)
+            for t, layout in zip(redistributed, gradients, strict=True)
         ]
-        result = _depending_on_all(local_op(coordinate_of(mesh))(*parts), parts)
+        result = _depending_on_all(local_op(coordinate_of(executable.mesh))(*parts), parts)
         return FromLocal.apply(result, out, out.layout.cotangent())  # type: ignore[no-untyped-call]
 
 
@@ -166,18 +131,18 @@ class Simulated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
         pairs = zip(grads, ctx.cotangents, strict=True)
-        laid = [redistribute(as_distributed(grad, layout), layout) for grad, layout in pairs]
+        gradients = [redistribute(as_distributed(grad, layout), layout) for grad, layout in pairs]
         wanted = [i for i, is_needed in enumerate(needed) if is_needed]
-        found = Simulated.apply(  # type: ignore[no-untyped-call]
+        results = Simulated.apply(  # type: ignore[no-untyped-call]
             lambda at: _pull_back(ctx.local_op(at), len(grads), needed),
             [ctx.of_gradients[i] for i in wanted],
             [tensors[i]._spec.layout for i in wanted],
             [*ctx.outs, *ctx.of_gradients],
-            *laid,
+            *gradients,
             *tensors,
         )
         out: list[Any] = [None] * len(tensors)
-        for i, grad in zip(wanted, found, strict=True):
+        for i, grad in zip(wanted, results, strict=True):
             out[i] = grad
         return (None,) * 4 + tuple(out)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from dshard.comm import LocalTensor, plain, run_number, unstack
+from dshard.core.call_key import call_key
 from dshard.core.checks import accept, refusing
 from dshard.core.moves import leaves, local_redistribution, replace_leaves
 from dshard.core.observe import OBSERVERS, observed
@@ -24,7 +25,7 @@ from dshard.ops.foreach import FOREACH
 
 Custom: TypeAlias = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 MAX_CHECKED = 16384
-_CHECKED: set[tuple[Any, ...]] = set()
+_CHECKED: set[Any] = set()
 
 
 def decomposed(function: Callable[..., Any]) -> Custom:
@@ -72,7 +73,7 @@ def answered(function: Callable[..., Any]) -> Custom:
 
 def check(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let torch refuse arguments that it would refuse on one device; without data, once for each kind of arguments."""
-    key = (func, _key(args), _key(tuple(kwargs.items())))
+    key = call_key(func, args, kwargs)
     if key in _CHECKED:
         return
     known: dict[int, Tensor] = {}
@@ -92,14 +93,6 @@ def accept_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     )
     with plain(), torch.no_grad(), for_shapes(), suppress(NotImplementedError), refusing():
         function(*meta_args, **meta_kwargs)
-
-
-def _key(tree: Any) -> Any:
-    if isinstance(tree, list | tuple):
-        return tuple(_key(item) for item in tree)
-    if isinstance(tree, Wrapper):
-        return tree._spec
-    return (tree.dtype, tree.shape) if isinstance(tree, Tensor) else (type(tree), tree)
 
 
 def _meta(x: Any) -> Tensor:

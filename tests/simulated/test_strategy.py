@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 
 from dshard import Layout, Mesh
 from dshard.core.call import Call
+from dshard.core.executable import Executable, wrap_as
+from dshard.core.observe import Decision
+from dshard.core.operands import operand_of, plan_to
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.layout import Shape, parse_layout
 from dshard.ops.attention import attention_rule
-from dshard.ops.composite import run_strategy
+from dshard.ops.composite import run_recorded
 from dshard.ops.matmul.rules import linear_rule, matmul_rule
 from dshard.placements import Replicate, Shard, chunk
 from dshard.rules.expand import Operand, merges
@@ -215,12 +218,20 @@ def test_every_strategy_of_a_joint_operator_is_right(name: str, mesh: Mesh) -> N
     for strategy in every_strategy(rule, call_of(values, expected.detach(), mesh), mesh):
         with simulated(mesh):
             operands = [distribute(x, given).requires_grad_() for x, given in zip(values, strategy.inputs, strict=True)]
-            out = run_strategy(strategy, spec(expected, strategy.outputs[0]), local, operands)
+            out = run_recorded(executable_of(rule, strategy, local, operands, expected), operands)
             out.backward(distribute(incoming, out.layout.cotangent()))
 
         torch.testing.assert_close(whole(out), expected.detach(), msg=lambda text, s=strategy: f"{s}: {text}")
         for x, leaf in zip(operands, leaves, strict=True):
             torch.testing.assert_close(whole(x.grad), leaf.grad, msg=lambda text, s=strategy: f"{s}: {text}")
+
+
+def executable_of(rule: Rule, strategy: Strategy, local: Any, operands: list[Any], out: torch.Tensor) -> Executable:
+    specs, result = [x._spec for x in operands], spec(out, strategy.outputs[0])
+    plans = tuple(plan_to(each, layout) for each, layout in zip(specs, strategy.inputs, strict=True))
+    decision = Decision("joint", tuple(map(operand_of, specs)), (), rule, strategy, plans, FLAT_CPU)
+    positions = range(len(operands))
+    return Executable(decision, lambda at: local, [result], positions, wrap_as(result), gradients=strategy.gradients)
 
 
 def call_of(values: list[torch.Tensor], out: torch.Tensor, mesh: Mesh) -> Call:

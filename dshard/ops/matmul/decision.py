@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dshard.autograd.crossing import as_distributed
+from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
 from dshard.core.operands import common_mesh
 from dshard.core.spec import Spec, contiguous_stride, for_shapes, spec_of
@@ -36,12 +37,8 @@ def choose_matmul(
         DtypeError: operands of different dtypes.
     """
     recorded = torch.is_grad_enabled()
-    parts: list[Any] = [name, key, None if asked is NO_OPTIONS else asked]  # which has no hash at hand
-    for t in tensors:
-        parts.append(t._spec)
-        if recorded:
-            parts.append((t.requires_grad, is_leaf(t)))
-    full_key = tuple(parts)
+    called = (name, key, None if asked is NO_OPTIONS else asked)  # which has no hash at hand
+    full_key = call_key(called, tensors, recording=recorded)
     choices = planning_context().choices
     executable: MatmulExecutable | None = choices.get(full_key)
     if executable is None:

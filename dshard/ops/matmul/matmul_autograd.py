@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.comm import Program, Scoped, Session, run, run_program, traced
-from dshard.core.observe import CALL_LOG, OBSERVERS, log, observed
+from dshard.core.observe import CALL_LOG, OBSERVERS, CallRecord, log, observed
 from dshard.core.wrapper import wrap
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.matmul_executable import MatmulExecutable
@@ -153,7 +153,7 @@ def multiply_keeping(product: MatmulExecutable, tensors: Sequence[Any]) -> tuple
         return result
     out = _multiply(product, tensors)
     if CALL_LOG and cut is None:
-        log((product, None, tuple(tensors), {}, out[0]))
+        log(CallRecord(product, None, tuple(tensors), {}, out[0]))
     return out
 
 

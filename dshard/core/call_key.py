@@ -1,0 +1,71 @@
+"""The key under which a call is cached: what is called, the specs of its operands, and its other arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.core.wrapper import Wrapper
+
+_NUMBERS = frozenset({int, float, bool, complex})
+_VALUES = frozenset({type(None), str, torch.dtype})
+_INT = frozenset({int})
+_NO_KWARGS: dict[str, Any] = {}
+
+
+def call_key(
+    called: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] = _NO_KWARGS,
+    values: bool = True,
+    recording: bool = False,
+    nested: bool = True,
+) -> tuple[Any, ...] | None:
+    """The cache key of a call of `called`; its second entry says whether autograd records an operand.
+
+    A distributed tensor counts by its spec, which is interned. With `recording`, one that autograd records is followed
+    by whether it is a leaf. Without `values` of a number only its type counts. Without `nested` there is no key where
+    an argument is a plain tensor, holds tensors, or is none of torch's usual values.
+    """
+    cls = Wrapper.public
+    parts: list[Any] = [called, False]
+    for arg in args:
+        kind = type(arg)
+        if kind is cls:
+            parts.append(arg._spec)
+            if recording and arg.requires_grad:
+                parts[1] = True
+                leaf = arg._leaf  # of the tensor that it stands for in a trace
+                parts.append(arg.is_leaf if leaf is None else leaf)
+        elif kind in _NUMBERS:
+            parts.append((kind, arg) if values else kind)  # 1, 1.0 and True are equal
+        elif kind in _VALUES:
+            parts.append(arg)
+        elif (kind is tuple or kind is list) and _INT.issuperset(map(type, arg)):
+            parts.append(tuple(arg))
+        elif nested:
+            parts.append(_nested_key(arg, values))
+        else:
+            return None
+    if kwargs:
+        named = call_key(None, tuple(kwargs.values()), _NO_KWARGS, values, recording, nested)
+        if named is None:
+            return None
+        parts[1] = parts[1] or named[1]
+        parts += (*kwargs, *named)
+    return tuple(parts)
+
+
+def _nested_key(arg: Any, values: bool) -> Any:
+    """The entry of an argument that may hold tensors."""
+    kind = type(arg)
+    if kind in _NUMBERS:
+        return (kind, arg) if values else kind
+    if kind is list or kind is tuple:
+        return tuple([_nested_key(item, values) for item in arg])
+    if isinstance(arg, Wrapper):
+        return arg._spec
+    return (Tensor, arg.dtype, arg.shape) if isinstance(arg, Tensor) else arg

@@ -1,0 +1,182 @@
+"""The executable of a call: redistributions, a local operator, and what its result is wrapped as, planned once.
+
+Every operator, matmul and composite operator runs as one, warm and cold, on real ranks, on simulated ones, and without
+data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dshard.comm import LocalTensor, compare_calls, comparing, run, runner, runtime_of
+from dshard.core.call import LocalOp
+from dshard.core.moves import coordinate_of, leaves, on_all_ranks, replace_leaves, run_on_ranks
+from dshard.core.observe import OBSERVERS, CallRecord, Decision, log, observed
+from dshard.core.spec import Spec
+from dshard.core.wrapper import Wrapper, make
+from dshard.layout import Layout
+from dshard.mesh import Coordinate
+from dshard.redistribute import Plan
+
+Args: TypeAlias = Sequence[Any]
+Kwargs: TypeAlias = dict[str, Any]
+Finish: TypeAlias = Callable[[Any, Args, Args], Any]
+"""A function from a local result, the arguments and the redistributed local ones to the result of the call."""
+_NO_KWARGS: Kwargs = {}
+
+
+class Executable:
+    """A call as planned once for its cache key: redistribute the operands, run the local operator, wrap the result.
+
+    `decision` has the plans: one for each operand, at most one for the local result. `local_op` gives the local
+    operator of the rank at a coordinate, `finish` makes the result of the call of the local one, `specs` are those of
+    the outputs. `tensors` are the positions of the distributed arguments, None where some are nested or named.
+    `prepare` changes the redistributed first operand. `gradients` are the layouts in which the gradient of the local
+    operator gives the operands' gradients; they are those of the call only if it is `differentiable`.
+    """
+
+    __slots__ = (
+        "compared",
+        "decision",
+        "differentiable",
+        "end",
+        "finish",
+        "gradients",
+        "local_op",
+        "mesh",
+        "moves",
+        "operator",
+        "plans",
+        "prepare",
+        "specs",
+        "tensors",
+    )
+
+    def __init__(
+        self,
+        decision: Decision,
+        local_op: Callable[[Coordinate], LocalOp],
+        specs: Sequence[Spec],
+        tensors: Sequence[int] | None,
+        finish: Finish,
+        *,
+        gradients: Sequence[Layout] = (),
+        differentiable: bool = False,
+        prepare: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.decision, self.local_op, self.specs, self.tensors, self.finish = decision, local_op, specs, tensors, finish
+        self.gradients, self.differentiable, self.prepare = gradients, differentiable, prepare
+        self.mesh = decision.operands[0].layout.mesh
+        self.plans = decision.plans if decision.bias is None else (*decision.plans, decision.bias)
+        self.compared = comparing()
+        self.operator: LocalOp | None = None
+        self.moves: list[tuple[int, LocalOp]] = []
+        self.end: LocalOp | None = None
+
+    def __call__(self, args: Args, kwargs: Kwargs = _NO_KWARGS) -> Any:
+        """Run the call on distributed arguments; not recorded by autograd."""
+        if self.compared:
+            self.compare(args, kwargs)
+        tensors = self.tensors
+        if tensors is None:
+            local, out = self._run_nested(args, kwargs)
+            return self.finish(out, args, local)
+        local = list(args)
+        for i in tensors:
+            local[i] = args[i]._local
+        return self.finish(self.run(local, kwargs), args, local)
+
+    def run(self, local: list[Any], kwargs: Kwargs = _NO_KWARGS) -> Any:
+        """The local result; the local tensors among the positional arguments `local` are redistributed in place."""
+        assert self.tensors is not None
+        for i in self.tensors:
+            if type(local[i]) is LocalTensor:
+                local[:], out = self._run_nested(local, kwargs)
+                return out
+        operator = self.operator or self.compile(local)
+        for i, move in self.moves:
+            local[i] = move(local[i])
+        out = operator(*local, **kwargs)
+        return out if self.end is None else self.end(out)
+
+    def compile(self, local: Sequence[Any]) -> LocalOp:
+        """Compile the redistributions and the local operator for this rank's coordinate, once."""
+        operands = [i for i, arg in enumerate(local) if isinstance(arg, Tensor)]
+        without_data = runtime_of(self.mesh) is None or any(local[i].is_meta for i in operands)
+
+        def compiled(plan: Plan) -> LocalOp:
+            return partial(run, plan) if without_data else runner(plan)
+
+        self.moves = [(i, compiled(plan)) for i, plan in zip(operands, self.plans, strict=True) if plan.steps]
+        if self.prepare is not None:
+            self.moves.insert(1 if self.plans[0].steps else 0, (operands[0], self.prepare))
+        for end in self.decision.ends:
+            self.end = compiled(end) if end.steps else None
+        self.operator = self.local_op(coordinate_of(self.mesh))
+        return self.operator
+
+    def _run_nested(self, args: Args, kwargs: Kwargs) -> tuple[Args, Any]:
+        """The redistributed positional arguments and the local result, on simulated ranks or of nested arguments."""
+        plans = iter(self.plans)
+
+        def redistributed(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return run(next(plans), leaf._local if isinstance(leaf, Wrapper) else on_all_ranks(leaf, self.mesh))
+
+        local, local_kwargs = replace_leaves((args, kwargs), redistributed)
+        if self.prepare is not None:
+            local = [self.prepare(local[0]), *local[1:]]
+        out = run_on_ranks(self.mesh, self.local_op, local, local_kwargs)
+        for end in self.decision.ends:
+            out = run(end, out)
+        return local, out
+
+    def compare(self, args: Args, kwargs: Kwargs = _NO_KWARGS) -> None:
+        """In debug mode, go on only if all ranks make the same call."""
+        if self.compared:
+            compare_calls(f"{self.decision.op} of {_call_text(args, kwargs)}", self.mesh)
+
+
+def watched(
+    executable: Executable, op: Any, args: Args, kwargs: Kwargs, call: Callable[..., Any], *call_args: Any
+) -> Any:
+    """Run `call(*call_args)`, by which `executable` runs, within the observers of this thread, and log it."""
+    out = observed(executable.decision, call, call_args) if OBSERVERS else call(*call_args)
+    log(CallRecord(executable, op, args, kwargs, out))
+    return out
+
+
+def wrap_as(spec: Spec) -> Finish:
+    """The end of a call with one result, a tensor of spec `spec` that is no view."""
+    shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
+
+    def wrap(out: Any, args: Args, local: Args) -> Any:
+        wrapped = make(Wrapper.public, shape, stride, None, None, dtype, torch.strided, device)
+        wrapped._local = out
+        wrapped._spec = spec
+        return wrapped
+
+    return wrap
+
+
+def _call_text(args: Args, kwargs: Kwargs) -> str:
+    """The arguments of a call as text: tensors by shape, dtype and layout, all else by its repr."""
+    texts = [
+        *map(_argument_text, leaves(list(args))),
+        *(f"{name}={_argument_text(value)}" for name, value in kwargs.items()),
+    ]
+    return ", ".join(texts)
+
+
+def _argument_text(x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return repr(x)
+    spec = x._spec if isinstance(x, Wrapper) else None
+    layout = "plain" if spec is None else f"[{spec.layout}]"
+    return f"{tuple(x.shape)} {x.dtype} {layout}"
