@@ -146,9 +146,12 @@ class Executable:
 def watched(
     executable: Executable, op: Any, args: Args, kwargs: Kwargs, call: Callable[..., Any], *call_args: Any
 ) -> Any:
-    """Run `call(*call_args)`, by which `executable` runs, within the observers of this thread, and log it."""
+    """Run `call(*call_args)`, by which `executable` runs, within the observers of this thread, and log it.
+
+    A matmul or composite operator has no `op`.
+    """
     out = observed(executable.decision, call, call_args) if OBSERVERS else call(*call_args)
-    log(CallRecord(executable, op, args, kwargs, out))
+    log(CallRecord(executable, op, args, kwargs, out, call))
     return out
 
 

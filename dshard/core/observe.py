@@ -157,13 +157,17 @@ def observed(decision: Decision, run: Callable[..., Any], args: Sequence[Any]) -
 
 
 class CallRecord(NamedTuple):
-    """An operator that ran, None for a matmul, with its executable, None where it has none, arguments and result."""
+    """A call that ran: its executable, None where it has none, its operator, arguments and result.
+
+    A matmul or composite operator has no `op`; it runs again by `call` of the tensors among its arguments.
+    """
 
     executable: Any
     op: Any
     args: Sequence[Any]
     kwargs: dict[str, Any]
     result: Any
+    call: Callable[..., Any] | None = None
 
 
 CALL_LOGS: Scoped[list[CallRecord], tuple[list[CallRecord], ...]] = Scoped("call logs", tuple)

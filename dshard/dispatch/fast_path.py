@@ -3,8 +3,8 @@
 Most of torch's functions reach the dispatcher as just one operator, or are one matmul; then autograd and the dispatcher
 only add time. So the first call of a function on operands of given specs is logged: if one operator was all that ran,
 later calls run it on the local tensors at once. If the function itself, called on the local tensors, runs that
-operator, later calls use the function: torch finds its own functions faster than operators. Calls that autograd records
-are in `dshard.dispatch.recorded_path`.
+operator, later calls use the function: torch finds its own functions faster than operators. `dshard.dispatch.shortcuts`
+makes what warm calls run.
 
 All of this is for speed alone: with DSHARD_FAST=0 in the environment every call goes through the dispatcher.
 """
@@ -12,39 +12,28 @@ All of this is for speed alone: with DSHARD_FAST=0 in the environment every call
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
 from dshard.comm import publish_failure
-from dshard.core.call import views_first, writes_first
+from dshard.core.call import writes_first
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
 from dshard.core.executable import Executable
 from dshard.core.observe import CALL_LOGS, OBSERVERS, CallRecord, observed
 from dshard.core.transforms import is_transforming
 from dshard.core.wrapper import Wrapper
-from dshard.dispatch.recorded_path import (
-    Args,
-    Kwargs,
-    Shortcut,
-    is_itself,
-    is_simulated,
-    tracked_shortcut,
-    view_shortcut,
-)
 from dshard.dispatch.registry import known
-from dshard.ops.matmul.matmul_executable import MatmulExecutable
+from dshard.dispatch.shortcuts import Args, Kwargs, Shortcut, shortcut_of
 from dshard.ops.matmul.options import ASKING, has_no_options
 
 Uncached: TypeAlias = Callable[[Any, Args, Kwargs], Any]
 
-_make, _STRIDED = Tensor._make_wrapper_subclass, torch.strided  # called with positions: keyword parsing is slower
 _is_compiling = torch.compiler.is_dynamo_compiling  # what traces operators is a mode
 _modes, _autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
 _is_recording, _no_torch_function = torch.is_grad_enabled, torch._C.DisableTorchFunctionSubclass
@@ -141,131 +130,39 @@ def _is_special() -> bool:
     return forward_ad._current_level >= 0
 
 
-def _specialise(func: Any, args: Args, kwargs: Kwargs, through: Uncached, key: Any) -> Any:
+def _specialise(func: Any, args: Args, kwargs: Kwargs, through: Uncached, key: tuple[Any, ...]) -> Any:
     """Call `func` by `through`, and cache a shortcut under `key`, or False where the log allows none."""
-    cls = Wrapper.public
     records: list[CallRecord] = []
     with CALL_LOGS.entered(records):
         out = through(func, args, kwargs)
-    if not any(isinstance(each.executable, Executable | MatmulExecutable) for each in records) or (
-        records[0].executable is not None and records[0].op is not None and writes_first(records[0].op)
-    ):
+    if not any(isinstance(each.executable, Executable) for each in records) or _is_write(records[0]):
         _NEVER.add(func)
         if len(records) == 1 and _is_method_in_place(func):
             _WRITES.add(func)
-    elif type(out) is not cls:
-        planning_context().shortcuts.add(key, False)
-    elif _is_recording() and any(type(arg) is cls and arg.requires_grad for arg in (*args, *kwargs.values())):
+        return out
+    shortcut: Any = None
+    if type(out) is Wrapper.public:
+        recorded, by_kind = key[1], func in _BY_KIND
         with _no_torch_function():
-            shortcut = tracked_shortcut(func, args, kwargs, out, records, by_kind=func in _BY_KIND)
-            planning_context().shortcuts.add(key, shortcut or False)
-            if shortcut is not None:  # the graph is the same, whether a rank has met such a call before or not
+            shortcut = shortcut_of(func, args, kwargs, out, records, recorded=recorded, by_kind=by_kind)
+            if getattr(shortcut, "is_itself", False) and not known(records[0].op).values:
+                _BY_KIND.add(func)
+        planning_context().shortcuts.add(key, shortcut or False)
+        if recorded and shortcut is not None and not getattr(shortcut, "has_same_graph", False):
+            with _no_torch_function():  # the graph is the same, whether a rank has met such a call before or not
                 del records[:], out
                 return shortcut(args, kwargs)
     else:
-        planning_context().shortcuts.add(key, _shortcut(func, args, kwargs, out, records) or False)
+        planning_context().shortcuts.add(key, False)
     return out
+
+
+def _is_write(record: CallRecord) -> bool:
+    """Whether an executable of an in-place operator ran."""
+    return record.executable is not None and record.op is not None and writes_first(record.op)
 
 
 def _is_method_in_place(func: Any) -> bool:
     """Whether `func` has the name of one in-place operator; `x[i] = y` may be one, or write through views."""
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
-
-
-def _shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]) -> Shortcut | None:
-    """The shortcut for `func` on operands of these specs, or None where the log of its first call allows none."""
-    cls = Wrapper.public
-    run, op, op_args, op_kwargs, result = records[0]
-    first = isinstance(result, tuple) and out is result[0]
-    if len(records) > 1 or not (out is result or first) or type(out) is not cls or is_simulated(out):
-        return None
-    positional = [(i, arg) for i, arg in enumerate(args) if type(arg) is cls]
-    named = [(name, arg) for name, arg in kwargs.items() if type(arg) is cls]
-    operands = [arg for arg in op_args if isinstance(arg, Tensor)]
-    if [*map(id, operands)] != [id(arg) for _, arg in (*positional, *named)]:
-        return None
-    if isinstance(run, MatmulExecutable):
-        return None if kwargs or run.streamed is not None else _matmul_shortcut(run, [i for i, _ in positional])
-    if not isinstance(run, Executable):
-        return None
-    if views_first(op):
-        return view_shortcut(func, args, kwargs, out, records)
-    if (
-        run.operator is None
-        or run.compared
-        or (op_kwargs and any(isinstance(arg, Tensor) for arg in op_kwargs.values()))
-    ):
-        return None
-    return _operator_shortcut(func, run, op, args, kwargs, tuple(op_args), op_kwargs, out, first)
-
-
-def _matmul_shortcut(executable: MatmulExecutable, positions: Sequence[int]) -> Shortcut:
-    cls = Wrapper.public
-    spec, run = executable.out, executable.on_local
-    shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
-    i, j, *bias_position = positions
-
-    def call(args: Args, kwargs: Kwargs) -> Any:
-        b = args[bias_position[0]]._local if bias_position else None
-        out = _make(cls, shape, stride, None, None, dtype, _STRIDED, device)
-        out._local = run(args[i]._local, args[j]._local, b)[0]
-        out._spec = spec
-        return out
-
-    return call
-
-
-def _operator_shortcut(
-    func: Any,
-    run: Executable,
-    op: OpOverload,
-    args: Args,
-    kwargs: Kwargs,
-    op_args: Args,
-    op_kwargs: Kwargs,
-    out: Any,
-    first: bool,
-) -> Shortcut | None:
-    cls = Wrapper.public
-    assert run.operator is not None
-    spec, operator = out._spec, run.operator
-    shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
-    slots = [i for i, arg in enumerate(op_args) if isinstance(arg, Tensor)]
-    positions = [i for i, arg in enumerate(args) if type(arg) is cls]
-    names = [name for name, arg in kwargs.items() if type(arg) is cls]
-    moves = dict(run.moves)
-    if not moves and is_itself(func, args, kwargs, CallRecord(run, op, op_args, op_kwargs, out)):
-        if not known(op).values:
-            _BY_KIND.add(func)
-
-        def itself(args: Args, kwargs: Kwargs) -> Any:
-            out = _make(cls, shape, stride, None, None, dtype, _STRIDED, device)
-            local = [arg._local if type(arg) is cls else arg for arg in args]
-            if kwargs:
-                kwargs = {name: arg._local if type(arg) is cls else arg for name, arg in kwargs.items()}
-            out._local = func(*local, **kwargs)
-            out._spec = spec
-            return out
-
-        return itself
-    if func in _BY_KIND:
-        return None
-    template = list(op_args)
-
-    def as_operator(args: Args, kwargs: Kwargs) -> Any:
-        local = template.copy()
-        operands = [args[i]._local for i in positions]
-        if names:
-            operands += [kwargs[name]._local for name in names]
-        for i, x in zip(slots, operands, strict=True):
-            local[i] = moves[i](x) if i in moves else x
-        result = operator(*local, **op_kwargs)
-        out = _make(cls, shape, stride, None, None, dtype, _STRIDED, device)
-        out._local = result[0] if first else result
-        out._spec = spec
-        return out
-
-    for i in slots:
-        template[i] = None
-    return as_operator

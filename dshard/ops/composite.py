@@ -18,9 +18,9 @@ from dshard.autograd.crossing import FromLocal, ToLocal, as_distributed, redistr
 from dshard.comm import LocalTensor, traced
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
-from dshard.core.executable import Executable, wrap_as
+from dshard.core.executable import Executable, watched, wrap_as
 from dshard.core.moves import coordinate_of, counting_as, run_on_ranks
-from dshard.core.observe import OBSERVERS, Decision, observed
+from dshard.core.observe import CALL_LOG, OBSERVERS, Decision
 from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
 from dshard.core.spec import Spec, for_shapes, spec_of
 from dshard.core.wrapper import Wrapper, wrap
@@ -52,7 +52,9 @@ def run_composite(
         choices.hits += 1
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     call: Callable[..., Any] = partial(run_recorded, executable) if recorded else executable
-    return observed(executable.decision, call, (tensors,)) if OBSERVERS else call(tensors)
+    if CALL_LOG or OBSERVERS:
+        return watched(executable, None, tensors, {}, call, tensors)
+    return call(tensors)
 
 
 def _choose_composite(

@@ -12,8 +12,7 @@ from torch import Tensor
 from dshard.core.torch_function import autocast, bind_arguments, call_torch
 from dshard.core.wrapper import Wrapper
 from dshard.ops.composite import Local
-from dshard.ops.matmul.decision import choose_matmul as decide_product
-from dshard.ops.matmul.decision import wrap_result
+from dshard.ops.matmul.decision import choose_matmul, distributed_operands
 from dshard.ops.matmul.matmul_autograd import multiply
 from dshard.ops.matmul.options import MatmulOptions, current_options
 from dshard.ops.matmul.rules import bmm_rule, einsum_rule, linear_rule, matmul_rule
@@ -33,10 +32,10 @@ def matmul_of(
     tensors = autocast(tensors)
     for t in tensors:
         if type(t) is not cls and not isinstance(t, Wrapper):
-            tensors = wrap_result(name, tensors)
+            tensors = distributed_operands(name, tensors)
             break
     asked = current_options() if asked is None else asked
-    return multiply(decide_product(name, rule, infer, tensors, asked, key), tensors)
+    return multiply(choose_matmul(name, rule, infer, tensors, asked, key), tensors)
 
 
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: MatmulOptions | None = None) -> Any:

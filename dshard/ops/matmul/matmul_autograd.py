@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.comm import Program, Scoped, Session, run, run_program, traced
-from dshard.core.observe import CALL_LOG, OBSERVERS, CallRecord, log, observed
+from dshard.core.executable import watched
+from dshard.core.observe import CALL_LOG, OBSERVERS, observed
 from dshard.core.wrapper import wrap
 from dshard.mesh import Coordinate
-from dshard.ops.matmul.matmul_executable import MatmulExecutable
+from dshard.ops.matmul.matmul_executable import Matmul
 
 Rerun: TypeAlias = Callable[[Callable[[], Sequence[Any]], int], None]
 RECOMPUTE_HOOKS: Scoped[Rerun, list[Rerun]] = Scoped("reruns", list)
@@ -24,35 +26,36 @@ class Multiply(torch.autograd.Function):
     """The autograd node of a matmul. Saves the operands, and redistributed copies of those worth keeping."""
 
     @staticmethod
-    def forward(ctx: Any, product: MatmulExecutable, *tensors: Any) -> Any:
-        ctx.product = product
+    def forward(ctx: Any, matmul: Matmul, *tensors: Any) -> Any:
+        ctx.matmul = matmul
         a, b = tensors[:2]
         need_a, need_b = ctx.needs_input_grad[2], ctx.needs_input_grad[1]
-        keep_a, keep_b = product.kept[0] and need_a, product.kept[1] and need_b
+        keep_a, keep_b = matmul.kept[0] and need_a, matmul.kept[1] and need_b
 
         def saved(moved: Sequence[Tensor] | None = None) -> list[Any]:
             if moved is None and (keep_a or keep_b):
-                moved = [run(p, t._local) for p, t in zip(product.plans, tensors[:2], strict=True)]
+                moved = [run(p, t._local) for p, t in zip(matmul.plans(), tensors[:2], strict=False)]
             return [
                 a if need_a else None,
                 b if need_b else None,
-                product.wrap_moved(0, moved) if keep_a and moved else None,
-                product.wrap_moved(1, moved) if keep_b and moved else None,
+                matmul.wrap_moved(0, moved) if keep_a and moved else None,
+                matmul.wrap_moved(1, moved) if keep_b and moved else None,
             ]
 
         reruns = RECOMPUTE_HOOKS.value()
         if reruns:
             n = need_a + need_b + keep_a + keep_b
             reruns[-1](lambda: [t for t in saved() if t is not None], n)
-        out, moved = product(tensors)
-        ctx.save_for_backward(*saved(moved))
-        return wrap(out, product.out)
+        local = [t._local for t in tensors]
+        out = matmul.executable.run(local)
+        ctx.save_for_backward(*saved(local))
+        return wrap(out, matmul.out)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        product = ctx.product
+        matmul: Matmul = ctx.matmul
         a, b, moved_a, moved_b = ctx.saved_tensors
-        layout = product.cotangent
+        layout = matmul.out.layout.cotangent()
         grad = redistribute(as_distributed(grad, layout), layout)
         plain = not torch.is_grad_enabled()
         if plain:
@@ -61,37 +64,48 @@ class Multiply(torch.autograd.Function):
             (a if wanted_gradients(ctx, 1) else None),
             (b if wanted_gradients(ctx, 0) else None),
         )  # each is for the other's gradient
-        gradients: list[Any] = [None] * (2 if product.bias is None else 3)
-        if product.bias is not None and wanted_gradients(ctx, 2):
-            dims = len(product.out.shape) - 1
-            gradients[2] = grad.sum(tuple(range(dims))) if dims else grad
-        if plain and not OBSERVERS and type(grad._local) is Tensor and not grad._local.is_meta:
-            back = product.back(grad._spec, None if a is None else a._spec, None if b is None else b._spec)
-            if back is not None:
-                gradients[:2] = back(grad._local, a, b)
-                return (None, *gradients)
-        gradients[:2] = _gradients(ctx, product, grad, a, b, plain)
-        return (None, *gradients)
+        bias: list[Any] = [None] if matmul.has_bias else []
+        if matmul.has_bias and wanted_gradients(ctx, 2):
+            dims = len(matmul.out.shape) - 1
+            bias[0] = grad.sum(tuple(range(dims))) if dims else grad
+        pair = None
+        if plain and not OBSERVERS:
+            pair = matmul.gradient_pair(grad._spec, None if a is None else a._spec, None if b is None else b._spec)
+        if pair is None:
+            return (None, *_gradients(ctx, matmul, grad, a, b, plain), *bias)
+        return (None, *_local_gradients(*pair, grad._local, a, b), *bias)
 
 
-def _gradients(ctx: Any, product: MatmulExecutable, grad: Any, a: Any, b: Any, plain: bool) -> list[Any]:
-    """The gradients of both operands in every case: observed, recorded, overlapped, complex, or without data."""
+def _local_gradients(first: Matmul | None, second: Matmul | None, grad: Tensor, a: Any, b: Any) -> list[Any]:
+    """The gradients of both operands by two matmuls of local tensors, for which `grad` is redistributed once."""
+    gradients: list[Any] = [None, None]
+    if first is not None:
+        local = [grad, b._local]
+        gradients[0] = wrap(first.executable.run(local), first.out)
+        grad = local[0]
+    if second is not None:
+        gradients[1] = wrap(second.executable.run([a._local, grad]), second.out)
+    return gradients
+
+
+def _gradients(ctx: Any, matmul: Matmul, grad: Any, a: Any, b: Any, plain: bool) -> list[Any]:
+    """The gradients of both operands in every case: observed, recorded, overlapped, complex or in debug mode."""
     gradients: list[Any] = [None, None]
     need_a, need_b = wanted_gradients(ctx, 0), wanted_gradients(ctx, 1)
     if need_a:
         other: Any = torch.conj_physical(b) if b.is_complex() else b
-        first = product.gradient(0, grad._spec, other._spec)
+        first = matmul.gradient(0, grad._spec, other._spec)
         if need_b and plain and first.overlaps() and not traced(grad._local):
             given: Any = torch.conj_physical(a) if a.is_complex() else a
-            second = product.gradient(1, grad._spec, given._spec)
-            gradients[:2] = both_gradients((first, (grad, other)), (second, (given, grad)))
-            return gradients
-        gradients[0], moved = multiply_keeping(first, (grad, other))
-        if plain and first.streamed is None:  # both products want it in one layout, so it is moved once
-            grad = first.wrap_moved(0, moved)
+            second = matmul.gradient(1, grad._spec, given._spec)
+            return overlapped((first, (grad, other)), (second, (given, grad)))
+        local: list[Any] = []
+        gradients[0] = multiply(first, (grad, other), local)
+        if plain and first.streamed is None:  # both matmuls want it in one layout, so it is moved once
+            grad = first.wrap_moved(0, local)
     if need_b:
         other = torch.conj_physical(a) if a.is_complex() else a
-        gradients[1] = multiply(product.gradient(1, grad._spec, other._spec), (other, grad))
+        gradients[1] = multiply(matmul.gradient(1, grad._spec, other._spec), (other, grad))
     return gradients
 
 
@@ -108,22 +122,18 @@ def wanted_gradients(ctx: Any, i: int) -> bool:
         return True
 
 
-def both_gradients(
-    first: tuple[MatmulExecutable, Sequence[Any]], second: tuple[MatmulExecutable, Sequence[Any]]
-) -> list[Any]:
+def overlapped(first: tuple[Matmul, Sequence[Any]], second: tuple[Matmul, Sequence[Any]]) -> list[Any]:
     """Two matmuls, of which the second is computed while the result of the first is reduced."""
-    run: Callable[..., Any] = _both_gradients
+    run: Callable[..., Any] = _overlapped
     args: tuple[Any, ...] = (first, second)
     if OBSERVERS:
-        for product, _ in (first, second):
-            run, args = observed, (product.decision(), run, args)
+        for matmul, _ in (first, second):
+            run, args = observed, (matmul.executable.decision, run, args)
     return run(*args)  # type: ignore[no-any-return]
 
 
-def _both_gradients(
-    first: tuple[MatmulExecutable, Sequence[Any]], second: tuple[MatmulExecutable, Sequence[Any]]
-) -> list[Any]:
-    programs = [product.executor().program for product, _ in (first, second)]
+def _overlapped(first: tuple[Matmul, Sequence[Any]], second: tuple[Matmul, Sequence[Any]]) -> list[Any]:
+    programs = [matmul.executor().program for matmul, _ in (first, second)]
     n = len(first[1])
 
     def program(at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[tuple[Tensor, ...]]:
@@ -132,33 +142,29 @@ def _both_gradients(
         return (yield from rest), other
 
     tensors = [t._local for _, given in (first, second) for t in given]
-    plans = [p for product, _ in (first, second) for p in (*product.plans, product.end)]
-    gradients = run_program(first[0].mesh, program, tensors, plans)
-    return [wrap(x, product.out) for x, (product, _) in zip(gradients, (first, second), strict=True)]
+    plans = [p for matmul, _ in (first, second) for p in matmul.plans()]
+    gradients = run_program(first[0].executable.mesh, program, tensors, plans)
+    return [wrap(x, matmul.out) for x, (matmul, _) in zip(gradients, (first, second), strict=True)]
 
 
-def multiply(product: MatmulExecutable, tensors: Sequence[Any]) -> Any:
-    """Run the matmul of these distributed tensors, recorded by autograd where one needs a gradient."""
-    return multiply_keeping(product, tensors)[0]
+def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Any] | None = None) -> Any:
+    """Run the matmul of these distributed tensors, recorded by autograd where one needs a gradient.
 
-
-def multiply_keeping(product: MatmulExecutable, tensors: Sequence[Any]) -> tuple[Any, Sequence[Tensor]]:
-    """Run a matmul; returns its result and, where no gradient is recorded, the redistributed local operands."""
-    cut = product.cut
+    Where it is not recorded, the list `local` gets the redistributed local operands.
+    """
+    executable, cut = matmul.executable, matmul.cut
     if cut is not None:
         (a, b, *bias), (dim_a, dim_b) = tensors, cut.dims
         tensors = (a.unflatten(dim_a, cut.sizes), b.unflatten(dim_b, cut.sizes), *bias)
-    if OBSERVERS:
-        result: tuple[Any, Sequence[Tensor]] = observed(product.decision(), _multiply, (product, tensors))
-        return result
-    out = _multiply(product, tensors)
-    if CALL_LOG and cut is None:
-        log(CallRecord(product, None, tuple(tensors), {}, out[0]))
-    return out
+    if executable.compared or CALL_LOG or OBSERVERS:
+        executable.compare(tensors)
+        return watched(executable, None, tensors, {}, partial(_multiply, matmul), tensors, local)
+    return _multiply(matmul, tensors, local)
 
 
-def _multiply(product: MatmulExecutable, tensors: Sequence[Any]) -> tuple[Any, Sequence[Tensor]]:
+def _multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Any] | None = None) -> Any:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return Multiply.apply(product, *tensors), ()  # type: ignore[no-untyped-call]
-    out, moved = product(tensors)
-    return wrap(out, product.out), moved
+        return Multiply.apply(matmul, *tensors)  # type: ignore[no-untyped-call]
+    local = [] if local is None else local
+    local += [t._local for t in tensors]
+    return wrap(matmul.executable.run(local), matmul.out)

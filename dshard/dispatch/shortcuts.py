@@ -1,0 +1,397 @@
+"""Shortcuts of warm calls: functions that run what the log of a first call shows, straight on the local tensors.
+
+Where nothing has to be sent and autograd records the call, it records it on the local tensors (`LocalGraph` in
+`autograd/crossing.py`), so that torch differentiates what one device would. The executable has the layout of each
+operand's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from dshard.autograd.crossing import LocalGraph, local_graph_of, tracked_local, wrap_tracked
+from dshard.comm import LocalTensor
+from dshard.core.call import views_first, writes_first
+from dshard.core.executable import Executable
+from dshard.core.moves import sharing_version
+from dshard.core.observe import CallRecord, OperatorMode
+from dshard.core.spec import Spec
+from dshard.core.wrapper import Wrapper, make
+from dshard.dispatch.registry import known
+from dshard.layout import Layout, interned
+from dshard.placements import Partial
+
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+Shortcut: TypeAlias = Callable[[Args, Kwargs], Any]
+_ATEN = torch.ops.aten
+_STRIDED = torch.strided
+_is_replaying, _set_replay = torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled
+_is_recording = torch.is_grad_enabled
+_without_dispatch = torch._C._DisableTorchDispatch
+_DETACH = _ATEN.detach.default
+
+
+class Operand(NamedTuple):
+    """A tensor operand of a step: its place among the step's arguments, and its place or name among those of the call.
+
+    `grad` is the spec of its gradient, None where it gets none; `is_home` says whether that has the tensor's own
+    layout. `result` is the number of the step whose result it is, where it is no argument of the call.
+    """
+
+    to: Any
+    source: Any
+    grad: Spec | None = None
+    is_home: bool = True
+    result: int | None = None
+
+
+class Step(NamedTuple):
+    """A function on local tensors, its arguments without the tensors, and its operands.
+
+    The `template` is None where the arguments are those of the call itself. `first` says whether the result is the
+    first of several.
+    """
+
+    run: Callable[..., Any]
+    template: list[Any] | None
+    kwargs: Kwargs
+    operands: Sequence[Operand]
+    first: bool
+
+
+def shortcut_of(
+    func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord], *, recorded: bool, by_kind: bool
+) -> Shortcut | None:
+    """The shortcut for `func` on operands of these specs, or None where the log of its first call allows none.
+
+    `recorded` says whether autograd records an operand. With `by_kind` the cache key lacks the values of numbers: then
+    the shortcut can only call `func` itself.
+    """
+    if not all(isinstance(each.executable, Executable) for each in records) or type(out._local) is LocalTensor:
+        return None
+    if recorded:
+        records = [each for each in records if each.op is not _DETACH]  # torch detaches saved tensors and views
+    if not records or (recorded and not out.requires_grad):
+        return None
+    shortcut: Any = (_recorded_shortcut if recorded else _unrecorded_shortcut)(
+        func, args, kwargs, out, records, by_kind
+    )
+    if shortcut is not None:
+        shortcut.decisions = [each.executable.decision for each in reversed(records)]  # for observers, outermost last
+    return shortcut  # type: ignore[no-any-return]
+
+
+def _unrecorded_shortcut(
+    func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord], by_kind: bool
+) -> Shortcut | None:
+    record = records[0]
+    executable = record.executable
+    if len(records) > 1 or not (out is record.result or _is_first(out, record)) or executable.compared:
+        return None
+    if record.op is not None and views_first(record.op):
+        return None if by_kind else _view_shortcut(func, args, kwargs, out, records)
+    is_whole = not executable.moves and executable.end is None
+    if is_whole and executable.operator is not None and is_itself(func, args, kwargs, record):
+        return _call_itself(func, out._spec)
+    if by_kind:
+        return None
+    if executable.operator is None:
+        return _run_again(args, kwargs, record)
+    steps = _steps(args, kwargs, records, out)
+    return None if steps is None else _call_unrecorded(steps[0], out._spec, None if is_whole else executable.run)
+
+
+def _recorded_shortcut(
+    func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord], by_kind: bool
+) -> Shortcut | None:
+    is_alone = len(records) == 1
+    if _is_uneven(records, out) or not all(map(_is_local, records)):
+        return _run_again(args, kwargs, records[0]) if is_alone and not by_kind else None
+    if out._is_view():
+        return None if by_kind else _view_shortcut(func, args, kwargs, out, records)
+    steps: Sequence[Step] | None = None
+    if is_alone and is_itself(func, args, kwargs, records[0]):
+        steps = _itself(func, args, kwargs, records[0])
+    if steps is None and not by_kind:
+        steps = _steps(args, kwargs, records, out)
+    if steps is None:
+        return None
+    return (_call_recorded if len(steps) == 1 else _call_program)(steps, out._spec)
+
+
+def _is_first(out: Any, record: CallRecord) -> bool:
+    return isinstance(record.result, tuple) and out is record.result[0]
+
+
+def _is_uneven(records: Sequence[CallRecord], out: Wrapper) -> bool:
+    """Whether some rank has an empty local tensor of a tensor with elements.
+
+    Some of torch's formulas for gradients differ where there are no elements, and need other operands: ranks that ran
+    them on their local tensors would not meet in a backward pass through a gradient.
+    """
+    tensors = [x for each in records for x in (*each.args, *each.kwargs.values()) if isinstance(x, Tensor)]
+    specs = {x._spec for x in (*tensors, out) if isinstance(x, Wrapper)}
+    return any(spec.layout.leaves_empty(spec.shape) for spec in specs)
+
+
+def _is_local(record: CallRecord) -> bool:
+    """Whether a call and its gradient run on the local tensors alone: of partial reductions only sums do."""
+    executable: Executable = record.executable
+    if executable.operator is None or executable.moves or executable.end is not None or executable.compared:
+        return False
+    if not executable.differentiable or (record.op is not None and writes_first(record.op)):
+        return False
+    layouts = [layout for plan in executable.plans for layout in (plan.src, plan.dst)]
+    layouts += [spec.layout for spec in executable.specs]
+    return not any(isinstance(p, Partial) and p.reduce_op != "sum" for layout in layouts for p in layout.placements)
+
+
+# -- steps
+
+
+def _distributed_operands(args: Args, kwargs: Kwargs) -> list[tuple[int | str, Any]]:
+    """The distributed arguments, each with its position or name."""
+    cls = Wrapper.public
+    everything: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return [(at, x) for at, x in everything if type(x) is cls]
+
+
+def _operand(to: int | str, source: int | str, x: Wrapper, gradient: Layout) -> Operand:
+    """Operand `x`, whose gradient has layout `gradient`."""
+    grad = x._spec.with_layout(gradient) if x.requires_grad else None
+    return Operand(to, source, grad, gradient == x._spec.layout.cotangent())
+
+
+def _itself(func: Any, args: Args, kwargs: Kwargs, record: CallRecord) -> list[Step] | None:
+    """The function itself as one step; None where it takes its operands in another order than the operator."""
+    given = _distributed_operands(args, kwargs)
+    op_operands = [x for x in (*record.args, *record.kwargs.values()) if isinstance(x, Tensor)]
+    if [*map(id, op_operands)] != [id(x) for _, x in given]:
+        return None
+    pairs = zip(given, record.executable.gradients, strict=True)
+    return [Step(func, None, {}, [_operand(at, at, x, gradient) for (at, x), gradient in pairs], first=False)]
+
+
+def _steps(args: Args, kwargs: Kwargs, records: Sequence[CallRecord], out: Any) -> list[Step] | None:
+    """The logged operators as steps on arguments of the call and results of earlier ones, or None."""
+    places = {id(x): place for place, x in _distributed_operands(args, kwargs)}
+    values: dict[int, int] = {}
+    steps: list[Step] = []
+    for i, record in enumerate(records):
+        tensors: list[tuple[int, Any]] = [(k, x) for k, x in enumerate(record.args) if isinstance(x, Tensor)]
+        if any(isinstance(x, Tensor) for x in record.kwargs.values()):
+            return None
+        operands: list[Operand] = []
+        for (k, x), gradient in zip(tensors, record.executable.gradients, strict=True):
+            if id(x) in places:
+                operands.append(_operand(k, places[id(x)], x, gradient))
+            elif id(x) in values and gradient == x._spec.layout.cotangent():
+                operands.append(Operand(k, None, result=values[id(x)]))
+            else:
+                return None
+        first = isinstance(record.result, tuple)
+        values[id(record.result[0] if first else record.result)] = i
+        template = [None if isinstance(x, Tensor) else x for x in record.args]
+        steps.append(Step(record.executable.operator, template, record.kwargs, operands, first))
+    return steps if values.get(id(out)) == len(records) - 1 else None
+
+
+# -- the functions that warm calls run
+
+
+def _call_itself(func: Any, spec: Spec) -> Shortcut:
+    """Call the function itself on the local tensors; not recorded."""
+    cls, shape, stride, dtype, device = Wrapper.public, spec.shape, spec.stride, spec.dtype, spec.device
+
+    def call(args: Args, kwargs: Kwargs) -> Any:
+        out = make(cls, shape, stride, None, None, dtype, _STRIDED, device)
+        local = [arg._local if type(arg) is cls else arg for arg in args]
+        if kwargs:
+            kwargs = {name: arg._local if type(arg) is cls else arg for name, arg in kwargs.items()}
+        out._local = func(*local, **kwargs)
+        out._spec = spec
+        return out
+
+    itself: Any = call
+    itself.is_itself = True
+    return itself  # type: ignore[no-any-return]
+
+
+def _call_unrecorded(step: Step, spec: Spec, redistributing: Callable[..., Any] | None) -> Shortcut:
+    """Run an operator on the local tensors; or, where something is redistributed, the executable; not recorded."""
+    cls, shape, stride, dtype, device = Wrapper.public, spec.shape, spec.stride, spec.dtype, spec.device
+    operator, template, op_kwargs, operands, first = step
+    assert template is not None
+    positional = [(x.to, x.source) for x in operands if isinstance(x.source, int)]
+    named = [(x.to, x.source) for x in operands if isinstance(x.source, str)]
+
+    def call(args: Args, kwargs: Kwargs) -> Any:
+        local = template.copy()
+        for k, i in positional:
+            local[k] = args[i]._local
+        if named:
+            for k, name in named:
+                local[k] = kwargs[name]._local
+        result = operator(*local, **op_kwargs) if redistributing is None else redistributing(local, op_kwargs)
+        out = make(cls, shape, stride, None, None, dtype, _STRIDED, device)
+        out._local = result[0] if first else result
+        out._spec = spec
+        return out
+
+    return call
+
+
+def _call_recorded(steps: Sequence[Step], spec: Spec) -> Shortcut:
+    """Run one operator, or the function itself, on the recorded local tensors."""
+    operator, template, op_kwargs, operands, first = steps[0]
+    cotangent = interned(spec.layout.cotangent())
+    positional = [(x.to, x.source, x.grad, x.is_home) for x in operands if isinstance(x.source, int)]
+    named = [(x.to, x.source, x.grad, x.is_home) for x in operands if isinstance(x.source, str)]
+
+    def call(args: Args, kwargs: Kwargs) -> Any:
+        local: Any = list(args) if template is None else template.copy()
+        for k, i, grad, is_home in positional:
+            x = args[i]
+            local[k] = x._local if grad is None else tracked_local(x, grad, is_home)
+        local_kwargs = kwargs if template is None else op_kwargs
+        if named:
+            local_kwargs = local_kwargs.copy()
+            for k, name, grad, is_home in named:
+                x = kwargs[name]
+                (local_kwargs if template is None else local)[k] = (
+                    x._local if grad is None else tracked_local(x, grad, is_home)
+                )
+        result = operator(*local, **local_kwargs)
+        return wrap_tracked(result[0] if first else result, spec, cotangent)
+
+    return call
+
+
+def _call_program(steps: Sequence[Step], spec: Spec) -> Shortcut:
+    """Run several operators in turn on the recorded local tensors."""
+    cotangent = interned(spec.layout.cotangent())
+
+    def call(args: Args, kwargs: Kwargs) -> Any:
+        results: list[Any] = []
+        for operator, template, op_kwargs, operands, first in steps:
+            local: Any = template.copy()  # type: ignore[union-attr]  # only a single step has none
+            for k, source, grad, is_home, number in operands:
+                if number is not None:
+                    local[k] = results[number]
+                else:
+                    x = kwargs[source] if isinstance(source, str) else args[source]
+                    local[k] = x._local if grad is None else tracked_local(x, grad, is_home)
+            result = operator(*local, **op_kwargs)
+            results.append(result[0] if first else result)
+        return wrap_tracked(results[-1], spec, cotangent)
+
+    return call
+
+
+def _run_again(args: Args, kwargs: Kwargs, record: CallRecord) -> Shortcut | None:
+    """Run a matmul or composite operator as it ran; None for an operator, or where its operands are no arguments."""
+    run, places = record.call, {id(x): place for place, x in _distributed_operands(args, kwargs)}
+    sources = [places.get(id(x)) for x in record.args]
+    if record.op is not None or run is None or None in sources:
+        return None
+
+    def call(args: Args, kwargs: Kwargs) -> Any:
+        return run([kwargs[at] if isinstance(at, str) else args[at] for at in sources])  # type: ignore[index]
+
+    again: Any = call
+    again.has_same_graph = True
+    return again  # type: ignore[no-any-return]
+
+
+# -- views
+
+
+def _view_shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]) -> Shortcut | None:
+    """The shortcut of a view of one tensor, or None where the log allows none.
+
+    torch itself makes the view of the distributed tensor, without dispatch, so that autograd knows its base. The local
+    view is made when it is first used.
+    """
+    cls = Wrapper.public
+    executable, op, op_args, op_kwargs, *_ = records[0]
+    if len(records) > 1 or op is None or not views_first(op) or out._spec is not executable.specs[0]:
+        return None
+    if executable.operator is None or executable.moves:
+        return None
+    if not out._is_view() or out._view_sync is not None:  # detached, or a view of a copy
+        return None
+    operands = _distributed_operands(args, kwargs)
+    if len(operands) != 1 or operands[0][0] != 0 or op_args[0] is not args[0]:
+        return None
+    take_view: Any = executable.operator
+    rest, options = op_args[1:], op_kwargs
+    if is_itself(func, args, kwargs, records[0]):
+        # torch finds its own functions faster than operators
+        take_view, rest, options = func, args[1:], kwargs
+    spec, recorded = out._spec, torch.is_grad_enabled() and out.requires_grad
+    take_view_below_autograd = sharing_version(take_view)
+
+    def call(args: Args, kwargs: Kwargs) -> Any:
+        x = args[0]
+        if x._view_sync is not None:
+            return func(*args, **kwargs)
+        if recorded or _is_recording():  # it may be written to; see `dshard.dispatch.fast_path`
+            before = _is_replaying()
+            _set_replay(True)
+            try:
+                with _without_dispatch():
+                    out = func(*args, **kwargs).as_subclass(cls)
+            finally:
+                _set_replay(before)
+        else:
+            with _without_dispatch():
+                out = func(*args, **kwargs).as_subclass(cls)
+        out._spec = spec
+        source = local_graph_of(x) if recorded else None
+        if source is None:
+            out._local = take_view(x._local, *rest, **options)
+        else:  # later operators continue from the local graph
+            out._pending_local = lambda: take_view_below_autograd(x._local, *rest, **options)
+            out._local_graph = LocalGraph(out._version, make=lambda: take_view(source.at_home(), *rest, **options))
+        return out
+
+    return call
+
+
+def is_itself(func: Any, args: Args, kwargs: Kwargs, record: CallRecord) -> bool:
+    """Whether `func` on the local tensors runs just the logged operator, not a kernel, with equal further arguments."""
+    cls = Wrapper.public
+    _, op, op_args, op_kwargs, *_ = record
+    rule = None if op is None else known(op).op
+    if rule is None or rule.kernel is not None:
+        return False
+    local = [arg._local if type(arg) is cls else arg for arg in args]
+    local_kwargs = {name: arg._local if type(arg) is cls else arg for name, arg in kwargs.items()}
+    calls: list[tuple[OpOverload, Args, Kwargs]] = []
+
+    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        calls.append((func, args, kwargs))
+        return func(*args, **kwargs)
+
+    try:
+        with torch.no_grad(), OperatorMode(run):
+            func(*local, **local_kwargs)
+    except (RuntimeError, IndexError):  # arguments that fit the global tensor, not this rank's local one
+        return False
+    if len(calls) != 1:
+        return False
+    local_op, local_op_args, local_op_kwargs = calls[0]
+    expected = [arg._local if isinstance(arg, Wrapper) else arg for arg in op_args]
+    return local_op is op and _are_equal([*local_op_args, local_op_kwargs], [*expected, op_kwargs])
+
+
+def _are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(
+        x is y if isinstance(x, Tensor) else type(x) is type(y) and x == y for x, y in zip(a, b, strict=True)
+    )
