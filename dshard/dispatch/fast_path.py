@@ -28,8 +28,7 @@ from dshard.core.executable import Executable
 from dshard.core.observe import CALL_LOGS, OBSERVERS, CallRecord, observed
 from dshard.core.transforms import is_transforming
 from dshard.core.wrapper import Wrapper
-from dshard.dispatch.registry import known
-from dshard.dispatch.shortcuts import Args, Kwargs, Shortcut, shortcut_of
+from dshard.dispatch.shortcuts import BY_KIND, Args, Kwargs, Shortcut, shortcut_of
 from dshard.ops.matmul.options import ASKING, has_no_options
 
 Uncached: TypeAlias = Callable[[Any, Args, Kwargs], Any]
@@ -50,8 +49,6 @@ anything about the view.
 _WRITES: set[Any] = set()
 """Functions among `_NEVER` that are one in-place operator, and so make no view."""
 FAST = os.environ.get("DSHARD_FAST", "1") != "0"
-_BY_KIND: set[Any] = set()
-"""Functions that run one operator whatever the values of their numbers: only the types are part of the key."""
 
 
 def call(func: Any, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
@@ -117,7 +114,7 @@ def _key(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
 
     There is none either while saved-tensor hooks, for a call that autograd records, or else observers are active.
     """
-    key = call_key(func, args, kwargs, func not in _BY_KIND, _is_recording(), False)
+    key = call_key(func, args, kwargs, func not in BY_KIND, _is_recording(), False)
     if key is None or (_saved_tensor_hooks(True) is not None if key[1] else OBSERVERS):
         return None  # hooks get distributed tensors
     return key
@@ -142,19 +139,14 @@ def _specialise(func: Any, args: Args, kwargs: Kwargs, through: Uncached, key: t
         return out
     shortcut: Any = None
     if type(out) is Wrapper.public:
-        recorded, by_kind = key[1], func in _BY_KIND
         with _no_torch_function():
-            shortcut = shortcut_of(func, args, kwargs, out, records, recorded=recorded, by_kind=by_kind)
-            if getattr(shortcut, "is_itself", False) and not known(records[0].op).values:
-                _BY_KIND.add(func)
-        planning_context().shortcuts.add(key, shortcut or False)
-        if recorded and shortcut is not None and not getattr(shortcut, "has_same_graph", False):
-            with _no_torch_function():  # the graph is the same, whether a rank has met such a call before or not
-                del records[:], out
-                return shortcut(args, kwargs)
-    else:
-        planning_context().shortcuts.add(key, False)
-    return out
+            shortcut = shortcut_of(func, args, kwargs, out, records, key[1])
+    planning_context().shortcuts.add(key, shortcut or False)
+    if shortcut is None or not key[1] or getattr(shortcut, "repeats", False):
+        return out
+    with _no_torch_function():  # the graph is the same, whether a rank has met such a call before or not
+        del records[:], out
+        return shortcut(args, kwargs)
 
 
 def _is_write(record: CallRecord) -> bool:

@@ -35,6 +35,8 @@ _is_replaying, _set_replay = torch._C._is_view_replay_enabled, torch._C._set_vie
 _is_recording = torch.is_grad_enabled
 _without_dispatch = torch._C._DisableTorchDispatch
 _DETACH = _ATEN.detach.default
+BY_KIND: set[Any] = set()
+"""Functions that run one operator whatever the values of their numbers: only the types are part of the key."""
 
 
 class Operand(NamedTuple):
@@ -66,12 +68,12 @@ class Step(NamedTuple):
 
 
 def shortcut_of(
-    func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord], *, recorded: bool, by_kind: bool
+    func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord], recorded: bool
 ) -> Shortcut | None:
     """The shortcut for `func` on operands of these specs, or None where the log of its first call allows none.
 
-    `recorded` says whether autograd records an operand. With `by_kind` the cache key lacks the values of numbers: then
-    the shortcut can only call `func` itself.
+    `recorded` says whether autograd records an operand. Where the cache key lacks the values of numbers the shortcut
+    can only call `func` itself.
     """
     if not all(isinstance(each.executable, Executable) for each in records) or type(out._local) is LocalTensor:
         return None
@@ -79,50 +81,45 @@ def shortcut_of(
         records = [each for each in records if each.op is not _DETACH]  # torch detaches saved tensors and views
     if not records or (recorded and not out.requires_grad):
         return None
-    shortcut: Any = (_recorded_shortcut if recorded else _unrecorded_shortcut)(
-        func, args, kwargs, out, records, by_kind
-    )
+    make_shortcut = _recorded_shortcut if recorded else _unrecorded_shortcut
+    shortcut: Any = make_shortcut(func, args, kwargs, out, records)
     if shortcut is not None:
         shortcut.decisions = [each.executable.decision for each in reversed(records)]  # for observers, outermost last
     return shortcut  # type: ignore[no-any-return]
 
 
 def _unrecorded_shortcut(
-    func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord], by_kind: bool
+    func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]
 ) -> Shortcut | None:
     record = records[0]
     executable = record.executable
     if len(records) > 1 or not (out is record.result or _is_first(out, record)) or executable.compared:
         return None
     if record.op is not None and views_first(record.op):
-        return None if by_kind else _view_shortcut(func, args, kwargs, out, records)
-    is_whole = not executable.moves and executable.end is None
-    if is_whole and executable.operator is not None and is_itself(func, args, kwargs, record):
-        return _call_itself(func, out._spec)
-    if by_kind:
-        return None
+        return None if func in BY_KIND else _view_shortcut(func, args, kwargs, out, records)
     if executable.operator is None:
-        return _run_again(args, kwargs, record)
-    steps = _steps(args, kwargs, records, out)
-    return None if steps is None else _call_unrecorded(steps[0], out._spec, None if is_whole else executable.run)
+        return None if func in BY_KIND else _run_again(args, kwargs, record)
+    is_whole = not executable.moves and executable.end is None
+    steps = _itself(func, args, kwargs, record) if is_whole else None
+    if steps is not None and not known(record.op).values:
+        BY_KIND.add(func)
+    if steps is None and func not in BY_KIND:
+        steps = _steps(args, kwargs, records, out)
+    return None if steps is None else _unrecorded(steps[0], out._spec, None if is_whole else executable.run)
 
 
 def _recorded_shortcut(
-    func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord], by_kind: bool
+    func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]
 ) -> Shortcut | None:
     is_alone = len(records) == 1
     if _is_uneven(records, out) or not all(map(_is_local, records)):
-        return _run_again(args, kwargs, records[0]) if is_alone and not by_kind else None
+        return _run_again(args, kwargs, records[0]) if is_alone and func not in BY_KIND else None
     if out._is_view():
-        return None if by_kind else _view_shortcut(func, args, kwargs, out, records)
-    steps: Sequence[Step] | None = None
-    if is_alone and is_itself(func, args, kwargs, records[0]):
-        steps = _itself(func, args, kwargs, records[0])
-    if steps is None and not by_kind:
+        return None if func in BY_KIND else _view_shortcut(func, args, kwargs, out, records)
+    steps = _itself(func, args, kwargs, records[0]) if is_alone else None
+    if steps is None and func not in BY_KIND:
         steps = _steps(args, kwargs, records, out)
-    if steps is None:
-        return None
-    return (_call_recorded if len(steps) == 1 else _call_program)(steps, out._spec)
+    return None if steps is None else _recorded(steps, out._spec)
 
 
 def _is_first(out: Any, record: CallRecord) -> bool:
@@ -169,10 +166,10 @@ def _operand(to: int | str, source: int | str, x: Wrapper, gradient: Layout) -> 
 
 
 def _itself(func: Any, args: Args, kwargs: Kwargs, record: CallRecord) -> list[Step] | None:
-    """The function itself as one step; None where it takes its operands in another order than the operator."""
+    """The function itself as one step, if it runs just the logged operator on operands in the same order."""
     given = _distributed_operands(args, kwargs)
-    op_operands = [x for x in (*record.args, *record.kwargs.values()) if isinstance(x, Tensor)]
-    if [*map(id, op_operands)] != [id(x) for _, x in given]:
+    op_operands = [x for x in record.args if isinstance(x, Tensor)]
+    if [*map(id, op_operands)] != [id(x) for _, x in given] or not is_itself(func, args, kwargs, record):
         return None
     pairs = zip(given, record.executable.gradients, strict=True)
     return [Step(func, None, {}, [_operand(at, at, x, gradient) for (at, x), gradient in pairs], first=False)]
@@ -205,40 +202,23 @@ def _steps(args: Args, kwargs: Kwargs, records: Sequence[CallRecord], out: Any) 
 # -- the functions that warm calls run
 
 
-def _call_itself(func: Any, spec: Spec) -> Shortcut:
-    """Call the function itself on the local tensors; not recorded."""
-    cls, shape, stride, dtype, device = Wrapper.public, spec.shape, spec.stride, spec.dtype, spec.device
-
-    def call(args: Args, kwargs: Kwargs) -> Any:
-        out = make(cls, shape, stride, None, None, dtype, _STRIDED, device)
-        local = [arg._local if type(arg) is cls else arg for arg in args]
-        if kwargs:
-            kwargs = {name: arg._local if type(arg) is cls else arg for name, arg in kwargs.items()}
-        out._local = func(*local, **kwargs)
-        out._spec = spec
-        return out
-
-    itself: Any = call
-    itself.is_itself = True
-    return itself  # type: ignore[no-any-return]
-
-
-def _call_unrecorded(step: Step, spec: Spec, redistributing: Callable[..., Any] | None) -> Shortcut:
-    """Run an operator on the local tensors; or, where something is redistributed, the executable; not recorded."""
+def _unrecorded(step: Step, spec: Spec, redistributing: Callable[..., Any] | None) -> Shortcut:
+    """Run a step on the local tensors; or, where something is redistributed, its executable."""
     cls, shape, stride, dtype, device = Wrapper.public, spec.shape, spec.stride, spec.dtype, spec.device
     operator, template, op_kwargs, operands, first = step
-    assert template is not None
     positional = [(x.to, x.source) for x in operands if isinstance(x.source, int)]
     named = [(x.to, x.source) for x in operands if isinstance(x.source, str)]
 
     def call(args: Args, kwargs: Kwargs) -> Any:
-        local = template.copy()
+        local: Any = list(args) if template is None else template.copy()
         for k, i in positional:
             local[k] = args[i]._local
+        local_kwargs = kwargs if template is None else op_kwargs
         if named:
+            local_kwargs = local_kwargs.copy()
             for k, name in named:
-                local[k] = kwargs[name]._local
-        result = operator(*local, **op_kwargs) if redistributing is None else redistributing(local, op_kwargs)
+                (local_kwargs if template is None else local)[k] = kwargs[name]._local
+        result = operator(*local, **local_kwargs) if redistributing is None else redistributing(local, local_kwargs)
         out = make(cls, shape, stride, None, None, dtype, _STRIDED, device)
         out._local = result[0] if first else result
         out._spec = spec
@@ -247,47 +227,23 @@ def _call_unrecorded(step: Step, spec: Spec, redistributing: Callable[..., Any] 
     return call
 
 
-def _call_recorded(steps: Sequence[Step], spec: Spec) -> Shortcut:
-    """Run one operator, or the function itself, on the recorded local tensors."""
-    operator, template, op_kwargs, operands, first = steps[0]
-    cotangent = interned(spec.layout.cotangent())
-    positional = [(x.to, x.source, x.grad, x.is_home) for x in operands if isinstance(x.source, int)]
-    named = [(x.to, x.source, x.grad, x.is_home) for x in operands if isinstance(x.source, str)]
-
-    def call(args: Args, kwargs: Kwargs) -> Any:
-        local: Any = list(args) if template is None else template.copy()
-        for k, i, grad, is_home in positional:
-            x = args[i]
-            local[k] = x._local if grad is None else tracked_local(x, grad, is_home)
-        local_kwargs = kwargs if template is None else op_kwargs
-        if named:
-            local_kwargs = local_kwargs.copy()
-            for k, name, grad, is_home in named:
-                x = kwargs[name]
-                (local_kwargs if template is None else local)[k] = (
-                    x._local if grad is None else tracked_local(x, grad, is_home)
-                )
-        result = operator(*local, **local_kwargs)
-        return wrap_tracked(result[0] if first else result, spec, cotangent)
-
-    return call
-
-
-def _call_program(steps: Sequence[Step], spec: Spec) -> Shortcut:
-    """Run several operators in turn on the recorded local tensors."""
+def _recorded(steps: Sequence[Step], spec: Spec) -> Shortcut:
+    """Run steps in turn on the recorded local tensors."""
     cotangent = interned(spec.layout.cotangent())
 
     def call(args: Args, kwargs: Kwargs) -> Any:
         results: list[Any] = []
         for operator, template, op_kwargs, operands, first in steps:
-            local: Any = template.copy()  # type: ignore[union-attr]  # only a single step has none
+            local: Any = list(args) if template is None else template.copy()
+            local_kwargs = kwargs.copy() if template is None else op_kwargs
             for k, source, grad, is_home, number in operands:
                 if number is not None:
                     local[k] = results[number]
-                else:
-                    x = kwargs[source] if isinstance(source, str) else args[source]
-                    local[k] = x._local if grad is None else tracked_local(x, grad, is_home)
-            result = operator(*local, **op_kwargs)
+                    continue
+                x = kwargs[source] if isinstance(source, str) else args[source]
+                x = x._local if grad is None else tracked_local(x, grad, is_home)
+                (local_kwargs if isinstance(k, str) else local)[k] = x
+            result = operator(*local, **local_kwargs)
             results.append(result[0] if first else result)
         return wrap_tracked(results[-1], spec, cotangent)
 
@@ -305,7 +261,7 @@ def _run_again(args: Args, kwargs: Kwargs, record: CallRecord) -> Shortcut | Non
         return run([kwargs[at] if isinstance(at, str) else args[at] for at in sources])  # type: ignore[index]
 
     again: Any = call
-    again.has_same_graph = True
+    again.repeats = True
     return again  # type: ignore[no-any-return]
 
 

@@ -60,53 +60,27 @@ class Multiply(torch.autograd.Function):
         plain = not torch.is_grad_enabled()
         if plain:
             a, b = (a if moved_a is None else moved_a), (b if moved_b is None else moved_b)
-        a, b = (
-            (a if wanted_gradients(ctx, 1) else None),
-            (b if wanted_gradients(ctx, 0) else None),
-        )  # each is for the other's gradient
-        bias: list[Any] = [None] if matmul.has_bias else []
-        if matmul.has_bias and wanted_gradients(ctx, 2):
+        need_a, need_b, *need_bias = map(partial(wanted_gradients, ctx), range(len(matmul.specs)))
+        gradients: list[Any] = [None] * len(matmul.specs)
+        if any(need_bias):
             dims = len(matmul.out.shape) - 1
-            bias[0] = grad.sum(tuple(range(dims))) if dims else grad
-        pair = None
-        if plain and not OBSERVERS:
-            pair = matmul.gradient_pair(grad._spec, None if a is None else a._spec, None if b is None else b._spec)
-        if pair is None:
-            return (None, *_gradients(ctx, matmul, grad, a, b, plain), *bias)
-        return (None, *_local_gradients(*pair, grad._local, a, b), *bias)
-
-
-def _local_gradients(first: Matmul | None, second: Matmul | None, grad: Tensor, a: Any, b: Any) -> list[Any]:
-    """The gradients of both operands by two matmuls of local tensors, for which `grad` is redistributed once."""
-    gradients: list[Any] = [None, None]
-    if first is not None:
-        local = [grad, b._local]
-        gradients[0] = wrap(first.executable.run(local), first.out)
-        grad = local[0]
-    if second is not None:
-        gradients[1] = wrap(second.executable.run([a._local, grad]), second.out)
-    return gradients
-
-
-def _gradients(ctx: Any, matmul: Matmul, grad: Any, a: Any, b: Any, plain: bool) -> list[Any]:
-    """The gradients of both operands in every case: observed, recorded, overlapped, complex or in debug mode."""
-    gradients: list[Any] = [None, None]
-    need_a, need_b = wanted_gradients(ctx, 0), wanted_gradients(ctx, 1)
-    if need_a:
-        other: Any = torch.conj_physical(b) if b.is_complex() else b
-        first = matmul.gradient(0, grad._spec, other._spec)
-        if need_b and plain and first.overlaps() and not traced(grad._local):
-            given: Any = torch.conj_physical(a) if a.is_complex() else a
-            second = matmul.gradient(1, grad._spec, given._spec)
-            return overlapped((first, (grad, other)), (second, (given, grad)))
-        local: list[Any] = []
-        gradients[0] = multiply(first, (grad, other), local)
-        if plain and first.streamed is None:  # both matmuls want it in one layout, so it is moved once
-            grad = first.wrap_moved(0, local)
-    if need_b:
-        other = torch.conj_physical(a) if a.is_complex() else a
-        gradients[1] = multiply(matmul.gradient(1, grad._spec, other._spec), (other, grad))
-    return gradients
+            gradients[2] = grad.sum(tuple(range(dims))) if dims else grad
+        if need_a:
+            other: Any = torch.conj_physical(b) if b._spec.dtype.is_complex else b
+            first = matmul.gradient(0, grad._spec, other._spec)
+            if need_b and plain and first.overlaps and not traced(grad._local):
+                given: Any = torch.conj_physical(a) if a._spec.dtype.is_complex else a
+                second = matmul.gradient(1, grad._spec, given._spec)
+                gradients[:2] = overlapped((first, (grad, other)), (second, (given, grad)))
+                return (None, *gradients)
+            local: list[Any] = []
+            gradients[0] = multiply(first, (grad, other), local)
+            if plain and first.streamed is None and first.executable.plans[0].steps:
+                grad = first.wrap_moved(0, local)  # both matmuls want it in one layout, so it is moved once
+        if need_b:
+            other = torch.conj_physical(a) if a._spec.dtype.is_complex else a
+            gradients[1] = multiply(matmul.gradient(1, grad._spec, other._spec), (other, grad))
+        return (None, *gradients)
 
 
 def wanted_gradients(ctx: Any, i: int) -> bool:

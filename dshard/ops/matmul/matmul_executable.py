@@ -38,10 +38,11 @@ class Matmul:
 
     `specs` are those of the operands, of a bias last. `kept` says of which operands the redistributed copy is saved for
     the backward pass, `cut` how the operands are unflattened first. `streamed` runs the matmul in panels, None where it
-    runs in bulk, `stream` is what was asked for.
+    runs in bulk, `stream` is what was asked for. Its reduction `overlaps` the next matmul, unless both could share a
+    redistributed first operand.
     """
 
-    __slots__ = ("_in_bulk", "cut", "executable", "gradients", "kept", "pairs", "specs", "stream", "streamed")
+    __slots__ = ("_in_bulk", "cut", "executable", "gradients", "kept", "overlaps", "specs", "stream", "streamed")
 
     def __init__(
         self,
@@ -56,8 +57,9 @@ class Matmul:
         self.kept = tuple(keep and sends(p) for keep, p in zip(wanted.kept, executable.plans, strict=False))
         if streamed is not None:
             self.kept = NEITHER
+        first, _, end = self.plans()
+        self.overlaps = sends(end) and (streamed is not None or not first.steps)
         self.gradients: dict[tuple[Any, ...], Matmul] = {}
-        self.pairs: dict[tuple[Any, ...], tuple[Matmul | None, Matmul | None] | None] = {}
         self._in_bulk: PanelExecutor | None = None
 
     @property
@@ -73,11 +75,6 @@ class Matmul:
     def plans(self) -> tuple[Plan, Plan, Plan]:
         """The plans of both operands and of the result."""
         return _three(self.executable.decision)
-
-    def overlaps(self) -> bool:
-        """Whether this reduction overlaps the next matmul; not if both could share a redistributed first operand."""
-        first, _, end = self.plans()
-        return sends(end) and (self.streamed is not None or not first.steps)
 
     def executor(self) -> PanelExecutor:
         """The executor that runs the matmul in panels, or in bulk overlapped with another matmul."""
@@ -98,27 +95,6 @@ class Matmul:
         if key not in self.gradients:
             self.gradients[key] = self._gradient(i, grad, other)
         return self.gradients[key]
-
-    def gradient_pair(self, grad: Spec, a: Spec | None, b: Spec | None) -> tuple[Matmul | None, Matmul | None] | None:
-        """The matmuls of both gradients, which share one redistributed result gradient; None where they cannot.
-
-        Those that are overlapped or conjugated do not. `a` and `b` are None where the other's gradient is not needed.
-        """
-        key = (grad, a, b)
-        if key not in self.pairs:
-            self.pairs[key] = self._gradient_pair(grad, a, b)
-        return self.pairs[key]
-
-    def _gradient_pair(self, grad: Spec, a: Spec | None, b: Spec | None) -> tuple[Matmul | None, Matmul | None] | None:
-        if grad.dtype.is_complex or self.executable.compared:
-            return None
-        first = None if b is None else self.gradient(0, grad, b)
-        if first is not None:
-            if first.streamed is not None or (a is not None and first.overlaps()):
-                return None
-            grad = grad.with_layout(first.executable.plans[0].dst)
-        second = None if a is None else self.gradient(1, grad, a)
-        return None if second is not None and second.streamed is not None else (first, second)
 
     def _gradient(self, i: int, grad: Spec, other: Spec) -> Matmul:
         decision = self.executable.decision
