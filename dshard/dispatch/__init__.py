@@ -1,7 +1,7 @@
 """A call, from torch's two entries to local operators and collectives.
 
-fast_path.py         `__torch_function__`, warm: the call's key -> a function on the local tensors
-recorded_path.py     warm calls that torch's autograd records on the local tensors
+fast_path.py         `__torch_function__`, warm: the call's key -> a shortcut
+shortcuts.py         functions on the local tensors, made from the log of a call's first run
 composite_table.py   `__torch_function__`, cold: functions that run as one composite operator
 operator.py          `__torch_dispatch__`: the call's key -> its executable: redistribute, run, wrap
 registry.py          the rule of an operator, or the alternative that runs in its place

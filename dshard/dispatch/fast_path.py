@@ -57,7 +57,7 @@ def call(func: Any, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
         return through(func, args, kwargs)
     try:
         if func in _NEVER or _is_special():
-            if func in _WRITES or (func in BACKWARD and not _creates_graph(args, kwargs)):
+            if func in _WRITES or (func in BACKWARD and not _creates_graph(func, args, kwargs)):
                 return through(func, args, kwargs)
             return _with_view_replay(through, func, args, kwargs)
         with _no_torch_function():
@@ -82,12 +82,13 @@ def _ranks(args: Args) -> tuple[int, ...]:
     return next((x._spec.layout.mesh.ranks for x in flat if isinstance(x, Wrapper)), ())
 
 
-def _creates_graph(args: Args, kwargs: Kwargs) -> bool:
-    """Whether a backward pass may be recorded: only then are its views differentiated, and may have to be replayed.
+def _creates_graph(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a backward pass is recorded: only then are its views differentiated, and may have to be replayed.
 
     Views that can be replayed hold those that they were made of, so no gradient would be seen to have one owner.
     """
-    return len(args) > 3 or bool(kwargs.get("create_graph"))
+    position = 4 if func is torch.autograd.grad else 3
+    return bool(args[position] if len(args) > position else kwargs.get("create_graph"))
 
 
 def _with_view_replay(run: Callable[..., Any], *args: Any) -> Any:

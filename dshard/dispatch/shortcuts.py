@@ -98,7 +98,7 @@ def _unrecorded_shortcut(
     if record.op is not None and views_first(record.op):
         return None if func in BY_KIND else _view_shortcut(func, args, kwargs, out, records)
     if executable.operator is None:
-        return None if func in BY_KIND else _run_again(args, kwargs, record)
+        return None if func in BY_KIND else _run_again(args, kwargs, record, out)
     is_whole = not executable.moves and executable.end is None
     steps = _itself(func, args, kwargs, record) if is_whole else None
     if steps is not None and not known(record.op).values:
@@ -113,7 +113,7 @@ def _recorded_shortcut(
 ) -> Shortcut | None:
     is_alone = len(records) == 1
     if _is_uneven(records, out) or not all(map(_is_local, records)):
-        return _run_again(args, kwargs, records[0]) if is_alone and func not in BY_KIND else None
+        return _run_again(args, kwargs, records[0], out) if is_alone and func not in BY_KIND else None
     if out._is_view():
         return None if func in BY_KIND else _view_shortcut(func, args, kwargs, out, records)
     steps = _itself(func, args, kwargs, records[0]) if is_alone else None
@@ -250,11 +250,11 @@ def _recorded(steps: Sequence[Step], spec: Spec) -> Shortcut:
     return call
 
 
-def _run_again(args: Args, kwargs: Kwargs, record: CallRecord) -> Shortcut | None:
-    """Run a matmul or composite operator as it ran; None for an operator, or where its operands are no arguments."""
+def _run_again(args: Args, kwargs: Kwargs, record: CallRecord, out: Any) -> Shortcut | None:
+    """Run the matmul or composite operator again that the call is; None where it is none on the call's arguments."""
     run, places = record.call, {id(x): place for place, x in _distributed_operands(args, kwargs)}
     sources = [places.get(id(x)) for x in record.args]
-    if record.op is not None or run is None or None in sources:
+    if record.op is not None or run is None or out is not record.result or None in sources:
         return None
 
     def call(args: Args, kwargs: Kwargs) -> Any:

@@ -177,7 +177,7 @@ def unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     )
 
 
-# -- what lies alike
+# -- layouts that agree
 
 
 def _rows(args: Sequence[Any]) -> list[tuple[Any, ...]] | None:

@@ -112,6 +112,26 @@ def test_a_warm_step_finds_all_that_it_looks_up(ranks: RankPool) -> None:
     assert ranks.run(warm_and_cold) == [[]] * 4
 
 
+@pytest.mark.skipif(not FAST, reason="needs the fast path")
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_warm_call_that_redistributes_takes_one_look_up(grad: bool) -> None:
+    mesh = dshard.Mesh((4,), ("tp",))
+    x, w = (
+        distribute_tensor(torch.empty(8, 8, device="meta"), mesh, [Shard(0)]).requires_grad_(grad) for _ in range(2)
+    )
+    heads = distribute_tensor(torch.empty(2, 3, 8, 4, device="meta"), mesh, [Shard(2)]).requires_grad_(grad)
+    calls = (lambda: F.linear(x, w), lambda: F.scaled_dot_product_attention(heads, heads, heads, is_causal=True))
+    nodes = [call().grad_fn for call in calls for _ in range(2)]
+
+    before = cache_info()
+    warm = [call().grad_fn for call in calls]
+    after = cache_info()
+
+    hits = {name: after[name].hits - found.hits for name, found in before.items()}
+    assert (hits["shortcuts"], hits["choices"], hits["executors"]) == (2, 0, 0)
+    assert [type(node) for node in warm] == [type(node) for node in nodes[::2]]
+
+
 class Seen(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

@@ -4,8 +4,8 @@ functions.py           torch's functions that are matmuls: matmul, mm, bmm, addm
 options.py             what the caller asked for: a strategy, a layout of the result, panels
 rules.py               their rules
 decision.py            the strategy of a call: asked for, or the cheapest
-matmul_executable.py   a chosen strategy as redistributions, a local kernel and the matmuls of its gradients
-matmul_autograd.py     forward, backward, and both gradients at once
+matmul_executable.py   a chosen strategy as an executable, its panels, and the matmuls of its gradients
+matmul_autograd.py     forward and backward
 local.py               the kernel that fits the terms
 panel_executor.py ring.py panel_price.py   in panels: gathered, broadcast or around rings
 """
