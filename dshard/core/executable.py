@@ -15,13 +15,17 @@ from torch import Tensor
 
 from dshard.comm import LocalTensor, compare_calls, comparing, run, runner, runtime_of
 from dshard.core.call import LocalOp
+from dshard.core.context import planning_context
 from dshard.core.moves import coordinate_of, leaves, on_all_ranks, replace_leaves, run_on_ranks
 from dshard.core.observe import OBSERVERS, CallRecord, Decision, log, observed
-from dshard.core.spec import Spec
+from dshard.core.operands import operand_of, plan_to
+from dshard.core.spec import Spec, spec_of
 from dshard.core.wrapper import Wrapper, make
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.redistribute import Plan
+from dshard.rules.rule import Rule
+from dshard.rules.strategy import ANY, Constraints, Strategy, choose
 
 Args: TypeAlias = Sequence[Any]
 Kwargs: TypeAlias = dict[str, Any]
@@ -141,6 +145,25 @@ class Executable:
         """In debug mode, go on only if all ranks make the same call."""
         if self.compared:
             compare_calls(f"{self.decision.op} of {_call_text(args, kwargs)}", self.mesh)
+
+
+def decide(
+    op: str, rule: Rule, specs: Sequence[Spec], outs: Sequence[Tensor], wanted: Constraints = ANY
+) -> tuple[Decision, Strategy]:
+    """The decision for the cheapest strategy of `rule`, for operands of these specs and outputs like `outs`."""
+    operands, outputs = tuple(map(operand_of, specs)), tuple((tuple(out.shape), out.itemsize) for out in outs)
+    topology = planning_context().topology_of(operands[0].layout.mesh)
+    strategy = choose(rule, operands, outputs, topology, wanted)
+    plans = tuple(plan_to(spec, layout) for spec, layout in zip(specs, strategy.inputs, strict=True))
+    return Decision(op, operands, outputs, rule, strategy, plans, topology, wanted=wanted), strategy
+
+
+def result_specs(strategy: Strategy, outs: Sequence[Tensor], device: torch.device) -> list[Spec]:
+    """The specs of the outputs that a strategy gives, which have the shapes, strides and dtypes of `outs`."""
+    return [
+        spec_of(layout, tuple(out.shape), out.stride(), out.dtype, device)
+        for out, layout in zip(outs, strategy.outputs, strict=True)
+    ]
 
 
 def watched(

@@ -18,7 +18,7 @@ from dshard.core.call import Call, LocalOp, Operator, views_first, writes_first
 from dshard.core.call_key import call_key
 from dshard.core.checks import infer
 from dshard.core.context import planning_context
-from dshard.core.executable import Args, Executable, Finish, watched, wrap_as
+from dshard.core.executable import Args, Executable, Finish, decide, result_specs, watched, wrap_as
 from dshard.core.moves import (
     count_write,
     giving_same_memory_once,
@@ -29,19 +29,17 @@ from dshard.core.moves import (
     write_local,
 )
 from dshard.core.observe import CALL_LOG, OBSERVERS, CallRecord, Decision, log, observed
-from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
-from dshard.core.spec import Spec, spec_of
+from dshard.core.operands import common_mesh, operand_of, spec_like
+from dshard.core.spec import Spec
 from dshard.core.view_sync import SCATTERS, CopiedView, PartialView, attach_view, propagate_write, register_view
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.dispatch.fallback import replicate
 from dshard.dispatch.registry import FACTS, Instead, Known, alternative_of, known
-from dshard.layout import Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.custom import asked_for, decomposed
 from dshard.ops.decompositions import decomposition_of
 from dshard.ops.views import counts_memory, in_memory_as
-from dshard.rules.expand import Operand
-from dshard.rules.strategy import ANY, Constraints, Strategy, choose
+from dshard.rules.strategy import ANY, Constraints, Strategy
 
 Executor = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 RESHAPES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})
@@ -134,7 +132,8 @@ def _instead_decision(facts: Known, instead: Instead, args: tuple[Any, ...], kwa
     if not alternative or facts.op is None:
         return replace(decision, alternative=alternative)
     call, _ = _call(func, mesh, args, kwargs)
-    return replace(decision, alternative=alternative, outputs=_operands(call)[1], rule=facts.op.rule(call))
+    outputs = tuple((tuple(out.shape), out.itemsize) for out in call.outs)
+    return replace(decision, alternative=alternative, outputs=outputs, rule=facts.op.rule(call))
 
 
 def _meta(leaf: Any) -> Any:
@@ -159,24 +158,16 @@ def operator_executable(op: Operator, call: Call, result: Any, positions: Sequen
 
     `positions` are those of the distributed arguments, None where tensors are nested or named.
     """
-    operands, outputs = _operands(call)
-    topology, wanted = planning_context().topology_of(operands[0].layout.mesh), ANY
-    if writes_first(call.func):
-        wanted = Constraints(keep=operands[0].layout)
-    rule = op.rule(call)
-    strategy = choose(rule, operands, outputs, topology, wanted)
-    plans = tuple(plan_to(spec, layout) for spec, layout in zip(call.specs, strategy.inputs, strict=True))
-    decision = Decision(str(call.func), operands, outputs, rule, strategy, plans, topology, wanted=wanted)
-    specs = [
-        spec_of(layout, tuple(out.shape), out.stride(), out.dtype, call.specs[0].device)
-        for out, layout in zip(call.outs, strategy.outputs, strict=True)
-    ]
+    wanted = Constraints(keep=call.specs[0].layout) if writes_first(call.func) else ANY
+    decision, strategy = decide(str(call.func), op.rule(call), call.specs, call.outs, wanted)
+    specs = result_specs(strategy, call.outs, call.specs[0].device)
+    is_moved = bool(decision.plans[0].steps)
     return Executable(
         decision,
         partial(_local_op, op, call, strategy),
         specs,
         positions,
-        _finish(call, result, strategy, bool(plans[0].steps), specs),
+        _finish(call, result, strategy, is_moved, specs),
         gradients=strategy.gradients,
         differentiable=op.kernel is None or views_first(call.func) or call.func in RESHAPES,
         prepare=partial(in_memory_as, call.specs[0]) if counts_memory(call) else None,
@@ -270,8 +261,3 @@ def _finish_view(call: Call, result: Any, strategy: Strategy, specs: Sequence[Sp
         return views
 
     return finish
-
-
-def _operands(call: Call) -> tuple[tuple[Operand, ...], tuple[tuple[Shape, int], ...]]:
-    operands = tuple(map(operand_of, call.specs))
-    return operands, tuple((tuple(out.shape), out.itemsize) for out in call.outs)

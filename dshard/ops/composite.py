@@ -18,17 +18,17 @@ from dshard.autograd.crossing import FromLocal, ToLocal, as_distributed, redistr
 from dshard.comm import LocalTensor, traced
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
-from dshard.core.executable import Executable, watched, wrap_as
+from dshard.core.executable import Executable, decide, result_specs, watched, wrap_as
 from dshard.core.moves import coordinate_of, counting_as, run_on_ranks
-from dshard.core.observe import CALL_LOG, OBSERVERS, Decision
-from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
-from dshard.core.spec import Spec, for_shapes, spec_of
+from dshard.core.observe import CALL_LOG, OBSERVERS
+from dshard.core.operands import common_mesh, spec_like
+from dshard.core.spec import Spec, for_shapes
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.rules import same_dtype
 from dshard.rules.rule import Rule
-from dshard.rules.strategy import Strategy, choose
+from dshard.rules.strategy import Strategy
 
 Local: TypeAlias = Callable[..., Tensor]
 Locals: TypeAlias = Callable[..., tuple[Tensor, ...]]
@@ -58,22 +58,18 @@ def run_composite(
 
 
 def _choose_composite(
-    rule_of_call: Callable[[], Rule], local: Local, tensors: Sequence[Any], name: str, kernel: Kernel | None
+    rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], name: str, kernel: Kernel | None
 ) -> Executable:
     mesh = common_mesh(name, list(tensors))
     same_dtype(name, [t.dtype for t in tensors[:3] if t.is_floating_point() or t.is_complex()])
     specs = [spec_like(t, mesh) for t in tensors]
     with torch.no_grad(), for_shapes():
         out = local(*(spec.meta() for spec in specs))
-    operands, outputs = tuple(map(operand_of, specs)), ((tuple(out.shape), out.itemsize),)
-    rule, topology = rule_of_call(), planning_context().topology_of(mesh)
-    strategy = choose(rule, operands, outputs, topology)
-    result = spec_of(strategy.outputs[0], tuple(out.shape), out.stride(), out.dtype, specs[0].device)
-    plans = tuple(plan_to(spec, layout) for spec, layout in zip(specs, strategy.inputs, strict=True))
-    decision = Decision(name, operands, outputs, rule, strategy, plans, topology)
+    decision, strategy = decide(name, rule(), specs, [out])
+    results = result_specs(strategy, [out], specs[0].device)
     positions = [i for i, t in enumerate(tensors) if isinstance(t, Wrapper)]
     local_op: Callable[[Coordinate], Local] = (lambda at: local) if kernel is None else partial(kernel, strategy)
-    return Executable(decision, local_op, [result], positions, wrap_as(result), gradients=strategy.gradients)
+    return Executable(decision, local_op, results, positions, wrap_as(results[0]), gradients=strategy.gradients)
 
 
 def run_recorded(executable: Executable, tensors: Sequence[Any]) -> Any:
