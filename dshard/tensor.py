@@ -22,7 +22,7 @@ from dshard.core.observe import CALL_LOG, OBSERVERS, observed
 from dshard.core.plain_tensors import PLAIN_RESULTS, may_hold_plain, refuse_plain, wrap_or_refuse_plain
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.transforms import is_differentiating_forward, is_transforming, is_wrapped, refuse_wrapped, with_tangent
-from dshard.core.wrapper import Wrapper, wrap, wrap_later
+from dshard.core.wrapper import Wrapper, is_leaf, wrap, wrap_later
 from dshard.dispatch import fast_path
 from dshard.dispatch.composite_table import COMPOSITES
 from dshard.dispatch.operator import dispatch
@@ -31,7 +31,6 @@ from dshard.layout import Layout, Shape, interned, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
-from dshard.ops.matmul.decision import is_leaf
 from dshard.placements import Partial, Placement
 from dshard.validate import article, as_shape, shown
 

@@ -36,6 +36,12 @@ class Wrapper(torch.Tensor):
         Wrapper.public = cls
 
 
+def is_leaf(x: Any) -> bool:
+    """Whether `x`, or the tensor that it stands for in a trace, is a leaf of autograd."""
+    traced_leaf: bool | None = x._leaf
+    return x.is_leaf if traced_leaf is None else traced_leaf
+
+
 def wrap(local: Tensor, spec: Spec, storage_offset: int | torch.SymInt | None = None) -> Any:
     """The distributed tensor of spec `spec` of which this rank holds `local`.
 

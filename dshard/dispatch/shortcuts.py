@@ -66,6 +66,14 @@ class Step(NamedTuple):
     operands: Sequence[Operand]
     first: bool
 
+    def positional(self) -> list[tuple[int, int, Spec | None, bool]]:
+        """The operands that the call has by position."""
+        return [(x.to, x.source, x.grad, x.is_home) for x in self.operands if isinstance(x.source, int)]
+
+    def others(self) -> list[Operand]:
+        """The operands that the call has by name, or that are results of earlier steps."""
+        return [x for x in self.operands if not isinstance(x.source, int)]
+
 
 def shortcut_of(
     func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord], recorded: bool
@@ -205,9 +213,9 @@ def _steps(args: Args, kwargs: Kwargs, records: Sequence[CallRecord], out: Any) 
 def _unrecorded(step: Step, spec: Spec, redistributing: Callable[..., Any] | None) -> Shortcut:
     """Run a step on the local tensors; or, where something is redistributed, its executable."""
     cls, shape, stride, dtype, device = Wrapper.public, spec.shape, spec.stride, spec.dtype, spec.device
-    operator, template, op_kwargs, operands, first = step
-    positional = [(x.to, x.source) for x in operands if isinstance(x.source, int)]
-    named = [(x.to, x.source) for x in operands if isinstance(x.source, str)]
+    operator, template, op_kwargs, _, first = step
+    positional = [(k, i) for k, i, _, _ in step.positional()]
+    named = [(x.to, x.source) for x in step.others()]
 
     def call(args: Args, kwargs: Kwargs) -> Any:
         local: Any = list(args) if template is None else template.copy()
@@ -230,20 +238,28 @@ def _unrecorded(step: Step, spec: Spec, redistributing: Callable[..., Any] | Non
 def _recorded(steps: Sequence[Step], spec: Spec) -> Shortcut:
     """Run steps in turn on the recorded local tensors."""
     cotangent = interned(spec.layout.cotangent())
+    prepared = [(step, step.positional(), step.others()) for step in steps]
 
     def call(args: Args, kwargs: Kwargs) -> Any:
         results: list[Any] = []
-        for operator, template, op_kwargs, operands, first in steps:
-            local: Any = list(args) if template is None else template.copy()
-            local_kwargs = kwargs.copy() if template is None else op_kwargs
-            for k, source, grad, is_home, number in operands:
-                if number is not None:
-                    local[k] = results[number]
-                    continue
-                x = kwargs[source] if isinstance(source, str) else args[source]
-                x = x._local if grad is None else tracked_local(x, grad, is_home)
-                (local_kwargs if isinstance(k, str) else local)[k] = x
-            result = operator(*local, **local_kwargs)
+        for (operator, template, options, _, first), positional, others in prepared:
+            if template is None:
+                local, options = list(args), kwargs
+            else:
+                local = template.copy()
+            for k, i, grad, is_home in positional:
+                x = args[i]
+                local[k] = x._local if grad is None else tracked_local(x, grad, is_home)
+            if others:
+                options = options.copy()
+                for k, name, grad, is_home, number in others:
+                    if number is not None:
+                        local[k] = results[number]
+                    else:
+                        x = kwargs[name]
+                        x = x._local if grad is None else tracked_local(x, grad, is_home)
+                        (local if isinstance(k, int) else options)[k] = x
+            result = operator(*local, **options)
             results.append(result[0] if first else result)
         return wrap_tracked(results[-1], spec, cotangent)
 

@@ -1,4 +1,4 @@
-"""Entries of torch's functions that are matmuls: `@`, `matmul`, `mm`, `bmm`, `addmm`, `einsum` and `linear`."""
+"""Torch's functions that are matmuls, and the choice of their strategy: the one asked for, or the cheapest."""
 
 from __future__ import annotations
 
@@ -9,14 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dshard.autograd.crossing import as_distributed
+from dshard.core.call_key import call_key
+from dshard.core.context import planning_context
+from dshard.core.operands import common_mesh, operand_of
+from dshard.core.spec import Spec, contiguous_stride, for_shapes, spec_of
 from dshard.core.torch_function import autocast, bind_arguments, call_torch
-from dshard.core.wrapper import Wrapper
+from dshard.core.wrapper import Wrapper, is_leaf
+from dshard.layout import replicated
 from dshard.ops.composite import Local
-from dshard.ops.matmul.decision import choose_matmul, distributed_operands
 from dshard.ops.matmul.matmul_autograd import multiply
-from dshard.ops.matmul.options import MatmulOptions, current_options
-from dshard.ops.matmul.rules import bmm_rule, einsum_rule, linear_rule, matmul_rule
+from dshard.ops.matmul.matmul_executable import Matmul, matmul_of_strategy
+from dshard.ops.matmul.options import NO_OPTIONS, MatmulOptions, current_options
+from dshard.ops.matmul.rules import bmm_rule, einsum_rule, linear_rule, matmul_rule, same_dtype
+from dshard.rules.expand import Operand
 from dshard.rules.rule import Rule
+from dshard.rules.split_contraction import split_contraction
+from dshard.rules.strategy import Constraints, Strategy, choose
 
 
 def matmul_of(
@@ -36,6 +45,86 @@ def matmul_of(
             break
     asked = current_options() if asked is None else asked
     return multiply(choose_matmul(name, rule, infer, tensors, asked, key), tensors)
+
+
+def choose_matmul(
+    name: str, rule: Callable[[], Rule], infer: Local, tensors: Sequence[Any], asked: MatmulOptions, key: Any = None
+) -> Matmul:
+    """The cheapest matmul of these tensors within the options `asked`; cached.
+
+    `infer` gives the result without data, or torch's own error; `key` tells rules of one name and shape apart.
+
+    Raises:
+        MeshError: operands on different meshes.
+        DtypeError: operands of different dtypes.
+    """
+    recorded = torch.is_grad_enabled()
+    called = (name, key, None if asked is NO_OPTIONS else asked)  # which has no hash at hand
+    full_key = call_key(called, tensors, recording=recorded)
+    choices = planning_context().choices
+    matmul: Matmul | None = choices.get(full_key)
+    if matmul is None:
+        common_mesh(name, list(tensors))
+        specs = [t._spec for t in tensors]
+        needs, leaf = [recorded and t.requires_grad for t in tensors[:2]], [is_leaf(t) for t in tensors[:2]]
+        matmul = choices.add(full_key, _choose_matmul(name, rule, infer, specs, asked, needs, leaf))
+    else:
+        choices.hits += 1
+    return matmul
+
+
+def _choose_matmul(
+    name: str,
+    rule: Callable[[], Rule],
+    infer: Local,
+    specs: Sequence[Spec],
+    asked: MatmulOptions,
+    needs: Sequence[bool],
+    leaf: Sequence[bool],
+) -> Matmul:
+    mesh = specs[0].layout.mesh
+    same_dtype(name, [spec.dtype for spec in specs])
+    with torch.no_grad(), for_shapes():
+        out = infer(*(spec.meta() for spec in specs))
+    operands = [*map(operand_of, specs[:2])]
+    shape, topology = tuple(out.shape), planning_context().topology_of(mesh)
+
+    def chosen(rule: Rule, operands: Sequence[Operand]) -> tuple[Strategy, Constraints]:
+        wanted = asked.wanted(rule, mesh, needs, leaf)
+        return choose(rule, operands, [(shape, out.itemsize)], topology, wanted), wanted
+
+    matmul_rule = rule()
+    strategy, wanted = chosen(matmul_rule, operands)
+    cut = split_contraction(matmul_rule, operands)
+    if cut is not None:
+        by_blocks, wanted_so = chosen(cut.rule, cut.operands)
+        if by_blocks.seconds < strategy.seconds:
+            matmul_rule, strategy, wanted = cut.rule, by_blocks, wanted_so
+            specs = (*map(_cut_spec, specs, cut.operands), *specs[2:])
+        else:
+            cut = None
+    asked_where = wanted.result is not None or wanted.reduced is not None
+    layout = strategy.ends[0] if asked_where else strategy.outputs[0]
+    out_spec = spec_of(layout, shape, contiguous_stride(shape), out.dtype, specs[0].device)
+    return matmul_of_strategy(name, matmul_rule, specs, out_spec, strategy, wanted, cut, asked.streamed())
+
+
+def _cut_spec(spec: Spec, operand: Operand) -> Spec:
+    return spec_of(operand.layout, operand.shape, contiguous_stride(operand.shape), spec.dtype, spec.device)
+
+
+def distributed_operands(name: str, tensors: Sequence[Any]) -> Sequence[Any]:
+    """The operands as distributed tensors: plain tensors of zeros that autograd made become replicated ones.
+
+    Raises:
+        MeshError: operands on different meshes.
+        MixedError: a plain tensor among them.
+    """
+    mesh = common_mesh(name, list(tensors))
+    return [as_distributed(t, replicated(mesh)) for t in tensors]
+
+
+# -- torch's functions
 
 
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: MatmulOptions | None = None) -> Any:
