@@ -1,4 +1,4 @@
-"""Composite operators that leave a sharded dim sharded: cross entropy over sharded classes, rms norm.
+"""Composite operators that leave a sharded dim sharded: cross entropy and log softmax over sharded classes, rms norm.
 
 Below autograd torch calls several operators, which complete the same partial sum more than once, and once more in
 backward. Written as one, each sum is completed once, and the gradients need no other.
@@ -9,21 +9,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from dshard.autograd.crossing import redistribute
+from dshard.comm import LocalTensor, plain, unstack
 from dshard.core.context import planning_context
 from dshard.core.spec import Spec
 from dshard.core.torch_function import bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.ops.custom import accept_call
-from dshard.ops.reduced_norms import pays
+from dshard.ops.lookup import refuse
+from dshard.ops.reduced_norms import pays, split_axes
 from dshard.ops.reductions import HALF
 from dshard.placements import ReduceOp
 from dshard.rules.strategy import completed_layout
 
+LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+"""The parameters of `torch.nn.functional.cross_entropy`, in order; `nll_loss` has all but the last."""
 
-def reduce_statistics(x: Any, op: str) -> Any:
-    """`x` with its partial sums reduced, recorded by autograd."""
+
+def reduce_statistics(x: Any, op: str | None) -> Any:
+    """`x` with its partial sums reduced, for operator `op` or because the user asked for it; recorded by autograd."""
     return redistribute(x, completed_layout(x._spec.layout), op) if x._spec.pending else x
 
 
@@ -42,54 +48,93 @@ def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return (out if weight is None else out * weight).to(x.dtype)
 
 
-def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, always: bool = False) -> Any:
     """`torch.nn.functional.cross_entropy` of class indices by three numbers for each row; None for any other call.
 
     The largest logit, the sum of exponentials, and the target's logit with what label smoothing adds to it
-    (Megatron-LM, vocab-parallel cross entropy); the gradient is computed from what each rank holds.
+    (Megatron-LM, vocab-parallel cross entropy); the gradient is computed from what each rank holds. None where
+    gathering the classes costs less, unless `always`: then the reductions count as asked for. `nll_loss`, of log
+    probabilities, needs the last number alone.
     """
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    x, target, weight, average, ignored, reduce, reduction, smoothing = bind_arguments(names, args, kwargs)
+    bound = bind_arguments(LOSS_ARGUMENTS, args, kwargs)
+    x, target, weight, average, ignored, reduce, reduction, smoothing = bound
     given = (x, target) if weight is None else (x, target, weight)
     if not all(isinstance(t, Wrapper) for t in given) or target.is_floating_point() or target.dim() != x.dim() - 1:
         return None
     dim = min(1, x.dim() - 1)
-    if average is not None or reduce is not None or not _split_stays(x._spec, (dim,), ("max", "sum", "sum")):
+    if average is not None or reduce is not None or not _split_stays(x._spec, (dim,), ("max", "sum", "sum"), always):
         return None
     accept_call(func, args, kwargs)
-    ignored, smoothing = -100 if ignored is None else ignored, smoothing or 0.0
+    op = None if always else "cross_entropy"
+    ignored = -100 if ignored is None else ignored
+    _refuse_targets(target, x.shape[dim], ignored)
     kept = target != ignored
-    terms = _terms(x, target.where(kept, 0), weight, dim, smoothing)
+    shifted, log_sum = (reduce_statistics(x, op), None) if func is F.nll_loss else _shifted(x, dim, op)
+    terms = _terms(shifted, log_sum, target.where(kept, 0), weight, smoothing or 0.0, op)
     loss, each = (t.masked_fill(~kept, 0) for t in terms)
     if reduction == "none":
         return loss.to(x.dtype)
     total = loss.sum()
-    return (total if reduction == "sum" else total / reduce_statistics(each.sum(), "cross_entropy")).to(x.dtype)
+    return (total if reduction == "sum" else total / reduce_statistics(each.sum(), op)).to(x.dtype)
 
 
-def _terms(x: Any, target: Any, weight: Any, dim: int, smoothing: float) -> tuple[Any, Any]:
-    """The loss of each row, and its weight in the mean."""
-    op = "cross_entropy"
+def log_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.nn.functional.log_softmax` by two numbers for each row; None where `dim` is not sharded."""
+    names = ("input", "dim", "_stacklevel", "dtype") if func is F.log_softmax else ("input", "dim", "dtype")
+    x, dim, *_, dtype = bind_arguments(names, args, kwargs)
+    if not isinstance(x, Wrapper) or dim is None or not _split_stays(x._spec, (dim % max(1, x.dim()),), (), True):
+        return None
+    accept_call(func, args, kwargs)
+    shifted, log_sum = _shifted(x if dtype is None else x.to(dtype), dim, None)
+    if log_sum.requires_grad:  # its gradient is a partial sum over the classes, best completed while it is small
+        log_sum.register_hook(lambda grad: reduce_statistics(grad, None))
+    return (shifted - log_sum.unsqueeze(dim)).to(x.dtype if dtype is None else dtype)
+
+
+def _shifted(x: Any, dim: int, op: str | None) -> tuple[Any, Any]:
+    """`x` minus the largest of each row, and log(sum exp) of that; half precision is widened to single."""
     wide = reduce_statistics(x, op).to(torch.float32 if x.dtype in HALF else x.dtype)
     shifted = wide - reduce_statistics(wide.detach().amax(dim, keepdim=True), op)
-    log_sum = reduce_statistics(shifted.exp().sum(dim), op).log()
+    return shifted, reduce_statistics(shifted.exp().sum(dim), op).log()
+
+
+def _terms(shifted: Any, log_sum: Any, target: Any, weight: Any, smoothing: float, op: str | None) -> tuple[Any, Any]:
+    """The loss of each row, and its weight in the mean; no `log_sum` where `shifted` are log probabilities."""
+    dim = min(1, shifted.dim() - 1)
+    picked = shifted.gather(dim, target.unsqueeze(dim)).squeeze(dim)
     each = (
-        torch.ones_like(log_sum)
+        torch.ones_like(target if log_sum is None else log_sum, dtype=shifted.dtype)
         if weight is None
         else reduce_statistics(weight[target.reshape(-1)], op).view(target.shape)
     )
     own = (1 - smoothing) * each
-    pending, share = own * shifted.gather(dim, target.unsqueeze(dim)).squeeze(dim), own
+    pending, share = own * picked, own
     if smoothing:
-        rest = [-1 if d == dim else 1 for d in range(x.dim())]
+        rest = [-1 if d == dim else 1 for d in range(shifted.dim())]
         spread = shifted if weight is None else shifted * weight.view(rest)
-        pending = pending + spread.sum(dim) * (smoothing / x.shape[dim])
-        share = share + smoothing * (1.0 if weight is None else reduce_statistics(weight.sum(), op) / x.shape[dim])
-    return share * log_sum - reduce_statistics(pending, op), each
+        classes = shifted.shape[dim]
+        pending = pending + spread.sum(dim) * (smoothing / classes)
+        share = share + smoothing * (1.0 if weight is None else reduce_statistics(weight.sum(), op) / classes)
+    pending = reduce_statistics(pending, op)
+    return (-pending if log_sum is None else share * log_sum - pending), each
 
 
-def _split_stays(spec: Spec, dims: tuple[int, ...], reductions: tuple[ReduceOp, ...]) -> bool:
-    """Whether one of these dims is sharded, and reductions over them cost less than gathering it."""
+def _refuse_targets(target: Wrapper, classes: int, ignored: int) -> None:
+    """Refuse targets that are no class, as torch does.
+
+    Raises:
+        IndexError: a target that is neither a class nor `ignored`.
+    """
+    local = target._local
+    for each in unstack(local).values() if isinstance(local, LocalTensor) else (local,):
+        with plain():
+            refuse(each, ((each < 0) | (each >= classes)) & (each != ignored), classes, 1)
+
+
+def _split_stays(spec: Spec, dims: tuple[int, ...], reductions: tuple[ReduceOp, ...], always: bool = False) -> bool:
+    """Whether one of these dims is sharded, and reductions over them cost less than gathering it, or run `always`."""
     if not spec.layout.sharded_dims() or 0 in spec.shape:
         return False
+    if always:
+        return bool(split_axes(spec.layout, dims))
     return pays(spec, dims, reductions, planning_context().topology_of(spec.layout.mesh))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dshard import DTensor, Layout, Mesh, Replicate, Shard, distribute_tensor, init_device_mesh, trace
+from dshard import DTensor, Layout, Mesh, Replicate, Shard, distribute_tensor, init_device_mesh, strict, trace
 from dshard.errors import LayoutError
 from dshard.parallel import loss_parallel
 from dshard.testing import RankPool, count_traffic, distribute, layouts, meshes, simulated, whole
@@ -97,6 +97,21 @@ def test_what_torch_refuses_is_refused() -> None:
             F.cross_entropy(laid, classes(5, n=8))
         with pytest.raises(ValueError, match="is not a valid value for reduction"):
             F.cross_entropy(laid, classes(6, n=8), reduction="median")
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss, lambda x, _: F.log_softmax(x, 1)])
+def test_what_is_sent_counts_as_asked_for(loss: Any) -> None:
+    with simulated(GRID), loss_parallel(), strict():
+        loss(distribute(logits(6, 8), Layout(GRID, (Replicate(), Shard(1)))), classes(6, n=8))
+
+
+def test_a_log_softmax_reduces_one_number_of_each_token_backward() -> None:
+    with simulated(GRID), loss_parallel(), trace() as t:
+        laid = distribute(logits(6, 8), Layout(GRID, (Replicate(), Shard(1)))).requires_grad_()
+        F.log_softmax(laid, 1).square().sum().backward()
+
+    sent = [(event.collective, event.nbytes) for event in t.events if event.axis == "tp"]
+    assert sent == [("all_reduce", 6 * 8)] * 3
 
 
 def test_half_precision_is_summed_in_single() -> None:

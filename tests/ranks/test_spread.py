@@ -208,6 +208,16 @@ def test_cross_entropy_over_split_classes_sends_three_numbers_for_each_row() -> 
     assert t.nbytes == 3 * one
 
 
+@pytest.mark.parametrize("target", [-1, 4096])
+def test_cross_entropy_over_split_classes_refuses_targets_that_are_no_class(target: int) -> None:
+    mesh = Mesh((4,))
+    with simulated(mesh), use_topology(BYTES):
+        scores = distribute(torch.randn(8, 4096), Layout(mesh, (Shard(1),)))
+        wanted = distribute(torch.full((8,), target), Layout(mesh, (Replicate(),)))
+        with pytest.raises(IndexError, match=f"index {target} is out of bounds for dimension 1 with size 4096"):
+            F.cross_entropy(scores, wanted)
+
+
 def check_on_ranks(names: list[str]) -> list[str]:
     """Each case on this rank, its operands laid out at random: what went wrong."""
     draw, wrong = Random(0), []
