@@ -1,4 +1,18 @@
-"""Run plans on process groups: the one package that talks to torch.distributed. Listeners hear of each collective."""
+"""Run plans on process groups: the one package that talks to torch.distributed.
+
+A plan is run in these stages, each in a file:
+
+- `program_steps`: the plan, or a panel of it, as the steps of one rank. Some are local, the others transfers, with the
+  `pieces` of the local tensors that they send and receive, and a `collective` as a value.
+- `run`: the steps as functions called one after the other; programs on process groups, or without data. `drive`: the
+  steps begun and finished later, in buffers of a `workspace`; `async_local`: local tensors in flight. `simulated`: all
+  ranks in one process.
+- `transport`: launches a collective by one of the primitives in `collectives`, and tells listeners (`events`).
+- `peer_failure`: waits for it, unless another rank has failed or is in `deadlock`.
+
+`runtime` binds meshes to `process_groups`. `reshard` runs plans between meshes, in sends and receives. `agreement` and
+`scatter_shards` have what ranks share before there is a plan; `rank_checks` compares programs in debug mode.
+"""
 
 from dshard.comm.agreement import (
     checked_shape,
@@ -11,20 +25,8 @@ from dshard.comm.agreement import (
     share,
 )
 from dshard.comm.async_local import AsyncLocal, LazyLocal, Start, async_start
-from dshard.comm.async_ops import (
-    CollectiveOp,
-    InFlight,
-    Program,
-    Request,
-    begin,
-    collective_ops_of,
-    finish,
-    flat,
-    same_memory,
-    send_receive,
-)
-from dshard.comm.async_run import advance, run_program, run_without_data
 from dshard.comm.cpu_scheduling import share_cores
+from dshard.comm.drive import InFlight, Program, Request, begin, finish, flat, same_memory
 from dshard.comm.events import Event, listen
 from dshard.comm.graph_split import split_graph
 from dshard.comm.peer_failure import (
@@ -35,10 +37,11 @@ from dshard.comm.peer_failure import (
     publish_failure,
     watch_backward,
 )
+from dshard.comm.program_steps import Steps, Transfer, send_receive, steps_of
 from dshard.comm.rank_checks import compare_calls, compare_draws
 from dshard.comm.rank_checks import enabled as comparing
 from dshard.comm.reshard import Resharding, begin_reshard, crossing_event, reshard
-from dshard.comm.run import collectives_of, run, run_number, runner, swap
+from dshard.comm.run import collectives_of, run, run_number, run_program, run_without_data, runner, swap
 from dshard.comm.runtime import (
     FORGET,
     DeviceMesh,
@@ -57,23 +60,20 @@ from dshard.comm.runtime import (
 )
 from dshard.comm.scatter_shards import device_of, local_of, local_shard, scatter_shards, scatters
 from dshard.comm.scoped import Scoped
-from dshard.comm.simulated import each, plain, stack, unstack
+from dshard.comm.simulated import plain, stack, unstack
 from dshard.comm.store_messages import fetch, peek, put
 from dshard.comm.traced_collectives import outside_graphs, traced
-from dshard.comm.transfer import Local
 from dshard.comm.user_code import user_line
-from dshard.comm.workspace import WORKSPACE, Session, Workspace
+from dshard.comm.workspace import WORKSPACE, Session
 
 __all__ = [
     "FORGET",
     "WORKSPACE",
     "AsyncLocal",
-    "CollectiveOp",
     "DeviceMesh",
     "Event",
     "InFlight",
     "LazyLocal",
-    "Local",
     "LocalTensor",
     "Program",
     "Request",
@@ -82,15 +82,14 @@ __all__ = [
     "Scoped",
     "Session",
     "Start",
-    "Workspace",
-    "advance",
+    "Steps",
+    "Transfer",
     "async_start",
     "begin",
     "begin_reshard",
     "bind",
     "break_off",
     "checked_shape",
-    "collective_ops_of",
     "collectives_of",
     "compare_calls",
     "compare_draws",
@@ -99,7 +98,6 @@ __all__ = [
     "current_mesh",
     "device_mesh_of",
     "device_of",
-    "each",
     "fetch",
     "finish",
     "flat",
@@ -141,6 +139,7 @@ __all__ = [
     "simulated_ranks",
     "split_graph",
     "stack",
+    "steps_of",
     "swap",
     "traced",
     "unstack",

@@ -14,8 +14,7 @@ from dshard.comm import transport
 from dshard.comm.events import emit
 from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of, simulated_ranks
 from dshard.comm.scatter_shards import device_of
-from dshard.comm.simulated import each, plain, unstack
-from dshard.comm.timing import timed
+from dshard.comm.simulated import per_rank, plain, unstack
 from dshard.comm.traced_collectives import traced
 from dshard.errors import CompileError, DtypeError, LayoutError, ShapeError
 from dshard.layout import Layout, Shape
@@ -127,10 +126,9 @@ def same_topology(topology: Topology, mesh: Mesh) -> Topology:
     device, first = device_of(mesh), group.index == 0
     text = torch.frombuffer(bytearray(topology.to_json().encode()), dtype=torch.uint8).to(device)
     length = torch.tensor([len(text)], device=device)
-    size = timed("broadcast", mesh, 0 if first else 8, group, device, lambda: transport.broadcast(length, 0, group))
+    size = transport.broadcast(length, 0, group, mesh)
     mine = text if first else text.new_empty(int(size.item()))
-    received = 0 if first else mine.nbytes
-    agreed = timed("broadcast", mesh, received, group, device, lambda: transport.broadcast(mine, 0, group))
+    agreed = transport.broadcast(mine, 0, group, mesh)
     return Topology.from_json(bytes(agreed.cpu().tolist()).decode())
 
 
@@ -140,14 +138,12 @@ def _from_first(local: Tensor, mesh: Mesh, axis: int) -> Tensor:
         tensors = unstack(local)
         first = {rank: mesh.group([name], mesh.coordinate(rank))[0] for rank in mesh.ranks}
         emit("broadcast", mesh, (name,), next(iter(tensors.values())).nbytes)
-        return each(lambda rank, x: tensors[first[rank]].clone(), local)
+        return per_rank(mesh, lambda rank: tensors[first[rank]].clone())
     runtime = runtime_of(mesh)
     if runtime is None or runtime.coordinate is None:
         return local
     flat = local.detach().contiguous().reshape(-1)
-    group, received = runtime.group((name,)), 0 if runtime.coordinate[axis] == 0 else flat.nbytes
-    out = timed("broadcast", mesh, received, group, flat.device, lambda: transport.broadcast(flat, 0, group))
-    return out.view(local.shape)
+    return transport.broadcast(flat, 0, runtime.group((name,)), mesh).view(local.shape)
 
 
 def _gather_shapes(local: Tensor, layout: Layout, runtime: Runtime) -> dict[Coordinate, Shape]:
@@ -158,12 +154,7 @@ def _gather_shapes(local: Tensor, layout: Layout, runtime: Runtime) -> dict[Coor
     mesh = layout.mesh
     header = [_dtypes().index(local.dtype), crc32(str(layout).encode()), local.ndim]
     own_row = torch.tensor([*header, *local.shape, *([0] * (MAX_DIMS - local.ndim))], device=local.device)
-    group = runtime.group(mesh.names)
-    ((_, _, received),) = shape_exchange(local, layout)
-    sizes = [own_row.numel()] * mesh.size
-    gathered = timed(
-        "all_gather", mesh, received, group, own_row.device, lambda: transport.all_gather(own_row, sizes, group)
-    )
+    gathered = transport.all_gather(own_row, [own_row.numel()] * mesh.size, runtime.group(mesh.names), mesh)
     rows = dict(zip(mesh.coordinates(), gathered.view(mesh.size, -1).tolist(), strict=True))
     _check_same_kind(rows, layout)
     return {at: tuple(row[3 : 3 + row[2]]) for at, row in rows.items()}

@@ -9,15 +9,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.comm import collectives, rank_checks, transport
-from dshard.comm.async_ops import CollectiveOp, begin, collective_ops_of, finish
-from dshard.comm.async_run import advance, launch_on
+from dshard.comm import collectives, rank_checks
+from dshard.comm.drive import advance, begin, finish, unshared
 from dshard.comm.events import LISTENERS
-from dshard.comm.peer_failure import wait_for
+from dshard.comm.program_steps import Transfer, steps_of
+from dshard.comm.run import launch_on
 from dshard.comm.runtime import Runtime, runtime_of
-from dshard.comm.workspace import Session, Workspace
-from dshard.placements import Partial, ReduceOp
-from dshard.redistribute import AllReduce, Plan
+from dshard.comm.workspace import WORKSPACE, FreshBuffers
+from dshard.redistribute import Plan
 
 
 class AsyncLocal:
@@ -44,28 +43,24 @@ def async_start(plan: Plan) -> Start:
 
     Its second argument says whether the collective may overwrite the local tensor. The later steps of the plan run when
     the result is first used. The function returns None where the plan cannot be in flight: without processes, on
-    simulated ranks, while torch.compile traces, for partial placements other than sum and mean, and while there are
-    listeners.
+    simulated ranks, while torch.compile traces, where nothing is sent, and while there are listeners.
     """
     runtime = runtime_of(plan.src.mesh)
-    pending = (p for p in (*plan.src.placements, *plan.dst.placements) if isinstance(p, Partial))
     if not plan.steps or runtime is None or runtime.coordinate is None:
         return _never_begins
-    if any(p.reduce_op not in ("sum", "avg") for p in pending):
-        return _never_begins
-    plan_runtime, all_reduce = runtime, _single_all_reduce(plan, runtime)
+    plan_runtime, by_dtype = runtime, dict[torch.dtype, Start]()
 
     def start(x: Tensor, own: bool) -> AsyncLocal | None:
         # listeners would hear of the plan's second collective long after the operator that asked for it
         if LISTENERS or type(x) is not Tensor or x.is_meta:
             return None
-        if all_reduce is None or not transport.reduces(x.dtype, *all_reduce[1:]):
-            with torch.no_grad():
-                return _begin_plan(plan, x, plan_runtime)
+        begin_plan = by_dtype.get(x.dtype)
+        if begin_plan is None:
+            begin_plan = by_dtype[x.dtype] = _start_of(plan, x.dtype, plan_runtime)
         if not torch.is_grad_enabled():
-            return all_reduce[0](x, own)
+            return begin_plan(x, own)
         with torch.no_grad():
-            return all_reduce[0](x, own)
+            return begin_plan(x, own)
 
     return start
 
@@ -74,47 +69,31 @@ def _never_begins(x: Tensor, own: bool) -> None:
     return None
 
 
-def _single_all_reduce(plan: Plan, runtime: Runtime) -> tuple[Start, ReduceOp, str] | None:
-    """For a plan of one all_reduce: the function that begins it, its reduction, and the backend; None for others."""
-    step = plan.steps[0]
-    if len(plan.steps) > 1 or not isinstance(step, AllReduce) or rank_checks.enabled():
-        return None
-    op, group = step.op, runtime.group(step.axes)
+def _start_of(plan: Plan, dtype: torch.dtype, runtime: Runtime) -> Start:
+    assert runtime.coordinate is not None
+    steps = steps_of(plan, None, runtime.coordinate, dtype, runtime.backend)
+    sent = [step.collective for step in steps if isinstance(step, Transfer)]
+    if not sent:
+        return _never_begins
+    compares = rank_checks.enabled()
+    if len(steps) == 1 and sent[0].kind == "all_reduce" and not compares:  # needs no flat buffers
+        op, group = sent[0].op, runtime.group(sent[0].axes)
+        assert op is not None
+        return lambda x, own: AsyncLocal(collectives.reduce(op, group, x, x if own and x.is_contiguous() else None))
 
-    def reduce(x: Tensor, own: bool) -> AsyncLocal:
-        out, work = collectives.begin_reduce(x, op, group, own=own)
+    def begin_plan(x: Tensor, own: bool) -> AsyncLocal:
+        if compares:
+            rank_checks.compare(plan, runtime)
+        space, launch = FreshBuffers(WORKSPACE, runtime), partial(launch_on, runtime)
+        flight = advance(begin(steps, x, space), launch)
 
         def wait() -> Tensor:
-            wait_for(work, group)
-            return out
+            with torch.no_grad():
+                return unshared(steps, x, advance(finish(flight, space), launch))
 
         return AsyncLocal(wait)
 
-    return None if len(group.ranks) == 1 else (reduce, op, group.backend)
-
-
-def _begin_plan(plan: Plan, x: Tensor, runtime: Runtime) -> AsyncLocal | None:
-    assert runtime.coordinate is not None
-    backend = runtime.group(runtime.mesh.names).backend
-    key = (plan, x.dtype)
-    ops = runtime.legs.get(key)
-    if ops is None:
-        compiled = collective_ops_of(plan, None, runtime.coordinate, x.dtype, backend, runtime.group)
-        ops = runtime.legs.add(key, compiled)
-    else:
-        runtime.legs.hits += 1
-    if not any(isinstance(op, CollectiveOp) for op in ops):
-        return None
-    if rank_checks.enabled():
-        rank_checks.compare(plan, runtime)
-    space, launch = Session(Workspace(), runtime), partial(launch_on, runtime)
-    flight = advance(begin(ops, x.contiguous(), space), launch)
-
-    def wait() -> Tensor:
-        with torch.no_grad():
-            return advance(finish(flight, space), launch)
-
-    return AsyncLocal(wait)
+    return begin_plan
 
 
 class LazyLocal:

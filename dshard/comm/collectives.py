@@ -1,23 +1,28 @@
-"""Collectives on flat buffers: called on the process group itself, or as functional collectives while torch traces.
+"""Collectives on flat buffers, begun: on the process group itself, or as functional collectives while torch traces.
 
-torch's functional collectives pass several layers of Python, which cost more than the start of the collective. Only
-traced tensors, which have no memory yet, take them, because torch.compile knows them alone. A wait lets the current
-stream of a device wait, not the host.
+Each takes the buffer to send and the one to receive in, which it allocates where it is None, and returns the function
+that waits for its end and returns the buffer received. torch's functional collectives pass several layers of Python,
+which cost more than the start of the collective. Only traced tensors, which have no memory yet, take them, because
+torch.compile knows them alone. A wait lets the current stream of a device wait, not the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dshard.comm.peer_failure import wait_for
+from dshard.comm.collective import Collective, by_slot
+from dshard.comm.peer_failure import not_begun, wait_for, wait_for_pairs
 from dshard.comm.runtime import Group
 from dshard.placements import ReduceOp
 
+Wait: TypeAlias = Callable[[], Tensor]
+Begin: TypeAlias = Callable[[Tensor, Tensor | None], Wait]
 _c10d = torch.ops._c10d_functional
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT}
 
@@ -38,64 +43,145 @@ _ALL_REDUCE = {op: _all_reduce_options(op) for op in _OPS}
 _REDUCE_SCATTER = {op: _reduce_scatter_options(op) for op in _OPS}
 
 
-def gather(x: Tensor, n: int, group: Group) -> Tensor:
+def gather(n: int, group: Group, x: Tensor, out: Tensor | None) -> Wait:
     """Flat chunk -> the chunks of all `n` ranks, in the order of the process group; all of one size."""
-    if type(x) is not Tensor:
-        return _wait(_c10d.all_gather_into_tensor(x, n, group.name))
-    out = x.new_empty(n * x.numel())
-    wait_for(group.process_group._allgather_base(out, x.contiguous()), group)
-    return out
+    if out is None:
+        out = x.new_empty(n * x.numel())
+    return partial(_ended, group.process_group._allgather_base(out, x.contiguous()), group, out)
 
 
-def swap(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> Tensor:
-    """Flat pieces for each rank -> flat pieces from each, in the order of the process group."""
-    if type(x) is not Tensor:
-        return _wait(_c10d.all_to_all_single(x, list(recv), list(send), group.name))
-    out = x.new_empty(sum(recv))
-    wait_for(group.process_group.alltoall_base(out, x.contiguous(), list(recv), list(send)), group)
-    return out
-
-
-def share(x: Tensor, n: int, group: Group) -> Tensor:
+def share(n: int, group: Group, x: Tensor, out: Tensor | None) -> Wait:
     """Flat chunk -> the chunks of all `n` ranks, by an all_to_all of copies; all of one size."""
-    out = x.new_empty(n * x.numel())
-    wait_for(group.process_group.alltoall_base(out, torch.cat([x] * n), [], []), group)
-    return out
+    if out is None:
+        out = x.new_empty(n * x.numel())
+    return partial(_ended, group.process_group.alltoall_base(out, torch.cat([x] * n), [], []), group, out)
 
 
-def scatter(x: Tensor, op: ReduceOp, n: int, group: Group) -> Tensor:
+def swap(send: Sequence[int], recv: Sequence[int], group: Group, x: Tensor, out: Tensor | None) -> Wait:
+    """Flat pieces for each rank -> flat pieces from each, in the order of the process group."""
+    if out is None:
+        out = x.new_empty(sum(recv))
+    work = group.process_group.alltoall_base(out, x.contiguous(), list(recv), list(send))
+    return partial(_ended, work, group, out)
+
+
+def gather_by_broadcasts(sizes: Sequence[int], group: Group, x: Tensor, out: Tensor | None) -> Wait:
+    """Flat chunk -> the chunks of all ranks, of these `sizes`, each broadcast into place, all at once."""
+    if out is None:
+        out = x.new_empty(sum(sizes))
+    parts = out.split(list(sizes))
+    parts[group.index].copy_(x)
+    slots = group.slots or range(len(sizes))
+    works = [group.process_group.broadcast(part, slot) for part, slot in zip(parts, slots, strict=True) if part.numel()]
+    return partial(_all_ended, works, group, out)
+
+
+def scatter_reduced(op: ReduceOp, n: int, group: Group, x: Tensor, out: Tensor | None) -> Wait:
     """Equal flat pieces for each of `n` ranks, in process group order -> the reduction of this rank's piece."""
-    if type(x) is not Tensor:
-        return _wait(_c10d.reduce_scatter_tensor(x, op, n, group.name))
-    out = x.new_empty(x.numel() // n)
-    wait_for(group.process_group._reduce_scatter_base(out, x.contiguous(), _REDUCE_SCATTER[op]), group)
-    return out
+    if out is None:
+        out = x.new_empty(x.numel() // n)
+    work = group.process_group._reduce_scatter_base(out, x.contiguous(), _REDUCE_SCATTER[op])
+    return partial(_ended, work, group, out)
 
 
-def reduce(x: Tensor, op: ReduceOp, group: Group) -> Tensor:
-    """Flat terms -> their reduction over all ranks."""
-    if type(x) is not Tensor:
-        return _wait(_c10d.all_reduce(x, op, group.name))
-    out, work = begin_reduce(x, op, group)
+def reduce(op: ReduceOp, group: Group, x: Tensor, out: Tensor | None) -> Wait:
+    """Terms -> their reduction over all ranks, in a tensor of the same shape; `out` may be `x` itself."""
+    if out is None:
+        out = x.clone() if x.is_contiguous() else x.contiguous()
+    elif out is not x:
+        out.copy_(x)
+    return partial(_ended, group.process_group.allreduce([out], _ALL_REDUCE[op]), group, out)
+
+
+def broadcast(slot: int, group: Group, x: Tensor, out: Tensor | None) -> Wait:
+    """Flat tensor -> the flat tensor of rank number `slot` of the process group, on all its ranks."""
+    out = x.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(x)
+    return partial(_ended, group.process_group.broadcast(out, slot), group, out)
+
+
+def scatter(sizes: Sequence[int], root: int, group: Group, x: Tensor, out: Tensor | None) -> Wait:
+    """Flat pieces on rank number `root` of the group -> piece `i` on rank number `i`, in point-to-point messages."""
+    if out is None:
+        out = x.new_empty(sizes[group.index])
+    if group.index == root:
+        parts = x.split(list(sizes))
+        out.copy_(parts[root])
+        pairs = [*zip(parts, group.ranks, strict=True)]
+        works = [
+            dist.isend(part, rank, group.process_group) for part, rank in pairs if rank != pairs[root][1] and len(part)
+        ]
+    else:
+        works = [dist.irecv(out, group.ranks[root], group.process_group)] if out.numel() else []
+    return partial(_pairs_ended, [work for work in works if work is not None], group, out)
+
+
+def exchange(
+    send: Sequence[Tensor], recv: Sequence[Tensor], here: int, pg: dist.ProcessGroup, tag: int = 0
+) -> list[dist.Work]:
+    """Begin an all_to_all in point-to-point messages: send a piece to each rank, and receive one from each.
+
+    `here` is the number of this rank in the process group. gloo announces over the connection of two ranks that one of
+    them may send, behind all data in flight there. In its own all_to_all ranks send before they announce: of two ranks
+    that do not begin at the same moment the earlier one must wait until the later one has sent all its data, and a slow
+    link is used in one direction at a time. This function posts the receives, which announce, first. Empty pieces are
+    not sent.
+    """
+    peers = [*range(here + 1, len(recv)), *range(here)]
+    works = [pg.recv([recv[peer]], peer, tag) for peer in reversed(peers) if recv[peer].numel()]
+    works += [pg.send([send[peer]], peer, tag) for peer in peers if send[peer].numel()]
+    recv[here].copy_(send[here])
+    return works
+
+
+def exchange_pieces(
+    send: Sequence[Tensor], out: Tensor, sizes: Sequence[int], group: Group, tag: int = 0, kind: str = ""
+) -> Wait:
+    """Flat pieces for each rank of the group -> those of these `sizes` from each, in point-to-point messages."""
+    slots = group.slots or range(len(sizes))
+    pieces = by_slot(send, slots), by_slot(out.split(list(sizes)), slots)
+    try:
+        works = exchange(*pieces, slots[group.index], group.process_group, tag)
+    except RuntimeError as error:
+        raise not_begun(error, group) from error
+    return partial(_pairs_ended, works, group, out, kind or "exchange in pairs")
+
+
+def functional(c: Collective, group: Group, x: Tensor, out: Tensor | None) -> Wait:
+    """A collective while torch traces, with pieces in the order of the process group."""
+    n, name = len(c.ranks), group.name
+    assert c.kind != "scatter", "a graph sends no whole tensors"
+    match c.kind:
+        case "all_gather" if len(set(c.recv)) == 1:
+            result = _c10d.all_gather_into_tensor(x, n, name)
+        case "all_gather":
+            result = _c10d.all_to_all_single(x.repeat(n), list(c.recv), [x.numel()] * n, name)
+        case "all_to_all":
+            result = _c10d.all_to_all_single(x, list(c.recv), list(c.send), name)
+        case "reduce_scatter":
+            result = _c10d.reduce_scatter_tensor(x, c.op, n, name)
+        case "all_reduce":
+            result = _c10d.all_reduce(x, c.op, name)
+        case "broadcast":
+            result = _c10d.broadcast(x, c.root, name)
+
+    def wait() -> Tensor:
+        received: Tensor = _c10d.wait_tensor(result)
+        return received if out is None else out.copy_(received)
+
+    return wait
+
+
+def _ended(work: dist.Work, group: Group, out: Tensor) -> Tensor:
     wait_for(work, group)
     return out
 
 
-def begin_reduce(x: Tensor, op: ReduceOp, group: Group, *, own: bool = False) -> tuple[Tensor, dist.Work]:
-    """Begin an all_reduce; return its result and its work. With `own` it may overwrite `x`."""
-    out = x.contiguous() if own or not x.is_contiguous() else x.clone()
-    return out, group.process_group.allreduce([out], _ALL_REDUCE[op])
-
-
-def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
-    """Flat tensor -> the flat tensor of rank number `source` of the process group, on all its ranks."""
-    if type(x) is not Tensor:
-        return _wait(_c10d.broadcast(x, source, group.name))
-    out = x.clone(memory_format=torch.contiguous_format)
-    wait_for(group.process_group.broadcast(out, source), group)
+def _all_ended(works: list[dist.Work], group: Group, out: Tensor) -> Tensor:
+    for work in works:
+        wait_for(work, group)
     return out
 
 
-def _wait(x: Tensor) -> Tensor:
-    out: Tensor = _c10d.wait_tensor(x)
+def _pairs_ended(works: list[dist.Work], group: Group, out: Tensor, kind: str = "exchange in pairs") -> Tensor:
+    wait_for_pairs(works, group, kind)
     return out

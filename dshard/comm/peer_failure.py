@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late  # the built-in one from Python 3.11
 from dataclasses import dataclass
@@ -35,7 +35,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm import store_messages
-from dshard.comm.runtime import Group, disconnect, simulated_ranks, this_world
+from dshard.comm.deadlock import Waiting, stuck
+from dshard.comm.process_groups import Group, disconnect, this_world
+from dshard.comm.runtime import simulated_ranks
 from dshard.comm.user_code import user_call
 from dshard.errors import DShardError, PeerError
 
@@ -64,23 +66,6 @@ class Failed:
     kind: str
     text: str
     rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """The record of a rank that waits: its group and collective, and how often it has waited on each group."""
-
-    rank: int
-    group: str
-    ranks: tuple[int, ...]
-    kind: str
-    counts: Mapping[str, int]
-    text: str
-
-    @property
-    def number(self) -> int:
-        """The number of this wait among the waits on its group."""
-        return self.counts[self.group]
 
 
 def publish_failure(error: Exception, ranks: Collection[int] = ()) -> None:
@@ -381,41 +366,6 @@ def _peer_waits(here: Waiting, seen: Mapping[int, Waiting]) -> dict[int, Waiting
             "operators in the same order: call this one on all of them, and use its result where it is wanted"
         )
     return waits
-
-
-def stuck(waiting: Mapping[int, Waiting]) -> set[int]:
-    """The ranks that will never go on. A rank that is not in `waiting` is assumed to reach every collective.
-
-    A collective that all its ranks have reached ends. A waiting rank goes on once the ranks that it waits for do.
-    """
-    progressing: set[int] = set()
-    while True:
-        next_ranks = {
-            rank
-            for rank, w in waiting.items()
-            if rank not in progressing and _can_go_on(w, _others(w, waiting), progressing)
-        }
-        if not next_ranks:
-            return set(waiting) - progressing
-        progressing |= next_ranks
-
-
-def _others(here: Waiting, waiting: Mapping[int, Waiting]) -> Sequence[Waiting]:
-    return [waiting[rank] for rank in here.ranks if rank != here.rank and rank in waiting]
-
-
-def _can_go_on(here: Waiting, others: Sequence[Waiting], progressing: Collection[int]) -> bool:
-    passed = 0
-    for other in others:
-        count = other.counts.get(here.group, 0)
-        if count < here.number:
-            if other.rank not in progressing:
-                return False
-        elif count > here.number or other.group != here.group:
-            passed += 1
-        elif other.kind != here.kind:
-            return False
-    return passed < len(here.ranks) - 1
 
 
 def _key(rank: int) -> str:

@@ -9,23 +9,21 @@ from datetime import timedelta
 from functools import lru_cache, partial
 from hashlib import blake2s
 from itertools import groupby
-from time import perf_counter
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dshard.comm import rank_checks, transport
+from dshard.comm import rank_checks
 from dshard.comm.events import LISTENERS, Event, measuring, tell
 from dshard.comm.reshard_buffers import Buffers
 from dshard.comm.run import run
 from dshard.comm.runtime import Group, LocalTensor, Runtime, group_of, runtime_of
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.simulated import plain, stack, unstack
-from dshard.comm.timing import synchronize
+from dshard.comm.transport import timed
 from dshard.errors import MeshError
-from dshard.mesh import Mesh
 from dshard.reshard import ReshardPlan
 
 MAX_CHAINS = 1 << 16
@@ -156,16 +154,14 @@ class Resharding:
         self._buffers.add(chain, index, hop + 1)
 
     def _start(self, op: Op) -> _InFlight:
-        chunk = self._buffers.chunk(op.chain, op.index, op.position)
-        work = (dist.isend if op.sends else dist.irecv)(chunk, op.peer, self._group, self._tag + op.chain % MAX_CHAINS)
+        call = self._call(op)
+        work = call.op(call.tensor, op.peer, call.group, call.tag)
         assert work is not None
         return _InFlight(work, op, self._timeout)
 
     def _call(self, op: Op) -> dist.P2POp:
-        chunk = self._buffers.chunk(op.chain, op.index, op.position)
-        return dist.P2POp(
-            dist.isend if op.sends else dist.irecv, chunk, op.peer, self._group, self._tag + op.chain % MAX_CHAINS
-        )
+        chunk, tag = self._buffers.chunk(op.chain, op.index, op.position), self._tag + op.chain % MAX_CHAINS
+        return dist.P2POp(dist.isend if op.sends else dist.irecv, chunk, op.peer, self._group, tag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +173,9 @@ class _InFlight:
     timeout: float | None
 
     def wait(self) -> None:
+        limit = () if self.timeout is None else (timedelta(seconds=self.timeout),)
         try:
-            if self.timeout is None:
-                self.work.wait()
-            else:
-                self.work.wait(timedelta(seconds=self.timeout))
+            self.work.wait(*limit)
         except RuntimeError as error:
             what = "take what was sent to it" if self.op.sends else "send what was expected from it"
             raise RuntimeError(f"rank {self.op.peer} did not {what}: {error}") from error
@@ -231,21 +225,22 @@ def _byte_time(before: int, chunk: float, index: int, hop: int) -> float:
 
 def _runtime(plan: ReshardPlan) -> Runtime:
     """The runtime of a mesh of the plan that has this rank."""
-    own: Runtime | None = None
-    for mesh in (plan.dst.mesh, plan.src.mesh):
-        runtime = runtime_of(mesh)
-        if runtime is None:
-            raise MeshError(
-                f"the mesh ({mesh}) has no processes: nothing can be sent; make both meshes as torch DeviceMesh, on "
-                "every rank of the world, under torchrun"
-            )
-        own = runtime if runtime.coordinate is not None or own is None else own
-    assert own is not None
-    _check_worlds(plan.src.mesh, plan.dst.mesh)
+    src, dst = runtime_of(plan.src.mesh), runtime_of(plan.dst.mesh)
+    if src is None or dst is None:
+        raise MeshError(
+            f"the mesh ({plan.dst.mesh if dst is None else plan.src.mesh}) has no processes: nothing can be sent; make "
+            "both meshes as torch DeviceMesh, on every rank of the world, under torchrun"
+        )
+    if src.world is not dst.world:
+        raise MeshError(
+            f"the meshes ({src.mesh}) and ({dst.mesh}) belong to different process groups, one of which has ended: "
+            "make both after init_process_group"
+        )
+    own = dst if src.coordinate is None else src
     if own.coordinate is None:
         raise MeshError(
-            f"rank {own.rank} is in neither mesh, ({plan.src.mesh}) nor ({plan.dst.mesh}), and takes no part: "
-            "call this on the ranks of either alone"
+            f"rank {own.rank} is in neither mesh, ({src.mesh}) nor ({dst.mesh}), and takes no part: call this on the "
+            "ranks of either alone"
         )
     return own
 
@@ -255,15 +250,6 @@ def _compared_text(plan: ReshardPlan) -> str:
     # only the beginning of a long text is sent: the digest comes first
     digest = blake2s(repr(plan.chains).encode(), digest_size=8).hexdigest()
     return f"{tuple(plan.shape)} {digest} {plan}"
-
-
-def _check_worlds(src: Mesh, dst: Mesh) -> None:
-    a, b = runtime_of(src), runtime_of(dst)
-    if a is not None and b is not None and a.world is not b.world:
-        raise MeshError(
-            f"the meshes ({src}) and ({dst}) belong to different process groups, one of which has ended: make both "
-            "after init_process_group"
-        )
 
 
 def _emit(plan: ReshardPlan, nbytes: int, measured: float | None = None) -> None:
@@ -287,12 +273,8 @@ def _measure(plan: ReshardPlan, x: Tensor) -> Tensor | None:
     """Run a plan and emit its event with the measured seconds; all ranks begin together."""
     runtime = _runtime(plan)
     group, device = group_of(plan.ranks, runtime), device_of(plan.src.mesh)
-    transport.all_reduce(torch.zeros(1, device=device), "sum", group)
-    synchronize(device)
-    begin = perf_counter()
-    out = begin_reshard(plan, x).finish()
-    synchronize(device)
-    _emit(plan, plan.received(runtime.rank) * plan.itemsize, perf_counter() - begin)
+    out, seconds = timed(group, device, lambda: begin_reshard(plan, x).finish())
+    _emit(plan, plan.received(runtime.rank) * plan.itemsize, seconds)
     return out
 
 

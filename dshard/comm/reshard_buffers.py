@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dshard.comm.transfer import span_of, view_of
+from dshard.comm.pieces import span_of, view_of
 from dshard.comm.transport import movable
 from dshard.layout import Region, Shape
 from dshard.redistribute import inside, numel

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
 from dshard.caches import Cache
+from dshard.comm.process_groups import (
+    WORLDS,
+    Group,
+    disconnect,
+    group_with_shared_waits,
+    hosts_of,
+    process_group_of,
+)
 from dshard.comm.scoped import Scoped
 from dshard.errors import MeshError
 from dshard.mesh import DEVICE_TYPES, Coordinate, Mesh
@@ -44,44 +48,6 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The ranks of one collective, in the order of the mesh, and their process group.
-
-    torch sorts the ranks of a process group: `slots` are the positions of `ranks` there, or None where both orders
-    agree. `hosts` is the number of hosts that have some of the ranks, one where it is unknown. `backend` is torch's
-    name: gloo, nccl, fake, ... `waits` has one item, which counts the waits of this process on the process group.
-    """
-
-    axes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    index: int
-    process_group: dist.ProcessGroup
-    slots: tuple[int, ...] | None = None
-    hosts: int = 1
-    backend: str = ""
-    waits: list[int] = field(default_factory=lambda: [0], compare=False, repr=False)
-
-    @property
-    def spread(self) -> bool:
-        """Whether some of several hosts have several ranks of the group, which then share a link."""
-        return 1 < self.hosts < len(self.ranks)
-
-    @property
-    def name(self) -> str:
-        """The name of the process group in torch's functional collectives."""
-        return self.process_group.group_name
-
-    @property
-    def key(self) -> str:
-        """The name of the process group that is the same on all its ranks."""
-        return f"{self.name}/{','.join(map(str, sorted(self.ranks)))}"
-
-    def __str__(self) -> str:
-        along = f"along {', '.join(self.axes)}" if self.axes else "between meshes"
-        return f"{along} of ranks {', '.join(map(str, self.ranks))}"
-
-
 @dataclass(slots=True)
 class Runtime:
     """A mesh with processes: its groups, and the caches of compiled plans that run on them."""
@@ -93,7 +59,6 @@ class Runtime:
     coordinate: Coordinate | None
     groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
     runners: Cache = field(default_factory=lambda: Cache("runners"))
-    legs: Cache = field(default_factory=lambda: Cache("legs"))
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """This rank's group along `axes`, created at its first use by all its ranks together."""
@@ -102,11 +67,16 @@ class Runtime:
             group = self.groups[axes] = self._make(axes)
         return group
 
+    @property
+    def backend(self) -> str:
+        """torch's name of the backend of the mesh's process groups."""
+        return self.group(self.mesh.names[:1]).backend
+
     def group_names(self) -> tuple[str, ...]:
         """Names that tell this mesh's process groups from those of other processes; graphs refer to groups by name."""
         if self.coordinate is None:
             return ()
-        count = _WORLDS.of(self.world).count
+        count = WORLDS.of(self.world).count
         return (*(self.group((name,)).name for name in self.mesh.names), str(count))
 
     def _make(self, axes: tuple[str, ...]) -> Group:
@@ -117,98 +87,12 @@ class Runtime:
         elif self.mesh.ndim == 1:
             process_group = self.device_mesh.get_group(0)
         else:
-            process_group = _process_group_of(tuple(sorted(ranks)), self.world)
+            process_group = process_group_of(tuple(sorted(ranks)), self.world)
         sorted_ranks = dist.get_process_group_ranks(process_group)
         slots = tuple(map(sorted_ranks.index, ranks))
         in_order = slots == tuple(range(len(ranks)))
-        hosts = _hosts(ranks, os.environ.get("LOCAL_WORLD_SIZE", ""))
-        backend = dist.get_backend(process_group)
-        return _group_with_shared_waits(
-            axes, ranks, self.rank, process_group, None if in_order else slots, hosts, backend
-        )
-
-
-def _hosts(ranks: Sequence[int], local: str) -> int:
-    """The number of hosts with `local` ranks each that have some of `ranks`; one where `local` is no number.
-
-    >>> _hosts((0, 1, 2, 3), "2"), _hosts((0, 2), "2"), _hosts((0, 1), "2"), _hosts((0, 1), "")
-    (2, 2, 1, 1)
-    """
-    return len({rank // int(local) for rank in ranks}) if local.isdecimal() and int(local) else 1
-
-
-@dataclass(slots=True)
-class _Worlds:
-    """The process group of all ranks, the number of such groups so far, and the state of this process on the last one.
-
-    `groups` are by their ranks and tag, `waits` counts the waits on each by `Group.key`, `broken` counts groups between
-    meshes that were broken off, `failures` counts errors that this rank has published, and `strayed` is the text of an
-    error that other ranks raised because this rank published it.
-    """
-
-    world: Any = None
-    count: int = 0
-    groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = field(default_factory=dict)
-    waits: dict[str, list[int]] = field(default_factory=dict)
-    broken: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    failures: int = 0
-    strayed: str | None = None
-
-    def of(self, world: Any) -> _Worlds:
-        """The state for `world`; reset if it is another world than before."""
-        if world is not self.world:
-            self.world, self.count, self.groups, self.waits = world, self.count + 1, {}, {}
-            self.broken, self.failures, self.strayed = Counter(), 0, None
-        return self
-
-
-_WORLDS = _Worlds()
-
-
-def _group_with_shared_waits(
-    axes: tuple[str, ...],
-    ranks: tuple[int, ...],
-    rank: int,
-    process_group: dist.ProcessGroup,
-    slots: tuple[int, ...] | None,
-    hosts: int,
-    backend: str,
-) -> Group:
-    """A group whose counter of waits is shared by the groups of all meshes that have its process group."""
-    group = Group(axes, ranks, ranks.index(rank), process_group, slots, hosts, backend)
-    return replace(group, waits=this_world().waits.setdefault(group.key, group.waits))
-
-
-def this_world() -> _Worlds:
-    """The state of this process on the current process group of all ranks."""
-    return _WORLDS.of(dist.group.WORLD)
-
-
-def _process_group_of(ranks: tuple[int, ...], world: Any, tag: int = 0) -> dist.ProcessGroup:
-    """The process group of `ranks`, created at its first use by these ranks alone, all together.
-
-    torch would name it after the number of groups that this process is in, and the ranks would wait forever where they
-    differ in that: so it is named after its ranks. Compiled graphs, which are kept on disk, refer to it by that name.
-    """
-    if not tag and len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
-        return dist.group.WORLD
-    worlds = _WORLDS.of(world)
-    process_group = worlds.groups.get((ranks, tag))
-    if process_group is None:
-        process_group = worlds.groups[ranks, tag] = _new_group(ranks, f"{worlds.count}{f'.{tag}' if tag else ''}")
-    return process_group
-
-
-def _new_group(ranks: tuple[int, ...], which: str) -> dist.ProcessGroup:
-    name = f"dshard:{','.join(map(str, ranks))}:{which}"
-    c10d: Any = distributed_c10d
-    original = c10d._process_group_name
-    c10d._process_group_name = lambda *args, **kwargs: name
-    try:
-        process_group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
-        return process_group
-    finally:
-        c10d._process_group_name = original
+        hosts = hosts_of(ranks, os.environ.get("LOCAL_WORLD_SIZE", ""))
+        return group_with_shared_waits(axes, ranks, self.rank, process_group, None if in_order else slots, hosts)
 
 
 _UNIONS: dict[tuple[tuple[int, ...], int], tuple[Any, Group]] = {}
@@ -221,13 +105,12 @@ def group_of(ranks: tuple[int, ...], runtime: Runtime, tag: int = 0) -> Group:
     another. On one with tags a new group replaces one that was broken off: it is never the group of all ranks, which
     has other users.
     """
-    broken = _WORLDS.of(runtime.world).broken
+    broken = WORLDS.of(runtime.world).broken
     tag = tag if dist.get_backend() == "nccl" else _OWN + broken[ranks]
     cached_group = _UNIONS.get((ranks, tag))
     if cached_group is None or cached_group[0] is not runtime.world:
-        process_group = _process_group_of(ranks, runtime.world, tag)
-        backend = dist.get_backend(process_group)
-        group = _group_with_shared_waits((), ranks, runtime.rank, process_group, None, 1, backend)
+        process_group = process_group_of(ranks, runtime.world, tag)
+        group = group_with_shared_waits((), ranks, runtime.rank, process_group)
         if group.backend == "nccl":
             dist.barrier(group.process_group)  # the first call on a group must be one that all its ranks make
         cached_group = _UNIONS[ranks, tag] = (runtime.world, group)
@@ -239,7 +122,7 @@ _OWN = 2  # the first tag of groups whose tag counts how often they were replace
 
 def break_off(ranks: tuple[int, ...], runtime: Runtime) -> None:
     """Close this rank's gloo connections in the group that `group_of` returned: waits of its other ranks then fail."""
-    cached_group = _UNIONS.get((ranks, _OWN + _WORLDS.of(runtime.world).broken[ranks]))
+    cached_group = _UNIONS.get((ranks, _OWN + WORLDS.of(runtime.world).broken[ranks]))
     if (
         cached_group is None
         or cached_group[0] is not runtime.world
@@ -247,22 +130,8 @@ def break_off(ranks: tuple[int, ...], runtime: Runtime) -> None:
         or len(ranks) == 1
     ):
         return
-    _WORLDS.of(runtime.world).broken[ranks] += 1
+    WORLDS.of(runtime.world).broken[ranks] += 1
     disconnect(cached_group[1])
-
-
-def disconnect(group: Group) -> None:
-    """Close this rank's gloo connections in a group that is out of step: waits of its other ranks then fail."""
-    here = group.process_group.rank()
-    for peer in range(len(group.ranks)):
-        if peer != here:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # a receive that times out makes gloo close all connections of the group
-                group.process_group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
-
-
-_NEVER_SENT = 2**25  # the tag of no message
 
 
 _RUNTIMES: dict[Mesh, Runtime] = {}
@@ -388,6 +257,19 @@ def _mesh_from(device_mesh: DeviceMesh, ranks: Any) -> Mesh:
 def runtime_of(mesh: Mesh) -> Runtime | None:
     """The runtime of `mesh`, or None for a mesh without processes."""
     return None if _is_planning() else _RUNTIMES.get(mesh)
+
+
+def own_runtime(mesh: Mesh) -> tuple[Runtime, Coordinate]:
+    """The runtime of `mesh`, and the coordinate of this process on it.
+
+    Raises:
+        MeshError: the mesh has no processes, or not this one.
+    """
+    runtime = runtime_of(mesh)
+    if runtime is None or runtime.coordinate is None:
+        why = "has no processes" if runtime is None else f"does not contain this rank, {runtime.rank}"
+        raise MeshError(f"the mesh ({mesh}) {why}: nothing can be sent; use init_device_mesh under torchrun")
+    return runtime, runtime.coordinate
 
 
 def own_coordinate(mesh: Mesh) -> Coordinate:

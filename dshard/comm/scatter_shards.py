@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from dshard.comm import transport
+from dshard.comm.pieces import view_of
 from dshard.comm.runtime import LocalTensor, runtime_of, simulated_ranks
-from dshard.comm.simulated import plain, stack, unstack
-from dshard.comm.timing import timed
+from dshard.comm.simulated import per_rank, unstack
 from dshard.comm.traced_collectives import traced
-from dshard.comm.transfer import view_of
 from dshard.errors import CompileError, MeshError
 from dshard.layout import Layout, Region
 from dshard.mesh import Coordinate, Mesh
@@ -72,32 +71,21 @@ def _scatter(x: Tensor, layout: Layout, source: int) -> Tensor:
     assert runtime is not None
     group = runtime.group(mesh.names)
     shapes = [layout.local_shape(x.shape, peer) for peer in mesh.coordinates()]
-    sizes = [prod(shape) for shape in shapes]
-    received = 0 if group.index == source else sizes[group.index] * x.itemsize
-    flat = None
+    flat = x.new_empty(0)
     if group.index == source:
         flat = torch.cat([local_shard(x, layout.region(x.shape, peer)).reshape(-1) for peer in mesh.coordinates()])
-    out = timed("scatter", mesh, received, group, x.device, lambda: transport.scatter(flat, sizes, source, x, group))
-    return out.view(shapes[group.index])
+    return transport.scatter(flat, [prod(shape) for shape in shapes], source, group, mesh).view(shapes[group.index])
 
 
 def _simulate(x: Tensor, layout: Layout, source: int | None) -> Tensor:
     mesh = layout.mesh
-    with plain():
-        tensors = unstack(x) if type(x) is LocalTensor else dict.fromkeys(mesh.ranks, x)
-        global_tensors = tensors if source is None else dict.fromkeys(mesh.ranks, tensors[mesh.ranks[source]])
-        return stack(
-            {
-                rank: local_shard(
-                    global_tensors[rank], layout.region(_shape(global_tensors[rank]), mesh.coordinate(rank))
-                )
-                for rank in mesh.ranks
-            }
-        )
+    tensors = unstack(x) if type(x) is LocalTensor else dict.fromkeys(mesh.ranks, x)
 
+    def shard_of(rank: int) -> Tensor:
+        given = tensors[rank if source is None else mesh.ranks[source]]
+        return local_shard(given, layout.region(tuple(given.shape), mesh.coordinate(rank)))
 
-def _shape(x: Tensor) -> tuple[int, ...]:
-    return tuple(x.shape)
+    return per_rank(mesh, shard_of)
 
 
 def local_of(layout: Layout, make: Callable[[Coordinate, torch.device], Tensor]) -> Tensor:
@@ -108,8 +96,7 @@ def local_of(layout: Layout, make: Callable[[Coordinate, torch.device], Tensor])
     mesh = layout.mesh
     runtime = runtime_of(mesh)
     if simulated_ranks() is not None:
-        with plain():
-            return stack({rank: make(mesh.coordinate(rank), device_of(mesh)) for rank in mesh.ranks})
+        return per_rank(mesh, lambda rank: make(mesh.coordinate(rank), device_of(mesh)))
     if runtime is None:
         return make((0,) * mesh.ndim, torch.device("meta"))
     if runtime.coordinate is None:

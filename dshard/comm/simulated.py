@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
-from dshard.comm.transfer import Message
-from dshard.comm.transport import reduce
+from dshard.comm.collective import Collective, reduce
+from dshard.comm.drive import Make, Request, Results, advance_in_step
+from dshard.comm.events import emit
+from dshard.comm.workspace import FreshBuffers, Workspace
+from dshard.mesh import Mesh
 
 
 @contextmanager
@@ -39,33 +42,56 @@ def stack(tensors: Mapping[int, Tensor]) -> Tensor:
     return out
 
 
-def each(function: Callable[[int, Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply `function(rank, tensor)` to each rank's tensor."""
-    with plain(), torch.no_grad():
-        return stack({rank: function(rank, t) for rank, t in unstack(x).items()})
+def per_rank(mesh: Mesh, function: Callable[[int], Tensor]) -> Tensor:
+    """Call `function(rank)` for each rank of the mesh, and stack the tensors that it returns."""
+    with plain():
+        return stack({rank: function(rank) for rank in mesh.ranks})
 
 
-def exchange(transfers: Mapping[int, Message], buffers: Mapping[int, Tensor]) -> dict[int, Tensor]:
+def run_program(mesh: Mesh, make: Make, tensors: Sequence[Tensor]) -> Results:
+    """Run the programs of all ranks in step on the local tensors of each."""
+    with plain():
+        space = FreshBuffers(Workspace(), None)
+        locals_of = [unstack(x) for x in tensors]
+        programs = {r: make(mesh.coordinate(r), space, [parts[r] for parts in locals_of]) for r in mesh.ranks}
+        results = advance_in_step(programs, _run_requests)
+        n = len(results[mesh.ranks[0]])
+        return tuple(stack({rank: results[rank][i] for rank in mesh.ranks}) for i in range(n))
+
+
+def _run_requests(requests: Mapping[int, Request]) -> dict[int, Tensor]:
+    busiest = max((request.transfer for request in requests.values()), key=lambda transfer: transfer.elements)
+    report = busiest.collective.report
+    if report is not None:
+        itemsize = next(iter(requests.values())).buffer.itemsize
+        emit(report.collective, report.mesh, busiest.collective.axes, report.elements * itemsize)
+    collectives = {rank: request.transfer.collective for rank, request in requests.items()}
+    return exchange(collectives, {rank: request.buffer for rank, request in requests.items()})
+
+
+def exchange(collectives: Mapping[int, Collective], buffers: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Run one collective of all ranks: each rank's received buffer, from the buffers that the ranks send."""
     out: dict[int, Tensor] = {}
-    for rank, transfer in transfers.items():
-        peers = [buffers[peer] for peer in transfer.ranks]
-        match transfer.collective:
+    for rank, c in collectives.items():
+        match c.kind:
             case "all_gather":
-                out[rank] = torch.cat(peers)
+                out[rank] = torch.cat([buffers[peer] for peer in c.ranks])
+            case "broadcast":
+                out[rank] = buffers[c.ranks[c.root]]
+            case "scatter":
+                out[rank] = _piece(collectives, buffers, c.ranks[c.root], c.index)
             case "all_to_all":
-                out[rank] = torch.cat([_piece(transfers, buffers, peer, transfer.index) for peer in transfer.ranks])
+                out[rank] = torch.cat([_piece(collectives, buffers, peer, c.index) for peer in c.ranks])
             case "reduce_scatter":
-                terms = [_piece(transfers, buffers, peer, transfer.index) for peer in transfer.ranks]
-                assert transfer.op is not None
-                out[rank] = reduce(torch.stack(terms), transfer.op)
+                assert c.op is not None
+                out[rank] = reduce(torch.stack([_piece(collectives, buffers, peer, c.index) for peer in c.ranks]), c.op)
             case "all_reduce":
-                assert transfer.op is not None
-                out[rank] = reduce(torch.stack(peers), transfer.op)
+                assert c.op is not None
+                out[rank] = reduce(torch.stack([buffers[peer] for peer in c.ranks]), c.op)
     return out
 
 
-def _piece(transfers: Mapping[int, Message], buffers: Mapping[int, Tensor], peer: int, index: int) -> Tensor:
+def _piece(collectives: Mapping[int, Collective], buffers: Mapping[int, Tensor], peer: int, index: int) -> Tensor:
     """The piece that `peer` sends to the rank number `index` of its group."""
-    piece: Tensor = buffers[peer].split(list(transfers[peer].send))[index]
+    piece: Tensor = buffers[peer].split(list(collectives[peer].send))[index]
     return piece

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dshard.comm.transfer import _pack, _unpack
+from dshard.comm.pieces import Pieces
 
 CASES = {
     "even": ((4, 6), 1, (0, 3, 6)),
@@ -29,11 +29,11 @@ def test_pieces_along_any_dim_are_put_together_by_one_operator(name: str) -> Non
     flat = torch.cat([x.narrow(dim, a, b - a).flatten() for a, b in pairwise(ends)])
 
     with CountCopies() as unpacking:
-        assert _unpack(pieces, shape)(flat).equal(x)
+        assert Pieces(pieces, shape).unpacker()(flat).equal(x)
     assert unpacking.copies == 1
-    assert _pack(pieces, shape)(x).equal(flat)
+    assert Pieces(pieces, shape).packer()(x).equal(flat)
     strided = x.transpose(0, dim).contiguous().transpose(0, dim)
-    assert _pack(pieces, shape)(strided).equal(flat)
+    assert Pieces(pieces, shape).packer()(strided).equal(flat)
 
 
 class CountCopies(TorchDispatchMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import dshard
 from dshard import DTensor, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor
 from dshard.comm import DeviceMesh, bind, collectives
+from dshard.comm.peer_failure import wait_for
 from dshard.placements import REDUCE_OPS
 from dshard.testing import RankPool, Redistribution, distribute, redistributions, shapes, whole_numbers
 
@@ -196,9 +197,9 @@ def what_hooks_keep() -> list[str]:
             wrong.append(f"{keep}: the gradient is {many.grad.full_tensor()}, not {one.grad}")
     w = distribute_tensor(a, grid(), WHOLE).requires_grad_()
     for _ in range(2):  # the first call records
-        with patch.object(collectives, "begin_reduce", wraps=collectives.begin_reduce) as begin:
+        with patch.object(collectives, "reduce", wraps=collectives.reduce) as begin:
             F.linear(distribute_tensor(b, grid(), ROWS), w).sum().backward()
-    if [call.kwargs for call in begin.call_args_list] != [{"own": True}]:
+    if [call.args[2] is call.args[3] for call in begin.call_args_list] != [True]:
         wrong.append(f"not reduced in place: {begin.call_args_list}")
     return wrong
 
@@ -215,8 +216,8 @@ def errors() -> list[str]:
         x.redistribute(grid(), [Shard(5), Replicate()], async_op=True)
     except LayoutError as error:
         found.append(str(error))
-    kept = collectives.begin_reduce
-    collectives.begin_reduce = lambda x, op, group, own: (x.clone(), Broken())  # type: ignore[assignment, return-value]
+    kept = collectives.reduce
+    collectives.reduce = lambda op, group, x, out: partial(wait_for, Broken(), group)  # type: ignore
     try:
         with dshard.use_topology(dshard.Topology.preset("bytes")):  # an all_reduce alone
             y = x.redistribute(grid(), WHOLE, async_op=True)
@@ -225,7 +226,7 @@ def errors() -> list[str]:
                 _ = y + 1
             found.append(str(raised.value))
     finally:
-        collectives.begin_reduce = kept
+        collectives.reduce = kept
     found.append(str(x.redistribute(grid(), WHOLE, async_op=True).to_local().tolist()))
     return found
 

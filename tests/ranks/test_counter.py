@@ -18,7 +18,7 @@ from torch import Tensor
 import dshard as ours
 from dshard import Layout, Mesh, Shard, matmul
 from dshard.autograd.crossing import redistribute
-from dshard.comm import DeviceMesh, Event, bind, init_device_mesh, listen, run, runtime_of, transport
+from dshard.comm import DeviceMesh, Event, bind, collectives, init_device_mesh, listen, run, runtime_of
 from dshard.core.context import planning_context
 from dshard.placements import REDUCE_OPS
 from dshard.redistribute import Plan, after, plan
@@ -180,10 +180,10 @@ def test_what_hosts_exchange_is_asked_for_before_anything_is_sent() -> None:
             asked.append(("send", peer))
 
     pieces, parts = ([torch.full((size,), 1.0) for size in (1, 2, 0)] for _ in range(2))
-    transport.exchange(pieces, parts, 1, Group())  # type: ignore[arg-type]  # all that is asked of one
+    collectives.exchange(pieces, parts, 1, Group())  # type: ignore[arg-type]  # all that is asked of one
 
     assert asked == [("recv", 0), ("send", 0)]
-    transport.exchange(pieces, parts, 2, Group())  # type: ignore[arg-type]
+    collectives.exchange(pieces, parts, 2, Group())  # type: ignore[arg-type]
     assert asked[2:] == [("recv", 1), ("recv", 0), ("send", 0), ("send", 1)]
 
 

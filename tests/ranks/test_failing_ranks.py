@@ -15,7 +15,7 @@ from torch import Tensor
 import dshard
 from dshard import Replicate, Shard
 from dshard.comm import peer_failure
-from dshard.comm.peer_failure import Waiting, stuck
+from dshard.comm.deadlock import Waiting, stuck
 from dshard.testing import RankPool
 
 SECONDS = 20.0  # for a rank to raise, on a machine with much else to do; about 2 where it has not

@@ -17,9 +17,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dshard import Mesh
-from dshard.comm import DeviceMesh, bind, run, transport
-from dshard.comm.run import stages_of
-from dshard.comm.transfer import Transfer
+from dshard.comm import DeviceMesh, Transfer, bind, run, steps_of, transport
+from dshard.comm.collective import Collective
 from dshard.core.context import planning_context
 from dshard.mesh import Coordinate
 from dshard.placements import REDUCE_OPS
@@ -47,14 +46,18 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
 
 def message(found: Plan, at: Coordinate) -> int:
     """The largest message: all that the rank gives to one collective, or gets of it."""
-    transfers = [stage for stage in stages_of(found, at) if isinstance(stage, Transfer)]
-    sizes = [max(sum(t.send) * copies(t), sum(t.recv), t.received + t.send[t.index % len(t.send)]) for t in transfers]
+    steps = [step for step in steps_of(found, None, at, DTYPE, "gloo") if isinstance(step, Transfer)]
+    sizes = [
+        max(sum(c.send) * copies(c), sum(c.recv), step.elements + c.send[c.index % len(c.send)])
+        for step in steps
+        for c in [step.collective]
+    ]
     return max(sizes, default=0)
 
 
-def copies(transfer: Transfer) -> int:
+def copies(collective: Collective) -> int:
     """What is gathered goes to each rank."""
-    return len(transfer.ranks) if transfer.collective == "all_gather" else 1
+    return len(collective.ranks) if collective.kind == "all_gather" else 1
 
 
 def above_the_limit(batch: list[Redistribution], few_bytes: int) -> list[str]:

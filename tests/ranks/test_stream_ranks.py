@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard import Mesh, Schedule, Stream, explain, init_device_mesh, matmul, trace, use_strategy, use_topology
-from dshard.comm import WORKSPACE, CollectiveOp, bind
+from dshard.comm import WORKSPACE, Transfer, bind
 from dshard.core.panel_cost import PanelCost
 from dshard.errors import RankError, StrategyError
 from dshard.ops.matmul.panel_price import cheapest, in_panels
@@ -265,11 +265,11 @@ def test_all_coordinates_have_collectives_in_one_order() -> None:
         assert found is not None
         orders = {
             tuple(
-                (leg.message.collective, leg.message.axes)
+                (step.collective.kind, step.collective.axes)
                 for part in found.compiled(at, None).parts
-                for legs in part.legs
-                for leg in legs
-                if isinstance(leg, CollectiveOp)
+                for steps in part.steps
+                for step in steps
+                if isinstance(step, Transfer)
             )
             for at in mesh.coordinates()
         }

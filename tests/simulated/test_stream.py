@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard import DTensor, Mesh, Schedule, Stream, linear, matmul, trace, use_strategy, use_topology
-from dshard.comm import CollectiveOp, run_program
+from dshard.comm import Transfer, run_program
 from dshard.layout import Layout
 from dshard.ops.matmul.panel_executor import PanelExecutor
 from dshard.ops.matmul.ring import RingExecutor
@@ -127,8 +127,10 @@ def test_every_rank_receives_what_it_receives_in_bulk(
     for at in mesh.coordinates():
         todo = found.compiled(at, None)
         bulk = sum(p.received(at) for i, p in enumerate(found.plans) if not passes(found, i))
-        legs = [leg for group in (*(part.legs for part in todo.parts), todo.whole) for each in group for leg in each]
-        received = sum(leg.elements for leg in legs if isinstance(leg, CollectiveOp))
+        steps = [
+            step for group in (*(part.steps for part in todo.parts), todo.whole) for each in group for step in each
+        ]
+        received = sum(step.elements for step in steps if isinstance(step, Transfer))
         rounding = len(found.panels) * len(at) * mesh.size**2 * 9
         reduces = any(isinstance(step, AllReduce) for p in found.plans for step in p.steps)
         assert bulk - rounding * reduces <= received <= bulk + rounding * reduces
@@ -151,8 +153,10 @@ def test_summa_moves_its_closed_form_in_the_memory_of_two_panels(panels: int, tr
         gathered = 8 * (m // q * k + k * n // q)
         parts = panels if transport == "collective" else panels * q
         for at in mesh.coordinates():
-            legs = [leg for part in found.compiled(at, None).parts for each in part.legs for leg in each]
-            assert sum(leg.elements for leg in legs) == (q - 1) * (m * k + k * n) // q**2
+            steps = [step for part in found.compiled(at, None).parts for each in part.steps for step in each]
+            assert (
+                sum(step.elements for step in steps if isinstance(step, Transfer)) == (q - 1) * (m * k + k * n) // q**2
+            )
             # where the chunks of A, which is gathered along its second dim, are put together they are there twice
             assert found.transient_bytes(at) <= 2 * gathered / parts
 

@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from dshard.comm import (
-    CollectiveOp,
-    Local,
     Program,
     Runtime,
     Session,
+    Steps,
     begin,
-    collective_ops_of,
     finish,
     run_program,
     run_without_data,
     same_memory,
+    steps_of,
 )
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.local import accumulating, local_product, outlined
@@ -32,7 +30,6 @@ from dshard.rules.panel_cut import factor_of, panels_of
 from dshard.rules.panel_stream import Stream
 from dshard.rules.rule import Rule
 
-Legs: TypeAlias = tuple[CollectiveOp | Local, ...]
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -45,7 +42,7 @@ class Part:
 
     held: tuple[Ranges | None, ...]
     made: Ranges | None
-    legs: tuple[Legs, ...]
+    steps: tuple[Steps, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +50,16 @@ class Compiled:
     """One rank's program data: its panels, and the steps of the tensors that are not cut."""
 
     parts: tuple[Part, ...]
-    whole: tuple[Legs, ...]
-    bias: Legs
+    whole: tuple[Steps, ...]
+    bias: Steps
     adds: bool
     out: tuple[int, ...]
 
     def moved(self, space: Session, tensors: Sequence[Tensor]) -> Program[tuple[list[Tensor], Tensor | None]]:
         """The two operands, uncut ones redistributed in bulk, and the bias where this rank adds it."""
         flights = []
-        for legs, x in zip((*self.whole[:2], self.bias), tensors, strict=False):
-            flights.append((yield from begin(legs, x, space)))
+        for steps, x in zip((*self.whole[:2], self.bias), tensors, strict=False):
+            flights.append((yield from begin(steps, x, space)))
         whole: list[Tensor] = []
         for flight in flights:
             whole += [(yield from finish(flight, space))]
@@ -123,11 +120,10 @@ class PanelExecutor:
         return compiled
 
     def _compile(self, at: Coordinate, runtime: Runtime | None) -> Compiled:
-        backend = "gloo" if runtime is None else runtime.group(self.mesh.names[:1]).backend
+        backend = "gloo" if runtime is None else runtime.backend
 
-        def legs(plan: Plan, panel: Panel | None) -> Legs:
-            group_of = (lambda axes: None) if runtime is None else runtime.group
-            return collective_ops_of(plan, panel, at, self.dtype, backend, group_of)
+        def steps(plan: Plan, panel: Panel | None) -> Steps:
+            return steps_of(plan, panel, at, self.dtype, backend)
 
         parts = []
         for ranges in self.panels:
@@ -139,10 +135,10 @@ class PanelExecutor:
             made = None
             if panels[2] is not None:
                 made = panels[2].within(self.plans[2].src.region(self.plans[2].shape, at)[panels[2].dim])
-            moves = (() if panel is None else legs(p, panel) for panel, p in zip(panels, self.plans, strict=True))
+            moves = (() if panel is None else steps(p, panel) for panel, p in zip(panels, self.plans, strict=True))
             parts.append(Part(held, made, tuple(moves)))
-        whole = tuple(legs(p, None) if dim is None else () for dim, p in zip(self.dims, self.plans, strict=True))
-        bias = () if self.bias is None else legs(self.bias, None)
+        whole = tuple(steps(p, None) if dim is None else () for dim, p in zip(self.dims, self.plans, strict=True))
+        bias = () if self.bias is None else steps(self.bias, None)
         pending = self.plans[2].src.placements
         adds = self.bias is not None and not any(p == Partial() and at[axis] for axis, p in enumerate(pending))
         return Compiled(tuple(parts), whole, bias, adds, self.plans[2].dst.local_shape(self.plans[2].shape, at))
@@ -162,7 +158,7 @@ class PanelExecutor:
             held, dim = todo.parts[t].held[i], self.dims[i]
             if held is None or dim is None:
                 continue
-            rest.append((yield from moving_operands(todo.parts[t].legs[i], panel_of(x, dim, held, space), x, space)))
+            rest.append((yield from moving_operands(todo.parts[t].steps[i], panel_of(x, dim, held, space), x, space)))
         return rest
 
     def _panels(
@@ -207,7 +203,7 @@ class PanelExecutor:
                 result_panel.add_(panel_of(bias, 0, made, space) if last else bias)
             if waiting:
                 yield from land()
-            flight = yield from begin(todo.parts[t].legs[2], result_panel, space)
+            flight = yield from begin(todo.parts[t].steps[2], result_panel, space)
             waiting.append((held, finish(flight, space)))
 
         yield from self._panels(todo, space, whole, use)
@@ -248,9 +244,9 @@ class PanelExecutor:
         return rest()
 
 
-def moving_operands(legs: Legs, panel: Tensor, x: Tensor, space: Session) -> Program[Program[Tensor]]:
+def moving_operands(steps: Steps, panel: Tensor, x: Tensor, space: Session) -> Program[Program[Tensor]]:
     """Begin to redistribute a panel selected from `x`; returns the program that finishes it."""
-    flight = yield from begin(legs, panel, space)
+    flight = yield from begin(steps, panel, space)
 
     def rest() -> Program[Tensor]:
         redistributed = yield from finish(flight, space)

@@ -240,7 +240,7 @@ class RingExecutor(PanelExecutor):
         own = panel_of(x, dim, mine.within(plan.src.region(plan.shape, at)[dim]), space)
         skew = sum(at[other] for j, other in self.axes.items() if j != i)
         if len(self.axes) == 1:
-            return InFlight(own, None, _nothing, ())
+            return InFlight(own)
         shape = self.turns_of(at)[panel].shapes[i]
         n, here = self.length, at[axis]
         return (yield from self._send(axis, at, (here - skew) % n, (here + skew) % n, own, shape, space))
@@ -256,14 +256,11 @@ class RingExecutor(PanelExecutor):
         self, axis: int, at: Coordinate, to: int, source: int, x: Tensor, shape: Shape, space: Session
     ) -> Program[InFlight]:
         """Begin to send `x` to rank `to` and to receive from `source`; the buffer of `x` is freed when it finishes."""
-        runtime = space.runtime
-        leg = send_receive(
-            self.mesh, axis, at, to, source, x, shape, (lambda axes: None) if runtime is None else runtime.group
-        )
-        buffer = flat(None, x, space)
-        request = Request(leg, buffer, space.take((prod(shape),), x), buffer)
+        step = send_receive(self.mesh, axis, at, to, source, x.numel(), shape)
+        buffer = flat(x, space)
+        request = Request(step, buffer, space.take((prod(shape),), x), buffer)
         wait = yield request
-        return InFlight(x, request, wait, ())
+        return InFlight(x, request, wait)
 
     def _scattered(
         self, at: Coordinate, todo: Compiled, space: Session, whole: Sequence[Tensor], bias: Tensor | None
@@ -300,6 +297,3 @@ class RingExecutor(PanelExecutor):
 
 def _cut(x: Tensor, dim: int | None, ranges: Ranges | None, space: Session) -> Tensor:
     return x if dim is None or ranges is None else panel_of(x, dim, ranges, space)
-
-
-def _nothing() -> None: ...

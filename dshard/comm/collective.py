@@ -1,0 +1,136 @@
+"""A collective as a value: what one rank sends and receives in flat buffers, and what listeners hear of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from dshard.errors import ShapeError
+from dshard.mesh import Mesh
+from dshard.placements import ReduceOp, chunk
+
+T = TypeVar("T")
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "scatter"]
+SIMULATED = "simulated"
+"""The backend of ranks that are simulated in one process."""
+HALF = {torch.float16, torch.bfloat16}
+# dtypes that every backend moves; the others travel as bytes
+MOVES = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.int8,
+}
+_SCATTERS = {"nccl", "fake"}  # backends whose reduce_scatter takes equal pieces of one tensor
+_SUMS = {torch.float64, torch.float32, torch.int64, torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What listeners hear of a collective: its name, its mesh, and how many elements this rank receives from peers."""
+
+    collective: str
+    mesh: Mesh
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of one rank of the group along `axes`, whose `ranks` have the order of the mesh.
+
+    `send` and `recv` are the sizes of the flat pieces, in elements: one for each rank, or one for all. `op` is the
+    reduction, `root` the index of the rank that sends a broadcast or scatter. One that is part of another has no
+    `report`.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    index: int
+    send: tuple[int, ...]
+    recv: tuple[int, ...]
+    op: ReduceOp | None = None
+    root: int = 0
+    report: Report | None = None
+
+    def in_bytes(self, itemsize: int) -> Collective:
+        """The same collective of bytes, `itemsize` for each element."""
+        send, recv = (tuple(size * itemsize for size in sizes) for sizes in (self.send, self.recv))
+        return replace(self, send=send, recv=recv)
+
+
+def collectives_for(whole: Collective, dtype: torch.dtype, backend: str) -> list[tuple[Collective, int]]:
+    """The collectives by which a backend runs `whole`, each with the number of equal terms in what it receives.
+
+    Terms are reduced locally; 0 says that there are none. Where the backend cannot reduce, or pieces differ in size,
+    the pieces are exchanged: the same bytes, and half precision is summed in single. An all_reduce is then followed by
+    an all_gather.
+    """
+    if whole.op is None or native(whole, dtype, backend):
+        return [(whole, 0)]
+    n = len(whole.ranks)
+    if whole.kind == "reduce_scatter":
+        return [(replace(whole, kind="all_to_all", recv=whole.recv * n), n)]
+    slots = sorted(whole.ranks)  # a process group deals out the chunks, and sorts its ranks
+    sizes = tuple(len(chunk(whole.send[0], n, slots.index(rank))) for rank in whole.ranks)
+    own = sizes[whole.index]
+    exchange = replace(whole, kind="all_to_all", send=sizes, recv=(own,) * n)
+    gather = replace(whole, kind="all_gather", send=(own,), recv=sizes, op=None, report=None)
+    return [(exchange, n), (gather, 0)]
+
+
+def native(whole: Collective, dtype: torch.dtype, backend: str) -> bool:
+    """Whether a backend runs this reduction itself."""
+    if backend == SIMULATED:
+        return True
+    assert whole.op is not None
+    if whole.kind == "reduce_scatter" and (backend not in _SCATTERS or len(set(whole.send)) > 1):
+        return False
+    return reduces(dtype, whole.op, backend)
+
+
+def reduces(dtype: torch.dtype, op: ReduceOp, backend: str) -> bool:
+    """Whether the backend itself reduces as torch does on one device: in this dtype, and keeping NaNs."""
+    if op in ("max", "min") or (op == "avg" and not dtype.is_floating_point):
+        return False
+    return dtype in _SUMS or (backend == "nccl" and dtype in HALF)
+
+
+def reduce(terms: Tensor, op: ReduceOp) -> Tensor:
+    """Terms along dim 0 -> their reduction, in the terms' own dtype; half precision is reduced in single.
+
+    Raises:
+        ShapeError: the max or min of complex numbers, or the mean of integers.
+    """
+    dtype = terms.dtype
+    wide = terms.to(torch.float32) if dtype in HALF else terms
+    match op:
+        case "sum":
+            return wide.sum(0).ne(0) if dtype == torch.bool else wide.sum(0, dtype=wide.dtype).to(dtype)
+        case "product":
+            return wide.prod(0).ne(0) if dtype == torch.bool else wide.prod(0, dtype=wide.dtype).to(dtype)
+        case "avg":
+            total = wide.sum(0)  # whole numbers and truth values are summed in int64
+            exact = dtype.is_floating_point or dtype.is_complex
+            return total.div_(len(terms), rounding_mode=None if exact else "floor").to(dtype)
+        case "max" | "min":
+            if dtype.is_complex:
+                raise ShapeError(f"a pending {op} of {dtype}: complex numbers have no order; use sum, avg or product")
+            return (wide.amax(0) if op == "max" else wide.amin(0)).to(dtype)
+
+
+def by_slot(items: Sequence[T], slots: Sequence[int]) -> list[T]:
+    """Items in the order of the group -> the items in the order of the process group.
+
+    >>> by_slot([10, 20, 30], [2, 0, 1])
+    [20, 30, 10]
+    """
+    return [items[i] for i in sorted(range(len(slots)), key=slots.__getitem__)]

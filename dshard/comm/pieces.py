@@ -1,0 +1,154 @@
+"""Pieces of a local tensor and the flat buffer in which a collective sends or receives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from dshard.comm.traced_collectives import joined, traced
+from dshard.comm.workspace import Session
+from dshard.layout import Region, Shape
+from dshard.redistribute import numel
+
+Local = Callable[[Tensor], Tensor]
+
+
+class Pieces:
+    """The pieces of a local tensor of `shape` that a flat buffer holds one after the other.
+
+    Nothing is copied where they follow each other in the memory of a contiguous tensor, which they do within `span`.
+    Pieces of one size along one dim are copied by one operator, on the tensor as `cut` has it: a copy for each piece
+    would cost the host more than the collective. `packer` and `unpacker` make functions that allocate; `pack` and
+    `unpack` use buffers of a workspace.
+    """
+
+    __slots__ = ("cut", "dim", "regions", "shape", "shapes", "sizes", "span")
+
+    def __init__(self, regions: Sequence[Region], shape: Shape) -> None:
+        self.regions = [region for region in regions if numel(region)]
+        self.sizes = [numel(region) for region in self.regions]
+        self.shapes = [tuple(map(len, region)) for region in self.regions]
+        self.shape, self.span = shape, span_of(self.regions, shape)
+        self.dim = None if self.span is not None else cut_dim(self.regions, shape)
+        self.cut: Shape | None = None
+        if self.dim is not None and len(set(self.sizes)) == 1:
+            n = len(self.sizes)
+            self.cut = (*shape[: self.dim], n, shape[self.dim] // n, *shape[self.dim + 1 :])
+
+    def packer(self) -> Local:
+        """A function that makes the flat buffer of a local tensor; a view where possible."""
+        if self.span is not None:
+            start, stop = self.span.start, self.span.stop
+            return Tensor.flatten if stop - start == prod(self.shape) else lambda x: x.reshape(-1)[start:stop]
+        cut, dim = self.cut, self.dim
+        if cut is not None and dim is not None:
+            return lambda x: x.view(cut).movedim(dim, 0).flatten()  # a dim is always cut by a view
+        return self._gathered
+
+    def unpacker(self) -> Local:
+        """A function that makes the local tensor of a flat buffer; a view where possible."""
+        shape, dim = self.shape, self.dim
+        if self.span is not None:
+            return lambda flat: flat.view(shape)
+        if self.cut is not None and dim is not None:
+            rows = (len(self.shapes), *self.shapes[0])
+            return lambda flat: flat.view(rows).movedim(0, dim).contiguous().view(shape)
+        return self._placed
+
+    def pack(self, x: Tensor, space: Session) -> Tensor:
+        """The flat buffer of a local tensor: a view of it where possible, else a buffer of `space`."""
+        if self.span is not None and x.is_contiguous():
+            return x.view(-1)[self.span.start : self.span.stop]
+        flat = space.take((sum(self.sizes),), x)
+        self._fill(flat, x)
+        return flat
+
+    def unpack(self, flat: Tensor, space: Session) -> Tensor:
+        """The local tensor of a flat buffer: a view of it where possible, else in its stead a buffer of `space`."""
+        if self.span is not None:
+            return flat.view(self.shape)
+        out = space.take(self.shape, flat)
+        for piece, part in self._pairs(out, flat):
+            piece.copy_(part)
+        space.give(flat)
+        return out
+
+    def _fill(self, flat: Tensor, x: Tensor) -> None:
+        for piece, part in self._pairs(x, flat):
+            part.copy_(piece)
+
+    def _pairs(self, x: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of a local tensor and of its flat buffer with the same elements."""
+        if self.cut is not None and self.dim is not None:
+            yield x.view(self.cut).movedim(self.dim, 0), flat.view(len(self.shapes), *self.shapes[0])
+            return
+        for region, part, size in zip(self.regions, flat.split(self.sizes), self.shapes, strict=True):
+            yield view_of(x, region), part.view(size)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        if traced(x):
+            return torch.cat([view_of(x, region).reshape(-1) for region in self.regions])
+        flat = x.new_empty(sum(self.sizes))
+        self._fill(flat, x)
+        return flat
+
+    def _placed(self, flat: Tensor) -> Tensor:
+        parts = [part.view(size) for part, size in zip(flat.split(self.sizes), self.shapes, strict=True)]
+        if self.dim is not None:
+            return torch.cat(parts, self.dim)
+        if traced(flat):
+            concatenated = joined(parts, self.regions)
+            if concatenated is not None:
+                return concatenated
+        out = flat.new_empty(self.shape)
+        for part, region in zip(parts, self.regions, strict=True):
+            view_of(out, region).copy_(part)
+        return out
+
+
+def cut_dim(pieces: Sequence[Region], shape: Shape) -> int | None:
+    """The one dim along which the pieces divide a tensor of `shape`, in order; None if there is no such dim.
+
+    >>> cut_dim([(range(3), range(0, 3)), (range(3), range(3, 4))], (3, 4))
+    1
+    """
+    cut = [dim for dim, size in enumerate(shape) if len(pieces[0][dim]) != size]
+    if len(cut) != 1:
+        return None
+    end = 0
+    for piece in pieces:
+        for dim, part in enumerate(piece):
+            if dim != cut[0] and part != range(shape[dim]):
+                return None
+        if piece[cut[0]].start != end:
+            return None
+        end = piece[cut[0]].stop
+    return cut[0] if end == shape[cut[0]] else None
+
+
+def span_of(pieces: Sequence[Region], shape: Shape) -> range | None:
+    """The range of a contiguous tensor's memory that the pieces fill in order; None if they do not follow each other.
+
+    >>> span_of([(range(1, 2), range(3)), (range(2, 3), range(3))], (4, 3))
+    range(3, 9)
+    """
+    span = range(0)
+    for piece in pieces:
+        first = next((dim for dim, part in enumerate(piece) if len(part) != 1), len(shape))
+        if any(len(part) != size for part, size in zip(piece[first + 1 :], shape[first + 1 :], strict=True)):
+            return None
+        start = sum(part.start * prod(shape[dim + 1 :]) for dim, part in enumerate(piece))
+        if span and start != span.stop:
+            return None
+        span = range(span.start if span else start, start + numel(piece))
+    return span
+
+
+def view_of(x: Tensor, region: Region) -> Tensor:
+    """A view of the elements of `x` within `region`."""
+    for dim, indices in enumerate(region):
+        x = x.narrow(dim, indices.start if indices else 0, len(indices))
+    return x

@@ -1,0 +1,149 @@
+"""Process groups by the ranks that they have, and what this process knows of the world that they belong to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of one collective, in the order of the mesh, and their process group.
+
+    torch sorts the ranks of a process group: `slots` are the positions of `ranks` there, or None where both orders
+    agree. `hosts` is the number of hosts that have some of the ranks, one where it is unknown. `backend` is torch's
+    name: gloo, nccl, fake, ... `waits` has one item, which counts the waits of this process on the process group.
+    """
+
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    index: int
+    process_group: dist.ProcessGroup
+    slots: tuple[int, ...] | None = None
+    hosts: int = 1
+    backend: str = ""
+    waits: list[int] = field(default_factory=lambda: [0], compare=False, repr=False)
+
+    @property
+    def spread(self) -> bool:
+        """Whether some of several hosts have several ranks of the group, which then share a link."""
+        return 1 < self.hosts < len(self.ranks)
+
+    @property
+    def name(self) -> str:
+        """The name of the process group in torch's functional collectives."""
+        return self.process_group.group_name
+
+    @property
+    def key(self) -> str:
+        """The name of the process group that is the same on all its ranks."""
+        return f"{self.name}/{','.join(map(str, sorted(self.ranks)))}"
+
+    def __str__(self) -> str:
+        along = f"along {', '.join(self.axes)}" if self.axes else "between meshes"
+        return f"{along} of ranks {', '.join(map(str, self.ranks))}"
+
+
+def hosts_of(ranks: Sequence[int], local: str) -> int:
+    """The number of hosts with `local` ranks each that have some of `ranks`; one where `local` is no number.
+
+    >>> hosts_of((0, 1, 2, 3), "2"), hosts_of((0, 2), "2"), hosts_of((0, 1), "2"), hosts_of((0, 1), "")
+    (2, 2, 1, 1)
+    """
+    return len({rank // int(local) for rank in ranks}) if local.isdecimal() and int(local) else 1
+
+
+@dataclass(slots=True)
+class Worlds:
+    """The process group of all ranks, the number of such groups so far, and the state of this process on the last one.
+
+    `groups` are by their ranks and tag, `waits` counts the waits on each by `Group.key`, `broken` counts groups between
+    meshes that were broken off, `failures` counts errors that this rank has published, and `strayed` is the text of an
+    error that other ranks raised because this rank published it.
+    """
+
+    world: Any = None
+    count: int = 0
+    groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = field(default_factory=dict)
+    waits: dict[str, list[int]] = field(default_factory=dict)
+    broken: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    failures: int = 0
+    strayed: str | None = None
+
+    def of(self, world: Any) -> Worlds:
+        """The state for `world`; reset if it is another world than before."""
+        if world is not self.world:
+            self.world, self.count, self.groups, self.waits = world, self.count + 1, {}, {}
+            self.broken, self.failures, self.strayed = Counter(), 0, None
+        return self
+
+
+WORLDS = Worlds()
+"""The process groups of this process."""
+
+
+def group_with_shared_waits(
+    axes: tuple[str, ...],
+    ranks: tuple[int, ...],
+    rank: int,
+    process_group: dist.ProcessGroup,
+    slots: tuple[int, ...] | None = None,
+    hosts: int = 1,
+) -> Group:
+    """A group whose counter of waits is shared by the groups of all meshes that have its process group."""
+    group = Group(axes, ranks, ranks.index(rank), process_group, slots, hosts, dist.get_backend(process_group))
+    return replace(group, waits=this_world().waits.setdefault(group.key, group.waits))
+
+
+def this_world() -> Worlds:
+    """The state of this process on the current process group of all ranks."""
+    return WORLDS.of(dist.group.WORLD)
+
+
+def process_group_of(ranks: tuple[int, ...], world: Any, tag: int = 0) -> dist.ProcessGroup:
+    """The process group of `ranks`, created at its first use by these ranks alone, all together.
+
+    torch would name it after the number of groups that this process is in, and the ranks would wait forever where they
+    differ in that: so it is named after its ranks. Compiled graphs, which are kept on disk, refer to it by that name.
+    """
+    if not tag and len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
+        return dist.group.WORLD
+    worlds = WORLDS.of(world)
+    process_group = worlds.groups.get((ranks, tag))
+    if process_group is None:
+        process_group = worlds.groups[ranks, tag] = _new_group(ranks, f"{worlds.count}{f'.{tag}' if tag else ''}")
+    return process_group
+
+
+def _new_group(ranks: tuple[int, ...], which: str) -> dist.ProcessGroup:
+    name = f"dshard:{','.join(map(str, ranks))}:{which}"
+    c10d: Any = distributed_c10d
+    original = c10d._process_group_name
+    c10d._process_group_name = lambda *args, **kwargs: name
+    try:
+        process_group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+        return process_group
+    finally:
+        c10d._process_group_name = original
+
+
+def disconnect(group: Group) -> None:
+    """Close this rank's gloo connections in a group that is out of step: waits of its other ranks then fail."""
+    here = group.process_group.rank()
+    for peer in range(len(group.ranks)):
+        if peer != here:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # a receive that times out makes gloo close all connections of the group
+                group.process_group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+_NEVER_SENT = 2**25  # the tag of no message

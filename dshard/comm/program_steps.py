@@ -1,0 +1,189 @@
+"""Programs: a plan, or a panel of it, as the steps of one rank, each a value: pack, a collective, reduce, unpack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from dshard.caches import cached
+from dshard.comm.collective import Collective, Kind, Report, collectives_for, reduce
+from dshard.comm.pieces import Local, Pieces
+from dshard.layout import Layout, Region, Shape
+from dshard.mesh import Coordinate, Mesh
+from dshard.redistribute import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Messages,
+    Panel,
+    Pend,
+    Plan,
+    ReduceExchange,
+    ReduceScatter,
+    Slice,
+    Step,
+    after,
+    axes_of,
+    inside,
+    messages,
+    numel,
+    sizes_received,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """Keep a region of the local tensor."""
+
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Replace the local tensor by a term that leaves those of other ranks as they are: zeros of a sum."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective, with the pieces of the local tensors that it sends and receives.
+
+    `packed` are the pieces that are sent, `unpacked` those received; None for the flat tensor. `terms`, where not 0, is
+    the number of equal terms that arrive and are reduced first. `shape` is that of the local tensor afterwards.
+    """
+
+    collective: Collective
+    packed: Pieces | None
+    unpacked: Pieces | None
+    shape: Shape
+    terms: int = 0
+
+    @property
+    def elements(self) -> int:
+        """The elements that this rank receives from its peers; 0 where that is counted with another collective."""
+        return 0 if self.collective.report is None else self.collective.report.elements
+
+    def packer(self) -> Local:
+        """A function that makes the buffer to send of a local tensor; a view where possible."""
+        return Tensor.flatten if self.packed is None else self.packed.packer()
+
+    def unpackers(self) -> list[Local]:
+        """Functions that make the local tensor of the buffer received, one after the other."""
+        terms, op, shape = self.terms, self.collective.op, self.shape
+        calls: list[Local] = []
+        if terms and op is not None:
+            calls.append(lambda x: reduce(x.view(terms, -1), op))
+        if self.unpacked is not None:
+            calls.append(self.unpacked.unpacker())
+        elif len(shape) != 1:
+            calls.append(lambda x: x.view(shape))
+        return calls
+
+
+ProgramStep: TypeAlias = Transfer | Narrow | Fill
+Steps: TypeAlias = tuple[ProgramStep, ...]
+
+
+def send_receive(mesh: Mesh, axis: int, at: Coordinate, to: int, source: int, size: int, shape: Shape) -> Transfer:
+    """Send `size` elements to index `to` of a mesh axis, and receive a tensor of `shape` from index `source`."""
+    names, n = (mesh.names[axis],), mesh.shape[axis]
+    send = tuple(size if i == to else 0 for i in range(n))
+    recv = tuple(prod(shape) if i == source else 0 for i in range(n))
+    report = Report("permute", mesh, 0 if source == at[axis] else prod(shape))
+    collective = Collective("all_to_all", names, mesh.group(names, at), at[axis], send, recv, report=report)
+    return Transfer(collective, None, None, shape)
+
+
+def flat_exchange(mesh: Mesh, axes: tuple[str, ...], at: Coordinate, send: Shape, recv: Shape) -> Transfer:
+    """Exchange flat pieces of these sizes with each rank of the group along `axes`."""
+    ranks = mesh.group(axes, at)
+    index = ranks.index(mesh.rank(at))
+    report = Report("all_to_all", mesh, sum(recv) - recv[index])
+    return Transfer(Collective("all_to_all", axes, ranks, index, send, recv, report=report), None, None, (sum(recv),))
+
+
+@cached("stages", 65536)
+def steps_of(plan: Plan, panel: Panel | None, at: Coordinate, dtype: torch.dtype, backend: str) -> Steps:
+    """The steps of the rank at `at` that redistribute a panel, or the whole tensor for None, by `plan`.
+
+    Axes of one rank have none. `backend` is that of the process groups, or `SIMULATED`.
+    """
+    steps = list(plan.stages())
+    for i, (first, second) in enumerate(zip(plan.steps, plan.steps[1:], strict=False)):
+        # slice before the terms of a partial are made: terms are as large as the tensor they are made of
+        if isinstance(first, Pend) and isinstance(second, Slice):
+            steps[i : i + 2] = reversed(steps[i : i + 2])
+    compiled: list[ProgramStep] = []
+    for step, layout in steps:
+        compiled += _compile(step, layout, plan.shape, panel, at, dtype, backend)
+    return tuple(compiled)
+
+
+def _compile(
+    step: Step, layout: Layout, shape: Shape, panel: Panel | None, at: Coordinate, dtype: torch.dtype, backend: str
+) -> list[ProgramStep]:
+    alone = len(layout.mesh.group(axes_of(step), at)) == 1
+    match step:
+        case Pend(axis, op):
+            neutral = {"sum": 0, "product": 1}.get(op)
+            return [] if neutral is None or at[layout.mesh.axis(axis)] == 0 else [Fill(neutral)]
+        case Slice():
+            return [] if alone else [_narrow(layout, step.dst, shape, panel, at)]
+        case _:
+            pass
+    regions = messages(step, layout, shape, at) if panel is None else panel.messages(step, layout, shape, at)
+    assert regions is not None
+    if alone:
+        return [Narrow(regions.send[0])] if isinstance(step, ReduceExchange) else []
+    before, done = (
+        there.local_shape(shape, at) if panel is None else panel.shape(there, shape, at)
+        for there in (layout, after(step, layout))
+    )
+    packed = None if isinstance(step, AllGather | AllReduce) else Pieces(regions.send, before)
+    unpacked = Pieces(regions.recv, done) if isinstance(step, AllGather | AllToAll | Exchange) else None
+    received = sum(sizes_received(step, layout, shape, at, regions))
+    parts = collectives_for(_collective(step, regions, layout.mesh, at, received), dtype, backend)
+    if len(parts) == 1:
+        ((collective, terms),) = parts
+        return [Transfer(collective, packed, unpacked, done, terms)]
+    (exchange, terms), (gather, _) = parts
+    return [Transfer(exchange, None, None, exchange.recv[:1], terms), Transfer(gather, None, None, done)]
+
+
+def kind_of(step: Step) -> Kind | None:
+    """The collective that a step of a plan is; None where nothing is sent."""
+    match step:
+        case AllGather():
+            return "all_gather"
+        case AllReduce():
+            return "all_reduce"
+        case ReduceScatter() | ReduceExchange():
+            return "reduce_scatter"
+        case AllToAll() | Exchange():
+            return "all_to_all"
+        case Slice() | Pend():
+            return None
+
+
+def _collective(step: Step, regions: Messages, mesh: Mesh, at: Coordinate, received: int) -> Collective:
+    axes = axes_of(step)
+    ranks = mesh.group(axes, at)
+    kind = kind_of(step)
+    assert kind is not None
+    send, recv = (tuple(map(numel, pieces)) for pieces in (regions.send, regions.recv))
+    op = step.op if isinstance(step, ReduceScatter | ReduceExchange | AllReduce) else None
+    report = Report(kind, mesh, received)
+    return Collective(kind, axes, ranks, ranks.index(mesh.rank(at)), send, recv, op, report=report)
+
+
+def _narrow(src: Layout, dst: Layout, shape: Shape, panel: Panel | None, at: Coordinate) -> Narrow:
+    region = inside(dst.region(shape, at), src.region(shape, at))
+    if panel is not None:
+        region = panel.region(region, src.dim_range(panel.dim, shape[panel.dim], at).start)
+    return Narrow(region)
