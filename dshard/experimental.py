@@ -10,8 +10,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils import _pytree as pytree
 
 from dshard.comm import DeviceMesh
 from dshard.core.call import Call, Operator
@@ -24,6 +22,7 @@ from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
 from dshard.rules.rule import PassThrough, Rule, Term
 from dshard.tensor import DTensor, as_mesh
+from dshard.torch_private import OpOverload, OpOverloadPacket, pytree
 from dshard.validate import as_tuple, check_callable, check_type, shown
 
 Placements: TypeAlias = Sequence[Placement] | None

@@ -21,7 +21,7 @@ from dshard.core.moves import leaves, replica_broadcasts, sending
 from dshard.core.observe import CALL_LOG, OBSERVERS, observed
 from dshard.core.plain_tensors import PLAIN_RESULTS, may_hold_plain, refuse_plain, wrap_or_refuse_plain
 from dshard.core.spec import Spec, contiguous_stride, spec_of
-from dshard.core.transforms import is_differentiating_forward, is_transforming, is_wrapped, refuse_wrapped, with_tangent
+from dshard.core.transforms import is_differentiating_forward, is_wrapped, refuse_wrapped, with_tangent
 from dshard.core.wrapper import Wrapper, is_leaf, wrap, wrap_later
 from dshard.dispatch import fast_path
 from dshard.dispatch.composite_table import COMPOSITES
@@ -32,6 +32,7 @@ from dshard.mesh import Mesh
 from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
 from dshard.placements import Partial, Placement
+from dshard.torch_private import is_transforming, no_torch_function
 from dshard.validate import article, as_shape, shown
 
 
@@ -164,7 +165,7 @@ class DTensor(Wrapper):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_GRAD and args[0]._local_graph is None:  # once for each parameter and step
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_torch_function():
                 return func(*args)
         return fast_path.call(func, args, kwargs or {}, _through)
 
@@ -205,7 +206,7 @@ class DTensor(Wrapper):
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         layout = self._spec.layout.cotangent()
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             return redistribute(self, layout)  # type: ignore[no-any-return]
 
     def __coerce_same_metadata_as_tangent__(self, flat: CompileMetadata, expected_type: Any = None) -> DTensor | None:
@@ -224,7 +225,7 @@ class DTensor(Wrapper):
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """Record operators on this tensor; its gradient gets its own placements."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             super().requires_grad_(requires_grad)
         if requires_grad and self.is_leaf:
             keep_gradient_layout(self)
@@ -266,7 +267,7 @@ def _through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = COMPOSITES.get(func)
     if handler is not None:
         return handler(func, args, kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         out = func(*args, **kwargs)
     return wrapped(out, (args, kwargs)) if type(out) in PLAIN_RESULTS else out
 
@@ -277,7 +278,7 @@ def _transformed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return COMPOSITES[func](func, args, kwargs)
     if not any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in leaves((args, kwargs))):
         refuse_plain(func, args, kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         return func(*args, **kwargs)
 
 
@@ -301,7 +302,7 @@ def keep_gradient_layout(x: DTensor) -> None:
         redistributed: DTensor = gradient_in_layout(grad, layout)
         return redistributed
 
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         x.register_hook(redistribute_gradient)  # type: ignore[no-untyped-call]
 
 

@@ -27,6 +27,7 @@ from dshard.mesh import Mesh
 from dshard.placements import Partial, Replicate
 from dshard.reshard import plan_reshard
 from dshard.rules.expand import Operand
+from dshard.torch_private import no_torch_function, storage_references, tensor_references
 
 
 class ToLocal(torch.autograd.Function):
@@ -48,7 +49,7 @@ class ToLocal(torch.autograd.Function):
         if torch.is_grad_enabled():
             return FromLocal.apply(grad, ctx.spec, ctx.layout), None  # type: ignore[no-untyped-call]
         stride = ctx.stride
-        if stride is not None and type(grad) is Tensor and (_tensor_references(grad) > 1 or grad.stride() != stride):
+        if stride is not None and type(grad) is Tensor and (tensor_references(grad) > 1 or grad.stride() != stride):
             grad = grad.clone(memory_format=torch.contiguous_format)  # the leaf keeps it, and writes to it
         elif stride is None and type(grad) is Tensor and 0 in grad.stride():
             grad = grad.contiguous()  # a leaf may keep it through views, and write to it
@@ -252,13 +253,13 @@ def as_distributed(grad: Any, layout: Layout) -> Any:
 
 def _is_sole_owner(grad: Tensor) -> bool:
     """Whether the caller holds the only reference to a gradient, to its memory, and to the base of a view."""
-    return _tensor_references(grad) == 1 and _reference_counts(grad) in _SOLE_OWNER_COUNTS
+    return tensor_references(grad) == 1 and _reference_counts(grad) in _SOLE_OWNER_COUNTS
 
 
 def _reference_counts(x: Tensor) -> tuple[int, int, int]:
     """The references to the memory of a tensor, and to the base that it is a view of, in C++ and in Python."""
-    base, memory = x._base, _storage_references(x.untyped_storage()._cdata)
-    return (memory, 0, 0) if base is None else (memory, _tensor_references(base), getrefcount(base))
+    base, memory = x._base, storage_references(x.untyped_storage()._cdata)
+    return (memory, 0, 0) if base is None else (memory, tensor_references(base), getrefcount(base))
 
 
 def _redistribute_unrecorded(
@@ -291,7 +292,7 @@ def redistribute(x: Wrapper, layout: Layout, op: str | None = None, *, later: bo
     dual = with_tangent(x, lambda y: in_layout(y, layout, op, later=later))
     if dual is not None:
         return dual
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         if torch.is_grad_enabled() and x.requires_grad:
             if not later and local_graph_of(x) is not None:
                 move = local_redistribution(x._spec, layout)
@@ -344,8 +345,6 @@ def keep_partial_sums(layout: Layout, target: Layout) -> Layout:
 
 to_local, from_local = _unchecked_apply(ToLocal), _unchecked_apply(FromLocal)
 _redistribute_local = _unchecked_apply(RedistributeLocal)
-_tensor_references: Callable[[Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
-_storage_references: Callable[[int], int] = torch._C._storage_Use_Count
 _SOLE_OWNER_COUNTS = [
     _reference_counts(torch.empty(2, device="cpu")),
     _reference_counts(torch.empty(2, device="cpu").view(2, 1)),

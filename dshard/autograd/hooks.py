@@ -20,6 +20,7 @@ from dshard.core.view_sync import shown_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import MixedError, ShapeError
 from dshard.layout import interned
+from dshard.torch_private import no_torch_function
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -126,7 +127,7 @@ def set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"x.data = a plain torch.Tensor of shape {tuple(value.shape)}, of a distributed x: wrap it with "
             "distribute_tensor(value, x.device_mesh, x.placements), or DTensor.from_local if each rank has a part"
         )
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         func(x, value)
     x._local, x._spec, x._local_graph, x._view_sync = value._local.detach(), value._spec, None, None
     if x._gradient_layout is not None:
@@ -256,7 +257,7 @@ def _without_torch_function(handler: Handler) -> Handler:
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cls = Wrapper.public
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             x = args[0]
             return func(*args, **kwargs) if type(x) is cls and x._local_graph is None else handler(func, args, kwargs)
 

@@ -14,16 +14,21 @@ from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dshard.errors import CheckpointError
+from dshard.torch_private import late
 
 NAME = ".metadata"
 LINE = re.compile(rb"\ndshard crc32 ([0-9a-f]{8})\n")
 LENGTH = len(b"\ndshard crc32 01234567\n")
 
+_PRIVATE = (
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+    "torch.serialization._get_layout",
+)
 _METADATA = (
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
@@ -32,13 +37,11 @@ _METADATA = (
     "StorageMeta",
     "TensorProperties",
     "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
 )
 ALLOWED: dict[tuple[str, str], Any] = {
     **{(torch_metadata.__name__, name): getattr(torch_metadata, name) for name in _METADATA},
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    **{(path.rpartition(".")[0], path.rpartition(".")[2]): late(path) for path in _PRIVATE},
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("pathlib", "PosixPath"): PosixPath,
     ("pathlib._local", "PosixPath"): PosixPath,
     ("pathlib", "PurePosixPath"): PurePosixPath,

@@ -7,11 +7,13 @@ from math import prod
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dshard.checkpoint.pickled import read_value
+from dshard.torch_private import late
+
+_set_element: Callable[..., None] = late("torch.distributed.checkpoint._traverse.set_element")
 
 Report = Callable[[int, int], object]
 """Called with the bytes that this rank has written or read, and with all that it will."""
@@ -62,7 +64,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """Read a value that is no tensor, without executing anything that the user has not named."""
         name = read_item.dest_index.fqn
         loaded = read_value(name, value, self.current.get(name))
-        set_element(self.original_state_dict, self.mappings[name], loaded)
+        _set_element(self.original_state_dict, self.mappings[name], loaded)
 
     def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
         """Report that this region has been read."""

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from dshard import comm
 from dshard.checkpoint.flat_names import Leaf, leaves
@@ -29,6 +28,7 @@ from dshard.core.moves import with_partials_reduced
 from dshard.errors import ArgumentError, CheckpointError
 from dshard.layout import format_of
 from dshard.tensor import DTensor
+from dshard.torch_private import pytree
 from dshard.validate import check_type
 
 Group = dist.ProcessGroup | None
@@ -169,7 +169,7 @@ def states(state: dict[str, Any]) -> dict[str, Any]:
 
 def settled_state(state: Any) -> Any:
     """The state with all partial reductions completed."""
-    return tree_map_only(
+    return pytree.tree_map_only(
         DTensor, lambda x: with_partials_reduced(x.detach(), "checkpoint") if x.layout.partial_axes() else x, state
     )
 

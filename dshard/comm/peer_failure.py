@@ -30,7 +30,6 @@ from threading import Thread, local
 from time import monotonic, sleep
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -40,6 +39,7 @@ from dshard.comm.process_groups import Group, disconnect, this_world
 from dshard.comm.runtime import simulated_ranks
 from dshard.comm.user_code import user_call
 from dshard.errors import DShardError, PeerError
+from dshard.torch_private import autograd_engine, graph_task_id
 
 PATIENCE = timedelta(seconds=1)
 """How long a rank waits between two looks at the records of its peers."""
@@ -96,10 +96,10 @@ def watch_backward(x: Tensor, ranks: Collection[int]) -> None:
 
 
 def _watch(ranks: Collection[int], grads: object) -> None:
-    task = torch._C._current_graph_task_id()
+    task = graph_task_id()
     if task >= 0 and getattr(_OWN, "task", None) != task:
         _OWN.task = task
-        torch.autograd.Variable._execution_engine.queue_callback(_Backward(ranks))
+        autograd_engine.queue_callback(_Backward(ranks))
 
 
 class _Backward:

@@ -14,7 +14,6 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
 from dshard.comm.peer_failure import is_heard, wait_for
 from dshard.comm.runtime import Group, Runtime, runtime_of, simulated_ranks
@@ -24,6 +23,7 @@ from dshard.comm.user_code import user_line
 from dshard.errors import MeshError, PeerError
 from dshard.mesh import Mesh
 from dshard.redistribute import Plan
+from dshard.torch_private import AllgatherOptions
 
 WIDTH = 512
 """Bytes of each text that the ranks exchange."""

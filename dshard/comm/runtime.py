@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
 from dshard.caches import Cache
@@ -28,6 +27,7 @@ from dshard.comm.scoped import Scoped
 from dshard.errors import MeshError
 from dshard.mesh import DEVICE_TYPES, Coordinate, Mesh
 from dshard.mesh import mesh_shape as sizes_of
+from dshard.torch_private import LocalTensor, local_tensor_mode
 from dshard.validate import as_tuple, shown
 
 __all__ = [
@@ -300,7 +300,7 @@ def current_mesh() -> DeviceMesh:
         MeshError: the call is in no such block.
     """
     try:
-        device_mesh: DeviceMesh = _mesh_resources.get_current_mesh()
+        device_mesh: DeviceMesh = mesh_environment.get_current_mesh()
     except RuntimeError as error:
         raise MeshError("no mesh was given: pass a DeviceMesh, or call within `with mesh:`") from error
     return device_mesh

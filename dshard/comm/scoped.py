@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from threading import get_ident
 from typing import Generic, TypeVar
 
-import torch
+from dshard.torch_private import get_from_tls, is_in_tls, stash_in_tls
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -78,11 +78,11 @@ class Scoped(Generic[E, T]):
     def _set(self, state: State[E, T] | None) -> None:
         self._var.set(state)
         if self._backward_caller_state() is None:
-            torch._C._stash_obj_in_tls(self._key, (get_ident(), state))
+            stash_in_tls(self._key, (get_ident(), state))
 
     def _backward_caller_state(self) -> State[E, T] | None:
         """The state of the thread that called the backward pass which runs on this one, or None."""
-        if not torch._C._is_key_in_tls(self._key):
+        if not is_in_tls(self._key):
             return None
-        thread, state = torch._C._get_obj_in_tls(self._key)
+        thread, state = get_from_tls(self._key)
         return None if thread == get_ident() else state

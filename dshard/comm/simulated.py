@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
 from dshard.comm.collective import Collective, reduce
 from dshard.comm.drive import Make, Request, Results, advance_in_step
 from dshard.comm.events import emit
 from dshard.comm.workspace import FreshBuffers, Workspace
 from dshard.mesh import Mesh
+from dshard.torch_private import LocalTensor, local_tensor_mode
 
 
 @contextmanager

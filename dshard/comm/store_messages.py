@@ -7,7 +7,7 @@ import pickle
 import time
 from typing import Any
 
-from torch.distributed import distributed_c10d
+from dshard.torch_private import default_store
 
 _PAUSE = 0.05  # seconds between two looks, at most
 
@@ -45,4 +45,4 @@ def peek(key: str) -> Any:
 
 
 def _store() -> Any:
-    return distributed_c10d._get_default_store()
+    return default_store()

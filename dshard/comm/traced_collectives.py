@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
 from dshard.errors import CompileError
 from dshard.layout import Region
+from dshard.torch_private import FakeTensor, FunctionalTensor
 
 _TRACED = frozenset({FakeTensor, FunctionalTensor})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._dynamo import allow_in_graph
+from torch.compiler import allow_in_graph
 
 from dshard.compile.graph_functions import FUNCTIONS
 from dshard.core import context

@@ -8,12 +8,11 @@ from functools import wraps
 from types import FunctionType
 from typing import Any, TypeVar
 
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._library.opaque_object import register_opaque_type
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import ParamSpec
 
 from dshard.placements import Partial, Replicate, Shard
+from dshard.torch_private import FrameAction, FrameExecStrategy, register_opaque_type, set_code_exec_strategy
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -44,7 +43,9 @@ def skip_frames(cls: type[Any]) -> None:
 
     Otherwise torch.compile would try to compile each of them by itself after a graph break.
     """
-    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    if set_code_exec_strategy is None:
+        return
+    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
     for member in vars(cls).values():
         function = getattr(member, "__func__", member)
         if isinstance(function, FunctionType) and function.__code__ is not _FRONT:

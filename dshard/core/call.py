@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import Tensor
-from torch._ops import OpOverload
 
 from dshard.core.spec import Spec
 from dshard.layout import Shape
@@ -16,6 +15,7 @@ from dshard.placements import ReduceOp
 from dshard.rules.rule import PassThrough, Rule
 from dshard.rules.rule_notation import parse_rule
 from dshard.rules.strategy import Strategy
+from dshard.torch_private import OpOverload
 
 LocalOp: TypeAlias = Callable[..., Any]
 Kernel: TypeAlias = Callable[["Call", Strategy, Coordinate], LocalOp]

@@ -13,19 +13,21 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 
 from dshard.comm import plain
 from dshard.core.call import writes_first
 from dshard.core.moves import replace_leaves
 from dshard.core.observe import OperatorMode
 from dshard.core.spec import for_shapes
+from dshard.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    OpOverload,
+    UnsupportedOperatorException,
+    has_internal_overlap,
+    torch_check,
+)
 
 Args: TypeAlias = dict[str, Any]
 UNKNOWN = (
@@ -77,7 +79,7 @@ def _runtime_errors() -> Iterator[None]:
 @contextmanager
 def _without_log() -> Iterator[None]:
     """Silence the logger by which torch also reports the errors that it raises."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
     try:
         yield
@@ -100,7 +102,7 @@ def refusing() -> OperatorMode:
 
 def _refuse_more(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if args and isinstance(args[0], Tensor) and _writes_each(func):
-        torch._check(torch._debug_has_internal_overlap(args[0]) != 1, lambda: _OVERLAPS)
+        torch_check(has_internal_overlap(args[0]) != 1, lambda: _OVERLAPS)
     check = MORE.get(func._schema.name.removesuffix("_"))
     if check is not None:
         defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
@@ -135,18 +137,18 @@ _OVERLAPS = (
 
 def _scatter(given: Args) -> None:
     x, index, source = given["self"], given["index"], given.get("src")
-    torch._check(
+    torch_check(
         index.dtype in (torch.int64, torch.int32) or not index.numel(),
         lambda: f"scatter(): Expected dtype int32/int64 for index, got {index.dtype}",
     )
-    torch._check(
+    torch_check(
         source is None or source.dtype == x.dtype,
         lambda: f"scatter(): Expected self.dtype to be equal to src.dtype, got {x.dtype}",
     )
     if index.numel() == 0:
         return
     others = [x] if source is None else [x, source]
-    torch._check(
+    torch_check(
         all(max(t.dim(), 1) == max(index.dim(), 1) for t in others),
         lambda: "Index tensor must have the same number of dimensions as self tensor and src tensor",
     )
@@ -154,7 +156,7 @@ def _scatter(given: Args) -> None:
     fits = all(n <= x.shape[i] for i, n in enumerate(index.shape) if i != dim and x.dim())
     if source is not None:
         fits = fits and all(n <= m for n, m in zip(index.shape, source.shape, strict=False))
-    torch._check(
+    torch_check(
         fits,
         lambda: (
             f"Expected index {tuple(index.shape)} to be no larger than self {tuple(x.shape)} apart from "
@@ -165,16 +167,16 @@ def _scatter(given: Args) -> None:
 
 def _index_add(given: Args) -> None:
     x, index, source, dim = given["self"], given["index"], given["source"], given["dim"]
-    torch._check(
+    torch_check(
         x.dtype == source.dtype,
         lambda: f"index_add_(): self ({x.dtype}) and source ({source.dtype}) must have the same scalar type",
     )
     length = source.shape[dim] if source.dim() else 1
-    torch._check(
+    torch_check(
         index.numel() == length,
         lambda: f"index_add_(): Number of indices ({index.numel()}) should be equal to source.size(dim): ({length})",
     )
-    torch._check(
+    torch_check(
         x.dim() == source.dim() or not x.dim() or not source.dim(),
         lambda: f"index_add_(): Source ({source.dim()}D) and self ({x.dim()}D) must have as many dims",
     )
@@ -183,13 +185,13 @@ def _index_add(given: Args) -> None:
         same_shape = [n for i, n in enumerate(x.shape) if i != added_dim] == [
             n for i, n in enumerate(source.shape) if i != added_dim
         ]
-        torch._check(
+        torch_check(
             same_shape, lambda: "source tensor shape must match self tensor shape, excluding the specified dimension"
         )
 
 
 def _masked_scatter(given: Args) -> None:
-    torch._check(
+    torch_check(
         given["mask"].dtype == torch.bool,
         lambda: f"masked_scatter_ only supports boolean masks, but got mask with dtype {given['mask'].dtype}",
     )
@@ -197,11 +199,11 @@ def _masked_scatter(given: Args) -> None:
 
 def _multinomial(given: Args) -> None:
     x, n = given["self"], given["num_samples"]
-    torch._check(x.is_floating_point(), lambda: f"multinomial only supports floating-point dtypes, got {x.dtype}")
-    torch._check(n > 0, lambda: "cannot sample n_sample <= 0 samples")
-    torch._check(x.dim() == 0 or x.shape[-1] <= 2**24, lambda: "number of categories cannot exceed 2^24")
+    torch_check(x.is_floating_point(), lambda: f"multinomial only supports floating-point dtypes, got {x.dtype}")
+    torch_check(n > 0, lambda: "cannot sample n_sample <= 0 samples")
+    torch_check(x.dim() == 0 or x.shape[-1] <= 2**24, lambda: "number of categories cannot exceed 2^24")
     _same_out(given.get("out"), torch.int64)
-    torch._check(
+    torch_check(
         given["replacement"] or x.dim() == 0 or n <= x.shape[-1],
         lambda: "cannot sample n_sample > prob_dist.size(-1) samples without replacement",
     )
@@ -209,26 +211,26 @@ def _multinomial(given: Args) -> None:
 
 def _convolution(given: Args) -> None:
     for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
-        torch._check(
+        torch_check(
             all(n >= least for n in given[name]),
             lambda name=name: f"convolution: {name} {tuple(given[name])} is not supported: too small",
         )
 
 
 def _lstsq(given: Args) -> None:
-    torch._check(given["self"].dim() >= 2, lambda: "torch.linalg.lstsq: input must have at least 2 dimensions.")
-    torch._check(given["b"].dim() >= 1, lambda: "torch.linalg.lstsq: other must have at least 1 dimension.")
+    torch_check(given["self"].dim() >= 2, lambda: "torch.linalg.lstsq: input must have at least 2 dimensions.")
+    torch_check(given["b"].dim() >= 1, lambda: "torch.linalg.lstsq: other must have at least 1 dimension.")
 
 
 def _narrow_copy(given: Args) -> None:
     x, dim = given["self"], given["dim"]
-    torch._check(dim < x.dim(), lambda: f"narrow_copy: dim {dim} of a tensor of {x.dim()} dims")
+    torch_check(dim < x.dim(), lambda: f"narrow_copy: dim {dim} of a tensor of {x.dim()} dims")
 
 
 def _strided_scatter(given: Args) -> None:
     x, steps = given["self"], zip(given["size"], given["stride"], strict=False)
     last = (given["storage_offset"] or 0) + sum((n - 1) * step for n, step in steps)
-    torch._check(
+    torch_check(
         last < x.numel() or 0 in given["size"],
         lambda: f"as_strided_scatter: element {last} is out of bounds for storage of {x.numel()} elements",
     )
@@ -236,7 +238,7 @@ def _strided_scatter(given: Args) -> None:
 
 def _cat(given: Args) -> None:
     for i, x in enumerate(given["tensors"]):
-        torch._check(x.dim() > 0, lambda i=i: f"zero-dimensional tensor (at position {i}) cannot be concatenated")
+        torch_check(x.dim() > 0, lambda i=i: f"zero-dimensional tensor (at position {i}) cannot be concatenated")
 
 
 def _complex(given: Args) -> None:
@@ -273,7 +275,7 @@ def _dim(given: Args) -> None:
 
 
 def _same_out(out: Tensor | None, dtype: torch.dtype) -> None:
-    torch._check(out is None or out.dtype == dtype, lambda: f"Expected out tensor to have dtype {dtype}")
+    torch_check(out is None or out.dtype == dtype, lambda: f"Expected out tensor to have dtype {dtype}")
 
 
 MORE: dict[str, Callable[[Args], None]] = {

@@ -20,12 +20,13 @@ from dshard.core.moves import coordinate_of, leaves, on_all_ranks, replace_leave
 from dshard.core.observe import OBSERVERS, CallRecord, Decision, log, observed
 from dshard.core.operands import operand_of, plan_to
 from dshard.core.spec import Spec, spec_of
-from dshard.core.wrapper import Wrapper, make
+from dshard.core.wrapper import Wrapper
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.redistribute import Plan
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import ANY, Constraints, Strategy, choose
+from dshard.torch_private import make_wrapper_subclass as make
 
 Args: TypeAlias = Sequence[Any]
 Kwargs: TypeAlias = dict[str, Any]

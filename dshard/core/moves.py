@@ -34,11 +34,9 @@ from dshard.placements import Replicate, Shard
 from dshard.redistribute import plan
 from dshard.rules.expand import Operand
 from dshard.rules.strategy import completed_layout
+from dshard.torch_private import DispatchKey, exclude_key, increment_version, is_key_excluded
 
-_increment: Callable[[list[Tensor]], None] = torch._C._increment_version
-_COUNTS = torch._C.DispatchKey.ADInplaceOrView
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+_COUNTS = DispatchKey.ADInplaceOrView
 
 
 class LocalRedistribution:
@@ -168,7 +166,7 @@ def write_local(target: Tensor, value: Tensor) -> None:
 def count_write(local: Tensor) -> None:
     """Increment the version of a local tensor that was written below autograd, where torch does not."""
     if type(local) is Tensor:  # so that a backward pass refuses a tensor that was saved before the write
-        _increment([local])
+        increment_version([local])
 
 
 def counting_as(source: Tensor, copy: Tensor) -> Tensor:
@@ -209,13 +207,13 @@ def sharing_version(operator: LocalOp) -> LocalOp:
     """`operator`, with outputs that are views and share the version counter of its operand, even below autograd."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not _is_excluded(_COUNTS) or torch.is_inference_mode_enabled():
+        if not is_key_excluded(_COUNTS) or torch.is_inference_mode_enabled():
             return operator(*args, **kwargs)
-        _exclude(_COUNTS, False)  # below autograd torch excludes the key under which views share their counter
+        exclude_key(_COUNTS, False)  # below autograd torch excludes the key under which views share their counter
         try:
             return operator(*args, **kwargs)
         finally:
-            _exclude(_COUNTS, True)
+            exclude_key(_COUNTS, True)
 
     return run
 

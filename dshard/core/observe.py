@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.comm import Scoped, collectives_of, crossing_event, outside_graphs
 from dshard.comm.workspace import borrowed_now, in_use
@@ -28,6 +27,7 @@ from dshard.rules.expand import Operand
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import ANY, Constraints, Strategy
 from dshard.topology import COLLECTIVES, Topology
+from dshard.torch_private import TorchDispatchMode
 
 NEEDED = "the operator needs it so"
 

@@ -13,7 +13,6 @@ from threading import local
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -23,6 +22,7 @@ from dshard.core.spec import contiguous_stride, spec_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import MixedError
 from dshard.layout import replicated
+from dshard.torch_private import graph_task_id
 
 PLAIN = frozenset({Tensor, Parameter, LocalTensor, list, tuple})
 """The types of arguments that are, or may hold, plain tensors."""
@@ -115,11 +115,7 @@ def refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     for t in leaves((args, kwargs)):
         if isinstance(t, Tensor) and not isinstance(t, Wrapper) and t.dim() > 0:
             name = getattr(func, "__name__", str(func))
-            if (
-                name in _HARMLESS
-                or _calling_module().startswith("torch.masked.")
-                or torch._C._current_graph_task_id() != -1
-            ):
+            if name in _HARMLESS or _calling_module().startswith("torch.masked.") or graph_task_id() != -1:
                 return
             raise MixedError(
                 f"{name}: a plain torch.Tensor of shape {tuple(t.shape)} among distributed tensors; wrap it with "

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch.nn.modules.module import Module, register_module_forward_hook, register_module_forward_pre_hook
 
 from dshard.comm import user_line
+from dshard.torch_private import current_autograd_node, sequence_number
 
 __all__ = ["Modules", "user_line"]
 
@@ -45,7 +45,7 @@ class Modules:
         """The path of the innermost module, from the class of the outermost: "Net.layers.0.fc"; "" outside all."""
         if self._stack:
             return self._stack[-1]
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is None:
             return ""
         if hasattr(node, "variable"):  # it accumulates the gradient of a leaf
@@ -66,5 +66,5 @@ class Modules:
 
     def _move(self, stack: list[str]) -> None:
         self._stack = stack
-        self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._starts.append(sequence_number())
         self._running.append(stack[-1] if stack else "")

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from dshard.torch_private import is_autocasting, no_torch_function
+
 
 def call_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` with `__torch_function__` disabled."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         return func(*args, **kwargs)
 
 
@@ -31,7 +33,7 @@ def bind_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str
 
 def autocast(tensors: Sequence[Any]) -> Sequence[Any]:
     """The floating-point operands in the dtype of autocast, where it is on."""
-    if not torch._C._is_any_autocast_enabled():
+    if not is_autocasting():
         return tensors
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):

@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from dshard.errors import MixedError
+from dshard.torch_private import (
+    DispatchKey,
+    is_functorch_wrapped,
+    is_key_excluded,
+    is_legacy_batched,
+    no_torch_function,
+)
 
-_below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
-is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether the call is within a function that torch.func transforms."""
+_AUTOGRAD = DispatchKey.AutogradFunctionality
 
 
 def is_differentiating_forward() -> bool:
@@ -29,7 +32,7 @@ def is_differentiating_forward() -> bool:
 
 def is_wrapped(x: Tensor) -> bool:
     """Whether a transform of torch.func wraps `x`."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return is_functorch_wrapped(x)
 
 
 def refuse_wrapped(x: Tensor, what: str) -> None:
@@ -47,7 +50,7 @@ def refuse_wrapped(x: Tensor, what: str) -> None:
 
 def is_batched(x: Tensor) -> bool:
     """Whether `x` stands for several tensors: within vmap, or within torch.autograd.functional with vectorize=True."""
-    return is_wrapped(x) or torch._C._functorch.is_legacy_batchedtensor(x)
+    return is_wrapped(x) or is_legacy_batched(x)
 
 
 def refuse_batched(x: Any, what: str) -> None:
@@ -65,8 +68,8 @@ def refuse_batched(x: Any, what: str) -> None:
 
 def with_tangent(x: Any, linear: Callable[[Any], Any]) -> Any:
     """The dual tensor of `linear(x)` and `linear` of the tangent of `x`; None where `x` has no tangent."""
-    if not is_differentiating_forward() or _below_autograd(_AUTOGRAD):
+    if not is_differentiating_forward() or is_key_excluded(_AUTOGRAD):
         return None  # below autograd, which runs primal and tangent apart
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         primal, tangent = forward_ad.unpack_dual(x)
         return None if tangent is None else forward_ad.make_dual(linear(primal), linear(tangent))

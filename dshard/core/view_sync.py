@@ -9,11 +9,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from dshard.core.moves import redistribute_local, write_local
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
+from dshard.torch_private import OpOverload
 
 
 @dataclass(eq=False)

@@ -11,8 +11,7 @@ from torch import Tensor
 from dshard.comm import AsyncLocal, LazyLocal
 from dshard.core.spec import Spec
 from dshard.layout import Layout
-
-make = torch.Tensor._make_wrapper_subclass  # called with positions: keyword parsing is slower
+from dshard.torch_private import make_wrapper_subclass as make
 
 
 class Wrapper(torch.Tensor):

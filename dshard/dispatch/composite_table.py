@@ -26,6 +26,7 @@ from dshard.ops.embedding import embedding
 from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, rmatmul
 from dshard.ops.vocab_parallel import cross_entropy, rms_norm
 from dshard.rules.strategy import completed_layout
+from dshard.torch_private import has_compatible_shallow_copy_type, no_torch_function
 
 
 def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,7 +64,7 @@ def or_reduce_partials_first(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce_partials(func: Any, x: Wrapper) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         return redistribute(x, completed_layout(x._spec.layout), func.__name__)
 
 
@@ -104,7 +105,7 @@ def with_torch_function_off(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` run with `__torch_function__` disabled."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             return function(*args, **kwargs)
 
     return run
@@ -134,7 +135,7 @@ def without_torch_function(handler: Callable[..., Any]) -> Callable[..., Any]:
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_exporting() or is_differentiating_forward():
             return call_torch(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             return handler(func, args, kwargs)
 
     return handle
@@ -179,7 +180,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     **{func: without_torch_function(handler) for func, handler in _HANDLERS.items()},
     **GRAPH_FUNCTIONS,
     _DATA.__set__: set_data,
-    torch._has_compatible_shallow_copy_type: lambda func, args, kwargs: all(type(x) is Wrapper.public for x in args),
+    has_compatible_shallow_copy_type: lambda func, args, kwargs: all(type(x) is Wrapper.public for x in args),
     Tensor.backward: backward,
     torch.autograd.backward: lambda func, args, kwargs: accumulating(_backward, args, kwargs),
     torch.autograd.grad: lambda func, args, kwargs: gradients(_grad, args, kwargs),

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from dshard.comm import LocalTensor, device_of, same_replicas, unstack
 from dshard.core.call import views_first, writes_first
@@ -31,6 +30,7 @@ from dshard.errors import LayoutError
 from dshard.layout import Layout, replicated
 from dshard.ops.custom import UNREPEATABLE, check
 from dshard.ops.random import is_random, seeded_op
+from dshard.torch_private import OpOverload
 
 
 def replicate(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

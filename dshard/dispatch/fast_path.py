@@ -26,18 +26,23 @@ from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
 from dshard.core.executable import Executable
 from dshard.core.observe import CALL_LOGS, OBSERVERS, CallRecord, observed
-from dshard.core.transforms import is_transforming
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.shortcuts import BY_KIND, Args, Kwargs, Shortcut, shortcut_of
 from dshard.ops.matmul.options import ASKING, has_no_options
+from dshard.torch_private import (
+    is_autocasting,
+    is_transforming,
+    is_view_replay_enabled,
+    n_dispatch_modes,
+    no_torch_function,
+    saved_tensor_hooks,
+    set_view_replay_enabled,
+)
 
 Uncached: TypeAlias = Callable[[Any, Args, Kwargs], Any]
 
 _is_compiling = torch.compiler.is_dynamo_compiling  # what traces operators is a mode
-_modes, _autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
-_is_recording, _no_torch_function = torch.is_grad_enabled, torch._C.DisableTorchFunctionSubclass
-_is_replaying, _set_replay = torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled
-_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_is_recording = torch.is_grad_enabled
 _HOOKS: Any = Tensor._backward_hooks
 BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _NEVER: set[Any] = {*BACKWARD, _HOOKS.__set__}
@@ -60,7 +65,7 @@ def call(func: Any, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
             if func in _WRITES or (func in BACKWARD and not _creates_graph(func, args, kwargs)):
                 return through(func, args, kwargs)
             return _with_view_replay(through, func, args, kwargs)
-        with _no_torch_function():
+        with no_torch_function():
             key = _key(func, args, kwargs)
             if key is not None:
                 shortcuts = planning_context().shortcuts
@@ -93,12 +98,12 @@ def _creates_graph(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 def _with_view_replay(run: Callable[..., Any], *args: Any) -> Any:
     """Call `run` with view replay on: autograd then makes views again by their function, not by strides."""
-    before = _is_replaying()  # by strides of the global tensor a recorded write through a view would gather
-    _set_replay(True)
+    before = is_view_replay_enabled()  # by strides of the global tensor a recorded write through a view would gather
+    set_view_replay_enabled(True)
     try:
         return run(*args)
     finally:
-        _set_replay(before)
+        set_view_replay_enabled(before)
 
 
 def _observed_shortcut(shortcut: Shortcut, args: Args, kwargs: Kwargs) -> Any:
@@ -116,14 +121,14 @@ def _key(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
     There is none either while saved-tensor hooks, for a call that autograd records, or else observers are active.
     """
     key = call_key(func, args, kwargs, func not in BY_KIND, _is_recording(), False)
-    if key is None or (_saved_tensor_hooks(True) is not None if key[1] else OBSERVERS):
+    if key is None or (saved_tensor_hooks(True) is not None if key[1] else OBSERVERS):
         return None  # hooks get distributed tensors
     return key
 
 
 def _is_special() -> bool:
     """Whether the fast path is off, operators are intercepted, cast or transformed, or matmuls have options."""
-    if not FAST or _modes() or _autocast() or is_transforming() or (ASKING and not has_no_options()):
+    if not FAST or n_dispatch_modes() or is_autocasting() or is_transforming() or (ASKING and not has_no_options()):
         return True
     return forward_ad._current_level >= 0
 
@@ -140,12 +145,12 @@ def _specialise(func: Any, args: Args, kwargs: Kwargs, through: Uncached, key: t
         return out
     shortcut: Any = None
     if type(out) is Wrapper.public:
-        with _no_torch_function():
+        with no_torch_function():
             shortcut = shortcut_of(func, args, kwargs, out, records, key[1])
     planning_context().shortcuts.add(key, shortcut or False)
     if shortcut is None or not key[1] or getattr(shortcut, "repeats", False):
         return out
-    with _no_torch_function():  # the graph is the same, whether a rank has met such a call before or not
+    with no_torch_function():  # the graph is the same, whether a rank has met such a call before or not
         del records[:], out
         return shortcut(args, kwargs)
 

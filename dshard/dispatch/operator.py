@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from dshard.core.call import Call, LocalOp, Operator, views_first, writes_first
 from dshard.core.call_key import call_key
@@ -40,6 +39,7 @@ from dshard.ops.custom import asked_for, decomposed
 from dshard.ops.decompositions import decomposition_of
 from dshard.ops.views import counts_memory, in_memory_as
 from dshard.rules.strategy import ANY, Constraints, Strategy
+from dshard.torch_private import OpOverload
 
 Executor = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 RESHAPES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tag
-from torch._ops import OpOverload, OpOverloadPacket
 
 from dshard.caches import clear_caches
 from dshard.core.call import Call, Operator, writes_first
@@ -42,6 +41,7 @@ from dshard.placements import ReduceOp
 from dshard.rules.rule import Rule
 from dshard.rules.rule import linear as linear_in
 from dshard.rules.rule_notation import Side, parse_rule, read_rule
+from dshard.torch_private import OpOverload, OpOverloadPacket
 from dshard.validate import as_int, as_tuple, check_type, suggestion
 
 TABLES: tuple[dict[str, Operator], ...] = (

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from dshard.autograd.crossing import LocalGraph, local_graph_of, tracked_local, wrap_tracked
 from dshard.comm import LocalTensor
@@ -21,19 +20,19 @@ from dshard.core.executable import Executable
 from dshard.core.moves import sharing_version
 from dshard.core.observe import CallRecord, OperatorMode
 from dshard.core.spec import Spec
-from dshard.core.wrapper import Wrapper, make
+from dshard.core.wrapper import Wrapper
 from dshard.dispatch.registry import known
 from dshard.layout import Layout, interned
 from dshard.placements import Partial
+from dshard.torch_private import OpOverload, is_view_replay_enabled, no_torch_dispatch, set_view_replay_enabled
+from dshard.torch_private import make_wrapper_subclass as make
 
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
 Shortcut: TypeAlias = Callable[[Args, Kwargs], Any]
 _ATEN = torch.ops.aten
 _STRIDED = torch.strided
-_is_replaying, _set_replay = torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled
 _is_recording = torch.is_grad_enabled
-_without_dispatch = torch._C._DisableTorchDispatch
 _DETACH = _ATEN.detach.default
 BY_KIND: set[Any] = set()
 """Functions that run one operator whatever the values of their numbers: only the types are part of the key."""
@@ -314,15 +313,15 @@ def _view_shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, records: Seq
         if x._view_sync is not None:
             return func(*args, **kwargs)
         if recorded or _is_recording():  # it may be written to; see `dshard.dispatch.fast_path`
-            before = _is_replaying()
-            _set_replay(True)
+            before = is_view_replay_enabled()
+            set_view_replay_enabled(True)
             try:
-                with _without_dispatch():
+                with no_torch_dispatch():
                     out = func(*args, **kwargs).as_subclass(cls)
             finally:
-                _set_replay(before)
+                set_view_replay_enabled(before)
         else:
-            with _without_dispatch():
+            with no_torch_dispatch():
                 out = func(*args, **kwargs).as_subclass(cls)
         out._spec = spec
         source = local_graph_of(x) if recorded else None

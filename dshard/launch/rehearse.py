@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from urllib.parse import urlsplit
 
 import torch
@@ -19,6 +18,7 @@ from dshard.core.context import use_topology
 from dshard.launch.ranks import Send, run_ranks
 from dshard.simulate import record
 from dshard.topology import Topology
+from dshard.torch_private import late
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _rehearse(
     share_cores()
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    import_module("torch.testing._internal.distributed.fake_pg")  # its import registers the backend
+    late("torch.testing._internal.distributed.fake_pg")  # its import registers the backend
     dist.init_process_group("fake", rank=rank, world_size=ranks)
     with use_topology(topology):
         step = make(*args)

@@ -29,6 +29,7 @@ from dshard.mesh import Coordinate
 from dshard.ops.matmul.rules import same_dtype
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Strategy
+from dshard.torch_private import no_torch_function
 
 Local: TypeAlias = Callable[..., Tensor]
 Locals: TypeAlias = Callable[..., tuple[Tensor, ...]]
@@ -76,7 +77,7 @@ def run_recorded(executable: Executable, tensors: Sequence[Any]) -> Any:
     """Run a composite operator on distributed tensors so that autograd records its local operator."""
     (out,), local_op = executable.specs, executable.local_op
     plans, gradients = executable.plans, executable.gradients
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         redistributed = [redistribute(t, p.dst) for t, p in zip(tensors, plans, strict=True)]
         if any(type(t._local) is LocalTensor for t in redistributed):
             specs = [t._spec.with_layout(layout) for t, layout in zip(redistributed, gradients, strict=True)]

@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from dshard.comm import LocalTensor, plain, run_number, unstack
 from dshard.core.call_key import call_key
@@ -22,6 +21,7 @@ from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
 from dshard.ops.foreach import FOREACH
+from dshard.torch_private import OpOverload, no_torch_function
 
 Custom: TypeAlias = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 MAX_CHECKED = 16384
@@ -34,7 +34,7 @@ def decomposed(function: Callable[..., Any]) -> Custom:
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not func._can_decompose():
             check(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             out = function(*args, **kwargs)
         return wrapped(out, (args, kwargs))
 
@@ -65,7 +65,7 @@ def answered(function: Callable[..., Any]) -> Custom:
     """Run `function`, whose result is no tensor and is equal on every rank."""
 
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             return function(*args, **kwargs)
 
     return run

@@ -9,10 +9,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
-from torch._ops import OpOverload
 
 from dshard.core.moves import with_partials_reduced
+from dshard.torch_private import OpOverload, decomposition_table
 
 aten = torch.ops.aten
 Dims: TypeAlias = int | Sequence[int] | None

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from dshard.caches import cached
 from dshard.comm import swap
@@ -27,6 +26,7 @@ from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.ops.custom import Custom
 from dshard.ops.reduced_norms import split_axes
+from dshard.torch_private import OpOverload
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
-from torch._ops import OpOverload
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import _foreach_supported_types as OPTIMISED
-from torch.utils._foreach_utils import _foreach_supported_types as GROUPED
 
 from dshard.comm import traced
 from dshard.core.moves import count_write, redistribute_local, run_on_ranks, write_local
@@ -26,6 +22,7 @@ from dshard.mesh import Mesh
 from dshard.ops.decompositions import power_sum, real_dtype, root, widened
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.strategy import completed_layout
+from dshard.torch_private import DispatchKey, OpOverload, list_types, optimizer_list_types
 
 ForEach: TypeAlias = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -33,7 +30,7 @@ ForEach: TypeAlias = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any
 def support() -> None:
     """Let optimisers and gradient clipping work on lists of tensors of this class by default."""
     cls = Wrapper.public
-    for known in (OPTIMISED, GROUPED):
+    for known in (optimizer_list_types, list_types):
         if cls not in known:
             known.append(cls)
 

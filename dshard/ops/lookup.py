@@ -16,6 +16,7 @@ from dshard.comm import traced
 from dshard.core.call import Call, LocalOp, writes_first
 from dshard.mesh import Coordinate
 from dshard.rules.strategy import Strategy
+from dshard.torch_private import assert_async
 
 
 def local_index(
@@ -44,7 +45,7 @@ def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Except
         if bool(beyond.any()):
             raise kind(f"index {int(index[beyond][0])} is out of bounds for dimension {dim} with size {size}")
     elif not index.is_meta:
-        torch._assert_async(~beyond.any(), f"an index is out of bounds for dimension {dim} with size {size}")
+        assert_async(~beyond.any(), f"an index is out of bounds for dimension {dim} with size {size}")
 
 
 def rows_held(rows: range, size: int, look_up: LocalOp) -> LocalOp:

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from dshard.core.context import planning_context
 from dshard.core.moves import redistributed
@@ -23,6 +22,7 @@ from dshard.placements import Shard
 from dshard.redistribute import plan
 from dshard.rules.strategy import completed_layout
 from dshard.topology import Topology
+from dshard.torch_private import OpOverload
 
 
 @lru_cache(maxsize=16384)

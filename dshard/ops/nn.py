@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from dshard.core.call import Call, Kernel, LocalOp, Operator
 from dshard.mesh import Coordinate
@@ -14,6 +13,7 @@ from dshard.ops.lookup import rows_held
 from dshard.ops.losses import NONE, SUM
 from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
+from dshard.torch_private import OpOverload
 
 
 def along(call: Call) -> Rule:

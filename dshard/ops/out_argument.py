@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from dshard.core.moves import leaves
 from dshard.errors import LayoutError, ShapeError
 from dshard.ops.custom import check
+from dshard.torch_private import OpOverload, no_torch_function
 
 
 def has_out(func: OpOverload) -> bool:
@@ -29,7 +29,7 @@ def into_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
     check(func, args, kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         result = without_out(func)(**{name: value for name, value in given.items() if name not in names})
         for name, value in zip(names, leaves(result), strict=True):
             _check(func, given[name], value)

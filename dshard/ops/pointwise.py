@@ -6,6 +6,7 @@ import torch
 
 from dshard.core.call import Call, Operator
 from dshard.rules.rule import ANY, LINEAR, PassThrough, Rule, linear
+from dshard.torch_private import OpOverload
 
 
 def pointwise(call: Call) -> Rule:
@@ -36,7 +37,7 @@ def _exact(call: Call, operand: int) -> bool:
     return src == dst or (src.is_floating_point and dst.is_floating_point and dst.itemsize > src.itemsize)
 
 
-def is_pointwise(func: torch._ops.OpOverload) -> bool:
+def is_pointwise(func: OpOverload) -> bool:
     """Whether torch tags the operator pointwise."""
     return torch.Tag.pointwise in func.tags
 

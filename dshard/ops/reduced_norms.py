@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch._decomp import decomposition_table
-from torch._ops import OpOverload
 
 from dshard.caches import cached
 from dshard.core.context import planning_context
@@ -25,6 +23,7 @@ from dshard.placements import Partial, ReduceOp, Replicate
 from dshard.redistribute import plan
 from dshard.rules.strategy import completed_layout
 from dshard.topology import Topology
+from dshard.torch_private import OpOverload, decomposition_table
 
 Dims: TypeAlias = Callable[[tuple[Any, ...], int], tuple[int, ...]]
 

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from dshard.core.call import LocalOp
 from dshard.core.checks import infer
@@ -26,6 +25,7 @@ from dshard.ops.custom import Custom
 from dshard.ops.reduced_norms import gathered, pays, split_axes
 from dshard.placements import Placement, Shard
 from dshard.redistribute import plan
+from dshard.torch_private import OpOverload
 
 Parts: TypeAlias = tuple[Tensor, ...]
 

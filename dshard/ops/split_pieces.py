@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from dshard.core.call import LocalOp
 from dshard.core.checks import infer
@@ -22,6 +21,7 @@ from dshard.core.wrapper import wrap
 from dshard.layout import Layout
 from dshard.ops.exchange import Move, Moves, cuts_split, exchange_indices, slice_
 from dshard.ops.reduced_norms import split_axes
+from dshard.torch_private import OpOverload
 
 _ATEN = torch.ops.aten
 _SLICE = _ATEN.slice.Tensor

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._mode_utils import no_dispatch
 
 from dshard.comm import LocalTensor, plain, stack, unstack
 from dshard.core.call import Call, Kernel, LocalOp, Operator, out_local_shape
@@ -18,6 +17,7 @@ from dshard.mesh import Coordinate
 from dshard.rules.reshape import reshape_rule
 from dshard.rules.rule import MOVES, Rule, linear
 from dshard.rules.strategy import Strategy
+from dshard.torch_private import no_dispatch, no_torch_function
 
 
 def with_local_size(name: str) -> Kernel:
@@ -154,7 +154,7 @@ def strided_of_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Any strides over the memory of a view, which is that of its base."""
     x, size, stride, *rest = args
     start = rest[0] if rest else kwargs.get("storage_offset")
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         return func(x._base, size, stride, x.storage_offset() if start is None else start)
 
 

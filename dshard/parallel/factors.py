@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -29,6 +28,7 @@ from dshard.layout import replicated
 from dshard.mesh import Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
 from dshard.rules.rule import Rule, Term, factor_sizes
+from dshard.torch_private import OpOverload
 
 ONE = replicated(Mesh((1,), ("one",)))
 Nodes = tuple[int, ...]

@@ -20,6 +20,7 @@ from dshard.errors import LayoutError
 from dshard.ops.vocab_parallel import LOSS_ARGUMENTS, cross_entropy, log_softmax
 from dshard.placements import Placement, Replicate, Shard
 from dshard.tensor import DTensor, distribute_tensor
+from dshard.torch_private import no_torch_function
 
 
 @contextmanager
@@ -49,7 +50,7 @@ class _LossMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in (F.cross_entropy, F.nll_loss):
             args, kwargs = (), _with_distributed_targets(dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             out = handler(func, args, kwargs)
         return func(*args, **kwargs) if out is None else out
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.comm import plain, planning
 from dshard.core.moves import leaves
@@ -21,6 +20,7 @@ from dshard.parallel.factors import without_data
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
 from dshard.placements import Replicate
 from dshard.tensor import distribute_tensor
+from dshard.torch_private import disable_modes
 from dshard.trace import Trace, Traced, trace
 
 MOMENTS = 2
@@ -38,7 +38,7 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
     args, kwargs = _meta(args), dict(zip(kwargs, _meta(kwargs.values()), strict=True))
     allocations = Allocations([*(own._local for own in state.values()), *_tensors((args, list(kwargs.values())))])
     work = _Work(allocations)
-    with _disable_current_modes(), applied(model, plan):  # planning is nobody's work
+    with disable_modes(), applied(model, plan):  # planning is nobody's work
         with trace() as sent:
             out = functional_call(model, state, tuple(args), kwargs)
             forward = len(sent.events)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from dshard.calibrate.block_program import writes
@@ -29,6 +28,7 @@ from dshard.cost import collective_seconds, work_seconds
 from dshard.mesh import Mesh
 from dshard.simulate.queues import Event, Slot, makespan, placed
 from dshard.topology import Topology
+from dshard.torch_private import pytree
 from dshard.validate import check_callable
 
 
@@ -120,10 +120,10 @@ class _Recorder:
         """Run an operator on local tensors, and record its work and memory."""
         if is_for_shapes():
             return func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         before = {StorageWeakRef(tensor.untyped_storage()) for tensor in given}
         out = func(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         if not self.real and any(not tensor.is_meta and tensor.dim() for tensor in made):
             self.real = True
             self.memory.clear()

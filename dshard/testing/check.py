@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
 
 from dshard import comm
 from dshard.core.moves import leaves, replace_leaves
@@ -24,6 +23,7 @@ from dshard.testing.choices import Choice, has_gradient, layouts_of, sampled
 from dshard.testing.operator_calls import recorded, resolve
 from dshard.testing.rule_rows import Same, check_rows
 from dshard.testing.simulated_ranks import distribute, simulated, whole
+from dshard.torch_private import OpOverload
 from dshard.validate import as_int, as_tuple, check_type
 
 Op: TypeAlias = OpOverload | Callable[..., Any] | str

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from dshard.core.observe import OperatorMode
+from dshard.torch_private import resolve_process_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,9 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Arguments:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-_c10d_python: Any = distributed_c10d
-
-
 def _group(bound: Arguments) -> dist.ProcessGroup:
     if "group_name" in bound:
-        group: dist.ProcessGroup = _c10d_python._resolve_process_group(bound["group_name"])
+        group: dist.ProcessGroup = resolve_process_group(bound["group_name"])
         return group
     return dist.ProcessGroup.unbox(bound["process_group"])
 

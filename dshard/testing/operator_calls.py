@@ -7,11 +7,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 
 from dshard.core.moves import leaves, replace_leaves
 from dshard.core.observe import OperatorMode
 from dshard.errors import NotationError
+from dshard.torch_private import OpOverload, OpOverloadPacket
 from dshard.validate import check_callable
 
 Recorded: TypeAlias = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]

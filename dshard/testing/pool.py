@@ -26,6 +26,7 @@ from torch.distributed import Backend, TCPStore  # type: ignore[attr-defined]
 from dshard.comm import share_cores
 from dshard.errors import RankError
 from dshard.launch.processes import Answer, Failure, Kind, Processes, failures_of, request
+from dshard.torch_private import c10d_world
 from dshard.validate import as_int, as_number, check_callable, check_one_of
 
 __all__ = ["RankPool", "rank_pool"]
@@ -132,7 +133,7 @@ def _join(rank: int, n_ranks: int, backend: str, port: int) -> None:
 
 def collectives_begun() -> dict[str, int]:
     """The number of collectives that this rank has begun on each of its process groups, by the group's name."""
-    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
+    names: dict[Any, Any] = c10d_world.pg_names
     return {name: group._get_sequence_number_for_group() for group, name in names.items()}
 
 

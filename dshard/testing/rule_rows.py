@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from dshard.core.call import Call, Operator
 from dshard.core.moves import leaves, replace_leaves
@@ -23,6 +22,7 @@ from dshard.rules.expand import Operand, expansions
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Strategy
 from dshard.testing.terms import Parts, joined, parted
+from dshard.torch_private import OpOverload
 
 Same: TypeAlias = Callable[[Tensor, Tensor], None]
 """Raises an AssertionError where a value is not the expected one."""

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._local_tensor import LocalTensorMode
 
 from dshard import comm
 from dshard.core.spec import contiguous_stride, spec_of
@@ -17,6 +16,7 @@ from dshard.layout import Layout
 from dshard.mesh import Coordinate, Mesh
 from dshard.tensor import DTensor, check_strided
 from dshard.testing.terms import Parts, joined, parted
+from dshard.torch_private import LocalTensorMode
 from dshard.validate import as_int, check_type
 
 

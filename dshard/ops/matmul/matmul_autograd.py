@@ -16,6 +16,7 @@ from dshard.core.observe import CALL_LOG, OBSERVERS, observed
 from dshard.core.wrapper import wrap
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.matmul_executable import Matmul
+from dshard.torch_private import will_execute_node
 
 Rerun: TypeAlias = Callable[[Callable[[], Sequence[Any]], int], None]
 RECOMPUTE_HOOKS: Scoped[Rerun, list[Rerun]] = Scoped("reruns", list)
@@ -91,7 +92,7 @@ def wanted_gradients(ctx: Any, i: int) -> bool:
     if not ctx.needs_input_grad[1 + i]:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(ctx.next_functions[i][0]))
+        return bool(will_execute_node(ctx.next_functions[i][0]))
     except RuntimeError:  # torch does not tell of a leaf within autograd.grad, which goes there if it was asked to
         return True
 

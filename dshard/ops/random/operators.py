@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Generator, Tensor
-from torch._guards import TracingContext
-from torch._ops import OpOverload
 
 from dshard.comm import LocalTensor, compare_draws, plain, traced, unstack
 from dshard.core.call import LocalOp
@@ -27,6 +25,7 @@ from dshard.ops.random.philox import words
 from dshard.ops.random.state import Draw, next_draw
 from dshard.ops.random.traced import filled_later
 from dshard.rules.strategy import completed_layout
+from dshard.torch_private import OpOverload, TracingContext, no_torch_dispatch, no_torch_function, torch_check
 
 aten = torch.ops.aten
 Make: TypeAlias = Callable[..., Distribution]
@@ -75,7 +74,7 @@ def filled(x: Any, make: Make, what: object, generator: Generator | None = None)
                 drawn = filled_later(local, spec.shape, region, distribution)
                 return local.copy_(drawn) if layout == spec.layout else drawn
             drawn = local if layout == spec.layout else torch.empty_like(local)
-            with torch._C._DisableTorchDispatch() if simulated else nullcontext():
+            with no_torch_dispatch() if simulated else nullcontext():
                 draw.fill(drawn, spec.shape, region, call_draw, distribution)
             return drawn
 
@@ -229,7 +228,7 @@ def composed(function: Callable[..., Any]) -> Custom:
 
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check(func, args, {name: value for name, value in kwargs.items() if name != "generator"})
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             return function(*args, **kwargs)
 
     return run
@@ -257,9 +256,9 @@ def _sample(weights: Tensor, count: int, replacement: bool, call_draw: Draw) -> 
         return weights.new_empty((*weights.shape[:-1], count), dtype=torch.int64)
     weights = weights.double()
     valid = bool(((weights >= 0) & weights.isfinite()).all())  # the same on all ranks: so is what they raise
-    torch._check(valid, lambda: "probability tensor contains either `inf`, `nan` or element < 0")
+    torch_check(valid, lambda: "probability tensor contains either `inf`, `nan` or element < 0")
     positive = bool((weights.sum(-1) > 0).all())
-    torch._check(positive, lambda: "invalid multinomial distribution (sum of probabilities <= 0)")
+    torch_check(positive, lambda: "invalid multinomial distribution (sum of probabilities <= 0)")
     if not replacement:
         clocks = _drawn(tuple(weights.shape), distributions.exponential(1.0), call_draw, weights.device)
         return (weights / clocks).topk(count, -1).indices

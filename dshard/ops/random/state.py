@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import plain
+from dshard.torch_private import graph_task_id
 from dshard.validate import as_int, check_type
 
 MASK = (1 << 64) - 1
@@ -58,7 +59,7 @@ class _Sequence:
         """Take the next draw."""
         word = torch.default_generator.initial_seed()
         marked = self._marked(word)
-        replays = torch._C._current_graph_task_id() != -1
+        replays = graph_task_id() != -1
         draw = self.next
         if replays:
             draw = marked or self.unmarked.get(word) or draw
