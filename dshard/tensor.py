@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from sys import getrefcount
 from typing import Any
 from warnings import warn
 
@@ -13,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from dshard import comm
 from dshard.autograd.crossing import FromLocal, ToLocal, gradient_in_layout, in_layout, redistribute
+from dshard.autograd.sole_owner import is_shared, unshared
 from dshard.caches import cached
 from dshard.comm import DeviceMesh, stored_chunks, traced
 from dshard.compile.graph_functions import skip_frames, traceable
@@ -297,10 +299,14 @@ def keep_gradient_layout(x: DTensor) -> None:
 
     def redistribute_gradient(grad: Tensor | None) -> Tensor | None:
         (layout,) = holder
-        if grad is None or (type(grad) is DTensor and grad._spec.layout is layout):
-            return None
-        redistributed: DTensor = gradient_in_layout(grad, layout)
-        return redistributed
+        if type(grad) is not DTensor:  # zeros that autograd makes
+            return None if grad is None else gradient_in_layout(grad, layout, 0)
+        references = getrefcount(grad)
+        copies = is_shared(grad) and not torch.is_grad_enabled()  # accumulation would write to what someone else holds
+        if grad._spec.layout is layout:
+            return unshared(grad) if copies else None
+        out: DTensor = gradient_in_layout(grad, layout, references)
+        return unshared(out) if copies and out.__dict__.get("_local") is grad._local else out
 
     with no_torch_function():
         x.register_hook(redistribute_gradient)  # type: ignore[no-untyped-call]

@@ -8,13 +8,13 @@ torch passes the gradient on without a crossing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dshard import comm
+from dshard.autograd.sole_owner import is_sole_owner
 from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, local_redistribution
 from dshard.core.observe import OBSERVERS, Decision, observed
@@ -27,7 +27,7 @@ from dshard.mesh import Mesh
 from dshard.placements import Partial, Replicate
 from dshard.reshard import plan_reshard
 from dshard.rules.expand import Operand
-from dshard.torch_private import no_torch_function, storage_references, tensor_references
+from dshard.torch_private import no_torch_function, tensor_references
 
 
 class ToLocal(torch.autograd.Function):
@@ -251,17 +251,6 @@ def as_distributed(grad: Any, layout: Layout) -> Any:
     return wrap(grad, spec_of(layout_of_zeros, tuple(grad.shape), grad.stride(), grad.dtype, grad.device))
 
 
-def _is_sole_owner(grad: Tensor) -> bool:
-    """Whether the caller holds the only reference to a gradient, to its memory, and to the base of a view."""
-    return tensor_references(grad) == 1 and _reference_counts(grad) in _SOLE_OWNER_COUNTS
-
-
-def _reference_counts(x: Tensor) -> tuple[int, int, int]:
-    """The references to the memory of a tensor, and to the base that it is a view of, in C++ and in Python."""
-    base, memory = x._base, storage_references(x.untyped_storage()._cdata)
-    return (memory, 0, 0) if base is None else (memory, tensor_references(base), getrefcount(base))
-
-
 def _redistribute_unrecorded(
     x: Wrapper, move: LocalRedistribution, op: str | None, later: bool, own: bool = False
 ) -> Any:
@@ -319,8 +308,11 @@ def in_layout(x: Any, layout: Layout, op: str | None = None, *, later: bool = Fa
     return redistribute(x, layout, op, later=later)
 
 
-def gradient_in_layout(grad: Any, layout: Layout) -> Any:
-    """A gradient of a leaf, in the leaf's layout. A single collective runs beside the rest of the backward pass."""
+def gradient_in_layout(grad: Any, layout: Layout, references: int) -> Any:
+    """A gradient of a leaf, in the leaf's layout. A single collective runs beside the rest of the backward pass.
+
+    `references` are those to `grad` in the hook that was called with it.
+    """
     grad = as_distributed(grad, layout)
     spec: Spec = grad._spec
     if spec.layout is layout:
@@ -329,7 +321,7 @@ def gradient_in_layout(grad: Any, layout: Layout) -> Any:
     later = len(move.plan.steps) == 1  # of several the first would hold its buffers until the end
     if torch.is_grad_enabled():
         return redistribute(grad, layout, later=later)
-    return _redistribute_unrecorded(grad, move, None, later, own=later and _is_sole_owner(grad._local))
+    return _redistribute_unrecorded(grad, move, None, later, own=later and is_sole_owner(grad, references))
 
 
 def keep_partial_sums(layout: Layout, target: Layout) -> Layout:
@@ -345,8 +337,3 @@ def keep_partial_sums(layout: Layout, target: Layout) -> Layout:
 
 to_local, from_local = _unchecked_apply(ToLocal), _unchecked_apply(FromLocal)
 _redistribute_local = _unchecked_apply(RedistributeLocal)
-_SOLE_OWNER_COUNTS = [
-    _reference_counts(torch.empty(2, device="cpu")),
-    _reference_counts(torch.empty(2, device="cpu").view(2, 1)),
-]
-"""The reference counts of a tensor with one reference, and of a view."""

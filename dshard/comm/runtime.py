@@ -27,7 +27,7 @@ from dshard.comm.scoped import Scoped
 from dshard.errors import MeshError
 from dshard.mesh import DEVICE_TYPES, Coordinate, Mesh
 from dshard.mesh import mesh_shape as sizes_of
-from dshard.torch_private import LocalTensor, local_tensor_mode
+from dshard.torch_private import LocalTensor, local_tensor_mode, mesh_environment
 from dshard.validate import as_tuple, shown
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import dshard
 from dshard import DTensor, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor
+from dshard.autograd import sole_owner
 from dshard.comm import DeviceMesh, bind, collectives
 from dshard.comm.peer_failure import wait_for
 from dshard.placements import REDUCE_OPS
@@ -207,6 +209,53 @@ def what_hooks_keep() -> list[str]:
 @pytest.mark.ranks
 def test_gradients_that_are_kept_are_not_overwritten(ranks: RankPool) -> None:
     assert ranks.run(what_hooks_keep) == [[]] * 4
+
+
+class KeepsGradient(torch.autograd.Function):
+    """The identity, with a backward pass that keeps what it returns."""
+
+    kept: ClassVar[list[Tensor]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        KeepsGradient.kept.append(2 * grad)
+        return KeepsGradient.kept[-1]
+
+
+def what_python_keeps() -> list[str]:
+    """Gradients that only variables of Python hold are neither reduced in place nor accumulated into."""
+    x = distribute_tensor(torch.ones(3), grid(), WHOLE).requires_grad_()
+    wrong, kept = [], []
+    for _ in range(2):
+        KeepsGradient.apply(x.to_local(grad_placements=[Partial(), Partial()])).sum().backward()
+        y = x.clone()
+        y.register_hook(kept.append)
+        (3 * y).sum().backward()
+    wrong += [f"reduced: {grad}" for grad in KeepsGradient.kept if grad.tolist() != [2.0] * 3]
+    wrong += [f"accumulated: {grad}" for grad in kept if grad.full_tensor().tolist() != [3.0] * 3]
+    assert x.grad is not None
+    wrong += [f"wrong: {x.grad}"] * (x.grad.full_tensor().tolist() != [2 * (4 * 2.0 + 3)] * 3)
+    return wrong
+
+
+@pytest.mark.ranks
+def test_gradients_that_python_keeps_are_not_overwritten(ranks: RankPool) -> None:
+    assert ranks.run(what_python_keeps) == [[]] * 4
+
+
+@pytest.mark.parametrize("blind", ["getrefcount", "storage_references"])
+def test_gradients_are_copied_where_counts_do_not_tell_who_holds_them(
+    blind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(sole_owner._measured(make) is not None for make in (sole_owner._plain, sole_owner._view))
+
+    monkeypatch.setattr(sole_owner, blind, lambda x: 1)
+
+    assert [sole_owner._measured(make) for make in (sole_owner._plain, sole_owner._view)] == [None, None]
 
 
 def errors() -> list[str]:

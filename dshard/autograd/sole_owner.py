@@ -1,0 +1,109 @@
+"""Whether the memory of a gradient may be written: only where nobody but the backward pass holds it.
+
+torch decides that by the reference counts of C++, which do not tell what Python holds: a hook's list of gradients, or a
+numpy array. So the counts of both are compared with those of a gradient that was just made. They are measured here, on
+this torch and this Python; where they do not tell each kind of second holder, gradients are copied instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from sys import getrefcount
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.core.wrapper import Wrapper, wrap
+from dshard.torch_private import no_dispatch, storage_references, tensor_references
+
+
+def is_shared(x: Wrapper) -> bool:
+    """Whether a variable of Python other than `x` refers to its local tensor, which accumulation would write to.
+
+    Those of C++ are counted where a gradient becomes distributed, as torch counts them for its own.
+    """
+    return _python_references(x) not in _NOT_SHARED
+
+
+def unshared(x: Wrapper) -> Any:
+    """A copy of the gradient `x`, whose local tensor someone else holds."""
+    return wrap(x._local.clone(memory_format=torch.contiguous_format), x._spec)
+
+
+def is_sole_owner(x: Wrapper, references: int) -> bool:
+    """Whether nobody else holds the gradient `x`, its local tensor, its memory, and the tensor that it is a view of.
+
+    `references` are those to `x` in the hook of a leaf that was called with it.
+    """
+    return references == _references_in_hook() and _reference_counts(x.__dict__) in _SOLE_OWNER
+
+
+def _reference_counts(attributes: dict[str, Any]) -> tuple[int, ...]:
+    """References to the local tensor, its memory and its base, in C++ and Python each."""
+    local = attributes["_local"]
+    memory, base = local.untyped_storage(), local._base
+    counts = (tensor_references(local), getrefcount(local), storage_references(memory._cdata), getrefcount(memory))
+    return counts if base is None else (*counts, tensor_references(base), getrefcount(base))
+
+
+def _python_references(x: Any) -> int:
+    """The references of Python to the local tensor of `x`; 0 while it is in flight, and then nobody else has it."""
+    local = x.__dict__.get("_local")
+    return getrefcount(local) if type(local) is Tensor else 0
+
+
+def _plain() -> Tensor:
+    return torch.zeros(2, device="cpu")
+
+
+def _view() -> Tensor:
+    return torch.zeros(2, device="cpu").view(2, 1)
+
+
+_HOLDERS: tuple[Callable[[Tensor], object], ...] = (
+    lambda x: x,  # a variable
+    lambda x: x.numpy(force=True),
+    lambda x: x.detach(),
+    lambda x: x.view(-1),
+    lambda x: x.untyped_storage(),
+    lambda x: x * torch.ones(1, device="cpu", requires_grad=True),  # saved by autograd, in C++ alone
+    lambda x: x if x._base is None else x._base,
+)
+"""Ways to hold a tensor, its memory or its base."""
+
+
+def _measured(make: Callable[[], Tensor]) -> tuple[int, ...] | None:
+    """The counts of a tensor that nothing else holds, or None where they do not tell each of `_HOLDERS`."""
+    alone = {_reference_counts({"_local": make()}) for _ in range(8)}
+    for hold in _HOLDERS:
+        attributes = {"_local": make()}
+        held = hold(attributes["_local"])
+        if _reference_counts(attributes) in alone:
+            return None
+        del held
+    return alone.pop() if len(alone) == 1 else None
+
+
+@cache
+def _references_in_hook() -> int:
+    """The references to a gradient in the hook of a leaf where nothing else holds it; -1 where they tell nothing."""
+    counts: list[int] = []
+    kept: list[Tensor] = []
+    with torch.inference_mode(False), torch.enable_grad(), no_dispatch():
+        x = torch.zeros(2, device="cpu", requires_grad=True)
+        hook = x.register_hook(lambda grad: counts.append(getrefcount(grad)))
+        (2 * x).sum().backward()
+        hook.remove()
+        x.register_hook(kept.append)
+        x.register_hook(lambda grad: counts.append(getrefcount(grad)))
+        (2 * x).sum().backward()
+    return counts[0] if counts[0] != counts[1] else -1
+
+
+with torch.inference_mode(False), torch.enable_grad():
+    _SOLE_OWNER = [counts for make in (_plain, _view) if (counts := _measured(make)) is not None]
+"""The counts of a tensor that nothing else holds, and of such a view."""
+_NOT_SHARED = {0} | ({_python_references(SimpleNamespace(_local=_plain()))} if _SOLE_OWNER else set())
