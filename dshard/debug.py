@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dshard import report
+from dshard.report.console import show, table
 from dshard.report.visualize import parts_of
 from dshard.tables import human_bytes, text_table
 from dshard.tensor import DTensor
@@ -73,8 +73,8 @@ class CommDebugMode:
 
     def get_parameter_info(self) -> dict[str, dict[str, Any]]:
         """The parameters of each module that ran, by its path and their names."""
-        found = {path: dict(module.named_parameters(recurse=False)) for path, module in self._modules.items()}
-        return {path: {name: p.data for name, p in own.items()} for path, own in found.items() if own}
+        parameters = {path: dict(module.named_parameters(recurse=False)) for path, module in self._modules.items()}
+        return {path: {name: p.data for name, p in own.items()} for path, own in parameters.items() if own}
 
     def get_sharding_info(self) -> dict[str, Any]:
         """The placements of each distributed parameter, by its path."""
@@ -108,10 +108,10 @@ class CommDebugMode:
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
         """Write the events to a file as JSON, and from noise level 1 the placements of the parameters."""
-        found = json.loads(self.trace.to_json())
+        data = json.loads(self.trace.to_json())
         if noise_level >= 1:
-            found["sharding"] = {name: list(map(str, p)) for name, p in self.get_sharding_info().items()}
-        Path(file_name).write_text(json.dumps(found, indent=2))
+            data["sharding"] = {name: list(map(str, p)) for name, p in self.get_sharding_info().items()}
+        Path(file_name).write_text(json.dumps(data, indent=2))
 
     def __repr__(self) -> str:
         return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"
@@ -137,7 +137,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     if header:
         print(header)
     if use_rich:
-        report.show(report.plain_table(heads, rows))
+        show(table(heads, rows))
     else:
         print(text_table(heads, rows))
 

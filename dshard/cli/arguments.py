@@ -11,24 +11,25 @@ import torch
 from dshard import report
 from dshard.errors import MeshError
 from dshard.mesh import Mesh
+from dshard.report.console import Drawing
 from dshard.topology import PRESETS, Topology, default_topology
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def told(arguments: argparse.Namespace, value: object, table: report.Drawing) -> int:
-    """Print a value, and write the files that were asked for."""
+def print_result(arguments: argparse.Namespace, value: object, table: Drawing) -> int:
+    """Print a table, or its value as JSON, and write the files that were asked for; return the exit code."""
     if arguments.json:
         report.data(value)
     else:
         report.show(table)
     for form in ("html", "svg"):
-        if getattr(arguments, form) is not None:
+        if getattr(arguments, form, None) is not None:
             report.export(table, getattr(arguments, form), form=form)
     return 0
 
 
-def named(topology: Topology, why: str) -> dict[str, str]:
+def topology_data(topology: Topology, why: str) -> dict[str, str]:
     """The name of a topology, and why it is used, as JSON values."""
     return {"topology": topology.name, "network": str(topology), "topology_why": why}
 
@@ -77,9 +78,15 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def sentence(text: str) -> str:
-    """A summary as a sentence."""
-    return f"{text[0].upper()}{text[1:]}."
+def add_command(commands: Commands, name: str, summary: str) -> argparse.ArgumentParser:
+    """Add a command with its summary."""
+    return commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+
+
+def add_group(commands: Commands, name: str, summary: str, title: str) -> Commands:
+    """Add a command whose first argument is one of several kinds, which are to be added to what is returned."""
+    parser = add_command(commands, name, summary)
+    return parser.add_subparsers(title=title, metavar="kind", required=True)
 
 
 def parse_mesh(text: str) -> Mesh:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dshard import demo, launch, report
-from dshard.cli.arguments import Commands, parse_positive, sentence
+from dshard.cli.arguments import Commands, add_command, parse_positive, print_result
 from dshard.errors import DShardError
 
 AUTO = "auto"
@@ -17,7 +17,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 def add_demo(commands: Commands) -> None:
     summary = "train a small vision transformer under several layouts and compare every loss"
-    parser = commands.add_parser("demo", help=summary, description=sentence(summary))
+    parser = add_command(commands, "demo", summary)
     defaults = demo.Settings()
     parser.add_argument(
         "--ranks", type=parse_positive, metavar="N", help="how many ranks to start (4, or one for each GPU)"
@@ -57,10 +57,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     if launch.reporting():
         if arguments.plot is not None:
             arguments.plot.write_text(demo.draw(rows))
-        if arguments.json:
-            report.data(report.demo_data(rows))
-        else:
-            report.show(report.demo_table(rows, settings))
+        print_result(arguments, report.demo_data(rows), report.demo_table(rows, settings))
     return 0
 
 

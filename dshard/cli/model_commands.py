@@ -7,7 +7,16 @@ import json
 from pathlib import Path
 
 from dshard import report
-from dshard.cli.arguments import Commands, add_common, add_files, named, parse_positive, planned_on, sentence, told
+from dshard.cli.arguments import (
+    Commands,
+    add_command,
+    add_common,
+    add_files,
+    parse_positive,
+    planned_on,
+    print_result,
+    topology_data,
+)
 from dshard.explain import parse_dtype
 from dshard.report.setup_tables import setups_table, step_table
 from dshard.simulate import FORMS, Model, Setup, form_of, search, simulate_step, timeline
@@ -20,7 +29,7 @@ _BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**2
 def add_plan_model(kinds: Commands) -> None:
     """Add `model` to what can be planned."""
     summary = "every way to spread a transformer over devices, the fastest that fit in memory first"
-    parser = kinds.add_parser("model", help=summary, description=sentence(summary))
+    parser = add_command(kinds, "model", summary)
     parser.add_argument("--devices", type=parse_positive, required=True, metavar="N", help="how many")
     parser.add_argument("--memory", type=parse_bytes, metavar="SIZE", help="of each device, such as 80GB")
     parser.add_argument("--form", action="append", choices=FORMS, help="forms of tensor parallelism to try; repeatable")
@@ -35,7 +44,7 @@ def add_plan_model(kinds: Commands) -> None:
 def add_simulate_step(kinds: Commands) -> None:
     """Add `step` to what can be simulated."""
     summary = "a training step of a transformer: seconds, bytes and memory, before it is launched"
-    parser = kinds.add_parser("step", help=summary, description=sentence(summary))
+    parser = add_command(kinds, "step", summary)
     parser.add_argument("--plan", type=Path, metavar="FILE", help="one that plan model wrote, in place of the next six")
     parser.add_argument("--form", choices=FORMS, default="megatron", help="of tensor parallelism; default: %(default)s")
     parser.add_argument("--tensor", type=_sizes, default=(), metavar="SIZES", help="of its mesh axes, such as 2x4")
@@ -62,7 +71,7 @@ def _plan_model(arguments: argparse.Namespace) -> int:
     model = _model(arguments)
     topology, why = planned_on(arguments, arguments.devices)
     with report.search_progress(visible=not arguments.json) as tell:
-        found = search(
+        setups = search(
             model,
             arguments.devices,
             topology,
@@ -75,11 +84,13 @@ def _plan_model(arguments: argparse.Namespace) -> int:
             tell=tell,
         )
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(setup_data(found.steps[0].setup), indent=2) + "\n")
-    rows = [step_data(step) for step in found.steps[: arguments.top]]
-    front = [step_data(step) for step in found.front]
-    value = {"tried": found.tried, "fitting": found.fitting, "setups": rows, "front": front}
-    return told(arguments, value | named(topology, why), setups_table(found, topology, why, arguments.top))
+        arguments.out.write_text(json.dumps(setup_data(setups.steps[0].setup), indent=2) + "\n")
+    rows = [step_data(step) for step in setups.steps[: arguments.top]]
+    front = [step_data(step) for step in setups.front]
+    value = {"tried": setups.tried, "fitting": setups.fitting, "setups": rows, "front": front}
+    return print_result(
+        arguments, value | topology_data(topology, why), setups_table(setups, topology, why, arguments.top)
+    )
 
 
 def _simulate_step(arguments: argparse.Namespace) -> int:
@@ -93,7 +104,7 @@ def _simulate_step(arguments: argparse.Namespace) -> int:
     if arguments.trace is not None:
         arguments.trace.write_text(drawn(slots))
     table = step_table(step, slots, topology, why)
-    return told(arguments, step_data(step) | named(topology, why), table)
+    return print_result(arguments, step_data(step) | topology_data(topology, why), table)
 
 
 def _model(arguments: argparse.Namespace) -> Model:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dshard import report
-from dshard.cli.arguments import Commands, parse_amount, parse_positive, sentence
+from dshard.cli.arguments import Commands, add_command, parse_amount, parse_positive, print_result
 from dshard.errors import ScheduleError
 from dshard.pipeline import (
     SCHEDULES,
@@ -32,7 +32,7 @@ AUTO, ALL = "auto", "all"
 def add_simulate_pipeline(kinds: Commands) -> None:
     """Add `pipeline` to what can be simulated."""
     summary = "when each stage of a pipeline computes, how long it idles, and what it holds"
-    parser = kinds.add_parser("pipeline", help=summary, description=sentence(summary))
+    parser = add_command(kinds, "pipeline", summary)
     parser.add_argument("--stages", type=parse_positive, required=True, metavar="N", help="how many")
     parser.add_argument("--microbatches", type=parse_positive, required=True, metavar="N", help="how many")
     names = ", ".join(SCHEDULES)
@@ -62,7 +62,7 @@ def add_simulate_pipeline(kinds: Commands) -> None:
     for name, what in (
         ("activation", "held of a microbatch from its forward on"),
         ("kept", "of these still needed for gradients of weights"),
-        ("fixed", "of parameters, gradients and optimiser"),
+        ("fixed", "of parameters, gradients and optimizer"),
     ):
         parser.add_argument(f"--{name}", type=_numbers, default="0", metavar="BYTES", help=f"bytes {what}")
     parser.add_argument("--budget", type=parse_positive, metavar="BYTES", help="memory of a rank, for auto and all")
@@ -78,11 +78,7 @@ def _simulate_pipeline(arguments: argparse.Namespace) -> int:
     if arguments.schedule == ALL:
         with report.waiting("simulating"):
             ranked = rank_schedules(costs, arguments.microbatches, edges, delays)
-        if arguments.json:
-            report.data([_named(choice) for choice in ranked])
-        else:
-            report.show(schedules_table(ranked, arguments.budget))
-        return 0
+        return print_result(arguments, list(map(_figures, ranked)), schedules_table(ranked, arguments.budget))
     if arguments.schedule == AUTO:
         with report.waiting("simulating"):
             choice = choose(costs, arguments.microbatches, edges, arguments.budget, delays)
@@ -92,14 +88,10 @@ def _simulate_pipeline(arguments: argparse.Namespace) -> int:
         choice = Choice(program, simulate(program, costs))
     if arguments.trace is not None:
         arguments.trace.write_text(choice.timeline.to_chrome())
-    if arguments.json:
-        report.data(_named(choice) | choice.timeline.data())
-    else:
-        report.show(simulation_table(choice))
-    return 0
+    return print_result(arguments, _figures(choice) | choice.timeline.data(), simulation_table(choice))
 
 
-def _named(choice: Choice) -> dict[str, Any]:
+def _figures(choice: Choice) -> dict[str, Any]:
     program, timeline = choice.program, choice.timeline
     return {
         "schedule": program.schedule,

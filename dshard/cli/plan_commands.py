@@ -10,16 +10,17 @@ from dataclasses import replace
 from dshard import report
 from dshard.cli.arguments import (
     Commands,
+    add_command,
     add_common,
     add_dtype,
     add_files,
-    named,
+    add_group,
     parse_mesh,
     parse_positive,
     parse_shape,
     planned_on,
-    sentence,
-    told,
+    print_result,
+    topology_data,
 )
 from dshard.cli.model_commands import add_plan_model
 from dshard.core.context import use_topology
@@ -33,18 +34,13 @@ from dshard.reshard.plan_rows import data_of
 
 def add_plan(commands: Commands) -> None:
     """Add the command to those of the parser."""
-    summary = "what a choice costs, before anything is launched"
-    kinds = commands.add_parser("plan", help=summary, description=sentence(summary)).add_subparsers(
-        title="what to plan", metavar="kind", required=True
-    )
-    summary = "the steps from one layout of a tensor to another"
-    parser = kinds.add_parser("redistribute", help=summary, description=sentence(summary))
+    kinds = add_group(commands, "plan", "what a choice costs, before anything is launched", title="what to plan")
+    parser = add_command(kinds, "redistribute", "the steps from one layout of a tensor to another")
     parser.add_argument("--mesh", type=parse_mesh, required=True, metavar="AXES", help="such as 2x4 or dp=2,tp=4")
     _add_ends(parser, _plan_redistribute)
     _add_reshard(kinds)
 
-    summary = "meshes of two axes for the layers of a transformer, the cheapest first"
-    parser = kinds.add_parser("mesh", help=summary, description=sentence(summary))
+    parser = add_command(kinds, "mesh", "meshes of two axes for the layers of a transformer, the cheapest first")
     parser.add_argument("--devices", type=parse_positive, required=True, metavar="N", help="how many")
     parser.add_argument("--hidden", type=parse_positive, required=True, metavar="N", help="width of the model")
     parser.add_argument("--tokens", type=parse_positive, required=True, metavar="N", help="tokens in a batch")
@@ -57,7 +53,7 @@ def add_plan(commands: Commands) -> None:
 
 def _add_reshard(kinds: Commands) -> None:
     summary = "who sends what to whom, and when, from a layout on one mesh to a layout on another"
-    parser = kinds.add_parser("reshard", help=summary, description=sentence(summary))
+    parser = add_command(kinds, "reshard", summary)
     parser.add_argument("--mesh", type=parse_mesh, required=True, metavar="AXES", help="of the source: dp=2,tp=4, say")
     parser.add_argument("--to-mesh", type=parse_mesh, required=True, metavar="AXES", help="the destination")
     parser.add_argument("--to-first", type=int, metavar="RANK", help="its first rank (the next after the source)")
@@ -74,7 +70,7 @@ def _add_ends(parser: argparse.ArgumentParser, command: Callable[[argparse.Names
 
 def _add_matmul(kinds: Commands) -> None:
     summary = "every way to multiply m x k by k x n, the cheapest first; or those for given layouts"
-    parser = kinds.add_parser("matmul", help=summary, description=sentence(summary))
+    parser = add_command(kinds, "matmul", summary)
     for size, what in ("m", "rows of the result"), ("k", "what is summed over"), ("n", "columns of the result"):
         parser.add_argument(f"--{size}", type=parse_positive, required=True, metavar="N", help=what)
     parser.add_argument("--mesh", type=parse_mesh, required=True, metavar="AXES", help="such as 8x8x8 or dp=2,tp=4")
@@ -89,7 +85,7 @@ def _add_matmul(kinds: Commands) -> None:
 def add_explain(commands: Commands) -> None:
     """Add the command to those of the parser."""
     summary = "the candidates for each operator of an expression or function, and why one is chosen"
-    parser = commands.add_parser("explain", help=summary, description=sentence(summary))
+    parser = add_command(commands, "explain", summary)
     parser.add_argument("source", metavar="WHAT", help="such as 'F.gelu(x @ w)', or file.py:function")
     parser.add_argument("--mesh", type=parse_mesh, metavar="AXES", help="of the tensors, such as 2x4 or dp=2,tp=4")
     parser.add_argument(
@@ -108,7 +104,9 @@ def _plan_redistribute(arguments: argparse.Namespace) -> int:
         moved = plan(src, dst, arguments.shape, arguments.itemsize, topology)
     rows = report.plan_rows(moved, arguments.itemsize, topology)
     value = {"src": str(src), "dst": str(dst), "seconds": moved.seconds, "steps": rows}
-    return told(arguments, value | named(topology, why), report.plan_table(moved, arguments.itemsize, topology, why))
+    return print_result(
+        arguments, value | topology_data(topology, why), report.plan_table(moved, arguments.itemsize, topology, why)
+    )
 
 
 def _plan_reshard(arguments: argparse.Namespace) -> int:
@@ -118,9 +116,9 @@ def _plan_reshard(arguments: argparse.Namespace) -> int:
     topology, why = planned_on(arguments, max(*source.ranks, *target.ranks) + 1)
     src, dst = read_layout(arguments.src, source), read_layout(arguments.dst, target)
     with report.waiting("planning"):
-        found = plan_reshard(src, dst, arguments.shape, arguments.itemsize, topology)
-    value = data_of(found, topology) | named(topology, why)
-    return told(arguments, value, report.reshard_table(found, topology, why))
+        resharding = plan_reshard(src, dst, arguments.shape, arguments.itemsize, topology)
+    value = data_of(resharding, topology) | topology_data(topology, why)
+    return print_result(arguments, value, report.reshard_table(resharding, topology, why))
 
 
 def _plan_mesh(arguments: argparse.Namespace) -> int:
@@ -129,7 +127,9 @@ def _plan_mesh(arguments: argparse.Namespace) -> int:
     with report.waiting("planning"):
         choices = rank_meshes(arguments.devices, topology, transformer)
     rows = [{"mesh": list(c.mesh.shape), "name": c.name, "seconds": c.seconds, "nbytes": c.nbytes} for c in choices]
-    return told(arguments, named(topology, why) | {"rows": rows}, report.meshes_table(choices, topology, why))
+    return print_result(
+        arguments, topology_data(topology, why) | {"rows": rows}, report.meshes_table(choices, topology, why)
+    )
 
 
 def _plan_matmul(arguments: argparse.Namespace) -> int:
@@ -138,9 +138,10 @@ def _plan_matmul(arguments: argparse.Namespace) -> int:
     a, b = (None if text is None else read_layout(text, mesh) for text in (arguments.a, arguments.b))
     sizes, dtype = (arguments.m, arguments.k, arguments.n), parse_dtype(arguments.dtype)
     with report.waiting("planning"):
-        found = explain_matmul(*sizes, mesh, topology, a=a, b=b, dtype=dtype, one_copy=arguments.one_copy)
-    found = replace(found, topology_why=why).top(arguments.top)
-    return told(arguments, found.data(), report.explanation_table(found, LEGEND if a is None else ""))
+        explanation = explain_matmul(*sizes, mesh, topology, a=a, b=b, dtype=dtype, one_copy=arguments.one_copy)
+    explanation = replace(explanation, topology_why=why).top(arguments.top)
+    table = report.explanation_table(explanation, LEGEND if a is None else "")
+    return print_result(arguments, explanation.data(), table)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -150,11 +151,11 @@ def _explain(arguments: argparse.Namespace) -> int:
     tensors = dict(describe_tensor(text, mesh, dtype) for text in arguments.tensor)
     if mesh is None and arguments.topology is None:
         with report.waiting("explaining"):
-            found = explain_source(arguments.source, tensors)
+            explained = explain_source(arguments.source, tensors)
     else:
         topology, why = planned_on(arguments, 1 if mesh is None else mesh.size)
         with use_topology(topology), report.waiting("explaining"):
-            found = explain_source(arguments.source, tensors)
-        found = Report(tuple(replace(operator, topology_why=why) for operator in found.operators))
-    found = found.top(arguments.top)
-    return told(arguments, json.loads(found.to_json()), report.drawn(found))
+            explained = explain_source(arguments.source, tensors)
+        explained = Report(tuple(replace(operator, topology_why=why) for operator in explained.operators))
+    explained = explained.top(arguments.top)
+    return print_result(arguments, json.loads(explained.to_json()), report.drawn(explained))

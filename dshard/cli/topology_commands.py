@@ -8,20 +8,27 @@ from dataclasses import replace
 from functools import partial
 
 from dshard import calibrate, launch, report
-from dshard.cli.arguments import Commands, add_common, parse_any_mesh, parse_positive, parse_seconds, sentence
+from dshard.cli.arguments import (
+    Commands,
+    add_command,
+    add_common,
+    parse_any_mesh,
+    parse_positive,
+    parse_seconds,
+    print_result,
+)
 from dshard.errors import MeshError
 from dshard.mesh import Mesh
 from dshard.topology import Topology
 
 
 def add_topology(commands: Commands) -> None:
-    summary = "the network and devices of a machine"
-    parser = commands.add_parser("topology", help=summary, description=sentence(summary))
+    parser = add_command(commands, "topology", "the network and devices of a machine")
     parser.add_argument("--save", metavar="FILE", help="write it as JSON, to be measured or edited")
     add_common(parser, _show_topology)
     kinds = parser.add_subparsers(title="other than showing one", metavar="command")
     summary = "measure the ranks that torchrun has started, or ranks of this host, with real collectives"
-    parser = kinds.add_parser("measure", help=summary, description=sentence(summary))
+    parser = add_command(kinds, "measure", summary)
     parser.add_argument(
         "--ranks", type=parse_positive, metavar="N", help="how many ranks to start (4, or one for each GPU)"
     )
@@ -41,11 +48,7 @@ def _show_topology(arguments: argparse.Namespace) -> int:
     topology = _topology(arguments)
     if arguments.save is not None:
         topology.save(arguments.save)
-    if arguments.json:
-        report.data(json.loads(topology.to_json()))
-    else:
-        report.show(report.topology_table(topology))
-    return 0
+    return print_result(arguments, json.loads(topology.to_json()), report.topology_table(topology))
 
 
 def _measure_topology(arguments: argparse.Namespace) -> int:
@@ -61,10 +64,7 @@ def _measure_topology(arguments: argparse.Namespace) -> int:
     if launch.reporting():
         if arguments.out is not None:
             topology.save(arguments.out)
-        if arguments.json:
-            report.data(json.loads(topology.to_json()))
-        else:
-            report.show(report.measured_table(topology))
+        print_result(arguments, json.loads(topology.to_json()), report.measured_table(topology))
     return 0
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from io import StringIO
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.markup import escape
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +22,11 @@ from dshard.parallel.atp_search import MeshChoice
 from dshard.parallel.plan_values import HEADINGS as PLAN_HEADINGS
 from dshard.redistribute import Plan, plan
 from dshard.redistribute.price import step_seconds
+from dshard.report.console import WIDE, Drawing, count, table, title
+from dshard.report.console import data as data
+from dshard.report.console import error as error
+from dshard.report.console import note as note
+from dshard.report.console import show as show
 from dshard.report.progress import checkpoint_progress as checkpoint_progress
 from dshard.report.progress import demo_progress as demo_progress
 from dshard.report.progress import measure_progress as measure_progress
@@ -36,21 +37,6 @@ from dshard.reshard.plan_rows import chain_rows, summary_lines
 from dshard.tables import human_bytes
 from dshard.topology import BYTES, Topology
 from dshard.trace import HEADINGS, Trace
-
-
-def show(value: Drawing) -> None:
-    """Print to the user; in colour on a terminal only, and never folded where there is none."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, WIDE)
-    console.print(value)
-
-
-Drawing: TypeAlias = RenderableType
-"""What can be shown or exported."""
-
-WIDE = 128
-"""Columns of what is exported, and of what is printed to no terminal."""
 
 
 def export(
@@ -96,52 +82,17 @@ def drawn(value: Report | Explanation | Trace | ModelPlan | Drawing) -> Drawing:
             return value
 
 
-def error(message: str) -> None:
-    """Print a failure where it does not mix with results: its first line stands out, the rest explains."""
-    first, _, rest = message.partition("\n")
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(f"[bold red]error:[/] {escape(first)}")
-    if rest.strip():
-        console.print(escape(rest.strip("\n")), style="dim")
-
-
-def note(message: str) -> None:
-    """Print a note where it does not mix with results."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(escape(message), style="dim")
-
-
-def data(value: object) -> None:
-    """Print a value as JSON."""
-    print(json.dumps(value, indent=2), file=sys.stdout, flush=True)
-
-
-def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A plain table of rows under headings."""
-    table = Table(*heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return table
-
-
 def demo_table(rows: Sequence[Row], settings: Settings) -> Table:
     """The demo's results, one line for each strategy; fits a terminal of 80 columns."""
+    heads = ("strategy", "mesh", ">final\nloss", ">loss\ndiff.", ">accu-\nracy", ">collec-\ntives", ">bytes", ">time/s")
+    drawn = table(heads, map(_cells, rows), no_wrap=True)
     scale = f"{count(settings.steps, 'step')}, {count(settings.ranks, 'rank')}, {settings.device}"
-    table = Table(
-        title=f"A vision transformer on handwritten digits: {scale}",
-        caption="Loss diff.: the largest from the single device at any step.\n"
-        "Collectives and the bytes they bring: of one rank, in one step.",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
+    drawn.title = f"A vision transformer on handwritten digits: {scale}"
+    drawn.caption = (
+        "Loss diff.: the largest from the single device at any step.\n"
+        "Collectives and the bytes they bring: of one rank, in one step."
     )
-    for heading in ("strategy", "mesh"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("final\nloss", "loss\ndiff.", "accu-\nracy", "collec-\ntives", "bytes", "time/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*_cells(row))
-    return table
+    return drawn
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -163,8 +114,8 @@ def predictions(ranked: Sequence[Predicted]) -> str:
     >>> predictions([Predicted("data", 34, 1 << 20, 0.01), Predicted("megatron", 8, 6 << 20, 0.02)])
     'auto: data, predicted to communicate for 10.0 ms in a step (megatron 20.0 ms)'
     """
-    first, *rest = (f"{found.seconds * 1e3:.1f} ms" for found in ranked)
-    others = ", ".join(f"{found.strategy} {ms}" for found, ms in zip(ranked[1:], rest, strict=True))
+    first, *rest = (f"{predicted.seconds * 1e3:.1f} ms" for predicted in ranked)
+    others = ", ".join(f"{predicted.strategy} {ms}" for predicted, ms in zip(ranked[1:], rest, strict=True))
     return f"auto: {ranked[0].strategy}, predicted to communicate for {first} in a step ({others})"
 
 
@@ -173,34 +124,18 @@ def demo_data(rows: Sequence[Row]) -> dict[str, object]:
     return {"rows": [asdict(row) for row in rows]}
 
 
-def count(n: int, thing: str) -> str:
-    """A number and a noun, as text.
-
-    >>> count(1, "rank"), count(1000, "step")
-    ('1 rank', '1,000 steps')
-    """
-    return f"{n:,} {thing}" if n == 1 else f"{n:,} {thing}s"
-
-
 def plan_table(moved: Plan, itemsize: int, topology: Topology, why: str = "as given") -> Group:
     """The steps of one redistribution, with the bytes that the busiest rank receives in each."""
-    title, table = _titled(f"[{moved.src}] -> [{moved.dst}]  of {moved.shape}\ntopology {topology}; {why}")
-    for heading in ("step", "axes", "from -> to"):
-        table.add_column(heading)
-    for heading in ("received", "predicted us"):
-        table.add_column(heading, justify="right")
-    for step in plan_rows(moved, itemsize, topology):
-        table.add_row(
-            step["step"],
-            step["axes"],
-            escape(step["change"]),
-            human_bytes(step["nbytes"]),
-            f"{step['seconds'] * 1e6:.1f}",
-        )
-    table.add_section()
-    total = human_bytes(moved.busiest() * itemsize)
-    table.add_row("total", "", "", total, f"{moved.seconds * 1e6:.1f}")
-    return Group(title, table, *_more_bytes(moved, itemsize, topology))
+    rows = [
+        (step["step"], step["axes"], step["change"], human_bytes(step["nbytes"]), f"{step['seconds'] * 1e6:.1f}")
+        for step in plan_rows(moved, itemsize, topology)
+    ]
+    total = ("total", "", "", human_bytes(moved.busiest() * itemsize), f"{moved.seconds * 1e6:.1f}")
+    return Group(
+        title(f"[{moved.src}] -> [{moved.dst}]  of {moved.shape}\ntopology {topology}; {why}"),
+        table(("step", "axes", "from -> to", ">received", ">predicted us"), rows, total=total),
+        *_more_bytes(moved, itemsize, topology),
+    )
 
 
 def _more_bytes(moved: Plan, itemsize: int, topology: Topology) -> list[Text]:
@@ -222,132 +157,123 @@ def _more_bytes(moved: Plan, itemsize: int, topology: Topology) -> list[Text]:
 
 def plan_rows(moved: Plan, itemsize: int, topology: Topology) -> list[dict[str, Any]]:
     """The steps of a redistribution as JSON values."""
-    found = []
+    rows = []
     for (step, layout), (name, axes, change), load in zip(moved.stages(), moved.words(), moved.loads(), strict=True):
         seconds, nbytes = step_seconds(step, layout, moved.shape, itemsize, topology), load.received * itemsize
-        found.append({"step": name, "axes": axes, "change": change, "nbytes": nbytes, "seconds": seconds})
-    return found
+        rows.append({"step": name, "axes": axes, "change": change, "nbytes": nbytes, "seconds": seconds})
+    return rows
 
 
-def reshard_table(found: ReshardPlan, topology: Topology, why: str = "as given", most: int = 64) -> Group:
+def reshard_table(resharding: ReshardPlan, topology: Topology, why: str = "as given", most: int = 64) -> Group:
     """The chains of a plan between meshes, by the time they start, and what crosses from host to host."""
-    src, dst = (f"[{layout}] on ({layout.mesh})" for layout in (found.src, found.dst))
-    title, table = _titled(f"{src} -> {dst}  of {found.shape}\ntopology {topology}; {why}")
-    for heading in ("start us", "busy us", "bytes", "chunks"):
-        table.add_column(heading, justify="right")
-    for heading in ("form", "slice", "ranks"):
-        table.add_column(heading)
-    for row in chain_rows(found)[:most]:
-        ranks = " > ".join(map(str, row.ranks))
-        seconds = (f"{row.start * 1e6:.1f}", f"{row.seconds * 1e6:.1f}")
-        table.add_row(*seconds, human_bytes(row.nbytes), str(row.chunks), row.form, escape(row.slice), ranks)
-    hidden = len(found.chains) - most
+    src, dst = (f"[{layout}] on ({layout.mesh})" for layout in (resharding.src, resharding.dst))
+    rows = [
+        (
+            f"{row.start * 1e6:.1f}",
+            f"{row.seconds * 1e6:.1f}",
+            human_bytes(row.nbytes),
+            str(row.chunks),
+            row.form,
+            row.slice,
+            " > ".join(map(str, row.ranks)),
+        )
+        for row in chain_rows(resharding)[:most]
+    ]
+    hidden = len(resharding.chains) - most
     more = [count(hidden, "chain") + " more"] if hidden > 0 else []
-    return Group(title, table, Text("\n".join([*more, *summary_lines(found, topology)])))
+    return Group(
+        title(f"{src} -> {dst}  of {resharding.shape}\ntopology {topology}; {why}"),
+        table((">start us", ">busy us", ">bytes", ">chunks", "form", "slice", "ranks"), rows),
+        Text("\n".join([*more, *summary_lines(resharding, topology)])),
+    )
 
 
 def meshes_table(choices: Sequence[MeshChoice], topology: Topology, why: str = "as given") -> Group:
     """Meshes for a transformer, the cheapest first."""
-    title, table = _titled(f"Meshes for one training step, communication alone\ntopology {topology}; {why}")
-    table.add_column("mesh")
-    table.add_column("name")
-    for heading in ("ms", "ms on d1", "ms on d2", "received"):
-        table.add_column(heading, justify="right")
+    rows = []
     for choice in choices:
-        parts = (choice.seconds, choice.seconds_on("d1"), choice.seconds_on("d2"))
-        table.add_row(str(choice.mesh), choice.name, *(f"{s * 1e3:.3f}" for s in parts), human_bytes(choice.nbytes))
-    return Group(title, table)
+        seconds = (choice.seconds, choice.seconds_on("d1"), choice.seconds_on("d2"))
+        rows.append([str(choice.mesh), choice.name, *(f"{s * 1e3:.3f}" for s in seconds), human_bytes(choice.nbytes)])
+    return Group(
+        title(f"Meshes for one training step, communication alone\ntopology {topology}; {why}"),
+        table(("mesh", "name", ">ms", ">ms on d1", ">ms on d2", ">received"), rows),
+    )
 
 
 def topology_table(topology: Topology) -> Group:
     """The layers of a topology, outermost first."""
-    title, table = _titled(str(topology))
-    for heading in ("layer", "ranks in each parent", "group GB/s", "latency us"):
-        table.add_column(heading, justify="left" if heading == "layer" else "right")
-    for layer in topology.layers:
-        ranks = "any" if layer.ranks is None else str(layer.ranks)
-        table.add_row(layer.name, ranks, f"{layer.group_bandwidth / 1e9:g}", f"{layer.latency * 1e6:g}")
-    return Group(title, table)
+    rows = [
+        (
+            layer.name,
+            "any" if layer.ranks is None else str(layer.ranks),
+            f"{layer.group_bandwidth / 1e9:g}",
+            f"{layer.latency * 1e6:g}",
+        )
+        for layer in topology.layers
+    ]
+    heads = ("layer", ">ranks in each parent", ">group GB/s", ">latency us")
+    return Group(title(str(topology)), table(heads, rows))
 
 
-_NUMBERS = ("count", "received", "predicted ms", "measured ms")
-
-
-def explanation_table(found: Explanation, legend: str = "") -> Group:
+def explanation_table(explanation: Explanation, legend: str = "") -> Group:
     """The candidates of one operator, the chosen one marked, and why it was."""
-    title, table = _titled("\n".join(found.head()))
-    table.add_column("", no_wrap=True)
-    table.add_column("axes, layouts")
-    for heading in (
-        "received",
-        "mes-\nsages",
-        "peak",
-        "gather\nus",
-        "compute\nus",
-        "reduce\nus",
-        "back-\nward us",
-        "x\nbound",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for candidate in found.candidates:
-        chosen = candidate is found.chosen
+    times = (">gather\nus", ">compute\nus", ">reduce\nus", ">back-\nward us")
+    heads = ("", "axes, layouts", ">received", ">mes-\nsages", ">peak", *times, ">x\nbound")
+    rows: list[list[str | Text]] = []
+    styles = []
+    for candidate in explanation.candidates:
+        chosen = candidate is explanation.chosen
         layouts = candidate.placements.replace(", ", "\n  ").replace(" -> ", "\n  -> ")
         what = Text.assemble((candidate.name, "bold"), (f"\n  {layouts}", "" if chosen else "dim"))
-        table.add_row("*" if chosen else "", what, *figures(candidate), style="green" if chosen else "")
-    foot = [*found.foot(), *([legend] if legend else [])]
-    return Group(title, table, Text("\n".join(foot)), Text(""))
+        rows.append(["*" if chosen else "", what, *figures(candidate)])
+        styles.append("green" if chosen else "")
+    foot = [*explanation.foot(), *([legend] if legend else [])]
+    return Group(
+        title("\n".join(explanation.head())),
+        table(heads, rows, styles=styles),
+        Text("\n".join(foot)),
+        Text(""),
+    )
 
 
-def trace_table(found: Trace) -> Group:
+def trace_table(trace: Trace) -> Group:
     """The events of a trace, by operator, collective, axis and module."""
-    title, table = _titled(f"{count(len(found.events), 'collective')}, {human_bytes(found.nbytes)} received")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", overflow="fold")
-    for row in found.rows():
-        table.add_row(*map(escape, row))
-    return Group(title, table)
+    numbers = ("count", "received", "predicted ms", "measured ms")
+    heads = [f">{head}" if head in numbers else head for head in HEADINGS]
+    received = f"{count(len(trace.events), 'collective')}, {human_bytes(trace.nbytes)} received"
+    return Group(title(received), table(heads, trace.rows()))
 
 
-def model_table(found: ModelPlan) -> Group:
+def model_table(model_plan: ModelPlan) -> Group:
     """Modules of a model with their layouts and what each sends in a step."""
-    first, *_, last = str(found).split("\n")
-    title, table = _titled(first)
-    for heading in PLAN_HEADINGS:
-        table.add_column(heading, justify="right" if heading in ("received", "ms") else "left", overflow="fold")
-    for row in found.rows():
-        table.add_row(*map(escape, row))
-    return Group(title, table, Text(last if found.cost is not None else ""))
+    first, *_, last = str(model_plan).split("\n")
+    heads = [f">{head}" if head in ("received", "ms") else head for head in PLAN_HEADINGS]
+    return Group(title(first), table(heads, model_plan.rows()), Text(last if model_plan.cost is not None else ""))
 
 
 def measured_table(topology: Topology) -> Group:
     """The figures measured for each collective along each set of axes; bandwidth is that of the largest size."""
-    title, table = _titled(str(topology))
-    for heading in ("collective", "axes"):
-        table.add_column(heading)
-    for heading in ("latency us", "MB/s", "up to", "spread"):
-        table.add_column(heading, justify="right")
-    for found in topology.measured:
-        table.add_row(
-            found.collective or "any",
-            ",".join(found.axes),
-            f"{found.latency * 1e6:.0f}",
-            f"{found.bandwidth / 1e6:,.0f}",
-            human_bytes(max(found.sizes, default=0)),
-            f"{found.spread:.0%}",
+    rows = [
+        (
+            measured.collective or "any",
+            ",".join(measured.axes),
+            f"{measured.latency * 1e6:.0f}",
+            f"{measured.bandwidth / 1e6:,.0f}",
+            human_bytes(max(measured.sizes, default=0)),
+            f"{measured.spread:.0%}",
         )
+        for measured in topology.measured
+    ]
     device = topology.device
-    rates = ", ".join(f"{name} {rate / 1e9:,.0f} Gflop/s" for name, rate in device.flops)
-    memory = f"memory {device.memory_bandwidth / 1e9:.1f} GB/s"
-    host = f"launch {device.launch * 1e6:.1f} us"
-    host += (
-        f", distributed operator {device.dispatch * 1e6:.0f} us ({device.in_place * 1e6:.0f} in place)"
-        if device.dispatch
-        else ""
+    parts = [
+        ", ".join(f"{name} {rate / 1e9:,.0f} Gflop/s" for name, rate in device.flops),
+        f"memory {device.memory_bandwidth / 1e9:.1f} GB/s",
+        f"launch {device.launch * 1e6:.1f} us",
+    ]
+    if device.dispatch:
+        parts.append(f"distributed operator {device.dispatch * 1e6:.0f} us ({device.in_place * 1e6:.0f} in place)")
+    return Group(
+        title(str(topology)),
+        table(("collective", "axes", ">latency us", ">MB/s", ">up to", ">spread"), rows),
+        Text(f"{device.name}: {', '.join(parts)}"),
     )
-    return Group(title, table, Text(f"{device.name}: {rates}, {memory}, {host}"))
-
-
-def _titled(title: str) -> tuple[Text, Table]:
-    """A title, not folded to the width of its table, and the empty table."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    return Text(title, style="italic"), table

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
+from dshard.report.console import table, title
 from dshard.simulate import Found, Slot, Step
+from dshard.simulate.queues import Event
 from dshard.tables import human_bytes
 from dshard.topology import Topology
 
 
-def setups_table(found: Found, topology: Topology, why: str, top: int) -> Group:
+def setups_table(setups: Found, topology: Topology, why: str, top: int) -> Group:
     """The fastest setups; those that no other beats in both time and memory are marked."""
-    table = Table("", "setup", "seconds", "sequences/s", "idle", "memory", "network s", "received", box=box.SIMPLE_HEAD)
-    for column in table.columns[2:]:
-        column.justify = "right"
-    front = set(map(id, found.front))
-    shown = [step for i, step in enumerate(found.steps) if i < top or id(step) in front]
-    for step in shown:
-        table.add_row(
+    heads = ("", "setup", ">seconds", ">sequences/s", ">idle", ">memory", ">network s", ">received")
+    front = set(map(id, setups.front))
+    rows = [
+        (
             ("*" if id(step) in front else " ") + ("+" if step.setup.beyond else ""),
             str(step.setup),
             f"{step.seconds:.4g}",
@@ -32,18 +30,20 @@ def setups_table(found: Found, topology: Topology, why: str, top: int) -> Group:
             f"{step.totals.network:.3g}",
             human_bytes(step.totals.nbytes),
         )
-    counts = f"{found.tried} setups, {found.fitting} fit in memory, {len(found.steps)} simulated"
+        for i, step in enumerate(setups.steps)
+        if i < top or id(step) in front
+    ]
+    counts = f"{setups.tried} setups, {setups.fitting} fit in memory, {len(setups.steps)} simulated"
     note = (
         "* no other setup is both faster and smaller; + asks for more than parallelize does by itself; "
         "idle: what the pipeline waits"
     )
-    return Group(Text(f"{counts}, on {topology.name} ({why})", style="italic"), table, Text(note, style="dim"))
+    return Group(title(f"{counts}, on {topology.name} ({why})"), table(heads, rows), Text(note, style="dim"))
 
 
 def step_table(step: Step, slots: Sequence[Slot], topology: Topology, why: str) -> Group:
     """Seconds, bytes sent and memory of a step, and its events by name."""
-    sums = Table("", "", box=box.SIMPLE_HEAD, show_header=False)
-    rows = [
+    sums = [
         ("seconds", f"{step.seconds:.4g}, {step.sequences_per_second:.4g} sequences per second"),
         ("computing", f"{step.totals.compute:.4g} s, {step.totals.flops:.3g} operations"),
         ("network", f"{step.totals.network:.4g} s, {human_bytes(step.totals.nbytes)} received"),
@@ -52,23 +52,18 @@ def step_table(step: Step, slots: Sequence[Slot], topology: Topology, why: str) 
     ]
     memory = step.memory
     parts = ("weights", "gradients", "optimizer", "activations", "transient", "total")
-    rows += [(f"memory: {name}", human_bytes(getattr(memory, name))) for name in parts]
-    for row in rows:
-        sums.add_row(*row)
-    named = Table("event", "phase", "count", "seconds", "received", "axes", box=box.SIMPLE_HEAD)
-    for column in named.columns[2:5]:
-        column.justify = "right"
-    for (name, phase, axes), events in _grouped(slots).items():
-        seconds = sum(slot.event.seconds for slot in events)
-        nbytes = sum(slot.event.nbytes for slot in events)
-        named.add_row(name, phase, str(len(events)), f"{seconds:.3g}", human_bytes(nbytes) if nbytes else "", axes)
-    head = Text(f"{step.setup}, a batch of {step.batch}, on {topology.name} ({why})", style="italic")
-    return Group(head, sums, Text("one microbatch of one stage, and the end of the step", style="italic"), named)
-
-
-def _grouped(slots: Sequence[Slot]) -> dict[tuple[str, str, str], list[Slot]]:
-    found: dict[tuple[str, str, str], list[Slot]] = {}
-    for slot in slots:
-        event = slot.event
-        found.setdefault((event.name, event.phase, " ".join(event.axes)), []).append(slot)
-    return found
+    sums += [(f"memory: {name}", human_bytes(getattr(memory, name))) for name in parts]
+    groups: defaultdict[tuple[str, str, str], list[Event]] = defaultdict(list)
+    for event in (slot.event for slot in slots):
+        groups[event.name, event.phase, " ".join(event.axes)].append(event)
+    rows = []
+    for (name, phase, axes), events in groups.items():
+        nbytes = sum(event.nbytes for event in events)
+        seconds = f"{sum(event.seconds for event in events):.3g}"
+        rows.append((name, phase, str(len(events)), seconds, human_bytes(nbytes) if nbytes else "", axes))
+    return Group(
+        title(f"{step.setup}, a batch of {step.batch}, on {topology.name} ({why})"),
+        table(("", ""), sums),
+        title("one microbatch of one stage, and the end of the step"),
+        table(("event", "phase", ">count", ">seconds", ">received", "axes"), rows),
+    )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from dshard.pipeline import Backward, BackwardInput, BackwardWeight, Choice, Compute, Forward, Program, Span, simulate
-from dshard.report import count
+from dshard.report.console import count, table, title
 from dshard.tables import human_bytes
 
 COLUMNS = 72
@@ -20,39 +18,37 @@ COLUMNS = 72
 def simulation_table(choice: Choice, columns: int = COLUMNS) -> Group:
     """The computations of each stage, to scale, with its idle time and its memory."""
     program, timeline = choice.program, choice.timeline
-    table = _table("stage", "timeline", "idle", "in flight", "peak")
-    for stage, spans in enumerate(timeline.spans):
-        table.add_row(
+    rows = [
+        (
             str(stage),
             _bar(spans, timeline.makespan, columns),
             f"{timeline.bubble(stage):.1%}",
             str(timeline.in_flight(stage)),
             human_bytes(timeline.peak_bytes(stage)),
         )
+        for stage, spans in enumerate(timeline.spans)
+    ]
     signals = simulate(program, timeline.costs.signals()).makespan
     over = f", {timeline.makespan / signals - 1:.1%} above that" if signals else ""
     foot = f"{timeline.makespan:g} s; with messages of one byte {signals:g} s{over}"
-    return Group(Text(_title(program), style="italic"), table, Text(foot), Text(_legend(program), style="dim"))
+    drawn = table((">stage", "timeline", ">idle", ">in flight", ">peak"), rows, no_wrap=True)
+    return Group(title(_title(program)), drawn, Text(foot), Text(_legend(program), style="dim"))
 
 
 def schedules_table(ranked: Sequence[Choice], budget: int | None = None) -> Group:
     """All schedules, the fastest first; those that exceed the memory are dim."""
-    table = _table("schedule", "delay", "seconds", "idle", "in flight", "peak")
+    rows, styles = [], []
     for choice in ranked:
         program, timeline = choice.program, choice.timeline
         stages = range(program.n_stages)
         idle = sum(map(timeline.bubble, stages)) / program.n_stages
-        table.add_row(
-            program.schedule,
-            "" if program.delay is None else str(program.delay),
-            f"{timeline.makespan:g}",
-            f"{idle:.1%}",
-            str(max(map(timeline.in_flight, stages))),
-            human_bytes(choice.peak_bytes),
-            style="" if budget is None or choice.peak_bytes <= budget else "dim",
-        )
-    program = ranked[0].program
-    return Group(Text(_size(program), style="italic"), table)
+        delay = "" if program.delay is None else str(program.delay)
+        in_flight = str(max(map(timeline.in_flight, stages)))
+        peak = human_bytes(choice.peak_bytes)
+        rows.append((program.schedule, delay, f"{timeline.makespan:g}", f"{idle:.1%}", in_flight, peak))
+        styles.append("" if budget is None or choice.peak_bytes <= budget else "dim")
+    heads = ("schedule", ">delay", ">seconds", ">idle", ">in flight", ">peak")
+    return Group(title(_size(ranked[0].program)), table(heads, rows, styles=styles, no_wrap=True))
 
 
 def _title(program: Program) -> str:
@@ -73,31 +69,19 @@ def _legend(program: Program) -> str:
 
 def _bar(spans: Sequence[Span], makespan: float, columns: int) -> Text:
     """A line to scale: each span begins with its name, and goes on in dashes."""
-    found = Text(no_wrap=True)
+    bar = Text(no_wrap=True)
     scale = columns / makespan if makespan else 0.0
     for span in spans:
         begin, end = round(span.begin * scale), round(span.end * scale)
-        found.append("." * (begin - len(found)), style="dim")
-        found.append(str(span.compute)[: end - begin].ljust(end - begin, "-"), style=_style(span.compute))
-    found.append("." * (columns - len(found)), style="dim")
-    return found
+        bar.append("." * (begin - len(bar)), style="dim")
+        bar.append(str(span.compute)[: end - begin].ljust(end - begin, "-"), style=_STYLES[type(span.compute)])
+    bar.append("." * (columns - len(bar)), style="dim")
+    return bar
 
 
-def _style(compute: Compute) -> str:
-    match compute:
-        case Forward():
-            return "blue"
-        case Backward():
-            return "green"
-        case BackwardInput():
-            return "cyan"
-        case BackwardWeight():
-            return "yellow"
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for heading in headings:
-        left = heading in ("timeline", "schedule")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
-    return table
+_STYLES: dict[type[Compute], str] = {
+    Forward: "blue",
+    Backward: "green",
+    BackwardInput: "cyan",
+    BackwardWeight: "yellow",
+}

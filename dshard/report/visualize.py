@@ -9,14 +9,13 @@ from html import escape
 from os import PathLike
 from pathlib import Path
 
-from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from dshard import report
 from dshard.errors import ShapeError
 from dshard.layout import Layout, Region, Shape
+from dshard.report.console import show, table
 from dshard.tables import text_table
 from dshard.tensor import DTensor
 from dshard.validate import as_shape, check_type
@@ -60,14 +59,14 @@ class Picture:
 
     def panels(self) -> dict[Region, list[Tile]]:
         """The tiles of each slab of the leading dims, in order."""
-        found: defaultdict[Region, list[Tile]] = defaultdict(list)
+        panels: defaultdict[Region, list[Tile]] = defaultdict(list)
         for tile in self.tiles:
-            found[tile.lead].append(tile)
-        return dict(found)
+            panels[tile.lead].append(tile)
+        return dict(panels)
 
     def show(self) -> None:
         """Print the picture, in colour on a terminal."""
-        report.show(self.__rich__())
+        show(self.__rich__())
 
     def __rich__(self) -> Group:
         drawn = [Text(self.title, style="italic")]
@@ -178,12 +177,8 @@ def _grid(tiles: Sequence[Tile]) -> tuple[list[range], list[range], dict[tuple[r
 
 def _table(tiles: Sequence[Tile]) -> Table:
     rows, columns, held = _grid(tiles)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for heading in ("", *map(_said, columns)):
-        table.add_column(heading)
-    for r in rows:
-        table.add_row(_said(r), *(_coloured(held.get((r, c), ())) for c in columns))
-    return table
+    cells: list[list[str | Text]] = [[_said(r), *(_coloured(held.get((r, c), ())) for c in columns)] for r in rows]
+    return table(("", *map(_said, columns)), cells)
 
 
 def _coloured(ranks: Sequence[int]) -> Text:
@@ -200,19 +195,19 @@ def _drawn(tile: Tile, top: float, down: float, across: float) -> list[str]:
     x, y = MARGIN + tile.columns.start * across, top + tile.rows.start * down
     width, height = len(tile.columns) * across, len(tile.rows) * down
     stripe = width / len(tile.ranks)
-    found = [
+    parts = [
         f'<rect x="{x + i * stripe:.2f}" y="{y:.2f}" width="{stripe:.2f}" height="{height:.2f}" fill="{colour(rank)}" '
         f'data-rank="{rank}" data-part="{" ".join(map(_said, (*tile.lead, tile.rows, tile.columns)))}"/>'
         for i, rank in enumerate(tile.ranks)
     ]
     label = _ranks(tile.ranks)
     fits = width >= 7 * len(label) and height >= LEAST
-    found.append(
+    parts.append(
         f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="none" stroke="#222222">'
         f"<title>rows {_said(tile.rows)}, columns {_said(tile.columns)}: {label}</title></rect>"
     )
     middle = f'x="{x + width / 2:.2f}" y="{y + height / 2 + 4:.2f}" text-anchor="middle"'
-    return [*found, *([f"<text {middle}>{label}</text>"] if fits else [])]
+    return [*parts, *([f"<text {middle}>{label}</text>"] if fits else [])]
 
 
 def _sides(rows: int, columns: int) -> tuple[float, float]:

@@ -1,0 +1,89 @@
+"""The console: results, errors and notes, and the one form of all tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from rich import box
+from rich.console import Console, JustifyMethod, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+Drawing: TypeAlias = RenderableType
+"""What can be shown or exported."""
+
+WIDE = 128
+"""Columns of what is exported, and of what is printed to no terminal."""
+
+
+def show(value: Drawing) -> None:
+    """Print to the user; in colour on a terminal only, and never folded where there is none."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, WIDE)
+    console.print(value)
+
+
+def error(message: str) -> None:
+    """Print a failure where it does not mix with results: its first line stands out, the rest explains."""
+    first, _, rest = message.partition("\n")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"[bold red]error:[/] {escape(first)}")
+    if rest.strip():
+        console.print(escape(rest.strip("\n")), style="dim")
+
+
+def note(message: str) -> None:
+    """Print a note where it does not mix with results."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(escape(message), style="dim")
+
+
+def data(value: object) -> None:
+    """Print a value as JSON."""
+    print(json.dumps(value, indent=2), file=sys.stdout, flush=True)
+
+
+def table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    styles: Sequence[str] = (),
+    total: Sequence[str] = (),
+    no_wrap: bool = False,
+) -> Table:
+    """A table of rows under headings; a heading that begins with ">" is of numbers, which stand flush right.
+
+    `styles` are those of the rows, `total` is a row apart at the end. With `no_wrap` no cell takes several lines.
+    """
+    drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, show_header=any(heads))
+    for head in heads:
+        justify: JustifyMethod = "right" if head.startswith(">") else "left"
+        drawn.add_column(head.removeprefix(">"), justify=justify, no_wrap=no_wrap, overflow="fold")
+    for i, row in enumerate(rows):
+        drawn.add_row(*map(_cell, row), style=styles[i] if styles else None)
+    if total:
+        drawn.add_section()
+        drawn.add_row(*map(_cell, total))
+    return drawn
+
+
+def _cell(cell: str | Text) -> str | Text:
+    return escape(cell) if isinstance(cell, str) else cell
+
+
+def title(text: str) -> Text:
+    """The title of a table, which is not folded to its width."""
+    return Text(text, style="italic")
+
+
+def count(n: int, thing: str) -> str:
+    """A number and a noun, as text.
+
+    >>> count(1, "rank"), count(1000, "step")
+    ('1 rank', '1,000 steps')
+    """
+    return f"{n:,} {thing}" if n == 1 else f"{n:,} {thing}s"
