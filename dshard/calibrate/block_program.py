@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dshard.caches import cached
 from dshard.core.observe import Decision, OperatorMode, observing
 from dshard.mesh import Mesh
 from dshard.placements import Replicate
@@ -106,7 +106,7 @@ def writes(op: str) -> bool:
     return op.partition(".")[2].partition(".")[0].endswith("_")
 
 
-@cache
+@cached("operators of phases", 1)
 def operators_of_phases() -> tuple[Operators, Operators, Operators]:
     """Counts of operators of the block in forward, backward and optimiser.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 from zlib import crc32
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dshard.caches import cached
 from dshard.comm import transport
 from dshard.comm.events import emit
 from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of, simulated_ranks
@@ -160,7 +160,7 @@ def _gather_shapes(local: Tensor, layout: Layout, runtime: Runtime) -> dict[Coor
     return {at: tuple(row[3 : 3 + row[2]]) for at, row in rows.items()}
 
 
-@cache
+@cached("dtypes", 1)
 def _dtypes() -> list[torch.dtype]:
     """All dtypes of torch, in the same order in every process."""
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}

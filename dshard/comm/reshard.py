@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import blake2s
 from itertools import groupby
 from typing import TypeAlias
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dshard.caches import cached
 from dshard.comm import rank_checks
 from dshard.comm.events import LISTENERS, Event, measuring, tell
 from dshard.comm.reshard_buffers import Buffers
@@ -181,7 +182,7 @@ class _InFlight:
             raise RuntimeError(f"rank {self.op.peer} did not {what}: {error}") from error
 
 
-@lru_cache(maxsize=65536)
+@cached("reshard operations", 65536)
 def ops_of(plan: ReshardPlan, rank: int, in_step: bool) -> tuple[Op, ...]:
     """The sends and receives of a rank, in an order in which no chunk is forwarded before it arrives."""
     ops, times = [], _model_times(plan) if in_step else _byte_times(plan)
@@ -205,7 +206,7 @@ def _model_times(plan: ReshardPlan) -> list[Time]:
     return [chain.begins for chain in plan.chains]
 
 
-@lru_cache(maxsize=4096)
+@cached("reshard times", 4096)
 def _byte_times(plan: ReshardPlan) -> list[Time]:
     """Times in bytes, where no rank delays its own chunks: the first hops of all pairs share the network.
 

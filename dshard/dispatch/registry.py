@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import inf
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tag
 
-from dshard.caches import clear_caches
+from dshard.caches import Cache, cached, clear_caches
 from dshard.core.call import Call, Operator, writes_first
 from dshard.errors import NotationError
 from dshard.ops import (
@@ -104,8 +103,6 @@ def register_rule(
 def register(op: str | OpOverload, found: Operator, says: str) -> None:
     """Give all overloads of the operator of this name, or one overload, the row `found` in place of dshard's own."""
     _USER[op], _TEXTS[str(op)] = found, says
-    find.cache_clear()
-    FACTS.clear()
     clear_caches()
 
 
@@ -194,7 +191,7 @@ def _check_rule(rule: str, reduce: ReduceOp | Sequence[ReduceOp]) -> None:
         )
 
 
-@cache
+@cached("operator rows", 16384)
 def find(func: OpOverload) -> Operator | None:
     """The row of `func` in the tables; an in-place operator has the row of its functional form."""
     name = func._schema.name
@@ -229,18 +226,18 @@ class Known:
     writes: bool
 
 
-FACTS: dict[int, Known] = {}
+FACTS = Cache("operators")
 """The facts about operators, by `id`."""
 
 
 def known(func: OpOverload) -> Known:
     """The facts about `func`, from the cache."""
-    facts = FACTS.get(id(func))
+    facts: Known | None = FACTS.get(id(func))
     if facts is None:
         op = find(func)
         changes = writes_first(func)
         writes = changes and Tag.inplace_view not in func.tags
-        facts = FACTS[id(func)] = Known(func, op, _alternatives(func), op is None or op.values, changes, writes)
+        facts = FACTS.add(id(func), Known(func, op, _alternatives(func), op is None or op.values, changes, writes))
     return facts
 
 

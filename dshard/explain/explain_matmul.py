@@ -7,13 +7,13 @@ sharded and gathered; the result is reduced to replicated or sharded, or left pa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from itertools import permutations, product
 from math import prod
 from typing import NamedTuple, TypeAlias
 
 import torch
 
+from dshard.caches import cached
 from dshard.core.context import planning_context
 from dshard.cost import work_seconds
 from dshard.errors import LayoutError, MeshError, ShapeError
@@ -224,7 +224,7 @@ def _name(schedule: Schedule, mesh: Mesh) -> str:
     return " ".join(words if strategy is None else [*words, f"({strategy})"])
 
 
-@cache
+@cached("strategy names", 1)
 def _strategy_names() -> dict[tuple[tuple[str, ...], tuple[str, ...]], str]:
     """Names of strategies by loops and storage, for any order of the axes."""
     names: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from math import inf, prod
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from dshard.caches import cached
 from dshard.core.moves import with_partials_reduced
 from dshard.torch_private import OpOverload, decomposition_table
 
@@ -187,7 +187,7 @@ NOT_TAKEN_APART = frozenset({aten.as_strided_scatter.default, aten.narrow_copy.d
 """Operators whose decomposition in torch leads back to them, or refuses other arguments than they do."""
 
 
-@cache
+@cached("decompositions", 16384)
 def decomposition_of(func: OpOverload) -> Callable[..., Any] | None:
     """Torch's decomposition of `func` into other operators, or None if it has none."""
     if func in NOT_TAKEN_APART:

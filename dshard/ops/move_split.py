@@ -7,11 +7,11 @@ the elements that it needs, and leaves the result sharded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from dshard.caches import cached
 from dshard.core.context import planning_context
 from dshard.core.moves import redistributed
 from dshard.core.spec import Spec
@@ -25,7 +25,7 @@ from dshard.topology import Topology
 from dshard.torch_private import OpOverload
 
 
-@lru_cache(maxsize=16384)
+@cached("split dims", 16384)
 def split_dims_of(spec: Spec, dim: int, topology: Topology) -> Layout | None:
     """The layout with `dim` unsharded and the longest other dims sharded, if that costs less to reach; else None."""
     axes = split_axes(spec.layout, (dim,))

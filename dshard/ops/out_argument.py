@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dshard.caches import cached
 from dshard.core.moves import leaves
 from dshard.errors import LayoutError, ShapeError
 from dshard.ops.custom import check
@@ -38,7 +38,7 @@ def into_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return outs[0] if len(outs) == 1 else outs
 
 
-@cache
+@cached("forms without out", 4096)
 def without_out(func: OpOverload) -> OpOverload:
     """The form of the operator that takes no `out`.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
+from dshard.caches import cached
 from dshard.errors import ScheduleError
 from dshard.pipeline.actions import (
     Action,
@@ -118,7 +118,7 @@ class Program:
         return "\n".join(f"stage {i}: {', '.join(map(str, self.actions(i)))}" for i in range(self.n_stages))
 
 
-@lru_cache(maxsize=1024)
+@cached("pipeline actions", 1024)
 def _actions(program: Program, stage: int) -> tuple[Action, ...]:
     return tuple(_generate(program, stage))
 

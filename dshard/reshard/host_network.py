@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 from math import prod
 from typing import Literal, TypeAlias
 
+from dshard.caches import cached
 from dshard.topology import Topology
 
 Resource: TypeAlias = tuple[int, Literal["tx", "rx"]]
@@ -56,7 +56,7 @@ class HostNetwork:
         return (self.latency, self.bandwidth) if crosses else (self.inside_latency, self.inside)
 
 
-@lru_cache(maxsize=256)
+@cached("hosts", 256)
 def host_network_of(topology: Topology) -> HostNetwork:
     """The hosts of a topology: its units of least bandwidth to their outside, the innermost of these.
 

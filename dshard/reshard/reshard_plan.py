@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
+from dshard.caches import cached
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial, Placement, Replicate, Shard
@@ -143,7 +143,7 @@ def plan_reshard(
     return _plan(src, dst, tuple(shape), itemsize, topology, seed)
 
 
-@lru_cache(maxsize=4096)
+@cached("reshard plans", 4096)
 def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, seed: int) -> ReshardPlan:
     _check(src, dst, shape, topology)
     wires, landed = host_network_of(topology), _whole(dst, Replicate())

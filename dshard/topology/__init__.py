@@ -7,8 +7,7 @@ machines; `json_files` reads and writes JSON.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
+from dshard.caches import cached
 from dshard.topology.links import COLLECTIVES, Collective, Device, Layer, Link, Measured
 from dshard.topology.network import Topology
 from dshard.topology.presets import CPU, CUDA, PRESETS, Backend
@@ -36,7 +35,7 @@ BYTES = Topology.preset("bytes")
 """A network on which a plan's seconds are the bytes that its busiest rank receives: the cheapest sends the fewest."""
 
 
-@lru_cache(maxsize=64)
+@cached("default topologies", 64)
 def default_topology(device_type: str, ranks_per_host: int | None = None) -> Topology:
     """The topology assumed for ranks that compute on `device_type` where none is given.
 

@@ -167,3 +167,10 @@ def test_no_two_files_share_a_name() -> None:
 def test_no_function_is_handed_the_class_of_distributed_tensors() -> None:
     """What lies below DTensor is typed by `dshard.core.wrapper.Wrapper`."""
     assert [str(path) for path in SOURCES if "cls: Any" in path.read_text()] == []
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.id != "caches.py"])
+def test_every_cache_is_in_cache_info(path: Path) -> None:
+    """Functions are cached by `dshard.caches.cached`, under a name and with a bound, never by functools alone."""
+    tree = ast.parse(path.read_text())
+    assert not {"functools", "functools.cache", "functools.lru_cache"} & {*imported(tree)}

@@ -101,8 +101,7 @@ def own_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(registry, "_USER", dict(registry._USER))
     monkeypatch.setattr(registry, "_TEXTS", dict(registry._TEXTS))
     yield
-    for forget in (registry.find.cache_clear, registry.FACTS.clear, registry.clear_caches):
-        forget()
+    registry.clear_caches()
 
 
 @torch.library.custom_op("dshard_tests::weighed", mutates_args=())

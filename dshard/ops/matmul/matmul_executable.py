@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -147,7 +147,7 @@ def matmul_of_strategy(
         ends=(end,),
         wanted=wanted,
     )
-    decision = replace(decision, panels=cache(partial(in_panels, rule, _three(decision), out.dtype, topology)))
+    decision = replace(decision, panels=partial(in_panels, rule, _three(decision), out.dtype, topology))
     streamed = _streamed(decision, out, stream)
     kind: type[Executable] = Executable
     if streamed is not None:

@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from dshard.caches import cached
 from dshard.core.panel_cost import PanelCost
 from dshard.cost import work_seconds
 from dshard.layout import Shape
@@ -22,6 +23,7 @@ Plans = tuple[Plan, Plan, Plan]
 BULK = Stream(1)
 
 
+@cached("prices in panels", 4096)
 def in_panels(
     rule: Rule, plans: Plans, dtype: torch.dtype, topology: Topology, stream: Stream = BULK
 ) -> tuple[PanelCost, ...]:
