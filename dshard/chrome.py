@@ -42,15 +42,15 @@ def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "ts": 0, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _event(found: Slice, thread: int) -> dict[str, Any]:
+def _event(piece: Slice, thread: int) -> dict[str, Any]:
     """A complete event; the format counts in microseconds."""
     return {
-        "name": found.name,
-        "cat": found.category,
+        "name": piece.name,
+        "cat": piece.category,
         "ph": "X",
-        "ts": found.begin * 1e6,
-        "dur": found.seconds * 1e6,
-        "pid": found.track[0],
+        "ts": piece.begin * 1e6,
+        "dur": piece.seconds * 1e6,
+        "pid": piece.track[0],
         "tid": thread,
-        "args": dict(found.shown),
+        "args": dict(piece.shown),
     }

@@ -36,12 +36,12 @@ def leaves(state: Mapping[str, Any]) -> dict[str, Leaf]:
     Raises:
         CheckpointError: two leaves of one name, or a distributed tensor where it cannot be found again.
     """
-    found: dict[str, Leaf] = {}
+    by_name: dict[str, Leaf] = {}
     for leaf in _leaves("", state):
-        if leaf.name in found:
+        if leaf.name in by_name:
             raise CheckpointError(f"two values of the state are called {leaf.name!r}: rename one of them")
-        found[leaf.name] = leaf
-    return found
+        by_name[leaf.name] = leaf
+    return by_name
 
 
 def _leaves(prefix: str, container: Any) -> Iterator[Leaf]:

@@ -281,8 +281,8 @@ class _CheckedItems:
 def files_of_saves(path: Path) -> Iterator[tuple[Path, str | None]]:
     """The files in a directory that a save has made, `.metadata` aside, with what names the save; None for torch's."""
     for entry in list(path.iterdir()):
-        if found := DATA_FILE.fullmatch(entry.name) or UNPUBLISHED.fullmatch(entry.name):
-            yield entry, found[1]
+        if match := DATA_FILE.fullmatch(entry.name) or UNPUBLISHED.fullmatch(entry.name):
+            yield entry, match[1]
 
 
 def _published(path: Path) -> Metadata | None:

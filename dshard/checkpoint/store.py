@@ -60,7 +60,7 @@ def save(
     check_state(state)
     check_path(path)
     path, doing = agreed_path(path, "save to", process_group), f"cannot save to {path}"
-    flat = {name: leaf.value for name, leaf in leaves(settled_state(states(state))).items()}
+    flat = {name: leaf.value for name, leaf in leaves(complete_partials(states(state))).items()}
     with failing(f"saving to {path}: what was there before stays as it was"):
         writer = Writer(path)
         on_first_rank(writer.prepare, doing, process_group)
@@ -98,10 +98,10 @@ def load(
         if isinstance(value, Optimizer):
             _give_state(value)
     nested = states(state)
-    found = leaves(nested)
+    by_name = leaves(nested)
     with failing(f"loading from {path}"):
-        flat = _load_one_version(found, path, progress, process_group)
-    for name, leaf in found.items():
+        flat = _load_one_version(by_name, path, progress, process_group)
+    for name, leaf in by_name.items():
         if not isinstance(leaf.value, Tensor):
             leaf.container[leaf.key] = flat[name]
     for key, value in state.items():
@@ -111,13 +111,13 @@ def load(
             state[key] = nested[key]
 
 
-def _load_one_version(found: dict[str, Leaf], path: Path, progress: Report | None, group: Group) -> dict[str, Any]:
+def _load_one_version(by_name: dict[str, Leaf], path: Path, progress: Report | None, group: Group) -> dict[str, Any]:
     """The leaves, read from one version of the checkpoint on all ranks, whatever is saved to the path meanwhile."""
     failed: CheckpointException | None = None
     failed_versions: set[Any] = set()
     for _ in range(TRIES):
         reader = Reader(path)
-        problems = _problems(reader, found)  # reads the metadata
+        problems = _problems(reader, by_name)  # reads the metadata
         here = None if reader.known is None else version(reader.known)
         versions = set(comm.gather_objects((reader.known is not None, here), group))
         if len(versions) > 1:
@@ -126,7 +126,7 @@ def _load_one_version(found: dict[str, Leaf], path: Path, progress: Report | Non
         agree(problems, f"cannot load from {path}", group)
         if failed is not None and versions == failed_versions:
             raise failed
-        flat = {name: leaf.value for name, leaf in found.items()}
+        flat = {name: leaf.value for name, leaf in by_name.items()}
         planner = LoadPlanner(flat.copy(), progress)
         try:
             with reader.files.stack:
@@ -167,7 +167,7 @@ def states(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
 
 
-def settled_state(state: Any) -> Any:
+def complete_partials(state: Any) -> Any:
     """The state with all partial reductions completed."""
     return pytree.tree_map_only(
         DTensor, lambda x: with_partials_reduced(x.detach(), "checkpoint") if x.layout.partial_axes() else x, state
@@ -192,7 +192,7 @@ def _give_state(optimizer: Optimizer) -> None:
             p.grad = grad
 
 
-def _problems(reader: Reader, found: dict[str, Leaf]) -> list[str]:
+def _problems(reader: Reader, by_name: dict[str, Leaf]) -> list[str]:
     """Texts that say where the leaves to load do not fit the checkpoint."""
     try:
         saved = reader.read_metadata().state_dict_metadata
@@ -202,7 +202,7 @@ def _problems(reader: Reader, found: dict[str, Leaf]) -> list[str]:
     except (CheckpointError, OSError) as error:
         return [str(error)]
     problems = []
-    for name, leaf in found.items():
+    for name, leaf in by_name.items():
         entry, value = saved.get(name), leaf.value
         if entry is None:
             problems.append(f"it has no {name!r}; it has {format_of(sorted(saved)[:SHOWN])}")
@@ -233,13 +233,13 @@ def agreed_path(path: str | os.PathLike[str], doing: str, group: Group) -> Path:
     Raises:
         CheckpointError: they do not, or it is no path of a file system.
     """
-    given = comm.gather_objects((os.fspath(path), os.path.abspath(path)), group)
-    if "://" in given[0][0]:
+    paths = comm.gather_objects((os.fspath(path), os.path.abspath(path)), group)
+    if "://" in paths[0][0]:
         raise CheckpointError(f"cannot {doing} {path}: give a path of a file system, which all ranks share")
-    if len({absolute for _, absolute in given}) > 1:
-        first = next(rank for rank, (_, absolute) in enumerate(given) if absolute != given[0][1])
+    if len({absolute for _, absolute in paths}) > 1:
+        first = next(rank for rank, (_, absolute) in enumerate(paths) if absolute != paths[0][1])
         raise CheckpointError(
-            f"cannot {doing} different paths: rank 0 gives {given[0][1]} and rank {first} gives {given[first][1]}; "
+            f"cannot {doing} different paths: rank 0 gives {paths[0][1]} and rank {first} gives {paths[first][1]}; "
             "give one path on all ranks, on a file system that they share"
         )
     return Path(path)
@@ -247,10 +247,10 @@ def agreed_path(path: str | os.PathLike[str], doing: str, group: Group) -> Path:
 
 def agree(problems: list[str], doing: str, group: Group) -> None:
     """Raise the problems of any rank on all ranks alike."""
-    found = list(dict.fromkeys(problem for rank in comm.gather_objects(problems, group) for problem in rank))
-    if found:
-        more = f"\n  ... and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        raise CheckpointError(f"{doing}:\n  " + "\n  ".join(found[:SHOWN]) + more)
+    all_problems = list(dict.fromkeys(problem for rank in comm.gather_objects(problems, group) for problem in rank))
+    if all_problems:
+        more = f"\n  ... and {len(all_problems) - SHOWN} more" if len(all_problems) > SHOWN else ""
+        raise CheckpointError(f"{doing}:\n  " + "\n  ".join(all_problems[:SHOWN]) + more)
 
 
 def on_first_rank(function: Callable[[], None], doing: str, group: Group) -> None:

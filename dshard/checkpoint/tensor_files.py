@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dshard import comm
 from dshard.checkpoint.flat_names import leaves
-from dshard.checkpoint.store import agree, agreed_path, failing, on_all_ranks, on_first_rank, settled_state, states
+from dshard.checkpoint.store import agree, agreed_path, complete_partials, failing, on_all_ranks, on_first_rank, states
 from dshard.comm.stored_chunks import boxes
 from dshard.errors import CheckpointError
 from dshard.layout import Region, Shape
@@ -56,12 +56,12 @@ def load_safetensors(state: dict[str, Any], path: str | os.PathLike[str]) -> int
         CheckpointError: a name or file is missing, a shape differs, or safetensors is not installed.
     """
     library = _library()
-    found = {name: leaf.value for name, leaf in leaves(states(state)).items() if isinstance(leaf.value, Tensor)}
+    tensors = {name: leaf.value for name, leaf in leaves(states(state)).items() if isinstance(leaf.value, Tensor)}
     with ExitStack() as stack, failing(f"loading from {path}"):
         files, problems = _opened(library, Path(path), stack)
-        problems += [problem for name, value in found.items() for problem in _problem(files, name, value)]
+        problems += [problem for name, value in tensors.items() for problem in _problem(files, name, value)]
         agree(problems, f"cannot load from {path}", None)
-        return sum(_fill(files[name], name, value) for name, value in found.items())
+        return sum(_fill(files[name], name, value) for name, value in tensors.items())
 
 
 def _library() -> Any:
@@ -129,14 +129,14 @@ def save_safetensors(
     path, doing = agreed_path(path, "save to", process_group), f"cannot save to {path}"
     partial = path.parent / f".{path.name}.partial"
     with torch.no_grad():
-        settled = settled_state(states(dict(state)))
-    found = {name: leaf.value for name, leaf in leaves(settled).items() if isinstance(leaf.value, Tensor)}
+        reduced = complete_partials(states(dict(state)))
+    tensors = {name: leaf.value for name, leaf in leaves(reduced).items() if isinstance(leaf.value, Tensor)}
     unknown = [
-        f"{name!r} is {x.dtype}, which the format does not have" for name, x in found.items() if x.dtype not in NAMES
+        f"{name!r} is {x.dtype}, which the format does not have" for name, x in tensors.items() if x.dtype not in NAMES
     ]
     if unknown:
         raise CheckpointError(f"cannot save to {path}:\n  " + "\n  ".join(unknown))
-    header, offsets, size = _header(found)
+    header, offsets, size = _header(tensors)
 
     def begin() -> None:
         if path.is_dir():
@@ -148,7 +148,7 @@ def save_safetensors(
 
     def write() -> None:
         with open(partial, "r+b") as file:
-            for name, value in found.items():
+            for name, value in tensors.items():
                 _write(file.fileno(), offsets[name], value, process_group)
             os.fsync(file.fileno())
 

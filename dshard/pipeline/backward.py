@@ -22,9 +22,9 @@ Grads = tuple[Tensor | None, ...]
 
 def backward(outputs: Outputs) -> None:
     """Accumulate the gradients of inputs and weights."""
-    found = [(out, grad) for out, grad in outputs if out.requires_grad]
-    if found:
-        torch.autograd.backward([out for out, _ in found], [grad for _, grad in found])
+    differentiable = [(out, grad) for out, grad in outputs if out.requires_grad]
+    if differentiable:
+        torch.autograd.backward([out for out, _ in differentiable], [grad for _, grad in differentiable])
 
 
 def backward_input(outputs: Outputs, inputs: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> Callable[[], None]:
@@ -42,7 +42,7 @@ def backward_input(outputs: Outputs, inputs: Sequence[Tensor], weights: Sequence
     owners = {node: weight for weight in weights if (node := _node(weight)) is not None}
     # In the order of the graph, the same on all ranks: weights may need collectives for their gradients.
     inner = [node for node in graph.following if node in leading]
-    borders = {node: found for node in inner if (found := graph.beside(node, leading, owners))}
+    borders = {node: leaves for node in inner if (leaves := graph.beside(node, leading, owners))}
     entered: dict[Node, Grads] = {}
     hooks = [node.register_prehook(partial(_remember, entered, node)) for node in borders]
     try:
@@ -53,10 +53,10 @@ def backward_input(outputs: Outputs, inputs: Sequence[Tensor], weights: Sequence
             hook.remove()
 
     def backward_weight() -> None:
-        for node, found in borders.items():
+        for node, leaves in borders.items():
             if node in entered:
-                reached = [weight for leaf, weight in owners.items() if leaf in found]
-                _backward_from(node, entered[node], reached, _others(node, found, borders))
+                reached = [weight for leaf, weight in owners.items() if leaf in leaves]
+                _backward_from(node, entered[node], reached, _others(node, leaves, borders))
         backward(later)
 
     return backward_weight

@@ -47,8 +47,8 @@ class Channels:
     shape of a microbatch, by a `Header` left under `name`: only then does receiving wait for sending to begin.
     """
 
-    def __init__(self, name: str, rank: int, landing: Callable[[Edge, int], Layout], timeout: float) -> None:
-        self._name, self._rank, self._landing, self.timeout = name, rank, landing, timeout
+    def __init__(self, name: str, rank: int, layout_at: Callable[[Edge, int], Layout], timeout: float) -> None:
+        self._name, self._rank, self._layout_at, self.timeout = name, rank, layout_at, timeout
         self._headers: dict[Hashable, Header] = {}
         self._shapes: Sequence[Hashable] = ()
         self._queue: defaultdict[tuple[int, int], deque[Item]] = defaultdict(deque)
@@ -80,8 +80,8 @@ class Channels:
         header = self.header(item)
         assert header is not None
         while item not in self._arrived:  # in the order in which it began: some of it is passed on within the mesh
-            first, under_way = self._arriving[_pair(item)].popleft()
-            self._arrived[first] = None if under_way is None else _finished(under_way)
+            first, transfer = self._arriving[_pair(item)].popleft()
+            self._arrived[first] = None if transfer is None else _finish(transfer)
         local = self._arrived.pop(item)
         if local is None:
             return None
@@ -101,16 +101,16 @@ class Channels:
         if header.differentiable or not edge.backward:
             self._leaving[item] = self._begin(item, header, x)
 
-    def settle(self, item: Item) -> None:
+    def end_send(self, item: Item) -> None:
         """Wait until the send of `item` is complete."""
-        under_way = self._leaving.pop(item, None)
-        if under_way is not None:
-            _finished(under_way)
+        transfer = self._leaving.pop(item, None)
+        if transfer is not None:
+            _finish(transfer)
 
-    def settle_all(self) -> None:
+    def end_all_sends(self) -> None:
         """Wait until all sends are complete."""
         for item in list(self._leaving):
-            self.settle(item)
+            self.end_send(item)
 
     def forget(self) -> None:
         """Drop all transfers in flight, after a failure."""
@@ -124,19 +124,19 @@ class Channels:
         return self._plan(edge.back(), header).src
 
     def _announced(self, item: Item, x: DTensor) -> Header:
-        found = Header(x._spec.layout, tuple(x.shape), x.dtype, x.requires_grad)
-        known = self.header(item)
-        if known is None:
-            self._headers[self._key(item)] = found
-            if self._rank == found.layout.mesh.ranks[0]:
-                put(self._post(item), found)
+        header = Header(x._spec.layout, tuple(x.shape), x.dtype, x.requires_grad)
+        expected = self.header(item)
+        if expected is None:
+            self._headers[self._key(item)] = header
+            if self._rank == header.layout.mesh.ranks[0]:
+                put(self._post(item), header)
             self._begin_known(_pair((item[0].back(), item[1])))
-        elif known != found:
+        elif expected != header:
             raise PipelineError(
-                f"{item[0]} was {known} and is now {found} for a batch of the same shape: what stages give each other "
-                "may depend on the shape of the batch alone"
+                f"{item[0]} was {expected} and is now {header} for a batch of the same shape: what stages give "
+                "each other may depend on the shape of the batch alone"
             )
-        return found
+        return header
 
     def _begin_known(self, pair: tuple[int, int]) -> None:
         queue = self._queue[pair]
@@ -153,7 +153,7 @@ class Channels:
 
     def _plan(self, edge: Edge, header: Header) -> ReshardPlan:
         forth = edge.forth()
-        src, dst = header.layout, self._landing(forth, len(header.shape))
+        src, dst = header.layout, self._layout_at(forth, len(header.shape))
         if edge.backward:
             src, dst = dst.cotangent(), src.cotangent()
         topology = planning_context().topology_of(header.layout.mesh)
@@ -166,8 +166,8 @@ class Channels:
         return f"{self._name}/{item[0].forth()}/{self._shapes[item[1]]!r}"
 
 
-def _finished(under_way: Resharding) -> Tensor | None:
-    return _observed(under_way.plan, under_way.finish, ())  # type: ignore[no-any-return]
+def _finish(transfer: Resharding) -> Tensor | None:
+    return _observed(transfer.plan, transfer.finish, ())  # type: ignore[no-any-return]
 
 
 def _observed(
@@ -184,11 +184,11 @@ def _observed(
 def _complete(x: DTensor) -> DTensor:
     """`x` with partial sums reduced, so that the sender has no further work once the send has begun."""
     layout = x._spec.layout
-    done = tuple(Replicate() if isinstance(placement, Partial) else placement for placement in layout.placements)
-    if done == layout.placements:
+    placements = tuple(Replicate() if isinstance(placement, Partial) else placement for placement in layout.placements)
+    if placements == layout.placements:
         return x
-    whole: Any = x.detach()
-    return whole.redistribute(placements=done).requires_grad_(x.requires_grad)  # type: ignore[no-any-return]
+    detached: Any = x.detach()
+    return detached.redistribute(placements=placements).requires_grad_(x.requires_grad)  # type: ignore[no-any-return]
 
 
 def _pair(item: Item) -> tuple[int, int]:

@@ -39,12 +39,12 @@ def rank_schedules(
     if not delays:
         raise ScheduleError("delays: none are given; None stands for a backward pass in one")
     edges = as_tuple(edges, "edges", "give the Edges that cross", ScheduleError)
-    found = []
+    choices = []
     for schedule in SCHEDULES:
         for delay in delays:
             program = Program(schedule, len(costs.stages), n_microbatches, tuple(edges), delay)
-            found.append(Choice(program, simulate(program, costs)))
-    return tuple(sorted(found, key=_order))
+            choices.append(Choice(program, simulate(program, costs)))
+    return tuple(sorted(choices, key=_order))
 
 
 def choose(

@@ -15,7 +15,7 @@ class StageCost:
     """The cost of one stage and one microbatch: seconds to compute, and bytes on its busiest rank.
 
     `activation` bytes are held from the forward until the gradients of the inputs; of these `kept` are needed until
-    those of the weights. `fixed` bytes are there throughout: parameters, gradients, optimiser.
+    those of the weights. `fixed` bytes are there throughout: parameters, gradients, optimizer.
 
     Raises:
         ScheduleError: a time or number of bytes below zero, or none.
@@ -85,10 +85,10 @@ class Costs:
     def __post_init__(self) -> None:
         for name, kind in ("stages", StageCost), ("edges", EdgeCost):
             way_out = f"give a {kind.__name__} for each, as a tuple"
-            found = as_tuple(getattr(self, name), name, way_out, ScheduleError)
-            for cost in found:
+            costs = as_tuple(getattr(self, name), name, way_out, ScheduleError)
+            for cost in costs:
                 check_type(cost, kind, f"one of the {name}", way_out, ScheduleError)
-            object.__setattr__(self, name, found)
+            object.__setattr__(self, name, costs)
         if not self.stages:
             raise ScheduleError("the costs of a pipeline are those of at least one stage, and none is negative")
         if len({cost.edge.forth() for cost in self.edges}) < len(self.edges):

@@ -25,7 +25,7 @@ def edges_of(stages: Sequence[Ports], batch: Collection[str]) -> tuple[Edge, ...
     """
     batch = names_of(batch, "batch")
     givers: dict[str, int] = {}
-    found: list[Edge] = []
+    edges: list[Edge] = []
     for stage, ports in enumerate(as_tuple(stages, "stages", "give the names of each", ScheduleError)):
         if len(ports) != 2 or isinstance(ports, str):
             raise ScheduleError(f"stage {stage}: {ports!r} is no pair: give the names it takes, and those it gives")
@@ -37,14 +37,14 @@ def edges_of(stages: Sequence[Ports], batch: Collection[str]) -> tuple[Edge, ...
                 raise ScheduleError(f"stage {stage} {verb} {', '.join(names)}: name each value once")
         for name in takes:
             if name in givers:
-                found.append(Edge(name, givers[name], stage))
+                edges.append(Edge(name, givers[name], stage))
             elif name not in batch:
                 raise ScheduleError(
                     f"stage {stage} takes {name!r}, which neither an earlier stage gives ({_listed(givers)}) "
                     f"nor the batch has ({_listed(batch)}): name it in `gives` of an earlier stage, or in the batch"
                 )
         givers.update(dict.fromkeys(gives, stage))
-    return tuple(sorted(found, key=lambda edge: (edge.src, edge.dst, edge.value)))
+    return tuple(sorted(edges, key=lambda edge: (edge.src, edge.dst, edge.value)))
 
 
 _VERBS = ("takes", "gives")
@@ -56,10 +56,10 @@ def names_of(names: Collection[str], what: str) -> tuple[str, ...]:
     Raises:
         ScheduleError: text, or something else than text within.
     """
-    found = as_tuple(names, what, "give names in a tuple, such as ('x',)", ScheduleError)
-    for name in found:
+    checked = as_tuple(names, what, "give names in a tuple, such as ('x',)", ScheduleError)
+    for name in checked:
         check_type(name, str, what, "give names as text, such as ('x',)", ScheduleError)
-    return found
+    return checked
 
 
 def chain(n_stages: int) -> tuple[Edge, ...]:

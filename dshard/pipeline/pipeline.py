@@ -100,7 +100,7 @@ class Pipeline:
         return self.stages[self.number].module
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of this rank's stage that require a gradient: pass them to its optimiser."""
+        """The parameters of this rank's stage that require a gradient: pass them to its optimizer."""
         return self.stages[self.number].parameters()
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -36,12 +36,22 @@ from dshard.tensor import DTensor, distribute_tensor
 
 
 @dataclass(slots=True)
-class Running:
+class Activations:
     """The tensors that a stage holds for one microbatch between its forward and the end of its backward."""
 
     inputs: dict[str, Tensor]
     outputs: tuple[Tensor, ...]
     weights: Callable[[], None] | None = None
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that runs: its program, its microbatches, those in flight, and the sum of their weighted losses."""
+
+    program: Program
+    microbatches: Sequence[Microbatch]
+    running: dict[int, Activations] = field(default_factory=dict)
+    loss: Any = None
 
 
 class Runner:
@@ -63,7 +73,7 @@ class Runner:
         runtime = runtime_of(self.stage.layout_mesh)
         assert runtime is not None
         self.rank, self._name = runtime.rank, name
-        self.channels = Channels(name, runtime.rank, self._landing, timeout)
+        self.channels = Channels(name, runtime.rank, self._layout_at, timeout)
         self.seconds: list[tuple[Compute, float]] = []
         self.tied: tuple[Tied, ...] = ()
         self.groups: tuple[tuple[int, ...], ...] = ()
@@ -82,26 +92,24 @@ class Runner:
                 "its ranks, or begin again from a checkpoint"
             )
         self.channels.begin_step(shapes)
-        self._microbatches, self._program = microbatches, program
-        self._running: dict[int, Running] = {}
-        self._total: Any = None
+        self._step = step = _Step(program, microbatches)
         self.seconds = []
         for tied in self.tied:
             tied.set_aside()
         for action in program.actions(self.number):
-            with self._named(action):
+            with self._naming(action):
                 self._do(action)
-        with self._named("the end of the step"):
-            self.channels.settle_all()
-        with self._named("the gradients of tied parameters"):
+        with self._naming("the end of the step"):
+            self.channels.end_all_sends()
+        with self._naming("the gradients of tied parameters"):
             for tied in self.tied:
                 tied.reduce()
-        with self._named("the end of the step"):
-            return None if self._total is None else self._total.full_tensor()
+        with self._naming("the end of the step"):
+            return None if step.loss is None else step.loss.full_tensor()
 
     def shared(self, loss: Tensor | None, group: Any) -> Tensor:
         """Broadcast the loss of the last stage to all ranks of the `group`."""
-        with self._named("the loss"):
+        with self._naming("the loss"):
             mesh = self._stages[-1].layout_mesh
             return share(loss, mesh.ranks[0], group, device_of(self.stage.layout_mesh))
 
@@ -122,20 +130,20 @@ class Runner:
             case Forward():
                 inputs = {name: self._take(name, k) for name in self.stage.takes}
                 begin = perf_counter()
-                self._running[k] = Running(inputs, self._forward(inputs, k))
+                self._step.running[k] = Activations(inputs, self._forward(inputs, k))
             case Backward():
                 outputs = self._with_gradients(k)
                 begin = perf_counter()
                 backward(outputs)
-                self._let_go(k)
+                self._free(k)
             case BackwardInput():
-                outputs, running = self._with_gradients(k), self._running[k]
+                outputs, running = self._with_gradients(k), self._step.running[k]
                 begin = perf_counter()
                 running.weights = backward_input(outputs, list(running.inputs.values()), self.stage.parameters())
-                self._let_go(k)
+                self._free(k)
             case BackwardWeight():
                 begin = perf_counter()
-                weights, self._running[k].weights = self._running[k].weights, None
+                weights, self._step.running[k].weights = self._step.running[k].weights, None
                 assert weights is not None
                 weights()
         self.seconds.append((action, perf_counter() - begin))
@@ -144,28 +152,28 @@ class Runner:
         """An input of the stage: a received value, as a leaf of autograd, or a value of the batch."""
         edge = self._edges.get(name)
         if edge is None:
-            value = self._microbatches[k].values[name]
+            value = self._step.microbatches[k].values[name]
             mesh = self.stage.mesh
             return distribute_tensor(value, mesh, self.stage.landing(name, value.dim()).placements, src_data_rank=None)
-        came = self._arrive(edge, k)
+        received = self._arrive(edge, k)
         header = self.channels.header((edge, k))
-        assert came is not None
+        assert received is not None
         assert header is not None
-        return came.requires_grad_() if header.differentiable else came
+        return received.requires_grad_() if header.differentiable else received
 
     def _forward(self, inputs: Mapping[str, Tensor], k: int) -> tuple[Tensor, ...]:
         assert self.stage.module is not None
         outputs = self.stage.outputs(self.stage.module(*inputs.values()), self.number)
         if not self._last:
             return outputs
-        microbatch = self._microbatches[k]
+        microbatch = self._step.microbatches[k]
         loss = outputs[0] if self._loss is None else self._loss(*outputs, *self._target(microbatch))
         if not isinstance(loss, DTensor) or loss.dim() > 0:
             raise ScheduleError(
                 f"the loss is {type(loss)} of shape {tuple(loss.shape)}: it must be a DTensor of no dim"
             )
         loss = loss * microbatch.weight
-        self._total = loss.detach() if self._total is None else self._total + loss.detach()
+        self._step.loss = loss.detach() if self._step.loss is None else self._step.loss + loss.detach()
         return (loss,)
 
     def _target(self, microbatch: Microbatch) -> tuple[Tensor, ...]:
@@ -176,35 +184,35 @@ class Runner:
         return (distribute_tensor(value, self.stage.mesh, placements, src_data_rank=None),)
 
     def _arrive(self, edge: Edge, k: int) -> DTensor | None:
-        with self._named(Receive(edge, k)):
+        with self._naming(Receive(edge, k)):
             return self.channels.arrive((edge, k))
 
     def _with_gradients(self, k: int) -> list[tuple[Tensor, Tensor | None]]:
         """The outputs of the stage, each with the sum of its received gradients; that of a loss is one."""
-        outputs = self._running[k].outputs
+        outputs = self._step.running[k].outputs
         if self._last:
             return [(outputs[0], None)]
-        found: list[tuple[Tensor, Tensor | None]] = []
-        back = self._program.takes(Backward(k), self.number)
+        pairs: list[tuple[Tensor, Tensor | None]] = []
+        back = self._step.program.takes(Backward(k), self.number)
         for name, out in zip(self.stage.gives, outputs, strict=True):
-            came = [self._arrive(edge, k) for edge in back if edge.value == name]
-            grads: list[Any] = [grad for grad in came if grad is not None]
+            received = [self._arrive(edge, k) for edge in back if edge.value == name]
+            grads: list[Any] = [grad for grad in received if grad is not None]
             if grads:
-                found.append((out, sum(grads[1:], start=grads[0])))
-        return found
+                pairs.append((out, sum(grads[1:], start=grads[0])))
+        return pairs
 
     def _send(self, edge: Edge, k: int) -> None:
         channels, item = self.channels, (edge, k)
-        channels.settle((edge, k - self._program.window(edge)))
-        running = self._running[k]
+        channels.end_send((edge, k - self._step.program.window(edge)))
+        running = self._step.running[k]
         known = channels.header(item) is not None
         if edge.backward:
             channels.send(item, self._gradient(edge, running.inputs[edge.value], item))
             running.inputs.pop(edge.value)
         else:
             channels.send(item, running.outputs[list(self.stage.gives).index(edge.value)])  # type: ignore[arg-type]
-        if not self._program.overlap and known:
-            channels.settle(item)
+        if not self._step.program.overlap and known:
+            channels.end_send(item)
 
     def _gradient(self, edge: Edge, x: Any, item: tuple[Edge, int]) -> DTensor:
         """The gradient of an input, in the layout in which it is sent back; zeros if the input was not used."""
@@ -216,35 +224,35 @@ class Runner:
         layout = self.channels.returning(edge.forth(), header)
         return grad.redistribute(placements=layout.placements)  # type: ignore[no-any-return]
 
-    def _let_go(self, k: int) -> None:
+    def _free(self, k: int) -> None:
         """Free activations after a backward; gradients to send and those for a split weight backward stay."""
-        running = self._running[k]
+        running = self._step.running[k]
         running.outputs = ()
         running.inputs = {name: x for name, x in running.inputs.items() if name in self._edges}
 
-    def _landing(self, edge: Edge, ndim: int) -> Layout:
+    def _layout_at(self, edge: Edge, ndim: int) -> Layout:
         return self._stages[edge.dst].landing(edge.value, ndim)
 
     @contextmanager
-    def _named(self, action: object) -> Iterator[None]:
+    def _naming(self, action: object) -> Iterator[None]:
         """Add the action to an error raised in it, and other failed ranks to one of the backend; abort the step."""
         try:
             yield
         except BaseException as error:
             self.channels.forget()
-            told = peek(f"{self._name}/failed")
+            first_failure = peek(f"{self._name}/failed")
             here = f"rank {self.rank}, stage {self.number}, at {action}"
-            self.failed = told or f"{here}: {type(error).__name__}: {str(error)[:300]}"
-            if told is None:
+            self.failed = first_failure or f"{here}: {type(error).__name__}: {str(error)[:300]}"
+            if first_failure is None:
                 put(f"{self._name}/failed", self.failed)
             if not is_told(error):
                 leave_word(error)
-            self._break_off()
+            self._abort()
             if not is_heard(error) and (isinstance(error, DShardError) or not isinstance(error, RuntimeError)):
                 raise
-            raise PipelineError(_failure(here, action, self._stages, self.number, error, told)) from error
+            raise PipelineError(_failure(here, action, self._stages, self.number, error, first_failure)) from error
 
-    def _break_off(self) -> None:
+    def _abort(self) -> None:
         """Abort the step: peers that wait for this rank fail soon, and get nothing of this step in a later one."""
         runtime = runtime_of(self.stage.layout_mesh)
         assert runtime is not None
@@ -253,7 +261,7 @@ class Runner:
 
 
 def _failure(
-    here: str, action: object, stages: Sequence[Stage], number: int, error: BaseException, told: str | None
+    here: str, action: object, stages: Sequence[Stage], number: int, error: BaseException, first_failure: str | None
 ) -> str:
     match action:
         case Receive(edge) | Send(edge):
@@ -261,5 +269,5 @@ def _failure(
         case _:
             peers = {number}
     ranks = "; ".join(f"stage {i} on ranks {', '.join(map(str, stages[i].layout_mesh.ranks))}" for i in sorted(peers))
-    first = "" if told is None else f"; the first to fail was {told}"
+    first = "" if first_failure is None else f"; the first to fail was {first_failure}"
     return f"{here}, with {ranks}: {error}{first}"

@@ -110,15 +110,15 @@ class Stage:
         Raises:
             ScheduleError: another number of values, or a value that is no DTensor on the mesh.
         """
-        found = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
-        if len(found) != len(self.gives):
+        outputs = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+        if len(outputs) != len(self.gives):
             raise ScheduleError(
-                f"stage {number} returned {len(found)} values, but gives {len(self.gives)} ({', '.join(self.gives)})"
+                f"stage {number} returned {len(outputs)} values, but gives {len(self.gives)} ({', '.join(self.gives)})"
             )
-        for name, value in zip(self.gives, found, strict=True):
+        for name, value in zip(self.gives, outputs, strict=True):
             if not isinstance(value, DTensor) or value.layout.mesh != self.layout_mesh:
                 where = f"on the mesh ({value.layout.mesh})" if isinstance(value, DTensor) else f"a {type(value)}"
                 raise ScheduleError(
                     f"stage {number} returned {name} {where}: it must be a DTensor on ({self.layout_mesh})"
                 )
-        return found
+        return outputs

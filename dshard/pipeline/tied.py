@@ -46,9 +46,9 @@ class Tied:
     @torch.no_grad()
     def make_equal(self) -> None:
         """Give every copy the values of the first."""
-        came = self._spread(self._parameter)
-        if came is not None:
-            self._parameter.copy_(came)
+        received = self._spread(self._parameter)
+        if received is not None:
+            self._parameter.copy_(received)
 
     def set_aside(self) -> None:
         """Set accumulated gradients aside before a step: those are sums over the copies already."""
@@ -62,20 +62,20 @@ class Tied:
         mine = self._parameter
         grad = None if mine is None else torch.zeros_like(mine) if mine.grad is None else mine.grad
         for copy in others:
-            came = self._move(grad, copy, first)
+            received = self._move(grad, copy, first)
             if self._number == first.stage:
-                grad = grad + came
-        came = self._spread(grad)
+                grad = grad + received
+        received = self._spread(grad)
         if mine is not None:
-            total = grad if came is None else came
+            total = grad if received is None else received
             mine.grad = total if self._before is None else self._before + total
         self._before = None
 
     def _spread(self, value: Any) -> Any:
         """The first copy's value in the layout of this rank's copy; None if this rank has the first copy, or none."""
         first, *others = self.copies
-        came = [self._move(value, first, copy) for copy in others]
-        return next((x for copy, x in zip(others, came, strict=True) if copy.stage == self._number), None)
+        received = [self._move(value, first, copy) for copy in others]
+        return next((x for copy, x in zip(others, received, strict=True) if copy.stage == self._number), None)
 
     def _move(self, value: Any, src: Copy, dst: Copy) -> Any:
         """Reshard the value of copy `src` to the layout of `dst`; None on ranks of neither."""
@@ -99,19 +99,19 @@ def tied_of(
         return ()
     named = [_names(group, len(stages)) for group in groups]
     here = [[_described(stages[number], i, name) for i, name in names if i == number] for names in named]
-    told = gather_objects((number, here), process_group)
-    found = []
+    described = gather_objects((number, here), process_group)
+    parameters = []
     for i, names in enumerate(named):
-        copies = [next(each[i][0] for n, each in told if n == stage) for stage, _ in names]
+        copies = [next(each[i][0] for n, each in described if n == stage) for stage, _ in names]
         _check(copies)
-        found.append(Tied(copies, stages[number], number))
-    for tied in found:
+        parameters.append(Tied(copies, stages[number], number))
+    for tied in parameters:
         tied.make_equal()
-    return tuple(found)
+    return tuple(parameters)
 
 
 def _names(group: Sequence[str], n_stages: int) -> Names:
-    found = []
+    copies = []
     for text in group:
         number, _, name = text.partition(".")
         if not number.isdecimal() or int(number) >= n_stages or not name:
@@ -119,12 +119,12 @@ def _names(group: Sequence[str], n_stages: int) -> Names:
                 f"tied={text!r}: write the number of a stage, below {n_stages}, and the name of its parameter, as in "
                 "'0.words.weight'"
             )
-        found.append((int(number), name))
-    if len({number for number, _ in found}) < max(len(found), 2):
+        copies.append((int(number), name))
+    if len({number for number, _ in copies}) < max(len(copies), 2):
         raise ScheduleError(
             f"tied={tuple(group)}: copies of a parameter are in different stages; within a stage use one parameter"
         )
-    return tuple(found)
+    return tuple(copies)
 
 
 def _parameter(stage: Stage, name: str) -> Any:
@@ -147,5 +147,5 @@ def _check(copies: Sequence[Copy | str]) -> None:
             raise ScheduleError(copy)
     kinds = {(copy.shape, copy.dtype) for copy in copies if isinstance(copy, Copy)}
     if len(kinds) > 1:
-        told = "; ".join(f"{c.stage}.{c.name} {c.shape} {c.dtype}" for c in copies if isinstance(c, Copy))
-        raise ScheduleError(f"tied copies of one parameter have one shape and dtype, not {told}")
+        differing = "; ".join(f"{c.stage}.{c.name} {c.shape} {c.dtype}" for c in copies if isinstance(c, Copy))
+        raise ScheduleError(f"tied copies of one parameter have one shape and dtype, not {differing}")

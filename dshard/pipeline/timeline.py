@@ -140,6 +140,6 @@ def _span(span: Span) -> Slice:
     return Slice(name, kind, (0, f"stage {span.stage}"), span.begin, span.end - span.begin)
 
 
-def _crossing(found: Crossing) -> Slice:
-    edge, took = found.edge, found.end - found.begin
-    return Slice(f"{edge} {found.microbatch}", "Crossing", (1, f"{edge.src} to {edge.dst}"), found.begin, took)
+def _crossing(crossing: Crossing) -> Slice:
+    edge, took = crossing.edge, crossing.end - crossing.begin
+    return Slice(f"{edge} {crossing.microbatch}", "Crossing", (1, f"{edge.src} to {edge.dst}"), crossing.begin, took)
