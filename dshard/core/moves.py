@@ -253,7 +253,7 @@ def simulate(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Any, k
         for rank in mesh.ranks:
             rank_args, rank_kwargs = replace_leaves((args, kwargs), partial(_of_rank, rank))
             results[rank] = local_op(mesh.coordinate(rank))(*rank_args, **rank_kwargs)
-        tensors = {rank: iter([t for t in leaves(result) if isinstance(t, Tensor)]) for rank, result in results.items()}
+        tensors = {rank: iter(tensors_in(result)) for rank, result in results.items()}
 
         def join(leaf: Any) -> Any:
             return stack({rank: next(rest) for rank, rest in tensors.items()}) if isinstance(leaf, Tensor) else leaf
@@ -283,3 +283,13 @@ def replace_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
         return {name: replace_leaves(item, change) for name, item in tree.items()}
     return change(tree)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves of nested tuples, lists and dicts, in order."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def replace_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """`tree`, nested tuples, lists and dicts, with `change` applied to each tensor, in order."""
+    return replace_leaves(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dshard.comm import LocalTensor
-from dshard.core.moves import leaves, on_all_ranks, replace_leaves
+from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in
 from dshard.core.spec import contiguous_stride, spec_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import MixedError
@@ -85,7 +85,7 @@ def wrap_or_refuse_plain(
     if not _ASSUMED_REPLICATED.depth:
         refuse_plain(func, args, kwargs)
         return args, kwargs
-    tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
+    tensors = tensors_in((args, kwargs))
     meshes = [t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)]
     if not meshes or len(meshes) == len(tensors):
         return args, kwargs

@@ -12,13 +12,13 @@ from dshard.comm import LocalTensor, device_of, same_replicas, unstack
 from dshard.core.call import views_first, writes_first
 from dshard.core.context import planning_context
 from dshard.core.moves import (
-    leaves,
     local_redistribution,
     redistribute_local,
     replace_leaves,
     replica_broadcasts,
     run_on_ranks,
     sending,
+    tensors_in,
     write_local,
 )
 from dshard.core.observe import OBSERVERS, Decision, observed
@@ -39,7 +39,7 @@ def replicate(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if func not in _WARNED and not random:
         _WARNED.add(func)
         warnings.warn(f"{func} has no rule: its operands are gathered and every rank computes all of it", stacklevel=2)
-    tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
+    tensors = tensors_in((args, kwargs))
     layout = replicated(common_mesh(func, tensors))
     check(func, args, kwargs)
     if OBSERVERS:
@@ -79,7 +79,7 @@ def _replicate(func: OpOverload, args: Any, kwargs: Any, layout: Layout, random:
 
 
 def _refuse_sparse(func: OpOverload, result: Any) -> None:
-    kinds = {t.layout for t in leaves(result) if isinstance(t, Tensor)} - {torch.strided}
+    kinds = {t.layout for t in tensors_in(result)} - {torch.strided}
     if kinds:
         raise LayoutError(
             f"{func} gives a tensor of layout {kinds.pop()}: a distributed tensor is strided; "

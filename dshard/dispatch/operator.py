@@ -24,7 +24,9 @@ from dshard.core.moves import (
     leaves,
     redistribute_local,
     replace_leaves,
+    replace_tensors,
     sharing_version,
+    tensors_in,
     write_local,
 )
 from dshard.core.observe import CALL_LOG, OBSERVERS, CallRecord, Decision, log, observed
@@ -93,26 +95,23 @@ def _watched(executor: Executor, func: OpOverload, args: tuple[Any, ...], kwargs
 
 
 def _build(func: OpOverload, op: Operator | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:
-    mesh = common_mesh(func, [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)])
+    mesh = common_mesh(func, tensors_in((args, kwargs)))
     if op is None:
         return _without_rule(func)
     try:
-        call, result = _call(func, mesh, args, kwargs)
+        call, result = call_of(func, mesh, args, kwargs)
     except NotImplementedError:  # torch cannot tell what comes out without data
         return _without_rule(func)
     return operator_executable(op, call, result, _positions(args, kwargs))
 
 
-def _call(func: OpOverload, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
+def call_of(func: OpOverload, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
     """The call with specs in place of tensors, and its result on meta tensors."""
-    specs = tuple(spec_like(t, mesh) for t in leaves((args, kwargs)) if isinstance(t, Tensor))
+    specs = tuple(spec_like(t, mesh) for t in tensors_in((args, kwargs)))
     rest = iter(specs)
-    spec_args, spec_kwargs = replace_leaves(
-        (args, kwargs), lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf
-    )
+    spec_args, spec_kwargs = replace_tensors((args, kwargs), lambda _: next(rest))
     result = infer(func, *replace_leaves((spec_args, spec_kwargs), _meta))
-    outs = tuple(t for t in leaves(result) if isinstance(t, Tensor))
-    return Call(func, spec_args, spec_kwargs, specs, outs), result
+    return Call(func, spec_args, spec_kwargs, specs, tuple(tensors_in(result))), result
 
 
 def _instead_decision(facts: Known, instead: Instead, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:
@@ -131,7 +130,7 @@ def _instead_decision(facts: Known, instead: Instead, args: tuple[Any, ...], kwa
     )
     if not alternative or facts.op is None:
         return replace(decision, alternative=alternative)
-    call, _ = _call(func, mesh, args, kwargs)
+    call, _ = call_of(func, mesh, args, kwargs)
     outputs = tuple((tuple(out.shape), out.itemsize) for out in call.outs)
     return replace(decision, alternative=alternative, outputs=outputs, rule=facts.op.rule(call))
 

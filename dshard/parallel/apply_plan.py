@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dshard.comm import compare_calls, runtime_of, simulated_ranks
-from dshard.core.moves import leaves, replace_leaves
+from dshard.core.moves import replace_leaves, tensors_in
 from dshard.core.plain_tensors import assume_replicated
 from dshard.errors import LayoutError
 from dshard.factories import full
@@ -106,7 +106,7 @@ def laid_out(given: Any, plan: Plan) -> Any:
     The batch is the first dim of the first tensor. Plain tensors must be equal on all ranks; nothing is sent.
     Distributed ones stay as they are, but those on a mesh that the plan folds take the layout of plain ones.
     """
-    tensors = [leaf for leaf in leaves(given) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(given)
     size = next((t.shape[0] for t in tensors if t.dim()), None)
 
     def lay(leaf: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from dshard.core.moves import leaves, replace_leaves
+from dshard.core.moves import replace_leaves, tensors_in
 from dshard.errors import LayoutError
 from dshard.ops.matmul.matmul_autograd import RECOMPUTE_HOOKS
 from dshard.validate import check_callable
@@ -51,7 +51,7 @@ class _Block:
         self.fn, self.given = fn, (args, kwargs)
         self.count, self.last = 0, (0, 0)
         self.found: dict[int, Tensor] = {}
-        tensors = [x for x in leaves(self.given) if isinstance(x, Tensor)]
+        tensors = tensors_in(self.given)
         self.random = torch.get_rng_state(), get_device_states(*tensors)
         self.device = next((x.device.type for x in tensors if x.device.type != "meta"), "cpu")
         self.cast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dshard.comm import plain
 from dshard.core.call import Call
-from dshard.core.moves import leaves, replace_leaves
+from dshard.core.moves import replace_tensors, tensors_in
 from dshard.core.observe import OperatorMode
 from dshard.core.spec import spec_of
 from dshard.dispatch.registry import find
@@ -129,9 +129,9 @@ class Tracer:
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator without data, and join the factors of its tensors."""
-        args, kwargs = replace_leaves((args, kwargs), _abstract)  # constants of the model, too
+        args, kwargs = replace_tensors((args, kwargs), _abstract)  # constants of the model, too
         op = find(func)
-        tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = tensors_in((args, kwargs))
         if op is None and tensors:
             function = DECOMPOSITIONS.get(func) or decomposition_of(func)
             if function is not None:
@@ -140,7 +140,7 @@ class Tracer:
                 if out is not NotImplemented:
                     return out
         out = func(*args, **kwargs)
-        outs = [t for t in leaves(out) if isinstance(t, Tensor)]
+        outs = tensors_in(out)
         if tensors and outs and out is not args[0]:
             rule = None if op is None else _rule(op.rule, func, args, kwargs, tensors, outs)
             self.join(rule, tensors, outs)
@@ -239,9 +239,7 @@ def _rule(
 ) -> Rule | None:
     specs = tuple(spec_of(ONE, tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors)
     rest = iter(specs)
-    spec_args, spec_kwargs = replace_leaves(
-        (args, kwargs), lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf
-    )
+    spec_args, spec_kwargs = replace_tensors((args, kwargs), lambda _: next(rest))
     return of(Call(func, spec_args, spec_kwargs, specs, tuple(outs)))
 
 
@@ -258,10 +256,8 @@ def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     found = Traced(classes, {})
     tracer = Tracer(found, {id(p): name for name, p in parameters.items()})
     found.parameters = {name: tracer.nodes(p) for name, p in parameters.items()}
-    args, kwargs = replace_leaves(
-        (tuple(args), dict(kwargs)), lambda x: without_data(x) if isinstance(x, Tensor) else x
-    )
-    found.inputs = [tracer.nodes(t) for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
+    args, kwargs = replace_tensors((tuple(args), dict(kwargs)), without_data)
+    found.inputs = [tracer.nodes(t) for t in tensors_in((args, kwargs))]
     hooks = [hook for name, module in model.named_modules() for hook in _followed(tracer, name, module)]
     try:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), OperatorMode(tracer.run):
@@ -279,8 +275,8 @@ def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     return found
 
 
-def _abstract(leaf: Any) -> Any:
-    return without_data(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+def _abstract(x: Tensor) -> Tensor:
+    return x if x.is_meta else without_data(x)
 
 
 def without_data(x: Tensor) -> Tensor:

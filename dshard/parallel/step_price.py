@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dshard.comm import plain, planning
-from dshard.core.moves import leaves
+from dshard.core.moves import tensors_in
 from dshard.core.observe import Allocations, Decision, OperatorMode, observing
 from dshard.core.spec import Spec, is_for_shapes
 from dshard.mesh import Mesh
@@ -61,7 +61,7 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
 
 
 def _tensors(out: Any) -> list[Tensor]:
-    return [t for t in leaves(_values(out)) if isinstance(t, Tensor)]
+    return tensors_in(_values(out))
 
 
 def _backward(out: Any) -> None:
@@ -108,7 +108,7 @@ class _Work:
         """Run an operator on local tensors, and add its memory."""
         out = func(*args, **kwargs)
         # Nothing is kept of what is asked for shapes alone.
-        if not is_for_shapes() and self.allocations.add(leaf for leaf in leaves(out) if isinstance(leaf, Tensor)):
+        if not is_for_shapes() and self.allocations.add(tensors_in(out)):
             self.allocations.most = max(self.allocations.most, self.allocations.alive())
         return out
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard import comm
-from dshard.core.moves import leaves, replace_leaves
+from dshard.core.moves import leaves, replace_tensors, tensors_in
 from dshard.errors import ArgumentError, LayoutError, RuleError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
@@ -151,7 +151,7 @@ class _Call:
         return cls(function, args, {})
 
     def operands(self) -> list[Tensor]:
-        return [leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        return tensors_in((self.args, self.kwargs))
 
     def device_type(self) -> str:
         return self.operands()[0].device.type if self.operands() else "cpu"
@@ -159,9 +159,7 @@ class _Call:
     def run(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The outputs for these operands."""
         rest = iter(tensors)
-        args, kwargs = replace_leaves(
-            (self.args, self.kwargs), lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf
-        )
+        args, kwargs = replace_tensors((self.args, self.kwargs), lambda _: next(rest))
         return leaves(self.function(*args, **kwargs))
 
     def on_one_device(self, gradients: bool) -> _Expected:
@@ -228,7 +226,7 @@ class _Call:
         return _backward(outputs, incoming, operands)
 
 
-def compare(found: Any, expected: Any, what: str, same: Same) -> None:
+def compare(actual: Any, expected: Any, what: str, same: Same) -> None:
     """Compare one output or gradient with that of the single device.
 
     Raises:
@@ -236,14 +234,14 @@ def compare(found: Any, expected: Any, what: str, same: Same) -> None:
     """
     try:
         if not isinstance(expected, Tensor):
-            assert found == expected, f"{found!r} instead of {expected!r}"
-        elif isinstance(found, DTensor):
+            assert actual == expected, f"{actual!r} instead of {expected!r}"
+        elif isinstance(actual, DTensor):
             with comm.plain():
-                same(whole(found).cpu(), expected.cpu())
+                same(whole(actual).cpu(), expected.cpu())
         else:
-            raise AssertionError(f"a {type(found).__name__}, not a DTensor")
+            raise AssertionError(f"a {type(actual).__name__}, not a DTensor")
     except AssertionError as error:
-        layout = f" [{found.layout}]" if isinstance(found, DTensor) else ""
+        layout = f" [{actual.layout}]" if isinstance(actual, DTensor) else ""
         raise RuleError(f"{what}{layout}: {error}") from None
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.core.moves import leaves, replace_leaves
+from dshard.core.moves import replace_tensors, tensors_in
 from dshard.core.observe import OperatorMode
 from dshard.errors import NotationError
 from dshard.torch_private import OpOverload, OpOverloadPacket
@@ -50,25 +50,23 @@ def recorded(
     function itself.
     """
     rest = iter(gradients)
-    leaf_args, leaf_kwargs = replace_leaves(
-        (args, kwargs), lambda leaf: _copy(leaf).requires_grad_(next(rest)) if isinstance(leaf, Tensor) else leaf
-    )
+    leaf_args, leaf_kwargs = replace_tensors((args, kwargs), lambda x: _copy(x).requires_grad_(next(rest)))
     first_calls: dict[Any, Recorded] = {}
 
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = (func, str(replace_leaves((args, kwargs), _shape_and_dtype)))
+        key = (func, str(replace_tensors((args, kwargs), lambda x: (x.shape, x.dtype))))
         if key not in first_calls:
-            first_calls[key] = (func, *replace_leaves((args, kwargs), _copy))
+            first_calls[key] = (func, *replace_tensors((args, kwargs), _copy))
         return func(*args, **kwargs)
 
     with OperatorMode(run):
-        outputs = [out for out in leaves(function(*leaf_args, **leaf_kwargs)) if isinstance(out, Tensor)]
+        outputs = tensors_in(function(*leaf_args, **leaf_kwargs))
         with_grad = [out for out in outputs if out.requires_grad]
         if with_grad:
             torch.autograd.backward(with_grad, [torch.ones_like(out) for out in with_grad])
     calls = [call for call in first_calls.values() if call[0] == function or not _is_trivial(call[0])]
     if isinstance(function, OpOverload) and all(call[0] != function for call in calls):  # torch decomposes it
-        calls.append((function, *replace_leaves((args, kwargs), _copy)))
+        calls.append((function, *replace_tensors((args, kwargs), _copy)))
     return calls
 
 
@@ -80,9 +78,5 @@ def _is_trivial(func: OpOverload) -> bool:
 _TRIVIAL = ("aten::clone", "aten::detach", "aten::copy_", "aten::new_zeros", "aten::new_ones", "aten::lift_fresh")
 
 
-def _shape_and_dtype(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone()

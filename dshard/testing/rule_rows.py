@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from dshard.core.call import Call, Operator
-from dshard.core.moves import leaves, replace_leaves
-from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.moves import replace_tensors, tensors_in
+from dshard.core.spec import Spec
+from dshard.dispatch.operator import call_of
 from dshard.dispatch.registry import known
 from dshard.errors import RuleError
 from dshard.layout import Layout
@@ -38,12 +38,12 @@ def check_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], 
     """
     facts = known(func)
     op, replaced = facts.op, facts.instead is not None and facts.instead(args) is not None
-    tensors = _tensors((args, kwargs))
+    tensors = tensors_in((args, kwargs))
     if op is None or replaced or is_random(func) or not tensors:
         return
     given = (args, kwargs)
     expected = _run(func, given, [x.clone() for x in tensors])
-    call = call_of(func, args, kwargs, mesh)
+    call, _ = call_of(func, mesh, args, kwargs)
     rule = op.rule(call)
     for strategy in every_strategy(rule, call, mesh):
         _check(op, rule, call, strategy, given, expected, same)
@@ -69,7 +69,7 @@ def _check(
 
 def run_strategy(op: Operator, call: Call, strategy: Strategy, given: tuple[Any, Any]) -> list[Tensor]:
     """The global outputs of a call, joined from the local outputs of all ranks under one strategy."""
-    pairs = zip(_tensors(given), strategy.inputs, strict=True)
+    pairs = zip(tensors_in(given), strategy.inputs, strict=True)
     operands = [parted(x, layout, seed) for seed, (x, layout) in enumerate(pairs)]
     outputs: list[Parts] = [{} for _ in call.outs]
     for at in strategy.inputs[0].mesh.coordinates():
@@ -81,18 +81,6 @@ def run_strategy(op: Operator, call: Call, strategy: Strategy, given: tuple[Any,
         joined(output, layout, tuple(out.shape), out.dtype)
         for output, layout, out in zip(outputs, strategy.outputs, call.outs, strict=True)
     ]
-
-
-def call_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Call:
-    """The call as given to its rule, with all operands replicated."""
-    whole_layout = Layout(mesh, (Replicate(),) * mesh.ndim)
-    tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    specs = tuple(_spec(x, whole_layout) for x in tensors)
-    spec_args, spec_kwargs = _with_tensors((args, kwargs), iter(specs))
-    meta_args, meta_kwargs = _with_tensors((args, kwargs), (spec.meta() for spec in specs))
-    if meta_kwargs.get("device") is not None:
-        meta_kwargs["device"] = torch.device("meta")
-    return Call(func, spec_args, spec_kwargs, specs, tuple(_tensors(func(*meta_args, **meta_kwargs))))
 
 
 def every_strategy(rule: Rule, call: Call, mesh: Mesh) -> list[Strategy]:
@@ -135,20 +123,6 @@ def _reversed(layout: Layout) -> Layout:
 
 
 def _run(func: Callable[..., Any], given: tuple[Any, Any], tensors: Sequence[Tensor]) -> list[Tensor]:
-    args, kwargs = _with_tensors(given, iter(tensors))
-    return _tensors(func(*args, **kwargs))
-
-
-def _with_tensors(tree: tuple[Any, Any], tensors: Iterator[Any]) -> tuple[Any, Any]:
-    """The arguments with their tensors replaced by `tensors`, in order."""
-    filled: tuple[Any, Any] = replace_leaves(tree, lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf)
-    return filled
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _spec(x: Tensor, layout: Layout) -> Spec:
-    shape = tuple(x.shape)
-    return spec_of(layout, shape, contiguous_stride(shape), x.dtype, x.device)
+    rest = iter(tensors)
+    args, kwargs = replace_tensors(given, lambda _: next(rest))
+    return tensors_in(func(*args, **kwargs))
