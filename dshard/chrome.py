@@ -13,7 +13,7 @@ Track: TypeAlias = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What happened on a track: `begin` and `seconds` in seconds, and whatever else is worth showing."""
+    """A span of time on a track: `begin` and `seconds` in seconds, and whatever else is worth showing."""
 
     name: str
     category: str
@@ -42,15 +42,15 @@ def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "ts": 0, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _event(piece: Slice, thread: int) -> dict[str, Any]:
+def _event(span: Slice, thread: int) -> dict[str, Any]:
     """A complete event; the format counts in microseconds."""
     return {
-        "name": piece.name,
-        "cat": piece.category,
+        "name": span.name,
+        "cat": span.category,
         "ph": "X",
-        "ts": piece.begin * 1e6,
-        "dur": piece.seconds * 1e6,
-        "pid": piece.track[0],
+        "ts": span.begin * 1e6,
+        "dur": span.seconds * 1e6,
+        "pid": span.track[0],
         "tid": thread,
-        "args": dict(piece.shown),
+        "args": dict(span.shown),
     }

@@ -1,4 +1,4 @@
-"""torch's debugging helpers by their names: what was sent, counted, and how a tensor lies, drawn."""
+"""torch's debugging helpers by their names: collectives counted, and the layout of a tensor drawn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES: dict[str, Any] = {
     "exchange": _OPS.all_to_all_single,
     "broadcast": _OPS.broadcast,
 }
-"""What torch calls our collectives; those that it does not know keep our names."""
+"""torch's names of collectives; those without one keep the name that dshard gives them."""
 
 
 class CommDebugMode:
@@ -86,7 +86,7 @@ class CommDebugMode:
         }
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """What ran, by module: collectives at noise level 0, also layouts of parameters from 1, all details from 2."""
+        """Tables by module: collectives at noise level 0, layouts of parameters from 1, all details from 2."""
         by_module: Counter[tuple[str, str]] = Counter()
         nbytes: Counter[tuple[str, str]] = Counter()
         for event in self.trace.events:

@@ -47,7 +47,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("pathlib", "PurePosixPath"): PurePosixPath,
     ("pathlib._local", "PurePosixPath"): PurePosixPath,
 }
-"""What the pickle may name, besides dtypes: plain records, none of which acts when it is made."""
+"""The globals that the pickle may name, besides dtypes: plain records, none of which acts when it is created."""
 
 
 class _Unpickler(pickle.Unpickler):

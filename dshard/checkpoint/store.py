@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -211,18 +211,19 @@ def _problems(reader: Reader, by_name: dict[str, Leaf]) -> list[str]:
             here, there = kinds if isinstance(value, Tensor) else kinds[::-1]
             problems.append(f"{name!r} is {there} in the checkpoint and {here} here")
         elif isinstance(entry, TensorStorageMetadata):
-            problems += _differences(name, entry, value)
+            problems += misfits(name, entry.size, value)
+            if tuple(entry.size) == tuple(value.shape) and entry.properties.dtype != value.dtype:
+                problems.append(
+                    f"{name!r} is {entry.properties.dtype} in the checkpoint and {value.dtype} here: "
+                    "load it as it was saved, and convert it then"
+                )
     return problems
 
 
-def _differences(name: str, entry: TensorStorageMetadata, value: Tensor) -> Iterator[str]:
-    if tuple(entry.size) != tuple(value.shape):
-        yield f"{name!r} has shape {tuple(entry.size)} in the checkpoint and {tuple(value.shape)} here"
-    elif entry.properties.dtype != value.dtype:
-        yield (
-            f"{name!r} is {entry.properties.dtype} in the checkpoint and {value.dtype} here: "
-            "load it as it was saved, and convert it then"
-        )
+def misfits(name: str, shape: Sequence[int], value: Tensor, where: str = "checkpoint") -> Iterator[str]:
+    """Texts that say why a tensor of this shape, in a checkpoint or file, cannot be loaded into `value`."""
+    if tuple(shape) != tuple(value.shape):
+        yield f"{name!r} has shape {tuple(shape)} in the {where} and {tuple(value.shape)} here"
     if isinstance(value, DTensor) and value.layout.partial_axes():
         yield f"{name!r} is to lie [{value.layout}], and a pending reduction cannot be loaded: use Shard or Replicate"
 

@@ -22,7 +22,16 @@ from torch import Tensor
 
 from dshard import comm
 from dshard.checkpoint.flat_names import leaves
-from dshard.checkpoint.store import agree, agreed_path, complete_partials, failing, on_all_ranks, on_first_rank, states
+from dshard.checkpoint.store import (
+    agree,
+    agreed_path,
+    complete_partials,
+    failing,
+    misfits,
+    on_all_ranks,
+    on_first_rank,
+    states,
+)
 from dshard.comm.stored_chunks import boxes
 from dshard.errors import CheckpointError
 from dshard.layout import Region, Shape
@@ -42,7 +51,7 @@ NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""What the format calls dtypes."""
+"""The names of dtypes in the format."""
 
 
 def load_safetensors(state: dict[str, Any], path: str | os.PathLike[str]) -> int:
@@ -91,11 +100,7 @@ def _problem(files: Mapping[str, Any], name: str, value: Tensor) -> Iterator[str
     if name not in files:
         yield f"it has no {name!r}; it has {' '.join(sorted(files)[:8]) or 'nothing'}"
         return
-    shape = tuple(files[name].get_slice(name).get_shape())
-    if shape != tuple(value.shape):
-        yield f"{name!r} has shape {shape} in the file and {tuple(value.shape)} here"
-    if isinstance(value, DTensor) and value.layout.partial_axes():
-        yield f"{name!r} is to lie [{value.layout}], and a pending reduction cannot be loaded: use Shard or Replicate"
+    yield from misfits(name, files[name].get_slice(name).get_shape(), value, "file")
 
 
 def _held(value: Tensor) -> list[Region]:

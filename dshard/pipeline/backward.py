@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 Outputs = Sequence[tuple[Tensor, Tensor | None]]
-"""What a stage gave, and the gradients of that; None for a loss."""
+"""The outputs of a stage, each with its gradient; None for a loss."""
 Grads = tuple[Tensor | None, ...]
 
 
@@ -88,7 +88,7 @@ def _nothing(grads: Grads) -> Grads:
 
 
 def _node(x: Tensor) -> Node | None:
-    """The autograd node that made a tensor, or that accumulates its gradient; None if it needs none."""
+    """The autograd node of a tensor's operator, or that of a leaf's gradient; None if it needs no gradient."""
     if not x.requires_grad or x.grad_fn is not None:
         return x.grad_fn
     viewed = x.view_as(x).grad_fn

@@ -96,21 +96,19 @@ class Program:
 
     def takes(self, compute: Compute, stage: int) -> tuple[Edge, ...]:
         """The edges whose values a stage needs for `compute`."""
-        match compute:
-            case Forward():
-                return tuple(edge for edge in self.edges if edge.dst == stage)
-            case Backward() | BackwardInput():
-                return tuple(edge.back() for edge in self.edges if edge.src == stage)
-            case BackwardWeight():
-                return ()
+        return tuple(edge for edge in self._edges_after(compute) if edge.dst == stage)
 
     def gives(self, compute: Compute, stage: int) -> tuple[Edge, ...]:
         """The edges along which a stage sends after `compute`."""
+        return tuple(edge for edge in self._edges_after(compute) if edge.src == stage)
+
+    def _edges_after(self, compute: Compute) -> tuple[Edge, ...]:
+        """The edges of all stages along which values are sent after `compute`."""
         match compute:
             case Forward():
-                return tuple(edge for edge in self.edges if edge.src == stage)
+                return self.edges
             case Backward() | BackwardInput():
-                return tuple(edge.back() for edge in self.edges if edge.dst == stage)
+                return tuple(edge.back() for edge in self.edges)
             case BackwardWeight():
                 return ()
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 Drawing: TypeAlias = RenderableType
-"""What can be shown or exported."""
+"""A value that can be shown or exported."""
 
 WIDE = 128
 """Columns of what is exported, and of what is printed to no terminal."""

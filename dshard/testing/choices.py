@@ -23,14 +23,17 @@ def layouts_of(x: Tensor, mesh: Mesh, placements: Literal["all"] | Sequence[Plac
         placements = [Replicate(), *map(Shard, range(x.dim())), *([Partial()] if has_gradient(x) else [])]
     legal = [p for p in placements if not isinstance(p, Shard) or p.dim < x.dim()]
     legal = [p for p in legal if not isinstance(p, Partial) or has_gradient(x)]
-    layouts = []
+    layouts: list[Layout] = []
     for combination in product(legal, repeat=mesh.ndim):
         layout = Layout(mesh, combination)
-        layouts.append(layout)
-        orders = [(dim, tuple(reversed(layout.axes_of(dim)))) for dim in layout.sharded_dims()]
-        if any(len(axes) > 1 for _, axes in orders):
-            layouts.append(Layout(mesh, combination, tuple(orders)))
+        layouts += dict.fromkeys((layout, in_other_order(layout)))
     return layouts
+
+
+def in_other_order(layout: Layout) -> Layout:
+    """The layout with the axes that shard one dim in reverse order."""
+    orders = tuple((dim, tuple(reversed(layout.axes_of(dim)))) for dim in layout.sharded_dims())
+    return Layout(layout.mesh, layout.placements, orders)
 
 
 def sampled(choices: Sequence[Sequence[Layout]], limit: int) -> Iterator[Choice]:

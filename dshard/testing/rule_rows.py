@@ -21,6 +21,7 @@ from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.expand import Operand, expansions
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Strategy
+from dshard.testing.choices import in_other_order
 from dshard.testing.terms import Parts, joined, parted
 from dshard.torch_private import OpOverload
 
@@ -107,19 +108,13 @@ def suggestive(rule: Rule, specs: Sequence[Spec], mesh: Mesh) -> Iterator[list[O
         if any(len({p for p in row if isinstance(p, Partial)}) > 1 for row in placements):
             continue
         layouts = [Layout(mesh, tuple(row)) for row in placements]
-        for turned in (layouts, [_reversed(layout) for layout in layouts]):
+        for turned in (layouts, [in_other_order(layout) for layout in layouts]):
             yield [Operand(layout, spec.shape, spec.itemsize) for layout, spec in zip(turned, specs, strict=True)]
 
 
 def _suggestive_placements(rule: Rule, operand: int, ndim: int) -> list[Placement]:
     ops = {op for passed in rule.passes if operand in passed.operands for op in passed.ops}
     return [*map(Shard, range(ndim)), *map(Partial, sorted(ops))]
-
-
-def _reversed(layout: Layout) -> Layout:
-    """The layout with the axes that shard one dim in reverse order."""
-    orders = tuple((dim, tuple(reversed(layout.axes_of(dim)))) for dim in layout.sharded_dims())
-    return Layout(layout.mesh, layout.placements, orders)
 
 
 def _run(func: Callable[..., Any], given: tuple[Any, Any], tensors: Sequence[Tensor]) -> list[Tensor]:
