@@ -52,9 +52,9 @@ def _demo(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         device=device,
     )
-    with report.demo_progress(settings, visible=launch.reporting()) as tell:
+    with report.demo_progress(settings, visible=launch.is_reporting()) as tell:
         rows = demo.run(settings, tell)
-    if launch.reporting():
+    if launch.is_reporting():
         if arguments.plot is not None:
             arguments.plot.write_text(demo.draw(rows))
         print_result(arguments, report.demo_data(rows), report.demo_table(rows, settings))
@@ -68,7 +68,7 @@ def _strategies(asked: list[str] | None, ranks: int, device: str, dtype: torch.d
     if AUTO not in asked:
         return tuple(asked)
     ranked = demo.rank(ranks, demo.BATCH, device, dtype)
-    if launch.reporting():
+    if launch.is_reporting():
         report.note(report.predictions(ranked))
     return tuple(ranked[0].strategy if name == AUTO else name for name in asked)
 

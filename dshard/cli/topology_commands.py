@@ -58,10 +58,10 @@ def _measure_topology(arguments: argparse.Namespace) -> int:
     ranks = launch.choose_ranks(mesh.size if mesh is not None else asked, arguments.device)
     device = launch.choose_device(arguments.device, ranks)
     mesh = replace(mesh or Mesh((ranks,)), device_type=device)
-    with report.measure_progress(visible=launch.reporting()) as tell:
+    with report.measure_progress(visible=launch.is_reporting()) as tell:
         work = partial(calibrate.measure_world, mesh, arguments.seconds)
         topology = launch.run(work, tell, ranks=ranks, device=device)
-    if launch.reporting():
+    if launch.is_reporting():
         if arguments.out is not None:
             topology.save(arguments.out)
         print_result(arguments, json.loads(topology.to_json()), report.measured_table(topology))

@@ -1,6 +1,6 @@
 """Ranks for a job: processes started on this host, or by a launcher such as torchrun."""
 
-from dshard.launch.group import choose_device, choose_ranks, joining, reporting, run
+from dshard.launch.group import choose_device, choose_ranks, is_launched, is_reporting, run
 from dshard.launch.ranks import Send, run_ranks, screenful
 from dshard.launch.rehearse import Rehearsed, rehearse
 
@@ -9,9 +9,9 @@ __all__ = [
     "Send",
     "choose_device",
     "choose_ranks",
-    "joining",
+    "is_launched",
+    "is_reporting",
     "rehearse",
-    "reporting",
     "run",
     "run_ranks",
     "screenful",

@@ -31,21 +31,21 @@ def run(work: Work[T], tell: Tell, *, ranks: int, device: str) -> T:
     Raises:
         RankError: a rank failed; the message names it.
     """
-    if joining():
+    if is_launched():
         return _join(work, tell, device)
     result, *_ = run_ranks(partial(_as_rank, work, ranks, device), ranks, tell)
     assert result is not None
     return result[0]
 
 
-def joining() -> bool:
+def is_launched() -> bool:
     """Whether this process is a rank that a launcher has started."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
-def reporting() -> bool:
+def is_reporting() -> bool:
     """Whether this process writes output for the user: it is rank 0, or starts the ranks."""
-    return not joining() or os.environ["RANK"] == "0"
+    return not is_launched() or os.environ["RANK"] == "0"
 
 
 def choose_ranks(asked: int | None, device: str) -> int:
@@ -54,7 +54,7 @@ def choose_ranks(asked: int | None, device: str) -> int:
     Raises:
         MeshError: the launcher started another number of ranks than `asked`.
     """
-    if joining():
+    if is_launched():
         started = int(os.environ["WORLD_SIZE"])
         if asked not in (None, started):
             raise MeshError(f"asked for {asked} ranks, but the launcher started {started}: leave --ranks out")

@@ -52,9 +52,9 @@ class Channels:
         self._headers: dict[Hashable, Header] = {}
         self._shapes: Sequence[Hashable] = ()
         self._queue: defaultdict[tuple[int, int], deque[Item]] = defaultdict(deque)
-        self._arriving: defaultdict[tuple[int, int], deque[tuple[Item, Any]]] = defaultdict(deque)
-        self._arrived: dict[Item, Tensor | None] = {}
-        self._leaving: dict[Item, Any] = {}
+        self._receiving: defaultdict[tuple[int, int], deque[tuple[Item, Any]]] = defaultdict(deque)
+        self._received: dict[Item, Tensor | None] = {}
+        self._sending: dict[Item, Any] = {}
 
     def begin_step(self, shapes: Sequence[Hashable]) -> None:
         """Begin a step of `len(shapes)` microbatches; those of one shape share their headers."""
@@ -64,25 +64,25 @@ class Channels:
         """The header of the value that `item` sends or receives; None if this rank does not know it yet."""
         return self._headers.get(self._key(item))
 
-    def expect(self, item: Item) -> None:
+    def begin_receive(self, item: Item) -> None:
         """Begin to receive `item` into memory if its header is known."""
         self._queue[_pair(item)].append(item)
-        self._begin_known(_pair(item))
+        self._begin_receives(_pair(item))
 
-    def arrive(self, item: Item) -> DTensor | None:
+    def receive(self, item: Item) -> DTensor | None:
         """Wait for an expected value and return it; None for the gradient of a value that needs none."""
         queue = self._queue[_pair(item)]
         while item in queue:
             first = queue[0]
             if self.header(first) is None:
                 self._headers[self._key(first)] = fetch(self._post(first), self.timeout, f"{self._name}/failed")
-            self._begin_known(_pair(item))
+            self._begin_receives(_pair(item))
         header = self.header(item)
         assert header is not None
-        while item not in self._arrived:  # in the order in which it began: some of it is passed on within the mesh
-            first, transfer = self._arriving[_pair(item)].popleft()
-            self._arrived[first] = None if transfer is None else _finish(transfer)
-        local = self._arrived.pop(item)
+        while item not in self._received:  # in the order in which it began: some of it is passed on within the mesh
+            first, transfer = self._receiving[_pair(item)].popleft()
+            self._received[first] = None if transfer is None else _finish(transfer)
+        local = self._received.pop(item)
         if local is None:
             return None
         layout = self._plan(item[0], header).dst
@@ -90,47 +90,47 @@ class Channels:
             local, spec_of(layout, header.shape, contiguous_stride(header.shape), header.dtype, local.device)
         )
 
-    def send(self, item: Item, x: DTensor) -> None:
+    def begin_send(self, item: Item, x: DTensor) -> None:
         """Begin to send an activation, or the gradient of one that was received."""
         edge, _ = item
         header = self.header(item)
         if not edge.backward:
             x = _complete(x)
-            header = self._announced(item, x)
+            header = self._announce(item, x)
         assert header is not None
         if header.differentiable or not edge.backward:
-            self._leaving[item] = self._begin(item, header, x)
+            self._sending[item] = self._begin(item, header, x)
 
     def end_send(self, item: Item) -> None:
         """Wait until the send of `item` is complete."""
-        transfer = self._leaving.pop(item, None)
+        transfer = self._sending.pop(item, None)
         if transfer is not None:
             _finish(transfer)
 
     def end_all_sends(self) -> None:
         """Wait until all sends are complete."""
-        for item in list(self._leaving):
+        for item in list(self._sending):
             self.end_send(item)
 
-    def forget(self) -> None:
+    def drop_all(self) -> None:
         """Drop all transfers in flight, after a failure."""
         self._queue.clear()
-        self._arriving.clear()
-        self._arrived.clear()
-        self._leaving.clear()
+        self._receiving.clear()
+        self._received.clear()
+        self._sending.clear()
 
-    def returning(self, edge: Edge, header: Header) -> Layout:
+    def gradient_layout(self, edge: Edge, header: Header) -> Layout:
         """The layout in which the gradient of a value received along `edge` must be sent back."""
         return self._plan(edge.back(), header).src
 
-    def _announced(self, item: Item, x: DTensor) -> Header:
+    def _announce(self, item: Item, x: DTensor) -> Header:
         header = Header(x._spec.layout, tuple(x.shape), x.dtype, x.requires_grad)
         expected = self.header(item)
         if expected is None:
             self._headers[self._key(item)] = header
             if self._rank == header.layout.mesh.ranks[0]:
                 put(self._post(item), header)
-            self._begin_known(_pair((item[0].back(), item[1])))
+            self._begin_receives(_pair((item[0].back(), item[1])))
         elif expected != header:
             raise PipelineError(
                 f"{item[0]} was {expected} and is now {header} for a batch of the same shape: what stages give "
@@ -138,12 +138,12 @@ class Channels:
             )
         return header
 
-    def _begin_known(self, pair: tuple[int, int]) -> None:
+    def _begin_receives(self, pair: tuple[int, int]) -> None:
         queue = self._queue[pair]
         while queue and (header := self.header(queue[0])) is not None:
             item = queue.popleft()
             expected = header.differentiable or not item[0].backward
-            self._arriving[pair].append((item, self._begin(item, header, None) if expected else None))
+            self._receiving[pair].append((item, self._begin(item, header, None) if expected else None))
 
     def _begin(self, item: Item, header: Header, x: DTensor | None) -> Any:
         plan = self._plan(item[0], header)

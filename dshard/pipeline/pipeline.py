@@ -22,7 +22,7 @@ from dshard.pipeline.tied import tied_of
 from dshard.validate import as_number, as_tuple, check_callable, check_one_of, check_type
 
 AUTO = "auto"
-_MADE: Counter[tuple[int, ...]] = Counter()
+_PIPELINES_OF: Counter[tuple[int, ...]] = Counter()
 
 
 class Pipeline:
@@ -88,8 +88,8 @@ class Pipeline:
         else:
             self.program = Program(schedule, len(self.stages), n_microbatches, self.edges, delay, overlap)
         ranks = tuple(sorted(rank for stage in self.stages for rank in stage.layout_mesh.ranks))
-        _MADE[ranks] += 1
-        name = f"dshard.pipeline/{','.join(map(str, ranks))}/{_MADE[ranks]}"
+        _PIPELINES_OF[ranks] += 1
+        name = f"dshard.pipeline/{','.join(map(str, ranks))}/{_PIPELINES_OF[ranks]}"
         self._runner = Runner(self.stages, self.number, name, self.edges, loss, timeout)
         self._group = self._join(ranks)
         self._runner.tied = tied_of(tied, self.stages, self.number, self._group.process_group)

@@ -116,7 +116,7 @@ class Runner:
     def _do(self, action: Action) -> None:
         match action:
             case Receive(edge, microbatch):
-                self.channels.expect((edge, microbatch))
+                self.channels.begin_receive((edge, microbatch))
             case Send(edge, microbatch):
                 self._send(edge, microbatch)
             case Forward() | Backward() | BackwardInput() | BackwardWeight():
@@ -155,7 +155,7 @@ class Runner:
             value = self._step.microbatches[k].values[name]
             mesh = self.stage.mesh
             return distribute_tensor(value, mesh, self.stage.landing(name, value.dim()).placements, src_data_rank=None)
-        received = self._arrive(edge, k)
+        received = self._receive(edge, k)
         header = self.channels.header((edge, k))
         assert received is not None
         assert header is not None
@@ -183,9 +183,9 @@ class Runner:
         placements = self.stage.landing(TARGET, value.dim()).placements
         return (distribute_tensor(value, self.stage.mesh, placements, src_data_rank=None),)
 
-    def _arrive(self, edge: Edge, k: int) -> DTensor | None:
+    def _receive(self, edge: Edge, k: int) -> DTensor | None:
         with self._naming(Receive(edge, k)):
-            return self.channels.arrive((edge, k))
+            return self.channels.receive((edge, k))
 
     def _with_gradients(self, k: int) -> list[tuple[Tensor, Tensor | None]]:
         """The outputs of the stage, each with the sum of its received gradients; that of a loss is one."""
@@ -195,7 +195,7 @@ class Runner:
         pairs: list[tuple[Tensor, Tensor | None]] = []
         back = self._step.program.takes(Backward(k), self.number)
         for name, out in zip(self.stage.gives, outputs, strict=True):
-            received = [self._arrive(edge, k) for edge in back if edge.value == name]
+            received = [self._receive(edge, k) for edge in back if edge.value == name]
             grads: list[Any] = [grad for grad in received if grad is not None]
             if grads:
                 pairs.append((out, sum(grads[1:], start=grads[0])))
@@ -207,10 +207,10 @@ class Runner:
         running = self._step.running[k]
         known = channels.header(item) is not None
         if edge.backward:
-            channels.send(item, self._gradient(edge, running.inputs[edge.value], item))
+            channels.begin_send(item, self._gradient(edge, running.inputs[edge.value], item))
             running.inputs.pop(edge.value)
         else:
-            channels.send(item, running.outputs[list(self.stage.gives).index(edge.value)])  # type: ignore[arg-type]
+            channels.begin_send(item, running.outputs[list(self.stage.gives).index(edge.value)])  # type: ignore[arg-type]
         if not self._step.program.overlap and known:
             channels.end_send(item)
 
@@ -221,7 +221,7 @@ class Runner:
         if not header.differentiable:
             return x  # type: ignore[no-any-return]
         grad: Any = torch.zeros_like(x) if x.grad is None else x.grad
-        layout = self.channels.returning(edge.forth(), header)
+        layout = self.channels.gradient_layout(edge.forth(), header)
         return grad.redistribute(placements=layout.placements)  # type: ignore[no-any-return]
 
     def _free(self, k: int) -> None:
@@ -239,7 +239,7 @@ class Runner:
         try:
             yield
         except BaseException as error:
-            self.channels.forget()
+            self.channels.drop_all()
             first_failure = peek(f"{self._name}/failed")
             here = f"rank {self.rank}, stage {self.number}, at {action}"
             self.failed = first_failure or f"{here}: {type(error).__name__}: {str(error)[:300]}"
