@@ -200,13 +200,13 @@ class Processes:
         requests: Iterable[bytes],
         limit: float,
         *,
-        hear: Callable[[Any], object] | None = None,
-        patience: float = inf,
+        hear: Callable[[Any], object] = lambda message: None,
+        grace: float = inf,
     ) -> list[Outcome]:
         """Send each rank its request, and wait for their outcomes; `hear` gets the messages that they send meanwhile.
 
         A rank that does not answer within `limit` seconds of the call, or of the last message of any, has failed. Once
-        one has failed the others have a little longer: as long as that one took, but at most `patience` seconds.
+        one has failed the others have a little longer: as long as that one took, but at most `grace` seconds.
         """
         for rank, call in zip(self._ranks, requests, strict=True):
             with contextlib.suppress(OSError):  # dead: receive() reports it
@@ -218,14 +218,16 @@ class Processes:
         while numbers and (ready := wait(list(numbers), max(0.0, deadline - time.monotonic()))):
             for pipe in [pipe for pipe in numbers if pipe in ready]:
                 received, now = self._ranks[numbers[pipe]].receive(), time.monotonic()
-                if isinstance(received, Answer | Failure):
-                    outcomes[numbers.pop(pipe)] = received
-                elif hear is not None:
-                    hear(received)
-                if isinstance(received, Failure):
-                    deadline = min(deadline, now + max(_GRACE[received.kind], min(now - start, patience)))
-                elif not failures_of(list(outcomes.values())) and not isinstance(received, Answer):
-                    deadline = now + limit
+                match received:
+                    case Answer():
+                        outcomes[numbers.pop(pipe)] = received
+                    case Failure(kind):
+                        outcomes[numbers.pop(pipe)] = received
+                        deadline = min(deadline, now + max(_GRACE[kind], min(now - start, grace)))
+                        limit = 0.0  # later messages do not extend it
+                    case message:
+                        hear(message)
+                        deadline = max(deadline, now + limit)
         what = f"had not answered after {time.monotonic() - start:.1f} s"
         for number, stack in zip(numbers.values(), self._stacks(numbers.values()), strict=True):
             outcomes[number] = Failure(Kind.WAITING, what, stack, time.time())

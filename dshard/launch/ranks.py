@@ -18,7 +18,7 @@ GRACE = 1.0  # seconds to wait for other failures after the first: the first to 
 SCREEN = 16  # lines of a rank's traceback that are shown
 
 
-def run_ranks(job: Job[T], n: int, hear: Callable[[Any], object] | None = None, patience: float = PATIENCE) -> list[T]:
+def run_ranks(job: Job[T], n: int, hear: Callable[[Any], object] = print, patience: float = PATIENCE) -> list[T]:
     """Start `n` processes that each call `job(rank, meet, send)`; call `hear` with each message until all are done.
 
     The results are in rank order. `meet` is the `init_method` of their process group. No process outlives this call.
@@ -30,7 +30,7 @@ def run_ranks(job: Job[T], n: int, hear: Callable[[Any], object] | None = None, 
     try:
         meet = (processes.folder / "meet").as_uri()
         requests = [request(_run, job, rank, meet) for rank in range(n)]
-        outcomes = processes.call(requests, patience, hear=hear, patience=GRACE)
+        outcomes = processes.call(requests, patience, hear=hear, grace=GRACE)
     finally:
         processes.close()
     failures = failures_of(outcomes)
