@@ -280,10 +280,15 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
         begin = launch
 
         def logged(request):  # type: ignore[no-untyped-def]
-            begin(request)
+            wait = begin(request)
             number = sum(word.startswith("begin") for word in log.seen)
             log.seen.append(f"begin {number}")
-            return lambda: log.seen.append(f"end {number}")
+
+            def logged_wait():  # type: ignore[no-untyped-def]
+                log.seen.append(f"end {number}")
+                return wait()
+
+            return logged_wait
 
         return original(program, logged)
 
