@@ -8,7 +8,6 @@ this torch and this Python; where they do not tell each kind of second holder, g
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from sys import getrefcount
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.caches import cached
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.torch_private import no_dispatch, storage_references, tensor_references
 
@@ -87,7 +87,7 @@ def _measured(make: Callable[[], Tensor]) -> tuple[int, ...] | None:
     return alone.pop() if len(alone) == 1 else None
 
 
-@cache
+@cached("hook references", 1)
 def _references_in_hook() -> int:
     """The references to a gradient in the hook of a leaf where nothing else holds it; -1 where they tell nothing."""
     counts: list[int] = []
