@@ -26,7 +26,6 @@ from dshard.torch_private import (
     OpOverload,
     UnsupportedOperatorException,
     has_internal_overlap,
-    torch_check,
 )
 
 Args: TypeAlias = dict[str, Any]
@@ -91,7 +90,7 @@ def _without_log() -> Iterator[None]:
 
 
 def refusing() -> OperatorMode:
-    """A mode in which operators on meta tensors refuse what torch's kernels refuse, as far as `MORE` says."""
+    """A mode in which operators on meta tensors refuse what torch's kernels refuse, as far as `REFUSALS` says."""
 
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_more(func, args, kwargs)
@@ -102,8 +101,8 @@ def refusing() -> OperatorMode:
 
 def _refuse_more(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if args and isinstance(args[0], Tensor) and _writes_each(func):
-        torch_check(has_internal_overlap(args[0]) != 1, lambda: _OVERLAPS)
-    check = MORE.get(func._schema.name.removesuffix("_"))
+        _require(has_internal_overlap(args[0]) != 1, _OVERLAPS)
+    check = REFUSALS.get(func._schema.name.removesuffix("_"))
     if check is not None:
         defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
         check(defaults | dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs)
@@ -135,110 +134,95 @@ _OVERLAPS = (
 )
 
 
+def _require(holds: bool, message: str) -> None:
+    """Refuse as torch's kernels do where this does not hold."""
+    if not holds:
+        raise RuntimeError(message)
+
+
 def _scatter(given: Args) -> None:
     x, index, source = given["self"], given["index"], given.get("src")
-    torch_check(
-        index.dtype in (torch.int64, torch.int32) or not index.numel(),
-        lambda: f"scatter(): Expected dtype int32/int64 for index, got {index.dtype}",
-    )
-    torch_check(
-        source is None or source.dtype == x.dtype,
-        lambda: f"scatter(): Expected self.dtype to be equal to src.dtype, got {x.dtype}",
-    )
+    is_index = index.dtype in (torch.int64, torch.int32) or not index.numel()
+    _require(is_index, f"scatter(): Expected dtype int32/int64 for index, got {index.dtype}")
+    others = [x] if source is None else [x, source]
+    expected = "scatter(): Expected self.dtype to be equal to src.dtype"
+    _require(others[-1].dtype == x.dtype, f"{expected}, got {x.dtype}")
     if index.numel() == 0:
         return
-    others = [x] if source is None else [x, source]
-    torch_check(
-        all(max(t.dim(), 1) == max(index.dim(), 1) for t in others),
-        lambda: "Index tensor must have the same number of dimensions as self tensor and src tensor",
-    )
+    same_ndim = all(max(t.dim(), 1) == max(index.dim(), 1) for t in others)
+    _require(same_ndim, "Index tensor must have the same number of dimensions as self tensor and src tensor")
     dim = given["dim"] % max(x.dim(), 1)
     fits = all(n <= x.shape[i] for i, n in enumerate(index.shape) if i != dim and x.dim())
+    text = f"Expected index {tuple(index.shape)} to be no larger than self {tuple(x.shape)} apart from dimension {dim}"
     if source is not None:
         fits = fits and all(n <= m for n, m in zip(index.shape, source.shape, strict=False))
-    torch_check(
-        fits,
-        lambda: (
-            f"Expected index {tuple(index.shape)} to be no larger than self {tuple(x.shape)} apart from "
-            f"dimension {dim}" + ("" if source is None else f" and to be no larger size than src {tuple(source.shape)}")
-        ),
-    )
+        text += f" and to be no larger size than src {tuple(source.shape)}"
+    _require(fits, text)
 
 
 def _index_add(given: Args) -> None:
     x, index, source, dim = given["self"], given["index"], given["source"], given["dim"]
-    torch_check(
-        x.dtype == source.dtype,
-        lambda: f"index_add_(): self ({x.dtype}) and source ({source.dtype}) must have the same scalar type",
-    )
-    length = source.shape[dim] if source.dim() else 1
-    torch_check(
-        index.numel() == length,
-        lambda: f"index_add_(): Number of indices ({index.numel()}) should be equal to source.size(dim): ({length})",
-    )
-    torch_check(
-        x.dim() == source.dim() or not x.dim() or not source.dim(),
-        lambda: f"index_add_(): Source ({source.dim()}D) and self ({x.dim()}D) must have as many dims",
-    )
+    same_dtype = x.dtype == source.dtype
+    _require(same_dtype, f"index_add_(): self ({x.dtype}) and source ({source.dtype}) must have the same scalar type")
+    n, length = index.numel(), source.shape[dim] if source.dim() else 1
+    _require(n == length, f"index_add_(): Number of indices ({n}) should be equal to source.size(dim): ({length})")
+    same_ndim = x.dim() == source.dim() or not x.dim() or not source.dim()
+    _require(same_ndim, f"index_add_(): Source ({source.dim()}D) and self ({x.dim()}D) must have as many dims")
     if x.dim() == source.dim() > 0:
-        added_dim = dim % x.dim()
-        same_shape = [n for i, n in enumerate(x.shape) if i != added_dim] == [
-            n for i, n in enumerate(source.shape) if i != added_dim
-        ]
-        torch_check(
-            same_shape, lambda: "source tensor shape must match self tensor shape, excluding the specified dimension"
+        shapes = ([n for i, n in enumerate(t.shape) if i != dim % x.dim()] for t in (x, source))
+        _require(
+            next(shapes) == next(shapes),
+            "source tensor shape must match self tensor shape, excluding the specified dimension",
         )
 
 
+def _index_select(given: Args) -> None:
+    if given["index"].dim() > 1:
+        raise IndexError("index_select(): Index is supposed to be a vector")
+
+
 def _masked_scatter(given: Args) -> None:
-    torch_check(
-        given["mask"].dtype == torch.bool,
-        lambda: f"masked_scatter_ only supports boolean masks, but got mask with dtype {given['mask'].dtype}",
-    )
+    dtype = given["mask"].dtype
+    _require(dtype == torch.bool, f"masked_scatter_ only supports boolean masks, but got mask with dtype {dtype}")
 
 
 def _multinomial(given: Args) -> None:
     x, n = given["self"], given["num_samples"]
-    torch_check(x.is_floating_point(), lambda: f"multinomial only supports floating-point dtypes, got {x.dtype}")
-    torch_check(n > 0, lambda: "cannot sample n_sample <= 0 samples")
-    torch_check(x.dim() == 0 or x.shape[-1] <= 2**24, lambda: "number of categories cannot exceed 2^24")
+    classes = x.shape[-1] if x.dim() else 1
+    _require(x.is_floating_point(), f"multinomial only supports floating-point dtypes, got {x.dtype}")
+    _require(n > 0, "cannot sample n_sample <= 0 samples")
+    _require(classes <= 2**24, "number of categories cannot exceed 2^24")
     _same_out(given.get("out"), torch.int64)
-    torch_check(
-        given["replacement"] or x.dim() == 0 or n <= x.shape[-1],
-        lambda: "cannot sample n_sample > prob_dist.size(-1) samples without replacement",
-    )
+    enough = given["replacement"] or not x.dim() or n <= classes
+    _require(enough, "cannot sample n_sample > prob_dist.size(-1) samples without replacement")
 
 
 def _convolution(given: Args) -> None:
     for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
-        torch_check(
-            all(n >= least for n in given[name]),
-            lambda name=name: f"convolution: {name} {tuple(given[name])} is not supported: too small",
-        )
+        fits = all(n >= least for n in given[name])
+        _require(fits, f"convolution: {name} {tuple(given[name])} is not supported: too small")
 
 
 def _lstsq(given: Args) -> None:
-    torch_check(given["self"].dim() >= 2, lambda: "torch.linalg.lstsq: input must have at least 2 dimensions.")
-    torch_check(given["b"].dim() >= 1, lambda: "torch.linalg.lstsq: other must have at least 1 dimension.")
+    _require(given["self"].dim() >= 2, "torch.linalg.lstsq: input must have at least 2 dimensions.")
+    _require(given["b"].dim() >= 1, "torch.linalg.lstsq: other must have at least 1 dimension.")
 
 
 def _narrow_copy(given: Args) -> None:
     x, dim = given["self"], given["dim"]
-    torch_check(dim < x.dim(), lambda: f"narrow_copy: dim {dim} of a tensor of {x.dim()} dims")
+    _require(dim < x.dim(), f"narrow_copy: dim {dim} of a tensor of {x.dim()} dims")
 
 
 def _strided_scatter(given: Args) -> None:
     x, steps = given["self"], zip(given["size"], given["stride"], strict=False)
     last = (given["storage_offset"] or 0) + sum((n - 1) * step for n, step in steps)
-    torch_check(
-        last < x.numel() or 0 in given["size"],
-        lambda: f"as_strided_scatter: element {last} is out of bounds for storage of {x.numel()} elements",
-    )
+    fits = last < x.numel() or 0 in given["size"]
+    _require(fits, f"as_strided_scatter: element {last} is out of bounds for storage of {x.numel()} elements")
 
 
 def _cat(given: Args) -> None:
     for i, x in enumerate(given["tensors"]):
-        torch_check(x.dim() > 0, lambda i=i: f"zero-dimensional tensor (at position {i}) cannot be concatenated")
+        _require(x.dim() > 0, f"zero-dimensional tensor (at position {i}) cannot be concatenated")
 
 
 def _complex(given: Args) -> None:
@@ -275,14 +259,15 @@ def _dim(given: Args) -> None:
 
 
 def _same_out(out: Tensor | None, dtype: torch.dtype) -> None:
-    torch_check(out is None or out.dtype == dtype, lambda: f"Expected out tensor to have dtype {dtype}")
+    _require(out is None or out.dtype == dtype, f"Expected out tensor to have dtype {dtype}")
 
 
-MORE: dict[str, Callable[[Args], None]] = {
+REFUSALS: dict[str, Callable[[Args], None]] = {
     **dict.fromkeys(("aten::_softmax", "aten::sort", "aten::select_scatter", "aten::slice_scatter"), _dim),
     "aten::scatter": _scatter,
     "aten::scatter_add": _scatter,
     "aten::index_add": _index_add,
+    "aten::index_select": _index_select,
     "aten::masked_scatter": _masked_scatter,
     "aten::multinomial": _multinomial,
     "aten::convolution": _convolution,

@@ -76,6 +76,8 @@ def register_rule(
     The operator must be there, as defined by `torch.library.custom_op`:
 
         register_rule("mylib::fused", "t h, h f, f h -> t h", linear=(0,))
+        register_rule("mylib::soft", "... [h] -> ... [h]")       # needs all of h
+        register_rule("mylib::joined", "*b [] -> b []")          # any number of operands
 
     Raises:
         NotationError: the name or the rule cannot be read, there is no such operator, or it has other operands.

@@ -370,9 +370,9 @@ def _least(space: Space, src: Layout, dst: Layout) -> float:
     return space.least(space.state_of(src), space.state_of(dst))
 
 
-def requested_layout(rule: Rule, wanted: Constraints, found: Expansion, shape: Shape) -> Layout:
+def requested_layout(rule: Rule, wanted: Constraints, expansion: Expansion, shape: Shape) -> Layout:
     """The layout that `wanted` requests for the result of a matmul."""
-    layout = found.outputs[0]
+    layout = expansion.outputs[0]
     if wanted.result is not None:
         return wanted.result
     assert wanted.reduced is not None
@@ -382,7 +382,7 @@ def requested_layout(rule: Rule, wanted: Constraints, found: Expansion, shape: S
         "m": [dim for dim, names in enumerate(out) if names and names[0] in first],
         "n": [dim for dim, names in enumerate(out) if names and names[0] not in first],
     }
-    for axis, (row, storage) in enumerate(zip(found.rows, wanted.reduced, strict=True)):
+    for axis, (row, storage) in enumerate(zip(expansion.rows, wanted.reduced, strict=True)):
         if not isinstance(row, str) or not isinstance(layout.placements[axis], Partial) or storage == "P":
             continue
         candidates = dims.get(storage, [])

@@ -354,6 +354,8 @@ RULES: list[Row] = [
     (lambda: register_rule("aten::mm", "m k, k n, n -> m n"), NotationError, "has 3 operands"),
     (lambda: register_rule("aten::mm", "m k, k n -> m n, m"), NotationError, "and 2 outputs"),
     (lambda: register_rule("aten::mm", "m k, k n -> m n q"), NotationError, r"splits 'q', .*write it \[q\]"),
+    (lambda: register_rule("aten::mm", "... k ..., k n -> ... n"), NotationError, "several '...' in one term"),
+    (lambda: register_rule("aten::mm", "*m k, k n, n q, q -> m"), NotationError, "has 4 operands"),
     (lambda: register_rule("aten::mm", "m k, k n -> m n", reduce=None), NotationError, "reduces by"),
     (lambda: register_rule("aten::mm", "m k, k n -> m n", reduce=[["sum"]]), NotationError, "reduces by"),
     (lambda: register_rule("aten::mm", "m k, k n -> m n", linear=0), NotationError, "linear: 0 is no sequence"),
@@ -644,6 +646,7 @@ TESTING: list[Row] = [
 NOTHING: list[Row] = [
     (lambda: EMPTY.argmax(), IndexError, r"argmax\(\): Expected reduction dim to be specified"),
     (lambda: EMPTY.argmin(), IndexError, r"argmin\(\): Expected reduction dim to be specified"),
+    (lambda: X.index_select(0, planned(2, 2, dtype=torch.int64)), IndexError, "Index is supposed to be a vector"),
     (lambda: EMPTY.argmin(0), IndexError, "reduction dim 0 to have non-zero size"),
     (lambda: EMPTY.max(), RuntimeError, "Expected reduction dim to be specified"),
     (lambda: EMPTY.min(0), IndexError, "reduction dim 0 to have non-zero size"),

@@ -66,6 +66,16 @@ def _(x: Tensor, y: Tensor) -> Tensor:
     return torch.empty_like(y)
 
 
+@torch.library.custom_op("checked::joined", mutates_args=())
+def joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors, -1)
+
+
+@joined.register_fake
+def _(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors, -1)
+
+
 @pytest.fixture(autouse=True)
 def right_rules() -> None:
     """Each test begins with rules that are right."""
@@ -85,6 +95,14 @@ def test_a_right_rule_passes_forward_and_backward() -> None:
     check_rule("checked::soft", MATRIX)
     check_rule("checked::squares", (MATRICES[0], torch.randn(5, dtype=torch.float64)), limit=16)
     check_rule(torch.ops.checked.scaled.default, MATRICES, mesh_shapes=[(3,)])
+
+
+def test_an_operator_of_any_number_of_tensors_has_a_rule() -> None:
+    register_rule("checked::joined", "*b [] -> b []")
+
+    for n in (1, 3):
+        tensors = [torch.randn(5, 2 + i, dtype=torch.float64) for i in range(n)]
+        check_rule("checked::joined", (tensors,), gradients=False, mesh_shapes=[(2,)])
 
 
 def test_a_users_operator_runs_where_its_operands_lie() -> None:
