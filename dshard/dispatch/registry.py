@@ -189,7 +189,7 @@ def _check_rule(rule: str, reduce: ReduceOp | Sequence[ReduceOp]) -> None:
     new = sorted({name for term in parsed.outputs for dim in term for name in dim} - inputs - parsed.unsharded)
     if new:
         raise NotationError(
-            f"the rule {rule!r} splits {new[0]!r}, which no operand has: write it [{new[0]}], so that it stays whole"
+            f"the rule {rule!r} splits {new[0]!r}, which no operand has: write it [{new[0]}], so that it is not sharded"
         )
 
 

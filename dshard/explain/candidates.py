@@ -151,7 +151,7 @@ def product_bound(rule: Rule, operands: Sequence[Operand], outputs: Outputs) -> 
 
 def name_of(rows: tuple[Row, ...], names: tuple[str, ...]) -> str:
     """The name of a candidate: what each mesh axis does; "whole" where none shards the work."""
-    words = {axis: "pending" if isinstance(row, PassThrough) else row for axis, row in zip(names, rows, strict=True)}
+    words = {axis: "partial" if isinstance(row, PassThrough) else row for axis, row in zip(names, rows, strict=True)}
     return " ".join(f"{axis}:{word}" for axis, word in words.items() if word is not None) or "whole"
 
 

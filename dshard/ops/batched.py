@@ -37,7 +37,7 @@ def transformed(call: Call) -> Rule:
     return call.rule("... [] ... -> ... [] ...", at="dim", passes=linear(0))
 
 
-def all_whole(call: Call) -> Rule:
+def none_sharded(call: Call) -> Rule:
     """No dim may be sharded: every rank does all of it."""
     return call.rule("*[...] -> *[...]")
 
@@ -151,5 +151,5 @@ RULES: dict[str, Operator] = {
     **{f"aten::_fft_{name}": Operator(transformed, or_nothing()) for name in ("c2c", "r2c", "c2r")},
     **{f"aten::grid_sampler_{n}d": Operator(leading(_one, (0,)), or_nothing()) for n in (2, 3)},
     **{f"aten::grid_sampler_{n}d_backward": Operator(leading(_one, (0,)), or_nothing()) for n in (2, 3)},
-    "aten::_linalg_check_errors": Operator(all_whole),
+    "aten::_linalg_check_errors": Operator(none_sharded),
 }

@@ -98,15 +98,15 @@ def selecting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp
 
 def indexing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     """A kernel of x[i, j]: the elements that this rank holds, and zeros."""
-    split = _split(call, strategy, coordinate)
-    if not split:
+    held_indices = _split(call, strategy, coordinate)
+    if not held_indices:
         return call.func
 
     def read(x: Tensor, indices: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> Tensor:
-        mapped, is_held = _mapped(call, indices, split)
-        if any(not held for held in split.values()):
+        mapped, is_held = _mapped(call, indices, held_indices)
+        if any(not held for held in held_indices.values()):
             is_held = torch.zeros_like(is_held)
-            x = x.new_zeros([max(n, 1) if d in split else n for d, n in enumerate(x.shape)])
+            x = x.new_zeros([max(n, 1) if d in held_indices else n for d, n in enumerate(x.shape)])
         values: Tensor = call.func(x, mapped, *args, **kwargs)
         where = [d for d, index in enumerate(indices) if index is not None]
         first = where[0] if where[-1] - where[0] == len(where) - 1 else 0
@@ -136,18 +136,18 @@ def writing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
 
 def putting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     """A kernel of x[i, j] = values."""
-    split = _split(call, strategy, coordinate)
-    if not split:
+    held_indices = _split(call, strategy, coordinate)
+    if not held_indices:
         return call.func
     in_place = writes_first(call.func)
 
     def write(x: Tensor, indices: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> Tensor:
-        mapped, is_held = _mapped(call, indices, split)
+        mapped, is_held = _mapped(call, indices, held_indices)
         mapped = [
-            torch.where(is_held, index, len(split[d])) if d in split and index is not None else index
+            torch.where(is_held, index, len(held_indices[d])) if d in held_indices and index is not None else index
             for d, index in enumerate(mapped)
         ]
-        written = call.func(_with_slot(x, tuple(split)), mapped, *args, **kwargs)
+        written = call.func(_with_slot(x, tuple(held_indices)), mapped, *args, **kwargs)
         return _without_slot(written, x, in_place)
 
     return write
@@ -168,11 +168,11 @@ def _split(call: Call, strategy: Strategy, coordinate: Coordinate) -> dict[int, 
 
 
 def _mapped(
-    call: Call, indices: Sequence[Tensor | None], split: dict[int, range]
+    call: Call, indices: Sequence[Tensor | None], held_indices: dict[int, range]
 ) -> tuple[list[Tensor | None], Tensor]:
     """The indices as positions in the local tensor, and whether all of them are held by this rank, broadcast."""
     mapped, is_held = list(indices), torch.ones((), dtype=torch.bool, device=_first(indices).device)
-    for dim, held in split.items():
+    for dim, held in held_indices.items():
         index = indices[dim]
         assert index is not None
         mapped[dim], one = local_index(index, held, call.shapes[0][dim], dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dshard.core.call import Call, Operator
-from dshard.rules.rule import ANY, LINEAR, PassThrough, Rule, linear
+from dshard.rules.rule import ANY, PassThrough, Rule, linear, together
 from dshard.torch_private import OpOverload
 
 
@@ -25,10 +25,8 @@ def passing(call: Call) -> tuple[PassThrough, ...]:
     if name == "copy" and n == 1:  # a number: no operand is read, and the value becomes it, not each rank's term
         return ()
     if name in COPIES:
-        return (PassThrough(frozenset(range(n)), ANY),) if _exact(call, n - 1) else ()
-    return tuple(
-        pending for pending in PASSING.get((name, n), ()) if all(_exact(call, operand) for operand in pending.operands)
-    )
+        return together(*range(n), ops=ANY) if _exact(call, n - 1) else ()
+    return tuple(p for p in PASSING.get((name, n), ()) if all(_exact(call, operand) for operand in p.operands))
 
 
 def _exact(call: Call, operand: int) -> bool:
@@ -42,7 +40,7 @@ def is_pointwise(func: OpOverload) -> bool:
     return torch.Tag.pointwise in func.tags
 
 
-_BOTH = (PassThrough(frozenset({0, 1}), LINEAR),)
+_BOTH = together(0, 1)
 
 PASSING: dict[tuple[str, int], tuple[PassThrough, ...]] = {
     ("add", 2): _BOTH,
@@ -55,9 +53,9 @@ PASSING: dict[tuple[str, int], tuple[PassThrough, ...]] = {
     ("neg", 1): linear(0),
     ("real", 1): linear(0),
     ("imag", 1): linear(0),
-    ("maximum", 2): (PassThrough(frozenset({0, 1}), ("max",)),),
-    ("minimum", 2): (PassThrough(frozenset({0, 1}), ("min",)),),
-    ("where", 3): (PassThrough(frozenset({1, 2}), LINEAR),),
+    ("maximum", 2): together(0, 1, ops=("max",)),
+    ("minimum", 2): together(0, 1, ops=("min",)),
+    ("where", 3): together(1, 2),
     ("lerp", 2): _BOTH,
 }
 

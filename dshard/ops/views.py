@@ -130,13 +130,13 @@ def counts_memory(call: Call) -> bool:
     return call.func is _ATEN.as_strided.default and not _is_plain(call)
 
 
-def in_memory_as(spec: Spec, whole: Tensor) -> Tensor:
+def in_memory_as(spec: Spec, x: Tensor) -> Tensor:
     """The tensor with the strides of `spec`; itself if it has them."""
-    if type(whole) is LocalTensor:
+    if type(x) is LocalTensor:
         with plain():
-            parts = {rank: in_memory_as(spec, part) for rank, part in unstack(whole).items()}
-            return whole if all(parts[rank] is part for rank, part in unstack(whole).items()) else stack(parts)
-    return whole if whole.stride() == spec.stride else whole.new_empty_strided(spec.shape, spec.stride).copy_(whole)
+            parts = {rank: in_memory_as(spec, part) for rank, part in unstack(x).items()}
+            return x if all(parts[rank] is part for rank, part in unstack(x).items()) else stack(parts)
+    return x if x.stride() == spec.stride else x.new_empty_strided(spec.shape, spec.stride).copy_(x)
 
 
 def strided_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
