@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import dshard
+from dshard.dispatch.operator import call_of
 from dshard.dispatch.registry import known
 from dshard.mesh import Mesh
 from dshard.testing.check import _Call
 from dshard.testing.operator_calls import recorded
-from dshard.testing.rule_rows import call_of
 
 HERE = Path(__file__).parent
 PAGE = HERE / "operators.md"
@@ -41,7 +41,7 @@ def examples() -> dict[str, tuple[str, str]]:
 
 
 def example(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str]:
-    call = call_of(func, args, kwargs, Mesh((2,)))
+    call, _ = call_of(func, Mesh((2,)), args, kwargs)
     op = known(func).op
     assert op is not None
     shapes = ", ".join("x".join(map(str, shape)) or "()" for shape in call.shapes)
