@@ -64,8 +64,10 @@ class DTensor(Wrapper):
     @property
     def layout(self) -> Layout:  # type: ignore[override]  # torch's own layout is `torch.strided` for every DTensor
         """Mesh, placements and order of the mesh axes."""
+        # torch has the name for the format of memory: its own functions compare it with torch.sparse_csr, and pass it
+        # to factories. So the answer depends on who asks; a library other than torch gets the Layout.
         asker = sys._getframe(1).f_globals.get("__name__", "")
-        if asker.startswith("torch."):  # torch's own functions ask whether a tensor is sparse
+        if asker.startswith("torch."):
             return torch.strided  # type: ignore[return-value]
         return self._spec.layout
 

@@ -7,11 +7,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from threading import get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from dshard.errors import MeshError
+from dshard.torch_private import SEEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +128,27 @@ def process_group_of(ranks: tuple[int, ...], world: Any, tag: int = 0) -> dist.P
 
 
 def _new_group(ranks: tuple[int, ...], which: str) -> dist.ProcessGroup:
-    name = f"dshard:{','.join(map(str, ranks))}:{which}"
+    """A process group under a name of our own, for which torch has no argument: its function for names is replaced.
+
+    Only this thread is answered by the replacement.
+
+    Raises:
+        MeshError: a torch that ignores it. Ranks that have made different numbers of groups would wait for each other.
+    """
+    name, thread = f"dshard:{','.join(map(str, ranks))}:{which}", get_ident()
     c10d: Any = distributed_c10d
     original = c10d._process_group_name
-    c10d._process_group_name = lambda *args, **kwargs: name
+    c10d._process_group_name = lambda *args, **kwargs: name if get_ident() == thread else original(*args, **kwargs)
     try:
         process_group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
-        return process_group
     finally:
         c10d._process_group_name = original
+    if process_group.group_name != name:
+        raise MeshError(
+            f"torch {torch.__version__} named a process group {process_group.group_name!r}, not {name!r}: its ranks "
+            f"might wait for each other; install torch {SEEN}, or a dshard for your torch"
+        )
+    return process_group
 
 
 def disconnect(group: Group) -> None:

@@ -41,7 +41,8 @@ def traceable(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def skip_frames(cls: type[Any]) -> None:
     """Leave the methods of `cls`, and all that they call, to Python where their caller is not compiled.
 
-    Otherwise torch.compile would try to compile each of them by itself after a graph break.
+    Otherwise torch.compile would try to compile each of them by itself after a graph break. torch.compiler.disable says
+    the same, but wraps each method, and imports torch._dynamo, which takes long.
     """
     if set_code_exec_strategy is None:
         return
@@ -60,7 +61,9 @@ def _fx_repr(placement: object) -> tuple[str, dict[str, type]]:
     return repr(placement), {type(placement).__name__: type(placement)}
 
 
-for _kind in (Shard, Replicate, Partial):  # so that `x.placements` may be read within a compiled region
+# `x.placements` may be read within a compiled region: torch writes a value of a registered type into the code of a
+# graph, and asks its class for the text. It is set here, for the classes themselves know nothing of torch.
+for _kind in (Shard, Replicate, Partial):
     setattr(_kind, "__fx_repr__", _fx_repr)  # noqa: B010
     with suppress(TypeError):  # an older torch calls the argument otherwise, and does not read placements there
         register_opaque_type(_kind, typ="value")

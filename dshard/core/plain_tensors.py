@@ -125,7 +125,11 @@ def refuse_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 
 
 def _calling_module() -> str:
-    """The name of the innermost module outside dshard on the call stack."""
+    """The name of the innermost module outside dshard on the call stack.
+
+    Functions of `torch.masked` count elements in plain tensors of their own, which nothing but their place tells from a
+    user's. Where torch moves that module they are refused, with the message for a user's.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("dshard."):
         frame = frame.f_back

@@ -26,7 +26,7 @@ from dshard.ops.embedding import embedding
 from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, rmatmul
 from dshard.ops.vocab_parallel import cross_entropy, rms_norm
 from dshard.rules.strategy import completed_layout
-from dshard.torch_private import has_compatible_shallow_copy_type, no_torch_function
+from dshard.torch_private import SEEN, has_compatible_shallow_copy_type, no_torch_function
 
 
 def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,8 +91,16 @@ def keeping_torch_function(function: Any) -> Callable[..., Any]:
 
     A handler usually calls its function with `__torch_function__` disabled, or it would be asked again; but what a
     checkpoint recomputes in the backward pass must reach `__torch_function__`. So the copy itself does not ask, neither
-    for its operands nor for the gradients that it is given.
+    for its operands nor for the gradients that it is given. Torch's own function stays as it is.
+
+    Raises:
+        ImportError: torch's function does not use the names that the copy replaces: it would ask without end.
     """
+    if not {"has_torch_function", "_make_grads"} <= set(function.__code__.co_names):
+        raise ImportError(
+            f"torch.autograd.{function.__name__} of torch {torch.__version__} is not the function that dshard knows: "
+            f"install torch {SEEN}, or a dshard for your torch"
+        )
     names = dict(function.__globals__)
     names |= dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda operands: False)
     names["_make_grads"] = with_torch_function_off(names["_make_grads"])

@@ -28,7 +28,10 @@ ForEach: TypeAlias = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any
 
 
 def support() -> None:
-    """Let optimisers and gradient clipping work on lists of tensors of this class by default."""
+    """Let optimisers and gradient clipping work on lists of tensors of this class by default.
+
+    torch asks whether the type of each tensor is in one of two lists, which have no function to add to.
+    """
     cls = Wrapper.public
     for known in (optimizer_list_types, list_types):
         if cls not in known:

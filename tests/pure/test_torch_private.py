@@ -14,6 +14,8 @@ import torch
 
 import dshard
 from dshard import DTensor, torch_private
+from dshard.dispatch import composite_table
+from dshard.ops.random import state
 from dshard.torch_private import NAMES, PROTOCOLS, PrivateName, late
 
 PACKAGE = Path(dshard.__file__).parent
@@ -163,3 +165,21 @@ def test_a_missing_name_of_a_late_module_is_refused_where_it_is_needed(monkeypat
 
     with pytest.raises(ImportError, match=r"_no_such\.name, for loading checkpoints"):
         late(path)
+
+
+# -- names that are there and mean something else
+
+
+def test_a_generator_with_another_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "_write_to", lambda generator, word: generator.manual_seed(word))
+
+    with pytest.raises(ImportError, match="keeps the state of its CPU generator otherwise than dshard knows"):
+        state._check_state()
+
+
+def test_another_backward_is_refused() -> None:
+    def backward(tensors: object) -> None:
+        """A function that does not ask `has_torch_function`."""
+
+    with pytest.raises(ImportError, match=r"torch\.autograd\.backward of torch .* is not the function that dshard"):
+        composite_table.keeping_torch_function(backward)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import plain
-from dshard.torch_private import graph_task_id
+from dshard.torch_private import SEEN, graph_task_id
 from dshard.validate import as_int, check_type
 
 MASK = (1 << 64) - 1
@@ -104,13 +104,40 @@ class _Sequence:
 
 def _write(word: int) -> None:
     """Write the word where torch keeps its CPU generator's initial seed; the generator's numbers do not change."""
-    generator = torch.default_generator
     with plain():
-        state = generator.get_state()
-        state.view(torch.int64)[0] = word - (1 << 64) if word >> 63 else word
-        generator.set_state(state)
+        _write_to(torch.default_generator, word)
 
 
+def _write_to(generator: torch.Generator, word: int) -> None:
+    state = generator.get_state()
+    state.view(torch.int64)[0] = _signed(word)
+    generator.set_state(state)
+
+
+def _check_state() -> None:
+    """Refuse a torch in which a mark would change the numbers of a generator, or would be lost.
+
+    Raises:
+        ImportError: the first word of a generator's state is not its initial seed, or not that alone.
+    """
+    with plain():
+        marked, unmarked = torch.Generator("cpu"), torch.Generator("cpu")
+        for generator in (marked, unmarked):
+            generator.manual_seed(1)
+        _write_to(marked, MASK - 1)
+        numbers = [torch.randint(2**62, (3,), generator=g, device="cpu").tolist() for g in (marked, unmarked)]
+    if marked.initial_seed() & MASK != MASK - 1 or numbers[0] != numbers[1]:
+        raise ImportError(
+            f"torch {torch.__version__} keeps the state of its CPU generator otherwise than dshard knows: recomputed "
+            f"layers would draw other values; install torch {SEEN}, or a dshard for your torch"
+        )
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+_check_state()
 _SEQUENCE = _Sequence()
 
 
@@ -157,7 +184,3 @@ def next_draw(generator: torch.Generator | None = None) -> Draw:
         return _SEQUENCE.take()
     with plain():
         return Draw(int(torch.randint(2**62, (), generator=generator, device=generator.device)), 0)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
