@@ -1,4 +1,4 @@
-"""dshard: declare how tensors lie on a mesh of devices, and run ordinary PyTorch code on them."""
+"""dshard: declare the layouts of tensors on a mesh of devices, and run ordinary PyTorch code on them."""
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -113,17 +113,17 @@ _LATE = {
 
 
 def __getattr__(name: str) -> _Any:
-    """What few programs need."""
+    """Import a name of `_LATE` when it is asked for."""
     if name not in _LATE:
         raise AttributeError(f"module 'dshard' has no attribute {name!r}")
     module = _import_module(_LATE[name])
-    found = globals()[name] = module if module.__name__ == f"dshard.{name}" else getattr(module, name)
-    return found
+    value = globals()[name] = module if module.__name__ == f"dshard.{name}" else getattr(module, name)
+    return value
 
 
 def _measure(mesh: _Any, **options: _Any) -> Topology:
-    found: Topology = _import_module("dshard.calibrate").measure(mesh, **options)
-    return found
+    topology: Topology = _import_module("dshard.calibrate").measure(mesh, **options)
+    return topology
 
 
 _MEASURERS.append(_measure)

@@ -70,39 +70,49 @@ def local_map(
             redistribute_inputs=redistribute_inputs,
         )
 
+    several = isinstance(out_placements, tuple) and not any(isinstance(p, _PLACEMENTS) for p in out_placements)
+    out_entries: tuple[Any, ...] = (*(out_placements or ()),) if several else (out_placements,)
+
     @wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
         flat, tree = pytree.tree_flatten(args)
-        distributed = [arg for arg in flat if isinstance(arg, DTensor)]
-        if not distributed:
+        meshes = [arg.device_mesh for arg in flat if isinstance(arg, DTensor)]
+        if not meshes:
             return func(*args, **kwargs)
-        _check_count("in_placements", in_placements, len(flat), "arguments")
-        _check_count("in_grad_placements", in_grad_placements, len(flat), "arguments")
-        in_entries, grads = in_placements or (None,) * len(flat), in_grad_placements or (None,) * len(flat)
-        redistributed = [_in_placements(arg, i, in_entries[i], redistribute_inputs) for i, arg in enumerate(flat)]
-        local = [
-            arg.to_local(grad_placements=grad) if isinstance(arg, DTensor) else arg
-            for arg, grad in zip(redistributed, grads, strict=True)
-        ]
+        local = _local_arguments(flat, in_placements, in_grad_placements, redistribute_inputs)
         out, out_tree = pytree.tree_flatten(func(*pytree.tree_unflatten(local, tree), **kwargs))
-        out_entries: tuple[Any, ...] = tuple(out_placements or ()) if _is_several(out_placements) else (out_placements,)
         _check_count("out_placements", out_entries, len(out), "outputs")
-        mesh = distributed[0].device_mesh if device_mesh is None else device_mesh
+        mesh = meshes[0] if device_mesh is None else device_mesh
         wrapped = [_wrap_output(x, i, entry, mesh) for i, (x, entry) in enumerate(zip(out, out_entries, strict=True))]
         return pytree.tree_unflatten(wrapped, out_tree)
 
     return run
 
 
-def _is_several(placements: Any) -> bool:
-    """Whether these are placements of several outputs, and not of one."""
-    return isinstance(placements, tuple) and not any(isinstance(p, Shard | Replicate | Partial) for p in placements)
+_PLACEMENTS = (Shard, Replicate, Partial)
+
+
+def _local_arguments(
+    flat: Sequence[Any],
+    in_placements: tuple[Placements, ...] | None,
+    in_grad_placements: tuple[Placements, ...] | None,
+    redistribute_inputs: bool,
+) -> list[Any]:
+    """The arguments in their placements, with local tensors in place of DTensors."""
+    _check_count("in_placements", in_placements, len(flat), "arguments")
+    _check_count("in_grad_placements", in_grad_placements, len(flat), "arguments")
+    entries, grads = in_placements or (None,) * len(flat), in_grad_placements or (None,) * len(flat)
+    redistributed = [_in_placements(arg, i, entries[i], redistribute_inputs) for i, arg in enumerate(flat)]
+    return [
+        arg.to_local(grad_placements=grad) if isinstance(arg, DTensor) else arg
+        for arg, grad in zip(redistributed, grads, strict=True)
+    ]
 
 
 def _check_entries(name: str, entries: object) -> None:
     """Refuse entries that are no tuple of placements, one entry for each argument."""
     checked = as_tuple(entries, name, "give a tuple with the placements of each argument, None for what is no tensor")
-    alone = [entry for entry in checked if isinstance(entry, Shard | Replicate | Partial)]
+    alone = [entry for entry in checked if isinstance(entry, _PLACEMENTS)]
     if alone:
         raise LayoutError(
             f"local_map: {name} has the entry {alone[0]}: give a sequence of placements for each argument, one for "
@@ -127,7 +137,7 @@ def _in_placements(arg: Any, i: int, placements: Placements, move: bool) -> Any:
         return arg
     if not move:
         raise LayoutError(
-            f"local_map: argument {i} lies [{arg.layout}], and in_placements say [{format_of(placements)}]: "
+            f"local_map: argument {i} has the layout [{arg.layout}], and in_placements say [{format_of(placements)}]: "
             "redistribute it, or set redistribute_inputs=True"
         )
     return arg.redistribute(placements=placements)
@@ -141,7 +151,7 @@ def _wrap_output(x: Any, i: int, placements: Placements, mesh: DeviceMesh | Mesh
     if isinstance(x, DTensor) or placements is None:
         raise LayoutError(
             f"local_map: output {i} is {'a DTensor' if placements is not None else 'a tensor without out_placements'}: "
-            "the function must return plain tensors, and out_placements say how each lies"
+            "the function must return plain tensors, and out_placements say their placements"
         )
     placements = placements_on(as_mesh(mesh), placements)
     shape = None if any(isinstance(p, Shard) for p in placements) else x.shape
@@ -222,7 +232,7 @@ def _rows(call: Call, given: object) -> Iterator[tuple[list[Any], list[Any]]]:
             raise LayoutError(f"a row of {call.func} has {len(pair)} parts: {way_out}")
         outs, ins = (list(as_tuple(side, f"a row of {call.func}", way_out, LayoutError)) for side in pair)
         for placement in (*outs, *ins):
-            if placement is not None and not isinstance(placement, Shard | Replicate | Partial):
+            if placement is not None and not isinstance(placement, _PLACEMENTS):
                 raise LayoutError(f"a row of {call.func} has {shown(placement)}, which is no placement: {way_out}")
         yield outs, ins
 

@@ -148,30 +148,30 @@ def mesh_shape(shape: Sequence[int]) -> tuple[int, ...]:
     way_out = "give each axis at least one rank, as in Mesh((2, 4), ('dp', 'tp'))"
     sizes = as_tuple(shape, "the shape of a mesh", way_out, MeshError)
     try:
-        found = tuple(as_int(size, "size", MeshError, least=1) for size in sizes)
+        shape = tuple(as_int(size, "size", MeshError, least=1) for size in sizes)
     except MeshError:
-        found = ()
-    if not found:
+        shape = ()
+    if not shape:
         raise MeshError(f"a mesh of shape {sizes}: {way_out}")
-    if prod(found) > MAX_RANKS:
-        raise MeshError(f"a mesh of shape {found} has {prod(found):,} ranks: one has at most {MAX_RANKS:,}")
-    return found
+    if prod(shape) > MAX_RANKS:
+        raise MeshError(f"a mesh of shape {shape} has {prod(shape):,} ranks: one has at most {MAX_RANKS:,}")
+    return shape
 
 
 def _axis_names(names: Sequence[str], shape: tuple[int, ...]) -> tuple[str, ...]:
     if names is None:
         names = ()
-    found = as_tuple(names, "the names of mesh axes", "give a name for each axis, such as ('dp', 'tp')", MeshError)
-    return found or tuple(f"d{i}" for i in range(len(shape)))
+    checked = as_tuple(names, "the names of mesh axes", "give a name for each axis, such as ('dp', 'tp')", MeshError)
+    return checked or tuple(f"d{i}" for i in range(len(shape)))
 
 
 def _ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     if ranks is None:
         ranks = ()
-    found = as_tuple(ranks, "the ranks of a mesh", "give the rank of each place, in row-major order", MeshError)
-    if all(type(rank) is int and rank >= 0 for rank in found):
-        return found
-    return tuple(as_int(rank, "a rank of a mesh", MeshError, least=0) for rank in found)
+    checked = as_tuple(ranks, "the ranks of a mesh", "give the rank of each place, in row-major order", MeshError)
+    if all(type(rank) is int and rank >= 0 for rank in checked):
+        return checked
+    return tuple(as_int(rank, "a rank of a mesh", MeshError, least=0) for rank in checked)
 
 
 def _check(mesh: Mesh) -> None:

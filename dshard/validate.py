@@ -22,13 +22,13 @@ def as_int(value: Any, what: str, error: type[DShardError] = ArgumentError, *, l
         ArgumentError: it is none, or below `least`; or the `error` given.
     """
     try:
-        found = None if isinstance(value, bool) else index(value)
+        number = None if isinstance(value, bool) else index(value)
     except (TypeError, ValueError):  # a tensor of several elements is a ValueError
-        found = None
-    if found is None or (least is not None and found < least):
+        number = None
+    if number is None or (least is not None and number < least):
         rule = "" if least is None else " above 0" if least == 1 else f" of at least {least}"
         raise error(f"{what}: {shown(value)} is not a whole number{rule}")
-    return found
+    return number
 
 
 def as_number(
@@ -114,8 +114,8 @@ def suggestion(value: object, known: Iterable[str]) -> str:
     >>> suggestion("suma", ["data", "summa"])
     "; did you mean 'summa'?"
     """
-    found = get_close_matches(value, list(known), n=1) if isinstance(value, str) else []
-    return f"; did you mean {found[0]!r}?" if found else ""
+    matches = get_close_matches(value, list(known), n=1) if isinstance(value, str) else []
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def article(value: object) -> str:

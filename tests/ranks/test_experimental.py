@@ -78,7 +78,7 @@ def test_local_map_says_what_does_not_fit() -> None:
     with simulated(LINE):
         x = distribute(torch.ones(4, 4), Layout(LINE, (Shard(0),)))
         same: Any = lambda *args: args[0]  # noqa: E731
-        with pytest.raises(LayoutError, match=r"argument 0 lies \[tp:S\(0\)\], and in_placements say \[R\]"):
+        with pytest.raises(LayoutError, match=r"argument 0 has the layout \[tp:S\(0\)\], and in_placements say \[R\]"):
             local_map(same, [Replicate()], ([Replicate()],))(x)
         with pytest.raises(ShapeError, match="in_placements has 1 entries for 2 arguments: give one for each"):
             local_map(same, [Replicate()], ([Shard(0)],))(x, 1)
