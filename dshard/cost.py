@@ -50,29 +50,26 @@ def collective_seconds(
     link = topology.link(mesh, axes, collective)
     match collective:
         case "all_gather" | "reduce_scatter":
-            return ring_seconds(nbytes, n, link)
+            return messages_seconds(nbytes, n - 1, link)
         case "all_reduce":
-            ring = all_reduce_seconds(nbytes, n, link)
+            ring = messages_seconds(nbytes, 2 * (n - 1), link)
             tree = topology.backend == "nccl" and not link.measured
             return min(ring, tree_all_reduce_seconds(nbytes, n, link)) if tree else ring
         case "all_to_all" | "exchange":
-            return pairwise_seconds(nbytes, n if peers is None else min(n, peers + 1), link)
+            return messages_seconds(nbytes, n - 1 if peers is None else min(n - 1, peers), link)
+        case "broadcast" if topology.backend == "gloo":  # a binomial tree, whose root sends all bytes log n times
+            return _log2(n) * messages_seconds(nbytes, 1, link)
         case "broadcast":
-            return (broadcast_seconds if topology.backend == "gloo" else ring_seconds)(nbytes, n, link)
+            return messages_seconds(nbytes, n - 1, link)
         case "permute":
-            return pairwise_seconds(nbytes, 2, link)
+            return messages_seconds(nbytes, 1, link)
         case _:
             assert_never(collective)
 
 
-def ring_seconds(nbytes: float, n: int, link: Link) -> float:
-    """Seconds of an all_gather, reduce_scatter or broadcast around a ring in which the busiest receives `nbytes`."""
-    return (n - 1) * link.latency + link.seconds(nbytes)
-
-
-def all_reduce_seconds(nbytes: float, n: int, link: Link) -> float:
-    """Seconds of a ring all_reduce, a reduce_scatter and an all_gather, in which the busiest receives `nbytes`."""
-    return 2 * (n - 1) * link.latency + link.seconds(nbytes)
+def messages_seconds(nbytes: float, messages: int, link: Link) -> float:
+    """Seconds of so many messages, one after the other, in which the busiest rank receives `nbytes` in all."""
+    return messages * link.latency + link.seconds(nbytes)
 
 
 def tree_all_reduce_seconds(nbytes: float, n: int, link: Link) -> float:
@@ -80,17 +77,7 @@ def tree_all_reduce_seconds(nbytes: float, n: int, link: Link) -> float:
 
     A rank receives the tensor twice, not 2 (n - 1) / n times, in a number of messages that grows with log n alone.
     """
-    return 2 * _log2(n) * link.latency + link.seconds(nbytes * n / (n - 1))
-
-
-def pairwise_seconds(nbytes: float, n: int, link: Link) -> float:
-    """Seconds of messages from `n` - 1 peers, one after the other, in which the busiest rank receives `nbytes`."""
-    return (n - 1) * link.latency + link.seconds(nbytes)
-
-
-def broadcast_seconds(nbytes: float, n: int, link: Link) -> float:
-    """Seconds of a broadcast of `nbytes` to `n` ranks by a binomial tree, whose root sends them log n times."""
-    return _log2(n) * (link.latency + link.seconds(nbytes))
+    return messages_seconds(nbytes * n / (n - 1), 2 * _log2(n), link)
 
 
 def work_seconds(flops: float, nbytes: float, topology: Topology, dtype: str = "") -> float:
@@ -109,9 +96,9 @@ def _exchanged_reduce_scatter_seconds(
     """Seconds of a reduce_scatter by all_to_all, after which each rank reads its `n` terms and writes their sum."""
     link = topology.link(mesh, axes, "reduce_scatter")
     if link.measured:
-        return pairwise_seconds(nbytes, n, link)
+        return messages_seconds(nbytes, n - 1, link)
     terms = nbytes / (n - 1)
-    exchange_seconds = pairwise_seconds(nbytes, n, topology.link(mesh, axes, "all_to_all"))
+    exchange_seconds = messages_seconds(nbytes, n - 1, topology.link(mesh, axes, "all_to_all"))
     return exchange_seconds + work_seconds(0.0, (n + 1) * terms, topology)
 
 

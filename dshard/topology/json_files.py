@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 from dshard.errors import DShardError, TopologyError
 from dshard.mesh import Mesh
 from dshard.topology.links import Device, Layer, Measured
-from dshard.validate import check_type
+from dshard.validate import as_int, check_type, shown
 
 SCHEMA = 1
 """The version of the format that this code writes, and the only one it reads."""
@@ -20,62 +20,23 @@ MAX_RANKS = 1 << 20
 
 Fields: TypeAlias = dict[str, Any]
 T = TypeVar("T")
+Read: TypeAlias = Callable[[str, object], Any]
+"""Reads the value at a path in the file."""
 
 
-def dumps(
-    *, name: str, layers: Sequence[Layer], device: Device, backend: str, measured: Sequence[Measured], source: str
-) -> str:
-    """A topology of these fields as JSON. Infinity, which JSON has not, is written as null."""
-    value = {
-        "schema": SCHEMA,
-        "name": name,
-        "source": source,
-        "backend": backend,
-        "ranks": _total(layers),
-        "layers": [_layer_data(layer) for layer in layers],
-        "device": {
-            "name": device.name,
-            "flops": dict(device.flops),
-            "memory_bandwidth": None if device.memory_bandwidth == inf else device.memory_bandwidth,
-            "launch": device.launch,
-            "dispatch": device.dispatch,
-            "in_place": device.in_place,
-        },
-        "measured": [_measured_data(figures) for figures in measured],
-    }
-    return json.dumps(value, indent=2, allow_nan=False) + "\n"
+def dumps(fields: Fields, size: int | None) -> str:
+    """A topology of `size` ranks as JSON, from its `fields` as `dataclasses.asdict` gives them.
 
-
-def _layer_data(layer: Layer) -> Fields:
-    return {
-        "name": layer.name,
-        "ranks": layer.ranks,
-        "group_bandwidth": layer.group_bandwidth,
-        "pair_bandwidth": layer.pair_bandwidth,
-        "rank_bandwidth": layer.rank_bandwidth,
-        "latency": layer.latency,
-    }
-
-
-def _measured_data(measured: Measured) -> Fields:
-    mesh = measured.mesh
-    return {
-        "collective": measured.collective,
-        "mesh": {
-            "shape": mesh.shape,
-            "names": mesh.names,
-            "ranks": [] if mesh.ranks == tuple(range(mesh.size)) else mesh.ranks,
-            "device_type": mesh.device_type,
-        },
-        "axes": measured.axes,
-        "latency": measured.latency,
-        "bandwidth": measured.bandwidth,
-        "points": measured.points,
-        "date": measured.date,
-        "device": measured.device,
-        "sizes": measured.sizes,
-        "spread": measured.spread,
-    }
+    Infinity, which JSON has not, is written as null; ranks of a mesh in order are left out.
+    """
+    device, first = fields["device"], {name: fields.pop(name) for name in ("name", "source", "backend")}
+    device["flops"] = dict(device["flops"])
+    if device["memory_bandwidth"] == inf:
+        device["memory_bandwidth"] = None
+    for measured in fields["measured"]:
+        if measured["mesh"]["ranks"] == tuple(range(prod(measured["mesh"]["shape"]))):
+            measured["mesh"]["ranks"] = ()
+    return json.dumps({"schema": SCHEMA, **first, "ranks": size, **fields}, indent=2, allow_nan=False) + "\n"
 
 
 def loads(text: str) -> Fields:
@@ -110,54 +71,31 @@ def loads(text: str) -> Fields:
 
 def _layer(path: str, value: object) -> Layer:
     required, optional = ("name", "ranks", "group_bandwidth", "latency"), ("pair_bandwidth", "rank_bandwidth")
-    fields = _fields(path, value, required, optional)
-    pair = fields.get("pair_bandwidth")
-    if isinstance(pair, list):
-        fields["pair_bandwidth"] = _rows(f"{path}.pair_bandwidth", pair)
-    return _build(path, Layer, fields)
+    return _build(path, Layer, _fields(path, value, required, optional), pair_bandwidth=_pairs)
 
 
 def _device(path: str, value: object) -> Device:
     fields = _fields(path, value, ("name", "flops", "memory_bandwidth", "launch"), ("dispatch", "in_place"))
-    rates = fields["flops"]
-    if not isinstance(rates, dict):
-        raise TopologyError(f"{path}.flops: {rates!r} is no object of dtypes and rates")
-    if fields["memory_bandwidth"] is None:
-        fields["memory_bandwidth"] = inf
-    return _build(path, Device, {**fields, "flops": tuple(rates.items())})
+    return _build(path, Device, fields, flops=_rates, memory_bandwidth=lambda _, given: inf if given is None else given)
 
 
 def _measured(path: str, value: object) -> Measured:
     required = ("collective", "mesh", "axes", "latency", "bandwidth")
     fields = _fields(path, value, required, ("points", "date", "device", "sizes", "spread"))
-    fields["axes"] = _list(f"{path}.axes", fields["axes"], _text)
-    fields["sizes"] = _list(f"{path}.sizes", fields.get("sizes", []), lambda _, size: size)
-    fields["points"] = _rows(f"{path}.points", fields.get("points", []))
-    for name in ("date", "device"):
-        _text(f"{path}.{name}", fields.get(name, ""))
-    return _build(path, Measured, {**fields, "mesh": _mesh(f"{path}.mesh", fields["mesh"])})
+    read: dict[str, Read] = {"mesh": _mesh, "axes": _texts, "sizes": _values, "points": _rows}
+    return _build(path, Measured, fields, **read, date=_text, device=_text)
 
 
 def _mesh(path: str, value: object) -> Mesh:
     """A mesh; its ranks are 0, 1, 2, ... unless listed."""
     fields = _fields(path, value, ("shape", "names"), ("ranks", "device_type"))
-    shape = _list(f"{path}.shape", fields["shape"], _integer)
-    if prod(shape) > MAX_RANKS:
-        raise TopologyError(f"{path}.shape: {shape} has more than {MAX_RANKS} ranks")
-    return _build(
-        path,
-        Mesh,
-        {
-            "shape": shape,
-            "names": _list(f"{path}.names", fields["names"], _text),
-            "ranks": _list(f"{path}.ranks", fields.get("ranks", []), _integer),
-            "device_type": _text(f"{path}.device_type", fields.get("device_type", "cpu")),
-        },
-    )
+    return _build(path, Mesh, fields, shape=_sizes, names=_texts, ranks=_integers, device_type=_text)
 
 
-def _build(path: str, make: Callable[..., T], fields: Fields) -> T:
-    """Call `make` with these fields; an error of it gets the path in the file."""
+def _build(path: str, make: Callable[..., T], fields: Fields, **read: Read) -> T:
+    """Call `make` with these fields, some of them read; an error of it gets the path in the file."""
+    for name in read.keys() & fields.keys():
+        fields[name] = read[name](f"{path}.{name}", fields[name])
     try:
         return make(**fields)
     except DShardError as error:
@@ -167,7 +105,7 @@ def _build(path: str, make: Callable[..., T], fields: Fields) -> T:
 def _fields(path: str, value: object, required: Sequence[str], optional: Sequence[str]) -> Fields:
     where = f"{path}." if path else ""
     if not isinstance(value, dict):
-        raise TopologyError(f"{path or 'no topology'}: {_excerpt(value)} is no object with fields")
+        raise TopologyError(f"{path or 'no topology'}: {shown(value)} is no object with fields")
     for name in required:
         if name not in value:
             raise TopologyError(f"{where}{name}: missing; the fields are {', '.join((*required, *optional))}")
@@ -177,27 +115,55 @@ def _fields(path: str, value: object, required: Sequence[str], optional: Sequenc
     return dict(value)
 
 
-def _list(path: str, value: object, read: Callable[[str, object], Any]) -> tuple[Any, ...]:
+def _list(path: str, value: object, read: Read) -> tuple[Any, ...]:
     if not isinstance(value, list):
-        raise TopologyError(f"{path}: {_excerpt(value)} is no list")
+        raise TopologyError(f"{path}: {shown(value)} is no list")
     return tuple(read(f"{path}[{i}]", item) for i, item in enumerate(value))
 
 
+def _values(path: str, value: object) -> tuple[Any, ...]:
+    """A list of any values; the class that they are given to checks them."""
+    return _list(path, value, lambda _, item: item)
+
+
 def _rows(path: str, value: object) -> tuple[tuple[Any, ...], ...]:
-    """Lists of lists of any values; the class that they are given to checks the numbers."""
-    return _list(path, value, lambda row, numbers: _list(row, numbers, lambda _, number: number))
+    return _list(path, value, _values)
+
+
+def _pairs(path: str, value: object) -> Any:
+    """One bandwidth for all pairs, or a matrix."""
+    return _rows(path, value) if isinstance(value, list) else value
+
+
+def _rates(path: str, value: object) -> tuple[tuple[str, Any], ...]:
+    if not isinstance(value, dict):
+        raise TopologyError(f"{path}: {value!r} is no object of dtypes and rates")
+    return tuple(value.items())
 
 
 def _text(path: str, value: object) -> str:
     if not isinstance(value, str):
-        raise TopologyError(f"{path}: {_excerpt(value)} is no text")
+        raise TopologyError(f"{path}: {shown(value)} is no text")
     return value
+
+
+def _texts(path: str, value: object) -> tuple[str, ...]:
+    return _list(path, value, _text)
 
 
 def _integer(path: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TopologyError(f"{path}: {_excerpt(value)} is not a whole number of at least 0")
-    return value
+    return as_int(value, path, TopologyError, least=0)
+
+
+def _integers(path: str, value: object) -> tuple[int, ...]:
+    return _list(path, value, _integer)
+
+
+def _sizes(path: str, value: object) -> tuple[int, ...]:
+    sizes = _integers(path, value)
+    if prod(sizes) > MAX_RANKS:
+        raise TopologyError(f"{path}: {sizes} has more than {MAX_RANKS} ranks")
+    return sizes
 
 
 def _total(layers: Sequence[Layer]) -> int | None:
@@ -209,7 +175,7 @@ def _total(layers: Sequence[Layer]) -> int | None:
 def _check_total(stated: object, layers: Sequence[Layer]) -> None:
     if stated != _total(layers) or isinstance(stated, bool):
         factors = " x ".join("any" if layer.ranks is None else str(layer.ranks) for layer in layers)
-        raise TopologyError(f"ranks: {_excerpt(stated)} is not the number of ranks of the layers, {factors}")
+        raise TopologyError(f"ranks: {shown(stated)} is not the number of ranks of the layers, {factors}")
 
 
 def _unique_fields(pairs: list[tuple[str, Any]]) -> Fields:
@@ -219,8 +185,3 @@ def _unique_fields(pairs: list[tuple[str, Any]]) -> Fields:
         twice = next(name for name in names if names.count(name) > 1)
         raise TopologyError(f"{twice}: given twice in one object")
     return fields
-
-
-def _excerpt(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

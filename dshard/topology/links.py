@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal, TypeAlias, get_args
@@ -302,10 +302,17 @@ def _check_matrix(matrix: object, ranks: int | None) -> None:
                 raise TopologyError(
                     f"pair_bandwidth[{i}][{j}]: {value!r}: the matrix must be symmetric, with zeros on its diagonal"
                 )
-    reached, frontier = {0}, [0]
-    while frontier:
-        new_units = {j for i in frontier for j in range(ranks) if matrix[i][j] > 0} - reached
-        reached, frontier = reached | new_units, list(new_units)
+    reached = reached_from(0, [[j for j, bandwidth in enumerate(row) if bandwidth > 0] for row in matrix])
     if len(reached) < ranks:
         lost = min(set(range(ranks)) - reached)
         raise TopologyError(f"pair_bandwidth: no link leads from unit 0 to unit {lost}: join all units")
+
+
+def reached_from(first: int, neighbours: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]) -> set[int]:
+    """The units that links join with the `first`."""
+    reached, queue = {first}, [first]
+    for unit in queue:  # which grows
+        new = [other for other in neighbours[unit] if other not in reached]
+        reached.update(new)
+        queue += new
+    return reached

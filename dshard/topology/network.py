@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import inf, prod
 from os import PathLike
 from pathlib import Path
@@ -142,14 +142,7 @@ class Topology:
 
     def to_json(self) -> str:
         """The topology as JSON; its schema is in docs/design/0003-topology-and-cost.md."""
-        return json_files.dumps(
-            name=self.name,
-            layers=self.layers,
-            device=self.device,
-            backend=self.backend,
-            measured=self.measured,
-            source=self.source,
-        )
+        return json_files.dumps(asdict(self), self.size)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Topology:

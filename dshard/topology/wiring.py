@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 from math import inf
 from typing import TypeAlias
 
-from dshard.topology.links import Layer, Matrix
+from dshard.topology.links import Layer, Matrix, reached_from
 
 Edge: TypeAlias = tuple[int, int]
 """A link, from one unit to another."""
@@ -110,10 +110,4 @@ def _joins(units: Sequence[int], edges: Sequence[Edge]) -> bool:
     for a, b in edges:
         others[a].append(b)
         others[b].append(a)
-    queue = [units[0]]
-    visited = {units[0]}
-    for unit in queue:  # which grows
-        new = [other for other in others[unit] if other not in visited]
-        visited.update(new)
-        queue += new
-    return len(visited) == len(units)
+    return len(reached_from(units[0], others)) == len(units)
