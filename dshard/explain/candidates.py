@@ -102,8 +102,8 @@ def candidate(
         str(strategy),
         [redistributed(moved, itemsize) for moved, itemsize in plans],
         (strategy.gather, strategy.compute, strategy.reduce, strategy.backward),
-        product_bound(rule, operands, outputs),
-        once((*(o.layout for o in operands), *strategy.ends)),
+        matmul_bytes_bound(rule, operands, outputs),
+        stored_once((*(o.layout for o in operands), *strategy.ends)),
     )
 
 
@@ -137,7 +137,7 @@ def _steps(moves: Sequence[Moved]) -> tuple[str, ...]:
     return tuple([step for move in moves for step in move.steps])
 
 
-def product_bound(rule: Rule, operands: Sequence[Operand], outputs: Outputs) -> float | None:
+def matmul_bytes_bound(rule: Rule, operands: Sequence[Operand], outputs: Outputs) -> float | None:
     """Bytes that some rank must receive in a matmul `m k, k n -> m n` without batch, or None for another operator."""
     if len(rule.inputs) != 2 or len(rule.outputs) != 1 or any(len(dim) != 1 for term in rule.inputs for dim in term):
         return None
@@ -155,7 +155,7 @@ def name_of(rows: tuple[Row, ...], names: tuple[str, ...]) -> str:
     return " ".join(f"{axis}:{word}" for axis, word in words.items() if word is not None) or "whole"
 
 
-def once(layouts: Iterable[Layout]) -> bool:
+def stored_once(layouts: Iterable[Layout]) -> bool:
     """Whether tensors of these layouts have each element on one rank alone."""
     return all(
         isinstance(placement, Shard) or n == 1

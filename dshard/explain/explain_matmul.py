@@ -17,7 +17,7 @@ from dshard.caches import cached
 from dshard.core.context import planning_context
 from dshard.cost import work_seconds
 from dshard.errors import LayoutError, MeshError, ShapeError
-from dshard.explain.candidates import Moved, combined, once, redistributed, rule_candidates
+from dshard.explain.candidates import Moved, combined, redistributed, rule_candidates, stored_once
 from dshard.explain.report_values import Candidate, Explanation, why_chosen
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
@@ -58,10 +58,10 @@ _MOVING = {"m": "B", "n": "A", "k": "C"}
 _LOOPS = "nmk"
 """The loops whose mesh axes move A, B and C."""
 
-Part: TypeAlias = tuple[tuple[str, str], ...]
+ScheduleKey: TypeAlias = tuple[tuple[str, str], ...]
 
 
-class Way(NamedTuple):
+class TensorPlan(NamedTuple):
     """The redistribution of one tensor, its stored layout as text, and whether each element is stored once."""
 
     plan: Plan
@@ -104,14 +104,14 @@ def explain_matmul(
     if min(m, k, n) < 1:
         raise ShapeError(f"a product of {m} x {k} by {k} x {n}: all sizes must be above zero")
     why = planning_context().why_topology(mesh) if topology is None else "as given"
-    asked = Matmul(m, k, n, mesh, dtype, planning_context().topology_of(mesh) if topology is None else topology)
+    matmul = Matmul(m, k, n, mesh, dtype, planning_context().topology_of(mesh) if topology is None else topology)
     if a is None and b is None:
-        ways = {priced: plans for priced, plans in _ways(asked) if priced.one_copy or not one_copy}
-        candidates = sorted(ways, key=lambda c: (c.seconds, c.bytes_moved, c.peak_bytes, "P" in c.name, c.name))
-        return _explanation(asked, why, ("A", "B"), candidates, candidates[0], ways[candidates[0]])
+        plans = {priced: each for priced, each in _schedule_candidates(matmul) if priced.one_copy or not one_copy}
+        candidates = sorted(plans, key=lambda c: (c.seconds, c.bytes_moved, c.peak_bytes, "P" in c.name, c.name))
+        return _explanation(matmul, why, ("A", "B"), candidates, candidates[0], plans[candidates[0]])
     if a is None or b is None:
         raise LayoutError(f"only the layout of {'b' if a is None else 'a'} is given: give both, or neither to search")
-    return _explanation(asked, why, (f"A [{a}]", f"B [{b}]"), *_candidates_of(asked, a, b))
+    return _explanation(matmul, why, (f"A [{a}]", f"B [{b}]"), *_candidates_of(matmul, a, b))
 
 
 def _check_layout(layout: Layout, shape: tuple[int, int], mesh: Mesh) -> None:
@@ -123,14 +123,14 @@ def _check_layout(layout: Layout, shape: tuple[int, int], mesh: Mesh) -> None:
 
 
 def _explanation(
-    asked: Matmul, why: str, operands: tuple[str, str], candidates: list[Candidate], chosen: Candidate, plans: Plans
+    matmul: Matmul, why: str, operands: tuple[str, str], candidates: list[Candidate], chosen: Candidate, plans: Plans
 ) -> Explanation:
-    dtype, topology = asked.dtype, asked.topology
+    dtype, topology = matmul.dtype, matmul.topology
     described = tuple(
-        f"{name} {shape} {str(dtype).removeprefix('torch.')} on {asked.mesh}"
-        for name, shape in zip(operands, asked.shapes[:2], strict=True)
+        f"{name} {shape} {str(dtype).removeprefix('torch.')} on {matmul.mesh}"
+        for name, shape in zip(operands, matmul.shapes[:2], strict=True)
     )
-    rule = matmul_rule(*asked.shapes[:2])
+    rule = matmul_rule(*matmul.shapes[:2])
     panels = in_panels(rule, plans, dtype, topology)
     reason = why_chosen(chosen, candidates)
     return Explanation(
@@ -140,65 +140,65 @@ def _explanation(
     )
 
 
-def _candidates_of(asked: Matmul, a: Layout, b: Layout) -> tuple[list[Candidate], Candidate, Plans]:
+def _candidates_of(matmul: Matmul, a: Layout, b: Layout) -> tuple[list[Candidate], Candidate, Plans]:
     """The candidates for operands of layouts `a` and `b`, the chosen one, and its plans."""
-    itemsize, (shape_a, shape_b, shape) = asked.dtype.itemsize, asked.shapes
+    itemsize, (shape_a, shape_b, shape) = matmul.dtype.itemsize, matmul.shapes
     operands, outputs = (Operand(a, shape_a, itemsize), Operand(b, shape_b, itemsize)), ((shape, itemsize),)
     rule = matmul_rule(shape_a, shape_b)
-    candidates = rule_candidates(rule, operands, outputs, asked.topology)
-    chosen = choose(rule, operands, outputs, asked.topology)
+    candidates = rule_candidates(rule, operands, outputs, matmul.topology)
+    chosen = choose(rule, operands, outputs, matmul.topology)
     ends = ((a, chosen.inputs[0]), (b, chosen.inputs[1]), (chosen.outputs[0], chosen.ends[0]))
     first, second, end = (
-        plan(src, dst, shape, itemsize, asked.topology) for (src, dst), shape in zip(ends, asked.shapes, strict=True)
+        plan(src, dst, shape, itemsize, matmul.topology) for (src, dst), shape in zip(ends, matmul.shapes, strict=True)
     )
     return list(candidates.values()), candidates[chosen], (first, second, end)
 
 
-def _ways(asked: Matmul) -> Iterator[tuple[Candidate, Plans]]:
+def _schedule_candidates(matmul: Matmul) -> Iterator[tuple[Candidate, Plans]]:
     """A candidate for every schedule of the mesh, operands stored as it says, with the plans of A, B and C."""
-    bound = matmul_lower_bound(asked.m, asked.k, asked.n, asked.mesh.size) * asked.dtype.itemsize
-    cached_ways: tuple[dict[Part, Way], ...] = ({}, {}, {})
+    bound = matmul_lower_bound(matmul.m, matmul.k, matmul.n, matmul.mesh.size) * matmul.dtype.itemsize
+    known_plans: tuple[dict[ScheduleKey, TensorPlan], ...] = ({}, {}, {})
     work: dict[tuple[str, ...], float] = {}
-    for schedule in schedules(asked.mesh.ndim):
-        ways: list[Way] = []
-        for tensor, ways_of_tensor in enumerate(cached_ways):
-            part = _part(schedule, tensor)
-            if part not in ways_of_tensor:
-                ways_of_tensor[part] = _way(asked, schedule, tensor)
-            ways.append(ways_of_tensor[part])
-        a, b, end = (way.move for way in ways)
+    for schedule in schedules(matmul.mesh.ndim):
+        tensors: list[TensorPlan] = []
+        for tensor, known in enumerate(known_plans):
+            key = _schedule_key(schedule, tensor)
+            if key not in known:
+                known[key] = _tensor_plan(matmul, schedule, tensor)
+            tensors.append(known[key])
+        a, b, end = (each.move for each in tensors)
         if schedule.loops not in work:
-            work[schedule.loops] = _compute(asked, schedule, a, b, end)
+            work[schedule.loops] = _compute(matmul, schedule, a, b, end)
         candidate = combined(
-            _name(schedule, asked.mesh),
-            f"{ways[0].text}, {ways[1].text} -> {ways[2].text}",
+            _name(schedule, matmul.mesh),
+            f"{tensors[0].text}, {tensors[1].text} -> {tensors[2].text}",
             (a, b, end),
             (a.seconds + b.seconds, work[schedule.loops], end.seconds, 0.0),
             bound,
-            all(way.once for way in ways),
+            all(each.once for each in tensors),
         )
-        yield candidate, (ways[0].plan, ways[1].plan, ways[2].plan)
+        yield candidate, (tensors[0].plan, tensors[1].plan, tensors[2].plan)
 
 
-def _part(schedule: Schedule, tensor: int) -> Part:
-    """The part of a schedule that one tensor depends on: its storage only on the axes that move it."""
+def _schedule_key(schedule: Schedule, tensor: int) -> ScheduleKey:
+    """What one tensor depends on of a schedule: its storage only on the axes that move it."""
     moving = _LOOPS[tensor]
     pairs = zip(schedule.loops, schedule.stored, strict=True)
     return tuple([(loop, stored if loop == moving else "") for loop, stored in pairs])
 
 
-def _way(asked: Matmul, schedule: Schedule, tensor: int) -> Way:
+def _tensor_plan(matmul: Matmul, schedule: Schedule, tensor: int) -> TensorPlan:
     """The redistribution of A, B or C between its stored layout and the one in which the ranks multiply."""
-    stored = schedule.layouts(asked.mesh)[tensor]
+    stored = schedule.layouts(matmul.mesh)[tensor]
     local_schedule = Schedule(schedule.loops, tuple("P" if loop == "k" else "R" for loop in schedule.loops))
-    local_layout = local_schedule.layouts(asked.mesh)[tensor]
-    shape, itemsize = (asked.shapes[tensor], asked.dtype.itemsize)
+    local_layout = local_schedule.layouts(matmul.mesh)[tensor]
+    shape, itemsize = (matmul.shapes[tensor], matmul.dtype.itemsize)
     pairs = [(stored, local_layout)]
     if tensor == 2:
-        pairs = [(local_layout, completed.layouts(asked.mesh)[2]) for completed in _completions(schedule)]
-    plans = [plan(src, dst, shape, itemsize, asked.topology) for src, dst in pairs]
+        pairs = [(local_layout, completed.layouts(matmul.mesh)[2]) for completed in _completions(schedule)]
+    plans = [plan(src, dst, shape, itemsize, matmul.topology) for src, dst in pairs]
     cheapest = min(plans, key=lambda plan: (plan.seconds, plan.busiest()))
-    return Way(cheapest, redistributed(cheapest, itemsize), str(stored), once((stored,)))
+    return TensorPlan(cheapest, redistributed(cheapest, itemsize), str(stored), stored_once((stored,)))
 
 
 def _completions(schedule: Schedule) -> Iterator[Schedule]:
@@ -236,10 +236,10 @@ def _strategy_names() -> dict[tuple[tuple[str, ...], tuple[str, ...]], str]:
     return names
 
 
-def _compute(asked: Matmul, schedule: Schedule, a: Moved, b: Moved, c: Moved) -> float:
+def _compute(matmul: Matmul, schedule: Schedule, a: Moved, b: Moved, c: Moved) -> float:
     """Seconds of the local matmul."""
-    sizes = tuple(zip(asked.mesh.shape, schedule.loops, strict=True))
+    sizes = tuple(zip(matmul.mesh.shape, schedule.loops, strict=True))
     ranks = {counted: prod(n for n, loop in sizes if loop == counted) for counted in _MOVING}
-    local = [-(-getattr(asked, loop) // n) for loop, n in ranks.items()]
-    dtype = str(asked.dtype).removeprefix("torch.")
-    return work_seconds(2.0 * prod(local), a.after + b.after + c.before, asked.topology, dtype)
+    local = [-(-getattr(matmul, loop) // n) for loop, n in ranks.items()]
+    dtype = str(matmul.dtype).removeprefix("torch.")
+    return work_seconds(2.0 * prod(local), a.after + b.after + c.before, matmul.topology, dtype)

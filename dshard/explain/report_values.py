@@ -89,19 +89,8 @@ class Explanation:
 
     def data(self) -> dict[str, Any]:
         """All of it, for JSON."""
-        fields = {name: getattr(self, name) for name in ("op", "operands", "rule", "topology", "network")}
         candidates = [candidate.data() for candidate in self.candidates]
-        return fields | {
-            "topology_why": self.topology_why,
-            "considered": self.considered,
-            "candidates": candidates,
-            "chosen": self.chosen.data(),
-            "why": self.why,
-            "line": self.line,
-            "panels": [asdict(cost) for cost in self.panels],
-            "run_in": self.run_in,
-            "collectives": [asdict(sent) for sent in self.collectives],
-        }
+        return asdict(self) | {"candidates": candidates, "chosen": self.chosen.data()}
 
     def to_json(self) -> str:
         """The explanation as JSON."""
