@@ -181,6 +181,12 @@ class Layout:
         return f"{text}; {orders}" if orders else text
 
 
+def overlap(a: Region, b: Region) -> Region | None:
+    """The intersection of two regions, or None where it is empty."""
+    both = tuple([range(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)])
+    return both if all(both) else None
+
+
 @cached("local parts", 65536)
 def _first_part(layout: Layout, shape: Shape) -> tuple[Region, int]:
     region = layout.region(shape, (0,) * layout.mesh.ndim)

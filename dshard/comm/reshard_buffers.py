@@ -6,29 +6,29 @@ from torch import Tensor
 
 from dshard.comm.pieces import span_of, view_of
 from dshard.comm.transport import movable
-from dshard.layout import Region, Shape
+from dshard.layout import Region, Shape, overlap
 from dshard.redistribute import inside, numel
-from dshard.reshard import Chain, ReshardPlan, overlap, pending_axes, region_of
+from dshard.reshard import Chain, ReshardPlan, reduced_axes, region_of
 
 
 class Buffers:
     """Flat buffers of one rank for the regions and chains of a plan, allocated at their first use.
 
-    `x` is the local tensor under `plan.held`; outside the source mesh only its dtype and device count. A region that is
-    contiguous within a local tensor is sent or received there, without a copy.
+    `x` is the local tensor under `plan.chains_src`; outside the source mesh only its dtype and device count. A region
+    that is contiguous within a local tensor is sent or received there, without a copy.
     """
 
     def __init__(self, plan: ReshardPlan, rank: int, x: Tensor) -> None:
         self._chains, self._like, self._here = plan.chains, x, x
-        self._own = region_of(plan.held, plan.shape, rank)
-        self._needed = region_of(plan.landed, plan.shape, rank)
+        self._own = region_of(plan.chains_src, plan.shape, rank)
+        self._needed = region_of(plan.chains_dst, plan.shape, rank)
         self._out: Tensor | None = None
-        if rank in plan.landed.mesh:
-            self._out = x.new_empty(plan.landed.local_shape(plan.shape, plan.landed.mesh.coordinate(rank)))
+        if rank in plan.chains_dst.mesh:
+            self._out = x.new_empty(plan.chains_dst.local_shape(plan.shape, plan.chains_dst.mesh.coordinate(rank)))
         self._packed: dict[Region, Tensor] = {}
         self._landing: dict[Region, tuple[Tensor, bool]] = {}
         self._sums: dict[int, Tensor] = {}
-        if self._own is not None and self._needed is not None and not pending_axes(plan.held):
+        if self._own is not None and self._needed is not None and not reduced_axes(plan.chains_src):
             self._copy_own(self._own, self._needed)
 
     def chunk(self, chain: int, index: int, position: int) -> Tensor:
@@ -46,7 +46,7 @@ class Buffers:
                 self._receive_buffer(route.region)[piece.start : piece.stop] = total
 
     def landed(self) -> Tensor | None:
-        """The local tensor under `plan.landed`, once all chunks have arrived; None outside the destination mesh."""
+        """The local tensor under `plan.chains_dst`, once all chunks have arrived; None outside the destination mesh."""
         for region, (flat, in_place) in self._landing.items():
             if not in_place:
                 assert self._out is not None

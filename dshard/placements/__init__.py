@@ -1,6 +1,6 @@
 """Placements: how a tensor is laid out on each axis of a mesh."""
 
-from dshard.placements.chunk import chunk, nested_chunk
+from dshard.placements.chunk import chunk, chunk_of, nested_chunk
 from dshard.placements.notation import format_placements, parse_placement, parse_placements
 from dshard.placements.types import REDUCE_OPS, Partial, Placement, ReduceOp, Replicate, Shard, cotangent
 
@@ -12,6 +12,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "chunk",
+    "chunk_of",
     "cotangent",
     "format_placements",
     "nested_chunk",

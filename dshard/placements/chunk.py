@@ -19,6 +19,16 @@ def chunk(size: int, n: int, i: int) -> range:
     return range(min(i * step, size), min((i + 1) * step, size))
 
 
+def chunk_of(held: range, n: int, i: int) -> range:
+    """Chunk `i` of a range split into `n` chunks.
+
+    >>> chunk_of(range(10, 20), 4, 3)
+    range(19, 20)
+    """
+    part = chunk(len(held), n, i)
+    return held[part.start : part.stop]
+
+
 def nested_chunk(
     size: int, axes: Iterable[int], sizes: Sequence[int], coordinate: Sequence[int] | Mapping[int, int]
 ) -> range:
@@ -29,6 +39,5 @@ def nested_chunk(
     """
     held = range(size)
     for axis in axes:
-        part = chunk(len(held), sizes[axis], coordinate[axis])
-        held = held[part.start : part.stop]
+        held = chunk_of(held, sizes[axis], coordinate[axis])
     return held

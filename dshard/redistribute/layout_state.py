@@ -14,9 +14,9 @@ from dshard.placements import Partial, ReduceOp, chunk, nested_chunk
 from dshard.redistribute.step import Step
 
 Axes: TypeAlias = tuple[tuple[int, ...], ...]
-Pending: TypeAlias = tuple[ReduceOp | None, ...]
+Partials: TypeAlias = tuple[ReduceOp | None, ...]
 Begins: TypeAlias = tuple[tuple[int, ReduceOp], ...]
-"""The mesh axes on which a reduction may be left pending anew."""
+"""The mesh axes on which a reduction may be left partial anew."""
 
 
 class State:
@@ -35,7 +35,7 @@ class State:
         "local",
         "numel",
         "onward",
-        "pending",
+        "partial",
         "rest",
         "shape",
         "share",
@@ -45,8 +45,8 @@ class State:
         "wide",
     )
 
-    def __init__(self, axes: Axes, pending: Pending, shape: Shape, sizes: tuple[int, ...]) -> None:
-        self.axes, self.pending, self.shape, self.sizes = axes, pending, shape, sizes
+    def __init__(self, axes: Axes, partial: Partials, shape: Shape, sizes: tuple[int, ...]) -> None:
+        self.axes, self.partial, self.shape, self.sizes = axes, partial, shape, sizes
         self.split = {axis: dim for dim, split in enumerate(axes) for axis in split}
         self.wide = tuple([tuple([axis for axis in split if sizes[axis] > 1]) for split in axes])
         parts = [prod([sizes[axis] for axis in split]) for split in axes]
@@ -92,16 +92,16 @@ class Reached(NamedTuple):
         return [*self.before.path(), (self.before.state, self.state, self.kind)]
 
 
-def axes_and_pending(layout: Layout, ndim: int) -> tuple[Axes, Pending]:
+def axes_and_partial(layout: Layout, ndim: int) -> tuple[Axes, Partials]:
     """What a state says of a layout, for a tensor of `ndim` dims."""
-    pending = tuple([p.reduce_op if isinstance(p, Partial) else None for p in layout.placements])
-    return tuple(map(layout.axes_of, range(ndim))), pending
+    partial = tuple([p.reduce_op if isinstance(p, Partial) else None for p in layout.placements])
+    return tuple(map(layout.axes_of, range(ndim))), partial
 
 
 @cached("states", 16384)
 def state_of(layout: Layout, shape: Shape) -> State:
     """The state of a layout of a tensor of global `shape`, outside of any search."""
-    return State(*axes_and_pending(layout, len(shape)), shape, layout.mesh.shape)
+    return State(*axes_and_partial(layout, len(shape)), shape, layout.mesh.shape)
 
 
 # -- the load of a step
@@ -241,8 +241,8 @@ def changed(here: State, there: State) -> tuple[int, ...]:
     return tuple(
         [
             axis
-            for axis, pending in enumerate(here.pending)
-            if pending != there.pending[axis] or here.split.get(axis) != there.split.get(axis)
+            for axis, partial in enumerate(here.partial)
+            if partial != there.partial[axis] or here.split.get(axis) != there.split.get(axis)
         ]
     )
 

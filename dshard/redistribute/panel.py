@@ -14,7 +14,7 @@ from itertools import pairwise, product
 
 from dshard.layout import Layout, Region, Shape
 from dshard.mesh import Coordinate
-from dshard.placements import chunk
+from dshard.placements import chunk_of
 from dshard.redistribute.step import Messages, Step, after, messages
 
 Ranges = tuple[range, ...]
@@ -93,7 +93,7 @@ def slices(points: Sequence[int], n: int) -> tuple[Ranges, ...]:
     >>> slices((0, 4, 6), 2)
     ((range(0, 2), range(4, 5)), (range(2, 4), range(5, 6)))
     """
-    return tuple(_merged(_part(segment, n, i) for segment in _segments(points)) for i in range(n))
+    return tuple(_merged(chunk_of(segment, n, i) for segment in _segments(points)) for i in range(n))
 
 
 def turns(points: Sequence[int], bounds: Sequence[int], n: int) -> tuple[Ranges, ...]:
@@ -107,7 +107,7 @@ def turns(points: Sequence[int], bounds: Sequence[int], n: int) -> tuple[Ranges,
     """
     rows = [[s for s in _segments(points) if a <= s.start and s.stop <= b] for a, b in pairwise(bounds)]
     return tuple(
-        _merged(_part(row[turn], n, i) for row in rows if turn < len(row))
+        _merged(chunk_of(row[turn], n, i) for row in rows if turn < len(row))
         for turn in range(max(map(len, rows), default=0))
         for i in range(n)
     )
@@ -118,7 +118,7 @@ def owned(layout: Layout, dim: int, size: int, axis: int, n: int) -> tuple[Range
     held: list[dict[range, None]] = [{} for _ in range(layout.mesh.shape[axis])]
     for at in _coordinates(layout, dim):
         held[at[axis]][layout.dim_range(dim, size, at)] = None
-    return tuple(_merged(_part(part, n, i) for part in parts) for parts in held for i in range(n))
+    return tuple(_merged(chunk_of(part, n, i) for part in parts) for parts in held for i in range(n))
 
 
 def _coordinates(layout: Layout, dim: int) -> Iterable[Coordinate]:
@@ -129,11 +129,6 @@ def _coordinates(layout: Layout, dim: int) -> Iterable[Coordinate]:
 
 def _segments(points: Sequence[int]) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(points)]
-
-
-def _part(segment: range, n: int, i: int) -> range:
-    part = chunk(len(segment), n, i)
-    return segment[part.start : part.stop]
 
 
 def _merged(parts: Iterable[range]) -> Ranges:

@@ -179,7 +179,7 @@ def _cheapest(space: Space, first: State, last: State, search: Search) -> Reache
 def _search(space: Space, first: State, last: State, room: float = inf, most: float = inf) -> Reached | None:
     """Search best-first over states for steps of at most `most` seconds, with a lower bound on what remains."""
     dims, begins = useful_dims(first, last), begins_of(last)
-    targets = tuple({last: None, space.before_pending(first, last): None})
+    targets = tuple({last: None, space.before_partial(first, last): None})
     queue = _Queue(space, first, last, most)
     settled: set[State] = set()
     while queue.entries and len(settled) < MAX_STATES:
@@ -267,4 +267,4 @@ def useful_dims(src: State, dst: State) -> tuple[int, ...]:
 
 def begins_of(dst: State) -> Begins:
     """The partial reductions of a destination."""
-    return tuple([(axis, op) for axis, op in enumerate(dst.pending) if op is not None])
+    return tuple([(axis, op) for axis, op in enumerate(dst.partial) if op is not None])

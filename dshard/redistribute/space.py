@@ -15,14 +15,14 @@ from dshard.redistribute.layout_state import (
     Begins,
     Load,
     Move,
-    Pending,
+    Partials,
     Reached,
     State,
     all_gather_load,
     all_reduce_load,
     all_to_all_load,
     apart,
-    axes_and_pending,
+    axes_and_partial,
     changed,
     exchange_load,
     nests,
@@ -61,23 +61,23 @@ class Space:
                 rate, latency = _best([link for axes, found in along.items() if axis in axes for link in found])
                 if rate < self.rate or latency > self.latency:
                     self.slow.append((axis, 1 / rate - 1 / self.rate, latency - self.latency))
-        self.states: dict[tuple[Axes, Pending], State] = {}
+        self.states: dict[tuple[Axes, Partials], State] = {}
         self.laid: dict[Layout, State] = {}
         self.prices: dict[tuple[object, ...], float] = {}
         self.ends: dict[tuple[State, State, str], Reached] = {}
 
-    def state(self, axes: Axes, pending: Pending) -> State:
-        """The one state that shards tensor dims over `axes` and is partial as `pending` says."""
-        cached = self.states.get((axes, pending))
+    def state(self, axes: Axes, partial: Partials) -> State:
+        """The one state that shards tensor dims over `axes` and is partial as `partial` says."""
+        cached = self.states.get((axes, partial))
         if cached is None:
-            cached = self.states[axes, pending] = State(axes, pending, self.shape, self.sizes)
+            cached = self.states[axes, partial] = State(axes, partial, self.shape, self.sizes)
         return cached
 
     def state_of(self, layout: Layout) -> State:
         """The state of a `Layout`."""
         state = self.laid.get(layout)
         if state is None:
-            state = self.laid[layout] = self.state(*axes_and_pending(layout, len(self.shape)))
+            state = self.laid[layout] = self.state(*axes_and_partial(layout, len(self.shape)))
         return state
 
     # -- states that differ only in the names of their mesh axes
@@ -101,10 +101,10 @@ class Space:
 
     def renamed(self, state: State, axes: Sequence[int]) -> State:
         """The state with `axes` in place of its mesh axes."""
-        pending = dict(zip(axes, state.pending, strict=True))
+        partial = dict(zip(axes, state.partial, strict=True))
         return self.state(
             tuple([tuple([axes[axis] for axis in split]) for split in state.axes]),
-            tuple([pending[axis] for axis in range(len(axes))]),
+            tuple([partial[axis] for axis in range(len(axes))]),
         )
 
     # -- steps and layouts as values that can be run
@@ -113,9 +113,9 @@ class Space:
         """The step of this kind from one state to another, with `axes` in place of its mesh axes."""
         moved = reordered(here, there) if kind is Exchange else changed(here, there)
         if kind is ReduceExchange:
-            moved = tuple([axis for axis in moved if here.pending[axis] is not there.pending[axis]])
+            moved = tuple([axis for axis in moved if here.partial[axis] is not there.partial[axis]])
         names = tuple([self.mesh.names[axis] for axis in sorted([axes[axis] for axis in moved])])
-        axis, before, after = moved[0], here.pending[moved[0]], there.pending[moved[0]]
+        axis, before, after = moved[0], here.partial[moved[0]], there.partial[moved[0]]
         if kind is AllGather:
             return AllGather(names[0], here.split[axis])
         if kind is AllToAll:
@@ -136,7 +136,7 @@ class Space:
 
     def layout_of(self, state: State) -> Layout:
         """The `Layout` of a state."""
-        placements: list[Placement] = [Replicate() if op is None else Partial(op) for op in state.pending]
+        placements: list[Placement] = [Replicate() if op is None else Partial(op) for op in state.partial]
         order: list[DimOrder] = []
         for dim, split in enumerate(state.axes):
             for axis in split:
@@ -161,8 +161,8 @@ class Space:
 
     def _least(self, src: State, dst: State) -> float:
         terms, begins, ends = 1, 0, False
-        if src.pending != dst.pending:
-            for op, target, n in zip(src.pending, dst.pending, self.sizes, strict=True):
+        if src.partial != dst.partial:
+            for op, target, n in zip(src.partial, dst.partial, self.sizes, strict=True):
                 if op is not target:
                     begins += target is not None
                     if op is not None:
@@ -194,8 +194,8 @@ class Space:
         """
         most = 0.0
         for axis, byte, message in self.slow:
-            n, ends = self.sizes[axis], src.pending[axis] is not dst.pending[axis]
-            if ends and src.pending[axis] is not None:
+            n, ends = self.sizes[axis], src.partial[axis] is not dst.partial[axis]
+            if ends and src.partial[axis] is not None:
                 numel = 1.0 * self.numel * (n - 1) * (1 if axis in dst.split else 2)
             elif axis in src.split and axis not in dst.split:
                 numel = self.numel * (n - 1)
@@ -233,8 +233,8 @@ class Space:
         return moves
 
     def _onward(self, state: State, dims: tuple[int, ...], begins: dict[int, ReduceOp]) -> Iterator[Move]:
-        ops = list(dict.fromkeys([op for op in state.pending if op is not None]))
-        for axis, op in enumerate(state.pending):
+        ops = list(dict.fromkeys([op for op in state.partial if op is not None]))
+        for axis, op in enumerate(state.partial):
             if op is not None:
                 for dim in dims:
                     yield self._reduce_scatter(state, axis, dim)
@@ -243,10 +243,10 @@ class Space:
                     yield from self._gather(state, axis, dims)
             else:
                 for dim in dims:
-                    there = self.state(_with(state.axes, dim, (*state.axes[dim], axis)), state.pending)
+                    there = self.state(_with(state.axes, dim, (*state.axes[dim], axis)), state.partial)
                     yield Move(there, Slice, self.seconds(Slice, (), slice_load(there, self.sizes[axis])))
                 if axis in begins and all(commute(each, begins[axis]) for each in ops):
-                    there = self.state(state.axes, _with(state.pending, axis, begins[axis]))
+                    there = self.state(state.axes, _with(state.partial, axis, begins[axis]))
                     yield Move(there, Pend, self.seconds(Pend, (), slice_load(state, self.sizes[axis])))
         for op in ops:
             yield from self._all_reduces(state, op)
@@ -256,29 +256,29 @@ class Space:
         n, dim = self.sizes[axis], state.split[axis]
         axes = _with(state.axes, dim, state.axes[dim][:-1])
         seconds = self.seconds(AllGather, (axis,), all_gather_load(state, dim, n))
-        yield Move(self.state(axes, state.pending), AllGather, seconds)
+        yield Move(self.state(axes, state.partial), AllGather, seconds)
         for other in dims:
             if other != dim:
-                there = self.state(_with(axes, other, (*axes[other], axis)), state.pending)
+                there = self.state(_with(axes, other, (*axes[other], axis)), state.partial)
                 seconds = self.seconds(AllToAll, (axis,), all_to_all_load(state, dim, other, n))
                 yield Move(there, AllToAll, seconds)
 
     def _reduce_scatter(self, state: State, axis: int, dim: int) -> Move:
         seconds = self.seconds(ReduceScatter, (axis,), reduce_scatter_load(state, dim, self.sizes[axis]))
         axes = _with(state.axes, dim, (*state.axes[dim], axis))
-        return Move(self.state(axes, _with(state.pending, axis, None)), ReduceScatter, seconds)
+        return Move(self.state(axes, _with(state.partial, axis, None)), ReduceScatter, seconds)
 
     def _all_reduces(self, state: State, op: ReduceOp) -> Iterator[Move]:
-        held = [axis for axis, each in enumerate(state.pending) if each == op]
+        held = [axis for axis, each in enumerate(state.partial) if each == op]
         for subset in range(1, 1 << len(held)):
             axes = tuple([axis for bit, axis in enumerate(held) if subset >> bit & 1])
-            there = self.state(state.axes, tuple([None if i in axes else p for i, p in enumerate(state.pending)]))
+            there = self.state(state.axes, tuple([None if i in axes else p for i, p in enumerate(state.partial)]))
             load = all_reduce_load(state, prod([self.sizes[axis] for axis in axes]))
             yield Move(there, AllReduce, self.seconds(AllReduce, axes, load))
 
-    def before_pending(self, src: State, dst: State) -> State:
+    def before_partial(self, src: State, dst: State) -> State:
         """`dst`, but replicated on the axes that are partial there and not in `src`."""
-        pairs = zip(src.pending, dst.pending, strict=True)
+        pairs = zip(src.partial, dst.partial, strict=True)
         return self.state(dst.axes, tuple([None if a != b else b for a, b in pairs]))
 
     # -- steps straight to some state
@@ -286,7 +286,7 @@ class Space:
     def straight(self, state: State, target: State) -> Move | None:
         """The single step from `state` to `target`, if there is one; of an exchange a lower bound on its seconds."""
         if target not in state.straight:
-            find = self._exchange if state.pending == target.pending else self._reduce_exchange
+            find = self._exchange if state.partial == target.partial else self._reduce_exchange
             state.straight[target] = find(state, target)
         return state.straight[target]
 
@@ -304,8 +304,8 @@ class Space:
 
     def _reduce_exchange(self, state: State, target: State) -> Move | None:
         """The reduction of one kind, on all axes where it ends, straight to chunks within those of `state`."""
-        ends = [axis for axis, (a, b) in enumerate(zip(state.pending, target.pending, strict=True)) if a != b]
-        ops = {state.pending[axis] for axis in ends}
+        ends = [axis for axis, (a, b) in enumerate(zip(state.partial, target.partial, strict=True)) if a != b]
+        ops = {state.partial[axis] for axis in ends}
         nested = nests(zip(state.axes, target.axes, strict=True))
         if None in ops or len(ops) > 1 or not target.split.keys() >= set(ends) or not nested:
             return None
@@ -330,7 +330,7 @@ def _part(state: State, axis: int) -> tuple[int, int, str]:
     if axis in state.split:
         dim = state.split[axis]
         return dim, state.axes[dim].index(axis), ""
-    op = state.pending[axis]
+    op = state.partial[axis]
     return (-1, 0, "") if op is None else (-2, 0, op)
 
 

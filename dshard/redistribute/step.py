@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from typing_extensions import assert_never
 
-from dshard.layout import Layout, Region, Shape
+from dshard.layout import Layout, Region, Shape, overlap
 from dshard.mesh import Coordinate
 from dshard.placements import Partial, ReduceOp, Replicate, Shard, chunk
 
@@ -231,10 +231,8 @@ def _pieces(shape: Shape, dim: int, sizes: Sequence[int]) -> tuple[Region, ...]:
 def _part(layout: Layout, held: Region, mine: Coordinate, peer: Coordinate, needed: Region, outer: Region) -> Region:
     """The intersection of `needed` and `held`, counted within `outer`; empty if another replica serves this pair."""
     replicas = (i for i, placement in enumerate(layout.placements) if isinstance(placement, Replicate))
-    if any(mine[i] != peer[i] for i in replicas):
-        return tuple(range(0) for _ in outer)
-    both = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(held, needed, strict=True)]
-    return inside(both, outer) if all(both) else tuple(range(0) for _ in outer)
+    both = None if any(mine[i] != peer[i] for i in replicas) else overlap(held, needed)
+    return (range(0),) * len(outer) if both is None else inside(both, outer)
 
 
 def inside(region: Sequence[range], outer: Region) -> Region:

@@ -2,17 +2,16 @@
 
 from dshard.reshard.chain import Chain, Form
 from dshard.reshard.reshard_plan import ReshardPlan, plan_of_form, plan_reshard
-from dshard.reshard.tasks import Task, overlap, pending_axes, region_of, tasks
+from dshard.reshard.tasks import Task, reduced_axes, region_of, tasks
 
 __all__ = [
     "Chain",
     "Form",
     "ReshardPlan",
     "Task",
-    "overlap",
-    "pending_axes",
     "plan_of_form",
     "plan_reshard",
+    "reduced_axes",
     "region_of",
     "tasks",
 ]

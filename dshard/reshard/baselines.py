@@ -28,17 +28,17 @@ def baseline_seconds(
     does. Both are granted that nothing waits. Both broadcasts send one slice after the other in the order of the
     source's parts: "naive" from the first replica, "balanced" from the sender with the least to send (section 3.2).
     """
-    wires, asked = host_network_of(topology), tasks(src, dst, shape)
-    candidates = [draft for task in asked for draft in drafts(task, _form(baseline, task, wires), wires, 0)]
-    uses = uses_of(candidates, itemsize, wires)
+    network, unit_tasks = host_network_of(topology), tasks(src, dst, shape)
+    candidates = [draft for task in unit_tasks for draft in drafts(task, _form(baseline, task, network), network, 0)]
+    uses = uses_of(candidates, itemsize, network)
     if baseline in ("send/recv", "local all-gather"):
         return _busiest(uses, balanced(uses))
     choices = balanced(uses) if baseline == "balanced broadcast" else [(job, 0) for job in range(len(uses))]
     return in_order(uses, choices).makespan
 
 
-def _form(baseline: Baseline, task: Task, wires: HostNetwork) -> Form:
-    if baseline == "local all-gather" and len(wires.by_host(task.receivers)) == 1:
+def _form(baseline: Baseline, task: Task, network: HostNetwork) -> Form:
+    if baseline == "local all-gather" and len(network.by_host(task.receivers)) == 1:
         return "local_all_gather"
     return "broadcast" if baseline.endswith("broadcast") else "send"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from dshard.layout import Region
-from dshard.placements import chunk
+from dshard.placements import chunk_of
 from dshard.redistribute import numel
 
 Form: TypeAlias = Literal["send", "local_all_gather", "global_all_gather", "broadcast", "multi_rail", "reduce"]
@@ -41,14 +41,18 @@ class Chain:
         return tuple(zip(self.ranks, self.ranks[1:], strict=False))
 
     @property
+    def region_text(self) -> str:
+        """The region as text, as in "0:4,8:16"."""
+        return ",".join(f"{part.start}:{part.stop}" for part in self.region)
+
+    @property
     def receivers(self) -> tuple[int, ...]:
         """The ranks that receive the value."""
         return self.ranks[self.terms :]
 
     def piece(self, index: int) -> range:
         """The elements of a chunk, counted in the flattened region."""
-        part = chunk(len(self.span), self.chunks, index)
-        return range(self.span.start + part.start, self.span.start + part.stop)
+        return chunk_of(self.span, self.chunks, index)
 
     def pieces(self) -> tuple[range, ...]:
         """The elements of each chunk that is not empty; empty chunks come last."""

@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dshard.layout import Region
-from dshard.placements import chunk
+from dshard.placements import chunk_of
 from dshard.reshard.chain import Form, whole_span
 from dshard.reshard.host_network import HostNetwork
 from dshard.reshard.tasks import Task
 
 FORMS: tuple[Form, ...] = ("send", "local_all_gather", "broadcast", "multi_rail", "global_all_gather")
-"""Of a task without pending terms, the simplest first."""
+"""Of a task that reduces nothing, the simplest first."""
 
 MAX_HEADS = 8
 """Choices of a sender for one piece."""
@@ -48,14 +48,14 @@ class Draft:
         return (*begin, *(rank for rank in self.to if rank != begin[-1]))
 
 
-def drafts(task: Task, form: Form, wires: HostNetwork, turn: int) -> list[Draft]:
-    """The drafts of a task's chains in one form; `turn`, its number, spreads equal choices over the ranks."""
+def drafts(task: Task, form: Form, network: HostNetwork, number: int) -> list[Draft]:
+    """The drafts of a task's chains in one form; the `number` of the task spreads equal choices over ranks."""
     if len(task.holders) > 1:
-        heads = tuple(_reductions(task, wires))
+        heads = tuple(_reductions(task, network))
         return [Draft(task.region, whole_span(task.region), heads, task.receivers, "reduce")]
-    holders = dict(wires.by_host(task.holders[0]))
+    holders = dict(network.by_host(task.holders[0]))
     chains, far = [], []
-    for host, ranks in wires.by_host(task.receivers):
+    for host, ranks in network.by_host(task.receivers):
         if host in holders:
             local_heads = tuple((rank,) for rank in holders[host][:MAX_HEADS])
             near: Form = "send" if len(ranks) == 1 else "broadcast"
@@ -63,12 +63,12 @@ def drafts(task: Task, form: Form, wires: HostNetwork, turn: int) -> list[Draft]
         else:
             far.append(ranks)
     if far:
-        chains += _far(task, form, wires, far, _heads(task.holders[0], wires, turn))
+        chains += _far(task, form, network, far, _heads(task.holders[0], network, number))
     return [draft for draft in chains if draft.span]
 
 
 def _far(
-    task: Task, form: Form, wires: HostNetwork, hosts: list[tuple[int, ...]], heads: tuple[tuple[int, ...], ...]
+    task: Task, form: Form, network: HostNetwork, hosts: list[tuple[int, ...]], heads: tuple[tuple[int, ...], ...]
 ) -> Iterator[Draft]:
     region, span = task.region, whole_span(task.region)
     everyone = tuple(rank for ranks in hosts for rank in ranks)
@@ -79,51 +79,48 @@ def _far(
         case "local_all_gather":
             for ranks in hosts:
                 for i in range(len(ranks)):
-                    yield Draft(region, _piece(span, len(ranks), i), heads, _turned(ranks, i), form)
+                    yield Draft(region, chunk_of(span, len(ranks), i), heads, _rotated(ranks, i), form)
         case "global_all_gather":
             for i in range(len(everyone)):
-                yield Draft(region, _piece(span, len(everyone), i), heads, _turned(everyone, i), form)
+                yield Draft(region, chunk_of(span, len(everyone), i), heads, _rotated(everyone, i), form)
         case "multi_rail":
-            k = min(wires.cards, max(map(len, hosts)))
+            k = min(network.cards, max(map(len, hosts)))
             for i in range(k):
-                to = tuple(rank for ranks in hosts for rank in _turned(ranks, i * len(ranks) // k))
-                yield Draft(region, _piece(span, k, i), heads, to, form)
+                to = tuple(rank for ranks in hosts for rank in _rotated(ranks, i * len(ranks) // k))
+                yield Draft(region, chunk_of(span, k, i), heads, to, form)
         case _:
             yield Draft(region, span, heads, everyone, form)
 
 
-def forms_of(task: Task, wires: HostNetwork) -> tuple[Form, ...]:
+def forms_of(task: Task, network: HostNetwork) -> tuple[Form, ...]:
     """The forms that make a difference for a task."""
     if len(task.holders) > 1:
         return ("reduce",)
-    holding = {wires.host(rank) for rank in task.holders[0]}
-    far = [ranks for host, ranks in wires.by_host(task.receivers) if host not in holding]
+    holding = {network.host(rank) for rank in task.holders[0]}
+    far = [ranks for host, ranks in network.by_host(task.receivers) if host not in holding]
     if sum(map(len, far)) <= 1:
         return ("send",)
-    return FORMS if wires.cards > 1 else tuple(form for form in FORMS if form != "multi_rail")
+    return FORMS if network.cards > 1 else tuple(form for form in FORMS if form != "multi_rail")
 
 
-def _heads(holders: tuple[int, ...], wires: HostNetwork, turn: int) -> tuple[tuple[int, ...], ...]:
-    """The possible first ranks: one holder behind each card, the next one for each `turn`."""
+def _heads(holders: tuple[int, ...], network: HostNetwork, number: int) -> tuple[tuple[int, ...], ...]:
+    """The possible first ranks: one holder behind each card, the next one for each `number`."""
     by_card: dict[int, list[int]] = {}
     for rank in holders:
-        by_card.setdefault(wires.card(rank), []).append(rank)
-    return tuple((ranks[turn % len(ranks)],) for ranks in list(by_card.values())[:MAX_HEADS])
+        by_card.setdefault(network.card(rank), []).append(rank)
+    return tuple((ranks[number % len(ranks)],) for ranks in list(by_card.values())[:MAX_HEADS])
 
 
-def _reductions(task: Task, wires: HostNetwork) -> Iterator[tuple[int, ...]]:
+def _reductions(task: Task, network: HostNetwork) -> Iterator[tuple[int, ...]]:
     """Orders in which to add the terms, host by host; each host is the last one once."""
-    hosts = sorted({wires.host(rank) for replicas in task.holders for rank in replicas})
+    hosts = sorted({network.host(rank) for replicas in task.holders for rank in replicas})
     receivers = set(task.receivers)
     for last in hosts[:MAX_HEADS]:
-        chosen = [min(replicas, key=lambda rank: (wires.host(rank) != last, rank)) for replicas in task.holders]
-        yield tuple(sorted(chosen, key=lambda rank: (wires.host(rank) == last, rank in receivers, wires.host(rank))))
+        chosen = [min(replicas, key=lambda rank: (network.host(rank) != last, rank)) for replicas in task.holders]
+        yield tuple(
+            sorted(chosen, key=lambda rank: (network.host(rank) == last, rank in receivers, network.host(rank)))
+        )
 
 
-def _piece(span: range, n: int, i: int) -> range:
-    part = chunk(len(span), n, i)
-    return range(span.start + part.start, span.start + part.stop)
-
-
-def _turned(ranks: tuple[int, ...], i: int) -> tuple[int, ...]:
+def _rotated(ranks: tuple[int, ...], i: int) -> tuple[int, ...]:
     return ranks[i:] + ranks[:i]

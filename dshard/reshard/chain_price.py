@@ -18,25 +18,25 @@ LEAST_BYTES = 1 << 17
 
 
 def scheduled(
-    drafts: Sequence[Draft], itemsize: int, wires: HostNetwork, bound: float, seed: int | None
+    drafts: Sequence[Draft], itemsize: int, network: HostNetwork, bound: float, seed: int | None
 ) -> tuple[tuple[Chain, ...], float]:
     """The chains in the order of their starts, and their makespan; without a seed, in the order of the tasks."""
     if not drafts:
         return (), 0.0
-    uses = uses_of(drafts, itemsize, wires)
+    uses = uses_of(drafts, itemsize, network)
     schedule = in_order(uses, balanced(uses)) if seed is None else best(uses, bound, seed)
     chains = [
-        _chain(drafts[job], head, start, itemsize, wires)
+        _chain(drafts[job], head, start, itemsize, network)
         for (job, head), start in zip(schedule.choices, schedule.starts, strict=True)
     ]
     return tuple(sorted(chains, key=lambda chain: chain.start)), schedule.makespan
 
 
-def _chain(draft: Draft, head: int, start: float, itemsize: int, wires: HostNetwork) -> Chain:
+def _chain(draft: Draft, head: int, start: float, itemsize: int, network: HostNetwork) -> Chain:
     ranks, nbytes = draft.ranks(head), len(draft.span) * itemsize
-    terms, times = len(draft.heads[head]), _hop_seconds(ranks, nbytes, wires)
-    busy = max([*times, *use_of(ranks, nbytes, wires).values()], default=0.0)
-    chunks = _chunks(times, nbytes, max(_latencies(ranks, wires), default=0.0))
+    terms, times = len(draft.heads[head]), _hop_seconds(ranks, nbytes, network)
+    busy = max([*times, *use_of(ranks, nbytes, network).values()], default=0.0)
+    chunks = _chunks(times, nbytes, max(_latencies(ranks, network), default=0.0))
     return Chain(draft.region, draft.span, ranks, draft.form, terms, min(chunks, len(draft.span)), start, busy)
 
 
@@ -52,26 +52,26 @@ def _chunks(times: Sequence[float], nbytes: int, latency: float) -> int:
     return most if latency <= 0.0 else max(1, min(most, isqrt(int(on_top / latency))))
 
 
-def chains_seconds(chains: Sequence[Chain], itemsize: int, wires: HostNetwork) -> float:
+def chains_seconds(chains: Sequence[Chain], itemsize: int, network: HostNetwork) -> float:
     """Seconds until the last chunk has arrived; links within hosts limit bandwidth, but set no order."""
     load: defaultdict[Resource, float] = defaultdict(float)
     end = 0.0
     for chain in chains:
         nbytes = len(chain.span) * itemsize
-        times, latencies = _hop_seconds(chain.ranks, nbytes, wires), _latencies(chain.ranks, wires)
+        times, latencies = _hop_seconds(chain.ranks, nbytes, network), _latencies(chain.ranks, network)
         through = sum(times) / chain.chunks + sum(latencies)
         turns = (chain.chunks - 1) * (chain.seconds / chain.chunks + max(latencies, default=0.0))
         end = max(end, chain.start + through + turns)
         for (sender, receiver), seconds in zip(chain.hops, times, strict=True):
-            if not wires.crosses(sender, receiver):
+            if not network.crosses(sender, receiver):
                 load[sender, "tx"] += seconds
                 load[receiver, "rx"] += seconds
     return max(end, *load.values()) if load else end
 
 
-def _hop_seconds(ranks: Sequence[int], nbytes: int, wires: HostNetwork) -> list[float]:
-    return [nbytes / wires.link(a, b)[1] for a, b in pairwise(ranks)]
+def _hop_seconds(ranks: Sequence[int], nbytes: int, network: HostNetwork) -> list[float]:
+    return [nbytes / network.link(a, b)[1] for a, b in pairwise(ranks)]
 
 
-def _latencies(ranks: Sequence[int], wires: HostNetwork) -> list[float]:
-    return [wires.link(a, b)[0] for a, b in pairwise(ranks)]
+def _latencies(ranks: Sequence[int], network: HostNetwork) -> list[float]:
+    return [network.link(a, b)[0] for a, b in pairwise(ranks)]

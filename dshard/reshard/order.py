@@ -47,20 +47,20 @@ class Schedule:
     makespan: float
 
 
-def use_of(ranks: Sequence[int], nbytes: float, wires: HostNetwork) -> Use:
+def use_of(ranks: Sequence[int], nbytes: float, network: HostNetwork) -> Use:
     """The seconds for which a chain of these ranks occupies each network card."""
     seconds: defaultdict[Resource, float] = defaultdict(float)
     for sender, receiver in pairwise(ranks):
-        if wires.crosses(sender, receiver):
-            seconds[wires.card(sender), "tx"] += nbytes / wires.bandwidth
-            seconds[wires.card(receiver), "rx"] += nbytes / wires.bandwidth
+        if network.crosses(sender, receiver):
+            seconds[network.card(sender), "tx"] += nbytes / network.bandwidth
+            seconds[network.card(receiver), "rx"] += nbytes / network.bandwidth
     return dict(seconds)
 
 
-def uses_of(drafts: Sequence[Draft], itemsize: int, wires: HostNetwork) -> list[list[Use]]:
+def uses_of(drafts: Sequence[Draft], itemsize: int, network: HostNetwork) -> list[list[Use]]:
     """The use of network cards by each draft, for each of its heads."""
     return [
-        [use_of(draft.ranks(head), len(draft.span) * itemsize, wires) for head in range(len(draft.heads))]
+        [use_of(draft.ranks(head), len(draft.span) * itemsize, network) for head in range(len(draft.heads))]
         for draft in drafts
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,23 +28,22 @@ class ChainRow:
 
 def chain_rows(plan: ReshardPlan) -> list[ChainRow]:
     """One row for each chain of a plan."""
-    return list(_rows(plan))
-
-
-def _rows(plan: ReshardPlan) -> Iterator[ChainRow]:
+    rows = []
     for chain in plan.chains:
-        region = ",".join(f"{part.start}:{part.stop}" for part in chain.region)
         piece = "" if len(chain.span) == numel(chain.region) else f" {chain.span.start}:{chain.span.stop}"
-        nbytes, where = len(chain.span) * plan.itemsize, f"[{region}]{piece}"
-        yield ChainRow(chain.start, chain.seconds, nbytes, chain.chunks, chain.form, where, chain.ranks, chain.terms)
+        nbytes, cut = len(chain.span) * plan.itemsize, f"[{chain.region_text}]{piece}"
+        rows.append(
+            ChainRow(chain.start, chain.seconds, nbytes, chain.chunks, chain.form, cut, chain.ranks, chain.terms)
+        )
+    return rows
 
 
 def baselines_of(plan: ReshardPlan, topology: Topology) -> dict[str, float]:
     """The makespans of published strategies for the reshard of `plan`; none if a reduction is partial."""
     if plan.src.partial_axes() or plan.dst.partial_axes():
         return {}
-    asked = (plan.src, plan.dst, plan.shape, plan.itemsize, topology)
-    return {baseline: baseline_seconds(baseline, *asked) for baseline in BASELINES}
+    unit_tasks = (plan.src, plan.dst, plan.shape, plan.itemsize, topology)
+    return {baseline: baseline_seconds(baseline, *unit_tasks) for baseline in BASELINES}
 
 
 def summary_lines(plan: ReshardPlan, topology: Topology) -> list[str]:

@@ -10,12 +10,12 @@ from dshard.caches import cached
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.redistribute import Plan, describe, plan
+from dshard.redistribute import Plan, plan
 from dshard.reshard.chain import Chain, Form
 from dshard.reshard.chain_forms import FORMS, Draft, drafts, forms_of
 from dshard.reshard.chain_price import chains_seconds, scheduled
 from dshard.reshard.host_network import HostNetwork, host_network_of
-from dshard.reshard.tasks import Task, pending_axes, tasks
+from dshard.reshard.tasks import Task, reduced_axes, tasks
 from dshard.reshard.time_bound import lower_bound
 from dshard.topology import Topology
 
@@ -39,13 +39,13 @@ class ReshardPlan:
     first: Plan | None
     chains: tuple[Chain, ...]
     last: Plan | None
-    wires: HostNetwork
+    network: HostNetwork
     makespan: float
     bound: float
     seconds: float
 
     def __post_init__(self) -> None:
-        ends = (self.src, self.dst, self.shape, self.itemsize, self.wires, self.makespan, self.seconds)
+        ends = (self.src, self.dst, self.shape, self.itemsize, self.network, self.makespan, self.seconds)
         object.__setattr__(self, "_hash", hash((*ends, len(self.chains))))
 
     def __hash__(self) -> int:
@@ -53,15 +53,15 @@ class ReshardPlan:
 
     def __reduce__(self) -> tuple[type[ReshardPlan], tuple[object, ...]]:
         parts = (self.src, self.dst, self.shape, self.itemsize, self.first, self.chains, self.last)
-        return ReshardPlan, (*parts, self.wires, self.makespan, self.bound, self.seconds)  # hashes differ elsewhere
+        return ReshardPlan, (*parts, self.network, self.makespan, self.bound, self.seconds)  # hashes differ elsewhere
 
     @property
-    def held(self) -> Layout:
+    def chains_src(self) -> Layout:
         """The layout on the source mesh from which the chains send."""
         return self.src if self.first is None else self.first.dst
 
     @property
-    def landed(self) -> Layout:
+    def chains_dst(self) -> Layout:
         """The layout on the destination mesh to which the chains send."""
         return self.dst if self.last is None else self.last.src
 
@@ -73,7 +73,7 @@ class ReshardPlan:
     @property
     def chains_seconds(self) -> float:
         """Seconds of the chains alone, without `first` and `last`."""
-        return chains_seconds(self.chains, self.itemsize, self.wires)
+        return chains_seconds(self.chains, self.itemsize, self.network)
 
     @property
     def ratio(self) -> float:
@@ -89,13 +89,14 @@ class ReshardPlan:
         nbytes: Counter[tuple[int, int]] = Counter()
         for chain in self.chains:
             for sender, receiver in chain.hops:
-                if self.wires.crosses(sender, receiver):
-                    nbytes[self.wires.host(sender), self.wires.host(receiver)] += len(chain.span) * self.itemsize
+                if self.network.crosses(sender, receiver):
+                    nbytes[self.network.host(sender), self.network.host(receiver)] += len(chain.span) * self.itemsize
         return dict(nbytes)
 
     def steps(self, most: int = 32) -> list[str]:
         """The plan in words, a line for each step; of the chains, only the first ones."""
-        first, last = (_described(plan) for plan in (self.first, self.last))
+        around = ([] if plan is None else plan.words() for plan in (self.first, self.last))
+        first, last = (list(map("  ".join, words)) for words in around)
         more = len(self.chains) - most
         shown = [_line(chain, self.itemsize) for chain in self.chains[:most]]
         return [*first, *shown, *([f"and {more:,} chains more"] if more > 0 else []), *last]
@@ -108,14 +109,9 @@ class ReshardPlan:
         return "\n".join(lines)
 
 
-def _described(moved: Plan | None) -> list[str]:
-    pairs = () if moved is None else zip(moved.steps, moved.layouts(), strict=True)
-    return ["  ".join(describe(step, layout)) for step, layout in pairs]
-
-
 def _line(chain: Chain, itemsize: int) -> str:
-    where = ",".join(f"{part.start}:{part.stop}" for part in chain.region)
-    return f"{chain.form:16}  [{where}]  {len(chain.span) * itemsize} B  {'>'.join(map(str, chain.ranks))}"
+    ranks = ">".join(map(str, chain.ranks))
+    return f"{chain.form:16}  [{chain.region_text}]  {len(chain.span) * itemsize} B  {ranks}"
 
 
 def plan_reshard(
@@ -146,11 +142,37 @@ def plan_reshard(
 @cached("reshard plans", 4096)
 def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, seed: int) -> ReshardPlan:
     _check(src, dst, shape, topology)
-    wires, landed = host_network_of(topology), _whole(dst, Replicate())
+    network, landed = host_network_of(topology), _completed(dst, Replicate())
     last = None if landed == dst else plan(landed, dst, shape, itemsize, topology)
-    firsts = _firsts(src, shape, itemsize, topology)
-    found = [_sent((src, dst), shape, itemsize, (first, last), wires, seed) for first in firsts]
-    return min(found, key=lambda plan: plan.seconds)
+    plans: list[ReshardPlan] = []
+    for first in _first_plans(src, shape, itemsize, topology):
+        empty, unit_tasks = _without_chains(src, dst, shape, itemsize, network, first, last)
+        candidates = [_scheduled(empty, mix, seed) for mix in _mixes(unit_tasks, itemsize, network)]
+        plans.append(min(candidates, key=lambda plan: (plan.seconds, len(plan.chains))))
+    return min(plans, key=lambda plan: plan.seconds)
+
+
+def _without_chains(
+    src: Layout,
+    dst: Layout,
+    shape: Shape,
+    itemsize: int,
+    network: HostNetwork,
+    first: Plan | None = None,
+    last: Plan | None = None,
+) -> tuple[ReshardPlan, tuple[Task, ...]]:
+    """A plan whose chains are to be found, with its lower bound, and the tasks that they do."""
+    empty = ReshardPlan(src, dst, shape, itemsize, first, (), last, network, 0.0, 0.0, 0.0)
+    unit_tasks = tasks(empty.chains_src, empty.chains_dst, shape)
+    return replace(empty, bound=lower_bound(unit_tasks, itemsize, network)), unit_tasks
+
+
+def _scheduled(empty: ReshardPlan, chosen: Sequence[Draft], seed: int | None) -> ReshardPlan:
+    """The plan with the chains of these drafts; without a seed, in the order of the tasks."""
+    chains, makespan = scheduled(chosen, empty.itemsize, empty.network, empty.bound, seed)
+    before, after = (0.0 if plan is None else plan.seconds for plan in (empty.first, empty.last))
+    seconds = before + chains_seconds(chains, empty.itemsize, empty.network) + after
+    return replace(empty, chains=chains, makespan=makespan, seconds=seconds)
 
 
 def plan_of_form(
@@ -167,14 +189,14 @@ def plan_of_form(
     _check(src, dst, tuple(shape), topology)
     if src.partial_axes() or dst.partial_axes():
         raise LayoutError(f"a plan of one form moves values, not terms: [{src}] -> [{dst}]; use plan_reshard")
-    wires, asked = host_network_of(topology), tasks(src, dst, shape)
+    network = host_network_of(topology)
+    empty, unit_tasks = _without_chains(src, dst, tuple(shape), itemsize, network)
     candidates = [
-        draft for turn, task in enumerate(asked) for draft in drafts(task, form, wires, turn if balance else 0)
+        draft
+        for number, task in enumerate(unit_tasks)
+        for draft in drafts(task, form, network, number if balance else 0)
     ]
-    candidates = candidates if balance else [replace(draft, heads=draft.heads[:1]) for draft in candidates]
-    chains, makespan = scheduled(candidates, itemsize, wires, 0.0, None)
-    seconds, bound = chains_seconds(chains, itemsize, wires), lower_bound(asked, itemsize, wires)
-    return ReshardPlan(src, dst, tuple(shape), itemsize, None, chains, None, wires, makespan, bound, seconds)
+    return _scheduled(empty, [d if balance else replace(d, heads=d.heads[:1]) for d in candidates], None)
 
 
 def _check(src: Layout, dst: Layout, shape: Shape, topology: Topology) -> None:
@@ -189,54 +211,32 @@ def _check(src: Layout, dst: Layout, shape: Shape, topology: Topology) -> None:
         topology.link(mesh, mesh.names)  # refuses ranks that it has not
 
 
-def _firsts(src: Layout, shape: Shape, itemsize: int, topology: Topology) -> Iterator[Plan | None]:
+def _first_plans(src: Layout, shape: Shape, itemsize: int, topology: Topology) -> Iterator[Plan | None]:
     """Plans to reduce partial sums on the source mesh first; None leaves them to the chains."""
-    if not pending_axes(src):
+    if not reduced_axes(src):
         yield None
         return
     ops = {p.reduce_op for p in src.placements if isinstance(p, Partial)}
     if ops == {"sum"} and itemsize >= WIDE:
         yield None
     choices: list[Placement] = [Replicate(), *(Shard(dim) for dim, size in enumerate(shape) if size > 1)]
-    for target in dict.fromkeys(_whole(src, choice) for choice in choices):
+    for target in dict.fromkeys(_completed(src, choice) for choice in choices):
         yield plan(src, target, shape, itemsize, topology)
 
 
-def _whole(layout: Layout, placement: Placement) -> Layout:
+def _completed(layout: Layout, placement: Placement) -> Layout:
     """The layout with `placement` in place of each Partial."""
     for axis in layout.partial_axes():
         layout = layout.replace(axis, placement)
     return layout
 
 
-def _sent(
-    ends: tuple[Layout, Layout],
-    shape: Shape,
-    itemsize: int,
-    around: tuple[Plan | None, Plan | None],
-    wires: HostNetwork,
-    seed: int,
-) -> ReshardPlan:
-    """The best plan between two layouts, with the plans `around` before and after the chains."""
-    (src, dst), (first, last) = ends, around
-    held, landed = src if first is None else first.dst, dst if last is None else last.src
-    asked = tasks(held, landed, shape)
-    bound = lower_bound(asked, itemsize, wires)
-    before = 0.0 if first is None else first.seconds
-    plans = []
-    for chosen in _mixes(asked, itemsize, wires):
-        chains, makespan = scheduled(chosen, itemsize, wires, bound, seed)
-        seconds = before + chains_seconds(chains, itemsize, wires) + (0.0 if last is None else last.seconds)
-        plans.append(ReshardPlan(src, dst, shape, itemsize, first, chains, last, wires, makespan, bound, seconds))
-    return min(plans, key=lambda plan: (plan.seconds, len(plan.chains)))
-
-
-def _mixes(asked: tuple[Task, ...], itemsize: int, wires: HostNetwork) -> list[list[Draft]]:
+def _mixes(unit_tasks: tuple[Task, ...], itemsize: int, network: HostNetwork) -> list[list[Draft]]:
     """Mixtures of forms: the cheapest form for each task by itself, and each form for all of them."""
-    options = [forms_of(task, wires) for task in asked]
+    options = [forms_of(task, network) for task in unit_tasks]
     cheapest = []
-    for turn, (task, forms) in enumerate(zip(asked, options, strict=True)):
-        priced = [(_alone(task, form, itemsize, wires, turn), i, form) for i, form in enumerate(forms)]
+    for number, (task, forms) in enumerate(zip(unit_tasks, options, strict=True)):
+        priced = [(_seconds_alone(task, form, itemsize, network, number), i, form) for i, form in enumerate(forms)]
         cheapest.append(min(priced)[2])
     mixes = [tuple(cheapest)] + [
         tuple(form if form in forms else own for forms, own in zip(options, cheapest, strict=True)) for form in FORMS
@@ -244,14 +244,14 @@ def _mixes(asked: tuple[Task, ...], itemsize: int, wires: HostNetwork) -> list[l
     return [
         [
             draft
-            for turn, (task, form) in enumerate(zip(asked, mix, strict=True))
-            for draft in drafts(task, form, wires, turn)
+            for number, (task, form) in enumerate(zip(unit_tasks, mix, strict=True))
+            for draft in drafts(task, form, network, number)
         ]
         for mix in dict.fromkeys(mixes)
     ]
 
 
-def _alone(task: Task, form: Form, itemsize: int, wires: HostNetwork, turn: int) -> float:
+def _seconds_alone(task: Task, form: Form, itemsize: int, network: HostNetwork, number: int) -> float:
     """Seconds of a task in one form if it has all links to itself."""
-    chains, _ = scheduled(drafts(task, form, wires, turn), itemsize, wires, 0.0, None)
-    return chains_seconds(chains, itemsize, wires)
+    chains, _ = scheduled(drafts(task, form, network, number), itemsize, network, 0.0, None)
+    return chains_seconds(chains, itemsize, network)

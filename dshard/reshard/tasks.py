@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from dshard.layout import Layout, Region, Shape
+from dshard.layout import Layout, Region, Shape, overlap
 from dshard.placements import Partial
 
 Holders: TypeAlias = tuple[tuple[int, ...], ...]
@@ -52,24 +52,18 @@ def tasks(src: Layout, dst: Layout, shape: Sequence[int]) -> tuple[Task, ...]:
 
 def parts(layout: Layout, shape: Sequence[int]) -> dict[Region, Holders]:
     """The non-empty regions of a tensor, and the ranks that hold the replicas of each term of each."""
-    mesh, pending = layout.mesh, pending_axes(layout)
+    mesh, reduced = layout.mesh, reduced_axes(layout)
     holders: dict[Region, dict[tuple[int, ...], list[int]]] = {}
     for at, rank in zip(mesh.coordinates(), mesh.ranks, strict=True):
         region = layout.region(shape, at)
         if all(region):
-            holders.setdefault(region, {}).setdefault(tuple(at[i] for i in pending), []).append(rank)
+            holders.setdefault(region, {}).setdefault(tuple(at[i] for i in reduced), []).append(rank)
     return {region: tuple(map(tuple, terms.values())) for region, terms in holders.items()}
 
 
-def pending_axes(layout: Layout) -> tuple[int, ...]:
+def reduced_axes(layout: Layout) -> tuple[int, ...]:
     """The mesh axes of more than one rank on which the layout is partial; a single term is the value itself."""
     return tuple(i for i, p in enumerate(layout.placements) if isinstance(p, Partial) and layout.mesh.shape[i] > 1)
-
-
-def overlap(a: Region, b: Region) -> Region | None:
-    """The intersection of two regions, or None where it is empty."""
-    both = tuple(range(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
-    return both if all(both) else None
 
 
 def region_of(layout: Layout, shape: Shape, rank: int) -> Region | None:

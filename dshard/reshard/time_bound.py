@@ -10,33 +10,33 @@ from dshard.reshard.host_network import HostNetwork
 from dshard.reshard.tasks import Task
 
 
-def needy_hosts(task: Task, wires: HostNetwork) -> tuple[int, ...]:
+def needy_hosts(task: Task, network: HostNetwork) -> tuple[int, ...]:
     """The hosts that must receive a task's slice: they have receivers, and lack some term of it."""
-    have = [{wires.host(rank) for rank in replicas} for replicas in task.holders]
-    return tuple(host for host, _ in wires.by_host(task.receivers) if not all(host in hosts for hosts in have))
+    have = [{network.host(rank) for rank in replicas} for replicas in task.holders]
+    return tuple(host for host, _ in network.by_host(task.receivers) if not all(host in hosts for hosts in have))
 
 
-def lower_bound(tasks: Sequence[Task], itemsize: int, wires: HostNetwork) -> float:
+def lower_bound(tasks: Sequence[Task], itemsize: int, network: HostNetwork) -> float:
     """Seconds that the busiest cards need, however the tasks are sent (latency and links within hosts apart).
 
     Each host that needs a slice receives it once. Each slice is sent once, by some host that holds it: so of any set of
     hosts, the slices that only they hold are sent by their cards.
     """
-    rate = wires.bandwidth * wires.cards
+    rate = network.bandwidth * network.cards
     receives: defaultdict[int, float] = defaultdict(float)
     sends: defaultdict[frozenset[int], float] = defaultdict(float)
     for task in tasks:
-        needy = needy_hosts(task, wires)
+        needy = needy_hosts(task, network)
         for host in needy:
             receives[host] += numel(task.region) * itemsize
         if needy:
-            hosts = frozenset(wires.host(rank) for replicas in task.holders for rank in replicas)
+            hosts = frozenset(network.host(rank) for replicas in task.holders for rank in replicas)
             sends[hosts] += numel(task.region) * itemsize
     sets = {*sends, frozenset().union(*sends)} if sends else set()
     sent = [sum(amount for hosts, amount in sends.items() if hosts <= some) / len(some) for some in sets]
     return max([*receives.values(), *sent], default=0.0) / rate
 
 
-def least_crossing(tasks: Sequence[Task], itemsize: int, wires: HostNetwork) -> int:
+def least_crossing(tasks: Sequence[Task], itemsize: int, network: HostNetwork) -> int:
     """Bytes that must cross between hosts: each slice once for each host that needs it."""
-    return sum(numel(task.region) * itemsize * len(needy_hosts(task, wires)) for task in tasks)
+    return sum(numel(task.region) * itemsize * len(needy_hosts(task, network)) for task in tasks)

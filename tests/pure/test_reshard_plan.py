@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard import Layout, LayoutError, Mesh, MeshError, Partial, Replicate, Shard, Topology, TopologyError
+from dshard.layout import overlap
 from dshard.redistribute import numel
 from dshard.reshard import ReshardPlan, plan_reshard, tasks
 from dshard.reshard.baselines import BASELINES, baseline_seconds
@@ -21,7 +22,7 @@ from dshard.reshard.chain_price import chains_seconds, scheduled
 from dshard.reshard.host_network import host_network_of
 from dshard.reshard.order import Use, best, greedy, in_depth, in_order
 from dshard.reshard.reshard_plan import _plan
-from dshard.reshard.tasks import overlap, pending_axes, region_of
+from dshard.reshard.tasks import reduced_axes, region_of
 from dshard.reshard.time_bound import least_crossing, lower_bound
 
 PUBLISHED = {
@@ -99,9 +100,9 @@ def test_each_receiver_gets_each_element_once(drawn: tuple[Case, Topology]) -> N
     found = planned(case, topology)
 
     for rank in found.dst.mesh.ranks:
-        needed, held = (region_of(layout, found.shape, rank) for layout in (found.landed, found.held))
+        needed, held = (region_of(layout, found.shape, rank) for layout in (found.chains_dst, found.chains_src))
         wanted = Counter(_elements(needed)) if needed is not None else Counter()
-        if held is not None and not pending_axes(found.held):
+        if held is not None and not reduced_axes(found.chains_src):
             wanted = Counter(dict.fromkeys(wanted.keys() - set(_elements(held)), 1))
         got: Counter[tuple[int, ...]] = Counter()
         for chain in found.chains:
@@ -117,13 +118,13 @@ def test_each_chain_begins_with_those_who_hold_it(drawn: tuple[Case, Topology]) 
     found = planned(case, topology)
 
     for chain in found.chains:
-        pending = pending_axes(found.held)
-        terms = prod(found.held.mesh.shape[axis] for axis in pending)
+        pending = reduced_axes(found.chains_src)
+        terms = prod(found.chains_src.mesh.shape[axis] for axis in pending)
         assert chain.terms == terms
-        heads = [found.held.mesh.coordinate(rank) for rank in chain.ranks[:terms]]
+        heads = [found.chains_src.mesh.coordinate(rank) for rank in chain.ranks[:terms]]
         assert len({tuple(at[axis] for axis in pending) for at in heads}) == terms
         for rank in chain.ranks[:terms]:
-            held = region_of(found.held, found.shape, rank)
+            held = region_of(found.chains_src, found.shape, rank)
             assert held is not None
             assert overlap(chain.region, held) == chain.region
         assert [i for piece in chain.pieces() for i in piece] == list(chain.span)
@@ -141,18 +142,20 @@ def test_no_plan_ends_before_its_bound(drawn: tuple[Case, Topology]) -> None:
 def test_no_form_for_all_tasks_is_cheaper(drawn: tuple[Case, Topology]) -> None:
     case, topology = drawn
     found = planned(case, topology)
-    wires = host_network_of(topology)
-    asked = tasks(found.held, found.landed, found.shape)
+    network = host_network_of(topology)
+    asked = tasks(found.chains_src, found.chains_dst, found.shape)
     around = sum(plan.seconds for plan in (found.first, found.last) if plan is not None)
 
     for form in FORMS:
         mixed = [
             draft
             for i, task in enumerate(asked)
-            for draft in drafts(task, form if form in forms_of(task, wires) else forms_of(task, wires)[0], wires, i)
+            for draft in drafts(
+                task, form if form in forms_of(task, network) else forms_of(task, network)[0], network, i
+            )
         ]
-        chains, _ = scheduled(mixed, 8, wires, found.bound, 0)
-        assert found.seconds <= (around + chains_seconds(chains, 8, wires)) * (1 + 1e-9)
+        chains, _ = scheduled(mixed, 8, network, found.bound, 0)
+        assert found.seconds <= (around + chains_seconds(chains, 8, network)) * (1 + 1e-9)
 
 
 @given(plans)
