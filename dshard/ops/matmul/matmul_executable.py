@@ -114,7 +114,10 @@ class StreamedExecutable(Executable):
     """The executable of a matmul in panels, which redistributes them itself."""
 
     __slots__ = ("streamed",)
-    streamed: PanelExecutor
+
+    def __init__(self, streamed: PanelExecutor, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self.streamed = streamed
 
     def run(self, local: list[Any], kwargs: dict[str, Any] | None = None) -> Any:
         """The local result, of local operands that are redistributed panel by panel."""
@@ -149,15 +152,13 @@ def matmul_of_strategy(
     )
     decision = replace(decision, panels=partial(in_panels, rule, _three(decision), out.dtype, topology))
     streamed = _streamed(decision, out, stream)
-    kind: type[Executable] = Executable
+    make: Callable[..., Executable] = Executable
     if streamed is not None:
-        kind, decision = StreamedExecutable, replace(decision, run_in=streamed.stream.panels)
+        make, decision = partial(StreamedExecutable, streamed), replace(decision, run_in=streamed.stream.panels)
     kernel = partial(_local, local_product(*rule.inputs, *rule.outputs), bias is not None, strategy)
-    executable = kind(
+    executable = make(
         *(decision, kernel, [out], range(len(specs)), wrap_as(out)), gradients=gradients, differentiable=differentiable
     )
-    if isinstance(executable, StreamedExecutable) and streamed is not None:
-        executable.streamed = streamed
     return Matmul(executable, specs, wanted, cut, stream, streamed)
 
 
