@@ -271,6 +271,8 @@ def _run_again(args: Args, kwargs: Kwargs, record: CallRecord, out: Any) -> Shor
     sources = [places.get(id(x)) for x in record.args]
     if record.op is not None or run is None or out is not record.result or None in sources:
         return None
+    if record.executable.compared:
+        return None
 
     def call(args: Args, kwargs: Kwargs) -> Any:
         return run([kwargs[at] if isinstance(at, str) else args[at] for at in sources])  # type: ignore[index]

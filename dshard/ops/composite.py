@@ -75,6 +75,7 @@ def _choose_composite(
 
 def run_recorded(executable: Executable, tensors: Sequence[Any]) -> Any:
     """Run a composite operator on distributed tensors so that autograd records its local operator."""
+    executable.compare(tensors)
     (out,), local_op = executable.specs, executable.local_op
     plans, gradients = executable.plans, executable.gradients
     with no_torch_function():

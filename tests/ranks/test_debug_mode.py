@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import dshard
@@ -60,6 +61,14 @@ def parallel(bias: float) -> Any:
     return parallelize(model(bias), grid(), {"0.weight": [Replicate(), Shard(0)]})
 
 
+def warm_matmul(odd: bool) -> Any:
+    """A matmul that was called before, and redistributes; another operator on the odd rank."""
+    x = laid(True)
+    for _ in range(3):
+        F.linear(x, x)
+    return x.sin() if odd else F.linear(x, x)
+
+
 Program = Callable[[bool], Any]
 DIFFERENT: dict[str, tuple[Program, str, str]] = {
     "distribute_tensor, shape": (
@@ -101,6 +110,7 @@ DIFFERENT: dict[str, tuple[Program, str, str]] = {
     "a number, recorded": (lambda odd: laid(True) + (3 if odd else 4), "aten.add.Tensor.*, 4", ", 3"),
     "a dim": (lambda odd: laid().sum(int(odd)), r"aten.sum.dim_IntList of .*, 0", ", 1"),
     "another operator": (lambda odd: laid().sin() if odd else laid().cos(), "aten.cos.default", "aten.sin.default"),
+    "a warm matmul": (warm_matmul, r"linear of \(4, 3\)", "aten.sin.default"),
     "a parameter": (lambda odd: parallel(float(odd)), r"parallelize with 0.bias: \(4,\)", "0.bias.*checksum"),
     "a plain input": (
         lambda odd: parallel(0.0)(torch.full((2, 3), 1.0 + odd)),
