@@ -125,18 +125,18 @@ def _roots(whole: Tensor, ord: float, dtype: torch.dtype) -> list[Tensor]:
 
 def fused(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A whole optimiser step as one local call: gradients and states are redistributed to their parameters' layouts."""
-    layouts = [_settled(func, t._spec.layout) for t in args[0]]
+    layouts = [_without_partial(func, t._spec.layout) for t in args[0]]
     mesh = layouts[0].mesh
     shapes = [t.shape for t in args[0]]
 
-    def laid(i: int, t: Any, explicit: bool) -> Any:
+    def redistributed(i: int, t: Any, explicit: bool) -> Any:
         if not isinstance(t, Wrapper):
             return t
         layout = layouts[i] if t.shape == shapes[i] else replicated(mesh)
         return redistribute_local(t._local, t._spec, layout, func, explicit)
 
-    local_args = [
-        list(map(laid, count(), arg, repeat(arg is args[1])))  # gradients come to their parameters as after backward
+    local_args = [  # gradients come to their parameters as after backward
+        list(map(redistributed, count(), arg, repeat(arg is args[1])))
         if isinstance(arg, list | tuple)
         else _local(func, arg, mesh)
         for arg in args
@@ -148,7 +148,7 @@ def fused(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             _write_back(func, given, local, layouts)
 
 
-def _settled(func: OpOverload, layout: Layout) -> Layout:
+def _without_partial(func: OpOverload, layout: Layout) -> Layout:
     if layout.partial_axes():
         raise LayoutError(
             f"{func} cannot update a parameter laid out [{layout}]: redistribute it to Shard or Replicate first"
