@@ -163,7 +163,7 @@ def _redistribute_plain(local: Tensor, move: LocalRedistribution, op: str | None
     return observed(_decision(move, op), move, (local,)) if OBSERVERS else move(local)
 
 
-def _unchecked_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def unchecked_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without torch's checks of its arguments for functorch, which these calls never have."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
@@ -335,5 +335,5 @@ def keep_partial_sums(layout: Layout, target: Layout) -> Layout:
     return Layout(target.mesh, placements, target.order)
 
 
-to_local, from_local = _unchecked_apply(ToLocal), _unchecked_apply(FromLocal)
-_redistribute_local = _unchecked_apply(RedistributeLocal)
+to_local, from_local = unchecked_apply(ToLocal), unchecked_apply(FromLocal)
+_redistribute_local = unchecked_apply(RedistributeLocal)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.autograd.crossing import as_distributed, redistribute
+from dshard.autograd.crossing import as_distributed, redistribute, unchecked_apply
 from dshard.comm import Program, Scoped, Session, run, run_program, traced
 from dshard.core.executable import watched
 from dshard.core.observe import CALL_LOG, OBSERVERS, observed
@@ -84,6 +84,9 @@ class Multiply(torch.autograd.Function):
         return (None, *gradients)
 
 
+_record = unchecked_apply(Multiply)
+
+
 def wanted_gradients(ctx: Any, i: int) -> bool:
     """Whether the running backward pass needs the gradient of tensor `i` of a matmul.
 
@@ -139,7 +142,7 @@ def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Any] | None = N
 
 def _multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Any] | None = None) -> Any:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return Multiply.apply(matmul, *tensors)  # type: ignore[no-untyped-call]
+        return _record(matmul, *tensors)
     local = [] if local is None else local
     local += [t._local for t in tensors]
     return wrap(matmul.executable.run(local), matmul.out)
