@@ -2,14 +2,12 @@
 
     rows = run(Settings(ranks=4), tell=print)
 
-The model (`vit.py`) is an ordinary `nn.Module`; the layouts (`layouts.py`) are a table of placements.
+The model (`vit.py`) is an ordinary `nn.Module`, laid out by `dshard.parallelize` (`layouts.py`).
 """
 
 from dshard.demo.curves import draw
 from dshard.demo.layouts import find, names
-from dshard.demo.predict import Predicted, predict, rank
-from dshard.demo.start import run
-from dshard.demo.train import BATCH, Progress, Row, Settings
+from dshard.demo.train import BATCH, Predicted, Progress, Row, Settings, predict, rank, run
 
 __all__ = [
     "BATCH",

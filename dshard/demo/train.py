@@ -1,24 +1,24 @@
-"""Train one unchanged model under each strategy, and compare every loss with that of a single device."""
+"""Train one unchanged model under each strategy, or predict what a step sends; compare losses with a single device."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor
 
-from dshard import DTensor, init_device_mesh
+from dshard import DeviceMesh, DTensor, Mesh, distribute_tensor, init_device_mesh, launch, parallelize, trace
 from dshard.comm import Event, listen
-from dshard.demo.data import Digits, batches, load
-from dshard.demo.lay_out import Place, lay_out
+from dshard.demo.data import Digits, batches, check_installed, load
 from dshard.demo.layouts import SINGLE, Strategy, find, names
-from dshard.demo.vit import build
-from dshard.ops.matmul.options import use_strategy
+from dshard.demo.vit import ViT, build
 
 BATCH = 128
 # Adam divides each gradient by its size: an epsilon well above rounding keeps rounding from becoming whole steps.
@@ -93,41 +93,44 @@ def train_all(settings: Settings, tell: Tell) -> list[Row]:
 def train(strategy: Strategy, settings: Settings, tell: Tell) -> Run:
     """Train the model laid out by `strategy`; on the same batches in the same order, whatever the strategy."""
     training, test = load(settings.dtype)
-    model, place = _lay_out(strategy, settings)
+    device, mesh = torch.device(settings.device), strategy.on(settings.ranks)
+    model, on = build(settings.seed, settings.dtype).to(device), None
+    if mesh is not None:
+        on = init_device_mesh(device.type, mesh.shape, mesh_dim_names=mesh.names)
+        parallelize(model, on, strategy.plan, example(settings.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPSILON)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_and_decay(settings.steps))
     losses: list[float] = []
     events: list[Event] = []
     start = time.perf_counter()
-    with listen(events.append), use_strategy(matmul=strategy.matmul):
+    with listen(events.append):
         for batch in batches(training, BATCH, settings.steps, settings.seed):
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(place(batch.images)), place(batch.labels))
+            loss = loss_of(model, batch.images.to(device), batch.labels.to(device), on)
             loss.backward()
             optimizer.step()
             schedule.step()
             losses.append(loss.item())
             tell(Progress(strategy.name, len(losses), losses[-1]))
-    seconds = time.perf_counter() - start
-    with use_strategy(matmul=strategy.matmul):
-        return Run(losses, _accuracy(model, test, place), events, seconds)
+    return Run(losses, _accuracy(model, test, device), events, time.perf_counter() - start)
 
 
-def _lay_out(strategy: Strategy, settings: Settings) -> tuple[nn.Module, Place]:
-    """The model under `strategy`, and the function that puts a batch where the model wants it."""
-    device = torch.device(settings.device)
-    model = build(settings.seed, settings.dtype).to(device)
-    mesh = strategy.on(settings.ranks)
-    if mesh is None:
-        return model, lambda batch: batch.to(device)
-    place = lay_out(model, strategy, init_device_mesh(device.type, mesh.shape, mesh_dim_names=mesh.names))
-    return model, lambda batch: place(batch.to(device))
+def example(dtype: torch.dtype, batch: int = BATCH) -> Tensor:
+    """A batch of images without data."""
+    return torch.empty(batch, 8, 8, device="meta", dtype=dtype)
+
+
+def loss_of(model: ViT, images: Tensor, labels: Tensor, mesh: DeviceMesh | Mesh | None) -> Tensor:
+    """The loss of a batch of plain tensors, equal on all ranks; the model is on `mesh`, or on one device."""
+    return F.cross_entropy(
+        model(images), labels if mesh is None else distribute_tensor(labels, mesh, src_data_rank=None)
+    )
 
 
 @torch.no_grad()
-def _accuracy(model: nn.Module, test: Digits, place: Place) -> float:
+def _accuracy(model: ViT, test: Digits, device: torch.device) -> float:
     """The share of the test images whose digit the model finds."""
-    logits = model(place(test.images))
+    logits = model(test.images.to(device))
     if isinstance(logits, DTensor):
         logits = logits.full_tensor()
     right = logits.argmax(-1).cpu() == test.labels
@@ -152,3 +155,50 @@ def _row(strategy: Strategy, run: Run, reference: Run, ranks: int) -> Row:
         seconds=run.seconds,
         losses=tuple(run.losses),
     )
+
+
+Work: TypeAlias = Callable[[Settings, Tell], list[Row]]
+
+
+def run(settings: Settings, tell: Tell, work: Work = train_all) -> list[Row]:
+    """Train under each strategy, on ranks of our own or those of a launcher; the rows, on the process that reports.
+
+    `tell` hears of each step there.
+
+    Raises:
+        RankError: a rank failed; the message names it.
+        MissingExtra: scikit-learn is not installed.
+    """
+    check_installed()
+    return launch.run(partial(work, settings), tell, ranks=settings.ranks, device=settings.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """One training step: its collectives, the bytes that the busiest rank of each receives, their predicted seconds."""
+
+    strategy: str
+    collectives: int
+    nbytes: int
+    seconds: float
+
+
+def predict(
+    strategy: Strategy, ranks: int, batch: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Predicted:
+    """A step on tensors without data, on a mesh without processes; the same on every rank. `strategy` has a mesh."""
+    mesh = strategy.on(ranks)
+    assert mesh is not None
+    mesh = replace(mesh, device_type=device)
+    model, images = build(0, dtype).to("meta"), example(dtype, batch)
+    parallelize(model, mesh, strategy.plan, images)
+    with trace() as sent:
+        loss_of(model, images, torch.empty(batch, dtype=torch.long, device="meta"), mesh).backward()
+        torch.optim.AdamW(model.parameters()).step()
+    return Predicted(strategy.name, len(sent.events), sent.nbytes, sum(event.seconds for event in sent.events))
+
+
+def rank(ranks: int, batch: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Predicted]:
+    """All strategies worth training on so many ranks, the one whose step communicates for the shortest time first."""
+    predictions = [predict(find(name), ranks, batch, device, dtype) for name in names(ranks) if name != SINGLE.name]
+    return sorted(predictions, key=lambda predicted: predicted.seconds)

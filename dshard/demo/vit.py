@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 PATCH = 2
 WIDTH = 64
-HEADS = 4
+HEADS = 8
 BLOCKS = 2
 CLASSES = 10
 

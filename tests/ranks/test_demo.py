@@ -10,16 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dshard import trace
+from dshard import parallelize, trace
 from dshard.demo import BATCH, Progress, Row, Settings, draw, names, predict, rank
 from dshard.demo import data as data_module
 from dshard.demo.data import Digits, MissingExtra, batches, load
-from dshard.demo.lay_out import lay_out
-from dshard.demo.layouts import SINGLE, STRATEGIES, Strategy, UnknownStrategy, find
-from dshard.demo.start import run
-from dshard.demo.train import train, train_all
+from dshard.demo.layouts import SINGLE, UnknownStrategy, find
+from dshard.demo.train import example, run, train, train_all
 from dshard.demo.vit import build
 from dshard.layout import parse_layout
+from dshard.parallel import Plan, plan_model
 from dshard.placements import Replicate, Shard
 from dshard.testing import RankPool, distribute, rank_pool, simulated, whole
 
@@ -108,18 +107,17 @@ class TestData:
             run(Settings(), ignore)
 
 
+def plan_of(name: str) -> Plan:
+    """The plan of the demo's model on four ranks."""
+    strategy = find(name)
+    mesh = strategy.on(4)
+    assert mesh is not None
+    return plan_model(build(seed=0), mesh, strategy.plan, example(torch.float32, batch=8))
+
+
 class TestStrategies:
-    @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
-    def test_every_pattern_finds_a_parameter_and_every_placement_an_axis(self, strategy: Strategy) -> None:
-        names = [name for name, _ in build(seed=0).named_parameters()]
-        alone = {p: Strategy("", strategy.mesh, parameters={p: q}) for p, q in strategy.parameters.items()}
-
-        assert all(any(one.placements(name) == one.parameters[p] for name in names) for p, one in alone.items())
-        assert len(strategy.inputs) == len(strategy.mesh)
-        assert {len(strategy.placements(name)) for name in names} == {len(strategy.mesh)}
-
     def test_megatron_splits_columns_then_rows(self) -> None:
-        where = {name: find("megatron").placements(name) for name, _ in build(seed=0).named_parameters()}
+        where = plan_of("megatron").parameters
 
         assert {name for name, placements in where.items() if placements == (Shard(1),)} == {
             f"blocks.{block}.{linear}.weight" for block in (0, 1) for linear in ("attention.out", "down")
@@ -131,8 +129,8 @@ class TestStrategies:
             for part in ("weight", "bias")
         }
 
-    def test_what_no_pattern_names_is_replicated(self) -> None:
-        assert find("data x tensor").placements("head.weight") == (Replicate(), Replicate())
+    def test_what_is_not_split_is_replicated(self) -> None:
+        assert plan_of("data x tensor").placements("head.weight") == (Replicate(), Replicate())
 
     @pytest.mark.parametrize(
         ("name", "ranks", "mesh"),
@@ -158,6 +156,9 @@ class TestStrategies:
 
         assert four == ["single", "data", "megatron", "data x tensor", "summa", "atp"]
         assert eight == [*four, "tesseract"]
+
+    def test_a_strategy_that_would_leave_ranks_without_heads_takes_no_part(self) -> None:
+        assert set(names(8)) - set(names(16)) == {"megatron"}
 
     def test_hyphens_stand_for_spaces(self) -> None:
         assert find("data-x-tensor") is find("data x tensor")
@@ -221,7 +222,7 @@ class TestAtp:
         expected = F.gelu(model.blocks[0].up(x))
         expected = model.blocks[0].down(expected).detach()
         with simulated(mesh):
-            lay_out(model, strategy, mesh)
+            parallelize(model, mesh, strategy.plan, example(torch.float64, batch=4))
             block, laid = model.blocks[0], distribute(x, parse_layout("d1:R d2:S(2)", mesh))
             with trace() as sent:
                 y = block.down(F.gelu(block.up(laid))).redistribute(placements=laid.placements)

@@ -132,8 +132,8 @@ def test_a_mesh_of_too_few_axes() -> None:
 
 
 def test_more_ranks_than_heads() -> None:
-    with pytest.raises(StrategyError, match=r"has 4 heads in dim 0, split over 8 ranks .* use at most 4 ranks there"):
-        demo_plan("megatron", Mesh((8,), ("tp",)))
+    with pytest.raises(StrategyError, match=r"has 8 heads in dim 0, split over 16 ranks .* use at most 8 ranks there"):
+        demo_plan("megatron", Mesh((16,), ("tp",)))
 
 
 def test_heads_that_do_not_divide_work() -> None:

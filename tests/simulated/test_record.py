@@ -6,16 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from dshard import DeviceMesh, Mesh, use_topology
+from dshard import DeviceMesh, Mesh, parallelize, use_topology
 from dshard.comm import init_device_mesh
 from dshard.comm.workspace import WORKSPACE
-from dshard.demo.lay_out import lay_out
 from dshard.demo.layouts import find
+from dshard.demo.train import example, loss_of
 from dshard.demo.vit import build
-from dshard.ops.matmul.options import use_strategy
 from dshard.simulate.recording import Recorded, record
 from dshard.testing import rank_pool
 from dshard.topology import Topology
@@ -26,19 +23,17 @@ NETWORK = Topology.preset("cpu")
 
 def step_of(name: str, mesh: DeviceMesh | Mesh, device: str) -> Recorded:
     """A step of the demo's model, recorded."""
-    strategy = find(name)
-    model: nn.Module = build(0).to(device)
-    place = lay_out(model, strategy, mesh)
-    images, labels = torch.empty(16, 8, 8, device=device), torch.zeros(16, dtype=torch.long, device=device)
-    batch, targets = place(images), place(labels)
+    model = build(0).to(device)
+    parallelize(model, mesh, find(name).plan, example(torch.float32, batch=16))
+    images, labels = torch.zeros(16, 8, 8, device=device), torch.zeros(16, dtype=torch.long, device=device)
     optimizer = torch.optim.SGD(model.parameters(), foreach=False)
 
     def step() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(model(batch), targets).backward()
+        loss_of(model, images, labels, mesh).backward()
         optimizer.step()
 
-    with use_topology(NETWORK), use_strategy(matmul=strategy.matmul):
+    with use_topology(NETWORK):
         return record(step)
 
 
