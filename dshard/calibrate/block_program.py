@@ -79,8 +79,8 @@ def program_on(mesh: Mesh, device: str = "cpu") -> Program:
     for module in block.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             zeros = torch.zeros(parameter.shape, device=device)
-            module.register_parameter(name, nn.Parameter(_whole(zeros, mesh)))
-    x = _whole(torch.zeros(BATCH, LENGTH, WIDTH, device=device), mesh)
+            module.register_parameter(name, nn.Parameter(_replicated(zeros, mesh)))
+    x = _replicated(torch.zeros(BATCH, LENGTH, WIDTH, device=device), mesh)
     x.requires_grad_()
     return Program(block, x, torch.optim.Adam(block.parameters(), foreach=False))
 
@@ -134,5 +134,5 @@ def operators_of(step: Callable[[], object]) -> Operators:
     return Operators(counts[False], counts[True])
 
 
-def _whole(x: Tensor, mesh: Mesh) -> DTensor:
+def _replicated(x: Tensor, mesh: Mesh) -> DTensor:
     return distribute_tensor(x, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)

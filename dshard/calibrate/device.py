@@ -44,7 +44,7 @@ def measure_device(clock: Clock) -> Device:
 def measure_dispatch(clock: Clock) -> tuple[float, float]:
     """Seconds of one distributed operator on so little that its bytes and operations take no time, and of one in place.
 
-    The means over a small program on tensors that every rank has whole, so that nothing is sent: over its forward and
+    The means over a small program on replicated tensors, so that nothing is sent: over its forward and
     backward pass, and over the rest of its optimiser. 0 on an accelerator, which is given its work ahead of time.
     """
     if clock.device.type != "cpu":
@@ -66,8 +66,8 @@ def name_of(device: torch.device) -> str:
 
 
 def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    whole = (torch.float32, torch.float64)
-    return (torch.bfloat16, torch.float16, *whole) if device.type == "cuda" else whole
+    wide = (torch.float32, torch.float64)
+    return (torch.bfloat16, torch.float16, *wide) if device.type == "cuda" else wide
 
 
 def _each(clock: Clock, work: Callable[[], object]) -> float:
@@ -86,7 +86,7 @@ def _window(clock: Clock, work: Callable[[], object]) -> float:
             work()
             done += 1
             if done % 64 == 0:
-                clock.settle()
+                clock.synchronize()
 
     return clock.seconds(repeat) / done
 

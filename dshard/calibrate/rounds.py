@@ -80,13 +80,13 @@ class Clock:
         """Seconds that `call` takes on this rank, all ranks beginning at once."""
         if self.mesh.size > 1:
             transport.all_reduce(torch.zeros(1, device=self.device), "sum", self.everyone)
-        self.settle()
+        self.synchronize()
         begin = time.perf_counter()
         call()
-        self.settle()
+        self.synchronize()
         return time.perf_counter() - begin
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for what was launched on an accelerator."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

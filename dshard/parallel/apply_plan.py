@@ -29,7 +29,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         stack.append(ExitStack())
         stack[-1].enter_context(assume_replicated())
-        return laid_out((args, kwargs), plan)
+        return distribute_inputs((args, kwargs), plan)
 
     def leave(module: nn.Module, args: Any, out: Any) -> None:
         if stack:
@@ -39,13 +39,13 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
         model.register_forward_pre_hook(enter, with_kwargs=True),
         model.register_forward_hook(leave, always_call=True),
     ]
-    hooks += [model.get_submodule(name).register_forward_hook(_placing(plan, name)) for name in plan.outputs]
+    hooks += [model.get_submodule(name).register_forward_hook(_output_hook(plan, name)) for name in plan.outputs]
     for name, schedule in plan.products.items():
-        hooks += _scheduling(model.get_submodule(name), schedule, name in plan.shared)
+        hooks += _schedule_hooks(model.get_submodule(name), schedule, name in plan.shared)
     return hooks
 
 
-def _scheduling(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any]:
+def _schedule_hooks(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any]:
     """Register hooks within which matmuls run by `schedule`; the gradient of their first operand is reduced once."""
     stack: list[ExitStack] = []
 
@@ -55,7 +55,7 @@ def _scheduling(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any
         for x in args:
             if isinstance(x, DTensor) and x.requires_grad and not x.is_leaf:
                 keep_gradient_layout(x)
-        return tuple(_moved_once(x, schedule) if isinstance(x, DTensor) else x for x in args) if shared else args
+        return tuple(_redistribute_once(x, schedule) if isinstance(x, DTensor) else x for x in args) if shared else args
 
     def leave(module: nn.Module, args: Any, out: Any) -> None:
         if stack:
@@ -64,7 +64,7 @@ def _scheduling(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any
     return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 
 
-def _moved_once(x: DTensor, schedule: Schedule) -> DTensor:
+def _redistribute_once(x: DTensor, schedule: Schedule) -> DTensor:
     """`x` redistributed as the first operand of `schedule`, features last; cached for all modules that share it."""
     placements = tuple(
         Replicate() if loop == "n" else Shard(x.ndim - 1) if loop == "k" else placement
@@ -89,7 +89,7 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
             hook.remove()
 
 
-def _placing(plan: Plan, name: str) -> Any:
+def _output_hook(plan: Plan, name: str) -> Any:
     placements = plan.outputs[name]
 
     def place(module: nn.Module, args: Any, out: Any) -> Any:
@@ -100,7 +100,7 @@ def _placing(plan: Plan, name: str) -> Any:
     return place
 
 
-def laid_out(given: Any, plan: Plan) -> Any:
+def distribute_inputs(given: Any, plan: Plan) -> Any:
     """The inputs of a model as distributed tensors: those with the batch as first dim by the plan, others replicated.
 
     The batch is the first dim of the first tensor. Plain tensors must be equal on all ranks; nothing is sent.
@@ -109,17 +109,17 @@ def laid_out(given: Any, plan: Plan) -> Any:
     tensors = tensors_in(given)
     size = next((t.shape[0] for t in tensors if t.dim()), None)
 
-    def lay(leaf: Any) -> Any:
+    def distributed(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or (isinstance(leaf, DTensor) and not _unfolded(leaf, plan)):
             return leaf
-        whole = leaf.dim() == 0 or leaf.shape[0] != size
-        placements = (Replicate(),) * plan.mesh.ndim if whole else plan.batch
+        other = leaf.dim() == 0 or leaf.shape[0] != size
+        placements = (Replicate(),) * plan.mesh.ndim if other else plan.batch
         if isinstance(leaf, DTensor):
             return leaf.redistribute(plan.mesh, placements)
         compare_calls(f"a parallelized module with a plain input {tuple(leaf.shape)}", plan.mesh, contents=leaf)
         return distribute_tensor(leaf, plan.mesh, placements, src_data_rank=None)
 
-    return replace_leaves(given, lay)
+    return replace_leaves(given, distributed)
 
 
 def _unfolded(x: DTensor, plan: Plan) -> bool:
@@ -139,23 +139,25 @@ def distribute_parameters(model: nn.Module, plan: Plan) -> None:
     """
     by_id: dict[int, Any] = {}
     names = {id(p): name for name, p in model.named_parameters()}
-    whole = (Replicate(),) * plan.mesh.ndim
+    replicated = (Replicate(),) * plan.mesh.ndim
     fresh: dict[str, DTensor] = {}
     for path, module in model.named_modules():
         for own, parameter in list(module._parameters.items()):
             if parameter is not None and not isinstance(parameter, DTensor):
                 if id(parameter) not in by_id:
                     name = names[id(parameter)]
-                    by_id[id(parameter)] = _laid(parameter, plan, plan.parameters.get(name, whole), fresh, name)
+                    by_id[id(parameter)] = _distribute(
+                        parameter, plan, plan.parameters.get(name, replicated), fresh, name
+                    )
                 module._parameters[own] = by_id[id(parameter)]
         for own, buffer in list(module._buffers.items()):
             if buffer is not None and not isinstance(buffer, DTensor):
-                module._buffers[own] = _laid(buffer, plan, whole, fresh, f"{path}.{own}".lstrip("."))
+                module._buffers[own] = _distribute(buffer, plan, replicated, fresh, f"{path}.{own}".lstrip("."))
     if fresh:
         _reset(model, fresh)
 
 
-def _laid(x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, DTensor], name: str) -> Any:
+def _distribute(x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, DTensor], name: str) -> Any:
     compare_calls(f"parallelize with {name}: {tuple(x.shape)}, {x.dtype}, {placements}", plan.mesh, contents=x)
     if not x.is_meta or (runtime_of(plan.mesh) is None and simulated_ranks() is None):
         return distribute_tensor(x, plan.mesh, placements, src_data_rank=None)
@@ -169,10 +171,10 @@ def _laid(x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, DTenso
 
 def _reset(model: nn.Module, fresh: dict[str, DTensor]) -> None:
     """Initialise parameters by `reset_parameters` or the like, of the model or of each of its modules."""
-    whole = getattr(model, "initialize_weights", None) or getattr(model, "init_weights", None)
+    initialize = getattr(model, "initialize_weights", None) or getattr(model, "init_weights", None)
     with torch.no_grad(), assume_replicated():
-        if callable(whole):
-            whole()
+        if callable(initialize):
+            initialize()
         else:
             for module in model.modules():
                 reset = getattr(module, "reset_parameters", None)

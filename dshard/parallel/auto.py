@@ -56,18 +56,18 @@ def cheapest(
     Raises:
         StrategyError: no plan fits; names the one that needs the least.
     """
-    found = [
+    plans = [
         replace(plan, cost=price(model, plan, args, kwargs))
         for folded in foldings(mesh)
         for plan in uniform(roles, folded)
     ]
     for folded in foldings(mesh):
-        mixed = mixture(roles, [plan for plan in found if plan.mesh == folded])
+        mixed = mixture(roles, [plan for plan in plans if plan.mesh == folded])
         if mixed is not None:
-            found.append(replace(mixed, cost=price(model, mixed, args, kwargs)))
-    fitting = [plan for plan in found if auto.memory is None or _cost(plan).memory.total <= auto.memory]
+            plans.append(replace(mixed, cost=price(model, mixed, args, kwargs)))
+    fitting = [plan for plan in plans if auto.memory is None or _cost(plan).memory.total <= auto.memory]
     if not fitting:
-        least = min(found, key=lambda plan: _cost(plan).memory.total)
+        least = min(plans, key=lambda plan: _cost(plan).memory.total)
         raise StrategyError(
             f"no plan on {mesh.size} ranks holds at most {human_bytes(auto.memory or 0)}: {least.strategy!r} on "
             f"({least.mesh}) needs the least, {human_bytes(_cost(least).memory.total)}; "
@@ -125,13 +125,13 @@ def mixture(roles: Roles, plans: Sequence[Plan]) -> Plan | None:
     if len(blocks) < 2 or len(plans) < 2:
         return None
     best = [[_seconds(plan, blocks[0]) for plan in plans]]
-    came: list[list[int]] = []
+    previous: list[list[int]] = []
     for block, before in zip(blocks[1:], blocks, strict=False):
         steps = [[best[-1][i] + _between(roles, before, p, q) for i, p in enumerate(plans)] for q in plans]
-        came.append([min(range(len(plans)), key=row.__getitem__) for row in steps])
+        previous.append([min(range(len(plans)), key=row.__getitem__) for row in steps])
         best.append([min(row) + _seconds(plan, block) for row, plan in zip(steps, plans, strict=True)])
     path = [min(range(len(plans)), key=best[-1].__getitem__)]
-    for row in reversed(came):
+    for row in reversed(previous):
         path.append(row[path[-1]])
     picked = [plans[i] for i in reversed(path)]
     return None if len({id(plan) for plan in picked}) == 1 else _joined(roles, picked)

@@ -36,9 +36,9 @@ def _placed(dims: tuple[Role, ...], axes: Sequence[Axis]) -> tuple[Placement, ..
 
 def _schedule(roles: Roles, module: str, use: Use, axes: Sequence[Axis]) -> Schedule | None:
     """The loops of a module's matmul if every axis has one; sums stay partial until the output's layout is applied."""
-    found = [axis.loop(roles.parameters[use.parameter], use) for axis in axes]
-    rows = [row for row in found if row is not None]
-    if len(rows) < len(found):
+    loops = [axis.loop(roles.parameters[use.parameter], use) for axis in axes]
+    rows = [row for row in loops if row is not None]
+    if len(rows) < len(loops):
         return None
     pinned = module in roles.outputs
     return Schedule(

@@ -108,19 +108,19 @@ class Traced:
 class Tracer:
     """Joins the factors of each operator's tensors as its rule says."""
 
-    def __init__(self, found: Traced, names: dict[int, str]) -> None:
-        self.found, self.names = found, names
+    def __init__(self, traced: Traced, names: dict[int, str]) -> None:
+        self.traced, self.names = traced, names
         self.dims: dict[int, tuple[Nodes, ...]] = {}
         self.kept: list[Any] = []
         self.modules: list[str] = []
 
     def nodes(self, x: Tensor) -> tuple[Nodes, ...]:
         """The factors of each dim of `x`."""
-        found = self.dims.get(id(x))
-        if found is None:
-            found = tuple(() if n == 1 else (self.found.classes.new(n),) for n in x.shape)
-            self.give(x, found)
-        return found
+        dims = self.dims.get(id(x))
+        if dims is None:
+            dims = tuple(() if n == 1 else (self.traced.classes.new(n),) for n in x.shape)
+            self.give(x, dims)
+        return dims
 
     def give(self, x: Tensor, nodes: tuple[Nodes, ...]) -> None:
         """Note the factors of each dim of `x`."""
@@ -171,7 +171,7 @@ class Tracer:
         factors = [f for f in factors if sizes.get(f, 2) != 1]
         if not factors or not nodes:
             return
-        classes = self.found.classes
+        classes = self.traced.classes
         if len(factors) == 1:
             parts = [nodes]
         elif [sizes.get(f) for f in factors] == [classes.size[n] for n in nodes]:
@@ -181,7 +181,7 @@ class Tracer:
             classes.join(parts[0], nodes)
         for factor, part in zip(factors, parts, strict=True):
             if factor in by_factor:
-                self.found.classes.join(by_factor[factor], part)
+                self.traced.classes.join(by_factor[factor], part)
             else:
                 by_factor[factor] = part
 
@@ -203,7 +203,7 @@ class Tracer:
             for t, dims in zip(tensors, inputs, strict=True):
                 if t.dim() == out.dim() and not dims[i] and t.shape[i] != 1:
                     return self.nodes(t)[i]
-        return (self.found.classes.new(out.shape[i]),)
+        return (self.traced.classes.new(out.shape[i]),)
 
     def _use(self, term: Term, t: Tensor, tensors: Sequence[Tensor], outputs: Sequence[Term]) -> None:
         """Note the dims of a parameter, or of a view of one, that a matmul or a look-up sums over."""
@@ -211,7 +211,7 @@ class Tracer:
         if name is None or len(tensors) < 2:
             return
         factors = {factor for out in outputs for dim in out for factor in dim}
-        own = self.found.parameters[name]
+        own = self.traced.parameters[name]
         dims = [
             (own.index(n), bool(set(dim) & factors))
             for dim, n in zip(term, self.nodes(t), strict=True)
@@ -221,14 +221,14 @@ class Tracer:
         positions = next((x for x in tensors if not x.is_floating_point()), None)
         indices = None if positions is None else tuple(n for dim in self.nodes(positions) for n in dim)
         if summed:
-            self.found.uses.append(Use(name, self.modules[-1], summed, left, indices))
+            self.traced.uses.append(Use(name, self.modules[-1], summed, left, indices))
 
     def _follow(self, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """Name views of a parameter, and rows chosen from it, after the parameter."""
         name = self.names.get(id(tensors[0]))
         if name is None:
             return
-        own = {nodes for nodes in self.found.parameters[name] if nodes}
+        own = {nodes for nodes in self.traced.parameters[name] if nodes}
         for out in outs:
             if len(own & set(self.nodes(out))) >= min(2, len(own)):
                 self.names[id(out)] = name
@@ -253,11 +253,11 @@ def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     state = {name: without_data(p) for name, p in (*model.named_parameters(), *model.named_buffers())}
     parameters = {name: state[name] for name, _ in model.named_parameters()}
     classes = Classes()
-    found = Traced(classes, {})
-    tracer = Tracer(found, {id(p): name for name, p in parameters.items()})
-    found.parameters = {name: tracer.nodes(p) for name, p in parameters.items()}
+    traced = Traced(classes, {})
+    tracer = Tracer(traced, {id(p): name for name, p in parameters.items()})
+    traced.parameters = {name: tracer.nodes(p) for name, p in parameters.items()}
     args, kwargs = replace_tensors((tuple(args), dict(kwargs)), without_data)
-    found.inputs = [tracer.nodes(t) for t in tensors_in((args, kwargs))]
+    traced.inputs = [tracer.nodes(t) for t in tensors_in((args, kwargs))]
     hooks = [hook for name, module in model.named_modules() for hook in _followed(tracer, name, module)]
     try:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), OperatorMode(tracer.run):
@@ -272,7 +272,7 @@ def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return traced
 
 
 def _abstract(x: Tensor) -> Tensor:
@@ -287,16 +287,16 @@ def without_data(x: Tensor) -> Tensor:
 def _followed(tracer: Tracer, name: str, module: nn.Module) -> list[Any]:
     def enter(module: nn.Module, args: Any) -> None:
         tracer.modules.append(name)
-        if name not in tracer.found.order:
-            tracer.found.order.append(name)
+        if name not in tracer.traced.order:
+            tracer.traced.order.append(name)
         if args and isinstance(args[0], Tensor):
             tracer.nodes(args[0])
-            tracer.found.given[name] = id(args[0])
+            tracer.traced.given[name] = id(args[0])
 
     def leave(module: nn.Module, args: Any, out: Any) -> None:
         tracer.modules.pop()
         if isinstance(out, Tensor):
-            tracer.found.outputs[name] = tracer.nodes(out)
-            tracer.found.shapes[name] = tuple(out.shape), out.itemsize
+            tracer.traced.outputs[name] = tracer.nodes(out)
+            tracer.traced.shapes[name] = tuple(out.shape), out.itemsize
 
     return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -30,7 +30,8 @@ from dshard.tensor import as_mesh
 from dshard.validate import check_type, shown
 
 AUTO = "auto"
-Asked = str | Auto | Mapping[str, Sequence[Placement]] | Plan | Path
+Checked: TypeAlias = str | Auto | Mapping[str, Sequence[Placement]] | Plan
+Asked: TypeAlias = Checked | Path
 
 
 def plan_model(model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /, *args: Any, **kwargs: Any) -> Plan:
@@ -44,17 +45,14 @@ def plan_model(model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /,
         LayoutError: a forward pass that depends on the values of tensors; a pattern that matches no parameter.
     """
     pure = as_mesh(mesh)
-    plan = _asked(model, plan, pure, kwargs)
+    asked = _asked(model, plan, pure, kwargs)
     args, kwargs = _example(model, args, kwargs)
-    if isinstance(plan, Plan):
-        found = replace(plan, cost=None)
-        if found.mesh.ranks != pure.ranks:
-            raise _other_mesh(found.mesh, pure)
-    elif isinstance(plan, str | Auto):
-        found = planned(model, pure, plan, args, kwargs)
-    else:
-        found = by_name(model, pure, plan)
-    return found if found.cost is not None else replace(found, cost=price(model, found, args, kwargs))
+    chosen = _plan_for(model, pure, asked, args, kwargs)
+    if isinstance(asked, Plan):
+        if chosen.mesh.ranks != pure.ranks:
+            raise _other_mesh(chosen.mesh, pure)
+        chosen = replace(chosen, cost=None)  # which was that of another batch
+    return chosen if chosen.cost is not None else replace(chosen, cost=price(model, chosen, args, kwargs))
 
 
 def parallelize(
@@ -76,23 +74,26 @@ def parallelize(
         LayoutError: a forward pass that depends on the values of tensors; a pattern that matches no parameter.
     """
     pure = as_mesh(mesh)
-    plan = _asked(model, plan, pure, kwargs)
-    if isinstance(plan, Plan):
-        found = plan
-    elif isinstance(plan, str | Auto):
-        found = planned(model, pure, plan, *_example(model, args, kwargs))
-    else:
-        found = by_name(model, pure, plan)
-    if found.mesh != pure:
-        found = replace(found, mesh=_folded(mesh, found.mesh))
-    distribute_parameters(model, found)
-    apply_plan(model, found)
+    chosen = _plan_for(model, pure, _asked(model, plan, pure, kwargs), args, kwargs)
+    if chosen.mesh != pure:
+        chosen = replace(chosen, mesh=_folded(mesh, chosen.mesh))
+    distribute_parameters(model, chosen)
+    apply_plan(model, chosen)
     return model
 
 
-def _asked(
-    model: nn.Module, plan: Asked, mesh: Mesh, kwargs: Mapping[str, Any]
-) -> str | Auto | Mapping[str, Sequence[Placement]] | Plan:
+def _plan_for(model: nn.Module, mesh: Mesh, asked: Checked, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """The plan that was asked for, made of an example batch unless it is one, or is by name."""
+    match asked:
+        case Plan():
+            return asked
+        case str() | Auto():
+            return planned(model, mesh, asked, *_example(model, args, kwargs))
+        case _:
+            return by_name(model, mesh, asked)
+
+
+def _asked(model: nn.Module, plan: Asked, mesh: Mesh, kwargs: Mapping[str, Any]) -> Checked:
     """Check the `plan` argument; a file is replaced by the strategy that it names.
 
     Raises:
@@ -134,19 +135,19 @@ def planned(model: nn.Module, mesh: Mesh, plan: str | Auto, args: Sequence[Any],
     return lay_out(roles, plan, axes, mesh)
 
 
-def _folded(mesh: DeviceMesh | Mesh, found: Mesh) -> Mesh:
-    """The mesh of plan `found` on the ranks of `mesh`; a device mesh is built where `mesh` is one.
+def _folded(mesh: DeviceMesh | Mesh, folded: Mesh) -> Mesh:
+    """The mesh `folded` of a plan on the ranks of `mesh`; a device mesh is built where `mesh` is one.
 
     Raises:
         MeshError: other ranks.
     """
     given = as_mesh(mesh)
-    if given.ranks != found.ranks:
-        raise _other_mesh(found, given)
+    if given.ranks != folded.ranks:
+        raise _other_mesh(folded, given)
     if isinstance(mesh, Mesh):
-        return found
-    ranks = torch.tensor(found.ranks).view(found.shape)
-    return as_mesh(DeviceMesh(found.device_type, ranks, mesh_dim_names=found.names))
+        return folded
+    ranks = torch.tensor(folded.ranks).view(folded.shape)
+    return as_mesh(DeviceMesh(folded.device_type, ranks, mesh_dim_names=folded.names))
 
 
 def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placement]]) -> Plan:
@@ -163,17 +164,17 @@ def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placem
                 f"the pattern {pattern!r} matches no parameter of {type(model).__name__}: patterns are those of "
                 f"fnmatch, names such as {', '.join(names[:3])}"
             )
-    whole = (Replicate(),) * mesh.ndim
+    replicated = (Replicate(),) * mesh.ndim
     parameters = {}
     for name, parameter in model.named_parameters():
-        given = next((p for pattern, p in patterns.items() if fnmatchcase(name, pattern)), whole)
+        given = next((p for pattern, p in patterns.items() if fnmatchcase(name, pattern)), replicated)
         layout = layout_of(mesh, given, parameter.dim())
         if layout.partial_axes():
             raise LayoutError(
                 f"{name} cannot lie [{layout}]: a parameter is no pending reduction; use Shard or Replicate"
             )
         parameters[name] = layout.placements
-    return Plan("by name", mesh, parameters, whole)
+    return Plan("by name", mesh, parameters, replicated)
 
 
 def _example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

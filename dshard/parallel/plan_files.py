@@ -1,13 +1,32 @@
-"""Read the strategy from a file that `dshard plan model` wrote."""
+"""Read a plan, or the strategy alone, from a file that `dshard plan model` wrote."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from dshard.errors import MeshError, StrategyError
 from dshard.mesh import Mesh
+
+
+def read_plan(path: str | PathLike[str]) -> Mapping[str, Any]:
+    """The contents of a file that `dshard plan model` wrote.
+
+    Raises:
+        StrategyError: no such file, or no JSON object.
+    """
+    try:
+        contents = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise StrategyError(f"the plan {path} cannot be read: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise StrategyError(f"the plan {path} is no JSON: {error}") from None
+    if not isinstance(contents, Mapping):
+        raise StrategyError(f"the plan {path} is no JSON object: write one with dshard plan model --out")
+    return contents
 
 
 def strategy_of(path: Path, mesh: Mesh) -> str:
@@ -17,13 +36,8 @@ def strategy_of(path: Path, mesh: Mesh) -> str:
         StrategyError: no such file, one that names no strategy, or one that asks for more than a layout.
         MeshError: the file is for a mesh of another shape.
     """
-    try:
-        contents = json.loads(path.read_text())
-    except OSError as error:
-        raise StrategyError(f"the plan {path} cannot be read: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise StrategyError(f"the plan {path} is no JSON: {error}") from None
-    strategy = contents.get("strategy") if isinstance(contents, Mapping) else None
+    contents = read_plan(path)
+    strategy = contents.get("strategy")
     if not isinstance(strategy, str):
         raise StrategyError(f"the plan {path} names no strategy: write one with dshard plan model --out")
     if beyond := contents.get("beyond"):

@@ -39,7 +39,7 @@ class Memory:
 
     parameters: int
     gradients: int
-    optimiser: int
+    optimizer: int
     activations: int
     peak: int
 
@@ -51,7 +51,7 @@ class Memory:
     @property
     def total(self) -> int:
         """The most bytes held at once; gradients are made anew in each step."""
-        return self.parameters + self.optimiser + self.peak
+        return self.parameters + self.optimizer + self.peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Plan:
             memory = self.cost.memory
             held = ", ".join(
                 f"{name} {human_bytes(getattr(memory, name))}"
-                for name in ("parameters", "gradients", "optimiser", "activations", "transient")
+                for name in ("parameters", "gradients", "optimizer", "activations", "transient")
             )
             lines.append(
                 f"a step receives {human_bytes(self.cost.nbytes)} in {self.cost.communication * 1e3:.3f} ms; "

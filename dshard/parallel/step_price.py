@@ -70,13 +70,13 @@ def _backward(out: Any) -> None:
 
 
 def _state(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Any]:
-    whole = (Replicate(),) * mesh.ndim
+    replicated = (Replicate(),) * mesh.ndim
     made: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         empty = nn.Parameter(without_data(parameter), parameter.requires_grad)
-        made[name] = distribute_tensor(empty, mesh, plan.parameters.get(name, whole))
+        made[name] = distribute_tensor(empty, mesh, plan.parameters.get(name, replicated))
     for name, buffer in model.named_buffers():
-        made[name] = distribute_tensor(without_data(buffer), mesh, whole)
+        made[name] = distribute_tensor(without_data(buffer), mesh, replicated)
     return made
 
 

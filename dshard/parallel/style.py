@@ -36,8 +36,8 @@ class ParallelStyle(ABC):
 class ColwiseParallel(ParallelStyle):
     """The outputs of an `nn.Linear`, or the columns of an `nn.Embedding`, are sharded over the mesh.
 
-    `input_layouts`: how a plain input lies, replicated by default. `output_layouts`: how the output is to lie, split
-    over its last dim by default. `use_local_output`: return the plain local tensor, or else the DTensor.
+    `input_layouts`: the layout of a plain input, replicated by default. `output_layouts`: the layout of the output,
+    sharded over its last dim by default. `use_local_output`: return the plain local tensor, or else the DTensor.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ColwiseParallel(ParallelStyle):
                 layouts = {"weight": Shard(1)}
             case _:
                 raise _refused("ColwiseParallel", module)
-        return _laid(self, module, device_mesh, layouts, self.desired_input_layouts)
+        return _lay_out(self, module, device_mesh, layouts, self.desired_input_layouts)
 
     def __repr__(self) -> str:
         return _shown(self, "input_layouts", "output_layouts", "use_local_output")
@@ -70,9 +70,9 @@ class ColwiseParallel(ParallelStyle):
 class RowwiseParallel(ParallelStyle):
     """The inputs of an `nn.Linear`, or the rows of an `nn.Embedding`, are sharded over the mesh; the output is a sum.
 
-    `input_layouts`: how a plain input lies, split over its last dim by default. `output_layouts`: how the output is to
-    lie, replicated by default (one all_reduce; a Shard takes one reduce_scatter). `use_local_output`: return the plain
-    local tensor, or else the DTensor.
+    `input_layouts`: the layout of a plain input, sharded over its last dim by default. `output_layouts`: the layout of
+    the output, replicated by default (one all_reduce; a Shard takes one reduce_scatter). `use_local_output`: return the
+    plain local tensor, or else the DTensor.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RowwiseParallel(ParallelStyle):
                 layouts, desired = {"weight": Shard(0)}, (Replicate(),)
             case _:
                 raise _refused("RowwiseParallel", module)
-        return _laid(self, module, device_mesh, layouts, desired)
+        return _lay_out(self, module, device_mesh, layouts, desired)
 
     def __repr__(self) -> str:
         return _shown(self, "input_layouts", "output_layouts", "use_local_output")
@@ -159,8 +159,8 @@ def given(
 ) -> DTensor:
     """An input as a DTensor with placements `desired`; a plain one is this rank's local tensor under `layouts`.
 
-    `size` is that of the last dim, where the module knows it. Where the parts' global size is not known from that, the
-    ranks tell each other the sizes of their parts, which may be uneven.
+    `size` is that of the last dim, where the module knows it. Where the global size is not known from that, the
+    ranks exchange the sizes of their local tensors, which may be uneven.
 
     Raises:
         MixedError: the input is no tensor.
@@ -172,12 +172,12 @@ def given(
             "give None as its layout in PrepareModuleInput to leave it as it is"
         )
     if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, layouts, shape=_whole_shape(x, layouts, size))
-    laid: DTensor = x.redistribute(placements=desired)
-    return laid
+        x = DTensor.from_local(x, mesh, layouts, shape=_global_shape(x, layouts, size))
+    redistributed: DTensor = x.redistribute(placements=desired)
+    return redistributed
 
 
-def _whole_shape(x: Tensor, layouts: tuple[Placement, ...], size: int | None) -> Sequence[int] | None:
+def _global_shape(x: Tensor, layouts: tuple[Placement, ...], size: int | None) -> Sequence[int] | None:
     match layouts[0]:
         case Shard(dim) if dim % max(x.ndim, 1) == x.ndim - 1:
             return None if size is None else (*x.shape[:-1], size)
@@ -187,7 +187,7 @@ def _whole_shape(x: Tensor, layouts: tuple[Placement, ...], size: int | None) ->
             return x.shape
 
 
-def _laid(
+def _lay_out(
     style: ColwiseParallel | RowwiseParallel,
     module: nn.Module,
     device_mesh: AnyMesh,

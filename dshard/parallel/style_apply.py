@@ -42,14 +42,14 @@ def parallelize_module(
     plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
     _check(plan)
     for name, style in plan.items():
-        found = _matching(module, name.split(".") if name else [])
-        if not found:
+        submodules = _matching(module, name.split(".") if name else [])
+        if not submodules:
             warnings.warn(
                 f"parallelize_module: {name!r} names no submodule of {type(module).__name__} and does nothing",
                 stacklevel=2,
             )
         style.src_data_rank = src_data_rank
-        for submodule in found:
+        for submodule in submodules:
             style._apply(submodule, mesh)
     return module
 
@@ -73,4 +73,4 @@ def _matching(module: nn.Module, parts: list[str]) -> list[nn.Module]:
         return [module]
     first, *rest = parts
     children = [child for name, child in module.named_children() if fnmatch(name, first)]
-    return [found for child in children for found in _matching(child, rest)]
+    return [match for child in children for match in _matching(child, rest)]

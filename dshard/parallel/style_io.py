@@ -202,8 +202,8 @@ def _all(
 def _one(x: Any, mesh: AnyMesh, layout: Placement | None, desired: Placement | None, use_local: bool) -> Any:
     if layout is None:
         return x
-    laid = given(x, mesh, (layout,), (desired or layout,))
-    return laid.to_local() if use_local else laid
+    x = given(x, mesh, (layout,), (desired or layout,))
+    return x.to_local() if use_local else x
 
 
 def _listed(values: Mapping[str, Any]) -> str:

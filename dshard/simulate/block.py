@@ -49,8 +49,8 @@ class Costs:
         self, name: str, phase: Phase, src: Layout, dst: Layout, shape: Shape, *, waits: bool = True
     ) -> list[Event]:
         """The event of a redistribution from `src` to `dst`, if it has any step."""
-        found = self.plan(src, dst, shape)
-        return [move_event(name, phase, found, self.itemsize, waits=waits)] if found.steps else []
+        move = self.plan(src, dst, shape)
+        return [move_event(name, phase, move, self.itemsize, waits=waits)] if move.steps else []
 
     @property
     def prefetches(self) -> bool:
@@ -78,11 +78,12 @@ def move_event(name: str, phase: Phase, plan: Plan, itemsize: int, *, waits: boo
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class Matmul:
     """`y = x w` on a mesh: where the three are stored, and the loop of each mesh axis (s: stages,
-    which have products of their own).
+    which have matmuls of their own).
 
-    `sums` is where the gradient of the weight is left; what the replicas still have to sum is summed once a step.
+    `sums` is where the gradient of the weight is left; what the replicas still have to sum is summed once a step, to
+    `state`, the layout of the optimizer's state.
     """
 
     linear: Linear
@@ -91,6 +92,7 @@ class Product:
     w: Layout
     y: Layout
     sums: Layout
+    state: Layout
     loops: str
 
     @property
@@ -165,22 +167,22 @@ def gradient_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout]:
     return first, second
 
 
-def products(model: Model, setup: Setup, tokens: int) -> tuple[Product, ...]:
+def matmuls(model: Model, setup: Setup, tokens: int) -> tuple[Matmul, ...]:
     """The four linear layers of a block, for `tokens` tokens on all replicas together."""
     form = setup.form
     qkv, out, up, down = model.linears
 
-    def product(linear: Linear, x: Placements, w: Placements, y: Placements, loops: str) -> Product:
+    def matmul(linear: Linear, x: Placements, w: Placements, y: Placements, loops: str) -> Matmul:
         stored = setup.stored(w)
         sums = stored.cotangent() if setup.sharded == "all" else setup.weight(w).replace(1, Partial())
-        places = setup.activation(x), stored, setup.activation(y), sums
-        return Product(linear, tokens, *places, f"sm{loops}")
+        places = setup.activation(x), stored, setup.activation(y), sums, setup.shared(w)
+        return Matmul(linear, tokens, *places, f"sm{loops}")
 
     return (
-        product(qkv, form.residual, form.first, form.inner, form.first_loops),
-        product(out, form.inner, form.second, form.residual, form.second_loops),
-        product(up, form.residual, form.first, form.inner, form.first_loops),
-        product(down, form.inner, form.second, form.residual, form.second_loops),
+        matmul(qkv, form.residual, form.first, form.inner, form.first_loops),
+        matmul(out, form.inner, form.second, form.residual, form.second_loops),
+        matmul(up, form.residual, form.first, form.inner, form.first_loops),
+        matmul(down, form.inner, form.second, form.residual, form.second_loops),
     )
 
 
@@ -188,7 +190,7 @@ def block_events(costs: Costs, sequences: int) -> tuple[tuple[Event, ...], tuple
     """The events of one block, forward and backward, for `sequences` sequences on all replicas together."""
     model, setup = costs.model, costs.setup
     rest = _Rest(costs, sequences)
-    qkv, out, up, down = products(model, setup, sequences * model.sequence)
+    qkv, out, up, down = matmuls(model, setup, sequences * model.sequence)
     forward = [
         *costs.hosted("forward"),
         *rest.norm("forward"),
@@ -225,21 +227,21 @@ class _Rest:
         """A norm and a residual sum; where features are sharded, two sums a token complete the statistics."""
         costs, setup = self.costs, self.costs.setup
         tokens = self.sequences * costs.model.sequence
-        lies = setup.activation(setup.form.residual)
-        held = lies.local_numel(setup.shape(tokens, costs.model.hidden)) * costs.itemsize
-        pending = tuple(Partial() if p == Shard(2) else p for p in lies.placements)
-        whole = tuple(Replicate() if p == Shard(2) else p for p in lies.placements)
-        src, dst = Layout(lies.mesh, pending), Layout(lies.mesh, whole)
-        found = costs.plan(src, dst, setup.shape(tokens, 2), 4)
-        sums = [move_event("norm", phase, found, 4)] if found.steps else []
-        return [*sums, costs.worked("norm", phase, 0.0, held * (5 if phase == "forward" else 7))]
+        layout = setup.activation(setup.form.residual)
+        nbytes = layout.local_numel(setup.shape(tokens, costs.model.hidden)) * costs.itemsize
+        partial = tuple(Partial() if p == Shard(2) else p for p in layout.placements)
+        replicated = tuple(Replicate() if p == Shard(2) else p for p in layout.placements)
+        src, dst = Layout(layout.mesh, partial), Layout(layout.mesh, replicated)
+        reduction = costs.plan(src, dst, setup.shape(tokens, 2), 4)
+        sums = [move_event("norm", phase, reduction, 4)] if reduction.steps else []
+        return [*sums, costs.worked("norm", phase, 0.0, nbytes * (5 if phase == "forward" else 7))]
 
     def activation(self, phase: Phase) -> Event:
         """The activation function between the layers of a pair: reads its input, or input and gradient; writes one."""
         costs, setup = self.costs, self.costs.setup
         tokens, features = self.sequences * costs.model.sequence, costs.model.linears[2].features_out
-        held = setup.activation(setup.form.inner).local_numel(setup.shape(tokens, features)) * costs.itemsize
-        return costs.worked("activation", phase, 0.0, held * (2 if phase == "forward" else 3))
+        nbytes = setup.activation(setup.form.inner).local_numel(setup.shape(tokens, features)) * costs.itemsize
+        return costs.worked("activation", phase, 0.0, nbytes * (2 if phase == "forward" else 3))
 
     def attention(self, phase: Phase) -> Event:
         """Scores, softmax and values; a fused backward pass computes the scores once more (2.5 times the forward)."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dshard.layout import Layout
-from dshard.simulate.block import Costs, Product, products, worked_layouts
+from dshard.simulate.block import Costs, Matmul, matmuls, worked_layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +31,10 @@ def memory_of(costs: Costs, sequences: int, *, state: int = 8, master: int | Non
     default where weights have fewer bytes.
     """
     model, setup = costs.model, costs.setup
-    linears = products(model, setup, sequences * model.sequence)
+    linears = matmuls(model, setup, sequences * model.sequence)
     blocks = model.layers // setup.stages
     stored = sum(p.w.local_numel(p.shapes[1]) for p in linears) * blocks
-    shared = sum(_shared(costs, p).local_numel(p.shapes[1]) for p in linears) * blocks
+    shared = sum(p.state.local_numel(p.shapes[1]) for p in linears) * blocks
     ends = (setup.form.first, setup.shape(model.hidden, model.vocabulary))
     tables = 1 if model.tied and setup.stages == 1 else 1 + (setup.stages == 1)
     if model.vocabulary:
@@ -54,7 +53,7 @@ def memory_of(costs: Costs, sequences: int, *, state: int = 8, master: int | Non
     )
 
 
-def kept_by_block(costs: Costs, found: tuple[Product, ...], sequences: int) -> int:
+def kept_by_block(costs: Costs, linears: tuple[Matmul, ...], sequences: int) -> int:
     """Bytes that one block keeps for its backward pass.
 
     The inputs of both norms, of the four linear layers and of the activation function, queries, keys and values, and
@@ -62,9 +61,9 @@ def kept_by_block(costs: Costs, found: tuple[Product, ...], sequences: int) -> i
     again; weights as they are stored.
     """
     model, setup = costs.model, costs.setup
-    qkv, up = found[0], found[2]
-    inputs = (p.x if costs.regather else worked_layouts(p.x.mesh, p.loops)[0] for p in found)
-    numel = sum(x.local_numel(p.shapes[0]) for x, p in zip(inputs, found, strict=True))
+    qkv, up = linears[0], linears[2]
+    inputs = (p.x if costs.regather else worked_layouts(p.x.mesh, p.loops)[0] for p in linears)
+    numel = sum(x.local_numel(p.shapes[0]) for x, p in zip(inputs, linears, strict=True))
     numel += qkv.y.local_numel(qkv.shapes[2]) + up.y.local_numel(up.shapes[2])
     nbytes = numel * costs.itemsize + 2 * _residual(costs, sequences)
     if not model.fused:
@@ -75,21 +74,16 @@ def kept_by_block(costs: Costs, found: tuple[Product, ...], sequences: int) -> i
 
 def _residual(costs: Costs, sequences: int) -> int:
     model, setup = costs.model, costs.setup
-    lies = setup.activation(setup.form.residual)
-    return lies.local_numel(setup.shape(sequences * model.sequence, model.hidden)) * costs.itemsize
+    layout = setup.activation(setup.form.residual)
+    return layout.local_numel(setup.shape(sequences * model.sequence, model.hidden)) * costs.itemsize
 
 
-def _shared(costs: Costs, product: Product) -> Layout:
-    form = costs.setup.form
-    return costs.setup.shared(form.first if product.linear.name in ("qkv", "up") else form.second)
-
-
-def _transient(costs: Costs, product: Product) -> int:
+def _transient(costs: Costs, matmul: Matmul) -> int:
     """Bytes of operands gathered for one matmul, and of its result before it is redistributed.
 
     An input that stays gathered is counted with what blocks keep.
     """
-    worked = worked_layouts(product.x.mesh, product.loops)
-    stored = product.x if costs.regather else worked[0], product.w, product.y
-    held = zip(stored, worked, product.shapes, strict=True)
-    return sum(at.local_numel(shape) for own, at, shape in held if own != at) * costs.itemsize
+    worked = worked_layouts(matmul.x.mesh, matmul.loops)
+    stored = matmul.x if costs.regather else worked[0], matmul.w, matmul.y
+    moves = zip(stored, worked, matmul.shapes, strict=True)
+    return sum(at.local_numel(shape) for own, at, shape in moves if own != at) * costs.itemsize

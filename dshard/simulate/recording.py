@@ -79,7 +79,7 @@ def record(step: Callable[[], object], topology: Topology | None = None, *, warm
         _watched(step, _Recorder(topology))
     recorder = _Recorder(topology)
     result = _watched(step, recorder)
-    held = recorder.settled()
+    held = recorder.stable_bytes()
     del result
     return Recorded(placed(recorder.events), recorder.memory.most, held)
 
@@ -132,7 +132,7 @@ class _Recorder:
             return out
         self.memory.known |= before - self.memory.sizes.keys()
         if self.memory.add(made):
-            self.memory.most = max(self.memory.most, self.settled(self.memory.most))
+            self.memory.most = max(self.memory.most, self.stable_bytes(self.memory.most))
         fresh = [t for t in made if StorageWeakRef(t.untyped_storage()) not in before]
         if (fresh or func._schema.is_mutable) and func.overloadpacket not in _EMPTY:
             self.worked(func, args, kwargs, out, given, fresh)
@@ -165,7 +165,7 @@ class _Recorder:
         seconds = collective_seconds(event.collective, event.nbytes, mesh, axes, topology)  # type: ignore[arg-type]
         self.events.append(Event(event.collective, "step", "network", seconds, 0.0, event.nbytes, 1, axes))
 
-    def settled(self, above: int = -1) -> int:
+    def stable_bytes(self, above: int = -1) -> int:
         """Wait until the bytes alive no longer fall, or is at most `above`, and return it.
 
         A thread of the backend lets go of the tensors it sent a moment after the collective has ended.

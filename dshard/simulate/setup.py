@@ -58,6 +58,7 @@ class Setup:
         for name in ("data", "stages", "microbatches"):
             object.__setattr__(self, name, as_int(getattr(self, name), name, StrategyError, least=1))
         check_one_of(self.sharded, get_args(Sharded), "sharded", StrategyError)
+        check_type(self.recompute, bool, "recompute", "give True or False", StrategyError)
         object.__setattr__(self, "ranks", tuple(self.ranks))
         if self.ranks and len(self.ranks) != self.devices:
             raise StrategyError(f"{len(self.ranks)} ranks for {self.devices} devices: give one for each, or none")

@@ -81,40 +81,86 @@ def search(
         as_number(memory, "memory", ShapeError)
     if tell is not None:
         check_callable(tell, "tell", "give a function of two numbers")
-    chosen = list(FORMS.values())
-    if forms is not None:
-        chosen = [form_of(name) for name in as_tuple(forms, "forms", "give names of forms in a list", StrategyError)]
-    found = [s for s in setups(model, devices, batch, chosen, most_tensor) if not (runnable and s.beyond)]
-    if not found:
+    task = _Task(model, topology, batch, dtype, itemsize)
+    candidates = [
+        setup
+        for setup in setups(model, devices, batch, _forms_named(forms), most_tensor)
+        if not (runnable and setup.beyond)
+    ]
+    if not candidates:
         raise StrategyError(
             f"no setup of {devices} devices takes {model.layers} layers, {model.heads} heads and a batch of {batch}: "
             f"use another number of devices, or a batch that more ranks divide"
         )
-    sized = [(s, memory_of(Costs(model, s, topology, dtype, itemsize), batch // s.microbatches).total) for s in found]
-    fitting = [setup for setup, nbytes in sized if memory is None or nbytes <= memory]
-    if not fitting:
-        setup, nbytes = min(sized, key=lambda pair: pair[1])
-        raise StrategyError(
-            f"nothing fits in {memory} bytes on {devices} devices: the least is {nbytes} bytes, with {setup}"
+    fitting = _fitting(task, candidates, memory)
+    return Found(_fastest(task, fitting, keep, tell), len(candidates), len(fitting))
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A model and a batch to train it on, whatever the setup."""
+
+    model: Model
+    topology: Topology
+    batch: int
+    dtype: str
+    itemsize: int
+
+    def nbytes(self, setup: Setup) -> int:
+        """Bytes of the busiest rank."""
+        costs = Costs(self.model, setup, self.topology, self.dtype, self.itemsize)
+        return memory_of(costs, self.batch // setup.microbatches).total
+
+    def at_least(self, setup: Setup) -> float:
+        """A lower bound on the seconds of a step of this setup: its operations, and the bubble of its stages."""
+        model, batch = self.model, self.batch
+        slots = (setup.microbatches + setup.stages - 1) / setup.microbatches
+        flops = 3.0 * (2.0 * batch * model.sequence * model.block_parameters + model.core_flops(batch)) * model.layers
+        again = 4 / 3 if setup.recompute else 1.0
+        return work_seconds(flops * again * slots / setup.devices, 0.0, self.topology, self.dtype)
+
+    def simulate(self, setup: Setup) -> Step:
+        """The step of this setup, planned without a search."""
+        return simulate_step(
+            self.model, setup, self.topology, self.batch, dtype=self.dtype, itemsize=self.itemsize, exact=False
         )
-    queue = sorted(fitting, key=lambda s: at_least(model, s, topology, batch, dtype))
+
+
+def _forms_named(names: Iterable[str] | None) -> list[Form]:
+    if names is None:
+        return list(FORMS.values())
+    return [form_of(name) for name in as_tuple(names, "forms", "give names of forms in a list", StrategyError)]
+
+
+def _fitting(task: _Task, candidates: Sequence[Setup], memory: float | None) -> list[Setup]:
+    """The setups whose busiest rank holds at most `memory` bytes.
+
+    Raises:
+        StrategyError: none; names the one that needs the least.
+    """
+    sizes = [task.nbytes(setup) for setup in candidates]
+    fitting = [setup for setup, nbytes in zip(candidates, sizes, strict=True) if memory is None or nbytes <= memory]
+    if not fitting:
+        least = min(sizes)
+        raise StrategyError(
+            f"nothing fits in {memory} bytes on {candidates[0].devices} devices: the least is {least} bytes, "
+            f"with {candidates[sizes.index(least)]}"
+        )
+    return fitting
+
+
+def _fastest(task: _Task, fitting: Sequence[Setup], keep: int, tell: Tell | None) -> tuple[Step, ...]:
+    """The simulated steps, the fastest first, until no other setup can be among the `keep` fastest."""
+    queue = sorted(fitting, key=task.at_least)
     steps: list[Step] = []
     for i, setup in enumerate(queue):
         if tell is not None:
             tell(i, len(queue))
-        if len(steps) >= keep and at_least(model, setup, topology, batch, dtype) > steps[keep - 1].seconds:
+        if len(steps) >= keep and task.at_least(setup) > steps[keep - 1].seconds:
             break
-        steps.append(simulate_step(model, setup, topology, batch, dtype=dtype, itemsize=itemsize, exact=False))
+        steps.append(task.simulate(setup))
         steps.sort(key=lambda step: (step.seconds, step.memory.total, str(step.setup)))
-    return Found(tuple(steps), len(found), len(fitting))
-
-
-def at_least(model: Model, setup: Setup, topology: Topology, batch: int, dtype: str) -> float:
-    """A lower bound on the seconds of a step of this setup: its operations, and the bubble of its stages."""
-    turns = (setup.microbatches + setup.stages - 1) / setup.microbatches
-    flops = 3.0 * (2.0 * batch * model.sequence * model.block_parameters + model.core_flops(batch)) * model.layers
-    again = 4 / 3 if setup.recompute else 1.0
-    return work_seconds(flops * again * turns / setup.devices, 0.0, topology, dtype)
+    return tuple(steps)
 
 
 def setups(model: Model, devices: int, batch: int, forms: Sequence[Form], most_tensor: int) -> Iterator[Setup]:

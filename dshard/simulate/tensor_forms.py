@@ -2,7 +2,7 @@
 
 A block is two pairs of linear layers. Between blocks lies the residual stream, between the layers of a pair, and so in
 attention's own work, the inner features. Layouts are those of tensors `[stage, tokens, features]` and of weights
-`[stage, in, out]`, a placement for each mesh axis of the form; loops say what each axis splits of a product, as in
+`[stage, in, out]`, a placement for each mesh axis of the form; loops say what each axis splits of a matmul, as in
 `dshard.rules.matmul_loops`. All of it follows from what each axis of a strategy splits
 (`dshard.parallel.strategies`), so a new form is a new row there, and the names of its axes in the table below.
 """
@@ -25,7 +25,7 @@ Placements = tuple[Placement, ...]
 class Form:
     """A form of tensor parallelism: the placements of a block's tensors on mesh axes with these roles.
 
-    `first` and `second` are the weights of a pair, `first_loops` and `second_loops` what their products split.
+    `first` and `second` are the weights of a pair, `first_loops` and `second_loops` what their matmuls split.
     `gathered` says which axes share out all parameters, to be gathered for use, `source` where the form is from.
     """
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from dshard.cost import collective_seconds, work_seconds
 from dshard.errors import ShapeError, StrategyError
 from dshard.explain import parse_dtype
-from dshard.simulate.block import Costs, Product, block_events, products
+from dshard.simulate.block import Costs, Matmul, block_events, matmuls
 from dshard.simulate.memory import Memory, memory_of
 from dshard.simulate.queues import Event, Phase, Slot, makespan, placed
 from dshard.simulate.setup import STAGES, Setup
-from dshard.simulate.tensor_forms import Placements
 from dshard.simulate.transformer import Linear, Model
 from dshard.simulate.vectors import vectors
 from dshard.topology import Topology
@@ -75,7 +74,7 @@ def simulate_step(
 
     Plans are the cheapest, or with `exact=False` those found without a search.
 
-    Microbatches run one after the other through the stages (1F1B: `microbatches + stages - 1` turns); the gradients of
+    Microbatches run one after the other through the stages (1F1B: `microbatches + stages - 1` slots); the gradients of
     the replicas are summed once, behind the last backward pass where `overlap`.
 
     Raises:
@@ -88,17 +87,17 @@ def simulate_step(
     costs = Costs(model, setup, topology, dtype, itemsize, exact)
     sequences = batch // setup.microbatches
     parts = parts_of(costs, sequences)
-    blocks, turns = model.layers // setup.stages, setup.microbatches + setup.stages - 1
-    turn = makespan(placed(_turn(parts, blocks, setup), overlap=overlap))
-    last = makespan(placed([*_turn(parts, blocks, setup, parts.sums), _BARRIER, parts.update], overlap=overlap))
-    seconds = (turns - 1) * turn + last + turns * 2 * parts.hop
+    blocks, slots = model.layers // setup.stages, setup.microbatches + setup.stages - 1
+    each = makespan(placed(_microbatch(parts, blocks, setup), overlap=overlap))
+    last = makespan(placed([*_microbatch(parts, blocks, setup, parts.sums), _BARRIER, parts.update], overlap=overlap))
+    seconds = (slots - 1) * each + last + slots * 2 * parts.hop
     return Step(
         setup,
         batch,
         seconds,
         memory_of(costs, sequences),
         _totals(parts, blocks, setup),
-        1 - setup.microbatches / turns,
+        1 - setup.microbatches / slots,
     )
 
 
@@ -120,7 +119,7 @@ def timeline(
     dtype, itemsize = _checked(setup, topology, dtype, itemsize)
     setup.check(model, batch)
     parts = parts_of(Costs(model, setup, topology, dtype, itemsize), batch // setup.microbatches)
-    events = _turn(parts, model.layers // setup.stages, setup, parts.sums)
+    events = _microbatch(parts, model.layers // setup.stages, setup, parts.sums)
     return placed([*events, _BARRIER, parts.update], overlap=overlap)
 
 
@@ -154,10 +153,10 @@ def parts_of(costs: Costs, sequences: int) -> Parts:
         (*(event for vector in own for event in vector.gathered(costs, phase)), *events)
         for phase, events in zip(_PASSES, block_events(costs, sequences), strict=True)
     )
-    linears = products(model, setup, sequences * model.sequence)
-    held = sum(setup.shared(_weight(setup, p)).local_numel(p.shapes[1]) for p in linears) * model.layers // setup.stages
+    linears = matmuls(model, setup, sequences * model.sequence)
+    numel = sum(p.state.local_numel(p.shapes[1]) for p in linears) * model.layers // setup.stages
     host = sum(event.seconds for event in costs.hosted("step")) * (model.layers // setup.stages)
-    update = Event("optimizer", "step", "compute", host + work_seconds(0.0, 16.0 * held, costs.topology))
+    update = Event("optimizer", "step", "compute", host + work_seconds(0.0, 16.0 * numel, costs.topology))
     residual = setup.activation(setup.form.residual)
     nbytes = residual.local_numel(setup.shape(sequences * model.sequence, model.hidden)) * costs.itemsize
     hop = collective_seconds("permute", nbytes, setup.mesh, [STAGES], costs.topology) if setup.stages > 1 else 0.0
@@ -168,20 +167,15 @@ def parts_of(costs: Costs, sequences: int) -> Parts:
 _PASSES: tuple[Phase, Phase] = ("forward", "backward")
 
 
-def _weight(setup: Setup, product: Product) -> Placements:
-    form = setup.form
-    return form.first if product.linear.name in ("qkv", "up") else form.second
-
-
-def _sums(costs: Costs, linears: Sequence[Product]) -> list[Event]:
+def _sums(costs: Costs, linears: Sequence[Matmul]) -> list[Event]:
     """The events that sum the gradients of a block's weights over the replicas, once a step."""
     events = []
-    for product in linears:
-        shape, target = product.shapes[1], costs.setup.shared(_weight(costs.setup, product)).cotangent()
-        name = product.linear.name
-        events += costs.moved(f"{name} sum", "step", product.sums, target, shape, waits=False)
+    for matmul in linears:
+        shape, target = matmul.shapes[1], matmul.state.cotangent()
+        name = matmul.linear.name
+        events += costs.moved(f"{name} sum", "step", matmul.sums, target, shape, waits=False)
         if costs.setup.sharded == "optimizer":  # the new weights go back to all replicas
-            events += costs.moved(f"{name} weight", "step", target, product.w, shape, waits=False)
+            events += costs.moved(f"{name} weight", "step", target, matmul.w, shape, waits=False)
     return events
 
 
@@ -195,7 +189,7 @@ def _ends(costs: Costs, sequences: int) -> tuple[Event, ...]:
     sums = stored.cotangent() if setup.sharded == "all" else stored
     linear = Linear("head", model.hidden, model.vocabulary)
     x, y = setup.activation(form.residual), setup.activation(form.inner)
-    head = Product(linear, tokens, x, stored, y, sums, f"sm{form.first_loops}")
+    head = Matmul(linear, tokens, x, stored, y, sums, setup.shared(form.first), f"sm{form.first_loops}")
     return (*head.forward(costs), *head.backward(costs))
 
 
@@ -203,7 +197,7 @@ _BARRIER = Event("gradients", "step", "network", 0.0)
 """The optimiser waits for the last of them."""
 
 
-def _turn(parts: Parts, blocks: int, setup: Setup, sums: Sequence[Event] = ()) -> list[Event]:
+def _microbatch(parts: Parts, blocks: int, setup: Setup, sums: Sequence[Event] = ()) -> list[Event]:
     """One microbatch through one stage, forward and backward; `sums` follow the backward pass of each block."""
     again = parts.forward if setup.recompute else ()
     return [*parts.forward * blocks, *parts.ends, *[*again, *parts.backward, *sums] * blocks]

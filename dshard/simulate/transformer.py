@@ -59,7 +59,7 @@ class Model:
         vocabulary: Tokens known; 0 leaves embedding and head out.
         kv_heads: Heads of keys and values, `heads` unless given.
         ffn: The width of the feed-forward part, four times `hidden` unless given.
-        gated: Whether it has a second first layer, whose product gates the other.
+        gated: Whether it has a second first layer, whose result gates the other.
         head_size: The size of one head, `hidden / heads` unless given.
         tied: Whether the head is the embedding.
         fused: Whether attention keeps no scores for its backward pass.

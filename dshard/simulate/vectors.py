@@ -1,7 +1,7 @@
 """The vectors of a block, biases and the parameters of norms: their layouts, and the collectives for them.
 
-They follow from the products and from the residual stream: a bias is added where its product leaves the result, and a
-norm works where the stream lies. The gradient of either is pending where tokens are split.
+They follow from the matmuls and from the residual stream: a bias is added where its matmul leaves the result, and a
+norm works in the layout of the stream. The gradient of either is partial where tokens are sharded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.simulate.block import Costs, products, worked_layouts
+from dshard.simulate.block import Costs, matmuls, worked_layouts
 from dshard.simulate.queues import Event, Phase
 
 
@@ -42,8 +42,8 @@ def vectors(costs: Costs) -> tuple[Vector, ...]:
     model, setup, form = costs.model, costs.setup, costs.setup.form
     stream, kinds = setup.activation(form.residual), ("weight", "bias") if model.biased else ("weight",)
     block_vectors: list[Vector] = []
-    for product, norm, features in zip(
-        products(model, setup, model.sequence),
+    for matmul, norm, features in zip(
+        matmuls(model, setup, model.sequence),
         ("norm1", None, "norm2", None),
         (form.inner, form.residual, form.inner, form.residual),
         strict=True,
@@ -52,8 +52,8 @@ def vectors(costs: Costs) -> tuple[Vector, ...]:
             shape, stored = (setup.stages, model.hidden), setup.vector(form.residual)
             block_vectors += [Vector(f"{norm} {kind}", shape, stored, *_along(stream), True) for kind in kinds]
         if model.biased:
-            output = worked_layouts(product.x.mesh, product.loops)[2]
-            shape, name = (setup.stages, product.linear.features_out), f"{product.linear.name} bias"
+            output = worked_layouts(matmul.x.mesh, matmul.loops)[2]
+            shape, name = (setup.stages, matmul.linear.features_out), f"{matmul.linear.name} bias"
             block_vectors.append(Vector(name, shape, setup.vector(features), *_along(output), False))
     return tuple(block_vectors)
 

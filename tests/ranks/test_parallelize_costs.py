@@ -225,7 +225,7 @@ def held(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> dict[
     return {
         "parameters": sum(p._local.nbytes for p in model.parameters()),
         "gradients": sum(p.grad._local.nbytes for p in model.parameters()),
-        "optimiser": sum(t._local.nbytes for t in moments),
+        "optimizer": sum(t._local.nbytes for t in moments),
         "activations": activations,
     }
 
