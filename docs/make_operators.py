@@ -56,7 +56,7 @@ def table() -> str:
         if row.family == "yours":
             continue
         shapes, rule = shown.get(row.op, ("", ""))
-        rows.append(f"| `{row.op}` | {row.says} | {shapes} | {f'`{rule}`' if rule else ''} |")
+        rows.append(f"| `{row.op}` | {row.summary} | {shapes} | {f'`{rule}`' if rule else ''} |")
     return "\n".join(rows)
 
 

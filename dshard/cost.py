@@ -20,12 +20,13 @@ Prices grow with the bytes, and are never below the bytes that must pass a cut o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from math import prod
 
 from typing_extensions import assert_never
 
 from dshard.mesh import Mesh
-from dshard.topology import Collective, Link, Topology
+from dshard.topology import COLLECTIVES, Collective, Link, Topology
 
 
 def collective_seconds(
@@ -105,3 +106,30 @@ def _exchanged_reduce_scatter_seconds(
 def _log2(n: int) -> int:
     """The logarithm of `n` to base 2, rounded up."""
     return (n - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCollective:
+    """A collective that will run: its kind, its mesh axes, bytes that the busiest rank receives, predicted seconds."""
+
+    collective: str
+    axis: str
+    nbytes: int
+    seconds: float
+
+
+def planned_collective(
+    collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int, topology: Topology
+) -> PlannedCollective:
+    """A collective along these mesh axes, priced by a topology."""
+    return PlannedCollective(
+        collective, ",".join(axes), nbytes, predicted_seconds(collective, nbytes, mesh, axes, topology)
+    )
+
+
+def predicted_seconds(collective: str, nbytes: int, mesh: Mesh, axes: tuple[str, ...], topology: Topology) -> float:
+    """Predicted seconds of a collective; one without a price takes a link's latency and bandwidth."""
+    if collective in COLLECTIVES:
+        return collective_seconds(collective, nbytes, mesh, axes, topology)
+    link = topology.link(mesh, axes)
+    return link.latency + link.seconds(nbytes)

@@ -13,8 +13,9 @@ from dshard.chrome import Slice, to_chrome
 from dshard.comm import Event, collectives_of, listen, runtime_of
 from dshard.comm.user_code import user_line
 from dshard.core.context import planning_context
-from dshard.core.observe import Decision, observing, predicted_seconds
+from dshard.core.observe import Decision, observing
 from dshard.core.provenance import Modules
+from dshard.cost import predicted_seconds
 from dshard.errors import LayoutError
 from dshard.tables import human_bytes, text_table
 from dshard.validate import check_one_of

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from dshard.core.spec import Spec
-from dshard.layout import Shape
+from dshard.cost import PlannedCollective
+from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.placements import ReduceOp
+from dshard.redistribute import Plan
 from dshard.rules.rule import PassThrough, Rule
 from dshard.rules.rule_notation import parse_rule
 from dshard.rules.strategy import Strategy
 from dshard.torch_private import OpOverload
 
 LocalOp: TypeAlias = Callable[..., Any]
+Check: TypeAlias = Callable[[dict[str, Any]], None]
+"""Raises what torch's kernels raise for arguments, which are given by name."""
 Kernel: TypeAlias = Callable[["Call", Strategy, Coordinate], LocalOp]
 
 
@@ -43,6 +47,11 @@ class Call:
     def out_shapes(self) -> tuple[Shape, ...]:
         """The global shapes of the outputs."""
         return tuple(tuple(out.shape) for out in self.outs)
+
+    @property
+    def out_sizes(self) -> tuple[tuple[Shape, int], ...]:
+        """The global shape of each output, and the bytes of an element."""
+        return tuple((tuple(out.shape), out.itemsize) for out in self.outs)
 
     def argument(self, name: str, default: Any = None) -> Any:
         """The argument called `name` in the operator's schema, given by position or by name."""
@@ -87,16 +96,69 @@ class Call:
         return tuple(dim + ndim if dim < 0 else dim for dim in value)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AlternativePlan:
+    """How an alternative runs one call: the layouts of operands and outputs, and what is sent between them.
+
+    `run` takes the arguments of the call, with each tensor in its layout of `inputs`. It redistributes as `plans` say,
+    each with the bytes of an element, and sends `exchanges`. Both are priced, and shown as what will run.
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    run: LocalOp
+    plans: tuple[tuple[Plan, int], ...] = ()
+    exchanges: tuple[PlannedCollective, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another way to run an operator than by its rule: a candidate beside the rule's, taken where it is cheaper.
+
+    `plan` gives how it runs a call with this rule, or None where it cannot.
+    """
+
+    name: str
+    plan: Callable[[Call, Rule], AlternativePlan | None]
+
+
+def _always(args: tuple[Any, ...]) -> bool:
+    return True
+
+
+def _never(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """Calls that run as other operators, each with its own rule: those to whose arguments `applies` is true.
+
+    `run` and `asked` take operator, arguments by position and by name. `asked` says whether the user asks with a call
+    for a number over all elements, so that communication is expected. With `local` its own work is local, as a rule's.
+    """
+
+    run: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+    applies: Callable[[tuple[Any, ...]], bool] = _always
+    asked: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], bool] = _never
+    local: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """An operator's row in a table: its rule, and its kernel where the local operator is not the operator itself.
+    """An operator's row in a table, which names all that is particular to it.
 
-    Values of scalar arguments are part of the cache key unless `values` is False: then the rule does not depend on
-    them.
+    `rule`: its factors. `kernel`: what runs on local tensors, where it is not the operator itself. `alternatives`:
+    other ways to run it, candidates beside the rule's. `composed`: for some overloads the calls that no rule can say.
+    `check`: what torch's kernels refuse and its functions for meta tensors do not. Values of scalar arguments are part
+    of the cache key unless `values` is False: then the rule does not depend on them.
     """
 
     rule: Callable[[Call], Rule]
     kernel: Kernel | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    composed: Mapping[OpOverload, Composed] = field(default_factory=dict)
+    check: Check | None = None
     values: bool = True
 
 

@@ -1,21 +1,21 @@
 """Arguments that torch refuses on one device are refused before anything is sent.
 
-torch's functions for meta tensors do not check all that its kernels refuse; the table at the foot adds to them.
+torch's functions for meta tensors do not check all that its kernels refuse; the tables of operators add to them the
+checks below.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from dshard.comm import plain
-from dshard.core.call import writes_first
+from dshard.core.call import Check, writes_first
 from dshard.core.moves import replace_leaves
 from dshard.core.observe import OperatorMode
 from dshard.core.spec import for_shapes
@@ -90,7 +90,7 @@ def _without_log() -> Iterator[None]:
 
 
 def refusing() -> OperatorMode:
-    """A mode in which operators on meta tensors refuse what torch's kernels refuse, as far as `REFUSALS` says."""
+    """A mode in which operators on meta tensors refuse what torch's kernels refuse, as far as `CHECKS` says."""
 
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_more(func, args, kwargs)
@@ -102,7 +102,7 @@ def refusing() -> OperatorMode:
 def _refuse_more(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if args and isinstance(args[0], Tensor) and _writes_each(func):
         _require(has_internal_overlap(args[0]) != 1, _OVERLAPS)
-    check = REFUSALS.get(func._schema.name.removesuffix("_"))
+    check = CHECKS.get(func._schema.name.removesuffix("_"))
     if check is not None:
         defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
         check(defaults | dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs)
@@ -140,7 +140,7 @@ def _require(holds: bool, message: str) -> None:
         raise RuntimeError(message)
 
 
-def _scatter(given: Args) -> None:
+def check_scatter(given: Args) -> None:
     x, index, source = given["self"], given["index"], given.get("src")
     is_index = index.dtype in (torch.int64, torch.int32) or not index.numel()
     _require(is_index, f"scatter(): Expected dtype int32/int64 for index, got {index.dtype}")
@@ -160,7 +160,7 @@ def _scatter(given: Args) -> None:
     _require(fits, text)
 
 
-def _index_add(given: Args) -> None:
+def check_index_add(given: Args) -> None:
     x, index, source, dim = given["self"], given["index"], given["source"], given["dim"]
     same_dtype = x.dtype == source.dtype
     _require(same_dtype, f"index_add_(): self ({x.dtype}) and source ({source.dtype}) must have the same scalar type")
@@ -176,17 +176,17 @@ def _index_add(given: Args) -> None:
         )
 
 
-def _index_select(given: Args) -> None:
+def check_index_select(given: Args) -> None:
     if given["index"].dim() > 1:
         raise IndexError("index_select(): Index is supposed to be a vector")
 
 
-def _masked_scatter(given: Args) -> None:
+def check_masked_scatter(given: Args) -> None:
     dtype = given["mask"].dtype
     _require(dtype == torch.bool, f"masked_scatter_ only supports boolean masks, but got mask with dtype {dtype}")
 
 
-def _multinomial(given: Args) -> None:
+def check_multinomial(given: Args) -> None:
     x, n = given["self"], given["num_samples"]
     classes = x.shape[-1] if x.dim() else 1
     _require(x.is_floating_point(), f"multinomial only supports floating-point dtypes, got {x.dtype}")
@@ -197,52 +197,52 @@ def _multinomial(given: Args) -> None:
     _require(enough, "cannot sample n_sample > prob_dist.size(-1) samples without replacement")
 
 
-def _convolution(given: Args) -> None:
+def check_convolution(given: Args) -> None:
     for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
         fits = all(n >= least for n in given[name])
         _require(fits, f"convolution: {name} {tuple(given[name])} is not supported: too small")
 
 
-def _lstsq(given: Args) -> None:
+def check_lstsq(given: Args) -> None:
     _require(given["self"].dim() >= 2, "torch.linalg.lstsq: input must have at least 2 dimensions.")
     _require(given["b"].dim() >= 1, "torch.linalg.lstsq: other must have at least 1 dimension.")
 
 
-def _narrow_copy(given: Args) -> None:
+def check_narrow_copy(given: Args) -> None:
     x, dim = given["self"], given["dim"]
     _require(dim < x.dim(), f"narrow_copy: dim {dim} of a tensor of {x.dim()} dims")
 
 
-def _strided_scatter(given: Args) -> None:
+def check_strided_scatter(given: Args) -> None:
     x, steps = given["self"], zip(given["size"], given["stride"], strict=False)
     last = (given["storage_offset"] or 0) + sum((n - 1) * step for n, step in steps)
     fits = last < x.numel() or 0 in given["size"]
     _require(fits, f"as_strided_scatter: element {last} is out of bounds for storage of {x.numel()} elements")
 
 
-def _cat(given: Args) -> None:
+def check_cat(given: Args) -> None:
     for i, x in enumerate(given["tensors"]):
         _require(x.dim() > 0, f"zero-dimensional tensor (at position {i}) cannot be concatenated")
 
 
-def _complex(given: Args) -> None:
+def check_complex(given: Args) -> None:
     _same_out(given.get("out"), given["real"].dtype.to_complex())
 
 
-def _aminmax(given: Args) -> None:
+def check_aminmax(given: Args) -> None:
     for name in ("min", "max"):
         _same_out(given.get(name), given["self"].dtype)
-    _extreme(given)
+    check_extreme(given)
 
 
-def _extreme(given: Args) -> None:
+def check_extreme(given: Args) -> None:
     x, dims = given["self"], given.get("dim")
     for dim in [dims] if isinstance(dims, int) else dims or []:
         if 0 <= dim + x.dim() < 2 * x.dim() and x.shape[dim] == 0:
             raise IndexError(f"Expected reduction dim {dim} to have non-zero size.")
 
 
-def _position(name: str, given: Args) -> None:
+def check_position(name: str, given: Args) -> None:
     """Refuse the position of an element among none, as torch's CPU kernels do; meta tensors often accept it."""
     x, dim = given["self"], given.get("dim")
     if dim is None and x.numel() == 0 and name in ("argmax", "argmin"):
@@ -251,7 +251,7 @@ def _position(name: str, given: Args) -> None:
         raise IndexError(f"{name}(): Expected reduction dim {dim} to have non-zero size.")
 
 
-def _dim(given: Args) -> None:
+def check_dim(given: Args) -> None:
     ndim, dim = max(given["self"].dim(), 1), given["dim"]
     if not -ndim <= dim < ndim:
         bounds = f"expected to be in range of [{-ndim}, {ndim - 1}], but got {dim}"
@@ -262,25 +262,5 @@ def _same_out(out: Tensor | None, dtype: torch.dtype) -> None:
     _require(out is None or out.dtype == dtype, f"Expected out tensor to have dtype {dtype}")
 
 
-REFUSALS: dict[str, Callable[[Args], None]] = {
-    **dict.fromkeys(("aten::_softmax", "aten::sort", "aten::select_scatter", "aten::slice_scatter"), _dim),
-    "aten::scatter": _scatter,
-    "aten::scatter_add": _scatter,
-    "aten::index_add": _index_add,
-    "aten::index_select": _index_select,
-    "aten::masked_scatter": _masked_scatter,
-    "aten::multinomial": _multinomial,
-    "aten::convolution": _convolution,
-    "aten::cat": _cat,
-    "aten::complex": _complex,
-    "aten::aminmax": _aminmax,
-    "aten::amax": _extreme,
-    "aten::amin": _extreme,
-    **{
-        f"aten::{name}": partial(_position, name)
-        for name in ("argmax", "argmin", "kthvalue", "median", "nanmedian", "mode")
-    },
-    "aten::linalg_lstsq": _lstsq,
-    "aten::narrow_copy": _narrow_copy,
-    "aten::as_strided_scatter": _strided_scatter,
-}
+CHECKS: dict[str, Check] = {}
+"""The checks of operators by their names, from the tables of operators."""

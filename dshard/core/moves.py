@@ -24,9 +24,10 @@ from dshard.comm import (
 )
 from dshard.core.call import LocalOp
 from dshard.core.context import planning_context
-from dshard.core.observe import OBSERVERS, Decision, observed, planned_collective
+from dshard.core.observe import OBSERVERS, Decision, observed
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
+from dshard.cost import planned_collective
 from dshard.errors import MeshError
 from dshard.layout import Layout, interned
 from dshard.mesh import Coordinate, Mesh

@@ -18,45 +18,17 @@ from dshard.comm import Scoped, collectives_of, crossing_event, outside_graphs
 from dshard.comm.workspace import borrowed_now, in_use
 from dshard.core.panel_cost import PanelCost
 from dshard.core.wrapper import Wrapper
-from dshard.cost import collective_seconds
+from dshard.cost import PlannedCollective, planned_collective
 from dshard.layout import Shape
-from dshard.mesh import Mesh
 from dshard.redistribute import Plan
 from dshard.reshard import ReshardPlan
 from dshard.rules.expand import Operand
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import ANY, Constraints, Strategy
-from dshard.topology import COLLECTIVES, Topology
+from dshard.topology import Topology
 from dshard.torch_private import TorchDispatchMode
 
 NEEDED = "the operator needs it so"
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedCollective:
-    """A collective that will run: its kind, its mesh axes, bytes that the busiest rank receives, predicted seconds."""
-
-    collective: str
-    axis: str
-    nbytes: int
-    seconds: float
-
-
-def planned_collective(
-    collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int, topology: Topology
-) -> PlannedCollective:
-    """A collective along these mesh axes, priced by a topology."""
-    return PlannedCollective(
-        collective, ",".join(axes), nbytes, predicted_seconds(collective, nbytes, mesh, axes, topology)
-    )
-
-
-def predicted_seconds(collective: str, nbytes: int, mesh: Mesh, axes: tuple[str, ...], topology: Topology) -> float:
-    """Predicted seconds of a collective; one without a price takes a link's latency and bandwidth."""
-    if collective in COLLECTIVES:
-        return collective_seconds(collective, nbytes, mesh, axes, topology)
-    link = topology.link(mesh, axes)
-    return link.latency + link.seconds(nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +37,10 @@ class Decision:
 
     `rule` and `strategy` are None for an operator that only moves data or has no rule; `plans` are the redistributions
     of the operands, `bias` that of a matmul's bias, which no strategy counts, `ends` those of the outputs, `exchanges`
-    the collectives beside them. `explicit` says whether the user asked for all of it, else `why` what needs it. An
-    `alternative` runs in place of the rule's strategies: what it sends is in the decisions made within it. `panels`
-    tells what a matmul takes in each number of panels, `run_in` the number that it runs in. `crossing` is the plan to
-    another mesh.
+    the collectives beside them. `explicit` says whether the user asked for all of it, else `why` what needs it.
+    `alternatives` are those to the rule that apply; of one that was chosen the decision is complete, and those made
+    within it repeat it. `panels` tells what a matmul takes in each number of panels, `run_in` the number that it runs
+    in. `crossing` is the plan to another mesh.
     """
 
     op: str
@@ -84,10 +56,15 @@ class Decision:
     run_in: int = 1
     crossing: ReshardPlan | None = None
     exchanges: tuple[PlannedCollective, ...] = ()
-    alternative: str = ""
+    alternatives: tuple[Strategy, ...] = ()
     why: str = NEEDED
     bias: Plan | None = None
     ends: tuple[Plan, ...] = ()
+
+    @property
+    def is_alternative(self) -> bool:
+        """Whether an alternative to the rule was chosen."""
+        return self.strategy is not None and bool(self.strategy.name)
 
     def moves(self) -> tuple[tuple[Plan, int], ...]:
         """The plans that have steps, each with the bytes of one element."""

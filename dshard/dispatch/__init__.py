@@ -4,6 +4,8 @@ fast_path.py         `__torch_function__`, warm: the call's key -> a shortcut
 shortcuts.py         functions on the local tensors, made from the log of a call's first run
 composite_table.py   `__torch_function__`, cold: functions that run as one composite operator
 operator.py          `__torch_dispatch__`: the call's key -> its executable: redistribute, run, wrap
-registry.py          the rule of an operator, or the alternative that runs in its place
+registry.py          the row of an operator in the families' tables
+alternative.py       alternatives to an operator's rule: priced beside its strategies, run where one is the cheapest
+composed_operators.py   operators that run as others, whatever their arguments
 fallback.py          an operator without a rule: replicated operands, every rank computes all
 """

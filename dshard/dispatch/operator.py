@@ -34,13 +34,14 @@ from dshard.core.operands import common_mesh, operand_of, spec_like
 from dshard.core.spec import Spec
 from dshard.core.view_sync import SCATTERS, CopiedView, PartialView, attach_view, propagate_write, register_view
 from dshard.core.wrapper import Wrapper, wrap
+from dshard.dispatch.alternative import AlternativeExecutable, alternatives_of
 from dshard.dispatch.fallback import replicate
-from dshard.dispatch.registry import FACTS, Instead, Known, alternative_of, known
+from dshard.dispatch.registry import FACTS, known
 from dshard.mesh import Coordinate, Mesh
-from dshard.ops.custom import asked_for, decomposed
+from dshard.ops.custom import decomposed
 from dshard.ops.decompositions import decomposition_of
 from dshard.ops.views import counts_memory, in_memory_as
-from dshard.rules.strategy import ANY, Constraints, Strategy
+from dshard.rules.strategy import ANY, Constraints, Strategy, cheapest
 from dshard.torch_private import OpOverload
 
 Executor = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -52,19 +53,17 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Run `func` on distributed tensors, with the result of single-device torch on the global tensors."""
     number = id(func)  # the hash of an operator is slow; `FACTS` keeps it alive, so no other gets its id
     facts = FACTS.get(number) or known(func)
-    if facts.instead is not None:
-        instead = facts.instead(args)
-        if instead is not None:
-            if CALL_LOG:
-                log(CallRecord(None, func, args, kwargs, None))
-            decision = _instead_decision(facts, instead, args, kwargs) if OBSERVERS else None
-            if decision is None:
-                out = instead(func, args, kwargs)
-            else:
-                out = observed(decision, instead, (func, args, kwargs))
-            if facts.changes:
-                _count_change(func, args[0], facts.writes)
-            return out
+    composed = facts.composed
+    if composed is not None and composed.applies(args):
+        if CALL_LOG:
+            log(CallRecord(None, func, args, kwargs, None))
+        if OBSERVERS and composed.asked(func, args, kwargs):
+            out = observed(_asked_decision(func, args, kwargs), composed.run, (func, args, kwargs))
+        else:
+            out = composed.run(func, args, kwargs)
+        if facts.changes:
+            _count_change(func, args[0], facts.writes)
+        return out
     key = call_key(number, args, kwargs, facts.values)
     executors = planning_context().executors
     executor = executors.get(key)
@@ -89,6 +88,9 @@ def _count_change(func: OpOverload, operand: Any, written: bool) -> None:
 def _watched(executor: Executor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(executor, Executable):
         return watched(executor, func, args, kwargs, executor, args, kwargs)
+    if isinstance(executor, AlternativeExecutable):
+        log(CallRecord(None, func, args, kwargs, None))  # before the operators that run within it
+        return observed(executor.decision, executor, (args, kwargs)) if OBSERVERS else executor(args, kwargs)
     out = executor(args, kwargs)
     log(CallRecord(None, func, args, kwargs, out))
     return out
@@ -114,25 +116,11 @@ def call_of(func: OpOverload, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[st
     return Call(func, spec_args, spec_kwargs, specs, tuple(tensors_in(result))), result
 
 
-def _instead_decision(facts: Known, instead: Instead, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:
-    """The decision of a call that `instead` runs: an alternative to the rule's candidates, or what the user asked for.
-
-    None for an operator that is made of others: each of these has its own decision.
-    """
-    func, explicit = facts.func, asked_for(facts.func, args, kwargs)
-    alternative = "" if explicit else alternative_of(func, instead)
-    if not (explicit or alternative):
-        return None
+def _asked_decision(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
+    """The decision of an operator that runs as others, for which the user asked."""
     operands = tuple(operand_of(t._spec) for t in leaves((args, kwargs)) if isinstance(t, Wrapper))
-    mesh = operands[0].layout.mesh  # the norms of a list may be of several meshes
-    decision = Decision(
-        str(func), operands, (), None, None, (), planning_context().topology_of(mesh), explicit=explicit
-    )
-    if not alternative or facts.op is None:
-        return replace(decision, alternative=alternative)
-    call, _ = call_of(func, mesh, args, kwargs)
-    outputs = tuple((tuple(out.shape), out.itemsize) for out in call.outs)
-    return replace(decision, alternative=alternative, outputs=outputs, rule=facts.op.rule(call))
+    topology = planning_context().topology_of(operands[0].layout.mesh)  # those of a list may be on several meshes
+    return Decision(str(func), operands, (), None, None, (), topology, explicit=True)
 
 
 def _meta(leaf: Any) -> Any:
@@ -152,13 +140,22 @@ def _without_rule(func: OpOverload) -> Executor:
     return run
 
 
-def operator_executable(op: Operator, call: Call, result: Any, positions: Sequence[int] | None) -> Executable:
-    """The executable of a call by the cheapest strategy of its rule; `result` is that of the call on meta tensors.
+def operator_executable(
+    op: Operator, call: Call, result: Any, positions: Sequence[int] | None
+) -> Executable | AlternativeExecutable:
+    """The executable of a call by the cheapest strategy of its rule, or by an alternative to it that is cheaper.
 
-    `positions` are those of the distributed arguments, None where tensors are nested or named.
+    `result` is that of the call on meta tensors, `positions` are those of the distributed arguments, None where tensors
+    are nested or named.
     """
     wanted = Constraints(keep=call.specs[0].layout) if writes_first(call.func) else ANY
-    decision, strategy = decide(str(call.func), op.rule(call), call.specs, call.outs, wanted)
+    rule = op.rule(call)
+    decision, strategy = decide(str(call.func), rule, call.specs, call.outs, wanted)
+    alternatives = alternatives_of(op, rule, call)
+    decision = replace(decision, alternatives=tuple(alternatives))
+    best = cheapest(strategy, decision.alternatives)
+    if best in alternatives:
+        return AlternativeExecutable(decision, call.specs, best, alternatives[best])
     specs = result_specs(strategy, call.outs, call.specs[0].device)
     is_moved = bool(decision.plans[0].steps)
     return Executable(

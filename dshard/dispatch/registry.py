@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, TypeAlias
@@ -11,29 +11,25 @@ import torch
 from torch import Tag
 
 from dshard.caches import Cache, cached, clear_caches
-from dshard.core.call import Call, Operator, writes_first
+from dshard.core.call import Call, Composed, Operator, writes_first
+from dshard.core.checks import CHECKS
+from dshard.dispatch.composed_operators import CHECKS_WITHOUT_RULE, COMPOSED
 from dshard.errors import NotationError
 from dshard.ops import (
     addmm,
     batched,
     concat,
     convolution,
-    exchange,
     indexing,
     losses,
-    move_split,
     nn,
     out_argument,
     pointwise,
     random,
-    reduced_norms,
     reductions,
-    scans,
     slicing,
-    split_pieces,
     views,
 )
-from dshard.ops.custom import CUSTOM, RULED
 from dshard.ops.decompositions import decomposition_of
 from dshard.ops.matmul import rules as matmul
 from dshard.placements import ReduceOp
@@ -102,9 +98,9 @@ def register_rule(
     register(op, Operator(rule_of), rule)
 
 
-def register(op: str | OpOverload, found: Operator, says: str) -> None:
-    """Give all overloads of the operator of this name, or one overload, the row `found` in place of dshard's own."""
-    _USER[op], _TEXTS[str(op)] = found, says
+def register(op: str | OpOverload, row: Operator, text: str) -> None:
+    """Give all overloads of the operator of this name, or one overload, this row in place of dshard's own."""
+    _USER[op], _TEXTS[str(op)] = row, text
     clear_caches()
 
 
@@ -114,7 +110,7 @@ class Listed:
 
     op: str
     family: str
-    says: str
+    summary: str
 
 
 def rules() -> tuple[Listed, ...]:
@@ -123,7 +119,7 @@ def rules() -> tuple[Listed, ...]:
     Beside these, all that torch tags pointwise has the rule of pointwise operators. The rule of a call depends on its
     shapes: docs/operators.md writes each out for an example.
 
-    >>> next(row.says for row in rules() if row.op == "aten::mm")
+    >>> next(row.summary for row in rules() if row.op == "aten::mm")
     'Any dim may be sharded; a sharded contraction leaves a partial sum.'
     """
     listed = {name: Listed(name, "yours", text) for name, text in _TEXTS.items()}
@@ -208,24 +204,25 @@ def find(func: OpOverload) -> Operator | None:
     return Operator(pointwise.pointwise, values=False) if is_plain_pointwise else None
 
 
-Instead = Callable[..., Any]
-
-
 @dataclass(frozen=True, slots=True)
 class Known:
     """Facts about an operator, cached so that a call needs one look-up.
 
-    `instead`, where there is one, gives for the arguments of a call the alternative that runs in place of the rule, or
-    None; `values` says whether the rule depends on the values of scalar arguments; `changes` whether the first operand
-    is changed in place, and `writes` whether its elements are, not its shape alone.
+    `op` is its row, `composed` says which of its calls run as other operators, if any do; `values` whether the rule
+    depends on the values of scalar arguments; `changes` whether the first operand is changed in place, and `writes`
+    whether its elements are, not its shape alone.
     """
 
     func: OpOverload
     op: Operator | None
-    instead: Callable[[tuple[Any, ...]], Instead | None] | None
+    composed: Composed | None
     values: bool
     changes: bool
     writes: bool
+
+    def is_composed(self, args: tuple[Any, ...]) -> bool:
+        """Whether a call with these arguments runs as other operators."""
+        return self.composed is not None and self.composed.applies(args)
 
 
 FACTS = Cache("operators")
@@ -239,58 +236,20 @@ def known(func: OpOverload) -> Known:
         op = find(func)
         changes = writes_first(func)
         writes = changes and Tag.inplace_view not in func.tags
-        facts = FACTS.add(id(func), Known(func, op, _alternatives(func), op is None or op.values, changes, writes))
+        facts = FACTS.add(id(func), Known(func, op, _composed(func, op), op is None or op.values, changes, writes))
     return facts
 
 
-def _alternatives(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None] | None:
+def _composed(func: OpOverload, op: Operator | None) -> Composed | None:
     if out_argument.has_out(func):
-        return lambda args: out_argument.into_out
+        return Composed(out_argument.into_out)
     if func in _USER or func._schema.name in _USER:
         return None
-    custom = CUSTOM.get(func) or views.CUSTOM.get(func) or random.CUSTOM.get(func)
-    if custom is not None:
-        return lambda args: custom
-    if func in views.OF_BASE:
-        of_base = views.OF_BASE[func]
-        return lambda args: of_base if args[0]._is_view() else None
-    if func in reduced_norms.PARTIAL_STATISTICS:
-        row = reduced_norms.PARTIAL_STATISTICS[func]
-        return lambda args: row.run if row.pays(args) else None
-    if func in scans.BLOCKWISE or func in move_split.MOVED_SPLITS:
-        return _blockwise_or_reshard(func)
-    if func in exchange.SHIFTS:
-        moves, run = exchange.SHIFTS[func]
-        return lambda args: run if moves(args) else None
-    if func in split_pieces.SPLITS:
-        return lambda args: split_pieces.pieces if split_pieces.pays(args) else None
-    if func in indexing.MASKED:
-        return lambda args: indexing.MASKED[func] if indexing.has_mask(args) else None
-    if func in nn.MEANS:
-        position = [argument.name for argument in func._schema.arguments].index("reduction")
-        return lambda args: nn.MEANS[func] if args[position] == losses.MEAN else None
-    return None
+    return COMPOSED.get(func) or (None if op is None else op.composed.get(func))
 
 
-def alternative_of(func: OpOverload, instead: Instead) -> str:
-    """The name of the alternative `instead` to the rule of `func`; "" where `instead` is no alternative."""
-    if instead is move_split.run:
-        return "split moved to another dim"
-    if func in reduced_norms.PARTIAL_STATISTICS:
-        return "small reductions"
-    if func in scans.BLOCKWISE:
-        return "summaries of blocks"
-    return "index exchange" if func in exchange.SHIFTS or func in split_pieces.SPLITS else ""
-
-
-def _blockwise_or_reshard(func: OpOverload) -> Callable[[tuple[Any, ...]], Instead | None]:
-    """The choice between summaries of blocks and sharding another dim, by the arguments, where one pays."""
-    alternatives = [
-        (blockwise.pays, blockwise.run) for blockwise in (scans.BLOCKWISE.get(func),) if blockwise is not None
-    ]
-    if func in move_split.MOVED_SPLITS:
-        alternatives.append((move_split.pays(func), move_split.run))
-    return lambda args: next((run for pays, run in alternatives if pays(args)), None)
+CHECKS |= CHECKS_WITHOUT_RULE
+CHECKS |= {name: op.check for table in TABLES for name, op in table.items() if op.check is not None}
 
 
 Path: TypeAlias = Literal["rule", "decomposition", "fallback"]
@@ -299,12 +258,8 @@ Path: TypeAlias = Literal["rule", "decomposition", "fallback"]
 def path_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Path:
     """The path of a call: its rule, other operators, or the fallback that replicates on every rank."""
     facts = known(func)
-    instead = None if facts.instead is None else facts.instead(args)
-    if instead is not None:
-        ruled = instead in RULED or any(
-            func in table for table in (scans.BLOCKWISE, exchange.SHIFTS, split_pieces.SPLITS, move_split.MOVED_SPLITS)
-        )
-        return "rule" if ruled else "decomposition"
+    if facts.composed is not None and facts.composed.applies(args):
+        return "rule" if facts.composed.local else "decomposition"
     if facts.op is not None:
         return "rule"
     return "fallback" if decomposition_of(func) is None else "decomposition"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from dshard.caches import cached
-from dshard.core.observe import PlannedCollective
+from dshard.cost import PlannedCollective
 from dshard.explain.report_values import Candidate
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
@@ -78,10 +78,16 @@ def exchanged(sent: PlannedCollective, mesh: Mesh) -> Moved:
 
 
 def rule_candidates(
-    rule: Rule, operands: tuple[Operand, ...], outputs: Outputs, topology: Topology, wanted: Constraints = ANY
+    rule: Rule,
+    operands: tuple[Operand, ...],
+    outputs: Outputs,
+    topology: Topology,
+    wanted: Constraints = ANY,
+    alternatives: tuple[Strategy, ...] = (),
 ) -> dict[Strategy, Candidate]:
-    """The candidates of an operator's rule, from cheapest to dearest."""
-    priced = sorted(strategies(rule, operands, outputs, topology, wanted), key=lambda s: (s.seconds, s.moves))
+    """The candidates of an operator's rule, and the alternatives to it, from cheapest to dearest."""
+    every = (*strategies(rule, operands, outputs, topology, wanted), *alternatives)
+    priced = sorted(every, key=lambda s: (s.seconds, s.moves))
     return {strategy: candidate(rule, strategy, operands, outputs, topology) for strategy in priced}
 
 
@@ -89,18 +95,20 @@ def candidate(
     rule: Rule, strategy: Strategy, operands: tuple[Operand, ...], outputs: Outputs, topology: Topology
 ) -> Candidate:
     """One strategy with its bytes, messages and memory; outputs that it leaves partial are completed."""
-    plans = [
-        (plan(o.layout, layout, o.shape, o.itemsize, topology), o.itemsize)
+    mesh = operands[0].layout.mesh
+    moves = [
+        redistributed(plan(o.layout, layout, o.shape, o.itemsize, topology), o.itemsize)
         for o, layout in zip(operands, strategy.inputs, strict=True)
     ]
-    plans += [
-        (plan(layout, end, shape, itemsize, topology), itemsize)
+    moves += [exchanged(sent, mesh) for sent in strategy.exchanges]
+    moves += [
+        redistributed(plan(layout, end, shape, itemsize, topology), itemsize)
         for (shape, itemsize), layout, end in zip(outputs, strategy.outputs, strategy.ends, strict=True)
     ]
     return combined(
-        name_of(strategy.rows, operands[0].layout.mesh.names),
+        strategy.name or name_of(strategy.rows, mesh.names),
         str(strategy),
-        [redistributed(moved, itemsize) for moved, itemsize in plans],
+        moves,
         (strategy.gather, strategy.compute, strategy.reduce, strategy.backward),
         matmul_bytes_bound(rule, operands, outputs),
         stored_once((*(o.layout for o in operands), *strategy.ends)),

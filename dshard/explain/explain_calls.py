@@ -39,7 +39,9 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         if len(running) == 1:
             mesh = decision.operands[0].layout.mesh
             calls.append(_Call(decision, planning_context().why_topology(mesh), user_line()))
-        elif not decision.explicit or running[-2].explicit:  # else it runs the plans of the decision around it
+        elif any(outer.is_alternative for outer in running[:-1]):
+            return  # it runs the plans of the decision around it, as below
+        elif not decision.explicit or running[-2].explicit:
             calls[-1].within.append(decision)
 
     with observing(record) as running:
@@ -50,7 +52,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
 @dataclass(slots=True)
 class _Call:
-    """One operator that was called, and the decisions made within it: by an alternative, or by a write."""
+    """One operator that was called, and the decisions made within it, such as by a write."""
 
     decision: Decision
     topology_why: str
@@ -65,16 +67,18 @@ def explanation(decision: Decision, topology_why: str, within: tuple[Decision, .
     """The candidates of one decision, priced again, and why the chosen one was taken."""
     topology, ruled = decision.topology, dict[Strategy, Candidate]()
     if decision.rule is not None:
-        ruled = rule_candidates(decision.rule, decision.operands, decision.outputs, topology, decision.wanted)
+        ruled = rule_candidates(
+            *(decision.rule, decision.operands, decision.outputs, topology), decision.wanted, decision.alternatives
+        )
     if decision.strategy is not None:
         chosen = _add_decisions(_chosen_candidate(decision, ruled), within)
         every = tuple(chosen if strategy == decision.strategy else priced for strategy, priced in ruled.items())
         every = every if chosen in every else (chosen, *every)
-        why = why_chosen(chosen, every)
+        why = _why_alternative(ruled) if decision.is_alternative else why_chosen(chosen, every)
     else:
         chosen = _add_decisions(_without_strategy(decision), within)
-        every = tuple(sorted((chosen, *ruled.values()), key=lambda priced: priced.seconds))
-        why = "asked for" if decision.explicit else _why_alternative(decision, tuple(ruled.values()))
+        every = (chosen,)
+        why = "asked for" if decision.explicit else decision.why
     return Explanation(
         decision.op,
         tuple(f"[{o.layout}] {tuple(o.shape)}" for o in decision.operands),
@@ -103,18 +107,14 @@ def _chosen_candidate(decision: Decision, ruled: dict[Strategy, Candidate]) -> C
     return add_moves(chosen, bias) if bias else chosen
 
 
-def _why_alternative(decision: Decision, ruled: tuple[Candidate, ...]) -> str:
-    if not decision.alternative:
-        return decision.why
-    if not ruled:
-        return "the only candidate"
-    seconds = f"{ruled[0].seconds * 1e6:.1f} us"
-    return f"in place of the rule, whose cheapest candidate, {ruled[0].name}, would take {seconds}"
+def _why_alternative(ruled: dict[Strategy, Candidate]) -> str:
+    first = next(priced for strategy, priced in ruled.items() if not strategy.name)
+    return f"in place of the rule, whose cheapest candidate, {first.name}, would take {first.seconds * 1e6:.1f} us"
 
 
 def _without_strategy(decision: Decision) -> Candidate:
-    """The candidate of an operator that only moves data, or of an alternative that runs in place of a rule."""
-    name, crossing = decision.alternative or decision.op, decision.crossing
+    """The candidate of an operator that only moves data."""
+    name, crossing = decision.op, decision.crossing
     moves = [redistributed(plan, itemsize) for plan, itemsize in decision.moves()]
     changes = [f"{plan.src} -> {plan.dst}" for plan, _ in decision.moves()]
     if crossing is not None:

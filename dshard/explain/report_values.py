@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dshard.core.observe import PlannedCollective
 from dshard.core.panel_cost import PanelCost
+from dshard.cost import PlannedCollective
 from dshard.errors import MixedError
 from dshard.tables import human_bytes, text_table
 from dshard.validate import as_int

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dshard.core.call import Call, LocalOp, Operator, out_local_shape
+from dshard.core.checks import check_cat
 from dshard.layout import Shape
 from dshard.mesh import Coordinate
+from dshard.ops import exchange
+from dshard.ops.exchange import index_exchange
 from dshard.ops.views import with_local_size
 from dshard.placements import ReduceOp
 from dshard.rules.rule import ANY, MOVES, PassThrough, Rule, together
@@ -112,13 +115,13 @@ def dense_stride(shape: Shape, like: tuple[int, ...]) -> tuple[int, ...]:
 _NEW = Operator(creation, with_local_size("size"))
 
 RULES: dict[str, Operator] = {
-    "aten::cat": Operator(cat),
+    "aten::cat": Operator(cat, alternatives=(index_exchange(exchange.concatenate),), check=check_cat),
     "aten::stack": Operator(stack),
-    "aten::flip": Operator(flip),
+    "aten::flip": Operator(flip, alternatives=(index_exchange(exchange.flip),)),
     "aten::rot90": Operator(flip),
-    "aten::roll": Operator(roll),
-    "aten::repeat": Operator(repeat),
-    "aten::constant_pad_nd": Operator(pad),
+    "aten::roll": Operator(roll, alternatives=(index_exchange(exchange.roll),)),
+    "aten::repeat": Operator(repeat, alternatives=(index_exchange(exchange.repeat),)),
+    "aten::constant_pad_nd": Operator(pad, alternatives=(index_exchange(exchange.pad),)),
     "aten::tril": Operator(triangle, triangle_kernel),
     "aten::triu": Operator(triangle, triangle_kernel),
     **{f"aten::{name}_like": Operator(creation, like_kernel) for name in ("zeros", "ones", "full", "empty")},

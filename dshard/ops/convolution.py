@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dshard.core.call import Call, LocalOp, Operator, out_local_shape
+from dshard.core.checks import check_convolution
 from dshard.mesh import Coordinate
 from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
@@ -93,6 +94,6 @@ def _groups(call: Call, strategy: Strategy, coordinate: Coordinate, x: int) -> i
 
 
 RULES: dict[str, Operator] = {
-    "aten::convolution": Operator(convolution, forward_kernel),
+    "aten::convolution": Operator(convolution, forward_kernel, check=check_convolution),
     "aten::convolution_backward": Operator(convolution_backward, backward_kernel),
 }

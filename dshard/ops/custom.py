@@ -19,8 +19,6 @@ from dshard.core.transforms import refuse_batched
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import replicated
-from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
-from dshard.ops.foreach import FOREACH
 from dshard.torch_private import OpOverload, no_torch_function
 
 Custom: TypeAlias = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -113,14 +111,6 @@ def number(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return one.item()
 
 
-def asked_for(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the user asks with this call for a number over all elements, so that communication is expected."""
-    if func in _NORMS:
-        given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
-        return given.get("dim") is None
-    return func in _NUMBERS
-
-
 def no_resize(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """resize_: only to the shape that the tensor has."""
     x, shape = args[0], args[1].shape if isinstance(args[1], Tensor) else args[1]
@@ -130,33 +120,3 @@ def no_resize(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             "make a new one, by reshape, narrow or torch.nn.functional.pad"
         )
     return x
-
-
-_ATEN = torch.ops.aten
-
-CUSTOM: dict[OpOverload, Custom] = {
-    **{func: decomposed(function) for func, function in DECOMPOSITIONS.items()},
-    **{func: answered(function) for func, function in QUESTIONS.items()},
-    **FOREACH,
-    _ATEN._local_scalar_dense.default: number,
-    _ATEN.resize_.default: no_resize,
-    _ATEN.resize_as_.default: no_resize,
-}
-"""The functions that run in place of these operators."""
-
-_NUMBERS = frozenset(
-    {
-        _ATEN._local_scalar_dense.default,
-        _ATEN._foreach_norm.Scalar,
-        _ATEN._amp_foreach_non_finite_check_and_unscale_.default,
-    }
-)
-"""item() and its callers; the norms and the flag that gradient clipping and scaling need of all gradients."""
-_NORMS = frozenset({_ATEN.linalg_vector_norm.default, *(f for f in DECOMPOSITIONS if f._schema.name == "aten::norm")})
-"""Reductions over all elements, if no dims are given."""
-
-RULED: frozenset[Custom] = frozenset({*FOREACH.values(), number})
-"""The operators among these that only do local work."""
-
-UNREPEATABLE = frozenset({_ATEN.linalg_lstsq.default})
-"""Operators whose results differ in the last bits from call to call: all ranks take those of the first rank."""

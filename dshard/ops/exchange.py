@@ -1,12 +1,13 @@
 """Operators that move elements along a sharded dim: each rank sends its peers just what they need, none gathers it.
 
-A call is a list of moves, each a run of indices of one operand that becomes consecutive in the output.
+A call is a list of exchanges along one dim each; an exchange is a list of moves, each a run of indices of one operand
+that becomes consecutive in the output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeAlias
 
@@ -15,18 +16,20 @@ from torch import Tensor
 
 from dshard.caches import cached
 from dshard.comm import swap
-from dshard.core.call import LocalOp
+from dshard.core.call import Alternative, AlternativePlan, Call, LocalOp
 from dshard.core.checks import infer
-from dshard.core.moves import redistributed, run_on_ranks, sending, with_partials_reduced
-from dshard.core.observe import OBSERVERS, observed
-from dshard.core.spec import Spec, spec_of
+from dshard.core.context import planning_context
+from dshard.core.moves import leaves, run_on_ranks
+from dshard.core.spec import spec_of
 from dshard.core.view_sync import PartialView, register_view
 from dshard.core.wrapper import Wrapper, wrap
+from dshard.cost import PlannedCollective, planned_collective
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
-from dshard.ops.custom import Custom
-from dshard.ops.reduced_norms import split_axes
-from dshard.torch_private import OpOverload
+from dshard.ops.small_reductions import split_axes
+from dshard.placements import Shard
+from dshard.rules.rule import Rule
+from dshard.rules.strategy import completed_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +86,26 @@ class IndexExchange:
         local = self.layout.local_shape(self.shapes[0], at)
         return prod(n for dim, n in enumerate(local) if dim != self.dim)
 
+    @cached("index exchanges", 16384)
     def sizes(self, at: Coordinate) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The numbers of elements that the rank at `at` sends to, and receives from, each rank of its group."""
-        return _sizes(self, at)
+        peers, others = self.layout.mesh.peers(self.axes, at), self.others(at)
+        send = tuple(sum(len(places) for _, places in self.pieces(at, peer)) * others for peer in peers)
+        recv = tuple(sum(len(places) for _, places in self.pieces(peer, at)) * others for peer in peers)
+        return send, recv
 
     def busiest(self) -> int:
         """The number of elements that the busiest rank receives from its peers."""
-        mesh = self.layout.mesh
-        kept = {at: mesh.peers(self.axes, at).index(at) for at in mesh.coordinates()}
-        return max(sum(recv) - recv[kept[at]] for at in kept for recv in (self.sizes(at)[1],))
+        return max(self._received(at) for at in self.layout.mesh.peers(self.axes, (0,) * self.layout.mesh.ndim))
 
+    def _received(self, at: Coordinate) -> int:
+        """The number of elements that a rank needs, less those that it holds."""
+        needed = self.needed(at)
+        every = sum(len(move.within(range(self.shapes[move.operand][self.dim]), needed)) for move in self.moves)
+        own = sum(len(places) for _, places in self.pieces(at, at))
+        return (every - own) * self.others(at)
+
+    @cached("packed exchanges", 16384)
     def pack(self, at: Coordinate) -> LocalOp:
         """Pack the elements that each peer needs from the local operands into a flat buffer."""
         peers = self.layout.mesh.peers(self.axes, at)
@@ -108,6 +121,7 @@ class IndexExchange:
 
         return run
 
+    @cached("unpacked exchanges", 16384)
     def unpack(self, at: Coordinate, fill: float) -> LocalOp:
         """Unpack the received elements of each peer into the local output."""
         peers, mine = self.layout.mesh.peers(self.axes, at), self.needed(at)
@@ -128,14 +142,6 @@ class IndexExchange:
         return run
 
 
-@cached("shifts", 16384)
-def _sizes(shift: IndexExchange, at: Coordinate) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    peers, others = shift.layout.mesh.peers(shift.axes, at), shift.others(at)
-    send = tuple(sum(len(places) for _, places in shift.pieces(at, peer)) * others for peer in peers)
-    recv = tuple(sum(len(places) for _, places in shift.pieces(peer, at)) * others for peer in peers)
-    return send, recv
-
-
 def _take(x: Tensor, dim: int, wanted: range, start: int) -> Tensor:
     """Select global indices from a local tensor that begins at `start`."""
     up = wanted if wanted.step > 0 else wanted[::-1]
@@ -143,252 +149,209 @@ def _take(x: Tensor, dim: int, wanted: range, start: int) -> Tensor:
     return selected if wanted.step > 0 else selected.flip(dim)
 
 
-def exchange_indices(op: str, tensors: Sequence[Any], dim: int, moves: Moves, out: Tensor, fill: float = 0) -> Any:
-    """Run an exchange: the output has the shape and dtype of `out` and the layout that all operands share."""
-    specs = [t._spec for t in tensors]
-    layout, mesh = specs[0].layout, specs[0].layout.mesh
-    shift = IndexExchange(layout, tuple(spec.shape for spec in specs), dim, moves, out.shape[dim])
-
-    def run() -> Tensor:
-        locals_ = tuple(t._local for t in tensors)
-        flat = run_on_ranks(mesh, shift.pack, locals_, {})
-        moved = swap(flat, mesh, shift.axes, shift.sizes)
-        local_output: Tensor = run_on_ranks(mesh, lambda at: shift.unpack(at, fill), (moved,), {})
-        return local_output
-
-    if OBSERVERS:
-        exchange = ("all_to_all", shift.axes, shift.busiest() * out.itemsize)
-        local = observed(sending(op, specs, [exchange]), run, ())
-    else:
-        local = run()
-    return wrap(local, spec_of(layout, tuple(out.shape), out.stride(), out.dtype, specs[0].device))
+def exchange_locals(exchange: IndexExchange, locals_: tuple[Tensor, ...], fill: float = 0) -> Tensor:
+    """The local output of an exchange of local operands; elements that no move gives have the value `fill`."""
+    mesh = exchange.layout.mesh
+    flat = run_on_ranks(mesh, exchange.pack, locals_, {})
+    moved = swap(flat, mesh, exchange.axes, exchange.sizes)
+    local_output: Tensor = run_on_ranks(mesh, lambda at: exchange.unpack(at, fill), (moved,), {})
+    return local_output
 
 
-# -- the operators
-
-
-def slice_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x[start:end:step], marked as a view but with memory of its own."""
-    x, (dim, start, end, step) = args[0], _slice_arguments(*args[1:], **kwargs)
-    dim %= x.dim()
-    (out,) = _inferred(func, args, kwargs)
-    wanted = range(*slice(start, end, step).indices(x.shape[dim]))
-    view = exchange_indices(str(func), [x], dim, (Move(0, wanted, 0),), out)
-    view = wrap(view._local, view._spec, x.storage_offset() + out.storage_offset())
-    register_view(view, PartialView(x, view._local, view._spec, func, (dim, start, end, step)))
-    return view
-
-
-def _slice_arguments(
-    dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> tuple[int, int | None, int | None, int]:
-    return dim, start, end, step
-
-
-def slice_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The backward form of a slice: its gradient within zeros."""
-    grad, sizes, dim, start, end, step = args
-    dim %= grad.dim()
-    (out,) = _inferred(func, args, kwargs)
-    first = range(*slice(start, end, step).indices(sizes[dim])).start
-    return exchange_indices(str(func), [grad], dim, (Move(0, range(grad.shape[dim]), first),), out)
-
-
-def slice_scatter(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor with a run of indices replaced: the new elements are sent to the ranks that hold these indices."""
-    x, part, dim, start, end, _ = _scatter_arguments(*args, **kwargs)
-    (out,) = _inferred(func, args, kwargs)
-    dim, x = dim % x.dim(), with_partials_reduced(x, str(func))
-    new = redistributed(part, x._spec.layout, str(func))
-    put = range(*slice(start, end).indices(x.shape[dim]))
-    before, after = range(put.start), range(put.stop, x.shape[dim])
-    moves = (Move(0, before, 0), Move(1, range(len(put)), put.start), Move(0, after, put.stop))
-    return exchange_indices(str(func), [x, new], dim, tuple(move for move in moves if move.src), out)
-
-
-def _scatter_arguments(
-    x: Any, part: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> tuple[Any, Any, int, int | None, int | None, int]:
-    return x, part, dim, start, end, step
-
-
-def pad(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dims padded at their ends by a value, or cut: sharded ones one by one, the others on each rank."""
-    _inferred(func, args, kwargs)
-    x, pads = args[0], args[1]
-    value = args[2] if len(args) > 2 else kwargs.get("value", 0)
-    x = with_partials_reduced(x, str(func)) if value else x
-    local = list(pads)
-    for i in range(len(pads) // 2):
-        dim, (low, high) = x.dim() - 1 - i, pads[2 * i : 2 * i + 2]
-        if not (low or high) or not split_axes(x._spec.layout, (dim,)):
-            continue
-        local[2 * i : 2 * i + 2] = [0, 0]
-        (out,) = _inferred(func, (x, [0, 0] * i + [low, high], value), {})
-        kept = range(max(0, -low), x.shape[dim] - max(0, -high))
-        x = exchange_indices(str(func), [x], dim, (Move(0, kept, max(0, low)),), out, value)
-    return func(x, local, value) if any(local) else x
-
-
-def repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dims repeated: sharded ones one by one, the others on each rank."""
-    _inferred(func, args, kwargs)
-    x, times = args[0], list(args[1])
-    new = len(times) - x.dim()
-    for dim in range(x.dim()):
-        n = x.shape[dim]
-        if times[new + dim] > 1 and split_axes(x._spec.layout, (dim,)):
-            (out,) = _inferred(func, (x, [times[new + dim] if d == dim else 1 for d in range(x.dim())]), {})
-            x = exchange_indices(
-                str(func), [x], dim, tuple(Move(0, range(n), i * n) for i in range(times[new + dim])), out
-            )
-            times[new + dim] = 1
-    return func(x, times)
-
-
-def flip(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dims in reverse order, one by one."""
-    _inferred(func, args, kwargs)
-    x = args[0]
-    for dim in [d % x.dim() for d in args[1]]:
-        n = x.shape[dim]
-        moves = (Move(0, range(n - 1, -1, -1), 0),)
-        split = split_axes(x._spec.layout, (dim,))
-        x = exchange_indices(str(func), [x], dim, moves, x._spec.meta()) if split else func(x, [dim])
-    return x
-
-
-def roll(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Elements shifted along dims, those beyond the end to the beginning; dims one by one."""
-    _inferred(func, args, kwargs)
-    x, shifts, dims = args
-    for dim, by in zip([d % x.dim() for d in dims], shifts, strict=True):
-        n = x.shape[dim]
-        by %= n
-        moves = (Move(0, range(n - by, n), 0), Move(0, range(n - by), by))
-        split = split_axes(x._spec.layout, (dim,))
-        x = exchange_indices(str(func), [x], dim, moves, x._spec.meta()) if split else func(x, [by], [dim])
-    return x
-
-
-def cat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tensors concatenated, all redistributed to the layout of the largest."""
-    (out,) = _inferred(func, args, kwargs)
-    tensors = [with_partials_reduced(t, str(func)) for t in args[0] if t.dim() == out.dim()]
-    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.dim()
-    layout = max(tensors, key=lambda t: t.numel())._spec.layout
-    redistributed_tensors = [
-        redistributed(t if t.dtype == out.dtype else t.to(out.dtype), layout, str(func)) for t in tensors
-    ]
-    moves, start = [], 0
-    for i, t in enumerate(redistributed_tensors):
-        moves.append(Move(i, range(t.shape[dim]), start))
-        start += t.shape[dim]
-    return exchange_indices(str(func), redistributed_tensors, dim, tuple(moves), out)
-
-
-def _inferred(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor]:
-    """The result on one device, without data."""
-
-    def meta(arg: Any) -> Any:
-        if isinstance(arg, list | tuple):
-            return [meta(each) for each in arg]
-        return arg._spec.meta() if isinstance(arg, Wrapper) else arg
-
-    return (infer(func, tuple(map(meta, args)), dict(kwargs)),)
-
-
-# -- when
-
-
-def cuts_split(x: Any, *dims: int) -> bool:
-    """Whether the tensor has elements and one of these dims is sharded over ranks."""
-    spec: Spec | None = x._spec if isinstance(x, Wrapper) else None
-    if spec is None or not spec.layout.sharded_dims() or 0 in spec.shape:
-        return False
-    ndim = len(spec.shape)
-    if not all(-ndim <= dim < ndim for dim in dims):
-        return False
-    return bool(split_axes(spec.layout, tuple(dim % ndim for dim in dims)))
-
-
-def _cuts(args: tuple[Any, ...]) -> bool:
-    """Whether a slice takes some, but not all, indices of a sharded dim."""
-    dim, start, end, step = _slice_arguments(*args[1:])
-    if not cuts_split(args[0], dim):
-        return False
-    n = args[0].shape[dim]
-    return step > 0 and 0 < len(range(*slice(start, end, step).indices(n))) < n
-
-
-def _fills(args: tuple[Any, ...]) -> bool:
-    grad, sizes, dim, _, _, step = args
-    return step == 1 and cuts_split(grad, dim) and grad.shape[dim] != sizes[dim]
-
-
-def _replaces(args: tuple[Any, ...]) -> bool:
-    """Whether a run of indices of a sharded dim is replaced."""
-    x, part, dim, start, end, step = _scatter_arguments(*args)
-    return (
-        step == 1
-        and isinstance(part, Wrapper)
-        and cuts_split(x, dim)
-        and part.dim() == x.dim()
-        and part.dtype == x.dtype
-        and 0 < part.shape[dim] == len(range(*slice(start, end).indices(x.shape[dim])))
+def planned_exchanges(exchanges: Sequence[IndexExchange], itemsize: int) -> tuple[PlannedCollective, ...]:
+    """The collectives of exchanges of elements of this size."""
+    mesh = exchanges[0].layout.mesh
+    topology = planning_context().topology_of(mesh)
+    return tuple(
+        planned_collective("all_to_all", mesh, each.axes, each.busiest() * itemsize, topology) for each in exchanges
     )
 
 
-def _pads(args: tuple[Any, ...]) -> bool:
-    """Whether a sharded dim grows or shrinks, and some of its elements stay."""
-    x, pads = args[0], args[1]
-    if len(pads) % 2 or len(pads) > 2 * x.dim():
-        return False
-    changed = {x.dim() - 1 - i: pads[2 * i : 2 * i + 2] for i in range(len(pads) // 2) if any(pads[2 * i : 2 * i + 2])}
-    stays = all(max(0, -low) + max(0, -high) < x.shape[dim] for dim, (low, high) in changed.items())
-    return stays and cuts_split(x, *changed)
+def index_exchange(plan: Callable[[Call], AlternativePlan | None]) -> Alternative:
+    """An alternative that moves indices of sharded dims; it applies where an operand has elements and such dims."""
+
+    def where_sharded(call: Call, rule: Rule) -> AlternativePlan | None:
+        sharded = any(spec.layout.sharded_dims() and 0 not in spec.shape for spec in call.specs)
+        return plan(call) if sharded else None
+
+    return Alternative("index exchange", where_sharded)
 
 
-def _repeats(args: tuple[Any, ...]) -> bool:
-    """Whether a sharded dim is repeated fewer times than it has shards; else every rank needs nearly all of it."""
-    x, times = args
-    new = len(times) - x.dim()
-    more = [dim for dim in range(x.dim()) if new >= 0 and times[new + dim] > 1]
-    return bool(more) and cuts_split(x, *more) and min(times) > 0 and all(_few(x, d, times[new + d]) for d in more)
+def _one_exchange(call: Call, layout: Layout, dim: int, moves: Moves) -> AlternativePlan:
+    """One exchange of the operands that have all dims, which take `layout`, to an output in that layout."""
+    (out,) = call.outs
+    read = [i for i, shape in enumerate(call.shapes) if len(shape) == out.dim()]
+    exchange = IndexExchange(layout, tuple(call.shapes[i] for i in read), dim, moves, out.shape[dim])
+    spec = spec_of(layout, tuple(out.shape), out.stride(), out.dtype, call.specs[0].device)
+
+    def run(*args: Any, **_: Any) -> Any:
+        tensors = [x for x in leaves(args) if isinstance(x, Wrapper)]
+        return wrap(exchange_locals(exchange, tuple(tensors[i]._local.to(out.dtype) for i in read)), spec)
+
+    inputs = tuple(layout if i in read else operand.layout for i, operand in enumerate(call.specs))
+    return AlternativePlan(inputs, (layout,), run, exchanges=planned_exchanges([exchange], out.itemsize))
 
 
-def _few(x: Any, dim: int, times: int) -> bool:
-    layout = x._spec.layout
-    axes = split_axes(layout, (dim,))
-    return not axes or times < prod(layout.mesh.shape[axis] for axis in axes)
+# -- parts
 
 
-def _turns(args: tuple[Any, ...]) -> bool:
-    return cuts_split(args[0], *args[1])
+def cut(call: Call) -> AlternativePlan | None:
+    """x[start:end:step], marked as a view but with memory of its own."""
+    spec, dim, (out,) = call.specs[0], call.dim(), call.outs
+    if not split_axes(spec.layout, (dim,)) or not 0 < out.shape[dim] < spec.shape[dim]:
+        return None
+    start, end, step = (call.argument(name) for name in ("start", "end", "step"))
+    wanted = range(*slice(start, end, step).indices(spec.shape[dim]))
+    exchanged = _one_exchange(call, spec.layout, dim, (Move(0, wanted, 0),))
+
+    def run(x: Any, *_: Any, **__: Any) -> Any:
+        view = exchanged.run(x)
+        view = wrap(view._local, view._spec, x.storage_offset() + out.storage_offset())
+        register_view(view, PartialView(x, view._local, view._spec, call.func, (dim, start, end, step)))
+        return view
+
+    return replace(exchanged, run=run)
 
 
-def _rolls(args: tuple[Any, ...]) -> bool:
-    return len(args) == 3 and len(args[1]) == len(args[2]) > 0 and cuts_split(args[0], *args[2])
+def cut_backward(call: Call) -> AlternativePlan | None:
+    """The backward form of a slice: its gradient within zeros."""
+    spec, sizes = call.specs[0], call.argument("input_sizes")
+    dim = call.dim()
+    if call.argument("step") != 1 or not split_axes(spec.layout, (dim,)) or spec.shape[dim] == sizes[dim]:
+        return None
+    first = range(*slice(call.argument("start"), call.argument("end")).indices(sizes[dim])).start
+    return _one_exchange(call, spec.layout, dim, (Move(0, range(spec.shape[dim]), first),))
 
 
-def _joins(args: tuple[Any, ...]) -> bool:
-    tensors, dim = args[0], args[1] if len(args) > 1 else 0
-    if not all(isinstance(t, Wrapper) for t in tensors):
-        return False
-    return cuts_split(max(tensors, key=lambda t: t.numel()), dim)
+def cut_scatter(call: Call) -> AlternativePlan | None:
+    """A tensor with a run of indices replaced: the new elements are sent to the ranks that hold these indices."""
+    (x, part), dim = call.specs, call.dim()
+    n = x.shape[dim]
+    put = range(*slice(call.argument("start"), call.argument("end")).indices(n))
+    fits = part.dtype == x.dtype and len(part.shape) == len(x.shape) and 0 < part.shape[dim] == len(put)
+    if call.argument("step") != 1 or not split_axes(x.layout, (dim,)) or not fits:
+        return None
+    before, after = range(put.start), range(put.stop, n)
+    moves = (Move(0, before, 0), Move(1, range(len(put)), put.start), Move(0, after, put.stop))
+    return _one_exchange(call, completed_layout(x.layout), dim, tuple(move for move in moves if move.src))
 
 
-_ATEN = torch.ops.aten
-When: TypeAlias = Callable[[tuple[Any, ...]], bool]
+def concatenate(call: Call) -> AlternativePlan | None:
+    """Tensors concatenated, all in the layout of the largest; those that torch skips have another number of dims."""
+    (out,) = call.outs
+    dim = call.dim(ndim=out.dim())
+    largest = max(call.specs, key=lambda spec: prod(spec.shape))
+    if 0 in largest.shape or not split_axes(largest.layout, (dim,)):
+        return None
+    moves, start = [], 0
+    for i, shape in enumerate(shape for shape in call.shapes if len(shape) == out.dim()):
+        moves.append(Move(i, range(shape[dim]), start))
+        start += shape[dim]
+    return _one_exchange(call, completed_layout(largest.layout), dim, tuple(moves))
 
-SHIFTS: dict[OpOverload, tuple[When, Custom]] = {
-    _ATEN.slice.Tensor: (_cuts, slice_),
-    _ATEN.slice_backward.default: (_fills, slice_backward),
-    _ATEN.slice_scatter.default: (_replaces, slice_scatter),
-    _ATEN.constant_pad_nd.default: (_pads, pad),
-    _ATEN.repeat.default: (_repeats, repeat),
-    _ATEN.flip.default: (_turns, flip),
-    _ATEN.roll.default: (_rolls, roll),
-    _ATEN.cat.default: (_joins, cat),
-}
-"""Operators that move elements along a sharded dim: whether a call does, and its implementation."""
+
+# -- dims one by one: an exchange along each sharded one, the operator itself along the others
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an operator does along one dim, whose size becomes `size`; `alone` are the arguments that do just that."""
+
+    dim: int
+    moves: Moves
+    size: int
+    alone: tuple[Any, ...]
+
+
+def _dim_by_dim(
+    call: Call, steps: Sequence[Step], rest: tuple[Any, ...] | None, fill: float = 0
+) -> AlternativePlan | None:
+    """An exchange for each of `steps`, which are along sharded dims; then the operator with the arguments `rest`."""
+    if not steps:
+        return None
+    func, spec = call.func, call.specs[0]
+    layout = completed_layout(spec.layout) if fill else spec.layout
+    exchanges: list[IndexExchange] = []
+    specs = [spec.with_layout(layout)]
+    for step in steps:
+        exchanges.append(IndexExchange(layout, (specs[-1].shape,), step.dim, step.moves, step.size))
+        out = infer(func, (specs[-1].meta(), *step.alone), {})
+        specs.append(spec_of(layout, tuple(out.shape), out.stride(), out.dtype, spec.device))
+
+    def run(x: Any, *_: Any, **__: Any) -> Any:
+        local = x._local
+        for exchange in exchanges:
+            local = exchange_locals(exchange, (local,), fill)
+        exchanged = wrap(local, specs[-1])
+        return exchanged if rest is None else func(exchanged, *rest)
+
+    outputs = _with_leading(layout, call.outs[0].dim() - len(spec.shape))
+    sent = planned_exchanges(exchanges, spec.itemsize)
+    return AlternativePlan((layout,), (outputs,), run, exchanges=sent)
+
+
+def pad(call: Call) -> AlternativePlan | None:
+    """Dims padded at their ends by a value, or cut: sharded ones one by one, the others on each rank."""
+    spec, pads, value = call.specs[0], list(call.argument("pad")), call.argument("value")
+    steps, local, ndim = [], list(pads), len(spec.shape)
+    for i in range(len(pads) // 2):
+        dim, (low, high) = ndim - 1 - i, pads[2 * i : 2 * i + 2]
+        kept = range(max(0, -low), spec.shape[dim] - max(0, -high))
+        if not (low or high) or not split_axes(spec.layout, (dim,)):
+            continue
+        if not kept:
+            return None
+        moves, size = (Move(0, kept, max(0, low)),), spec.shape[dim] + low + high
+        steps.append(Step(dim, moves, size, ([0, 0] * i + [low, high], value)))
+        local[2 * i : 2 * i + 2] = [0, 0]
+    return _dim_by_dim(call, steps, (local, value) if any(local) else None, value)
+
+
+def repeat(call: Call) -> AlternativePlan | None:
+    """Dims repeated: sharded ones one by one, the others on each rank."""
+    spec, times = call.specs[0], list(call.argument("repeats"))
+    steps, ndim = [], len(spec.shape)
+    new = len(times) - ndim
+    if min(times, default=0) <= 0:
+        return None
+    for dim, n in enumerate(spec.shape):
+        again = times[new + dim]
+        if again > 1 and split_axes(spec.layout, (dim,)):
+            moves = tuple(Move(0, range(n), i * n) for i in range(again))
+            steps.append(Step(dim, moves, n * again, ([again if d == dim else 1 for d in range(ndim)],)))
+            times[new + dim] = 1
+    return _dim_by_dim(call, steps, (times,) if new or max(times) > 1 else None)
+
+
+def flip(call: Call) -> AlternativePlan | None:
+    """Dims in reverse order, one by one."""
+    spec, dims = call.specs[0], _named_dims(call)
+    split = [dim for dim in dims if split_axes(spec.layout, (dim,))]
+    steps = [Step(d, (Move(0, range(spec.shape[d] - 1, -1, -1), 0),), spec.shape[d], ([d],)) for d in split]
+    others = [dim for dim in dims if dim not in split]
+    return _dim_by_dim(call, steps, (others,) if others else None)
+
+
+def roll(call: Call) -> AlternativePlan | None:
+    """Elements shifted along dims, those beyond the end to the beginning; dims one by one."""
+    spec, shifts = call.specs[0], call.argument("shifts")
+    steps, others = [], []
+    for dim, by in zip(_named_dims(call), shifts, strict=False):  # none: of all elements in a row
+        if not split_axes(spec.layout, (dim,)):
+            others.append((by, dim))
+            continue
+        n = spec.shape[dim]
+        moves = (Move(0, range(n - by % n, n), 0), Move(0, range(n - by % n), by % n))
+        steps.append(Step(dim, moves, n, ([by], [dim])))
+    return _dim_by_dim(call, steps, tuple(map(list, zip(*others, strict=True))) if others else None)
+
+
+def _named_dims(call: Call) -> list[int]:
+    """The argument `dims` counted from 0; unlike `Call.dims`, [] names none."""
+    return [dim % len(call.shapes[0]) for dim in call.argument("dims") or ()] if call.shapes[0] else []
+
+
+def _with_leading(layout: Layout, new: int) -> Layout:
+    """The layout of a tensor with `new` leading dims more."""
+    placements = tuple(Shard(p.dim + new) if isinstance(p, Shard) else p for p in layout.placements)
+    return Layout(layout.mesh, placements, tuple((dim + new, axes) for dim, axes in layout.order))

@@ -6,13 +6,13 @@ The dims of the indices may be sharded where elements are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dshard.core.call import Call, Operator
+from dshard.core import checks
+from dshard.core.call import Call, Composed, Operator
 from dshard.ops import lookup
 from dshard.ops.concat import SAME_WHEN_EQUAL
 from dshard.rules.rule import ANY, LINEAR, MOVES, PassThrough, Rule, together
@@ -127,19 +127,18 @@ def by_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _ATEN = torch.ops.aten
 _WRITES = (_ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_impl_.default)
 
-MASKED: dict[Any, Callable[..., Any]] = dict.fromkeys((_ATEN.index.Tensor, *_WRITES), by_mask)
-"""The functions that replace an operator when an index is a mask."""
+_MASKED = dict.fromkeys((_ATEN.index.Tensor, *_WRITES), Composed(by_mask, has_mask))
 
 RULES: dict[str, Operator] = {
     "aten::gather": Operator(gather, lookup.reading),
-    "aten::scatter": Operator(scatter, lookup.writing),
-    "aten::scatter_add": Operator(scatter, lookup.writing),
+    "aten::scatter": Operator(scatter, lookup.writing, check=checks.check_scatter),
+    "aten::scatter_add": Operator(scatter, lookup.writing, check=checks.check_scatter),
     "aten::scatter_reduce": Operator(scatter, lookup.writing),
-    "aten::index_select": Operator(index_select, lookup.reading),
-    "aten::index_add": Operator(index_write, lookup.writing),
+    "aten::index_select": Operator(index_select, lookup.reading, check=checks.check_index_select),
+    "aten::index_add": Operator(index_write, lookup.writing, check=checks.check_index_add),
     "aten::index_copy": Operator(index_write, lookup.writing),
     "aten::index_fill": Operator(index_fill, lookup.writing),
-    "aten::index": Operator(index, lookup.indexing),
-    "aten::index_put": Operator(index_put, lookup.putting),
-    "aten::_index_put_impl": Operator(index_put, lookup.putting),
+    "aten::index": Operator(index, lookup.indexing, composed=_MASKED),
+    "aten::index_put": Operator(index_put, lookup.putting, composed=_MASKED),
+    "aten::_index_put_impl": Operator(index_put, lookup.putting, composed=_MASKED),
 }

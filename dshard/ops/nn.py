@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from dshard.core.call import Call, Kernel, LocalOp, Operator
+from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator
+from dshard.core.checks import check_dim
 from dshard.mesh import Coordinate
 from dshard.ops.lookup import rows_held
-from dshard.ops.losses import NONE, SUM
+from dshard.ops.losses import MEAN, NONE, SUM
+from dshard.ops.small_reductions import small_reductions
 from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
 from dshard.torch_private import OpOverload
@@ -132,25 +134,32 @@ def mean_nll_loss_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict
     return func(grad / count, x, target, weight, SUM, ignored, count)
 
 
-MEANS: dict[OpOverload, Callable[..., Any]] = {
-    torch.ops.aten.nll_loss_forward.default: mean_nll_loss,
-    torch.ops.aten.nll_loss2d_forward.default: mean_nll_loss,
-    torch.ops.aten.nll_loss_backward.default: mean_nll_loss_backward,
-    torch.ops.aten.nll_loss2d_backward.default: mean_nll_loss_backward,
-}
-"""The operators that replace a loss whose reduction is the mean."""
+def _is_mean(position: int) -> Callable[[tuple[Any, ...]], bool]:
+    """Whether the argument at this position, the reduction of a loss, is the mean."""
+    return lambda args: args[position] == MEAN
+
+
+_ATEN = torch.ops.aten
+_FORWARD = dict.fromkeys(
+    (_ATEN.nll_loss_forward.default, _ATEN.nll_loss2d_forward.default), Composed(mean_nll_loss, _is_mean(3))
+)
+_BACKWARD = dict.fromkeys(
+    (_ATEN.nll_loss_backward.default, _ATEN.nll_loss2d_backward.default), Composed(mean_nll_loss_backward, _is_mean(4))
+)
 
 RULES: dict[str, Operator] = {
-    "aten::_softmax": Operator(along),
-    "aten::_log_softmax": Operator(along),
-    "aten::_softmax_backward_data": Operator(along),
-    "aten::_log_softmax_backward_data": Operator(along),
-    "aten::native_layer_norm": Operator(layer_norm),
-    "aten::native_layer_norm_backward": Operator(layer_norm_backward),
+    "aten::_softmax": Operator(along, alternatives=(small_reductions("max", "sum"),), check=check_dim),
+    "aten::_log_softmax": Operator(along, alternatives=(small_reductions("max", "sum"),)),
+    "aten::_softmax_backward_data": Operator(along, alternatives=(small_reductions("sum", operand=1),)),
+    "aten::_log_softmax_backward_data": Operator(along, alternatives=(small_reductions("sum", operand=1),)),
+    "aten::native_layer_norm": Operator(layer_norm, alternatives=(small_reductions("sum", "sum"),)),
+    "aten::native_layer_norm_backward": Operator(
+        layer_norm_backward, alternatives=(small_reductions("sum", "sum", operand=1),)
+    ),
     "aten::embedding": Operator(embedding, embedding_kernel),
     "aten::embedding_dense_backward": Operator(embedding_backward),
-    "aten::nll_loss_forward": Operator(nll_loss, nll_kernel(0)),
-    "aten::nll_loss2d_forward": Operator(nll_loss, nll_kernel(0)),
-    "aten::nll_loss_backward": Operator(nll_loss_backward, nll_kernel(1)),
-    "aten::nll_loss2d_backward": Operator(nll_loss_backward, nll_kernel(1)),
+    "aten::nll_loss_forward": Operator(nll_loss, nll_kernel(0), composed=_FORWARD),
+    "aten::nll_loss2d_forward": Operator(nll_loss, nll_kernel(0), composed=_FORWARD),
+    "aten::nll_loss_backward": Operator(nll_loss_backward, nll_kernel(1), composed=_BACKWARD),
+    "aten::nll_loss2d_backward": Operator(nll_loss_backward, nll_kernel(1), composed=_BACKWARD),
 }

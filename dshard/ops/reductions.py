@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor
 
 from dshard.core.call import Call, LocalOp, Operator, out_local_shape
+from dshard.core.checks import check_aminmax, check_dim, check_extreme, check_position
 from dshard.mesh import Coordinate
+from dshard.ops.move_split import MOVED_SPLIT
 from dshard.ops.pointwise import pointwise
+from dshard.ops.scans import BEST_OF_BLOCKS, LARGEST, SMALLEST, add, latest, log_add, multiply, scan
 from dshard.placements import ReduceOp
 from dshard.rules.rule import LINEAR, Rule, together
 from dshard.rules.strategy import Strategy
@@ -159,40 +163,33 @@ def cumulative_sum(call: Call) -> Rule:
     return along(call, _linear(call))
 
 
-_ALONG = Operator(along)
-
 RULES: dict[str, Operator] = {
     "aten::sum": Operator(total),
     "aten::mean": Operator(total, mean_kernel),
     "aten::nansum": Operator(counted),
     "aten::count_nonzero": Operator(counted),
     "aten::prod": Operator(product),
-    "aten::amax": Operator(extreme("max"), filled("max")),
-    "aten::amin": Operator(extreme("min"), filled("min")),
-    "aten::max": Operator(extreme("max"), filled("max")),
-    "aten::min": Operator(extreme("min"), filled("min")),
-    "aten::aminmax": Operator(both_extremes, filled("min", "max")),
+    "aten::amax": Operator(extreme("max"), filled("max"), check=check_extreme),
+    "aten::amin": Operator(extreme("min"), filled("min"), check=check_extreme),
+    "aten::max": Operator(extreme("max"), filled("max"), (LARGEST,)),
+    "aten::min": Operator(extreme("min"), filled("min"), (SMALLEST,)),
+    "aten::aminmax": Operator(both_extremes, filled("min", "max"), check=check_aminmax),
     "aten::any": Operator(truth("max")),
     "aten::all": Operator(truth("min")),
     "aten::_is_any_true": Operator(truth("max")),
     "aten::_is_all_true": Operator(truth("min")),
-    "aten::cumsum": Operator(cumulative_sum),
+    "aten::argmax": Operator(along, alternatives=(LARGEST,), check=partial(check_position, "argmax")),
+    "aten::argmin": Operator(along, alternatives=(SMALLEST,), check=partial(check_position, "argmin")),
+    "aten::cumsum": Operator(cumulative_sum, alternatives=(scan(add),)),
+    "aten::cumprod": Operator(along, alternatives=(scan(multiply),)),
+    "aten::logcumsumexp": Operator(along, alternatives=(scan(log_add),)),
+    "aten::cummax": Operator(along, alternatives=(scan(latest(torch.ge), positions=True),)),
+    "aten::cummin": Operator(along, alternatives=(scan(latest(torch.le), positions=True),)),
+    "aten::topk": Operator(along, alternatives=(BEST_OF_BLOCKS, MOVED_SPLIT)),
     **{
-        f"aten::{name}": _ALONG
-        for name in (
-            "argmax",
-            "argmin",
-            "argsort",
-            "cummax",
-            "cummin",
-            "cumprod",
-            "kthvalue",
-            "logcumsumexp",
-            "median",
-            "mode",
-            "nanmedian",
-            "sort",
-            "topk",
-        )
+        f"aten::{name}": Operator(along, alternatives=(MOVED_SPLIT,), check=partial(check_position, name))
+        for name in ("kthvalue", "median", "mode", "nanmedian")
     },
+    "aten::sort": Operator(along, alternatives=(MOVED_SPLIT,), check=check_dim),
+    "aten::argsort": Operator(along),
 }

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dshard.core.call import Call, Operator
+from dshard.core.checks import check_dim
+from dshard.ops.exchange import cut, cut_backward, cut_scatter, index_exchange
 from dshard.ops.lookup import selecting
+from dshard.ops.split_pieces import PIECES
 from dshard.ops.views import with_local_size
 from dshard.placements import ReduceOp
 from dshard.rules.rule import ANY, LINEAR, MOVES, PassThrough, Rule, together
@@ -84,19 +87,19 @@ _BACKWARD = with_local_size("input_sizes")
 
 RULES: dict[str, Operator] = {
     "aten::select": Operator(one_index, selecting),
-    "aten::slice": Operator(taken(SLICE)),
+    "aten::slice": Operator(taken(SLICE), alternatives=(index_exchange(cut),)),
     "aten::diagonal": Operator(taken(DIAGONAL)),
     "aten::unfold": Operator(taken(WINDOWS)),
     "aten::select_backward": Operator(put_back(SELECT), _BACKWARD),
-    "aten::slice_backward": Operator(put_back(SLICE), _BACKWARD),
+    "aten::slice_backward": Operator(put_back(SLICE), _BACKWARD, (index_exchange(cut_backward),)),
     "aten::diagonal_backward": Operator(put_back(DIAGONAL), _BACKWARD),
     "aten::unfold_backward": Operator(put_back(WINDOWS, LINEAR), _BACKWARD),
     "aten::diag_embed": Operator(put_back(DIAGONAL)),
-    "aten::select_scatter": Operator(replaced(SELECT)),
-    "aten::slice_scatter": Operator(replaced(SLICE)),
+    "aten::select_scatter": Operator(replaced(SELECT), check=check_dim),
+    "aten::slice_scatter": Operator(replaced(SLICE), alternatives=(index_exchange(cut_scatter),), check=check_dim),
     "aten::diagonal_scatter": Operator(replaced(DIAGONAL)),
-    "aten::split": Operator(split),
-    "aten::split_with_sizes": Operator(split),
+    "aten::split": Operator(split, alternatives=(PIECES,)),
+    "aten::split_with_sizes": Operator(split, alternatives=(PIECES,)),
     "aten::unsafe_split": Operator(split),
     "aten::unsafe_split_with_sizes": Operator(split),
     "aten::unbind": Operator(unbind),

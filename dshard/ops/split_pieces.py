@@ -11,44 +11,53 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from dshard.core.call import LocalOp
-from dshard.core.checks import infer
+from dshard.core.call import AlternativePlan, Call, LocalOp
 from dshard.core.moves import run_on_ranks
 from dshard.core.spec import spec_of
 from dshard.core.view_sync import PartialView, register_view
 from dshard.core.wrapper import wrap
-from dshard.layout import Layout
-from dshard.ops.exchange import Move, Moves, cuts_split, exchange_indices, slice_
-from dshard.ops.reduced_norms import split_axes
-from dshard.torch_private import OpOverload
-
-_ATEN = torch.ops.aten
-_SLICE = _ATEN.slice.Tensor
+from dshard.ops.exchange import IndexExchange, Move, Moves, exchange_locals, index_exchange, planned_exchanges
+from dshard.ops.small_reductions import split_axes
 
 
-def pieces(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _pieces(call: Call) -> AlternativePlan | None:
     """`x.split(sizes, dim)`: views with memory of their own. One exchange for all where every piece shards evenly."""
-    x, dim = args[0], _dim(args) % args[0].dim()
-    outs = infer(func, (x._spec.meta(), *args[1:]), dict(kwargs))
-    sizes, layout = [out.shape[dim] for out in outs], x._spec.layout
+    spec, dim = call.specs[0], call.dim()
+    layout, mesh, n = spec.layout, spec.layout.mesh, spec.shape[dim]
+    sizes = [out.shape[dim] for out in call.outs]
+    ranks = prod(mesh.shape[axis] for axis in split_axes(layout, (dim,)))
+    if ranks == 1 or len(sizes) < 2 or min(sizes) < 1:
+        return None
     ends = list(accumulate(sizes, initial=0))
-    ranks = _ranks(layout, dim)
-    if any(size % ranks for size in sizes):
-        return [slice_(_SLICE, (x, dim, *ends[i : i + 2], 1), {}) for i in range(len(sizes))]
-    together = exchange_indices(str(func), [x], dim, _dealt(sizes, ends, ranks), x._spec.meta())
+    even = not any(size % ranks for size in sizes)
+    moves = (
+        [_dealt(sizes, ends, ranks)] if even else [(Move(0, range(*ends[i : i + 2]), 0),) for i in range(len(sizes))]
+    )
+    lengths = [n] if even else sizes
+    exchanges = [
+        IndexExchange(layout, (spec.shape,), dim, each, length) for each, length in zip(moves, lengths, strict=True)
+    ]
     local_sizes = [size // ranks for size in sizes]
+    specs = [spec_of(layout, tuple(out.shape), out.stride(), out.dtype, spec.device) for out in call.outs]
 
     def cut(at: Any) -> LocalOp:
         return lambda local: list(local.split(local_sizes, dim))
 
-    views = []
-    locals_ = run_on_ranks(layout.mesh, cut, (together._local,), {})
-    for i, (local, out) in enumerate(zip(locals_, outs, strict=True)):
-        spec = spec_of(layout, tuple(out.shape), out.stride(), out.dtype, x._spec.device)
-        views.append(wrap(local, spec))
-        register_view(views[-1], PartialView(x, local, spec, _SLICE, (dim, *ends[i : i + 2], 1)))
-    return views
+    def run(x: Any, *_: Any, **__: Any) -> list[Any]:
+        locals_: Sequence[Tensor] = [exchange_locals(exchange, (x._local,)) for exchange in exchanges]
+        if even:
+            locals_ = run_on_ranks(mesh, cut, tuple(locals_), {})
+        views = []
+        for i, (local, piece) in enumerate(zip(locals_, specs, strict=True)):
+            views.append(wrap(local, piece, x.storage_offset() + call.outs[i].storage_offset()))
+            rest = (dim, *ends[i : i + 2], 1)
+            register_view(views[-1], PartialView(x, local, piece, torch.ops.aten.slice.Tensor, rest))
+        return views
+
+    sent = planned_exchanges(exchanges, spec.itemsize)
+    return AlternativePlan((layout,), (layout,) * len(sizes), run, exchanges=sent)
 
 
 def _dealt(sizes: Sequence[int], starts: Sequence[int], ranks: int) -> Moves:
@@ -62,26 +71,4 @@ def _dealt(sizes: Sequence[int], starts: Sequence[int], ranks: int) -> Moves:
     return tuple(moves)
 
 
-def _ranks(layout: Layout, dim: int) -> int:
-    return prod(layout.mesh.shape[axis] for axis in split_axes(layout, (dim,)))
-
-
-def _dim(args: tuple[Any, ...]) -> int:
-    return args[2] if len(args) > 2 else 0
-
-
-def pays(args: tuple[Any, ...]) -> bool:
-    """Whether a sharded dim is cut, into pieces that shard evenly or are no more than the ranks that shard it."""
-    x, asked, dim = args[0], args[1], _dim(args)
-    if not cuts_split(x, dim):
-        return False
-    n, ranks = x.shape[dim], _ranks(x._spec.layout, dim % x.dim())
-    if isinstance(asked, int):
-        asked = [min(asked, n - start) for start in range(0, n, asked)] if asked > 0 else []
-    if len(asked) < 2 or min(asked) < 1:
-        return False
-    return len(asked) <= ranks or all(size % ranks == 0 for size in asked)
-
-
-SPLITS = frozenset({_ATEN.split.Tensor, _ATEN.split_with_sizes.default})
-"""The operators that cut a sharded dim into pieces."""
+PIECES = index_exchange(_pieces)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import LocalTensor, plain, stack, unstack
-from dshard.core.call import Call, Kernel, LocalOp, Operator, out_local_shape
+from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, out_local_shape
 from dshard.core.spec import Spec, contiguous_stride
 from dshard.mesh import Coordinate
 from dshard.rules.reshape import reshape_rule
@@ -206,9 +205,8 @@ VIEWS_IN_PLACE: dict[Any, Any] = {
     _ATEN.as_strided_.default: _ATEN.as_strided.default,
 }
 
-CUSTOM: dict[Any, Callable[..., Any]] = dict.fromkeys(VIEWS_IN_PLACE, in_place)
-OF_BASE: dict[Any, Callable[..., Any]] = {_ATEN.as_strided.default: strided_of_base}
-"""Operators that reach memory beyond a view of which they are called."""
+_OF_VIEW = {_ATEN.as_strided.default: Composed(strided_of_base, lambda args: args[0]._is_view())}
+"""The operators that reach memory beyond a view of which they are called."""
 
 _RESHAPE = Operator(reshape, reshape_kernel)
 
@@ -224,5 +222,5 @@ RULES: dict[str, Operator] = {
     "aten::view_as_complex": Operator(as_complex),
     "aten::_conj": Operator(conjugate, done_now(torch.conj_physical)),
     "aten::_neg_view": Operator(conjugate, done_now(torch.neg)),
-    "aten::as_strided": Operator(strided, strided_kernel),
+    "aten::as_strided": Operator(strided, strided_kernel, composed=_OF_VIEW),
 }

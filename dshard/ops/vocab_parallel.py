@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from dshard.autograd.crossing import redistribute
+from dshard.caches import cached
 from dshard.comm import LocalTensor, plain, unstack
 from dshard.core.context import planning_context
 from dshard.core.spec import Spec
@@ -19,10 +20,12 @@ from dshard.core.torch_function import bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.ops.custom import accept_call
 from dshard.ops.lookup import refuse
-from dshard.ops.reduced_norms import pays, split_axes
 from dshard.ops.reductions import HALF
+from dshard.ops.small_reductions import gathered, pending, split_axes
 from dshard.placements import ReduceOp
+from dshard.redistribute import plan
 from dshard.rules.strategy import completed_layout
+from dshard.topology import Topology
 
 LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 """The parameters of `torch.nn.functional.cross_entropy`, in order; `nll_loss` has all but the last."""
@@ -137,4 +140,22 @@ def _split_stays(spec: Spec, dims: tuple[int, ...], reductions: tuple[ReduceOp, 
         return False
     if always:
         return bool(split_axes(spec.layout, dims))
-    return pays(spec, dims, reductions, planning_context().topology_of(spec.layout.mesh))
+    return _reductions_are_cheaper(spec, dims, reductions, planning_context().topology_of(spec.layout.mesh))
+
+
+@cached("reductions or gathers", 16384)
+def _reductions_are_cheaper(
+    spec: Spec, dims: tuple[int, ...], reductions: tuple[ReduceOp, ...], topology: Topology
+) -> bool:
+    """Whether `reductions` over `dims`, completed on all ranks, cost less than gathering these dims."""
+    axes = split_axes(spec.layout, dims)
+    if not axes:
+        return False
+    small = tuple(1 if dim in dims else n for dim, n in enumerate(spec.shape))
+    gathering = plan(spec.layout, gathered(spec.layout, axes), spec.shape, spec.itemsize, topology)
+    completed = completed_layout(spec.layout)
+    reducing = sum(
+        plan(pending(completed, axes, op), gathered(completed, axes), small, spec.itemsize, topology).seconds
+        for op in reductions
+    )
+    return reducing < gathering.seconds

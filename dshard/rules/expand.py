@@ -154,6 +154,32 @@ def expand(
     return Expansion(inputs, outputs, gradients, assignment, order)
 
 
+def order_of(terms: Sequence[Term], layouts: Sequence[Layout]) -> Order:
+    """For each factor the mesh axes that shard it, where tensors of these terms have these layouts."""
+    order: Order = {}
+    for term, layout in zip(terms, layouts, strict=True):
+        for dim, factors in enumerate(term):
+            if len(factors) == 1 and layout.axes_of(dim):
+                order.setdefault(factors[0], layout.axes_of(dim))
+    return order
+
+
+def term_layout(mesh: Mesh, term: Term, order: Order) -> Layout:
+    """The layout of a tensor of this term, replicated on the axes that shard none of its factors."""
+    return _layout(mesh, term, order, [Replicate()] * mesh.ndim)
+
+
+def sharded_anyway(rule: Rule, order: Order, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    """The layouts of operands and outputs of an alternative that shards even factors that `rule` does not.
+
+    A sharded factor that an output lacks leaves it partial, or, if the rule does not shard it, replicated.
+    """
+    factors: list[Row] = [next((f for f, axes in order.items() if axis in axes), None) for axis in range(mesh.ndim)]
+    rows = tuple(None if factor in rule.unsharded else factor for factor in factors)
+    inputs = tuple(term_layout(mesh, term, order) for term in rule.inputs)
+    return inputs, tuple(_layout(mesh, term, order, _output_rest(rule, i, rows)) for i, term in enumerate(rule.outputs))
+
+
 def _input_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
     return [_passed(row) if isinstance(row, PassThrough) and i in row.operands else Replicate() for row in assignment]
 

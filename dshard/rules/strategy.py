@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import prod
 from typing import NamedTuple
 
-from dshard.cost import work_seconds
+from dshard.cost import PlannedCollective, work_seconds
 from dshard.layout import Layout, Shape, interned
 from dshard.placements import Partial, Replicate, Shard
 from dshard.redistribute import plan_price
 from dshard.redistribute.plan import PricedPlan, plan_price_within
 from dshard.redistribute.space import Space, space_of
-from dshard.rules.expand import Allowed, Expansion, Operand, Order, Row, expansions, sizes_of
+from dshard.rules.expand import Allowed, Expansion, Operand, Order, Row, expansions, order_of, sizes_of
 from dshard.rules.rule import PassThrough, Rule
 from dshard.topology import Topology
 
@@ -52,6 +52,8 @@ class Strategy:
     cheapest reduction, and an output sharded along a mesh axis on which all operands are replicated is charged its
     gather: there, work is sharded only where that pays by itself. `gradients` are the layouts in which the local
     backward pass of an operator that is linear in what it reduces gives the operands' gradients.
+
+    An alternative to the rule has a `name`, and sends `exchanges` while it runs, which are part of `gather`.
     """
 
     inputs: tuple[Layout, ...]
@@ -65,6 +67,8 @@ class Strategy:
     reduce: float = 0.0
     backward: float = 0.0
     moves: int = 0
+    name: str = ""
+    exchanges: tuple[PlannedCollective, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -136,6 +140,36 @@ def strategies(
     price = _Price(rule, operands, outputs, topology, wanted)
     for expansion in candidate_expansions(rule, operands, outputs, wanted):
         yield price.of(expansion)
+
+
+def alternative_strategy(
+    name: str,
+    rule: Rule,
+    operands: Sequence[Operand],
+    outputs: Sequence[tuple[Shape, int]],
+    topology: Topology,
+    layouts: tuple[tuple[Layout, ...], tuple[Layout, ...]],
+    exchanges: tuple[PlannedCollective, ...],
+    seconds: float,
+) -> Strategy:
+    """An alternative to `rule`, priced as its strategies are: `layouts` are those of operands and outputs.
+
+    It sends `exchanges` while it runs, in `seconds`.
+    """
+    inputs, results = layouts
+    order = order_of(rule.inputs, inputs)
+    passed = tuple(
+        PassThrough(frozenset({0}), (placement.reduce_op,)) if isinstance(placement, Partial) else None
+        for placement in inputs[0].placements
+    )
+    price = _Price(rule, operands, outputs, topology, ANY)
+    priced = price.of(Expansion(inputs, results, inputs, passed, order))
+    return replace(priced, gather=priced.gather + seconds, name=name, exchanges=exchanges)
+
+
+def cheapest(strategy: Strategy, alternatives: Sequence[Strategy]) -> Strategy:
+    """The cheapest of a rule's strategy and the alternatives to the rule; of equals the first."""
+    return min((strategy, *alternatives), key=lambda candidate: _digits(candidate.seconds))
 
 
 def candidate_expansions(

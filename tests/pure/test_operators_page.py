@@ -30,5 +30,5 @@ def test_each_listed_operator_says_what_its_rule_says() -> None:
     listed = dshard.rules()
 
     assert [row.op for row in listed] == sorted({row.op for row in listed})
-    assert all(row.says and row.family for row in listed)
+    assert all(row.summary and row.family for row in listed)
     assert next(row for row in listed if row.op == "aten::convolution").family == "convolution"

@@ -150,7 +150,7 @@ def test_rows_become_a_rule_that_holds_on_every_layout() -> None:
         )
         assert split.placements == (Partial(),)
     assert not t.events
-    assert next(row.says for row in dshard.rules() if row.op == "dshard_tests.weighed.default").startswith("Weighed")
+    assert next(row.summary for row in dshard.rules() if row.op == "dshard_tests.weighed.default").startswith("Weighed")
 
 
 @pytest.mark.usefixtures("own_rules")

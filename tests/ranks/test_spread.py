@@ -86,6 +86,8 @@ CASES: dict[str, Sample] = {
     "max last": (torch.max, (x, 1)),
     "min": (torch.min, (x, 0, True)),
     "topk": (torch.topk, (long, 2, 0)),
+    "topk of all": (torch.topk, (long, 64, 0)),
+    "max of one": (torch.max, (reals(1, 7), 0, True)),
     "topk smallest": (torch.topk, (long, 3, 0, False)),
     "select": (lambda x: x[3] * 2, (x,)),
     "slice": (lambda x: x[1:4], (x,)),

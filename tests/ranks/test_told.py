@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from random import Random
 from typing import Any, NamedTuple
 
@@ -30,11 +31,12 @@ from dshard import (
 )
 from dshard.comm import bind, init_device_mesh
 from dshard.core.moves import leaves, replace_leaves
+from dshard.dispatch.registry import TABLES
 from dshard.explain import Explanation
 from dshard.pipeline import Pipeline
 from dshard.testing import RankPool, distribute, simulated
 from dshard.testing.choices import layouts_of
-from dshard.topology import BYTES
+from dshard.topology import BYTES, Topology
 
 THOROUGH = settings().max_examples > 100
 Make = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -138,6 +140,45 @@ def test_every_operator_is_explained_traced_and_refused_alike(family: str) -> No
     assert not wrong
 
 
+def along_split_dims() -> list[tuple[Callable[[Tensor], Any], Tensor]]:
+    """Calls of all operators that have alternatives, and an operand of each."""
+    x, aten, row = torch.rand(8, 64), torch.ops.aten, torch.rand(64)
+    statistics = torch.rand(8, 1), torch.rand(8, 1)
+    calls: list[Callable[[Tensor], Any]] = [
+        *(lambda x, f=f: f(x, -1, False) for f in (aten._softmax, aten._log_softmax)),
+        *(lambda x, f=f: f(x, x, 1, x.dtype) for f in (aten._softmax_backward_data, aten._log_softmax_backward_data)),
+        lambda x: aten.native_layer_norm(x, [64], None, None, 1e-5),
+        lambda x: aten.native_layer_norm_backward(
+            x, x, [64], *(on_mesh(x, s) for s in statistics), on_mesh(x, row), on_mesh(x, row), [True, True, True]
+        ),
+        *(
+            lambda x, f=f: f(x, 1)
+            for f in (
+                *(torch.cumsum, torch.cumprod, torch.logcumsumexp, torch.cummax, torch.cummin, torch.argmax),
+                *(torch.argmin, torch.max, torch.min, torch.sort, torch.median, torch.nanmedian, torch.mode),
+            )
+        ),
+        lambda x: x.kthvalue(3, 1),
+        lambda x: x.topk(3, 1),
+        lambda x: x[:, 3:40],
+        lambda x: aten.slice_backward(x, [8, 80], 1, 2, 66, 1),
+        lambda x: torch.slice_scatter(x, x[:, 1:33] + 0, 1, 4, 36),
+        lambda x: x.split(16, 1),
+        lambda x: x.split([20, 44], 1),
+        lambda x: torch.cat([x, x], 1),
+        lambda x: x.flip(1),
+        lambda x: x.roll(3, 1),
+        lambda x: x.repeat(2, 2),
+        lambda x: torch.nn.functional.pad(x, (1, 2)),
+    ]
+    return [(call, x) for call in calls]
+
+
+def on_mesh(like: Any, values: Tensor) -> Any:
+    """Replicated values in the dtype of `like`."""
+    return distribute_tensor(values.to(like.dtype), like.device_mesh, src_data_rank=None)
+
+
 class TestAlternatives:
     """Operators that run in place of their rule."""
 
@@ -164,6 +205,44 @@ class TestAlternatives:
         assert found.rule
         assert found.why.startswith("in place of the rule, whose cheapest candidate, ")
         assert f"*  {name}" in str(found)
+
+    @pytest.mark.parametrize("topology", [None, BYTES], ids=["latency counts", "bytes count"])
+    def test_each_is_listed_with_its_price_and_the_cheapest_candidate_runs(self, topology: Topology | None) -> None:
+        rows = {name: row for table in TABLES for name, row in table.items() if row.alternatives}
+        listed: set[tuple[str, str]] = set()
+        mesh = Mesh((4,), ("x",))
+        with simulated(mesh), nullcontext() if topology is None else use_topology(topology):
+            for function, values in along_split_dims():
+                for dim in range(values.dim()):
+                    x = distribute(values, Layout(mesh, (Shard(dim),)))
+                    for found in explain(function, x).operators:
+                        name = found.op.replace("aten.", "aten::").partition(".")[0]
+                        others = {other.name for other in rows[name].alternatives} if name in rows else set()
+                        shown = {each.name for each in found.candidates} & others
+                        listed |= {(name, each) for each in shown}
+                        assert not shown or found.chosen.seconds == min(each.seconds for each in found.candidates)
+
+        every = {(name, other.name) for name, row in rows.items() for other in row.alternatives}
+        assert listed == every
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_what_they_plan_runs_in_half_precision_and_gives_the_layouts_that_it_says(self, dtype: torch.dtype) -> None:
+        for mesh, placements in (
+            (Mesh((4,)), (Shard(1),)),
+            (MESH, (Shard(0), Shard(1))),
+            (MESH, (Partial(), Shard(1))),
+        ):
+            layout = Layout(mesh, placements)
+            with simulated(mesh), use_topology(BYTES):
+                for function, values in along_split_dims():
+                    given = laid((values.to(dtype),), [layout])
+                    told = story(function, given)
+                    chosen = [op.chosen for op in told.operators]
+
+                    assert not list(told.disagreements()), (layout, told.operators)
+                    if len(chosen) == 1 and told.operators[0].why.startswith("in place of the rule"):
+                        outputs = [x._spec.layout for x in leaves(function(*given()[0])) if isinstance(x, Tensor)]
+                        assert chosen[0].placements.rpartition(" -> ")[2] == ", ".join(map(str, outputs))
 
     def test_an_operator_that_needs_a_layout_is_not_said_to_have_no_rule(self) -> None:
         with simulated(MESH):

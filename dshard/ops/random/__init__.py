@@ -2,7 +2,7 @@
 
 from dshard.ops.random.distributions import Distribution
 from dshard.ops.random.operators import (
-    CUSTOM,
+    RANDOM,
     draw_for,
     filled,
     integers,
@@ -15,7 +15,7 @@ from dshard.ops.random.operators import (
 from dshard.ops.random.state import Draw, get_rng_state, manual_seed, next_draw, set_rng_state
 
 __all__ = [
-    "CUSTOM",
+    "RANDOM",
     "Distribution",
     "Draw",
     "draw_for",

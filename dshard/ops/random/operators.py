@@ -319,7 +319,7 @@ _OVERWRITING: dict[str, Make] = {
 }
 _LIKE: dict[str, Make] = {"rand_like": uniform, "randn_like": standard_normal, "randint_like": integers}
 
-CUSTOM: dict[OpOverload, Custom] = {
+RANDOM: dict[OpOverload, Custom] = {
     **{
         func: overwriting(make)
         for name, make in _OVERWRITING.items()

@@ -1,0 +1,82 @@
+"""Operators along a sharded dim by small reductions instead of gathering it: softmax, norms.
+
+These are torch's own decompositions, whose reductions leave small partial results, completed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from dshard.core.call import Alternative, AlternativePlan, Call
+from dshard.core.context import planning_context
+from dshard.layout import Layout
+from dshard.ops.custom import wrapped
+from dshard.ops.decompositions import HALF
+from dshard.placements import Partial, ReduceOp, Replicate
+from dshard.redistribute import plan
+from dshard.rules.expand import order_of, sharded_anyway
+from dshard.rules.rule import Rule
+from dshard.rules.strategy import completed_layout
+from dshard.torch_private import OpOverload, decomposition_table, no_torch_function
+
+
+def split_axes(layout: Layout, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """The mesh axes of more than one rank that shard these dims."""
+    return tuple(axis for dim in dims for axis in layout.axes_of(dim) if layout.mesh.shape[axis] > 1)
+
+
+def gathered(layout: Layout, axes: tuple[int, ...]) -> Layout:
+    """The layout with `axes` replicated."""
+    for axis in axes:
+        layout = layout.replace(axis, Replicate())
+    return layout
+
+
+def pending(layout: Layout, axes: tuple[int, ...], op: ReduceOp) -> Layout:
+    """The layout with `axes` partial."""
+    for axis in axes:
+        layout = layout.replace(axis, Partial(op))
+    return layout
+
+
+def small_reductions(*reductions: ReduceOp, operand: int = 0) -> Alternative:
+    """torch's decomposition of an operator along the dims that its rule does not shard, by these reductions over them.
+
+    All operands take the layout of number `operand`, as far as they share its dims.
+    """
+    return Alternative("small reductions", partial(_plan, reductions, operand))
+
+
+def _plan(reductions: tuple[ReduceOp, ...], operand: int, call: Call, rule: Rule) -> AlternativePlan | None:
+    spec, term = call.specs[operand], rule.inputs[operand]
+    dims = tuple(dim for dim, factors in enumerate(term) if not rule.unsharded.isdisjoint(factors))
+    layout = completed_layout(spec.layout)
+    axes = split_axes(layout, dims)
+    if not axes or 0 in spec.shape:
+        return None
+    inputs, outputs = sharded_anyway(rule, order_of([term], [layout]), layout.mesh)
+    small = tuple(1 if dim in dims else n for dim, n in enumerate(spec.shape))
+    sums = [(pending(layout, axes, op), gathered(layout, axes), small) for op in reductions]
+    if spec.dtype in HALF:  # computed in single precision: what is partial is completed before it is rounded
+        ends = tuple(map(completed_layout, outputs))
+        sums += zip(outputs, ends, call.out_shapes, strict=True)
+        outputs = ends
+    itemsize = torch.float32.itemsize if spec.dtype in HALF else spec.itemsize
+    topology = planning_context().topology_of(layout.mesh)
+    plans = tuple((plan(src, dst, shape, itemsize, topology), itemsize) for src, dst, shape in sums)
+    return AlternativePlan(inputs, outputs, _decomposition(call.func), plans)
+
+
+def _decomposition(func: OpOverload) -> Callable[..., Any]:
+    """torch's decomposition of `func`, run on distributed tensors."""
+    function = decomposition_table[func]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with no_torch_function():
+            return wrapped(function(*args, **kwargs), (args, kwargs))
+
+    return run
