@@ -14,6 +14,7 @@ from torch import Tensor
 from dshard.comm import DeviceMesh
 from dshard.core.call import Call, Operator
 from dshard.core.moves import leaves
+from dshard.core.signature import Function
 from dshard.core.spec import Spec
 from dshard.dispatch.registry import register
 from dshard.errors import ArgumentError, LayoutError, ShapeError
@@ -32,14 +33,14 @@ __all__ = ["TensorLike", "local_map", "register_sharding"]
 
 
 def local_map(
-    func: Callable[..., Any] | None = None,
+    func: Function | None = None,
     out_placements: Placements | tuple[Placements, ...] = None,
     in_placements: tuple[Placements, ...] | None = None,
     in_grad_placements: tuple[Placements, ...] | None = None,
     device_mesh: DeviceMesh | Mesh | None = None,
     *,
     redistribute_inputs: bool = False,
-) -> Callable[..., Any]:
+) -> Function:
     """`func`, written for plain tensors, as a function of DTensors: it gets and returns local tensors.
 
     `out_placements` are those of the outputs, in the order of the flattened result: a sequence of placements for one

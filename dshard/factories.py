@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dshard import comm
 from dshard.comm import DeviceMesh
 from dshard.compile.graph_functions import traceable
+from dshard.core.signature import Args
 from dshard.core.spec import contiguous_stride, spec_of
 from dshard.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from dshard.layout import Layout, layout_of, replicated
@@ -195,7 +196,7 @@ def _size_of(size: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     return (options.pop("size"),)
 
 
-def _bounds(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[int], Any]:
+def _bounds(args: Args, options: dict[str, Any]) -> tuple[list[int], Any]:
     """The bounds and the size of `randint`, by position or by name."""
     values = [*args, *(options.pop(name) for name in ("low", "high", "size") if name in options)]
     if not 2 <= len(values) <= 3:

@@ -18,6 +18,7 @@ from dshard.autograd.sole_owner import is_sole_owner
 from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, local_redistribution
 from dshard.core.observe import OBSERVERS, Decision, observed
+from dshard.core.signature import Function
 from dshard.core.spec import Spec, spec_of
 from dshard.core.transforms import is_batched, refuse_batched, with_tangent
 from dshard.core.wrapper import Wrapper, wrap, wrap_later
@@ -163,9 +164,9 @@ def _redistribute_plain(local: Tensor, move: LocalRedistribution, op: str | None
     return observed(_decision(move, op), move, (local,)) if OBSERVERS else move(local)
 
 
-def unchecked_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def unchecked_apply(function: type[torch.autograd.Function]) -> Function:
     """`function.apply` without torch's checks of its arguments for functorch, which these calls never have."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    apply: Function = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 

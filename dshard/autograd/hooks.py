@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dshard.autograd.crossing import FromLocal, LocalGraph, ToLocal, as_distributed, local_graph_of, redistribute
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import call_torch
 from dshard.core.transforms import refuse_batched
 from dshard.core.view_sync import shown_of
@@ -22,7 +23,7 @@ from dshard.errors import MixedError, ShapeError
 from dshard.layout import interned
 from dshard.torch_private import no_torch_function
 
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[Any, Args, Kwargs], Any]
 
 
 def _local_graph_in_use(x: Any) -> LocalGraph | None:
@@ -45,7 +46,7 @@ def _wrap_gradient(x: Wrapper, grad: Tensor) -> Any:
     return FromLocal.apply(grad, spec, x._spec.layout) if torch.is_grad_enabled() else wrap(grad, spec)  # type: ignore[no-untyped-call]
 
 
-def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.register_hook`: the hook gets a distributed gradient."""
     x, hook = (*args, *kwargs.values())
     graph = _local_graph_in_use(x)
@@ -68,7 +69,7 @@ def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return graph.at_home().register_hook(call_hook)
 
 
-def retain_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def retain_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.retain_grad`."""
     graph = _local_graph_in_use(args[0])
     if graph is None:
@@ -88,12 +89,12 @@ def _keeps_gradient(home: Tensor) -> bool:
     return home.retains_grad or getattr(home, "_asked", False)
 
 
-def retains_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def retains_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.retains_grad`."""
     return _graph_with_gradient(args[0]) is not None or call_torch(func, args, kwargs)
 
 
-def get_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def get_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.grad`."""
     x = args[0]
     graph = _graph_with_gradient(x)
@@ -107,7 +108,7 @@ def get_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return grad if own is None else own + grad
 
 
-def set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def set_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`x.grad = ...`, `del x.grad`."""
     graph = _graph_with_gradient(args[0])
     if graph is not None and graph.home is not None:
@@ -115,7 +116,7 @@ def set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call_torch(func, args, kwargs)
 
 
-def set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def set_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`x.data = value`: give `x` the layout and the local tensor of `value`, unseen by autograd.
 
     Raises:
@@ -134,7 +135,7 @@ def set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x._gradient_layout[:] = [interned(x._spec.layout.cotangent())]
 
 
-def grad_fn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def grad_fn(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.grad_fn`: the node that every gradient of the tensor passes."""
     graph = local_graph_of(args[0])
     if graph is None or _may_have_two_sources(args[0]):
@@ -142,14 +143,14 @@ def grad_fn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return graph.at_home().grad_fn
 
 
-def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def detach_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.detach_`: drop the local graph, too."""
     out = call_torch(func, args, kwargs)
     args[0]._local_graph = None
     return out
 
 
-def data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def data(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.data`: a tensor that shares the memory, with a version counter of its own."""
     out = call_torch(func, args, kwargs)
     if type(out._local) is Tensor:
@@ -169,7 +170,7 @@ def gradient_sources(inputs: Sequence[Any]) -> list[list[Any]]:
     return sources
 
 
-def gradients(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def gradients(run: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.autograd.grad`; `run` is torch's own, for the tensors of `gradient_sources`."""
     options = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
     for grad in _as_list(options.get("grad_outputs")):
@@ -206,7 +207,7 @@ def _as_list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _stacked_gradients(run: Callable[..., Any], options: dict[str, Any]) -> Any:
+def _stacked_gradients(run: Function, options: dict[str, Any]) -> Any:
     """The gradients for each of several gradients of the outputs, stacked: a backward pass takes one at a time.
 
     Raises:
@@ -239,7 +240,7 @@ _ARGUMENTS = (
 )
 
 
-def accumulating(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def accumulating(run: Function, args: Args, kwargs: Kwargs) -> Any:
     """`backward`; `run` is torch's own, for the tensors of `gradient_sources` where `inputs` are given."""
     inputs = kwargs.get("inputs")
     if inputs is None:
@@ -255,7 +256,7 @@ def accumulating(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def _without_torch_function(handler: Handler) -> Handler:
     """Run with `__torch_function__` disabled; tensors without a local autograd graph go straight to torch."""
 
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Any, args: Args, kwargs: Kwargs) -> Any:
         cls = Wrapper.public
         with no_torch_function():
             x = args[0]

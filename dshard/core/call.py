@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
 from dshard.cost import PlannedCollective
 from dshard.layout import Layout, Shape
@@ -19,7 +20,7 @@ from dshard.rules.rule_notation import parse_rule
 from dshard.rules.strategy import Strategy
 from dshard.torch_private import OpOverload
 
-LocalOp: TypeAlias = Callable[..., Any]
+LocalOp: TypeAlias = Function
 Check: TypeAlias = Callable[[dict[str, Any]], None]
 """Raises what torch's kernels raise for arguments, which are given by name."""
 Kernel: TypeAlias = Callable[["Call", Strategy, Coordinate], LocalOp]
@@ -33,8 +34,8 @@ class Call:
     """
 
     func: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     specs: tuple[Spec, ...]
     outs: tuple[Tensor, ...]
 
@@ -122,11 +123,11 @@ class Alternative:
     plan: Callable[[Call, Rule], AlternativePlan | None]
 
 
-def _always(args: tuple[Any, ...]) -> bool:
+def _always(args: Args) -> bool:
     return True
 
 
-def _never(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _never(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
     return False
 
 
@@ -138,9 +139,9 @@ class Composed:
     for a number over all elements, so that communication is expected. With `local` its own work is local, as a rule's.
     """
 
-    run: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+    run: Callable[[OpOverload, Args, Kwargs], Any]
     applies: Callable[[tuple[Any, ...]], bool] = _always
-    asked: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], bool] = _never
+    asked: Callable[[OpOverload, Args, Kwargs], bool] = _never
     local: bool = False
 
 

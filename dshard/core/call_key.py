@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.core.signature import Kwargs
 from dshard.core.wrapper import Wrapper
 
 _NUMBERS = frozenset({int, float, bool, complex})
@@ -19,7 +20,7 @@ _NO_KWARGS: dict[str, Any] = {}
 def call_key(
     called: Any,
     args: Sequence[Any],
-    kwargs: dict[str, Any] = _NO_KWARGS,
+    kwargs: Kwargs = _NO_KWARGS,
     values: bool = True,
     recording: bool = False,
     nested: bool = True,

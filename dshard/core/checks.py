@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from dshard.comm import plain
 from dshard.core.call import Check, writes_first
 from dshard.core.moves import replace_leaves
 from dshard.core.observe import OperatorMode
+from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import for_shapes
 from dshard.torch_private import (
     DataDependentOutputException,
@@ -28,7 +29,6 @@ from dshard.torch_private import (
     has_internal_overlap,
 )
 
-Args: TypeAlias = dict[str, Any]
 UNKNOWN = (
     NotImplementedError,
     DynamicOutputShapeException,
@@ -38,7 +38,7 @@ UNKNOWN = (
 """Errors by which torch says that it cannot infer an output without data."""
 
 
-def infer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def infer(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """The result of `func` on meta tensors. Raises torch's own errors."""
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
@@ -47,7 +47,7 @@ def infer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return func(*args, **kwargs)
 
 
-def accept(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def accept(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     """Raise torch's own error for these arguments, in which meta tensors stand for all; as far as it can."""
     with for_shapes():
         _refuse_more(func, args, kwargs)
@@ -92,14 +92,14 @@ def _without_log() -> Iterator[None]:
 def refusing() -> OperatorMode:
     """A mode in which operators on meta tensors refuse what torch's kernels refuse, as far as `CHECKS` says."""
 
-    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         _refuse_more(func, args, kwargs)
         return func(*args, **kwargs)
 
     return OperatorMode(run)
 
 
-def _refuse_more(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_more(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     if args and isinstance(args[0], Tensor) and _writes_each(func):
         _require(has_internal_overlap(args[0]) != 1, _OVERLAPS)
     check = CHECKS.get(func._schema.name.removesuffix("_"))
@@ -140,7 +140,7 @@ def _require(holds: bool, message: str) -> None:
         raise RuntimeError(message)
 
 
-def check_scatter(given: Args) -> None:
+def check_scatter(given: Kwargs) -> None:
     x, index, source = given["self"], given["index"], given.get("src")
     is_index = index.dtype in (torch.int64, torch.int32) or not index.numel()
     _require(is_index, f"scatter(): Expected dtype int32/int64 for index, got {index.dtype}")
@@ -160,7 +160,7 @@ def check_scatter(given: Args) -> None:
     _require(fits, text)
 
 
-def check_index_add(given: Args) -> None:
+def check_index_add(given: Kwargs) -> None:
     x, index, source, dim = given["self"], given["index"], given["source"], given["dim"]
     same_dtype = x.dtype == source.dtype
     _require(same_dtype, f"index_add_(): self ({x.dtype}) and source ({source.dtype}) must have the same scalar type")
@@ -176,17 +176,17 @@ def check_index_add(given: Args) -> None:
         )
 
 
-def check_index_select(given: Args) -> None:
+def check_index_select(given: Kwargs) -> None:
     if given["index"].dim() > 1:
         raise IndexError("index_select(): Index is supposed to be a vector")
 
 
-def check_masked_scatter(given: Args) -> None:
+def check_masked_scatter(given: Kwargs) -> None:
     dtype = given["mask"].dtype
     _require(dtype == torch.bool, f"masked_scatter_ only supports boolean masks, but got mask with dtype {dtype}")
 
 
-def check_multinomial(given: Args) -> None:
+def check_multinomial(given: Kwargs) -> None:
     x, n = given["self"], given["num_samples"]
     classes = x.shape[-1] if x.dim() else 1
     _require(x.is_floating_point(), f"multinomial only supports floating-point dtypes, got {x.dtype}")
@@ -197,52 +197,52 @@ def check_multinomial(given: Args) -> None:
     _require(enough, "cannot sample n_sample > prob_dist.size(-1) samples without replacement")
 
 
-def check_convolution(given: Args) -> None:
+def check_convolution(given: Kwargs) -> None:
     for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
         fits = all(n >= least for n in given[name])
         _require(fits, f"convolution: {name} {tuple(given[name])} is not supported: too small")
 
 
-def check_lstsq(given: Args) -> None:
+def check_lstsq(given: Kwargs) -> None:
     _require(given["self"].dim() >= 2, "torch.linalg.lstsq: input must have at least 2 dimensions.")
     _require(given["b"].dim() >= 1, "torch.linalg.lstsq: other must have at least 1 dimension.")
 
 
-def check_narrow_copy(given: Args) -> None:
+def check_narrow_copy(given: Kwargs) -> None:
     x, dim = given["self"], given["dim"]
     _require(dim < x.dim(), f"narrow_copy: dim {dim} of a tensor of {x.dim()} dims")
 
 
-def check_strided_scatter(given: Args) -> None:
+def check_strided_scatter(given: Kwargs) -> None:
     x, steps = given["self"], zip(given["size"], given["stride"], strict=False)
     last = (given["storage_offset"] or 0) + sum((n - 1) * step for n, step in steps)
     fits = last < x.numel() or 0 in given["size"]
     _require(fits, f"as_strided_scatter: element {last} is out of bounds for storage of {x.numel()} elements")
 
 
-def check_cat(given: Args) -> None:
+def check_cat(given: Kwargs) -> None:
     for i, x in enumerate(given["tensors"]):
         _require(x.dim() > 0, f"zero-dimensional tensor (at position {i}) cannot be concatenated")
 
 
-def check_complex(given: Args) -> None:
+def check_complex(given: Kwargs) -> None:
     _same_out(given.get("out"), given["real"].dtype.to_complex())
 
 
-def check_aminmax(given: Args) -> None:
+def check_aminmax(given: Kwargs) -> None:
     for name in ("min", "max"):
         _same_out(given.get(name), given["self"].dtype)
     check_extreme(given)
 
 
-def check_extreme(given: Args) -> None:
+def check_extreme(given: Kwargs) -> None:
     x, dims = given["self"], given.get("dim")
     for dim in [dims] if isinstance(dims, int) else dims or []:
         if 0 <= dim + x.dim() < 2 * x.dim() and x.shape[dim] == 0:
             raise IndexError(f"Expected reduction dim {dim} to have non-zero size.")
 
 
-def check_position(name: str, given: Args) -> None:
+def check_position(name: str, given: Kwargs) -> None:
     """Refuse the position of an element among none, as torch's CPU kernels do; meta tensors often accept it."""
     x, dim = given["self"], given.get("dim")
     if dim is None and x.numel() == 0 and name in ("argmax", "argmin"):
@@ -251,7 +251,7 @@ def check_position(name: str, given: Args) -> None:
         raise IndexError(f"{name}(): Expected reduction dim {dim} to have non-zero size.")
 
 
-def check_dim(given: Args) -> None:
+def check_dim(given: Kwargs) -> None:
     ndim, dim = max(given["self"].dim(), 1), given["dim"]
     if not -ndim <= dim < ndim:
         bounds = f"expected to be in range of [{-ndim}, {ndim - 1}], but got {dim}"

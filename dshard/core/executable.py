@@ -19,6 +19,7 @@ from dshard.core.context import planning_context
 from dshard.core.moves import coordinate_of, leaves, on_all_ranks, replace_leaves, run_on_ranks
 from dshard.core.observe import OBSERVERS, CallRecord, Decision, log, observed
 from dshard.core.operands import operand_of, plan_to
+from dshard.core.signature import Function, Kwargs
 from dshard.core.spec import Spec, spec_of
 from dshard.core.wrapper import Wrapper
 from dshard.layout import Layout
@@ -28,9 +29,8 @@ from dshard.rules.rule import Rule
 from dshard.rules.strategy import ANY, Constraints, Strategy, choose
 from dshard.torch_private import make_wrapper_subclass as make
 
-Args: TypeAlias = Sequence[Any]
-Kwargs: TypeAlias = dict[str, Any]
-Finish: TypeAlias = Callable[[Any, Args, Args], Any]
+Values: TypeAlias = Sequence[Any]
+Finish: TypeAlias = Callable[[Any, Values, Values], Any]
 """A function from a local result, the arguments and the redistributed local ones to the result of the call."""
 _NO_KWARGS: Kwargs = {}
 
@@ -83,7 +83,7 @@ class Executable:
         self.moves: list[tuple[int, LocalOp]] = []
         self.end: LocalOp | None = None
 
-    def __call__(self, args: Args, kwargs: Kwargs = _NO_KWARGS) -> Any:
+    def __call__(self, args: Values, kwargs: Kwargs = _NO_KWARGS) -> Any:
         """Run the call on distributed arguments; not recorded by autograd."""
         if self.compared:
             self.compare(args, kwargs)
@@ -125,7 +125,7 @@ class Executable:
         self.operator = self.local_op(coordinate_of(self.mesh))
         return self.operator
 
-    def _run_nested(self, args: Args, kwargs: Kwargs) -> tuple[Args, Any]:
+    def _run_nested(self, args: Values, kwargs: Kwargs) -> tuple[Values, Any]:
         """The redistributed positional arguments and the local result, on simulated ranks or of nested arguments."""
         plans = iter(self.plans)
 
@@ -142,7 +142,7 @@ class Executable:
             out = run(end, out)
         return local, out
 
-    def compare(self, args: Args, kwargs: Kwargs = _NO_KWARGS) -> None:
+    def compare(self, args: Values, kwargs: Kwargs = _NO_KWARGS) -> None:
         """In debug mode, go on only if all ranks make the same call."""
         if self.compared:
             compare_calls(f"{self.decision.op} of {_call_text(args, kwargs)}", self.mesh)
@@ -167,9 +167,7 @@ def result_specs(strategy: Strategy, outs: Sequence[Tensor], device: torch.devic
     ]
 
 
-def watched(
-    executable: Executable, op: Any, args: Args, kwargs: Kwargs, call: Callable[..., Any], *call_args: Any
-) -> Any:
+def watched(executable: Executable, op: Any, args: Values, kwargs: Kwargs, call: Function, *call_args: Any) -> Any:
     """Run `call(*call_args)`, by which `executable` runs, within the observers of this thread, and log it.
 
     A matmul or composite operator has no `op`.
@@ -183,7 +181,7 @@ def wrap_as(spec: Spec) -> Finish:
     """The end of a call with one result, a tensor of spec `spec` that is no view."""
     shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
 
-    def wrap(out: Any, args: Args, local: Args) -> Any:
+    def wrap(out: Any, args: Values, local: Values) -> Any:
         wrapped = make(Wrapper.public, shape, stride, None, None, dtype, torch.strided, device)
         wrapped._local = out
         wrapped._spec = spec
@@ -192,7 +190,7 @@ def wrap_as(spec: Spec) -> Finish:
     return wrap
 
 
-def _call_text(args: Args, kwargs: Kwargs) -> str:
+def _call_text(args: Values, kwargs: Kwargs) -> str:
     """The arguments of a call as text: tensors by shape, dtype and layout, all else by its repr."""
     texts = [
         *map(_argument_text, leaves(list(args))),

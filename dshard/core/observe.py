@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dshard.comm import Scoped, collectives_of, crossing_event, outside_graphs
 from dshard.comm.workspace import borrowed_now, in_use
 from dshard.core.panel_cost import PanelCost
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
 from dshard.cost import PlannedCollective, planned_collective
 from dshard.layout import Shape
@@ -116,7 +117,7 @@ def observing(observer: Observer) -> Iterator[list[Decision]]:
         yield running
 
 
-def observed(decision: Decision, run: Callable[..., Any], args: Sequence[Any]) -> Any:
+def observed(decision: Decision, run: Function, args: Sequence[Any]) -> Any:
     """Call `run(*args)` after the observers of this thread; one that raises prevents the call."""
     begun: list[list[Decision]] = []
     try:
@@ -142,9 +143,9 @@ class CallRecord(NamedTuple):
     executable: Any
     op: Any
     args: Sequence[Any]
-    kwargs: dict[str, Any]
+    kwargs: Kwargs
     result: Any
-    call: Callable[..., Any] | None = None
+    call: Function | None = None
 
 
 CALL_LOGS: Scoped[list[CallRecord], tuple[list[CallRecord], ...]] = Scoped("call logs", tuple)
@@ -169,7 +170,7 @@ class OperatorMode(TorchDispatchMode):
     These include the operators that distributed ones consist of, which are dispatched without the fast path.
     """
 
-    def __init__(self, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def __init__(self, run: Callable[[Any, Args, Kwargs], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.run = run
 

@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 
+from dshard.core.signature import Args, Kwargs
 from dshard.torch_private import is_autocasting, no_torch_function
 
 
-def call_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_torch(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call `func` with `__torch_function__` disabled."""
     with no_torch_function():
         return func(*args, **kwargs)
 
 
-def bind_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def bind_arguments(names: Sequence[str], args: Args, kwargs: Kwargs) -> list[Any]:
     """The arguments in the order of `names`, None where one is missing.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dshard.core.moves import redistribute_local, write_local
+from dshard.core.signature import Function
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.torch_private import OpOverload
@@ -52,7 +52,7 @@ class PartialView(CopiedView):
         write_local(self.local, redistribute_local(view._local, view._spec, self.spec.layout, op))
 
 
-SCATTERS: dict[OpOverload, Callable[..., Any]] = {
+SCATTERS: dict[OpOverload, Function] = {
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
     torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
 }

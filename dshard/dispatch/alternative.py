@@ -13,6 +13,7 @@ from dshard.core.context import planning_context
 from dshard.core.moves import local_redistribution, on_all_ranks, replace_leaves
 from dshard.core.observe import Decision, planned
 from dshard.core.operands import operand_of, plan_to
+from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout
@@ -55,7 +56,7 @@ class AlternativeExecutable:
         plans = tuple(plan_to(spec, layout) for spec, layout in self.layouts)
         self.decision = replace(decision, strategy=strategy, plans=plans, exchanges=strategy.exchanges)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
         layouts = iter(self.layouts)
         args, kwargs = replace_leaves(
             (args, kwargs), lambda leaf: _in_layout(leaf, *next(layouts)) if isinstance(leaf, Tensor) else leaf

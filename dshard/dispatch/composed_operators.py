@@ -5,12 +5,11 @@ Calls that the rule of an operator cannot say stand in that operator's row, as `
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from dshard.core import checks
 from dshard.core.call import Check, Composed
+from dshard.core.signature import Args, Kwargs
 from dshard.ops.custom import answered, decomposed, no_resize, number
 from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
 from dshard.ops.foreach import FOREACH
@@ -21,11 +20,11 @@ from dshard.torch_private import OpOverload
 _ATEN = torch.ops.aten
 
 
-def _is_asked(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_asked(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
     return True
 
 
-def _has_no_dim(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_no_dim(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
     given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
     return given.get("dim") is None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -15,6 +14,7 @@ from dshard.autograd.crossing import redistribute
 from dshard.autograd.hooks import GRAPH_FUNCTIONS, accumulating, data, gradients, set_data
 from dshard.comm import LocalTensor, unstack
 from dshard.core.moves import on_all_ranks
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
 from dshard.core.torch_function import bind_arguments, call_torch
 from dshard.core.transforms import is_differentiating_forward
@@ -29,7 +29,7 @@ from dshard.rules.strategy import completed_layout
 from dshard.torch_private import SEEN, has_compatible_shallow_copy_type, no_torch_function
 
 
-def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`x[index]`, `x[index] = value`: a list of positions counts as a replicated tensor."""
     x, index, *value = args
     if isinstance(x, Wrapper):
@@ -39,7 +39,7 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call_torch(func, (x, index, *value), kwargs)
 
 
-def reduce_partials_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def reduce_partials_first(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call a nonlinear function with partial operands completed, once for the forward and the backward pass.
 
     Operands stay as they are where the function may write to them, as with `inplace`.
@@ -53,10 +53,10 @@ def reduce_partials_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return call_torch(func, args, kwargs)
 
 
-def or_reduce_partials_first(handler: Callable[..., Any]) -> Callable[..., Any]:
+def or_reduce_partials_first(handler: Function) -> Function:
     """`handler`, with `reduce_partials_first` for calls that it answers with None."""
 
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Any, args: Args, kwargs: Kwargs) -> Any:
         out = handler(func, args, kwargs)
         return reduce_partials_first(func, args, kwargs) if out is None else out
 
@@ -68,7 +68,7 @@ def _reduce_partials(func: Any, x: Wrapper) -> Any:
         return redistribute(x, completed_layout(x._spec.layout), func.__name__)
 
 
-def tensor_split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def tensor_split(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`torch.tensor_split`: indices in a distributed tensor are gathered, for torch reads them from memory."""
     x, sections, dim = bind_arguments(("input", "tensor_indices_or_sections", "dim"), args, kwargs)
     if not isinstance(sections, Wrapper):
@@ -86,7 +86,7 @@ def _replicated(values: list[Any], like: Wrapper) -> Any:
     return wrap(on_all_ranks(local, layout.mesh), spec)
 
 
-def keeping_torch_function(function: Any) -> Callable[..., Any]:
+def keeping_torch_function(function: Any) -> Function:
     """A copy of `torch.autograd.backward` or `grad` that leaves `__torch_function__` on for activation checkpoints.
 
     A handler usually calls its function with `__torch_function__` disabled, or it would be asked again; but what a
@@ -109,7 +109,7 @@ def keeping_torch_function(function: Any) -> Callable[..., Any]:
     return copy
 
 
-def with_torch_function_off(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_torch_function_off(function: Function) -> Function:
     """`function` run with `__torch_function__` disabled."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ def with_torch_function_off(function: Callable[..., Any]) -> Callable[..., Any]:
 _backward, _grad = keeping_torch_function(torch.autograd.backward), keeping_torch_function(torch.autograd.grad)
 
 
-def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.backward`, which is `torch.autograd.backward` of one tensor."""
     return _backward_of(*args, **kwargs)
 
@@ -133,14 +133,14 @@ def _backward_of(
     return accumulating(_backward, (x, gradient, retain_graph, bool(create_graph)), {"inputs": inputs})
 
 
-def without_torch_function(handler: Callable[..., Any]) -> Callable[..., Any]:
+def without_torch_function(handler: Function) -> Function:
     """`handler` run with `__torch_function__` disabled, so that its own calls on operands are not handled again.
 
     For torch.export, which records operators on distributed tensors, and for forward-mode derivatives, which torch has
     for each operator, torch's own function is called instead.
     """
 
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if is_exporting() or is_differentiating_forward():
             return call_torch(func, args, kwargs)
         with no_torch_function():
@@ -150,7 +150,7 @@ def without_torch_function(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _DATA: Any = Tensor.data
-_HANDLERS: dict[Any, Callable[..., Any]] = {
+_HANDLERS: dict[Any, Function] = {
     torch.matmul: matmul,
     torch.mm: matmul,
     Tensor.mm: matmul,
@@ -184,7 +184,7 @@ NONLINEAR = (
 )
 _HANDLERS |= dict.fromkeys(NONLINEAR, reduce_partials_first)
 _HANDLERS |= {F.cross_entropy: or_reduce_partials_first(cross_entropy), F.rms_norm: or_reduce_partials_first(rms_norm)}
-COMPOSITES: dict[Any, Callable[..., Any]] = {
+COMPOSITES: dict[Any, Function] = {
     **{func: without_torch_function(handler) for func, handler in _HANDLERS.items()},
     **GRAPH_FUNCTIONS,
     _DATA.__set__: set_data,

@@ -23,6 +23,7 @@ from dshard.core.moves import (
 )
 from dshard.core.observe import OBSERVERS, Decision, observed
 from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
+from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, spec_of
 from dshard.core.view_sync import CopiedView, register_view
 from dshard.core.wrapper import Wrapper, wrap
@@ -33,7 +34,7 @@ from dshard.ops.random import is_random, seeded_op
 from dshard.torch_private import OpOverload
 
 
-def replicate(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def replicate(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Run an operator without a rule on replicated operands, on every rank. Warns once for each operator."""
     random = is_random(func)
     if func not in _WARNED and not random:

@@ -26,8 +26,9 @@ from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
 from dshard.core.executable import Executable
 from dshard.core.observe import CALL_LOGS, OBSERVERS, CallRecord, observed
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
-from dshard.dispatch.shortcuts import BY_KIND, Args, Kwargs, Shortcut, shortcut_of
+from dshard.dispatch.shortcuts import BY_KIND, Shortcut, shortcut_of
 from dshard.ops.matmul.options import ASKING, has_no_options
 from dshard.torch_private import (
     is_autocasting,
@@ -96,7 +97,7 @@ def _creates_graph(func: Any, args: Args, kwargs: Kwargs) -> bool:
     return bool(args[position] if len(args) > position else kwargs.get("create_graph"))
 
 
-def _with_view_replay(run: Callable[..., Any], *args: Any) -> Any:
+def _with_view_replay(run: Function, *args: Any) -> Any:
     """Call `run` with view replay on: autograd then makes views again by their function, not by strides."""
     before = is_view_replay_enabled()  # by strides of the global tensor a recorded write through a view would gather
     set_view_replay_enabled(True)
@@ -108,7 +109,7 @@ def _with_view_replay(run: Callable[..., Any], *args: Any) -> Any:
 
 def _observed_shortcut(shortcut: Shortcut, args: Args, kwargs: Kwargs) -> Any:
     """Run a shortcut within the observers, given the decisions of the operators in it."""
-    run: Callable[..., Any] = shortcut
+    run: Function = shortcut
     run_args: tuple[Any, ...] = (args, kwargs)
     for decision in getattr(shortcut, "decisions", ()):
         run, run_args = partial(observed, decision, run), (run_args,)

@@ -17,7 +17,7 @@ from dshard.core.call import Call, LocalOp, Operator, views_first, writes_first
 from dshard.core.call_key import call_key
 from dshard.core.checks import infer
 from dshard.core.context import planning_context
-from dshard.core.executable import Args, Executable, Finish, decide, result_specs, watched, wrap_as
+from dshard.core.executable import Executable, Finish, Values, decide, result_specs, watched, wrap_as
 from dshard.core.moves import (
     count_write,
     giving_same_memory_once,
@@ -31,6 +31,7 @@ from dshard.core.moves import (
 )
 from dshard.core.observe import CALL_LOG, OBSERVERS, CallRecord, Decision, log, observed
 from dshard.core.operands import common_mesh, operand_of, spec_like
+from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.view_sync import SCATTERS, CopiedView, PartialView, attach_view, propagate_write, register_view
 from dshard.core.wrapper import Wrapper, wrap
@@ -44,12 +45,12 @@ from dshard.ops.views import counts_memory, in_memory_as
 from dshard.rules.strategy import ANY, Constraints, Strategy, cheapest
 from dshard.torch_private import OpOverload
 
-Executor = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Executor = Callable[[Args, Kwargs], Any]
 RESHAPES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})
 """Operators with a kernel that only gives other sizes: torch's gradient of it is that of the call."""
 
 
-def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Run `func` on distributed tensors, with the result of single-device torch on the global tensors."""
     number = id(func)  # the hash of an operator is slow; `FACTS` keeps it alive, so no other gets its id
     facts = FACTS.get(number) or known(func)
@@ -85,7 +86,7 @@ def _count_change(func: OpOverload, operand: Any, written: bool) -> None:
         propagate_write(operand, func)
 
 
-def _watched(executor: Executor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _watched(executor: Executor, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(executor, Executable):
         return watched(executor, func, args, kwargs, executor, args, kwargs)
     if isinstance(executor, AlternativeExecutable):
@@ -96,7 +97,7 @@ def _watched(executor: Executor, func: OpOverload, args: tuple[Any, ...], kwargs
     return out
 
 
-def _build(func: OpOverload, op: Operator | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:
+def _build(func: OpOverload, op: Operator | None, args: Args, kwargs: Kwargs) -> Executor:
     mesh = common_mesh(func, tensors_in((args, kwargs)))
     if op is None:
         return _without_rule(func)
@@ -107,7 +108,7 @@ def _build(func: OpOverload, op: Operator | None, args: tuple[Any, ...], kwargs:
     return operator_executable(op, call, result, _positions(args, kwargs))
 
 
-def call_of(func: OpOverload, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
+def call_of(func: OpOverload, mesh: Mesh, args: Args, kwargs: Kwargs) -> tuple[Call, Any]:
     """The call with specs in place of tensors, and its result on meta tensors."""
     specs = tuple(spec_like(t, mesh) for t in tensors_in((args, kwargs)))
     rest = iter(specs)
@@ -116,7 +117,7 @@ def call_of(func: OpOverload, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[st
     return Call(func, spec_args, spec_kwargs, specs, tuple(tensors_in(result))), result
 
 
-def _asked_decision(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
+def _asked_decision(func: OpOverload, args: Args, kwargs: Kwargs) -> Decision:
     """The decision of an operator that runs as others, for which the user asked."""
     operands = tuple(operand_of(t._spec) for t in leaves((args, kwargs)) if isinstance(t, Wrapper))
     topology = planning_context().topology_of(operands[0].layout.mesh)  # those of a list may be on several meshes
@@ -133,7 +134,7 @@ def _without_rule(func: OpOverload) -> Executor:
         return lambda args, kwargs: replicate(func, args, kwargs)
     run_decomposed = decomposed(decomposition)
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(args: Args, kwargs: Kwargs) -> Any:
         out = run_decomposed(func, args, kwargs)
         return replicate(func, args, kwargs) if out is NotImplemented else out
 
@@ -170,7 +171,7 @@ def operator_executable(
     )
 
 
-def _positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
+def _positions(args: Args, kwargs: Kwargs) -> list[int] | None:
     """The positions of the distributed arguments, None if there are nested or named tensors."""
     nested = [leaf for arg in args if isinstance(arg, list | tuple) for leaf in leaves(arg)] + leaves(kwargs)
     positions = [i for i, arg in enumerate(args) if isinstance(arg, Wrapper)]
@@ -223,7 +224,7 @@ def _wrap_nested(out: Any, result: Any, specs: Sequence[Spec], start: int = 0) -
 def _finish_write(call: Call, is_moved: bool, specs: Sequence[Spec]) -> Finish:
     """The end of an in-place operator: a redistributed first operand is redistributed back; the operand is returned."""
 
-    def finish(out: Any, args: Args, local: Args) -> Any:
+    def finish(out: Any, args: Values, local: Values) -> Any:
         target = args[0]
         if is_moved or not isinstance(target, Wrapper):
             written = redistribute_local(out, specs[0], call.specs[0].layout, call.func)
@@ -242,7 +243,7 @@ def _finish_view(call: Call, result: Any, strategy: Strategy, specs: Sequence[Sp
     leaves_terms = call.func in SCATTERS and strategy.outputs[0].partial_axes() != input_layout.partial_axes()
     offset = result.storage_offset() if isinstance(result, Tensor) else None
 
-    def finish(out: Any, args: Args, local: Args) -> Any:
+    def finish(out: Any, args: Values, local: Values) -> Any:
         base = args[0]
         start = base.storage_offset()
         views = _wrap_nested(out, result, specs, start) if offset is None else wrap(out, specs[0], start + offset)

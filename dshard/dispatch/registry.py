@@ -13,6 +13,7 @@ from torch import Tag
 from dshard.caches import Cache, cached, clear_caches
 from dshard.core.call import Call, Composed, Operator, writes_first
 from dshard.core.checks import CHECKS
+from dshard.core.signature import Args, Kwargs
 from dshard.dispatch.composed_operators import CHECKS_WITHOUT_RULE, COMPOSED
 from dshard.errors import NotationError
 from dshard.ops import (
@@ -220,7 +221,7 @@ class Known:
     changes: bool
     writes: bool
 
-    def is_composed(self, args: tuple[Any, ...]) -> bool:
+    def is_composed(self, args: Args) -> bool:
         """Whether a call with these arguments runs as other operators."""
         return self.composed is not None and self.composed.applies(args)
 
@@ -255,7 +256,7 @@ CHECKS |= {name: op.check for table in TABLES for name, op in table.items() if o
 Path: TypeAlias = Literal["rule", "decomposition", "fallback"]
 
 
-def path_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Path:
+def path_of(func: OpOverload, args: Args, kwargs: Kwargs) -> Path:
     """The path of a call: its rule, other operators, or the fallback that replicates on every rank."""
     facts = known(func)
     if facts.composed is not None and facts.composed.applies(args):

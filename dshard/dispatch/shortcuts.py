@@ -19,6 +19,7 @@ from dshard.core.call import views_first, writes_first
 from dshard.core.executable import Executable
 from dshard.core.moves import sharing_version
 from dshard.core.observe import CallRecord, OperatorMode
+from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.registry import known
@@ -27,8 +28,6 @@ from dshard.placements import Partial
 from dshard.torch_private import OpOverload, is_view_replay_enabled, no_torch_dispatch, set_view_replay_enabled
 from dshard.torch_private import make_wrapper_subclass as make
 
-Args: TypeAlias = tuple[Any, ...]
-Kwargs: TypeAlias = dict[str, Any]
 Shortcut: TypeAlias = Callable[[Args, Kwargs], Any]
 _ATEN = torch.ops.aten
 _STRIDED = torch.strided

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dshard.comm.user_code import user_line
 from dshard.core.context import planning_context
 from dshard.core.observe import Decision, observing
+from dshard.core.signature import Function
 from dshard.explain.candidates import (
     Moved,
     add_moves,
@@ -24,7 +24,7 @@ from dshard.rules.strategy import Strategy
 from dshard.validate import check_callable
 
 
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+def explain(function: Function, *args: Any, **kwargs: Any) -> Report:
     """Run `function(*args, **kwargs)` and explain each operator on distributed tensors that it called.
 
     On a pure `Mesh`, with local tensors on the meta device, everything is planned and nothing is sent or computed.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dshard.core.signature import Function
 from dshard.core.spec import contiguous_stride, spec_of
 from dshard.errors import DShardError, NotationError
 from dshard.explain.explain_calls import explain
@@ -108,7 +109,7 @@ def explain_source(source: str, tensors: Mapping[str, DTensor]) -> Report:
     return _run(source, function, **_arguments(source, function, tensors))
 
 
-def _run(source: str, function: Callable[..., Any], **arguments: Any) -> Report:
+def _run(source: str, function: Function, **arguments: Any) -> Report:
     try:
         return explain(function, **arguments)
     except DShardError:
@@ -136,7 +137,7 @@ def _expression(source: str, tensors: Mapping[str, DTensor]) -> Callable[[], Any
     return run
 
 
-def _load(path: str, name: str) -> Callable[..., Any]:
+def _load(path: str, name: str) -> Function:
     module = _load_file(Path(path)) if path.endswith(".py") else _load_module(path)
     function = getattr(module, name, None)
     if not callable(function):
@@ -169,7 +170,7 @@ def _load_module(name: str) -> ModuleType:
         raise NotationError(f"cannot import {name!r}: {error}") from error
 
 
-def _arguments(source: str, function: Callable[..., Any], tensors: Mapping[str, DTensor]) -> dict[str, DTensor]:
+def _arguments(source: str, function: Function, tensors: Mapping[str, DTensor]) -> dict[str, DTensor]:
     parameters = inspect.signature(function).parameters
     needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     missing = [name for name in needed if name not in tensors]

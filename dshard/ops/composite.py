@@ -22,6 +22,7 @@ from dshard.core.executable import Executable, decide, result_specs, watched, wr
 from dshard.core.moves import coordinate_of, counting_as, run_on_ranks
 from dshard.core.observe import CALL_LOG, OBSERVERS
 from dshard.core.operands import common_mesh, spec_like
+from dshard.core.signature import Function
 from dshard.core.spec import Spec, for_shapes
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout
@@ -52,7 +53,7 @@ def run_composite(
     else:
         choices.hits += 1
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    call: Callable[..., Any] = partial(run_recorded, executable) if recorded else executable
+    call: Function = partial(run_recorded, executable) if recorded else executable
     if CALL_LOG or OBSERVERS:
         return watched(executable, None, tensors, {}, call, tensors)
     return call(tensors)

@@ -14,6 +14,7 @@ from dshard.core.call_key import call_key
 from dshard.core.checks import accept, refusing
 from dshard.core.moves import leaves, local_redistribution, replace_leaves
 from dshard.core.observe import OBSERVERS, observed
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import for_shapes, spec_of
 from dshard.core.transforms import refuse_batched
 from dshard.core.wrapper import Wrapper, wrap
@@ -21,15 +22,15 @@ from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.torch_private import OpOverload, no_torch_function
 
-Custom: TypeAlias = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+Custom: TypeAlias = Callable[[OpOverload, Args, Kwargs], Any]
 MAX_CHECKED = 16384
 _CHECKED: set[Any] = set()
 
 
-def decomposed(function: Callable[..., Any]) -> Custom:
+def decomposed(function: Function) -> Custom:
     """Run `function`, made of operators on distributed tensors, once torch has accepted the arguments."""
 
-    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         if not func._can_decompose():
             check(func, args, kwargs)
         with no_torch_function():
@@ -59,17 +60,17 @@ def _is_new_plain(leaf: Any, had: set[int]) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, Wrapper) and id(leaf) not in had
 
 
-def answered(function: Callable[..., Any]) -> Custom:
+def answered(function: Function) -> Custom:
     """Run `function`, whose result is no tensor and is equal on every rank."""
 
-    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         with no_torch_function():
             return function(*args, **kwargs)
 
     return run
 
 
-def check(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     """Let torch refuse arguments that it would refuse on one device; without data, once for each kind of arguments."""
     key = call_key(func, args, kwargs)
     if key in _CHECKED:
@@ -84,7 +85,7 @@ def check(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     _CHECKED.add(key)
 
 
-def accept_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def accept_call(function: Function, args: Args, kwargs: Kwargs) -> None:
     """Let torch refuse a call of one of its functions, without data."""
     meta_args, meta_kwargs = replace_leaves(
         (args, kwargs), lambda leaf: _meta(leaf) if isinstance(leaf, Tensor) else leaf
@@ -99,7 +100,7 @@ def _meta(x: Any) -> Tensor:
     return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device="meta")
 
 
-def number(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def number(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """item(): the number in the global tensor, equal on every rank."""
     spec = args[0]._spec
     move = local_redistribution(spec, replicated(spec.layout.mesh))
@@ -111,7 +112,7 @@ def number(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return one.item()
 
 
-def no_resize(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def no_resize(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """resize_: only to the shape that the tensor has."""
     x, shape = args[0], args[1].shape if isinstance(args[1], Tensor) else args[1]
     if tuple(shape) != tuple(x.shape):

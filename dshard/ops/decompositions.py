@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf, prod
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from dshard.caches import cached
 from dshard.core.moves import with_partials_reduced
+from dshard.core.signature import Function
 from dshard.torch_private import OpOverload, decomposition_table
 
 aten = torch.ops.aten
@@ -156,7 +157,7 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
+DECOMPOSITIONS: dict[OpOverload, Function] = {
     aten.var.correction: var,
     aten.var_mean.correction: var_mean,
     aten.std.correction: std,
@@ -172,7 +173,7 @@ DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
 }
 """Operators that are decomposed into others; torch checks their arguments first."""
 
-QUESTIONS: dict[OpOverload, Callable[..., Any]] = {
+QUESTIONS: dict[OpOverload, Function] = {
     aten.equal.default: equal,
     aten.allclose.default: allclose,
     aten.is_same_size.default: is_same_size,
@@ -188,7 +189,7 @@ NOT_TAKEN_APART = frozenset({aten.as_strided_scatter.default, aten.narrow_copy.d
 
 
 @cached("decompositions", 16384)
-def decomposition_of(func: OpOverload) -> Callable[..., Any] | None:
+def decomposition_of(func: OpOverload) -> Function | None:
     """Torch's decomposition of `func` into other operators, or None if it has none."""
     if func in NOT_TAKEN_APART:
         return None
@@ -199,7 +200,7 @@ def decomposition_of(func: OpOverload) -> Callable[..., Any] | None:
     return decomposition_table.get(func) or _functional(func)
 
 
-def _functional(func: OpOverload) -> Callable[..., Any] | None:
+def _functional(func: OpOverload) -> Function | None:
     """A decomposition of an in-place operator: the operator that returns a new tensor, and a copy."""
     schema = func._schema
     writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]

@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from dshard.comm import traced
 from dshard.core.moves import count_write, redistribute_local, run_on_ranks, write_local
+from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
@@ -24,7 +25,7 @@ from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import DispatchKey, OpOverload, list_types, optimizer_list_types
 
-ForEach: TypeAlias = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+ForEach: TypeAlias = Callable[[OpOverload, Args, Kwargs], Any]
 
 
 def support() -> None:
@@ -38,7 +39,7 @@ def support() -> None:
             known.append(cls)
 
 
-def one_by_one(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def one_by_one(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Run each entry by itself: torch's own loop over the operator for one tensor."""
     return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
@@ -46,7 +47,7 @@ def one_by_one(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def counted(run: ForEach) -> ForEach:
     """An in-place `run` that counts its writes: torch counts none to lists whose entries are written below autograd."""
 
-    def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def written(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         out = run(func, args, kwargs)
         for t in args[0]:
             if isinstance(t, Wrapper) and not traced(t._local):
@@ -57,7 +58,7 @@ def counted(run: ForEach) -> ForEach:
     return written
 
 
-def elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def elementwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """One local call on the lists of local tensors, where that is correct."""
     rows = _rows(args)
     specs = _specs_alike(rows, _is_linear(func))
@@ -72,7 +73,7 @@ def elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     return [wrap(t, _retyped(spec, t.dtype)) for t, spec in zip(out, specs, strict=True)]
 
 
-def norms(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def norms(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """The norm of each tensor: partial norms of all tensors sharded over the same mesh axes are reduced together."""
     tensors, ord, dtype = _norm_arguments(*args, **kwargs)
     if not all(isinstance(t, Wrapper) and t.numel() for t in tensors):
@@ -123,7 +124,7 @@ def _roots(whole: Tensor, ord: float, dtype: torch.dtype) -> list[Tensor]:
     return [norm.clone() for norm in norms.to(dtype).unbind()]
 
 
-def fused(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fused(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """A whole optimiser step as one local call: gradients and states are redistributed to their parameters' layouts."""
     layouts = [_without_partial(func, t._spec.layout) for t in args[0]]
     mesh = layouts[0].mesh
@@ -163,7 +164,7 @@ def _write_back(func: OpOverload, given: Sequence[Any], local: Sequence[Any], la
             write_local(t._local, redistribute_local(written, t._spec.with_layout(layout), t._spec.layout, func))
 
 
-def unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     """Unscale the gradients of a scaled loss, in place; all ranks learn whether any of them is infinite."""
     grads, found_inf, scale = args
     mesh = next(t for t in grads if isinstance(t, Wrapper))._spec.layout.mesh

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dshard.core import checks
 from dshard.core.call import Call, Composed, Operator
+from dshard.core.signature import Args, Kwargs
 from dshard.ops import lookup
 from dshard.ops.concat import SAME_WHEN_EQUAL
 from dshard.rules.rule import ANY, LINEAR, MOVES, PassThrough, Rule, together
@@ -105,12 +106,12 @@ def _result(call: Call, *inner: str) -> list[str]:
     return [*rest[:at], *inner, *rest[at:]]
 
 
-def has_mask(args: tuple[Any, ...]) -> bool:
+def has_mask(args: Args) -> bool:
     """Whether some index is a mask: the shape of the result depends on its values."""
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
 
-def by_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def by_mask(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an indexed operator with masks converted to indices; one value written under one mask is a masked fill."""
     x, indices, *rest = args
     if func in _WRITES and len(indices) == 1 and rest[0].ndim == 0 and not any(rest[1:2]) and not kwargs:

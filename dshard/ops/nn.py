@@ -9,6 +9,7 @@ import torch
 
 from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator
 from dshard.core.checks import check_dim
+from dshard.core.signature import Args, Kwargs
 from dshard.mesh import Coordinate
 from dshard.ops.lookup import rows_held
 from dshard.ops.losses import MEAN, NONE, SUM
@@ -121,14 +122,14 @@ ELSEWHERE = -(2**31)
 """The target that a loss over sharded classes ignores."""
 
 
-def mean_nll_loss(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def mean_nll_loss(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """The mean loss: a sum over a total weight, each over all ranks; a mean of means would misweigh uneven shards."""
     x, target, weight, _, ignored = args
     total, count = func(x, target, weight, SUM, ignored)
     return total / count, count
 
 
-def mean_nll_loss_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def mean_nll_loss_backward(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """The backward form of the mean loss."""
     grad, x, target, weight, _, ignored, count = args
     return func(grad / count, x, target, weight, SUM, ignored, count)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dshard.caches import cached
 from dshard.core.moves import leaves
+from dshard.core.signature import Args, Kwargs
 from dshard.errors import LayoutError, ShapeError
 from dshard.ops.custom import check
 from dshard.torch_private import OpOverload, no_torch_function
@@ -19,7 +20,7 @@ def has_out(func: OpOverload) -> bool:
     return any(argument.is_out for argument in func._schema.arguments)
 
 
-def into_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def into_out(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Run the operator's form without `out`, and copy the result into `out`.
 
     Raises:

@@ -5,7 +5,6 @@ These are torch's own decompositions, whose reductions leave small partial resul
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from dshard.core.call import Alternative, AlternativePlan, Call
 from dshard.core.context import planning_context
+from dshard.core.signature import Function
 from dshard.layout import Layout
 from dshard.ops.custom import wrapped
 from dshard.ops.decompositions import HALF
@@ -71,7 +71,7 @@ def _plan(reductions: tuple[ReduceOp, ...], operand: int, call: Call, rule: Rule
     return AlternativePlan(inputs, outputs, _decomposition(call.func), plans)
 
 
-def _decomposition(func: OpOverload) -> Callable[..., Any]:
+def _decomposition(func: OpOverload) -> Function:
     """torch's decomposition of `func`, run on distributed tensors."""
     function = decomposition_table[func]
 

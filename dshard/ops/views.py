@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dshard.comm import LocalTensor, plain, stack, unstack
 from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, out_local_shape
+from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, contiguous_stride
 from dshard.mesh import Coordinate
 from dshard.rules.reshape import reshape_rule
@@ -149,7 +150,7 @@ def strided_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
     return local
 
 
-def strided_of_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def strided_of_base(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Any strides over the memory of a view, which is that of its base."""
     x, size, stride, *rest = args
     start = rest[0] if rest else kwargs.get("storage_offset")
@@ -183,7 +184,7 @@ def done_now(operator: LocalOp) -> Kernel:
 # -- the same tensor in other dims
 
 
-def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Change a tensor in place to the dims of the view."""
     x: Any = args[0]
     out = VIEWS_IN_PLACE[func](*args, **kwargs)

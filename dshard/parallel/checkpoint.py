@@ -16,12 +16,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from dshard.core.moves import replace_leaves, tensors_in
+from dshard.core.signature import Function
 from dshard.errors import LayoutError
 from dshard.ops.matmul.matmul_autograd import RECOMPUTE_HOOKS
 from dshard.validate import check_callable
 
 
-def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpoint(fn: Function, *args: Any, **kwargs: Any) -> Any:
     """Run `fn(*args, **kwargs)`; autograd keeps its inputs alone, in their layouts, and computes the rest again.
 
     Random numbers and the dtypes of autocast are those of the first run. `fn` must do the same again.
@@ -47,7 +48,7 @@ class _Enough(Exception):
 class _Block:
     """One checkpointed call: the number of tensors that it saved, and after the second run the tensors."""
 
-    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(self, fn: Function, args: Any, kwargs: Any) -> None:
         self.fn, self.given = fn, (args, kwargs)
         self.count, self.last = 0, (0, 0)
         self.found: dict[int, Tensor] = {}

@@ -21,6 +21,7 @@ from dshard.comm import plain
 from dshard.core.call import Call
 from dshard.core.moves import replace_tensors, tensors_in
 from dshard.core.observe import OperatorMode
+from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import spec_of
 from dshard.dispatch.registry import find
 from dshard.errors import LayoutError
@@ -127,7 +128,7 @@ class Tracer:
         self.dims[id(x)] = nodes
         self.kept.append(x)  # so that its id stays its own
 
-    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator without data, and join the factors of its tensors."""
         args, kwargs = replace_tensors((args, kwargs), _abstract)  # constants of the model, too
         op = find(func)

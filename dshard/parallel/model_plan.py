@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dshard.comm import DeviceMesh
+from dshard.core.signature import Args, Kwargs
 from dshard.errors import ArgumentError, LayoutError, MeshError
 from dshard.layout import layout_of
 from dshard.mesh import Mesh
@@ -82,7 +83,7 @@ def parallelize(
     return model
 
 
-def _plan_for(model: nn.Module, mesh: Mesh, asked: Checked, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _plan_for(model: nn.Module, mesh: Mesh, asked: Checked, args: Args, kwargs: Kwargs) -> Plan:
     """The plan that was asked for, made of an example batch unless it is one, or is by name."""
     match asked:
         case Plan():
@@ -177,7 +178,7 @@ def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placem
     return Plan("by name", mesh, parameters, replicated)
 
 
-def _example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _example(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     if args or kwargs:
         return args, kwargs
     dummy = getattr(model, "dummy_inputs", None)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.errors import LayoutError, ShapeError
 from dshard.parallel.style import AnyMesh, ParallelStyle, check_placement, given, one_axis
 from dshard.placements import Placement
@@ -60,12 +61,12 @@ class PrepareModuleInput(ParallelStyle):
         )
         return module
 
-    def _prepared(self, args: tuple[Any, ...], mesh: AnyMesh) -> tuple[Any, ...]:
+    def _prepared(self, args: Args, mesh: AnyMesh) -> tuple[Any, ...]:
         if self.input_layouts is None or self.desired_input_layouts is None:
             return args
         return _all(args, self.input_layouts, self.desired_input_layouts, "inputs", mesh, self.use_local_output)
 
-    def _named(self, kwargs: dict[str, Any], mesh: AnyMesh) -> dict[str, Any]:
+    def _named(self, kwargs: Kwargs, mesh: AnyMesh) -> dict[str, Any]:
         layouts, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
         return {
             name: _one(value, mesh, layouts.get(name), desired.get(name), self.use_local_output)
@@ -195,7 +196,7 @@ def _all(
             f"the module has {len(values)} {what} and the style {len(layouts)} layouts: "
             "give one for each, None for what is to be left as it is"
         )
-    make: Callable[..., Any] = _one
+    make: Function = _one
     return tuple(make(*row, use_local) for row in zip(values, (mesh,) * len(values), layouts, desired, strict=True))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from dshard.comm import Resharding, begin_reshard, device_of, fetch, put
 from dshard.core.context import planning_context
 from dshard.core.observe import OBSERVERS, Decision, observed
+from dshard.core.signature import Function
 from dshard.core.spec import contiguous_stride, spec_of
 from dshard.errors import PipelineError
 from dshard.layout import Layout, Shape
@@ -170,9 +171,7 @@ def _finish(transfer: Resharding) -> Tensor | None:
     return _observed(transfer.plan, transfer.finish, ())  # type: ignore[no-any-return]
 
 
-def _observed(
-    plan: ReshardPlan, run: Callable[..., Any], args: Sequence[Any], crossing: ReshardPlan | None = None
-) -> Any:
+def _observed(plan: ReshardPlan, run: Function, args: Sequence[Any], crossing: ReshardPlan | None = None) -> Any:
     """Run `run(*args)`, which begins or ends a plan, observed as communication that the user asked the pipeline for."""
     if not OBSERVERS:
         return run(*args)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from torch import Tensor, nn
 
 from dshard.comm import group_of, runtime_of
+from dshard.core.signature import Function
 from dshard.errors import MeshError, ScheduleError
 from dshard.pipeline.actions import Compute
 from dshard.pipeline.choose import DELAYS, choose
@@ -52,7 +53,7 @@ class Pipeline:
         *,
         n_microbatches: int,
         schedule: str = "1f1b",
-        loss: Callable[..., Any] | None = None,
+        loss: Function | None = None,
         batch: Sequence[str] = ("x",),
         reduction: Reduction = "mean",
         delay: int | None = None,

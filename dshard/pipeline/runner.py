@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import assert_never
 
 from dshard.comm import break_off, device_of, is_heard, is_told, leave_word, peek, put, runtime_of, share
+from dshard.core.signature import Function
 from dshard.errors import DShardError, PipelineError, ScheduleError
 from dshard.layout import Layout
 from dshard.pipeline.actions import (
@@ -63,7 +64,7 @@ class Runner:
         number: int,
         name: str,
         edges: tuple[Edge, ...],
-        loss: Callable[..., Any] | None,
+        loss: Function | None,
         timeout: float,
     ) -> None:
         self.stage, self.number, self._loss = stages[number], number, loss

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from dshard.comm import DeviceMesh
+from dshard.core.signature import Function
 from dshard.errors import LayoutError, MeshError, MixedError, ScheduleError
 from dshard.layout import Layout, layout_of, placements_on, replicated
 from dshard.mesh import Mesh
@@ -33,7 +34,7 @@ class Stage:
         MeshError: no mesh.
     """
 
-    module: nn.Module | Callable[..., Any] | None
+    module: nn.Module | Function | None
     mesh: DeviceMesh
     takes: Sequence[str] = ("x",)
     gives: Sequence[str] = ("x",)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dshard import comm
 from dshard.core.moves import leaves, replace_tensors, tensors_in
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.errors import ArgumentError, LayoutError, RuleError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
@@ -26,7 +27,7 @@ from dshard.testing.simulated_ranks import distribute, simulated, whole
 from dshard.torch_private import OpOverload
 from dshard.validate import as_int, as_tuple, check_type
 
-Op: TypeAlias = OpOverload | Callable[..., Any] | str
+Op: TypeAlias = OpOverload | Function | str
 
 
 def check_rule(
@@ -139,12 +140,12 @@ class _Expected:
 class _Call:
     """An operator and its arguments on one device."""
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    function: Function
+    args: Args
+    kwargs: Kwargs
 
     @classmethod
-    def of(cls, function: Callable[..., Any], sample: Any) -> _Call:
+    def of(cls, function: Function, sample: Any) -> _Call:
         args = sample if isinstance(sample, tuple) else (sample,)
         if args and isinstance(args[-1], dict):
             return cls(function, args[:-1], args[-1])
@@ -282,11 +283,11 @@ def _detached(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def _is_mutable(function: Callable[..., Any]) -> bool:
+def _is_mutable(function: Function) -> bool:
     return isinstance(function, OpOverload) and function._schema.is_mutable
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _name(function: Function) -> str:
     return str(function) if isinstance(function, OpOverload) else getattr(function, "__name__", repr(function))
 
 

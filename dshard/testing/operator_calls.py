@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -10,14 +10,15 @@ from torch import Tensor
 
 from dshard.core.moves import replace_tensors, tensors_in
 from dshard.core.observe import OperatorMode
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.errors import NotationError
 from dshard.torch_private import OpOverload, OpOverloadPacket
 from dshard.validate import check_callable
 
-Recorded: TypeAlias = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+Recorded: TypeAlias = tuple[OpOverload, Args, Kwargs]
 
 
-def resolve(op: OpOverload | Callable[..., Any] | str) -> Callable[..., Any]:
+def resolve(op: OpOverload | Function | str) -> Function:
     """The operator or function that `op` means.
 
     Raises:
@@ -41,9 +42,7 @@ def _only_overload(op: Any) -> OpOverload:
     return overload
 
 
-def recorded(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], gradients: Sequence[bool]
-) -> list[Recorded]:
+def recorded(function: Function, args: Args, kwargs: Kwargs, gradients: Sequence[bool]) -> list[Recorded]:
     """The different operators that `function` calls on these arguments, each once, with their arguments.
 
     Its backward pass is run for the operands that `gradients` marks. Views and copies are left out, unless they are the
@@ -53,7 +52,7 @@ def recorded(
     leaf_args, leaf_kwargs = replace_tensors((args, kwargs), lambda x: _copy(x).requires_grad_(next(rest)))
     first_calls: dict[Any, Recorded] = {}
 
-    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         key = (func, str(replace_tensors((args, kwargs), lambda x: (x.shape, x.dtype))))
         if key not in first_calls:
             first_calls[key] = (func, *replace_tensors((args, kwargs), _copy))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dshard.core.call import Call, Operator
 from dshard.core.moves import replace_tensors, tensors_in
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
 from dshard.dispatch.operator import call_of
 from dshard.dispatch.registry import known
@@ -29,7 +30,7 @@ Same: TypeAlias = Callable[[Tensor, Tensor], None]
 """Raises an AssertionError where a value is not the expected one."""
 
 
-def check_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, same: Same) -> None:
+def check_rows(func: OpOverload, args: Args, kwargs: Kwargs, mesh: Mesh, same: Same) -> None:
     """Run `func` in the layouts of every strategy of its rule, rank by rank, and compare with one device.
 
     Nothing is checked for an operator without a rule of its own.
@@ -116,7 +117,7 @@ def _suggestive_placements(rule: Rule, operand: int, ndim: int) -> list[Placemen
     return [*map(Shard, range(ndim)), *map(Partial, sorted(ops))]
 
 
-def _run(func: Callable[..., Any], given: tuple[Any, Any], tensors: Sequence[Tensor]) -> list[Tensor]:
+def _run(func: Function, given: tuple[Any, Any], tensors: Sequence[Tensor]) -> list[Tensor]:
     rest = iter(tensors)
     args, kwargs = replace_tensors(given, lambda _: next(rest))
     return tensors_in(func(*args, **kwargs))

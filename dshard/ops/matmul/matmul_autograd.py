@@ -13,6 +13,7 @@ from dshard.autograd.crossing import as_distributed, redistribute, unchecked_app
 from dshard.comm import Program, Scoped, Session, run, run_program, traced
 from dshard.core.executable import watched
 from dshard.core.observe import CALL_LOG, OBSERVERS, observed
+from dshard.core.signature import Args, Function
 from dshard.core.wrapper import wrap
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.matmul_executable import Matmul
@@ -102,8 +103,8 @@ def wanted_gradients(ctx: Any, i: int) -> bool:
 
 def overlapped(first: tuple[Matmul, Sequence[Any]], second: tuple[Matmul, Sequence[Any]]) -> list[Any]:
     """Two matmuls, of which the second is computed while the result of the first is reduced."""
-    run: Callable[..., Any] = _overlapped
-    args: tuple[Any, ...] = (first, second)
+    run: Function = _overlapped
+    args: Args = (first, second)
     if OBSERVERS:
         for matmul, _ in (first, second):
             run, args = observed, (matmul.executable.decision, run, args)

@@ -15,6 +15,7 @@ from dshard.core.context import planning_context
 from dshard.core.executable import Executable, wrap_as
 from dshard.core.observe import Decision
 from dshard.core.operands import operand_of, plan_to
+from dshard.core.signature import Kwargs
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.wrapper import wrap
 from dshard.mesh import Coordinate
@@ -119,7 +120,7 @@ class StreamedExecutable(Executable):
         super().__init__(*parts, **options)
         self.streamed = streamed
 
-    def run(self, local: list[Any], kwargs: dict[str, Any] | None = None) -> Any:
+    def run(self, local: list[Any], kwargs: Kwargs | None = None) -> Any:
         """The local result, of local operands that are redistributed panel by panel."""
         return self.streamed(local)
 

@@ -13,6 +13,7 @@ from torch import Generator, Tensor
 from dshard.comm import LocalTensor, compare_draws, plain, traced, unstack
 from dshard.core.call import LocalOp
 from dshard.core.moves import redistribute_local, run_on_ranks, write_local
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import contiguous_stride, spec_of
 from dshard.core.wrapper import wrap
 from dshard.errors import CompileError
@@ -90,10 +91,10 @@ def filled(x: Any, make: Make, what: object, generator: Generator | None = None)
 # -- in place, and new tensors like another
 
 
-def overwriting(make: Make) -> Callable[..., Any]:
+def overwriting(make: Make) -> Function:
     """An implementation of normal_, uniform_ and their like, in place or of a new tensor like the first operand."""
 
-    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         x, *rest, generator = bound(func, args, kwargs)
         _refuse(func, x.dtype, rest)
         if not func._schema.is_mutable:
@@ -103,7 +104,7 @@ def overwriting(make: Make) -> Callable[..., Any]:
     return run
 
 
-def bound(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def bound(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Any]:
     """All arguments in the order of the schema, with defaults for those that are not given."""
     rest = func._schema.arguments[len(args) :]
     return [*args, *(kwargs.get(a.name, a.default_value if a.has_default_value() else None) for a in rest)]
@@ -115,7 +116,7 @@ def _refuse(func: OpOverload, dtype: torch.dtype, rest: list[Any]) -> None:
         func(torch.empty(0, dtype=dtype), *rest, generator=_UNUSED)
 
 
-def like(make: Make) -> Callable[..., Any]:
+def like(make: Make) -> Function:
     """An implementation of rand_like, randn_like and randint_like."""
 
     def run(
@@ -160,7 +161,7 @@ def standard_normal(dtype: torch.dtype) -> Distribution:
     return distributions.normal(dtype.to_real(), 0.0, 0.5**0.5) if dtype.is_complex else distributions.normal(dtype)
 
 
-def normal_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def normal_(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """The normal distribution; of complex numbers both parts have half the variance, and the mean is real."""
     if not args[0].dtype.is_complex:
         return overwriting(distributions.normal)(func, args, kwargs)
@@ -184,7 +185,7 @@ def bernoulli_like(x: Any, p: Any, *, generator: Generator | None = None) -> Any
     return (like(uniform)(x, dtype=dtype, generator=generator) < p).to(x.dtype)
 
 
-def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+def in_place(function: Function) -> Function:
     """`function`, whose result overwrites its first argument."""
     return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
 
@@ -223,10 +224,10 @@ def rrelu_with_noise(x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
     return out
 
 
-def composed(function: Callable[..., Any]) -> Custom:
+def composed(function: Function) -> Custom:
     """Run `function`, made of operators on distributed tensors, once torch has accepted the arguments."""
 
-    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         check(func, args, {name: value for name, value in kwargs.items() if name != "generator"})
         with no_torch_function():
             return function(*args, **kwargs)
@@ -237,7 +238,7 @@ def composed(function: Callable[..., Any]) -> Custom:
 # -- replicated on every rank
 
 
-def multinomial(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def multinomial(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """`torch.multinomial`: indices drawn by the weights of each row, by every rank from the gathered weights."""
     x, count, replacement, generator = bound(func, args, kwargs)
     mesh, shape = x._spec.layout.mesh, (*x.shape[:-1], count)
@@ -289,7 +290,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def seeded_op(func: OpOverload, mesh: Mesh, device: torch.device, kwargs: dict[str, Any]) -> LocalOp:
+def seeded_op(func: OpOverload, mesh: Mesh, device: torch.device, kwargs: Kwargs) -> LocalOp:
     """Run `func` by torch's generator, seeded alike on every rank: for operators that dshard does not draw itself."""
     call_draw = draw_for(mesh, func, kwargs.get("generator"))
     with plain():
