@@ -75,7 +75,7 @@ def local_map(
     out_entries: tuple[Any, ...] = (*(out_placements or ()),) if several else (out_placements,)
 
     @wraps(func)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         flat, tree = pytree.tree_flatten(args)
         meshes = [arg.device_mesh for arg in flat if isinstance(arg, DTensor)]
         if not meshes:

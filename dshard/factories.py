@@ -25,7 +25,7 @@ from dshard.validate import as_int, as_shape, check_callable, check_type, is_sym
 
 @traceable
 def zeros(
-    *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
+    *size: object, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: object
 ) -> DTensor:
     """A DTensor of zeros; `dtype` and `requires_grad` as in `torch.zeros`."""
     return _new(torch.zeros, size, device_mesh, placements, **options)
@@ -33,7 +33,7 @@ def zeros(
 
 @traceable
 def ones(
-    *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
+    *size: object, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: object
 ) -> DTensor:
     """A DTensor of ones; `dtype` and `requires_grad` as in `torch.ones`."""
     return _new(torch.ones, size, device_mesh, placements, **options)
@@ -41,7 +41,7 @@ def ones(
 
 @traceable
 def empty(
-    *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
+    *size: object, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: object
 ) -> DTensor:
     """A DTensor of whatever memory holds; `dtype` and `requires_grad` as in `torch.empty`."""
     return _new(torch.empty, size, device_mesh, placements, **options)
@@ -54,7 +54,7 @@ def full(
     *,
     device_mesh: DeviceMesh | Mesh,
     placements: Sequence[Placement] | None = None,
-    **options: Any,
+    **options: object,
 ) -> DTensor:
     """A DTensor of which every element is `fill_value`; `dtype` and `requires_grad` as in `torch.full`."""
     return _new(lambda shape, **kw: torch.full(shape, fill_value, **kw), (size,), device_mesh, placements, **options)
@@ -62,7 +62,7 @@ def full(
 
 @traceable
 def rand(
-    *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
+    *size: object, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: object
 ) -> DTensor:
     """A DTensor uniform on [0, 1): the same values on every mesh and layout under `manual_seed`.
 
@@ -73,7 +73,7 @@ def rand(
 
 @traceable
 def randn(
-    *size: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
+    *size: object, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: object
 ) -> DTensor:
     """A standard normal DTensor: the same values on every mesh and layout under `manual_seed`.
 
@@ -84,7 +84,7 @@ def randn(
 
 @traceable
 def randint(
-    *args: Any, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
+    *args: object, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: object
 ) -> DTensor:
     """`randint([low,] high, size)`: whole numbers from `low`, or 0, and below `high`; int64 by default.
 

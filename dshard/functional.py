@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +76,7 @@ def linear(
     return functions.linear(F.linear, (input, weight, bias), {}, asked)  # type: ignore[no-any-return]
 
 
-def _operand_error(*tensors: Any) -> DShardError:
+def _operand_error(*tensors: object) -> DShardError:
     """The error for operands that are not all DTensors."""
     other = next(t for t in tensors if not isinstance(t, DTensor))
     if not isinstance(other, Tensor):

@@ -22,7 +22,7 @@ from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_
 from dshard.core.moves import leaves, replica_broadcasts, sending
 from dshard.core.observe import CALL_LOG, OBSERVERS, observed
 from dshard.core.plain_tensors import PLAIN_RESULTS, may_hold_plain, refuse_plain, wrap_or_refuse_plain
-from dshard.core.signature import Args, Kwargs
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.transforms import is_differentiating_forward, is_wrapped, refuse_wrapped, with_tangent
 from dshard.core.wrapper import Wrapper, is_leaf, wrap, wrap_later
@@ -168,7 +168,7 @@ class DTensor(Wrapper):
     # -- what torch asks of a tensor subclass
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_GRAD and args[0]._local_graph is None:  # once for each parameter and step
             with no_torch_function():
                 return func(*args)
@@ -263,7 +263,7 @@ class DTensor(Wrapper):
         return _unpickle, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
 
-def _through(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _through(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call a function of torch: by its handler among the composites, or as the operators that torch makes of it."""
     if is_transforming():
         return _transformed(func, args, kwargs)
@@ -277,7 +277,7 @@ def _through(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return wrapped(out, (args, kwargs)) if type(out) in PLAIN_RESULTS else out
 
 
-def _transformed(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _transformed(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call a function inside one that torch.func transforms, as the operators that torch makes of it."""
     if func in COMPOSITES and func in fast_path.BACKWARD:
         return COMPOSITES[func](func, args, kwargs)

@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dshard.core.signature import Function
-
 SEEN = "2.13"
 """The versions of torch that the names were seen in."""
 
@@ -171,7 +169,7 @@ disable_modes: Callable[[], Any] = _needed(
 )
 n_dispatch_modes: Callable[[], int] = _needed("torch._C._len_torch_dispatch_stack", "fast calls only outside of modes")
 is_autocasting: Callable[[], bool] = _needed("torch._C._is_any_autocast_enabled", "autocast of composite operators")
-decomposition_table: dict[OpOverload, Function] = _needed(
+decomposition_table: dict[OpOverload, Callable[..., Any]] = _needed(
     "torch._decomp.decomposition_table", "operators without a rule that torch can take apart"
 )
 torch_check: Callable[..., None] = _needed("torch._check", "errors of wrong arguments in torch's own words")
@@ -188,7 +186,7 @@ _attribute(
     "_schema _overloadname _can_decompose _op_dk",
     "the arguments, overloads and decompositions of operators",
 )
-make_wrapper_subclass: Function = _needed("torch.Tensor._make_wrapper_subclass", "making distributed tensors")
+make_wrapper_subclass: Callable[..., Any] = _needed("torch.Tensor._make_wrapper_subclass", "making distributed tensors")
 """Called with positions: keyword parsing is slower."""
 _attribute("torch.Tensor", "_version _base _is_view", "views, and writes to what a backward pass has saved")
 _attribute("torch.Tensor", "_is_zerotensor", "gradients that torch keeps without memory")

@@ -18,7 +18,7 @@ from dshard.autograd.sole_owner import is_sole_owner
 from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, local_redistribution
 from dshard.core.observe import OBSERVERS, Decision, observed
-from dshard.core.signature import Function
+from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, spec_of
 from dshard.core.transforms import is_batched, refuse_batched, with_tangent
 from dshard.core.wrapper import Wrapper, wrap, wrap_later
@@ -35,14 +35,14 @@ class ToLocal(torch.autograd.Function):
     """Distributed -> local; backward: local gradient, of the layout in `grad_spec` -> distributed gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Wrapper, grad_spec: Spec) -> Tensor:
+    def forward(ctx: Context, x: Wrapper, grad_spec: Spec) -> Tensor:
         local: Tensor = x._local
         ctx.spec, ctx.layout = grad_spec, x._spec.layout
         ctx.stride = local.stride() if not grad_spec.pending and x.is_leaf else None
         return local.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Any, None]:
         if is_batched(grad):
             refuse_batched(grad, "the backward pass")
         if grad._is_zerotensor():  # torch's zeros without memory, which no collective can send
@@ -61,12 +61,12 @@ class FromLocal(torch.autograd.Function):
     """Local -> distributed; backward: distributed gradient -> local gradient, of the layout `grad_layout`."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: Spec, grad_layout: Layout) -> Any:
+    def forward(ctx: Context, local: Tensor, spec: Spec, grad_layout: Layout) -> Any:
         ctx.spec, ctx.grad_layout = spec, grad_layout
         return wrap(local.detach(), spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad: Any) -> tuple[Tensor, None, None]:
         redistributed = redistribute(as_distributed(grad, ctx.grad_layout), ctx.grad_layout)
         if not torch.is_grad_enabled():
             return redistributed._local, None, None
@@ -146,14 +146,14 @@ class RedistributeLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, move: LocalRedistribution | None, back: LocalRedistribution | None, op: str | None
+        ctx: Context, local: Tensor, move: LocalRedistribution | None, back: LocalRedistribution | None, op: str | None
     ) -> Tensor:
         ctx.move, ctx.back = move, back
         moved = local if move is None else _redistribute_plain(local, move, op)
         return moved.detach() if moved is local else moved
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
         back: LocalRedistribution | None = ctx.back
         if torch.is_grad_enabled():
             return _redistribute_local(grad, back, ctx.move, None), None, None, None
@@ -174,12 +174,12 @@ class Redistribute(torch.autograd.Function):
     """One layout -> another; backward: the gradient in the operand's, or partial where that is replicated."""
 
     @staticmethod
-    def forward(ctx: Any, x: Wrapper, layout: Layout, op: str | None, later: bool) -> Any:
+    def forward(ctx: Context, x: Wrapper, layout: Layout, op: str | None, later: bool) -> Any:
         ctx.move, ctx.later = local_redistribution(x._spec, layout), later
         return _redistribute_unrecorded(x, ctx.move, op, later)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Any, None, None, None]:
+    def backward(ctx: Context, grad: Any) -> tuple[Any, None, None, None]:
         move: LocalRedistribution = ctx.move
         grad = as_distributed(grad, move.back)
         target = move.targets.get(grad._spec)
@@ -195,12 +195,12 @@ class Reshard(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Wrapper, layout: Layout) -> Any:
+    def forward(ctx: Context, x: Wrapper, layout: Layout) -> Any:
         ctx.back, ctx.there = x._spec.layout.cotangent(), layout.cotangent()
         return wrap(_reshard_local(x._local, x._spec, layout), x._spec.with_layout(layout))
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
+    def backward(ctx: Context, grad: Any) -> tuple[Any, None]:
         if torch.is_grad_enabled():
             _refuse_second_order(ctx.back, ctx.there)
         grad = as_distributed(grad, ctx.there)

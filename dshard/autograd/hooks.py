@@ -46,7 +46,7 @@ def _wrap_gradient(x: Wrapper, grad: Tensor) -> Any:
     return FromLocal.apply(grad, spec, x._spec.layout) if torch.is_grad_enabled() else wrap(grad, spec)  # type: ignore[no-untyped-call]
 
 
-def register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def register_hook(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.register_hook`: the hook gets a distributed gradient."""
     x, hook = (*args, *kwargs.values())
     graph = _local_graph_in_use(x)
@@ -69,7 +69,7 @@ def register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return graph.at_home().register_hook(call_hook)
 
 
-def retain_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def retain_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.retain_grad`."""
     graph = _local_graph_in_use(args[0])
     if graph is None:
@@ -89,12 +89,12 @@ def _keeps_gradient(home: Tensor) -> bool:
     return home.retains_grad or getattr(home, "_asked", False)
 
 
-def retains_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def retains_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.retains_grad`."""
     return _graph_with_gradient(args[0]) is not None or call_torch(func, args, kwargs)
 
 
-def get_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def get_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.grad`."""
     x = args[0]
     graph = _graph_with_gradient(x)
@@ -108,7 +108,7 @@ def get_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return grad if own is None else own + grad
 
 
-def set_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def set_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`x.grad = ...`, `del x.grad`."""
     graph = _graph_with_gradient(args[0])
     if graph is not None and graph.home is not None:
@@ -116,7 +116,7 @@ def set_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return call_torch(func, args, kwargs)
 
 
-def set_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def set_data(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`x.data = value`: give `x` the layout and the local tensor of `value`, unseen by autograd.
 
     Raises:
@@ -135,7 +135,7 @@ def set_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
         x._gradient_layout[:] = [interned(x._spec.layout.cotangent())]
 
 
-def grad_fn(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def grad_fn(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.grad_fn`: the node that every gradient of the tensor passes."""
     graph = local_graph_of(args[0])
     if graph is None or _may_have_two_sources(args[0]):
@@ -143,14 +143,14 @@ def grad_fn(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return graph.at_home().grad_fn
 
 
-def detach_(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def detach_(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.detach_`: drop the local graph, too."""
     out = call_torch(func, args, kwargs)
     args[0]._local_graph = None
     return out
 
 
-def data(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def data(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.data`: a tensor that shares the memory, with a version counter of its own."""
     out = call_torch(func, args, kwargs)
     if type(out._local) is Tensor:
@@ -256,7 +256,7 @@ def accumulating(run: Function, args: Args, kwargs: Kwargs) -> Any:
 def _without_torch_function(handler: Handler) -> Handler:
     """Run with `__torch_function__` disabled; tensors without a local autograd graph go straight to torch."""
 
-    def handle(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def handle(func: Function, args: Args, kwargs: Kwargs) -> Any:
         cls = Wrapper.public
         with no_torch_function():
             x = args[0]

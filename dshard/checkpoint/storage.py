@@ -205,7 +205,7 @@ class Reader(FileSystemReader):
         self.known: Metadata | None = None
         self.crc32: dict[MetadataIndex, Future[int]] = {}
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """The metadata, read on the first call and cached."""
         if self.known is None:
             self.known = metadata_file.read(Path(self.path))

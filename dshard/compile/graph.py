@@ -12,7 +12,7 @@ from dshard.ops.matmul import options
 
 
 @allow_in_graph  # type: ignore[untyped-decorator]
-def call(name: str, *args: Any, **kwargs: Any) -> Any:
+def call(name: str, *args: object, **kwargs: object) -> Any:
     """Call the function of dshard that is registered under `name`."""
     return FUNCTIONS[name](*args, **kwargs)
 

@@ -167,7 +167,7 @@ def result_specs(strategy: Strategy, outs: Sequence[Tensor], device: torch.devic
     ]
 
 
-def watched(executable: Executable, op: Any, args: Values, kwargs: Kwargs, call: Function, *call_args: Any) -> Any:
+def watched(executable: Executable, op: Any, args: Values, kwargs: Kwargs, call: Function, *call_args: object) -> Any:
     """Run `call(*call_args)`, by which `executable` runs, within the observers of this thread, and log it.
 
     A matmul or composite operator has no `op`.

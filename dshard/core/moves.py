@@ -187,7 +187,7 @@ def giving_same_memory_once(local_op: LocalOp) -> LocalOp:
     a dim of which only one entry is here.
     """
 
-    def run(written: Tensor, *rest: Any, **kwargs: Any) -> Any:
+    def run(written: Tensor, *rest: object, **kwargs: object) -> Any:
         return local_op(written, *[written if _is_same_memory(x, written) else x for x in rest], **kwargs)
 
     return run
@@ -207,7 +207,7 @@ def _is_same_memory(x: Any, written: Tensor) -> bool:
 def sharing_version(operator: LocalOp) -> LocalOp:
     """`operator`, with outputs that are views and share the version counter of its operand, even below autograd."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         if not is_key_excluded(_COUNTS) or torch.is_inference_mode_enabled():
             return operator(*args, **kwargs)
         exclude_key(_COUNTS, False)  # below autograd torch excludes the key under which views share their counter

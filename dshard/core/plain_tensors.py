@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from dshard.comm import LocalTensor
 from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in
-from dshard.core.signature import Args, Kwargs
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import contiguous_stride, spec_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import MixedError
@@ -75,7 +75,7 @@ def assume_replicated() -> Iterator[None]:
         _ASSUMED_REPLICATED.depth -= 1
 
 
-def wrap_or_refuse_plain(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The arguments, with plain tensors wrapped as replicated within `assume_replicated`, and refused elsewhere.
 
     Raises:
@@ -103,7 +103,7 @@ def wrap_or_refuse_plain(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, K
     return wrapped
 
 
-def refuse_plain(func: Any, args: Args, kwargs: Kwargs | None) -> None:
+def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:
     """Refuse plain tensors with dims: only the user knows whether one is a local tensor or the global one.
 
     Those that composite operators and backward passes make are equal on all ranks, and count as replicated.

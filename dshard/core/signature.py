@@ -11,3 +11,5 @@ Kwargs: TypeAlias = dict[str, Any]
 """The arguments of a call by name."""
 Function: TypeAlias = Callable[..., Any]
 """A function of torch, or one that is called as it is."""
+Context: TypeAlias = Any
+"""What autograd hands from the forward to the backward pass of a `torch.autograd.Function`: attributes of any name."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from dshard.core.signature import Args, Kwargs
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.torch_private import is_autocasting, no_torch_function
 
 
-def call_torch(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def call_torch(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call `func` with `__torch_function__` disabled."""
     with no_torch_function():
         return func(*args, **kwargs)

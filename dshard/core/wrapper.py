@@ -30,7 +30,7 @@ class Wrapper(torch.Tensor):
     _leaf: bool | None = None
     _gradient_layout: list[Layout] | None = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         Wrapper.public = cls
 

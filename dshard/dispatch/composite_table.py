@@ -29,7 +29,7 @@ from dshard.rules.strategy import completed_layout
 from dshard.torch_private import SEEN, has_compatible_shallow_copy_type, no_torch_function
 
 
-def getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`x[index]`, `x[index] = value`: a list of positions counts as a replicated tensor."""
     x, index, *value = args
     if isinstance(x, Wrapper):
@@ -39,7 +39,7 @@ def getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return call_torch(func, (x, index, *value), kwargs)
 
 
-def reduce_partials_first(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def reduce_partials_first(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call a nonlinear function with partial operands completed, once for the forward and the backward pass.
 
     Operands stay as they are where the function may write to them, as with `inplace`.
@@ -56,19 +56,19 @@ def reduce_partials_first(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def or_reduce_partials_first(handler: Function) -> Function:
     """`handler`, with `reduce_partials_first` for calls that it answers with None."""
 
-    def handle(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def handle(func: Function, args: Args, kwargs: Kwargs) -> Any:
         out = handler(func, args, kwargs)
         return reduce_partials_first(func, args, kwargs) if out is None else out
 
     return handle
 
 
-def _reduce_partials(func: Any, x: Wrapper) -> Any:
+def _reduce_partials(func: Function, x: Wrapper) -> Any:
     with no_torch_function():
         return redistribute(x, completed_layout(x._spec.layout), func.__name__)
 
 
-def tensor_split(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def tensor_split(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.tensor_split`: indices in a distributed tensor are gathered, for torch reads them from memory."""
     x, sections, dim = bind_arguments(("input", "tensor_indices_or_sections", "dim"), args, kwargs)
     if not isinstance(sections, Wrapper):
@@ -86,7 +86,7 @@ def _replicated(values: list[Any], like: Wrapper) -> Any:
     return wrap(on_all_ranks(local, layout.mesh), spec)
 
 
-def keeping_torch_function(function: Any) -> Function:
+def keeping_torch_function(function: Function) -> Function:
     """A copy of `torch.autograd.backward` or `grad` that leaves `__torch_function__` on for activation checkpoints.
 
     A handler usually calls its function with `__torch_function__` disabled, or it would be asked again; but what a
@@ -112,7 +112,7 @@ def keeping_torch_function(function: Any) -> Function:
 def with_torch_function_off(function: Function) -> Function:
     """`function` run with `__torch_function__` disabled."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         with no_torch_function():
             return function(*args, **kwargs)
 
@@ -122,7 +122,7 @@ def with_torch_function_off(function: Function) -> Function:
 _backward, _grad = keeping_torch_function(torch.autograd.backward), keeping_torch_function(torch.autograd.grad)
 
 
-def backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def backward(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.backward`, which is `torch.autograd.backward` of one tensor."""
     return _backward_of(*args, **kwargs)
 
@@ -140,7 +140,7 @@ def without_torch_function(handler: Function) -> Function:
     for each operator, torch's own function is called instead.
     """
 
-    def handle(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def handle(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if is_exporting() or is_differentiating_forward():
             return call_torch(func, args, kwargs)
         with no_torch_function():

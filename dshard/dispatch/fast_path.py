@@ -57,7 +57,7 @@ _WRITES: set[Any] = set()
 FAST = os.environ.get("DSHARD_FAST", "1") != "0"
 
 
-def call(func: Any, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
+def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
     """Call `func` on distributed tensors: by a cached shortcut if there is one, else by `through`."""
     if _is_compiling():
         return through(func, args, kwargs)
@@ -88,7 +88,7 @@ def _ranks(args: Args) -> tuple[int, ...]:
     return next((x._spec.layout.mesh.ranks for x in flat if isinstance(x, Wrapper)), ())
 
 
-def _creates_graph(func: Any, args: Args, kwargs: Kwargs) -> bool:
+def _creates_graph(func: Function, args: Args, kwargs: Kwargs) -> bool:
     """Whether a backward pass is recorded: only then are its views differentiated, and may have to be replayed.
 
     Views that can be replayed hold those that they were made of, so no gradient would be seen to have one owner.
@@ -97,7 +97,7 @@ def _creates_graph(func: Any, args: Args, kwargs: Kwargs) -> bool:
     return bool(args[position] if len(args) > position else kwargs.get("create_graph"))
 
 
-def _with_view_replay(run: Function, *args: Any) -> Any:
+def _with_view_replay(run: Function, *args: object) -> Any:
     """Call `run` with view replay on: autograd then makes views again by their function, not by strides."""
     before = is_view_replay_enabled()  # by strides of the global tensor a recorded write through a view would gather
     set_view_replay_enabled(True)
@@ -116,7 +116,7 @@ def _observed_shortcut(shortcut: Shortcut, args: Args, kwargs: Kwargs) -> Any:
     return run(*run_args)
 
 
-def _key(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
+def _key(func: Function, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
     """The cache key of a call; None where an argument has none.
 
     There is none either while saved-tensor hooks, for a call that autograd records, or else observers are active.
@@ -134,7 +134,7 @@ def _is_special() -> bool:
     return forward_ad._current_level >= 0
 
 
-def _specialise(func: Any, args: Args, kwargs: Kwargs, through: Uncached, key: tuple[Any, ...]) -> Any:
+def _specialise(func: Function, args: Args, kwargs: Kwargs, through: Uncached, key: tuple[Any, ...]) -> Any:
     """Call `func` by `through`, and cache a shortcut under `key`, or False where the log allows none."""
     records: list[CallRecord] = []
     with CALL_LOGS.entered(records):
@@ -161,7 +161,7 @@ def _is_write(record: CallRecord) -> bool:
     return record.executable is not None and record.op is not None and writes_first(record.op)
 
 
-def _is_method_in_place(func: Any) -> bool:
+def _is_method_in_place(func: Function) -> bool:
     """Whether `func` has the name of one in-place operator; `x[i] = y` may be one, or write through views."""
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")

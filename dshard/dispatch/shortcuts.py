@@ -19,7 +19,7 @@ from dshard.core.call import views_first, writes_first
 from dshard.core.executable import Executable
 from dshard.core.moves import sharing_version
 from dshard.core.observe import CallRecord, OperatorMode
-from dshard.core.signature import Args, Kwargs
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.registry import known
@@ -74,7 +74,7 @@ class Step(NamedTuple):
 
 
 def shortcut_of(
-    func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord], recorded: bool
+    func: Function, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord], recorded: bool
 ) -> Shortcut | None:
     """The shortcut for `func` on operands of these specs, or None where the log of its first call allows none.
 
@@ -95,7 +95,7 @@ def shortcut_of(
 
 
 def _unrecorded_shortcut(
-    func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]
+    func: Function, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]
 ) -> Shortcut | None:
     record = records[0]
     executable = record.executable
@@ -115,7 +115,7 @@ def _unrecorded_shortcut(
 
 
 def _recorded_shortcut(
-    func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]
+    func: Function, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]
 ) -> Shortcut | None:
     is_alone = len(records) == 1
     if _is_uneven(records, out) or not all(map(_is_local, records)):
@@ -171,7 +171,7 @@ def _operand(to: int | str, source: int | str, x: Wrapper, gradient: Layout) -> 
     return Operand(to, source, grad, gradient == x._spec.layout.cotangent())
 
 
-def _itself(func: Any, args: Args, kwargs: Kwargs, record: CallRecord) -> list[Step] | None:
+def _itself(func: Function, args: Args, kwargs: Kwargs, record: CallRecord) -> list[Step] | None:
     """The function itself as one step, if it runs just the logged operator on operands in the same order."""
     given = _distributed_operands(args, kwargs)
     op_operands = [x for x in record.args if isinstance(x, Tensor)]
@@ -284,7 +284,9 @@ def _run_again(args: Args, kwargs: Kwargs, record: CallRecord, out: Any) -> Shor
 # -- views
 
 
-def _view_shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]) -> Shortcut | None:
+def _view_shortcut(
+    func: Function, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]
+) -> Shortcut | None:
     """The shortcut of a view of one tensor, or None where the log allows none.
 
     torch itself makes the view of the distributed tensor, without dispatch, so that autograd knows its base. The local
@@ -336,7 +338,7 @@ def _view_shortcut(func: Any, args: Args, kwargs: Kwargs, out: Any, records: Seq
     return call
 
 
-def is_itself(func: Any, args: Args, kwargs: Kwargs, record: CallRecord) -> bool:
+def is_itself(func: Function, args: Args, kwargs: Kwargs, record: CallRecord) -> bool:
     """Whether `func` on the local tensors runs just the logged operator, not a kernel, with equal further arguments."""
     cls = Wrapper.public
     _, op, op_args, op_kwargs, *_ = record

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from dshard.comm.user_code import user_line
 from dshard.core.context import planning_context
@@ -24,7 +23,7 @@ from dshard.rules.strategy import Strategy
 from dshard.validate import check_callable
 
 
-def explain(function: Function, *args: Any, **kwargs: Any) -> Report:
+def explain(function: Function, *args: object, **kwargs: object) -> Report:
     """Run `function(*args, **kwargs)` and explain each operator on distributed tensors that it called.
 
     On a pure `Mesh`, with local tensors on the meta device, everything is planned and nothing is sent or computed.

@@ -109,7 +109,7 @@ def explain_source(source: str, tensors: Mapping[str, DTensor]) -> Report:
     return _run(source, function, **_arguments(source, function, tensors))
 
 
-def _run(source: str, function: Function, **arguments: Any) -> Report:
+def _run(source: str, function: Function, **arguments: object) -> Report:
     try:
         return explain(function, **arguments)
     except DShardError:

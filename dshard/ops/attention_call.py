@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dshard.comm import plain
 from dshard.core.operands import common_mesh
-from dshard.core.signature import Args, Kwargs
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import autocast, bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
@@ -21,7 +21,7 @@ from dshard.rules.rule import Rule
 from dshard.rules.strategy import Strategy
 
 
-def attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`scaled_dot_product_attention`: local for each head and each batch entry."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     query, k, v, mask, dropout, causal, scale, gqa = bind_arguments(names, args, kwargs)

@@ -59,7 +59,7 @@ def _nothing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     shapes = [out_local_shape(call, strategy, coordinate, i) for i in range(len(call.outs))]
     mask = call.argument("output_mask")
 
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: object, **kwargs: object) -> Any:
         x: Tensor = next(arg for arg in args if isinstance(arg, Tensor))
         empty = [x.new_zeros(shape, dtype=out.dtype) for shape, out in zip(shapes, call.outs, strict=True)]
         if mask is not None:
@@ -78,7 +78,7 @@ def in_memory_like(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
     """
     is_contiguous = call.specs[0].meta().is_contiguous()
 
-    def local(matrix: Tensor, *rest: Any, **options: Any) -> Any:
+    def local(matrix: Tensor, *rest: object, **options: object) -> Any:
         if matrix.is_contiguous() != is_contiguous:
             matrix = matrix.contiguous() if is_contiguous else matrix.mT.contiguous().mT
         return call.func(matrix, *rest, **options)

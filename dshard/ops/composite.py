@@ -22,7 +22,7 @@ from dshard.core.executable import Executable, decide, result_specs, watched, wr
 from dshard.core.moves import coordinate_of, counting_as, run_on_ranks
 from dshard.core.observe import CALL_LOG, OBSERVERS
 from dshard.core.operands import common_mesh, spec_like
-from dshard.core.signature import Function
+from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, for_shapes
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout
@@ -129,7 +129,7 @@ class Simulated(torch.autograd.Function):
         return tuple(wrap(local, spec) for local, spec in zip(results, outs, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: object) -> Any:
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
         pairs = zip(grads, ctx.cotangents, strict=True)
         gradients = [redistribute(as_distributed(grad, layout), layout) for grad, layout in pairs]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dshard.core.signature import Args, Kwargs
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import bind_arguments, call_torch
 from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
@@ -22,7 +22,7 @@ from dshard.rules.strategy import Strategy
 NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 
 
-def embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def embedding(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.nn.functional.embedding` of a table that is sharded over its rows and needs a gradient.
 
     Any other call runs as a torch operator. There the gradient of a table would be replicated on every rank.

@@ -184,7 +184,7 @@ def _one_exchange(call: Call, layout: Layout, dim: int, moves: Moves) -> Alterna
     exchange = IndexExchange(layout, tuple(call.shapes[i] for i in read), dim, moves, out.shape[dim])
     spec = spec_of(layout, tuple(out.shape), out.stride(), out.dtype, call.specs[0].device)
 
-    def run(*args: Any, **_: Any) -> Any:
+    def run(*args: object, **_: object) -> Any:
         tensors = [x for x in leaves(args) if isinstance(x, Wrapper)]
         return wrap(exchange_locals(exchange, tuple(tensors[i]._local.to(out.dtype) for i in read)), spec)
 
@@ -204,7 +204,7 @@ def cut(call: Call) -> AlternativePlan | None:
     wanted = range(*slice(start, end, step).indices(spec.shape[dim]))
     exchanged = _one_exchange(call, spec.layout, dim, (Move(0, wanted, 0),))
 
-    def run(x: Any, *_: Any, **__: Any) -> Any:
+    def run(x: Any, *_: object, **__: object) -> Any:
         view = exchanged.run(x)
         view = wrap(view._local, view._spec, x.storage_offset() + out.storage_offset())
         register_view(view, PartialView(x, view._local, view._spec, call.func, (dim, start, end, step)))
@@ -278,7 +278,7 @@ def _dim_by_dim(
         out = infer(func, (specs[-1].meta(), *step.alone), {})
         specs.append(spec_of(layout, tuple(out.shape), out.stride(), out.dtype, spec.device))
 
-    def run(x: Any, *_: Any, **__: Any) -> Any:
+    def run(x: Any, *_: object, **__: object) -> Any:
         local = x._local
         for exchange in exchanges:
             local = exchange_locals(exchange, (local,), fill)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dshard.core import checks
 from dshard.core.call import Call, Composed, Operator
-from dshard.core.signature import Args, Kwargs
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.ops import lookup
 from dshard.ops.concat import SAME_WHEN_EQUAL
 from dshard.rules.rule import ANY, LINEAR, MOVES, PassThrough, Rule, together
@@ -111,7 +111,7 @@ def has_mask(args: Args) -> bool:
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
 
-def by_mask(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def by_mask(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Run an indexed operator with masks converted to indices; one value written under one mask is a masked fill."""
     x, indices, *rest = args
     if func in _WRITES and len(indices) == 1 and rest[0].ndim == 0 and not any(rest[1:2]) and not kwargs:

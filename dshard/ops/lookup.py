@@ -7,7 +7,6 @@ the local tensor, which is dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Except
 def rows_held(rows: range, size: int, look_up: LocalOp) -> LocalOp:
     """`look_up(table, indices)` in the `rows` of a table of `size` that this rank holds; other rows read zero."""
 
-    def run(table: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run(table: Tensor, indices: Tensor, *args: object, **kwargs: object) -> Tensor:
         refuse(indices, (indices < 0) | (indices >= size), size, 0)
         if not rows:  # takes part in the backward pass all the same
             return table.new_zeros((*indices.shape, table.shape[1])) + table.sum()
@@ -71,7 +70,7 @@ def reading(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     size = call.shapes[0][dim]
     selects = call.func._schema.name == "aten::index_select"
 
-    def read(x: Tensor, _: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def read(x: Tensor, _: int, index: Tensor, *args: object, **kwargs: object) -> Tensor:
         index, is_held = local_index(index, held, size, dim, IndexError if selects else RuntimeError)
         if not held:
             shape = [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]] if selects else index.shape
@@ -102,7 +101,7 @@ def indexing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     if not held_indices:
         return call.func
 
-    def read(x: Tensor, indices: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> Tensor:
+    def read(x: Tensor, indices: Sequence[Tensor | None], *args: object, **kwargs: object) -> Tensor:
         mapped, is_held = _mapped(call, indices, held_indices)
         if any(not held for held in held_indices.values()):
             is_held = torch.zeros_like(is_held)
@@ -125,7 +124,7 @@ def writing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     size, in_place = call.shapes[0][dim], writes_first(call.func)
     kind = RuntimeError if "scatter" in call.func._schema.name else IndexError
 
-    def write(x: Tensor, _: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def write(x: Tensor, _: int, index: Tensor, *args: object, **kwargs: object) -> Tensor:
         index, is_held = local_index(index, held, size, dim, kind)
         index = torch.where(is_held, index, len(held))
         written = call.func(_with_slot(x, (dim,)), dim, index, *args, **kwargs)
@@ -141,7 +140,7 @@ def putting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
         return call.func
     in_place = writes_first(call.func)
 
-    def write(x: Tensor, indices: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> Tensor:
+    def write(x: Tensor, indices: Sequence[Tensor | None], *args: object, **kwargs: object) -> Tensor:
         mapped, is_held = _mapped(call, indices, held_indices)
         mapped = [
             torch.where(is_held, index, len(held_indices[d])) if d in held_indices and index is not None else index

@@ -61,7 +61,7 @@ def _with_reduction(call: Call, reduction: int) -> LocalOp:
     """The operator with another reduction."""
     position = [argument.name for argument in call.func._schema.arguments].index("reduction")
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         if position < len(args):
             return call.func(*args[:position], reduction, *args[position + 1 :], **kwargs)
         return call.func(*args, **{**kwargs, "reduction": reduction})

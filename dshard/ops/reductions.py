@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +108,7 @@ def mean_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Local
     count, keepdim = prod(shape[dim] for dim in dims), bool(call.argument("keepdim"))
     wide = torch.float32 if out in HALF else out
 
-    def mean(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def mean(x: Tensor, *args: object, **kwargs: object) -> Tensor:
         return (x.sum(dims, keepdim, dtype=wide) / count).to(out)
 
     return mean

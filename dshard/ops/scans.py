@@ -120,7 +120,7 @@ def _alternative(
         for output, out in zip(outputs, call.outs, strict=True)
     ]
 
-    def run(x: Any, *_: Any, **__: Any) -> Any:
+    def run(x: Any, *_: object, **__: object) -> Any:
         results = run_on_ranks(layout.mesh, local_op, (x._local,), {})
         own, summaries = results[: -len(dtypes)], results[-len(dtypes) :]
         every = [blocks.gather(summary, dtype) for summary, dtype in zip(summaries, dtypes, strict=True)]

@@ -75,7 +75,7 @@ def _decomposition(func: OpOverload) -> Function:
     """torch's decomposition of `func`, run on distributed tensors."""
     function = decomposition_table[func]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         with no_torch_function():
             return wrapped(function(*args, **kwargs), (args, kwargs))
 

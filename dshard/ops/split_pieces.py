@@ -45,7 +45,7 @@ def _pieces(call: Call) -> AlternativePlan | None:
     def cut(at: Any) -> LocalOp:
         return lambda local: list(local.split(local_sizes, dim))
 
-    def run(x: Any, *_: Any, **__: Any) -> list[Any]:
+    def run(x: Any, *_: object, **__: object) -> list[Any]:
         locals_: Sequence[Tensor] = [exchange_locals(exchange, (x._local,)) for exchange in exchanges]
         if even:
             locals_ = run_on_ranks(mesh, cut, tuple(locals_), {})

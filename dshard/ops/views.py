@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dshard.comm import LocalTensor, plain, stack, unstack
 from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, out_local_shape
-from dshard.core.signature import Args, Kwargs
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride
 from dshard.mesh import Coordinate
 from dshard.rules.reshape import reshape_rule
@@ -29,7 +29,7 @@ def with_local_size(name: str) -> Kernel:
             return call.func
         at = [argument.name for argument in call.func._schema.arguments].index(name)
 
-        def local(*args: Any, **kwargs: Any) -> Any:
+        def local(*args: object, **kwargs: object) -> Any:
             if at < len(args):
                 return call.func(*args[:at], size, *args[at + 1 :], **kwargs)
             return call.func(*args, **{**kwargs, name: size})
@@ -150,7 +150,7 @@ def strided_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
     return local
 
 
-def strided_of_base(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def strided_of_base(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Any strides over the memory of a view, which is that of its base."""
     x, size, stride, *rest = args
     start = rest[0] if rest else kwargs.get("storage_offset")
@@ -184,7 +184,7 @@ def done_now(operator: LocalOp) -> Kernel:
 # -- the same tensor in other dims
 
 
-def in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def in_place(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Change a tensor in place to the dims of the view."""
     x: Any = args[0]
     out = VIEWS_IN_PLACE[func](*args, **kwargs)

@@ -15,7 +15,7 @@ from dshard.autograd.crossing import redistribute
 from dshard.caches import cached
 from dshard.comm import LocalTensor, plain, unstack
 from dshard.core.context import planning_context
-from dshard.core.signature import Args, Kwargs
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.torch_function import bind_arguments
 from dshard.core.wrapper import Wrapper
@@ -37,7 +37,7 @@ def reduce_statistics(x: Any, op: str | None) -> Any:
     return redistribute(x, completed_layout(x._spec.layout), op) if x._spec.pending else x
 
 
-def rms_norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def rms_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.nn.functional.rms_norm` by one sum of squares for each row; None where gathering costs less."""
     x, shape, weight, eps = bind_arguments(("input", "normalized_shape", "weight", "eps"), args, kwargs)
     if not isinstance(x, Wrapper):
@@ -52,7 +52,7 @@ def rms_norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return (out if weight is None else out * weight).to(x.dtype)
 
 
-def cross_entropy(func: Any, args: Args, kwargs: Kwargs, *, always: bool = False) -> Any:
+def cross_entropy(func: Function, args: Args, kwargs: Kwargs, *, always: bool = False) -> Any:
     """`torch.nn.functional.cross_entropy` of class indices by three numbers for each row; None for any other call.
 
     The largest logit, the sum of exponentials, and the target's logit with what label smoothing adds to it
@@ -82,7 +82,7 @@ def cross_entropy(func: Any, args: Args, kwargs: Kwargs, *, always: bool = False
     return (total if reduction == "sum" else total / reduce_statistics(each.sum(), op)).to(x.dtype)
 
 
-def log_softmax(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def log_softmax(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.nn.functional.log_softmax` by two numbers for each row; None where `dim` is not sharded."""
     names = ("input", "dim", "_stacklevel", "dtype") if func is F.log_softmax else ("input", "dim", "dtype")
     x, dim, *_, dtype = bind_arguments(names, args, kwargs)

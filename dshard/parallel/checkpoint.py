@@ -22,7 +22,7 @@ from dshard.ops.matmul.matmul_autograd import RECOMPUTE_HOOKS
 from dshard.validate import check_callable
 
 
-def checkpoint(fn: Function, *args: Any, **kwargs: Any) -> Any:
+def checkpoint(fn: Function, *args: object, **kwargs: object) -> Any:
     """Run `fn(*args, **kwargs)`; autograd keeps its inputs alone, in their layouts, and computes the rest again.
 
     Random numbers and the dtypes of autocast are those of the first run. `fn` must do the same again.

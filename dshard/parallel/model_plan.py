@@ -35,7 +35,9 @@ Checked: TypeAlias = str | Auto | Mapping[str, Sequence[Placement]] | Plan
 Asked: TypeAlias = Checked | Path
 
 
-def plan_model(model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /, *args: Any, **kwargs: Any) -> Plan:
+def plan_model(
+    model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /, *args: object, **kwargs: object
+) -> Plan:
     """Plan what `parallelize` would do, and the cost of a training step under it; `model` is not changed.
 
     `args` and `kwargs` are an example batch: only shapes and dtypes matter. Parameters may be without data. The mesh
@@ -57,7 +59,7 @@ def plan_model(model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /,
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /, *args: Any, **kwargs: Any
+    model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /, *args: object, **kwargs: object
 ) -> nn.Module:
     """Lay out `model` in place and return it: its parameters become DTensors, and it takes plain tensors as before.
 

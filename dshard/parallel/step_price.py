@@ -13,6 +13,7 @@ from torch.func import functional_call
 from dshard.comm import plain, planning
 from dshard.core.moves import tensors_in
 from dshard.core.observe import Allocations, Decision, OperatorMode, observing
+from dshard.core.signature import Function
 from dshard.core.spec import Spec, is_for_shapes
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import applied
@@ -104,7 +105,7 @@ class _Work:
         if decision.strategy is not None:
             self.seconds += decision.strategy.compute
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Function, args: Any, kwargs: Any) -> Any:
         """Run an operator on local tensors, and add its memory."""
         out = func(*args, **kwargs)
         # Nothing is kept of what is asked for shapes alone.

@@ -32,7 +32,7 @@ Op: TypeAlias = OpOverload | Function | str
 
 def check_rule(
     op: Op,
-    *samples: Any,
+    *samples: object,
     mesh_shapes: Sequence[tuple[int, ...]] = ((2,), (3,), (2, 2)),
     placements: Literal["all"] | Sequence[Placement] = "all",
     gradients: bool = True,

@@ -180,7 +180,7 @@ class Topology:
         return cls(name, parts.layers, parts.device, parts.backend, source=parts.source)
 
     @classmethod
-    def measure(cls, mesh: Any, **options: Any) -> Topology:
+    def measure(cls, mesh: Any, **options: object) -> Topology:
         """Measure the topology of a mesh with processes, by timing collectives on it: `dshard.calibrate.measure`.
 
         Every rank of the mesh calls it and gets the same topology. `options` are `base`, what is known of the network;

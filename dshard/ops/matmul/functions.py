@@ -13,7 +13,7 @@ from dshard.autograd.crossing import as_distributed
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
 from dshard.core.operands import common_mesh, operand_of
-from dshard.core.signature import Args, Kwargs
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride, for_shapes, spec_of
 from dshard.core.torch_function import autocast, bind_arguments, call_torch
 from dshard.core.wrapper import Wrapper, is_leaf
@@ -128,7 +128,7 @@ def distributed_operands(name: str, tensors: Sequence[Any]) -> Sequence[Any]:
 # -- torch's functions
 
 
-def matmul(func: Any, args: Args, kwargs: Kwargs, asked: MatmulOptions | None = None) -> Any:
+def matmul(func: Function, args: Args, kwargs: Kwargs, asked: MatmulOptions | None = None) -> Any:
     """`torch.matmul`, `@`."""
     a, b, *out = (*args, *kwargs.values())
     infer = torch.mm if func in (torch.mm, Tensor.mm) else torch.matmul
@@ -137,12 +137,12 @@ def matmul(func: Any, args: Args, kwargs: Kwargs, asked: MatmulOptions | None = 
     return matmul_of(infer.__name__, lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), infer, (a, b), asked=asked)
 
 
-def rmatmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def rmatmul(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.__rmatmul__`."""
     return matmul(torch.matmul, (args[1], args[0]), {})
 
 
-def bmm(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def bmm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.bmm`."""
     if len(args) != 2 or kwargs:
         return call_torch(func, args, kwargs)
@@ -150,7 +150,7 @@ def bmm(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return matmul_of("bmm", lambda: bmm_rule(tuple(a.shape), tuple(b.shape)), torch.bmm, (a, b))
 
 
-def einsum(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def einsum(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.einsum`: a matmul if there are two operands; for any other number torch decomposes it."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
@@ -168,7 +168,7 @@ def einsum(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return matmul_of("einsum", lambda: rule, infer, (a, b), key=equation)
 
 
-def addmm(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def addmm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.addmm` of a bias along the last dim: a matmul with a bias, as `linear` is."""
     if len(args) != 3 or kwargs or args[0].dim() != 1 or args[0].dtype != args[1].dtype:
         return call_torch(func, args, kwargs)
@@ -182,7 +182,7 @@ def addmm(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return matmul_of("addmm", lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), infer, (a, b, bias))
 
 
-def linear(func: Any, args: Args, kwargs: Kwargs, asked: MatmulOptions | None = None) -> Any:
+def linear(func: Function, args: Args, kwargs: Kwargs, asked: MatmulOptions | None = None) -> Any:
     """`torch.nn.functional.linear`. If the result is partial, one rank adds the bias."""
     x, weight, bias = (
         args if len(args) == 3 and not kwargs else bind_arguments(("input", "weight", "bias"), args, kwargs)

@@ -13,7 +13,7 @@ from dshard.autograd.crossing import as_distributed, redistribute, unchecked_app
 from dshard.comm import Program, Scoped, Session, run, run_program, traced
 from dshard.core.executable import watched
 from dshard.core.observe import CALL_LOG, OBSERVERS, observed
-from dshard.core.signature import Args, Function
+from dshard.core.signature import Args, Context, Function
 from dshard.core.wrapper import wrap
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.matmul_executable import Matmul
@@ -54,7 +54,7 @@ class Multiply(torch.autograd.Function):
         return wrap(out, matmul.out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Context, grad: Any) -> Any:
         matmul: Matmul = ctx.matmul
         a, b, moved_a, moved_b = ctx.saved_tensors
         layout = matmul.out.layout.cotangent()
@@ -88,7 +88,7 @@ class Multiply(torch.autograd.Function):
 _record = unchecked_apply(Multiply)
 
 
-def wanted_gradients(ctx: Any, i: int) -> bool:
+def wanted_gradients(ctx: Context, i: int) -> bool:
     """Whether the running backward pass needs the gradient of tensor `i` of a matmul.
 
     A pass that is asked for the gradients of some tensors runs only the nodes that lead to them.

@@ -297,7 +297,7 @@ def seeded_op(func: OpOverload, mesh: Mesh, device: torch.device, kwargs: Kwargs
         block = words(torch.zeros(1, dtype=torch.int64), call_draw.number, call_draw.seed)
     seed = int(block[0]) << 30 | int(block[1]) >> 2
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         kwargs.pop("generator", None)
         with seeded(seed, device):
             return func(*args, **kwargs)
