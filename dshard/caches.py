@@ -54,7 +54,7 @@ class Cache(dict[Any, Any]):
         self.bound, self.hits, self.misses = bound, 0, 0
         _DICTS[name] = [*(ref(cache) for cache in _caches_named(name)), ref(self)]
 
-    def add(self, key: Any, value: Any) -> Any:
+    def add(self, key: object, value: object) -> Any:
         """Count a miss, cache `value`, and return it."""
         self.misses += 1
         if len(self) >= self.bound:

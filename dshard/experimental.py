@@ -128,7 +128,7 @@ def _check_count(name: str, entries: Any, n: int, what: str) -> None:
         )
 
 
-def _in_placements(arg: Any, i: int, placements: Placements, move: bool) -> Any:
+def _in_placements(arg: object, i: int, placements: Placements, move: bool) -> Any:
     """An argument in the placements that it must have."""
     if placements is None or not isinstance(arg, Tensor):
         if placements is not None:

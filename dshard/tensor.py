@@ -168,7 +168,7 @@ class DTensor(Wrapper):
     # -- what torch asks of a tensor subclass
 
     @classmethod
-    def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Function, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_GRAD and args[0]._local_graph is None:  # once for each parameter and step
             with no_torch_function():
                 return func(*args)

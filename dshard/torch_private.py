@@ -71,12 +71,12 @@ def _needed(path: str, use: str) -> Any:
     return _row(PrivateName(path, use), None)
 
 
-def _optional(path: str, use: str, fallback: Any) -> Any:
+def _optional(path: str, use: str, fallback: object) -> Any:
     """The object at `path`, or `fallback`: `use` says what is lost then."""
     return _row(PrivateName(path, use, is_needed=False), fallback)
 
 
-def _row(name: PrivateName, fallback: Any) -> Any:
+def _row(name: PrivateName, fallback: object) -> Any:
     NAMES[name.path] = name
     try:
         return resolve(name.path)

@@ -48,7 +48,7 @@ def as_number(
     return value  # type: ignore[no-any-return]
 
 
-def as_tuple(value: Any, what: str, way_out: str, error: type[DShardError] = ArgumentError) -> tuple[Any, ...]:
+def as_tuple(value: object, what: str, way_out: str, error: type[DShardError] = ArgumentError) -> tuple[Any, ...]:
     """The items of a sequence, or of anything that can be iterated; text and mappings are no sequences of items.
 
     Raises:
@@ -62,7 +62,7 @@ def as_tuple(value: Any, what: str, way_out: str, error: type[DShardError] = Arg
     raise error(f"{what}: {shown(value)} is no sequence: {way_out}")
 
 
-def as_shape(value: Any, what: str, error: type[DShardError]) -> tuple[int, ...]:
+def as_shape(value: object, what: str, error: type[DShardError]) -> tuple[int, ...]:
     """The sizes of a tensor's dims, numpy's integers included; sizes that a graph leaves open stay so.
 
     Raises:

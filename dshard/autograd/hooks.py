@@ -203,7 +203,7 @@ def gradients(run: Function, args: Args, kwargs: Kwargs) -> Any:
     return tuple(out)
 
 
-def _as_list(value: Any) -> Sequence[Any]:
+def _as_list(value: object) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
 
 

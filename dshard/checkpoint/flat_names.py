@@ -62,5 +62,5 @@ def _leaves(prefix: str, container: Any) -> Iterator[Leaf]:
         yield Leaf(name, container, key)
 
 
-def _is_inner(value: Any) -> bool:
+def _is_inner(value: object) -> bool:
     return isinstance(value, Tensor | Mapping) or (isinstance(value, list) and any(map(_is_inner, value)))

@@ -41,7 +41,7 @@ def read_value(name: str, stream: Any, current: Any) -> Any:
     )
 
 
-def _globals_of(value: Any) -> set[tuple[str, str]]:
+def _globals_of(value: object) -> set[tuple[str, str]]:
     """The globals, as (module, name), in the pickle of a value."""
     names: set[tuple[str, str]] = set()
 

@@ -60,7 +60,7 @@ class LoadPlanner(DefaultLoadPlanner):
             case _:
                 return 0
 
-    def load_bytes(self, read_item: Any, value: Any) -> None:
+    def load_bytes(self, read_item: Any, value: object) -> None:
         """Read a value that is no tensor, without executing anything that the user has not named."""
         name = read_item.dest_index.fqn
         loaded = read_value(name, value, self.current.get(name))

@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
@@ -167,14 +167,14 @@ class _ChecksumsOfItems:
         self.crc32: dict[MetadataIndex, int] = {}
         self.failure: OSError | None = None
 
-    def transform_save_stream(self, item: Any, stream: Any) -> tuple[Any, list[str]]:
+    def transform_save_stream(self, item: Any, stream: IO[bytes]) -> tuple[Any, list[str]]:
         return _ChecksumStream(stream, item.index, self), []
 
 
 class _ChecksumStream:
     """A stream that torch.save writes one item to, which computes its checksum."""
 
-    def __init__(self, stream: Any, index: MetadataIndex, checksums: _ChecksumsOfItems) -> None:
+    def __init__(self, stream: IO[bytes], index: MetadataIndex, checksums: _ChecksumsOfItems) -> None:
         self.stream, self.index, self.checksums, self.crc32 = stream, index, checksums, 0
 
     def write(self, data: Any) -> int:
@@ -268,7 +268,7 @@ class _CheckedItems:
     def __init__(self, reader: Reader) -> None:
         self.reader, self.torch_transforms = reader, reader.transforms
 
-    def transform_load_stream(self, item: Any, descriptors: Any, stream: Any) -> Any:
+    def transform_load_stream(self, item: Any, descriptors: Any, stream: IO[bytes]) -> Any:
         info, crc32 = self.reader.storage_data[item.storage_index], self.reader.crc32.get(item.storage_index)
         if crc32 is not None and crc32.result() != info.crc32:
             raise CheckpointError(

@@ -82,7 +82,7 @@ def checked_shape(local: Tensor, layout: Layout, shape: Shape) -> Shape:
     return shape
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all ranks of a process group, or of the world; `[value]` without processes."""
     if not dist.is_initialized() or simulated_ranks() is not None:
         return [value]

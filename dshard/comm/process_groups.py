@@ -82,7 +82,7 @@ class Worlds:
     failures: int = 0
     strayed: str | None = None
 
-    def of(self, world: Any) -> Worlds:
+    def of(self, world: object) -> Worlds:
         """The state for `world`; reset if it is another world than before."""
         if world is not self.world:
             self.world, self.count, self.groups, self.waits = world, self.count + 1, {}, {}
@@ -112,7 +112,7 @@ def this_world() -> Worlds:
     return WORLDS.of(dist.group.WORLD)
 
 
-def process_group_of(ranks: tuple[int, ...], world: Any, tag: int = 0) -> dist.ProcessGroup:
+def process_group_of(ranks: tuple[int, ...], world: object, tag: int = 0) -> dist.ProcessGroup:
     """The process group of `ranks`, created at its first use by these ranks alone, all together.
 
     torch would name it after the number of groups that this process is in, and the ranks would wait forever where they

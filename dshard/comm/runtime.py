@@ -164,7 +164,7 @@ def bind(device_mesh: DeviceMesh) -> Mesh:
     return mesh
 
 
-def _create_runtime(mesh: Mesh, device_mesh: DeviceMesh, world: Any) -> Runtime:
+def _create_runtime(mesh: Mesh, device_mesh: DeviceMesh, world: object) -> Runtime:
     """Create the runtime of `mesh`; if it had other processes before, the caches made for those are cleared."""
     size = dist.get_world_size()
     if max(mesh.ranks) >= size:

@@ -57,7 +57,7 @@ def accept(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
         func(*fake_args, **fake_kwargs)
 
 
-def _fake_of(leaf: Any, fakes: dict[int, Tensor]) -> Any:
+def _fake_of(leaf: object, fakes: dict[int, Tensor]) -> Any:
     """The fake tensor that stands for a meta tensor: one for each."""
     if not isinstance(leaf, Tensor):
         return leaf

@@ -129,7 +129,7 @@ class Executable:
         """The redistributed positional arguments and the local result, on simulated ranks or of nested arguments."""
         plans = iter(self.plans)
 
-        def redistributed(leaf: Any) -> Any:
+        def redistributed(leaf: object) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             return run(next(plans), leaf._local if isinstance(leaf, Wrapper) else on_all_ranks(leaf, self.mesh))

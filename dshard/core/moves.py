@@ -256,17 +256,17 @@ def simulate(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Any, k
             results[rank] = local_op(mesh.coordinate(rank))(*rank_args, **rank_kwargs)
         tensors = {rank: iter(tensors_in(result)) for rank, result in results.items()}
 
-        def join(leaf: Any) -> Any:
+        def join(leaf: object) -> Any:
             return stack({rank: next(rest) for rank, rest in tensors.items()}) if isinstance(leaf, Tensor) else leaf
 
         return replace_leaves(results[mesh.ranks[0]], join)
 
 
-def _of_rank(rank: int, leaf: Any) -> Any:
+def _of_rank(rank: int, leaf: object) -> Any:
     return unstack(leaf)[rank] if type(leaf) is LocalTensor else leaf
 
 
-def leaves(tree: Any) -> list[Any]:
+def leaves(tree: object) -> list[Any]:
     """The leaves of nested tuples, lists and dicts, in order."""
     if isinstance(tree, list | tuple):
         return [leaf for item in tree for leaf in leaves(item)]
@@ -275,7 +275,7 @@ def leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
-def replace_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
+def replace_leaves(tree: object, change: Callable[[Any], Any]) -> Any:
     """`tree`, nested tuples, lists and dicts, with `change` applied to each leaf, in order."""
     if isinstance(tree, list):
         return [replace_leaves(item, change) for item in tree]
@@ -286,11 +286,11 @@ def replace_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
     return change(tree)
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
+def tensors_in(tree: object) -> list[Tensor]:
     """The tensors among the leaves of nested tuples, lists and dicts, in order."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def replace_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+def replace_tensors(tree: object, change: Callable[[Tensor], Any]) -> Any:
     """`tree`, nested tuples, lists and dicts, with `change` applied to each tensor, in order."""
     return replace_leaves(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)

@@ -74,7 +74,7 @@ def propagate_write(written: Any, op: object) -> None:
                     view_origin.refresh(op)
 
 
-def _root(t: Any) -> Any:
+def _root(t: object) -> Any:
     return t._base if isinstance(t, Tensor) and t._is_view() else t
 
 

@@ -79,7 +79,7 @@ def _replicate(func: OpOverload, args: Any, kwargs: Any, layout: Layout, random:
     return out
 
 
-def _refuse_sparse(func: OpOverload, result: Any) -> None:
+def _refuse_sparse(func: OpOverload, result: object) -> None:
     kinds = {t.layout for t in tensors_in(result)} - {torch.strided}
     if kinds:
         raise LayoutError(

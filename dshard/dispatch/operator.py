@@ -124,7 +124,7 @@ def _asked_decision(func: OpOverload, args: Args, kwargs: Kwargs) -> Decision:
     return Decision(str(func), operands, (), None, None, (), topology, explicit=True)
 
 
-def _meta(leaf: Any) -> Any:
+def _meta(leaf: object) -> Any:
     return leaf.meta() if isinstance(leaf, Spec) else leaf
 
 
@@ -142,7 +142,7 @@ def _without_rule(func: OpOverload) -> Executor:
 
 
 def operator_executable(
-    op: Operator, call: Call, result: Any, positions: Sequence[int] | None
+    op: Operator, call: Call, result: object, positions: Sequence[int] | None
 ) -> Executable | AlternativeExecutable:
     """The executable of a call by the cheapest strategy of its rule, or by an alternative to it that is cheaper.
 
@@ -195,7 +195,7 @@ def _may_look_shared(call: Call, strategy: Strategy, coordinate: Coordinate) -> 
     )
 
 
-def _finish(call: Call, result: Any, strategy: Strategy, is_moved: bool, specs: Sequence[Spec]) -> Finish:
+def _finish(call: Call, result: object, strategy: Strategy, is_moved: bool, specs: Sequence[Spec]) -> Finish:
     """The function that wraps local results as those of the call; `is_moved` says whether the first operand is."""
     if writes_first(call.func):
         return _finish_write(call, is_moved, specs)
@@ -212,7 +212,7 @@ def _finish(call: Call, result: Any, strategy: Strategy, is_moved: bool, specs: 
     return lambda out, args, local: _wrap_nested(out, result, specs)
 
 
-def _wrap_nested(out: Any, result: Any, specs: Sequence[Spec], start: int = 0) -> Any:
+def _wrap_nested(out: Any, result: object, specs: Sequence[Spec], start: int = 0) -> Any:
     """The local results `out` wrapped in the structure of `result`; `start` is the storage offset of their base."""
     pairs = zip([t for t in leaves(out) if isinstance(t, Tensor)], specs, strict=True)
     return replace_leaves(
@@ -234,7 +234,7 @@ def _finish_write(call: Call, is_moved: bool, specs: Sequence[Spec]) -> Finish:
     return finish
 
 
-def _finish_view(call: Call, result: Any, strategy: Strategy, specs: Sequence[Spec]) -> Finish:
+def _finish_view(call: Call, result: object, strategy: Strategy, specs: Sequence[Spec]) -> Finish:
     """The end of an operator that makes views, with strides and offsets of the global tensor.
 
     Views that have memory of their own are registered, so that writes are copied between them and their base.

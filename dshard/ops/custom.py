@@ -56,7 +56,7 @@ def wrapped(out: Any, given: Any) -> Any:
     return replace_leaves(out, as_replicated)
 
 
-def _is_new_plain(leaf: Any, had: set[int]) -> bool:
+def _is_new_plain(leaf: object, had: set[int]) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, Wrapper) and id(leaf) not in had
 
 

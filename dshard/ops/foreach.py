@@ -130,7 +130,7 @@ def fused(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     mesh = layouts[0].mesh
     shapes = [t.shape for t in args[0]]
 
-    def redistributed(i: int, t: Any, explicit: bool) -> Any:
+    def redistributed(i: int, t: object, explicit: bool) -> Any:
         if not isinstance(t, Wrapper):
             return t
         layout = layouts[i] if t.shape == shapes[i] else replicated(mesh)
@@ -223,7 +223,7 @@ def _is_linear(func: OpOverload) -> bool:
     return (func._schema.name.removeprefix("aten::_foreach_").removesuffix("_"), func._overloadname) in LINEAR
 
 
-def _local(func: OpOverload, arg: Any, mesh: Mesh) -> Any:
+def _local(func: OpOverload, arg: object, mesh: Mesh) -> Any:
     """The local tensors of a list; of a single tensor, a factor for all entries, the gathered value."""
     if isinstance(arg, list | tuple):
         return [t._local if isinstance(t, Wrapper) else t for t in arg]

@@ -100,7 +100,7 @@ def _output_hook(plan: Plan, name: str) -> Any:
     return place
 
 
-def distribute_inputs(given: Any, plan: Plan) -> Any:
+def distribute_inputs(given: object, plan: Plan) -> Any:
     """The inputs of a model as distributed tensors: those with the batch as first dim by the plan, others replicated.
 
     The batch is the first dim of the first tensor. Plain tensors must be equal on all ranks; nothing is sent.
@@ -109,7 +109,7 @@ def distribute_inputs(given: Any, plan: Plan) -> Any:
     tensors = tensors_in(given)
     size = next((t.shape[0] for t in tensors if t.dim()), None)
 
-    def distributed(leaf: Any) -> Any:
+    def distributed(leaf: object) -> Any:
         if not isinstance(leaf, Tensor) or (isinstance(leaf, DTensor) and not _unfolded(leaf, plan)):
             return leaf
         other = leaf.dim() == 0 or leaf.shape[0] != size

@@ -44,7 +44,7 @@ def loss_parallel() -> Iterator[None]:
 class _LossMode(TorchFunctionMode):
     """Calls the functions of `_ALONG_CLASSES` there, with plain targets and class weights as distributed tensors."""
 
-    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Function, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         handler = _ALONG_CLASSES.get(func)
         if handler is None:

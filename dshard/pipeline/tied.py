@@ -71,7 +71,7 @@ class Tied:
             mine.grad = total if self._before is None else self._before + total
         self._before = None
 
-    def _spread(self, value: Any) -> Any:
+    def _spread(self, value: object) -> Any:
         """The first copy's value in the layout of this rank's copy; None if this rank has the first copy, or none."""
         first, *others = self.copies
         received = [self._move(value, first, copy) for copy in others]

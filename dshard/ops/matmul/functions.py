@@ -35,7 +35,7 @@ def matmul_of(
     infer: Local,
     tensors: Sequence[Any],
     asked: MatmulOptions | None = None,
-    key: Any = None,
+    key: object = None,
 ) -> Any:
     """The matmul of two tensors, plus a bias if there is a third, by the cheapest strategy or the requested one."""
     cls = Wrapper.public
@@ -49,7 +49,7 @@ def matmul_of(
 
 
 def choose_matmul(
-    name: str, rule: Callable[[], Rule], infer: Local, tensors: Sequence[Any], asked: MatmulOptions, key: Any = None
+    name: str, rule: Callable[[], Rule], infer: Local, tensors: Sequence[Any], asked: MatmulOptions, key: object = None
 ) -> Matmul:
     """The cheapest matmul of these tensors within the options `asked`; cached.
 
