@@ -17,7 +17,7 @@ from dshard import comm
 from dshard.autograd.sole_owner import is_sole_owner
 from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, local_redistribution
-from dshard.core.observe import OBSERVERS, Decision, observed
+from dshard.core.observe import ASKED, OBSERVERS, Decision, observed
 from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, spec_of
 from dshard.core.transforms import is_batched, refuse_batched, with_tangent
@@ -237,7 +237,7 @@ def _reshard_local(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
     typed = local if local.dtype == spec.dtype else local.new_empty(0, dtype=spec.dtype)  # empty, of a rank outside
     if OBSERVERS:
         operand = Operand(spec.layout, spec.shape, spec.itemsize)
-        decision = Decision("redistribute", (operand,), (), None, None, (), topology, explicit=True, crossing=crossing)
+        decision = Decision("redistribute", (operand,), (), None, None, (), topology, why=ASKED, crossing=crossing)
         out = observed(decision, comm.reshard, (crossing, typed))
     else:
         out = comm.reshard(crossing, typed)

@@ -24,7 +24,7 @@ from dshard.comm import (
 )
 from dshard.core.call import LocalOp
 from dshard.core.context import planning_context
-from dshard.core.observe import OBSERVERS, Decision, observed
+from dshard.core.observe import ASKED, NEEDED, OBSERVERS, Decision, observed
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.cost import planned_collective
@@ -96,7 +96,7 @@ class LocalRedistribution:
         operand = Operand(self.source.layout, self.source.shape, self.source.itemsize)
         topology = planning_context().topology_of(self.source.layout.mesh)
         outputs = ((self.spec.shape, self.spec.itemsize),)
-        return Decision(op, (operand,), outputs, None, None, (self.plan,), topology, explicit=explicit)
+        return Decision(op, (operand,), outputs, None, None, (self.plan,), topology, why=ASKED if explicit else NEEDED)
 
 
 def local_redistribution(spec: Spec, layout: Layout) -> LocalRedistribution:
@@ -127,7 +127,7 @@ def sending(
     topology = planning_context().topology_of(mesh)
     sent = tuple(planned_collective(kind, mesh, axes, nbytes, topology) for kind, axes, nbytes in collectives)
     operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs)
-    return Decision(op, operands, (), None, None, (), topology, explicit=explicit, exchanges=sent)
+    return Decision(op, operands, (), None, None, (), topology, why=ASKED if explicit else NEEDED, exchanges=sent)
 
 
 def replica_broadcasts(spec: Spec) -> list[tuple[str, tuple[str, ...], int]]:

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dshard.comm import Scoped, collectives_of, crossing_event, outside_graphs
 from dshard.comm.workspace import borrowed_now, in_use
-from dshard.core.panel_cost import PanelCost
+from dshard.core.panel_cost import IN_BULK, Panels
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
 from dshard.cost import PlannedCollective, planned_collective
@@ -29,7 +29,7 @@ from dshard.rules.strategy import ANY, Constraints, Strategy
 from dshard.topology import Topology
 from dshard.torch_private import TorchDispatchMode
 
-NEEDED = "the operator needs it so"
+ASKED, NEEDED = "asked for", "the operator needs it so"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,9 @@ class Decision:
 
     `rule` and `strategy` are None for an operator that only moves data or has no rule; `plans` are the redistributions
     of the operands, `bias` that of a matmul's bias, which no strategy counts, `ends` those of the outputs, `exchanges`
-    the collectives beside them. `explicit` says whether the user asked for all of it, else `why` what needs it.
+    the collectives beside them. `why` says what needs all of it, `ASKED` that the user did.
     `alternatives` are those to the rule that apply; of one that was chosen the decision is complete, and those made
-    within it repeat it. `panels` tells what a matmul takes in each number of panels, `run_in` the number that it runs
-    in. `crossing` is the plan to another mesh.
+    within it repeat it. `panels` are those of a matmul, `crossing` is the plan to another mesh.
     """
 
     op: str
@@ -51,16 +50,19 @@ class Decision:
     strategy: Strategy | None
     plans: tuple[Plan, ...]
     topology: Topology
-    explicit: bool = False
     wanted: Constraints = ANY
-    panels: Callable[[], tuple[PanelCost, ...]] = tuple
-    run_in: int = 1
+    panels: Panels = IN_BULK
     crossing: ReshardPlan | None = None
     exchanges: tuple[PlannedCollective, ...] = ()
     alternatives: tuple[Strategy, ...] = ()
     why: str = NEEDED
     bias: Plan | None = None
     ends: tuple[Plan, ...] = ()
+
+    @property
+    def explicit(self) -> bool:
+        """Whether the user asked for all of it."""
+        return self.why == ASKED
 
     @property
     def is_alternative(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -15,3 +16,14 @@ class PanelCost:
     panels: int
     seconds: float
     buffer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """The number of panels that a matmul runs in, and what it takes in each number worth trying, when asked."""
+
+    costs: Callable[[], tuple[PanelCost, ...]] = tuple
+    run_in: int = 1
+
+
+IN_BULK = Panels()

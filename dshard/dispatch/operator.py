@@ -29,7 +29,7 @@ from dshard.core.moves import (
     tensors_in,
     write_local,
 )
-from dshard.core.observe import CALL_LOG, OBSERVERS, CallRecord, Decision, log, observed
+from dshard.core.observe import ASKED, CALL_LOG, OBSERVERS, CallRecord, Decision, log, observed
 from dshard.core.operands import common_mesh, operand_of, spec_like
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
@@ -121,7 +121,7 @@ def _asked_decision(func: OpOverload, args: Args, kwargs: Kwargs) -> Decision:
     """The decision of an operator that runs as others, for which the user asked."""
     operands = tuple(operand_of(t._spec) for t in leaves((args, kwargs)) if isinstance(t, Wrapper))
     topology = planning_context().topology_of(operands[0].layout.mesh)  # those of a list may be on several meshes
-    return Decision(str(func), operands, (), None, None, (), topology, explicit=True)
+    return Decision(str(func), operands, (), None, None, (), topology, why=ASKED)
 
 
 def _meta(leaf: object) -> Any:

@@ -77,7 +77,7 @@ def explanation(decision: Decision, topology_why: str, within: tuple[Decision, .
     else:
         chosen = _add_decisions(_without_strategy(decision), within)
         every = (chosen,)
-        why = "asked for" if decision.explicit else decision.why
+        why = decision.why
     return Explanation(
         decision.op,
         tuple(f"[{o.layout}] {tuple(o.shape)}" for o in decision.operands),
@@ -89,8 +89,8 @@ def explanation(decision: Decision, topology_why: str, within: tuple[Decision, .
         len(every),
         chosen,
         why,
-        panels=decision.panels(),
-        run_in=decision.run_in,
+        panels=decision.panels.costs(),
+        run_in=decision.panels.run_in,
         collectives=tuple(sent for each in (decision, *within) for sent in each.collectives()),
     )
 

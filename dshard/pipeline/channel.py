@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dshard.comm import Resharding, begin_reshard, device_of, fetch, put
 from dshard.core.context import planning_context
-from dshard.core.observe import OBSERVERS, Decision, observed
+from dshard.core.observe import ASKED, OBSERVERS, Decision, observed
 from dshard.core.signature import Function
 from dshard.core.spec import contiguous_stride, spec_of
 from dshard.errors import PipelineError
@@ -176,7 +176,7 @@ def _observed(plan: ReshardPlan, run: Function, args: Sequence[Any], crossing: R
     if not OBSERVERS:
         return run(*args)
     operand, topology = Operand(plan.src, plan.shape, plan.itemsize), planning_context().topology_of(plan.src.mesh)
-    decision = Decision("pipeline", (operand,), (), None, None, (), topology, explicit=True, crossing=crossing)
+    decision = Decision("pipeline", (operand,), (), None, None, (), topology, why=ASKED, crossing=crossing)
     return observed(decision, run, args)
 
 

@@ -15,6 +15,7 @@ from dshard.core.context import planning_context
 from dshard.core.executable import Executable, wrap_as
 from dshard.core.observe import Decision
 from dshard.core.operands import operand_of, plan_to
+from dshard.core.panel_cost import Panels
 from dshard.core.signature import Kwargs
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.wrapper import wrap
@@ -151,11 +152,12 @@ def matmul_of_strategy(
         ends=(end,),
         wanted=wanted,
     )
-    decision = replace(decision, panels=partial(in_panels, rule, _three(decision), out.dtype, topology))
+    decision = replace(decision, panels=Panels(partial(in_panels, rule, _three(decision), out.dtype, topology)))
     streamed = _streamed(decision, out, stream)
     make: Callable[..., Executable] = Executable
     if streamed is not None:
-        make, decision = partial(StreamedExecutable, streamed), replace(decision, run_in=streamed.stream.panels)
+        make = partial(StreamedExecutable, streamed)
+        decision = replace(decision, panels=replace(decision.panels, run_in=streamed.stream.panels))
     kernel = partial(_local, local_product(*rule.inputs, *rule.outputs), bias is not None, strategy)
     executable = make(
         *(decision, kernel, [out], range(len(specs)), wrap_as(out)), gradients=gradients, differentiable=differentiable
@@ -179,7 +181,7 @@ def _streamed(decision: Decision, out: Spec, stream: Stream | Auto | None) -> Pa
     if stream is None or not any(map(sends, plans)):
         return None
     if isinstance(stream, Auto):
-        panels = cheapest(decision.panels(), stream.limit).panels
+        panels = cheapest(decision.panels.costs(), stream.limit).panels
         if panels == 1:
             return None
         stream = Stream(panels)
