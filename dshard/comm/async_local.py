@@ -89,7 +89,7 @@ def _start_of(plan: Plan, dtype: torch.dtype, runtime: Runtime) -> Start:
 
         def wait() -> Tensor:
             with torch.no_grad():
-                return unshared(steps, x, advance(finish(flight, space), launch))
+                return unshared(steps, None, advance(finish(flight, space), launch))
 
         return AsyncLocal(wait)
 

@@ -29,7 +29,7 @@ MOVES = {
     torch.uint8,
     torch.int8,
 }
-_SCATTERS = {"nccl", "fake"}  # backends whose reduce_scatter takes equal pieces of one tensor
+_SCATTERS = {"nccl"}  # backends whose reduce_scatter takes equal pieces of one tensor
 _SUMS = {torch.float64, torch.float32, torch.int64, torch.int32}
 
 

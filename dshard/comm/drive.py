@@ -20,6 +20,7 @@ from dshard.comm.collective import HALF, reduce
 from dshard.comm.collectives import Wait
 from dshard.comm.pieces import view_of
 from dshard.comm.program_steps import Fill, Narrow, ProgramStep, Transfer
+from dshard.comm.traced_collectives import traced
 from dshard.comm.workspace import FreshBuffers, Session
 from dshard.mesh import Coordinate
 from dshard.placements import ReduceOp
@@ -63,7 +64,7 @@ def begin(steps: Sequence[ProgramStep], x: Tensor, space: Session) -> Program[In
             case Transfer():
                 request = _pack(step, x, space)
                 wait = yield request
-                return InFlight(x, request, wait, steps[i + 1 :])
+                return InFlight(request.buffer, request, wait, steps[i + 1 :])
             case Narrow(region):
                 x = view_of(x, region)
             case Fill(value):
@@ -87,7 +88,7 @@ def redistributed(steps: Sequence[ProgramStep], x: Tensor, space: Session) -> Pr
     return unshared(steps, x, out)
 
 
-def unshared(steps: Sequence[ProgramStep], x: Tensor, out: Tensor) -> Tensor:
+def unshared(steps: Sequence[ProgramStep], x: Tensor | None, out: Tensor) -> Tensor:
     """The result `out` of the steps on `x`; copied where it is a view, of `x` or of a larger buffer."""
     if out is x:
         return out.clone()
@@ -144,7 +145,8 @@ def flat(x: Tensor, space: Session) -> Tensor:
 def _pack(step: Transfer, x: Tensor, space: Session) -> Request:
     collective = step.collective
     if isinstance(space, FreshBuffers):
-        return Request(step, step.packer()(x))
+        gathers = collective.kind == "all_gather" and not traced(x)  # in place: copies to send would stay in flight
+        return Request(step, step.packer()(x), x.new_empty(sum(collective.recv)) if gathers else None)
     match collective.kind:
         case "all_gather":
             out = space.take((sum(collective.recv),), x)

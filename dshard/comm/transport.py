@@ -108,7 +108,7 @@ def _all_gather(c: Collective, dtype: torch.dtype, group: Group) -> Begin:
         swap = primitive(replace(c, kind="all_to_all", send=c.send * n), dtype, group, is_traced=False)
         by_copies = lambda x, out: swap(x.repeat(n), out)  # noqa: E731
     nbytes = sum(sizes) * dtype.itemsize
-    return lambda x, out: (by_copies if nbytes <= _FEW_BYTES else by_broadcasts)(x, out)
+    return lambda x, out: (by_copies if nbytes <= _FEW_BYTES and out is None else by_broadcasts)(x, out)
 
 
 def _exchange_in_pairs(

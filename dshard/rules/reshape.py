@@ -51,7 +51,7 @@ def reshape_rule(src: Shape, dst: Shape) -> Rule:
     >>> print(reshape_rule((8, 6, 10), (48, 2, 5)))
     _0 _1 (_2 _3) -> (_0 _1) _2 _3
     >>> print(reshape_rule((6, 4), (4, 6)))
-    (_0 [rest0]) _1 -> (_0 [rest1]) _1
+    (_0 [rest0]) [] -> (_0 [rest1]) []
     """
     if prod(src) == 0:
         return _of_no_elements(src, dst)

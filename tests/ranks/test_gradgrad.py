@@ -337,7 +337,7 @@ def programs_on_ranks(shape: tuple[int, ...], seed: int, draws: int, first: int 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((4,), marks=pytest.mark.thorough), (2, 2)])
 def test_programs_of_second_and_third_order(ranks: RankPool, shape: tuple[int, ...]) -> None:
     assert ranks.run(programs_on_ranks, shape, 0, 1, len(shape) - 1, 2, timeout=300) == [[]] * 4
 
@@ -349,7 +349,7 @@ def test_programs_of_second_and_third_order_in_many_layouts(ranks: RankPool, sha
     assert ranks.run(programs_on_ranks, shape, 1, 20, timeout=1800) == [[]] * 4
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((3,), marks=pytest.mark.thorough), (2, 2)])
 def test_programs_of_second_and_third_order_on_simulated_ranks(shape: tuple[int, ...]) -> None:
     mesh = Mesh(shape)
     with simulated(mesh):
