@@ -170,7 +170,7 @@ def test_the_table_fits_a_terminal() -> None:
 
 @pytest.mark.ranks
 def test_the_demo_from_end_to_end() -> None:
-    command = [sys.executable, "-m", "dshard.cli", "demo", "--json", "--steps", "5", "--device", "cpu"]
+    command = [sys.executable, "-m", "dshard.cli", "demo", "--json", "--steps", "2", "--device", "cpu"]
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
