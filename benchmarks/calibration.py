@@ -103,7 +103,7 @@ def compare_collectives(mesh: Mesh, topology: Topology, seconds: float) -> list[
             "measured": typical(found),
             "predicted": collective_seconds(case.collective, nbytes, mesh, case.axes, topology),
         }
-        for case, by_size in times.found.items()
+        for case, by_size in times.samples.items()
         for nbytes, found in by_size.items()
     ]
 

@@ -56,13 +56,13 @@ def resolve(path: str) -> Any:
     parts = path.split(".")
     value: Any = import_module(parts[0])
     for i, part in enumerate(parts[1:], start=2):
-        found = getattr(value, part, _ABSENT)
-        if found is _ABSENT:
+        inner = getattr(value, part, _ABSENT)
+        if inner is _ABSENT:
             try:
-                found = import_module(".".join(parts[:i]))
+                inner = import_module(".".join(parts[:i]))
             except ImportError:
                 raise AttributeError(f"torch {torch.__version__} has no {path}") from None
-        value = found
+        value = inner
     return value
 
 

@@ -109,7 +109,7 @@ def check_one_of(value: object, known: Iterable[str], what: str, error: type[DSh
 
 
 def suggestion(value: object, known: Iterable[str]) -> str:
-    """What was meant, perhaps, for the end of a message.
+    """The known name that was perhaps meant, for the end of a message.
 
     >>> suggestion("suma", ["data", "summa"])
     "; did you mean 'summa'?"

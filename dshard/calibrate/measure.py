@@ -74,9 +74,9 @@ def measure(
     left = max(seconds - (clock.elapsed() - begin), seconds / 2)
     times = run_rounds(clock, cases, levels, left, tell)
     limits = base if base is not None and not base.measured else None
-    figures = [_figures(clock.mesh, case, found, known, limits) for case, found in times.found.items()]
+    figures = [_figures(clock.mesh, case, samples, known, limits) for case, samples in times.samples.items()]
     today = date.today().isoformat()
-    figures = [replace(found, date=today, device=device.name) for found in figures]
+    figures = [replace(figure, date=today, device=device.name) for figure in figures]
     topology = known if base is not None else _unmeasured_as_slowest(known, figures)
     source = f"measured {today}" if base is None else f"{base.source or base.name}; measured {today}"
     return same_topology(replace(topology.with_measured(figures), source=source), clock.mesh)
@@ -107,12 +107,12 @@ def parts_of(collective: Collective, mesh: Mesh, axes: tuple[str, ...], topology
 
 
 def _figures(
-    mesh: Mesh, case: Case, found: dict[int, list[float]], topology: Topology, limits: Topology | None
+    mesh: Mesh, case: Case, samples: dict[int, list[float]], topology: Topology, limits: Topology | None
 ) -> Measured:
     messages, passes = parts_of(case.collective, mesh, case.axes, topology)
     groups = groups_of(mesh, case.axes)
     cap = inf if limits is None else cut_bandwidth(limits.layers, groups, case.collective) * passes
-    times = sorted((nbytes, typical(seconds)) for nbytes, seconds in found.items())
+    times = sorted((nbytes, typical(seconds)) for nbytes, seconds in samples.items())
     fitted = fit(times, messages, passes, cap)
     return Measured(
         mesh,
@@ -121,7 +121,7 @@ def _figures(
         fitted.bandwidth,
         case.collective,
         sizes=tuple(nbytes for nbytes, _ in times),
-        spread=median(map(spread, found.values())),
+        spread=median(map(spread, samples.values())),
         points=fitted.points,
     )
 
@@ -130,7 +130,7 @@ def _unmeasured_as_slowest(topology: Topology, figures: Sequence[Measured]) -> T
     """The topology in which ranks not measured together see the slowest link measured."""
     if not figures:
         return replace(topology, name="measured")
-    bandwidth, latency = min(found.bandwidth for found in figures), max(found.latency for found in figures)
+    bandwidth, latency = min(figure.bandwidth for figure in figures), max(figure.latency for figure in figures)
     source = topology.source
     flat = Topology.flat(bandwidth, latency, name="measured", device=topology.device, backend=topology.backend)
     return replace(flat, source=source)
@@ -171,7 +171,8 @@ def _backend(clock: Clock, known: Topology) -> Backend:
 def _has(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Collective) -> bool:
     groups = groups_of(mesh, axes)
     return any(
-        found.collective == collective and groups_of(found.mesh, found.axes) == groups for found in topology.measured
+        figure.collective == collective and groups_of(figure.mesh, figure.axes) == groups
+        for figure in topology.measured
     )
 
 

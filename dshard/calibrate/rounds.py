@@ -105,11 +105,11 @@ class Clock:
 class Times:
     """Measured seconds of the slowest rank, for each case and each number of bytes received."""
 
-    found: dict[Case, dict[int, list[float]]] = field(default_factory=dict)
+    samples: dict[Case, dict[int, list[float]]] = field(default_factory=dict)
 
     def add(self, case: Case, nbytes: int, seconds: float) -> None:
         """Add one time."""
-        self.found.setdefault(case, {}).setdefault(nbytes, []).append(seconds)
+        self.samples.setdefault(case, {}).setdefault(nbytes, []).append(seconds)
 
 
 def call_of(case: Case, nbytes: int, group: Group, source: Tensor) -> tuple[Callable[[], object], int]:
@@ -178,7 +178,7 @@ def _warm_up(
 
     What takes a moment only takes several turns in a round, as others on the machine disturb it more.
     """
-    found: dict[Case, list[int]] = {case: [] for case in cases}
+    sizes_of: dict[Case, list[int]] = {case: [] for case in cases}
     alive, spent, took = list(cases), 0.0, dict.fromkeys(cases, 0.0)
     before = sizes[0]
     for nbytes in sizes:
@@ -194,6 +194,6 @@ def _warm_up(
             took[case] = clock.slowest([clock.seconds(call)])[0]
             turns = max(1, min(MOST_TURNS, int(MOMENT / took[case])))
             spent += took[case] * turns
-            found[case] += [nbytes] * turns
+            sizes_of[case] += [nbytes] * turns
         before = nbytes
-    return [(case, nbytes) for case, chosen in found.items() for nbytes in chosen]
+    return [(case, nbytes) for case, chosen in sizes_of.items() for nbytes in chosen]

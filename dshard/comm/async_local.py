@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import collectives, rank_checks
-from dshard.comm.drive import advance, begin, finish, unshared
+from dshard.comm.drive import advance, begin, finish, without_buffer
 from dshard.comm.events import LISTENERS
 from dshard.comm.program_steps import Transfer, steps_of
 from dshard.comm.run import launch_on
@@ -89,7 +89,7 @@ def _start_of(plan: Plan, dtype: torch.dtype, runtime: Runtime) -> Start:
 
         def wait() -> Tensor:
             with torch.no_grad():
-                return unshared(steps, None, advance(finish(flight, space), launch))
+                return without_buffer(steps, advance(finish(flight, space), launch))
 
         return AsyncLocal(wait)
 

@@ -35,7 +35,7 @@ _SUMS = {torch.float64, torch.float32, torch.int64, torch.int32}
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What listeners hear of a collective: its name, its mesh, and how many elements this rank receives from peers."""
+    """A collective as listeners hear of it: its name, its mesh, and how many elements this rank receives from peers."""
 
     collective: str
     mesh: Mesh
@@ -62,7 +62,7 @@ class Collective:
     report: Report | None = None
 
     def in_bytes(self, itemsize: int) -> Collective:
-        """The same collective of bytes, `itemsize` for each element."""
+        """This collective of bytes, `itemsize` for each element."""
         send, recv = (tuple(size * itemsize for size in sizes) for sizes in (self.send, self.recv))
         return replace(self, send=send, recv=recv)
 

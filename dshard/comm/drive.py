@@ -85,13 +85,11 @@ def finish(flight: InFlight, space: Session) -> Program[Tensor]:
 def redistributed(steps: Sequence[ProgramStep], x: Tensor, space: Session) -> Program[Tensor]:
     """Run the steps on `x` one after the other; the result shares no memory with `x`."""
     out = yield from finish((yield from begin(steps, x, space)), space)
-    return unshared(steps, x, out)
+    return out.clone() if out is x else without_buffer(steps, out)
 
 
-def unshared(steps: Sequence[ProgramStep], x: Tensor | None, out: Tensor) -> Tensor:
-    """The result `out` of the steps on `x`; copied where it is a view, of `x` or of a larger buffer."""
-    if out is x:
-        return out.clone()
+def without_buffer(steps: Sequence[ProgramStep], out: Tensor) -> Tensor:
+    """The result `out` of the steps; copied where it is a view of a larger tensor."""
     return out.clone(memory_format=torch.contiguous_format) if isinstance(steps[-1], Narrow) else out
 
 

@@ -181,7 +181,7 @@ def counting_as(source: Tensor, copy: Tensor) -> Tensor:
 
 
 def giving_same_memory_once(local_op: LocalOp) -> LocalOp:
-    """The same, which writes to its first operand; another that is all of that memory is given as the first itself.
+    """`local_op`, which writes to its first operand, given that one wherever another is all of its memory.
 
     torch refuses to write to what another operand shares in part, and takes it for that where strides differ, even of
     a dim of which only one entry is here.

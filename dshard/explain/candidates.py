@@ -26,7 +26,7 @@ Outputs = tuple[tuple[Shape, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What one redistribution, or collective, adds to a candidate, with its steps in words.
+    """The cost of one redistribution, or collective, in a candidate, with its steps in words.
 
     The busiest rank receives `nbytes`, in `messages` one after the other; the first holds bytes `before` and `after`.
     """

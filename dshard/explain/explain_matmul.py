@@ -181,7 +181,7 @@ def _schedule_candidates(matmul: Matmul) -> Iterator[tuple[Candidate, Plans]]:
 
 
 def _schedule_key(schedule: Schedule, tensor: int) -> ScheduleKey:
-    """What one tensor depends on of a schedule: its storage only on the axes that move it."""
+    """The part of a schedule on which one tensor depends: its storage only on the axes that move it."""
     moving = _LOOPS[tensor]
     pairs = zip(schedule.loops, schedule.stored, strict=True)
     return tuple([(loop, stored if loop == moving else "") for loop, stored in pairs])

@@ -255,7 +255,7 @@ def concatenate(call: Call) -> AlternativePlan | None:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an operator does along one dim, whose size becomes `size`; `alone` are the arguments that do just that."""
+    """An exchange along one dim, whose size becomes `size`; `alone` are the arguments of the operator for it alone."""
 
     dim: int
     moves: Moves

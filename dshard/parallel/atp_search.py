@@ -139,8 +139,8 @@ def rank_meshes(
             raise ShapeError(
                 f"the mesh ({d1}, {d2}) has {d1 * d2} devices, not {devices}: give d1 and d2 with that product"
             )
-    found = [_choice(Mesh(shape, ("d1", "d2")), topology, transformer, form) for shape in shapes]
-    return tuple(sorted(found, key=lambda choice: (choice.seconds, choice.mesh.shape[1])))
+    choices = [_choice(Mesh(shape, ("d1", "d2")), topology, transformer, form) for shape in shapes]
+    return tuple(sorted(choices, key=lambda choice: (choice.seconds, choice.mesh.shape[1])))
 
 
 def _choice(mesh: Mesh, topology: Topology, transformer: Transformer, form: Form) -> MeshChoice:

@@ -51,7 +51,7 @@ class _Block:
     def __init__(self, fn: Function, args: Any, kwargs: Any) -> None:
         self.fn, self.given = fn, (args, kwargs)
         self.count, self.last = 0, (0, 0)
-        self.found: dict[int, Tensor] = {}
+        self.saved: dict[int, Tensor] = {}
         tensors = tensors_in(self.given)
         self.random = torch.get_rng_state(), get_device_states(*tensors)
         self.device = next((x.device.type for x in tensors if x.device.type != "meta"), "cpu")
@@ -64,25 +64,25 @@ class _Block:
 
     def unpack(self, i: int) -> Tensor:
         """Return saved tensor `i`, once; run the function again if it is not there."""
-        if i not in self.found:
+        if i not in self.saved:
             self._rerun()
-        if i not in self.found:
+        if i not in self.saved:
             raise LayoutError(
-                f"a checkpointed block saved {self.count} tensors, and {len(self.found)} when it was computed again: "
+                f"a checkpointed block saved {self.count} tensors, and {len(self.saved)} when it was computed again: "
                 "its function must do the same each time"
             )
-        return self.found.pop(i)
+        return self.saved.pop(i)
 
     def product(self, saved: Callable[[], Sequence[Any]], n: int) -> None:
         """Note that a matmul is about to run that saves `n` tensors; it may be the last to save any."""
         self.last = self.count, n
 
     def _rerun(self) -> None:
-        self.found, index = {}, 0
+        self.saved, index = {}, 0
 
         def keep(x: Tensor) -> Tensor:
             nonlocal index
-            self.found[index] = x.detach()
+            self.saved[index] = x.detach()
             index += 1
             if index == self.count:
                 raise _Enough

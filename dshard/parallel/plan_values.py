@@ -121,11 +121,11 @@ class Plan:
         sent: dict[str, dict[str, list[Moves]]] = {}
         for move in self.cost.moves if self.cost else ():
             sent.setdefault(move.module, {}).setdefault(move.direction, []).append(move)
-        found = []
+        rows = []
         for module in [*modules, *(m for m in sent if m not in modules)]:
             moves = sent.get(module, {})
             every = [move for part in moves.values() for move in part]
-            found.append(
+            rows.append(
                 [
                     module or "(outside)",
                     "; ".join(modules.get(module, [])),
@@ -135,7 +135,7 @@ class Plan:
                     f"{sum(move.seconds for move in every) * 1e3:.3f}" if every else "",
                 ]
             )
-        return found
+        return rows
 
     def __str__(self) -> str:
         lines = [f"{self.strategy} on ({self.mesh}); batch [{Layout(self.mesh, self.batch)}]"]

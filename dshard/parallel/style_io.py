@@ -106,8 +106,8 @@ class PrepareModuleOutput(ParallelStyle):
 
     def _prepared(self, outputs: Any, mesh: AnyMesh) -> Any:
         many = outputs if isinstance(outputs, tuple) else (outputs,)
-        found = _all(many, self.output_layouts, self.desired_output_layouts, "outputs", mesh, self.use_local_output)
-        return found if len(found) > 1 else found[0]
+        prepared = _all(many, self.output_layouts, self.desired_output_layouts, "outputs", mesh, self.use_local_output)
+        return prepared if len(prepared) > 1 else prepared[0]
 
     def __repr__(self) -> str:
         return f"PrepareModuleOutput({_listed(vars(self))})"
@@ -154,11 +154,11 @@ class PrepareModuleInputOutput(ParallelStyle):
 def _tuple(name: str, layouts: Layouts) -> tuple[Placement | None, ...] | None:
     if layouts is None:
         return None
-    found = tuple(layouts) if isinstance(layouts, list | tuple) else (layouts,)
-    for placement in found:
+    placements = tuple(layouts) if isinstance(layouts, list | tuple) else (layouts,)
+    for placement in placements:
         if placement is not None:
             check_placement(name, placement)
-    return found
+    return placements
 
 
 def _named(name: str, layouts: Mapping[str, Placement] | None) -> dict[str, Placement]:

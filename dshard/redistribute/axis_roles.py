@@ -41,4 +41,4 @@ def roles(mesh: Mesh, topology: Topology) -> tuple[tuple[int, ...], ...]:
 
 
 def _trade(a: int, b: int, links: dict[frozenset[int], tuple[Link, ...]]) -> bool:
-    return all(links[axes ^ {a, b}] == found for axes, found in links.items() if a in axes and b not in axes)
+    return all(links[axes ^ {a, b}] == along for axes, along in links.items() if a in axes and b not in axes)

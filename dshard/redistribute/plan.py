@@ -211,22 +211,22 @@ class _Queue:
     """Priority queue of reached states, ordered by a lower bound on the seconds of the whole plan."""
 
     def __init__(self, space: Space, first: State, last: State, most: float) -> None:
-        self.space, self.last, self.found, self.ticket = space, last, most, count(1)
+        self.space, self.last, self.least, self.ticket = space, last, most, count(1)
         self.best: dict[State, float] = {first: 0.0}
         self.entries: list[tuple[float, int, Reached, bool]] = [(0.0, 0, Reached(None, first, 0.0, None), True)]
 
     def open(self, there: State, total: float) -> bool:
         """Whether `total` seconds to reach `there` are below the best so far and within the limit."""
-        return total <= self.found and total < self.best.get(there, inf)
+        return total <= self.least and total < self.best.get(there, inf)
 
     def push(self, reached: Reached, exact: bool = True) -> None:
         """Add a state; seconds that are not `exact` are a lower bound."""
         there, total = reached.state, reached.seconds
         rest = self.space.least(there, self.last)
-        if total + rest <= self.found:
+        if total + rest <= self.least:
             if exact:
                 self.best[there] = total
-                self.found = total if there is self.last else self.found
+                self.least = total if there is self.last else self.least
             heapq.heappush(self.entries, (total + rest, next(self.ticket), reached, exact))
 
 

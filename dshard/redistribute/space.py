@@ -53,12 +53,12 @@ class Space:
         self.mesh, self.topology, self.shape, self.itemsize = mesh, topology, shape, itemsize
         self.launch, self.sizes, self.numel = topology.launch, mesh.shape, prod(shape)
         along = links_of(mesh, topology)
-        self.rate, self.latency = _best([link for found in along.values() for link in found])
+        self.rate, self.latency = _best([link for links in along.values() for link in links])
         self.slow: list[tuple[int, float, float]] = []
         """Mesh axes, and by how many seconds a byte, and a message, takes longer in whatever goes along them."""
         for axis, n in enumerate(mesh.shape):
             if n > 1:
-                rate, latency = _best([link for axes, found in along.items() if axis in axes for link in found])
+                rate, latency = _best([link for axes, links in along.items() if axis in axes for link in links])
                 if rate < self.rate or latency > self.latency:
                     self.slow.append((axis, 1 / rate - 1 / self.rate, latency - self.latency))
         self.states: dict[tuple[Axes, Partials], State] = {}
@@ -90,8 +90,8 @@ class Space:
         axes = list(range(self.mesh.ndim))
         for role in roles(self.mesh, self.topology):
             if len(role) > 1:
-                for axis, found in zip(role, sorted(role, key=lambda i: (_part(src, i), _part(dst, i))), strict=True):
-                    axes[found] = axis
+                for axis, own in zip(role, sorted(role, key=lambda i: (_part(src, i), _part(dst, i))), strict=True):
+                    axes[own] = axis
         return tuple(axes)
 
     def canonical(self, src: State, dst: State) -> tuple[State, State]:

@@ -136,16 +136,16 @@ def greedy(uses: Sequence[Sequence[Use]], random: Random, noise: float) -> Sched
     return in_order(uses, choices)
 
 
-def in_depth(uses: Sequence[Sequence[Use]], found: Schedule, bound: float) -> Schedule:
-    """Search depth first, with branch and bound, for a schedule better than `found`; return the best."""
-    search = _Search(uses, found, bound)
+def in_depth(uses: Sequence[Sequence[Use]], best: Schedule, bound: float) -> Schedule:
+    """Search depth first, with branch and bound, for a schedule better than `best`; return the best."""
+    search = _Search(uses, best, bound)
     search.descend([], frozenset(range(len(uses))), {})
-    return search.found
+    return search.best
 
 
 class _Search:
-    def __init__(self, uses: Sequence[Sequence[Use]], found: Schedule, bound: float) -> None:
-        self.uses, self.found, self.bound, self.nodes = uses, found, bound, 0
+    def __init__(self, uses: Sequence[Sequence[Use]], best: Schedule, bound: float) -> None:
+        self.uses, self.best, self.bound, self.nodes = uses, best, bound, 0
         # what a job occupies whoever sends it
         self.certain = [{r: min(use[r] for use in heads) for r in set.intersection(*map(set, heads))} for heads in uses]
 
@@ -153,7 +153,7 @@ class _Search:
         """Try each next job, from each sender; of equal ones only the first."""
         self.nodes += 1
         if not left:
-            self.found = in_order(self.uses, choices)
+            self.best = in_order(self.uses, choices)
             return
         seen = []
         for job in sorted(left):
@@ -161,11 +161,11 @@ class _Search:
                 continue
             seen.append(self.uses[job])
             for head, use in enumerate(self.uses[job]):
-                if self.nodes >= NODES or self.found.makespan <= self.bound * (1 + EXACT):
+                if self.nodes >= NODES or self.best.makespan <= self.bound * (1 + EXACT):
                     return
                 then = defaultdict(float, free)
                 _occupy(use, _start(use, then), then)
-                if self._least(left - {job}, then) < self.found.makespan * (1 - EXACT):
+                if self._least(left - {job}, then) < self.best.makespan * (1 - EXACT):
                     self.descend([*choices, (job, head)], left - {job}, dict(then))
 
     def _least(self, left: frozenset[int], free: dict[Resource, float]) -> float:

@@ -160,17 +160,17 @@ class Model:
         for name in changes:
             check_one_of(name, _KEYS, "a size of the model", ShapeError)
         try:
-            found = json.loads(text)
+            config = json.loads(text)
         except json.JSONDecodeError as error:
             raise ShapeError(f"the model is no JSON: {error}") from None
-        if not isinstance(found, Mapping):
+        if not isinstance(config, Mapping):
             raise ShapeError("the model is no JSON object: give one with the keys " + ", ".join(_KEYS))
-        values = {name: _integer(found, name, keys) for name, keys in _KEYS.items()} | changes
+        values = {name: _integer(config, name, keys) for name, keys in _KEYS.items()} | changes
         missing = [name for name in ("layers", "hidden", "heads", "sequence") if values[name] is None]
         if missing:
             raise ShapeError(f"the model lacks {', '.join(f'{n} ({_KEYS[n][1]})' for n in missing)}")
-        gated = found.get("gated", found.get("hidden_act") in GATED or found.get("feed_forward_proj") in GATED)
-        tied = found.get("tied", found.get("tie_word_embeddings", True))
+        gated = config.get("gated", config.get("hidden_act") in GATED or config.get("feed_forward_proj") in GATED)
+        tied = config.get("tied", config.get("tie_word_embeddings", True))
         given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         return cls(**given, gated=bool(gated), tied=bool(tied))
 
@@ -188,9 +188,9 @@ class Model:
             raise ShapeError(f"the model {path} cannot be read: {why}") from None
 
 
-def _integer(found: Mapping[str, object], name: str, keys: tuple[str, ...]) -> int | None:
+def _integer(config: Mapping[str, object], name: str, keys: tuple[str, ...]) -> int | None:
     for key in keys:
-        value = found.get(key)
+        value = config.get(key)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int):

@@ -101,6 +101,14 @@ def test_ranks_stay_alive_between_calls(pool: RankPool) -> None:
     assert all(pool.run(process_id) == processes for _ in range(200))
 
 
+def test_ranks_have_the_environment_as_it_is_when_they_start(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.run(process_id)  # the process that they are forked from is older
+    monkeypatch.setenv("DSHARD_STARTED_LATER", "yes")
+
+    with RankPool(1) as later:
+        assert later.run(os.getenv, "DSHARD_STARTED_LATER") == ["yes"]
+
+
 def test_every_rank_sees_the_sum(pool: RankPool) -> None:
     assert pool.run(sum_of_ranks) == [3.0, 3.0, 3.0]
 

@@ -90,10 +90,11 @@ MATRIX = MATRICES[:1]
 MESH = Mesh((2,), ("tp",))
 
 
-def test_a_right_rule_passes_forward_and_backward() -> None:
-    check_rule("checked::scaled", MATRICES, limit=16)
+@pytest.mark.parametrize("limit", [16, pytest.param(64, marks=pytest.mark.thorough)])
+def test_a_right_rule_passes_forward_and_backward(limit: int) -> None:
+    check_rule("checked::scaled", MATRICES, limit=limit)
     check_rule("checked::soft", MATRIX)
-    check_rule("checked::squares", (MATRICES[0], torch.randn(5, dtype=torch.float64)), limit=16)
+    check_rule("checked::squares", (MATRICES[0], torch.randn(5, dtype=torch.float64)), limit=limit)
     check_rule(torch.ops.checked.scaled.default, MATRICES, mesh_shapes=[(3,)])
 
 

@@ -24,9 +24,7 @@ BULK = Stream(1)
 
 
 @cached("prices in panels", 4096)
-def in_panels(
-    rule: Rule, plans: Plans, dtype: torch.dtype, topology: Topology, stream: Stream = BULK
-) -> tuple[PanelCost, ...]:
+def in_panels(rule: Rule, plans: Plans, dtype: torch.dtype, topology: Topology) -> tuple[PanelCost, ...]:
     """The prices of the matmul in each number of panels worth trying, in bulk first; only that where nothing is cut.
 
     `plans` are those of both operands and of the result.
@@ -34,20 +32,18 @@ def in_panels(
     return tuple(_in_panels(rule, plans, dtype, topology))
 
 
-def cheapest(found: Sequence[PanelCost], limit: int | None = None) -> PanelCost:
+def cheapest(costs: Sequence[PanelCost], limit: int | None = None) -> PanelCost:
     """The fastest price whose buffers are within `limit` bytes; where none are, the one with the smallest buffers.
 
     Of two that take equally long, the one in fewer panels.
     """
-    fits = [each for each in found if limit is None or each.buffer_bytes <= limit]
+    fits = [each for each in costs if limit is None or each.buffer_bytes <= limit]
     if fits:
         return min(fits, key=lambda each: (each.seconds, each.panels))
-    return min(found, key=lambda each: (each.buffer_bytes, each.panels))
+    return min(costs, key=lambda each: (each.buffer_bytes, each.panels))
 
 
-def _in_panels(
-    rule: Rule, plans: Plans, dtype: torch.dtype, topology: Topology, stream: Stream = BULK
-) -> Iterator[PanelCost]:
+def _in_panels(rule: Rule, plans: Plans, dtype: torch.dtype, topology: Topology) -> Iterator[PanelCost]:
     operands = [Operand(plan.src, plan.shape, dtype.itemsize) for plan in plans[:2]]
     sizes = sizes_of(rule, operands, [(plans[2].shape, dtype.itemsize)])
     factor = factor_of(rule, BULK, plans, sizes)
