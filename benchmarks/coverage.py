@@ -3,10 +3,10 @@
     python benchmarks/coverage.py [--ops PATTERN] [--samples 6] [--draws 3] [--state FILE] [--json] [--write]
 
 Each operator is run on some of torch's samples, in float64 where it has that, its tensors laid out at random on meshes
-of 4 and of 2 x 2 ranks simulated in this process: split, whole and pending, uneven and empty parts included. Values,
-dtypes, shapes and gradients must be those of plain torch; so must those of the in-place form, and what torch refuses
-must be refused with torch's kind of error before anything is sent. With `--state` results are kept in a file, and a run
-that was stopped goes on. `--write` puts the table into docs/operators.md; with `--torch FILE`, the state of
+of 4 and of 2 x 2 ranks simulated in this process: sharded, replicated and partial, uneven and empty shards included.
+Values, dtypes, shapes and gradients must be those of plain torch; so must those of the in-place form, and what torch
+refuses must be refused with torch's kind of error before anything is sent. With `--state` results are kept in a file,
+and a run that was stopped goes on. `--write` puts the table into docs/operators.md; with `--torch FILE`, the state of
 `coverage_torch.py`, which runs the same calls on torch's own DTensor, also the counts of both beside each other.
 """
 

@@ -44,7 +44,7 @@ def mib(sent: Trace) -> float:
 
 
 def completed(x: DTensor) -> DTensor:
-    """`x` with what is pending completed in the cheapest way."""
+    """`x` with its partial sums completed in the cheapest way."""
     axes = x.layout.partial_axes()
     if not axes:
         return x
@@ -62,7 +62,7 @@ def completed(x: DTensor) -> DTensor:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product, with MiB per rank: torch's to a result that is not pending, and the best that was known."""
+    """One product, with MiB per rank: torch's to a result that is not partial, and the best that was known."""
 
     name: str
     mesh: tuple[int, ...]
@@ -106,7 +106,7 @@ PRODUCTS = (
     Product("ATP row-first", (2, 4), "S1 R", "S0 S1", 1.0, 1.0),
     Product("ATP chained", (4, 4), "S1 P", "S0 S1", 12.75, 3.0),
     Product("rows by columns", (8,), "S0", "S1", 4.375, 3.5),
-    Product("pending by columns", (8,), "P", "S1", 7.0, 7.0),
+    Product("partial by columns", (8,), "P", "S1", 7.0, 7.0),
     Product("both whole", (8,), "R", "R", 0.0, 0.0),
 )
 RECTANGLES = tuple(
@@ -249,7 +249,7 @@ def tables() -> str:
     steps = ["torch DTensor, step", "best known", "dshard"]
     return "\n\n".join(
         [
-            "Products of 1024 x 1024 matrices, MiB received by the busiest rank until the result is not pending, fp32. "
+            "Products of 1024 x 1024 matrices, MiB received by the busiest rank until the result is not partial, fp32. "
             "FLOPs are those of all ranks over those of one device.",
             markdown_table(header, product_rows(PRODUCTS)),
             "Rectangles m, k, n with all three tensors laid out [S0 S1] on (4, 4).",

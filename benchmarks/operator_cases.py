@@ -1,6 +1,6 @@
 """Torch's own list of operators and samples (`op_db`): calls on tensors laid out at random, and what one device gives.
 
-`coverage.py` runs them on dshard, `coverage_torch.py` on torch's DTensor: the same calls, layouts and terms of pending
+`coverage.py` runs them on dshard, `coverage_torch.py` on torch's DTensor: the same calls, layouts and terms of partial
 reductions.
 """
 
@@ -84,7 +84,7 @@ class Outcome:
 
 @dataclass
 class Case:
-    """A call on one device: the arguments, exact in binary so that random terms of a pending sum lose nothing."""
+    """A call on one device: the arguments, exact in binary so that random terms of a partial sum lose nothing."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -231,7 +231,7 @@ def _is_random(case: Case, name: str) -> bool:
 
 
 def layout_for(x: Tensor, mesh: Mesh, draw: Random) -> Layout:
-    """A layout drawn at random: on each axis pending with one chance in five where the dtype has a reduction, else
+    """A layout drawn at random: on each axis partial with one chance in five where the dtype has a reduction, else
     whole or split, each dim of the tensor being twice as likely as whole."""
     sums = [Partial(), Partial(), Partial("avg"), Partial("max"), Partial("min")] if x.is_floating_point() else []
     if x.is_complex() or x.dtype in (torch.int64, torch.int32):
@@ -239,11 +239,11 @@ def layout_for(x: Tensor, mesh: Mesh, draw: Random) -> Layout:
     if sums and x.dim() <= 64 and not bool(torch.isfinite(x).all()):
         sums = [p for p in sums if p.reduce_op in ("max", "min")] if not bool(torch.isnan(x).any()) else []
     placements: list[Any] = []
-    pending = draw.choice(sums) if sums else None
+    reduction = draw.choice(sums) if sums else None
     for _ in mesh.shape:
         kinds = [Replicate(), *map(Shard, range(x.dim())), *map(Shard, range(x.dim()))]
-        if pending is not None and draw.random() < 0.2:
-            placements.append(pending)
+        if reduction is not None and draw.random() < 0.2:
+            placements.append(reduction)
         else:
             placements.append(draw.choice(kinds))
     return Layout(mesh, tuple(placements))

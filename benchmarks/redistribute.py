@@ -71,7 +71,7 @@ def mesh_of(ranks: int) -> Any:
 
 
 def laid(lib: Any, mesh: Any, words: Words, size: int) -> Any:
-    """A matrix in this layout; a pending one of random terms."""
+    """A matrix in this layout; a partial one of random terms."""
     local = [size, size]
     for axis, word in zip(mesh.shape, words, strict=True):
         if word.startswith("S"):

@@ -20,7 +20,7 @@ FIGURES: dict[str, tuple[str, tuple[int, ...]]] = {
     "nested": ("dp:S(0) tp:S(0)", (7, 8)),
     "ordered": ("dp:S(0) tp:S(0); 0:tp,dp", (7, 8)),
     "empty": ("dp:S(0) tp:S(0)", (3, 8)),
-    "pending": ("dp:S(0) tp:P(sum)", (6, 8)),
+    "partial": ("dp:S(0) tp:P(sum)", (6, 8)),
 }
 
 

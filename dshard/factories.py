@@ -178,7 +178,7 @@ def _shape_and_layout(
     layout = replicated(mesh) if placements is None else layout_of(mesh, placements, len(shape))
     if layout.partial_axes():
         raise LayoutError(
-            f"a factory cannot make a pending reduction, [{layout}]: use Shard or Replicate, then redistribute"
+            f"a factory cannot make a partial tensor, [{layout}]: use Shard or Replicate, then redistribute"
         )
     return shape, layout
 

@@ -318,7 +318,7 @@ def _check_placements(mesh: Mesh, placements: tuple[Placement, ...]) -> None:
             )
     if len(ops) > 1 and ops != {"sum", "avg"}:
         raise LayoutError(
-            f"[{format_of(placements)}] leaves different reductions pending, and their order would matter: "
+            f"[{format_of(placements)}] has partial placements of different reductions, whose order would matter: "
             "use one op, or sum and avg, which commute"
         )
 

@@ -25,7 +25,7 @@ from dshard.core.plain_tensors import PLAIN_RESULTS, may_hold_plain, refuse_plai
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.transforms import is_differentiating_forward, is_wrapped, refuse_wrapped, with_tangent
-from dshard.core.wrapper import Wrapper, is_leaf, wrap, wrap_later
+from dshard.core.wrapper import Wrapper, is_leaf, wrap, wrap_in_flight
 from dshard.dispatch import fast_path
 from dshard.dispatch.composite_table import COMPOSITES
 from dshard.dispatch.operator import dispatch
@@ -178,8 +178,8 @@ class DTensor(Wrapper):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is _DETACH and not (CALL_LOG or OBSERVERS):
             x = args[0]
-            if "_pending_local" in x.__dict__:  # a gradient that is accumulated may be in flight
-                return wrap_later(x._pending_local, x._spec)
+            if "_lazy_local" in x.__dict__:  # a gradient that is accumulated may be in flight
+                return wrap_in_flight(x._lazy_local, x._spec)
             if type(x._local) is Tensor and x._view_sync is None:
                 return DTensor._wrap(
                     x._local, x._spec
@@ -499,7 +499,7 @@ def distribute_tensor(
     refuse_wrapped(tensor, "distribute_tensor")
     if any(isinstance(placement, Partial) for placement in layout.placements):
         raise LayoutError(
-            f"distribute_tensor cannot make a pending reduction, [{layout}]: use Shard or Replicate, "
+            f"distribute_tensor cannot make a partial tensor, [{layout}]: use Shard or Replicate, "
             "or DTensor.from_local if each rank has a term"
         )
     if comm.comparing():

@@ -26,6 +26,6 @@ w_out = laid(WIDTH, 4 * WIDTH, placements=[Replicate(), Shard(1)])
 
 with use_topology(Topology.preset("dgx-h100", nodes=64)):
     report = explain(mlp, x, w_in, w_out)
-    pending = mlp(x, w_in, w_out)
+    partial = mlp(x, w_in, w_out)
     print(report)
-    print("\nbringing the result together:", explain(pending.redistribute, mesh, [Shard(0), Replicate()]), sep="\n")
+    print("\nbringing the result together:", explain(partial.redistribute, mesh, [Shard(0), Replicate()]), sep="\n")

@@ -21,7 +21,7 @@ from dshard.core.observe import ASKED, OBSERVERS, Decision, observed
 from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, spec_of
 from dshard.core.transforms import is_batched, refuse_batched, with_tangent
-from dshard.core.wrapper import Wrapper, wrap, wrap_later
+from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, interned, replicated
 from dshard.mesh import Mesh
@@ -38,7 +38,7 @@ class ToLocal(torch.autograd.Function):
     def forward(ctx: Context, x: Wrapper, grad_spec: Spec) -> Tensor:
         local: Tensor = x._local
         ctx.spec, ctx.layout = grad_spec, x._spec.layout
-        ctx.stride = local.stride() if not grad_spec.pending and x.is_leaf else None
+        ctx.stride = local.stride() if not grad_spec.has_partial and x.is_leaf else None
         return local.detach()
 
     @staticmethod
@@ -259,7 +259,7 @@ def _redistribute_unrecorded(
         start, args = move.later, (x._local, own)
         in_flight = observed(_decision(move, op), start, args) if OBSERVERS else start(*args)
         if in_flight is not None:
-            return wrap_later(in_flight, move.spec)
+            return wrap_in_flight(in_flight, move.spec)
     local = observed(_decision(move, op), move, (x._local,)) if OBSERVERS else move(x._local)
     return wrap(local, move.spec)
 
@@ -303,7 +303,7 @@ def in_layout(x: Any, layout: Layout, op: str | None = None, *, later: bool = Fa
     for placement in (*x._spec.layout.placements, *layout.placements):
         if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
             raise LayoutError(
-                f"a tangent of a pending {placement.reduce_op}, [{x._spec.layout}] -> [{layout}]: only sums are "
+                f"a tangent of a partial {placement.reduce_op}, [{x._spec.layout}] -> [{layout}]: only sums are "
                 "linear; redistribute to a Shard or Replicate before the tangent is made"
             )
     return redistribute(x, layout, op, later=later)

@@ -44,7 +44,7 @@ def save(
     """Save a state to the directory `path`, in place of what is there, on all ranks of the process group together.
 
     `state` holds tensors, distributed or plain, other values that can be pickled, dicts and lists of these, and what
-    has a `state_dict`: modules, optimizers. Each part is written once, by one of the ranks that hold it; pending
+    has a `state_dict`: modules, optimizers. Each part is written once, by one of the ranks that hold it; partial
     reductions are completed for it. Plain tensors and values are taken to be alike on all ranks.
 
     The directory is new, empty, or a checkpoint. The new checkpoint is written beside the former one and replaces it
@@ -225,7 +225,7 @@ def misfits(name: str, shape: Sequence[int], value: Tensor, where: str = "checkp
     if tuple(shape) != tuple(value.shape):
         yield f"{name!r} has shape {tuple(shape)} in the {where} and {tuple(value.shape)} here"
     if isinstance(value, DTensor) and value.layout.partial_axes():
-        yield f"{name!r} is to lie [{value.layout}], and a pending reduction cannot be loaded: use Shard or Replicate"
+        yield f"{name!r} is to lie [{value.layout}], and a partial tensor cannot be loaded: use Shard or Replicate"
 
 
 def agreed_path(path: str | os.PathLike[str], doing: str, group: Group) -> Path:

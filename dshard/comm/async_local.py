@@ -105,10 +105,10 @@ class LazyLocal:
     def __get__(self, x: Any, owner: Any = None) -> Any:
         if x is None:
             return self
-        if "_pending_local" not in x.__dict__:
+        if "_lazy_local" not in x.__dict__:
             raise AttributeError(
                 "a DTensor without a local part: it is made by DTensor.from_local or distribute_tensor"
             )
-        x._local = local = x._pending_local()
-        del x._pending_local
+        x._local = local = x._lazy_local()
+        del x._lazy_local
         return local

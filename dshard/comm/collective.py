@@ -123,7 +123,7 @@ def reduce(terms: Tensor, op: ReduceOp) -> Tensor:
             return total.div_(len(terms), rounding_mode=None if exact else "floor").to(dtype)
         case "max" | "min":
             if dtype.is_complex:
-                raise ShapeError(f"a pending {op} of {dtype}: complex numbers have no order; use sum, avg or product")
+                raise ShapeError(f"a partial {op} of {dtype}: complex numbers have no order; use sum, avg or product")
             return (wide.amax(0) if op == "max" else wide.amin(0)).to(dtype)
 
 

@@ -33,7 +33,7 @@ def boxes(layout: Layout, shape: Shape) -> list[Region]:
     """
     if layout.partial_axes():
         raise LayoutError(
-            f"a tensor laid out [{layout}] has a reduction pending, and a checkpoint holds values: redistribute it to "
+            f"a tensor laid out [{layout}] is partial, and a checkpoint holds values: redistribute it to "
             "Shard or Replicate first, or save with dshard.checkpoint.save, which does"
         )
     runtime = runtime_of(layout.mesh)

@@ -15,23 +15,23 @@ from dshard.layout import Layout, Shape, interned
 class Spec:
     """Layout, global shape and strides, dtype and device type of a distributed tensor.
 
-    Made by `spec_of`: equal specs are the same object. `pending` says whether some placement is partial.
+    Made by `spec_of`: equal specs are the same object. `has_partial` says whether some placement is partial.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "layout", "pending", "shape", "stride")
+    __slots__ = ("__weakref__", "device", "dtype", "has_partial", "layout", "shape", "stride")
 
     layout: Layout
     shape: Shape
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    pending: bool
+    has_partial: bool
 
     def __init__(
         self, layout: Layout, shape: Shape, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layout, self.shape, self.stride, self.dtype, self.device = layout, shape, stride, dtype, device
-        self.pending = bool(layout.partial_axes())
+        self.has_partial = bool(layout.partial_axes())
 
     @property
     def itemsize(self) -> int:

@@ -23,7 +23,7 @@ class Wrapper(torch.Tensor):
     public: ClassVar[type[Wrapper]]
     _local: Tensor = LazyLocal()  # type: ignore[assignment]
     _spec: Spec
-    _pending_local: Callable[[], Tensor]
+    _lazy_local: Callable[[], Tensor]
     # Their types are defined above this module: the origin of a copied view, and a graph on local tensors.
     _view_sync: Any = None
     _local_graph: Any = None
@@ -52,9 +52,9 @@ def wrap(local: Tensor, spec: Spec, storage_offset: int | torch.SymInt | None = 
     return out
 
 
-def wrap_later(pending: AsyncLocal, spec: Spec) -> Any:
+def wrap_in_flight(local: AsyncLocal, spec: Spec) -> Any:
     """The distributed tensor of spec `spec` whose local tensor is in flight: its first use waits."""
     out = make(Wrapper.public, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, spec.device)
-    out._pending_local = pending
+    out._lazy_local = local
     out._spec = spec
     return out

@@ -44,11 +44,11 @@ def reduce_partials_first(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
     Operands stay as they are where the function may write to them, as with `inplace`.
     """
-    pending = any(isinstance(arg, Wrapper) and arg._spec.pending for arg in args)
-    if pending and not kwargs.get("inplace") and not any(arg is True for arg in args):
+    has_partial = any(isinstance(arg, Wrapper) and arg._spec.has_partial for arg in args)
+    if has_partial and not kwargs.get("inplace") and not any(arg is True for arg in args):
         accept_call(func, args, kwargs)  # torch may refuse the arguments: before anything is sent
         args = tuple(
-            [_reduce_partials(func, arg) if isinstance(arg, Wrapper) and arg._spec.pending else arg for arg in args]
+            [_reduce_partials(func, arg) if isinstance(arg, Wrapper) and arg._spec.has_partial else arg for arg in args]
         )
     return call_torch(func, args, kwargs)
 

@@ -331,7 +331,7 @@ def _view_shortcut(
         if source is None:
             out._local = take_view(x._local, *rest, **options)
         else:  # later operators continue from the local graph
-            out._pending_local = lambda: take_view_below_autograd(x._local, *rest, **options)
+            out._lazy_local = lambda: take_view_below_autograd(x._local, *rest, **options)
             out._local_graph = LocalGraph(out._version, make=lambda: take_view(source.at_home(), *rest, **options))
         return out
 

@@ -52,7 +52,7 @@ class Matmul(NamedTuple):
 
 LEGEND = (
     "m, n, k: the loop that a mesh axis splits; m[B:k]: B is stored split over k there, and gathered; "
-    "k[C:n]: the product is reduced to parts of n; k[C:P]: it is left pending, and charged its cheapest completion"
+    "k[C:n]: the product is reduced to parts of n; k[C:P]: it is left partial, and charged its cheapest completion"
 )
 _MOVING = {"m": "B", "n": "A", "k": "C"}
 _LOOPS = "nmk"

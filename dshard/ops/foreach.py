@@ -93,8 +93,8 @@ def _norm_arguments(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype |
 
 def _terms_layout(layout: Layout, ord: float) -> Layout:
     """The layout of the terms of a norm: one term for each local tensor."""
-    pending: Placement = Partial("max" if ord == inf else "min" if ord == -inf else "sum")
-    return Layout(layout.mesh, tuple(pending if isinstance(p, Shard) else Replicate() for p in layout.placements))
+    reduction: Placement = Partial("max" if ord == inf else "min" if ord == -inf else "sum")
+    return Layout(layout.mesh, tuple(reduction if isinstance(p, Shard) else Replicate() for p in layout.placements))
 
 
 def _norms(func: OpOverload, tensors: Sequence[Any], ord: float, layout: Layout, dtype: torch.dtype) -> list[Any]:
@@ -170,8 +170,8 @@ def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     mesh = next(t for t in grads if isinstance(t, Wrapper))._spec.layout.mesh
     flag, local = _local(func, found_inf, mesh), _local(func, grads, mesh)
     run_on_ranks(mesh, lambda coordinate: func, (local, flag, _local(func, scale, mesh)), {})
-    pending, shape = Layout(mesh, (Partial("max"),) * mesh.ndim), tuple(found_inf.shape)
-    terms = spec_of(pending, shape, contiguous_stride(shape), found_inf.dtype, found_inf.device)
+    layout, shape = Layout(mesh, (Partial("max"),) * mesh.ndim), tuple(found_inf.shape)
+    terms = spec_of(layout, shape, contiguous_stride(shape), found_inf.dtype, found_inf.device)
     write_local(
         found_inf._local if isinstance(found_inf, Wrapper) else found_inf,
         redistribute_local(flag, terms, replicated(mesh), func),
@@ -214,9 +214,9 @@ def _spec_alike(row: tuple[Any, ...], is_linear: bool) -> Spec | None:
 
 def _adds_up(spec: Spec, row: tuple[Any, ...]) -> bool:
     """Whether all partial placements are sums, of tensors of one dtype that has fractions."""
-    pending = {spec.layout.placements[axis] for axis in spec.layout.partial_axes()}
+    partials = {spec.layout.placements[axis] for axis in spec.layout.partial_axes()}
     alike = all(isinstance(t, Wrapper) and t.dtype == spec.dtype for t in row)
-    return alike and spec.dtype.is_floating_point and pending <= {Partial("sum"), Partial("avg")}
+    return alike and spec.dtype.is_floating_point and partials <= {Partial("sum"), Partial("avg")}
 
 
 def _is_linear(func: OpOverload) -> bool:

@@ -21,7 +21,7 @@ from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.wrapper import wrap
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
-from dshard.ops.small_reductions import gathered, split_axes
+from dshard.ops.small_reductions import replicated_along, split_axes
 from dshard.redistribute import Plan
 from dshard.rules.expand import order_of, sharded_anyway, term_layout
 from dshard.rules.rule import Rule
@@ -54,7 +54,7 @@ class Blocks:
     @property
     def rest(self) -> Layout:
         """The layout of the tensor with `dims` whole on all ranks."""
-        return gathered(self.spec.layout, self.axes)
+        return replicated_along(self.spec.layout, self.axes)
 
     def number(self, at: Coordinate) -> int:
         """The number of the block that the rank at `at` holds."""

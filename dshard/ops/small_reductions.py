@@ -29,14 +29,14 @@ def split_axes(layout: Layout, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(axis for dim in dims for axis in layout.axes_of(dim) if layout.mesh.shape[axis] > 1)
 
 
-def gathered(layout: Layout, axes: tuple[int, ...]) -> Layout:
+def replicated_along(layout: Layout, axes: tuple[int, ...]) -> Layout:
     """The layout with `axes` replicated."""
     for axis in axes:
         layout = layout.replace(axis, Replicate())
     return layout
 
 
-def pending(layout: Layout, axes: tuple[int, ...], op: ReduceOp) -> Layout:
+def partial_along(layout: Layout, axes: tuple[int, ...], op: ReduceOp) -> Layout:
     """The layout with `axes` partial."""
     for axis in axes:
         layout = layout.replace(axis, Partial(op))
@@ -60,7 +60,7 @@ def _plan(reductions: tuple[ReduceOp, ...], operand: int, call: Call, rule: Rule
         return None
     inputs, outputs = sharded_anyway(rule, order_of([term], [layout]), layout.mesh)
     small = tuple(1 if dim in dims else n for dim, n in enumerate(spec.shape))
-    sums = [(pending(layout, axes, op), gathered(layout, axes), small) for op in reductions]
+    sums = [(partial_along(layout, axes, op), replicated_along(layout, axes), small) for op in reductions]
     if spec.dtype in HALF:  # computed in single precision: what is partial is completed before it is rounded
         ends = tuple(map(completed_layout, outputs))
         sums += zip(outputs, ends, call.out_shapes, strict=True)

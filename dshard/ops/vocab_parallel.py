@@ -22,7 +22,7 @@ from dshard.core.wrapper import Wrapper
 from dshard.ops.custom import accept_call
 from dshard.ops.lookup import refuse
 from dshard.ops.reductions import HALF
-from dshard.ops.small_reductions import gathered, pending, split_axes
+from dshard.ops.small_reductions import partial_along, replicated_along, split_axes
 from dshard.placements import ReduceOp
 from dshard.redistribute import plan
 from dshard.rules.strategy import completed_layout
@@ -34,7 +34,7 @@ LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "
 
 def reduce_statistics(x: Any, op: str | None) -> Any:
     """`x` with its partial sums reduced, for operator `op` or because the user asked for it; recorded by autograd."""
-    return redistribute(x, completed_layout(x._spec.layout), op) if x._spec.pending else x
+    return redistribute(x, completed_layout(x._spec.layout), op) if x._spec.has_partial else x
 
 
 def rms_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -112,15 +112,15 @@ def _terms(shifted: Any, log_sum: Any, target: Any, weight: Any, smoothing: floa
         else reduce_statistics(weight[target.reshape(-1)], op).view(target.shape)
     )
     own = (1 - smoothing) * each
-    pending, share = own * picked, own
+    target_logit, share = own * picked, own
     if smoothing:
         rest = [-1 if d == dim else 1 for d in range(shifted.dim())]
         spread = shifted if weight is None else shifted * weight.view(rest)
         classes = shifted.shape[dim]
-        pending = pending + spread.sum(dim) * (smoothing / classes)
+        target_logit = target_logit + spread.sum(dim) * (smoothing / classes)
         share = share + smoothing * (1.0 if weight is None else reduce_statistics(weight.sum(), op) / classes)
-    pending = reduce_statistics(pending, op)
-    return (-pending if log_sum is None else share * log_sum - pending), each
+    target_logit = reduce_statistics(target_logit, op)
+    return (-target_logit if log_sum is None else share * log_sum - target_logit), each
 
 
 def _refuse_targets(target: Wrapper, classes: int, ignored: int) -> None:
@@ -153,10 +153,12 @@ def _reductions_are_cheaper(
     if not axes:
         return False
     small = tuple(1 if dim in dims else n for dim, n in enumerate(spec.shape))
-    gathering = plan(spec.layout, gathered(spec.layout, axes), spec.shape, spec.itemsize, topology)
+    gathering = plan(spec.layout, replicated_along(spec.layout, axes), spec.shape, spec.itemsize, topology)
     completed = completed_layout(spec.layout)
     reducing = sum(
-        plan(pending(completed, axes, op), gathered(completed, axes), small, spec.itemsize, topology).seconds
+        plan(
+            partial_along(completed, axes, op), replicated_along(completed, axes), small, spec.itemsize, topology
+        ).seconds
         for op in reductions
     )
     return reducing < gathering.seconds

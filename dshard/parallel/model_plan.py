@@ -173,9 +173,7 @@ def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placem
         given = next((p for pattern, p in patterns.items() if fnmatchcase(name, pattern)), replicated)
         layout = layout_of(mesh, given, parameter.dim())
         if layout.partial_axes():
-            raise LayoutError(
-                f"{name} cannot lie [{layout}]: a parameter is no pending reduction; use Shard or Replicate"
-            )
+            raise LayoutError(f"{name} cannot lie [{layout}]: a parameter is never partial; use Shard or Replicate")
         parameters[name] = layout.placements
     return Plan("by name", mesh, parameters, replicated)
 

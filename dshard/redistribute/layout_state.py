@@ -93,7 +93,7 @@ class Reached(NamedTuple):
 
 
 def axes_and_partial(layout: Layout, ndim: int) -> tuple[Axes, Partials]:
-    """The mesh axes of each tensor dim and the reductions pending on each mesh axis, for a tensor of `ndim` dims."""
+    """The mesh axes of each tensor dim and the partial reduction of each mesh axis, for a tensor of `ndim` dims."""
     partial = tuple([p.reduce_op if isinstance(p, Partial) else None for p in layout.placements])
     return tuple(map(layout.axes_of, range(ndim))), partial
 

@@ -115,9 +115,9 @@ def choose(
             heappush(queue, (bounds[i].seconds(price), i))
             continue
         strategy = price.of(candidates[i])
-        pending = sum(len(layout.partial_axes()) for layout in strategy.outputs)
+        partial_count = sum(len(layout.partial_axes()) for layout in strategy.outputs)
         alike = strategy.outputs[:1] != (first,)
-        key = (_digits(strategy.seconds), pending, strategy.moves, strategy.rows.count(None), alike, i)
+        key = (_digits(strategy.seconds), partial_count, strategy.moves, strategy.rows.count(None), alike, i)
         if best is None or key < best_key:
             best, best_key = strategy, key
     assert best is not None, "whole operands are always an expansion"
@@ -392,12 +392,12 @@ class _Price:
         completed = completed_layout(layout)
         for axis in self.idle & {axis for axis, p in enumerate(completed.placements) if isinstance(p, Shard)}:
             completed = completed.replace(axis, Replicate())
-        pending = [axis for axis in layout.partial_axes() if axis not in self.idle]
-        if not pending or not shape:
+        partial_axes = [axis for axis in layout.partial_axes() if axis not in self.idle]
+        if not partial_axes or not shape:
             return (completed,)
         held = completed.first_region(shape)
         dim = max(range(len(shape)), key=lambda dim: (len(held[dim]), -dim))
-        return completed.split(dim, pending), completed
+        return completed.split(dim, partial_axes), completed
 
 
 def _least(space: Space, src: Layout, dst: Layout) -> float:

@@ -56,18 +56,18 @@ def shapes(*, min_dims: int = 0, max_dims: int = 4, max_size: int = 7) -> Search
     return st.lists(st.integers(0, max_size), min_size=min_dims, max_size=max_dims).map(tuple)
 
 
-def placements(ndim: int, *, pending: Sequence[ReduceOp] = ("sum",)) -> SearchStrategy[Placement]:
-    """Placements that a tensor of `ndim` dims can have on one mesh axis; `pending` are the reductions to include."""
+def placements(ndim: int, *, partial: Sequence[ReduceOp] = ("sum",)) -> SearchStrategy[Placement]:
+    """Placements that a tensor of `ndim` dims can have on one mesh axis; `partial` are the reductions to include."""
     as_int(ndim, "ndim", ShapeError, least=0)
-    choices: list[Placement] = [Replicate(), *map(Shard, range(ndim)), *map(Partial, pending)]
+    choices: list[Placement] = [Replicate(), *map(Shard, range(ndim)), *map(Partial, partial)]
     return st.sampled_from(choices)
 
 
 @st.composite
-def layouts(draw: DrawFn, mesh: Mesh, ndim: int, *, pending: Sequence[ReduceOp] = ("sum",)) -> Layout:
-    """Layouts on `mesh` of a tensor of `ndim` dims: nested shards in any order, and at most one kind of `pending`."""
-    op = draw(st.sampled_from(pending)) if pending else None
-    choice = placements(ndim, pending=() if op is None else (op,))
+def layouts(draw: DrawFn, mesh: Mesh, ndim: int, *, partial: Sequence[ReduceOp] = ("sum",)) -> Layout:
+    """Layouts on `mesh` of a tensor of `ndim` dims: nested shards in any order, and at most one kind of `partial`."""
+    op = draw(st.sampled_from(partial)) if partial else None
+    choice = placements(ndim, partial=() if op is None else (op,))
     chosen = tuple(draw(choice) for _ in mesh.shape)
     orders: list[DimOrder] = []
     for dim in range(ndim):
@@ -83,7 +83,7 @@ def redistributions(
     mesh: SearchStrategy[Mesh] | None = None,
     shape: SearchStrategy[Shape] | None = None,
     *,
-    pending: Sequence[ReduceOp] = ("sum",),
+    partial: Sequence[ReduceOp] = ("sum",),
 ) -> Redistribution:
     """Two layouts on one mesh, and a shape that both can have; by default any of `meshes()` and `shapes()`.
 
@@ -91,9 +91,9 @@ def redistributions(
     """
     where = draw(meshes() if mesh is None else mesh)
     size = draw(shapes() if shape is None else shape)
-    one: list[tuple[ReduceOp, ...]] = [(op,) for op in pending]
+    one: list[tuple[ReduceOp, ...]] = [(op,) for op in partial]
     op = draw(st.sampled_from(one or [()]))
-    src, dst = (draw(layouts(where, len(size), pending=op)) for _ in range(2))
+    src, dst = (draw(layouts(where, len(size), partial=op)) for _ in range(2))
     return src, dst, size
 
 
@@ -104,7 +104,7 @@ def dtensors(
     shape: SearchStrategy[Shape] | None = None,
     *,
     dtype: torch.dtype = torch.float64,
-    pending: Sequence[ReduceOp] = ("sum",),
+    partial: Sequence[ReduceOp] = ("sum",),
 ) -> DTensor:
     """DTensors of small whole numbers, all ranks of whose mesh are simulated in this process.
 
@@ -112,7 +112,7 @@ def dtensors(
     """
     where = draw(meshes() if mesh is None else mesh)
     size = draw(shapes() if shape is None else shape)
-    layout = draw(layouts(where, len(size), pending=pending))
+    layout = draw(layouts(where, len(size), partial=partial))
     seed = draw(st.integers(0, 2**16))
     with simulated(where):
         return distribute(whole_numbers(size, dtype, seed), layout, seed=seed)

@@ -148,7 +148,7 @@ def _factors(x: Tensor, noise: Sequence[Tensor], owner: Tensor) -> list[Tensor]:
 def _bounds(x: Tensor, noise: Sequence[Tensor], owner: Tensor, op: ReduceOp) -> list[Tensor]:
     """Random terms whose max or min is `x`: the value on its owner, values that do not exceed it elsewhere."""
     if x.dtype.is_complex:
-        raise LayoutError(f"a pending {op} of {x.dtype}: complex numbers have no order; use sum, avg or product")
+        raise LayoutError(f"a partial {op} of {x.dtype}: complex numbers have no order; use sum, avg or product")
     if x.dtype == torch.bool:
         return _addends(x, noise, owner, 1) if op == "max" else _factors(x, noise, owner)
     sign, better = (-1, torch.minimum) if op == "max" else (1, torch.maximum)

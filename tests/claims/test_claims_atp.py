@@ -35,7 +35,7 @@ COLUMN_FIRST, ROW_FIRST = Schedule(("n", "k"), ("R", "P")), Schedule(("k", "n"),
 def test_atp_leaves_a_sum_on_one_axis_forward_and_on_the_other_backward(
     shape: tuple[int, int], schedule: Schedule, x: str, raw: str, raw_grad: str, forward: str, backward: str
 ) -> None:
-    """Claim A3 (ATP, figure 5): what each layer leaves pending, and on which axis that is then reduced.
+    """Claim A3 (ATP, figure 5): what each layer leaves partial, and on which axis that is then reduced.
 
     The paper's text has the axes the other way round than its equation 2 and its code; these are the equation's.
     """

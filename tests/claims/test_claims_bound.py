@@ -51,7 +51,7 @@ def factorisations(ranks: int, axes: int = 3) -> Iterator[tuple[int, ...]]:
 
 @cache
 def one_copy() -> tuple[Schedule, ...]:
-    """Of the thousand schedules of three axes those that store every tensor once: no replicas, nothing pending."""
+    """Of the thousand schedules of three axes those that store every tensor once: no replicas, nothing partial."""
     return tuple(schedule for schedule in schedules(3) if not {"R", "P"} & set(schedule.stored))
 
 

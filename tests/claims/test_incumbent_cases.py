@@ -46,7 +46,7 @@ def test_a_scan_counts_its_dim_from_either_end(scan: Any, dim: int, placement: A
     torch.testing.assert_close(found, scan(x, dim))
 
 
-def test_a_number_out_of_a_pending_sum_is_the_sum() -> None:
+def test_a_number_out_of_a_partial_sum_is_the_sum() -> None:
     with simulated(MESH):
         total = laid(torch.arange(8.0), Shard(0)).sum()
 
@@ -60,17 +60,17 @@ def test_whole_numbers_stay_whole_numbers() -> None:
     big = torch.tensor([2**24 + 1, 2**53 + 1, -7])
     with simulated(MESH):
         added = laid(big, Partial()) + laid(big, Replicate())
-        pending = laid(big, Replicate()).redistribute(placements=[Partial()])
+        partial = laid(big, Replicate()).redistribute(placements=[Partial()])
 
-        assert added.dtype == pending.dtype == torch.int64
+        assert added.dtype == partial.dtype == torch.int64
         assert whole(added).equal(2 * big)
-        assert whole(pending).equal(big)
-        with pytest.raises(LayoutError, match="cannot make a pending reduction"):
+        assert whole(partial).equal(big)
+        with pytest.raises(LayoutError, match="cannot make a partial tensor"):
             dshard.distribute_tensor(big, MESH, [Partial()])
 
 
 @pytest.mark.parametrize(("op", "ord"), [("max", float("inf")), ("min", float("-inf")), ("sum", float("inf"))])
-def test_a_norm_of_what_is_pending(op: Any, ord: float) -> None:
+def test_a_norm_of_a_partial_tensor(op: Any, ord: float) -> None:
     x = torch.tensor([[1.0, -2.0], [2.0, 0.5]])
     with simulated(MESH):
         found = whole(torch.linalg.vector_norm(laid(x, Partial(op)), ord))

@@ -22,8 +22,8 @@ from dshard.redistribute import (
 from dshard.redistribute.space import commute
 
 
-def steps_from(layout: Layout, dims: Sequence[int], pending: dict[int, ReduceOp]) -> list[Step]:
-    """The steps from `layout` that shard only `dims` and make partial only the axes, with the ops, of `pending`."""
+def steps_from(layout: Layout, dims: Sequence[int], partial: dict[int, ReduceOp]) -> list[Step]:
+    """The steps from `layout` that shard only `dims` and make partial only the axes, with the ops, of `partial`."""
     names = layout.mesh.names
     ops = {placement.reduce_op for placement in layout.placements if isinstance(placement, Partial)}
     steps: list[Step] = []
@@ -38,8 +38,8 @@ def steps_from(layout: Layout, dims: Sequence[int], pending: dict[int, ReduceOp]
                 steps += [ReduceScatter(axis, op, dim) for dim in dims]
             case Replicate():
                 steps += [Slice((axis,), layout.replace(i, Shard(dim))) for dim in dims]
-                if i in pending and all(commute(op, pending[i]) for op in ops):
-                    steps.append(Pend(axis, pending[i]))
+                if i in partial and all(commute(op, partial[i]) for op in ops):
+                    steps.append(Pend(axis, partial[i]))
     return steps + _all_reduces(layout)
 
 
@@ -62,8 +62,8 @@ def steps_straight(layout: Layout, target: Layout) -> list[Step]:
 
 def _exchange_to(layout: Layout, dst: Layout) -> Exchange | Slice | None:
     """The exchange from `layout` to `dst` if both are partial on the same axes; a slice if chunks nest."""
-    pending = {(i, p) for i, p in enumerate(layout.placements) if isinstance(p, Partial)}
-    if pending != {(i, p) for i, p in enumerate(dst.placements) if isinstance(p, Partial)} or layout == dst:
+    partial = {(i, p) for i, p in enumerate(layout.placements) if isinstance(p, Partial)}
+    if partial != {(i, p) for i, p in enumerate(dst.placements) if isinstance(p, Partial)} or layout == dst:
         return None
     dims = {*layout.sharded_dims(), *dst.sharded_dims()}
     moved = _reordered((layout.axes_of(dim), dst.axes_of(dim)) for dim in dims)
@@ -95,7 +95,7 @@ def _reordered(axes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple
     return tuple(sorted({axis for have, want in axes if have != want for axis in (*have, *want)}))
 
 
-def before_pending(src: Layout, dst: Layout) -> Layout:
+def before_partial(src: Layout, dst: Layout) -> Layout:
     """`dst`, but replicated on the axes that are partial there and not in `src`."""
     pairs = zip(src.placements, dst.placements, strict=True)
     placements = tuple(Replicate() if isinstance(b, Partial) and a != b else b for a, b in pairs)

@@ -37,7 +37,7 @@ def truths(*shape: int) -> Tensor:
 
 
 def distinct(*shape: int) -> Tensor:
-    """Whole numbers that differ: what is compared again in a backward pass must be exact, though it was pending."""
+    """Whole numbers that differ: what is compared again in a backward pass must be exact, though it was partial."""
     return torch.randperm(prod(shape), generator=_GENERATOR).double().view(shape)
 
 

@@ -44,8 +44,8 @@ def plans_of(mesh: Mesh, schedule: Schedule, m: int, k: int, n: int) -> tuple[Pl
     """How A, B and C move where every axis has the loop of the schedule."""
     a, b, c = schedule.layouts(mesh)
     none = Schedule(schedule.loops, tuple("P" if loop == "k" else "R" for loop in schedule.loops))
-    whole_a, whole_b, pending = none.layouts(mesh)
-    moves = ((a, whole_a, (m, k)), (b, whole_b, (k, n)), (pending, c, (m, n)))
+    whole_a, whole_b, partial = none.layouts(mesh)
+    moves = ((a, whole_a, (m, k)), (b, whole_b, (k, n)), (partial, c, (m, n)))
     first, second, third = (plan(src, dst, shape, 8, BYTES) for src, dst, shape in moves)
     return first, second, third
 

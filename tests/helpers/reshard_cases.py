@@ -67,10 +67,10 @@ def meshes_of(draw: st.DrawFn, world: int) -> Mesh:
 
 
 @st.composite
-def reshards(draw: st.DrawFn, mesh: st.SearchStrategy[Mesh], pending: tuple[ReduceOp, ...] = ("sum",)) -> Case:
-    """Layouts on two meshes, which may be disjoint, overlap, or have the same ranks; one kind of pending reduction."""
+def reshards(draw: st.DrawFn, mesh: st.SearchStrategy[Mesh], partial: tuple[ReduceOp, ...] = ("sum",)) -> Case:
+    """Layouts on two meshes, which may be disjoint, overlap, or have the same ranks; one kind of reduction."""
     shape = draw(shapes(max_dims=3))
-    op = draw(st.sampled_from(pending))
+    op = draw(st.sampled_from(partial))
     meshes = draw(st.tuples(mesh, mesh).filter(lambda pair: pair[0] != pair[1]))
-    src, dst = (draw(layouts(where, len(shape), pending=(op,))) for where in meshes)
+    src, dst = (draw(layouts(where, len(shape), partial=(op,))) for where in meshes)
     return src, dst, shape

@@ -27,10 +27,10 @@ def rows(*shape: int) -> Tensor:
 
 
 def layouts(mesh: Mesh, ndim: int, *ops: ReduceOp) -> list[Layout]:
-    """Every dim split, whole, and pending with one of `ops`, on every axis; one op pending in each layout."""
+    """Every dim sharded, replicated, and partial with one of `ops`, on every axis; one op in each layout."""
     found: dict[Layout, None] = {}
-    for pending in ops or (None,):
-        one = [Replicate(), *map(Shard, range(ndim)), *([Partial(pending)] if pending else [])]
+    for op in ops or (None,):
+        one = [Replicate(), *map(Shard, range(ndim)), *([Partial(op)] if op else [])]
         found |= {Layout(mesh, placements): None for placements in product(one, repeat=mesh.ndim)}
     return list(found)
 

@@ -62,7 +62,7 @@ def completed(x: DTensor) -> DTensor:
 
 
 def parameter(x: Tensor) -> nn.Parameter:
-    """A parameter like `x`, with a gradient; where that is pending, whole."""
+    """A parameter like `x`, with a gradient; replicated where that is partial."""
     found = nn.Parameter(completed(x).detach())
     found.grad = found.detach().clone()
     return found

@@ -20,7 +20,7 @@ from dshard.topology import BYTES, FLAT_CPU, Measured, Topology
 MESH = Mesh((2, 2, 2), ("x", "y", "z"))
 HOSTS = Topology.preset("dgx-h100", nodes=2, ranks=4)
 SHAPES = st.sampled_from([(8, 8), (5, 7), (1024, 512)])
-LAYOUTS = layouts(MESH, 2, pending=REDUCE_OPS)
+LAYOUTS = layouts(MESH, 2, partial=REDUCE_OPS)
 
 
 @given(LAYOUTS, LAYOUTS, SHAPES, st.sampled_from([FLAT_CPU, HOSTS, BYTES]))

@@ -28,7 +28,7 @@ def mean_received(src: Layout, dst: Layout, shape: tuple[int, ...], topology=FLA
 
 @pytest.mark.parametrize("sizes", [(2, 4), pytest.param((2, 2, 2), marks=pytest.mark.thorough)])
 def test_the_plans_of_fewest_bytes_are_at_the_bound(sizes):
-    """All transitions of a matrix that end without a pending reduction."""
+    """All transitions of a matrix that do not end partial."""
     mesh, shape = Mesh(sizes), (2048, 2048)
     ratios = []
     for src, dst in product(product(WORDS, repeat=len(sizes)), repeat=2):
@@ -144,10 +144,10 @@ def test_a_plan_of_more_bytes_says_so_and_the_other_can_be_had(capsys):
 
 def test_known_bounds():
     mesh = Mesh((8,))
-    whole, rows, columns, pending = (Layout(mesh, (p,)) for p in (Replicate(), Shard(0), Shard(1), Partial()))
+    whole, rows, columns, partial = (Layout(mesh, (p,)) for p in (Replicate(), Shard(0), Shard(1), Partial()))
 
     assert lower_bound(rows, whole, (64, 64)) == 64 * 64 * 7 / 8
     assert lower_bound(rows, columns, (64, 64)) == 64 * 64 / 8 * 7 / 8
-    assert lower_bound(pending, rows, (64, 64)) == 64 * 64 * 7 / 8
-    assert lower_bound(pending, whole, (64, 64)) == 2 * 64 * 64 * 7 / 8
+    assert lower_bound(partial, rows, (64, 64)) == 64 * 64 * 7 / 8
+    assert lower_bound(partial, whole, (64, 64)) == 2 * 64 * 64 * 7 / 8
     assert lower_bound(whole, rows, (64, 64)) == 0

@@ -105,9 +105,9 @@ def needed(collective: Collective, inside: int, outside: int, n: int) -> int:
 @given(redistributions())
 def test_the_busiest_rank_receives_what_the_closed_form_says(case: Redistribution) -> None:
     src, dst, shape = case
-    pending = {i: p.reduce_op for i, p in enumerate(dst.placements) if isinstance(p, Partial)}
+    partial = {i: p.reduce_op for i, p in enumerate(dst.placements) if isinstance(p, Partial)}
 
-    for step in (*steps_from(src, range(len(shape)), pending), *steps_straight(src, dst)):
+    for step in (*steps_from(src, range(len(shape)), partial), *steps_straight(src, dst)):
         most = max(sum(sizes_received(step, src, shape, at)) for at in src.mesh.coordinates())
         found = load_of(step, src, shape)
         assert found.received <= most if isinstance(step, Exchange) else found.received == most

@@ -46,7 +46,7 @@ class TestExplain:
 
         ops = [operator.op for operator in report.operators]
         assert ops == ["linear", "gelu", "aten.gelu.default", "aten.sum.default"], (
-            "gelu completes what is pending first"
+            "gelu completes partial operands first"
         )
 
     def test_a_redistribution_that_was_asked_for_says_so(self):
@@ -160,7 +160,7 @@ class TestProduct:
             gathered, reduced = {"A": 1, "B": 1, "C": 1}, 1
             for loop, size in zip(loops, mesh.shape, strict=True):
                 split[loop[0]] *= size
-                if "[" in loop:  # what is left pending is charged as if it were reduced to parts
+                if "[" in loop:  # what is left partial is charged as if it were reduced to parts
                     gathered[loop[2]] *= size
                 elif loop == "k":
                     reduced *= size

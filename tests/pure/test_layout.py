@@ -25,7 +25,7 @@ MESH = Mesh((2, 2), ("dp", "tp"))
 @st.composite
 def laid_out(draw: st.DrawFn) -> tuple[Layout, Shape]:
     shape = draw(shapes())
-    return draw(layouts(draw(meshes()), len(shape), pending=REDUCE_OPS)), shape  # type: ignore[arg-type]
+    return draw(layouts(draw(meshes()), len(shape), partial=REDUCE_OPS)), shape  # type: ignore[arg-type]
 
 
 @given(laid_out())
@@ -77,7 +77,9 @@ def test_layouts_are_values(case: tuple[Layout, Shape]) -> None:
 
 
 @given(laid_out())
-def test_the_gradient_lies_like_the_tensor_and_whole_where_that_is_pending(case: tuple[Layout, Shape]) -> None:
+def test_the_gradient_is_laid_out_like_the_tensor_and_replicated_where_that_is_partial(
+    case: tuple[Layout, Shape],
+) -> None:
     layout, shape = case
     gradient = layout.cotangent()
 
@@ -158,7 +160,7 @@ def test_what_is_no_placement_is_refused() -> None:
 
 def test_reductions_that_do_not_commute_are_refused() -> None:
     assert Layout(MESH, (Partial("sum"), Partial("avg")))
-    with pytest.raises(LayoutError, match=r"\[P\(sum\) P\(max\)\] leaves different reductions pending"):
+    with pytest.raises(LayoutError, match=r"\[P\(sum\) P\(max\)\] has partial placements of different reductions"):
         Layout(MESH, (Partial("sum"), Partial("max")))
 
 

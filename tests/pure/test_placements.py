@@ -46,12 +46,12 @@ def test_chunks_never_grow(size: int, n: int) -> None:
     assert lengths[0] == -(-size // n)
 
 
-@given(placements(5, pending=REDUCE_OPS))  # type: ignore[arg-type]
+@given(placements(5, partial=REDUCE_OPS))  # type: ignore[arg-type]
 def test_a_placement_is_read_as_it_is_written(placement: Placement) -> None:
     assert parse_placement(str(placement)) == placement
 
 
-@given(st.lists(placements(5, pending=REDUCE_OPS), max_size=4))  # type: ignore[arg-type]
+@given(st.lists(placements(5, partial=REDUCE_OPS), max_size=4))  # type: ignore[arg-type]
 def test_placements_are_read_as_they_are_written(given_ones: list[Placement]) -> None:
     names = [f"axis{i}" for i in range(len(given_ones))]
 
@@ -59,7 +59,7 @@ def test_placements_are_read_as_they_are_written(given_ones: list[Placement]) ->
     assert parse_placements(format_placements(given_ones, names), names) == tuple(given_ones)
 
 
-def test_a_pending_sum_is_the_default() -> None:
+def test_a_partial_sum_is_the_default() -> None:
     assert parse_placement("P") == Partial() == Partial("sum")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
-from helpers.layout_steps import before_pending, steps_from, steps_straight, useful_dims
+from helpers.layout_steps import before_partial, steps_from, steps_straight, useful_dims
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,7 +52,7 @@ def trail(found: Plan) -> list[Layout]:
 # -- laws
 
 
-@given(redistributions(pending=REDUCE_OPS), TOPOLOGIES)  # type: ignore[arg-type]
+@given(redistributions(partial=REDUCE_OPS), TOPOLOGIES)  # type: ignore[arg-type]
 def test_a_plan_leads_from_source_to_destination(case: Redistribution, topology: Topology) -> None:
     src, dst, shape = case
 
@@ -91,10 +91,10 @@ def prices(src: Layout, dst: Layout, shape: Shape, topology: Topology, depth: in
     if src == dst:
         yield 0.0
     elif depth:
-        pending = {i: p.reduce_op for i, p in enumerate(dst.placements) if i in dst.partial_axes()}  # type: ignore[union-attr]
-        targets = (dst, before_pending(src, dst))
+        partial = {i: p.reduce_op for i, p in enumerate(dst.placements) if i in dst.partial_axes()}  # type: ignore[union-attr]
+        targets = (dst, before_partial(src, dst))
         straight = [step for target in targets for step in steps_straight(src, target)]
-        for step in (*steps_from(src, useful_dims(src, dst, shape), pending), *straight):
+        for step in (*steps_from(src, useful_dims(src, dst, shape), partial), *straight):
             first = step_seconds(step, src, shape, 4, topology)
             yield from (first + rest for rest in prices(after(step, src), dst, shape, topology, depth - 1))
 
@@ -215,7 +215,7 @@ def test_nothing_to_do_is_no_step() -> None:
     assert str(planned("dp:R tp:R", "dp:R tp:R")) == "dp:R tp:R  ->  dp:R tp:R   (0.0 us)"
 
 
-def test_pending_sums_of_several_axes_are_reduced_at_once_where_messages_cost_nothing() -> None:
+def test_partial_sums_of_several_axes_are_reduced_at_once_where_messages_cost_nothing() -> None:
     topology = Topology.flat(bandwidth=1e9)
     src, dst = (parse_layout(text, MESH) for text in ("dp:P(sum) tp:P(sum)", "dp:R tp:R"))
 

@@ -118,11 +118,11 @@ def test_each_chain_begins_with_those_who_hold_it(drawn: tuple[Case, Topology]) 
     found = planned(case, topology)
 
     for chain in found.chains:
-        pending = reduced_axes(found.chains_src)
-        terms = prod(found.chains_src.mesh.shape[axis] for axis in pending)
+        partial_axes = reduced_axes(found.chains_src)
+        terms = prod(found.chains_src.mesh.shape[axis] for axis in partial_axes)
         assert chain.terms == terms
         heads = [found.chains_src.mesh.coordinate(rank) for rank in chain.ranks[:terms]]
-        assert len({tuple(at[axis] for axis in pending) for at in heads}) == terms
+        assert len({tuple(at[axis] for axis in partial_axes) for at in heads}) == terms
         for rank in chain.ranks[:terms]:
             held = region_of(found.chains_src, found.shape, rank)
             assert held is not None
@@ -239,7 +239,7 @@ def test_several_cards_share_a_slice() -> None:
     assert found.makespan == pytest.approx(found.bound)
 
 
-def test_a_pending_sum_is_added_up_on_the_way_where_that_is_cheaper() -> None:
+def test_a_partial_sum_is_added_up_on_the_way_where_that_is_cheaper() -> None:
     src = Layout(Mesh((2, 2)), (Replicate(), Partial()))
     dst = Layout(Mesh((2, 2), ranks=(4, 5, 6, 7)), (Shard(0), Replicate()))
     topology = Topology.preset("cpu", nodes=4, ranks=2)

@@ -26,9 +26,9 @@ HOSTS = Topology.preset("dgx-h100", nodes=2, ranks=4)
 POINTS = ((1000.0, 1e-5), (100000.0, 5e-3))
 SLOW = FLAT_CUDA.with_measured([Measured(CUBE, ("z",), 1e-4, 1e8, points=POINTS), Measured(GRID, ("x",), 1e-3, 1e6)])
 TOPOLOGIES = st.sampled_from([FLAT_CPU, FLAT_CUDA, BYTES, HOSTS, SLOW])
-SMALL = redistributions(meshes(max_ranks=8), shapes(max_dims=3), pending=REDUCE_OPS)
+SMALL = redistributions(meshes(max_ranks=8), shapes(max_dims=3), partial=REDUCE_OPS)
 SHAPES = st.sampled_from([(8, 8), (5, 7), (1024, 512), (2, 1)])
-LAID = layouts(CUBE, 2, pending=("sum",))
+LAID = layouts(CUBE, 2, partial=("sum",))
 
 
 @given(SMALL, TOPOLOGIES)
@@ -45,7 +45,7 @@ def test_steps_on_one_axis_are_those_of_layouts(case: Redistribution, topology: 
     assert [move.seconds for move in found] == [step_seconds(step, src, shape, 4, topology) for step in steps]
 
 
-@given(LAID, layouts(CUBE, 2, pending=()), SHAPES, TOPOLOGIES)
+@given(LAID, layouts(CUBE, 2, partial=()), SHAPES, TOPOLOGIES)
 def test_a_step_straight_to_the_end_is_that_of_layouts(
     src: Layout, dst: Layout, shape: Shape, topology: Topology
 ) -> None:
@@ -110,7 +110,7 @@ def test_no_strategy_is_cheaper_than_the_chosen_one(data: st.DataObject, topolog
     rule, outputs = matmul_rule((m, k), (k, n)), (((m, n), 4),)
     operands = [Operand(data.draw(layouts(GRID, 2)), shape, 4) for shape in ((m, k), (k, n))]
     flags = st.tuples(st.booleans(), st.booleans())
-    result = data.draw(st.none() | layouts(GRID, 2, pending=()))
+    result = data.draw(st.none() | layouts(GRID, 2, partial=()))
     wanted = Constraints(result=result, gradients=data.draw(flags), kept=data.draw(flags))
 
     chosen = choose(rule, operands, outputs, topology, wanted)

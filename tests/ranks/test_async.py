@@ -60,7 +60,7 @@ def against_the_plain_call(batch: list[Redistribution]) -> list[str]:
 @settings(max_examples=settings().max_examples // 10, phases=[Phase.generate])
 @given(st.data())
 def test_what_is_waited_for_later_is_the_same(ranks: RankPool, cases_run: Counter[str], data: st.DataObject) -> None:
-    cases = redistributions(st.sampled_from(MESHES), shapes(max_size=7), pending=REDUCE_OPS)  # type: ignore[arg-type]
+    cases = redistributions(st.sampled_from(MESHES), shapes(max_size=7), partial=REDUCE_OPS)  # type: ignore[arg-type]
     batch = data.draw(st.lists(cases, min_size=20, max_size=20))
     cases_run["asynchronous redistributions"] += len(batch)
 

@@ -46,7 +46,7 @@ Case = tuple[tuple[int, ...], torch.dtype, Layout, Layout]
 def cases(draw: st.DrawFn) -> Case:
     """Shape, dtype, the layout to save from and the one to load to, on meshes of their own."""
     shape = draw(shapes(max_dims=3))
-    one = st.sampled_from(MESHES).flatmap(lambda mesh: layouts(mesh, len(shape), pending=()))
+    one = st.sampled_from(MESHES).flatmap(lambda mesh: layouts(mesh, len(shape), partial=()))
     return shape, draw(st.sampled_from(DTYPES)), draw(one), draw(one)
 
 
@@ -68,7 +68,7 @@ def test_any_layout_loads_what_any_other_saved(ranks: RankPool, many: list[Case]
 
 @given(st.sampled_from(MESHES), shapes(max_dims=3), st.data())
 def test_the_parts_of_all_ranks_cover_a_tensor_once(mesh: Mesh, shape: tuple[int, ...], data: st.DataObject) -> None:
-    layout = data.draw(layouts(mesh, len(shape), pending=()))
+    layout = data.draw(layouts(mesh, len(shape), partial=()))
     counted = torch.zeros(shape, dtype=torch.int64)
     for box in {layout.region(shape, at) for at in mesh.coordinates()}:
         counted[tuple(slice(held.start, held.stop) for held in box)] += 1

@@ -36,7 +36,7 @@ def test_replicas_are_written_once(ranks: RankPool, tmp_path: Path) -> None:
         assert 4 << 16 <= nbytes < 5 << 16
 
 
-def pending(path: str) -> tuple[bool, str]:
+def save_partial(path: str) -> tuple[bool, str]:
     x = numbers((4, 3))
     term = distribute(x, layout_of(as_pure(mesh_of(2, 2)), [Partial(), Shard(0)], 2))
     save({"x": term}, path)
@@ -54,10 +54,10 @@ def as_pure(mesh: Any) -> Mesh:
 
 
 @pytest.mark.ranks
-def test_what_is_pending_is_completed_or_refused(ranks: RankPool, tmp_path: Path) -> None:
-    for is_same, message in ranks.run(pending, str(tmp_path / "x")):
+def test_partial_tensors_are_completed_or_refused(ranks: RankPool, tmp_path: Path) -> None:
+    for is_same, message in ranks.run(save_partial, str(tmp_path / "x")):
         assert is_same
-        assert "has a reduction pending, and a checkpoint holds values: redistribute it" in message
+        assert "is partial, and a checkpoint holds values: redistribute it" in message
 
 
 # -- a crash leaves what was there before
@@ -149,7 +149,7 @@ def refused(path: str, what: str) -> str:
         "shape": {"x": distribute_tensor(numbers((4, 8)), mesh_of(4), [Shard(0)])},
         "dtype": {"x": x.double()},
         "kind": {"n": x},
-        "pending": {"x": distribute(numbers((8, 4)), layout_of(as_pure(mesh_of(4)), [Partial()], 2))},
+        "partial": {"x": distribute(numbers((8, 4)), layout_of(as_pure(mesh_of(4)), [Partial()], 2))},
     }
     try:
         load(states.get(what, {"x": x}), path)
@@ -166,7 +166,7 @@ def refused(path: str, what: str) -> str:
         ("shape", "'x' has shape (8, 4) in the checkpoint and (4, 8) here"),
         ("dtype", "'x' is torch.float32 in the checkpoint and torch.float64 here: load it as it was saved"),
         ("kind", "'n' is another value in the checkpoint and a tensor here"),
-        ("pending", "a pending reduction cannot be loaded: use Shard or Replicate"),
+        ("partial", "a partial tensor cannot be loaded: use Shard or Replicate"),
         ("damaged data", "rank "),
         ("missing data", "rank "),
         ("damaged metadata", "its file .metadata cannot be read"),

@@ -281,5 +281,5 @@ def test_a_mesh_without_processes_plans_but_sends_nothing() -> None:
 
 
 def test_reductions_without_an_order_are_refused() -> None:
-    with pytest.raises(ShapeError, match=r"a pending max of torch.complex64: complex numbers have no order"):
+    with pytest.raises(ShapeError, match=r"a partial max of torch.complex64: complex numbers have no order"):
         reduce_terms(torch.zeros(2, 3, dtype=torch.complex64), "max")

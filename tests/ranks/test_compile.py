@@ -426,7 +426,7 @@ def collectives_of_graphs() -> tuple[int, int]:
     _, back = told(lambda: out.backward(ones))
     out, there_outside = told(lambda: compiled(x, w))
     _, back_outside = told(lambda: out.backward(ones))
-    # the gradient of x leaves the graph pending along y; the hook of the leaf, which is in no graph, completes it
+    # the gradient of x leaves the graph partial along y; the hook of the leaf, which is in no graph, completes it
     assert not there_outside
     assert back_outside == Counter([("all_reduce", x.to_local().nbytes)])
     assert found["joint"] + back_outside == there + back

@@ -113,7 +113,7 @@ def against_the_whole(
 
 @st.composite
 def cases(draw: st.DrawFn, meshes: tuple[Mesh, ...]) -> Case:
-    case = draw(redistributions(st.sampled_from(meshes), pending=REDUCE_OPS))  # type: ignore[arg-type]
+    case = draw(redistributions(st.sampled_from(meshes), partial=REDUCE_OPS))  # type: ignore[arg-type]
     return case, draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int32]))
 
 

@@ -59,15 +59,15 @@ def test_what_is_no_placement():
         planned(4, 4, placements=["S(0)", Replicate()])
 
 
-def test_a_pending_reduction_cannot_be_distributed():
+def test_a_partial_tensor_cannot_be_distributed():
     with pytest.raises(
-        LayoutError, match=r"cannot make a pending reduction.*use Shard or Replicate, or DTensor.from_local"
+        LayoutError, match=r"cannot make a partial tensor.*use Shard or Replicate, or DTensor.from_local"
     ):
         planned(4, 4, placements=[Partial(), Replicate()])
 
 
-def test_different_reductions_cannot_be_pending_together():
-    with pytest.raises(LayoutError, match="their order would matter: use one op, or sum and avg, which commute"):
+def test_a_layout_cannot_have_different_reductions():
+    with pytest.raises(LayoutError, match="whose order would matter: use one op, or sum and avg, which commute"):
         Layout(MESH, (Partial("sum"), Partial("max")))
 
 
@@ -148,8 +148,8 @@ def test_no_process_group(monkeypatch):
         dshard.init_device_mesh("cpu", (2, 2))
 
 
-def test_a_factory_makes_no_pending_reduction():
-    with pytest.raises(LayoutError, match="a factory cannot make a pending reduction"):
+def test_a_factory_makes_no_partial_tensor():
+    with pytest.raises(LayoutError, match="a factory cannot make a partial tensor"):
         dshard.zeros(4, device_mesh=MESH, placements=[Partial(), Replicate()])
 
 

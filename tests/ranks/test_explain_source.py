@@ -44,7 +44,7 @@ class TestSource:
         assert [operator.op for operator in report.operators] == ["matmul", "aten.gelu.default"]
         assert report.chosen.name == "d0:m d1:n"
 
-    def test_a_described_tensor_may_be_pending_ordered_and_of_a_dtype(self):
+    def test_a_described_tensor_may_be_partial_ordered_and_of_a_dtype(self):
         x = self.tensors("x: 64x32 P(sum) S(1)")["x"]
         ids = self.tensors("ids: 64 int64 d0:S(0) d1:S(0); 0:d1,d0")["ids"]
 

@@ -157,7 +157,7 @@ CASES: dict[str, Case] = {
     "dual products": lambda x, w: dual(lambda x: products(x, w), x, tangent_of(x)),
     "dual norms": lambda x, w: (dual(normed, x, tangent_of(x)), dual(softly, x, tangent_of(x))),
     "dual sum": lambda x, w: dual(of_one, x, tangent_of(x)),
-    "dual of a pending sum": lambda x, w: dual(lambda x: x.sum(0).relu(), x, tangent_of(x)),
+    "dual of a partial sum": lambda x, w: dual(lambda x: x.sum(0).relu(), x, tangent_of(x)),
     "dual views": lambda x, w: dual(lambda x: x.t()[0].unsqueeze(0).expand(2, 5), x, tangent_of(x)),
     "jacobian": lambda x, w: torch.autograd.functional.jacobian(lambda x: torch.tanh(x @ w).sum(0), x),
     "functional.vjp": lambda x, w: torch.autograd.functional.vjp(
@@ -166,7 +166,7 @@ CASES: dict[str, Case] = {
 }
 CROSSINGS: dict[str, Case] = {
     "redistribute": lambda x, w: dual(lambda x: x.redistribute(placements=[R, S1]) * 2, x, tangent_of(x)),
-    "to a pending sum": lambda x, w: dual(lambda x: x.redistribute(placements=[Partial(), R]) * 2, x, tangent_of(x)),
+    "to a partial sum": lambda x, w: dual(lambda x: x.redistribute(placements=[Partial(), R]) * 2, x, tangent_of(x)),
     "full_tensor": lambda x, w: dual(lambda x: x.full_tensor() * 2, x, tangent_of(x)),
     "to_local and back": lambda x, w: dual(
         lambda x: DTensor.from_local(x.to_local() * 2, grid(), x.placements, shape=x.shape), x, tangent_of(x)
@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "a plain operand": (plain_constant, r"add: a plain torch.Tensor of shape \(3,\)"),
     "a tangent of a maximum": (
         lambda x, w: dual(lambda x: x.redistribute(placements=[R, R]), maximum(x), tangent_of(x)),
-        "a tangent of a pending max.*only sums are linear",
+        "a tangent of a partial max.*only sums are linear",
     ),
 }
 

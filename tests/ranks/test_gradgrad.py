@@ -26,7 +26,7 @@ from dshard.testing.choices import has_gradient, layouts_of
 
 THOROUGH = settings().max_examples > 100
 RTOL = 1e-6
-"""Terms of a pending sum are random, those of samples in single precision exact to this."""
+"""Terms of a partial sum are random, those of samples in single precision exact to this."""
 Lay = Callable[[Tensor], Tensor]
 """Where a tensor lies: on one device, as it is."""
 

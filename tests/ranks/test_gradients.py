@@ -49,7 +49,7 @@ def test_gradients_accumulate_in_place() -> None:
 
 
 def test_to_local_takes_its_gradient_as_said() -> None:
-    """By default the local gradient lies like the tensor; as a pending sum, the ranks' terms add up."""
+    """By default the local gradient lies like the tensor; as a partial sum, the ranks' terms add up."""
     with simulated(GRID):
         for laid, expected in (((Replicate(),) * 2, 1.0), ((Partial(), Replicate()), 2.0), ((Partial(),) * 2, 4.0)):
             x = placed(X, Replicate(), Replicate()).requires_grad_()

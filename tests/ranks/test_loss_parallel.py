@@ -62,7 +62,7 @@ def test_the_loss_and_its_gradient_are_those_of_one_device(
 @given(meshes(max_axes=2, max_ranks=8), st.integers(1, 9), st.data())
 def test_log_softmax_and_nll_loss_are_those_of_one_device(mesh: Mesh, n: int, data: st.DataObject) -> None:
     x, target = logits(5, n), classes(5, n=n)
-    layout = data.draw(layouts(mesh, 2, pending=()))
+    layout = data.draw(layouts(mesh, 2, partial=()))
     alone = x.clone().requires_grad_()
     logs = F.log_softmax(alone, dim=-1)
     (F.nll_loss(logs, target) + logs[:, 0].sum()).backward()

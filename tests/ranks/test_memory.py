@@ -91,7 +91,7 @@ def above_the_limit(batch: list[Redistribution], few_bytes: int) -> list[str]:
 def test_a_lean_plan_holds_the_larger_end_and_one_message(
     ranks: RankPool, cases_run: Counter[str], few_bytes: int, data: st.DataObject
 ) -> None:
-    cases = redistributions(st.sampled_from(MESHES), shapes(max_size=9), pending=REDUCE_OPS)  # type: ignore[arg-type]
+    cases = redistributions(st.sampled_from(MESHES), shapes(max_size=9), partial=REDUCE_OPS)  # type: ignore[arg-type]
     batch = data.draw(st.lists(cases, min_size=20, max_size=20))
     cases_run["lean plans whose memory was counted"] += len(batch)
 

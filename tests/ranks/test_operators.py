@@ -83,7 +83,7 @@ def test_operators_on_a_rank_of_nccl() -> None:
 def test_any_operator_on_any_mesh(name: str, mesh: Mesh, data: st.DataObject) -> None:
     function, sample = SAMPLES[name]
     laid = [
-        data.draw(layouts(mesh, x.dim(), pending=("sum",) if x.is_floating_point() else ())) for x in tensors(sample)
+        data.draw(layouts(mesh, x.dim(), partial=("sum",) if x.is_floating_point() else ())) for x in tensors(sample)
     ]
 
     check_call(function, sample, laid)

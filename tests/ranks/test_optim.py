@@ -173,11 +173,11 @@ def test_gradients_and_states_that_lie_elsewhere() -> None:
     assert [x.layout for x in laid] == [here, there, there, here]
 
 
-def test_a_pending_parameter_cannot_be_updated_by_a_fused_step() -> None:
+def test_a_partial_parameter_cannot_be_updated_by_a_fused_step() -> None:
     with simulated(LINE):
-        pending = distribute(rows(5, 3), Layout(LINE, (Partial(),)))
+        parameter = distribute(rows(5, 3), Layout(LINE, (Partial(),)))
         with pytest.raises(LayoutError, match=r"laid out \[x:P\(sum\)\]: redistribute it"):
-            trained([Parameter(pending)], OPTIMISERS["adam"], {"fused": True})
+            trained([Parameter(parameter)], OPTIMISERS["adam"], {"fused": True})
 
 
 def _addcmul_(xs: list[Any], ys: list[Any]) -> list[Any]:
@@ -242,13 +242,13 @@ def test_lists_of_scalars_among_tensors() -> None:
         assert_equal(torch._foreach_mul(xs, [torch.tensor(2.0)]), [rows(5, 3) * 2])
 
 
-def test_a_pending_sum_passes_through_a_list_only_where_that_is_linear() -> None:
+def test_a_partial_sum_passes_through_a_list_only_where_that_is_linear() -> None:
     events: list[Event] = []
-    pending = Layout(LINE, (Partial(),))
+    partial = Layout(LINE, (Partial(),))
     with simulated(LINE), listen(events.append):
-        xs = [distribute(rows(4), pending), distribute(rows(2, 3), pending)]
+        xs = [distribute(rows(4), partial), distribute(rows(2, 3), partial)]
 
-        assert [x.layout for x in torch._foreach_mul(xs, 3.0)] == [pending, pending]
+        assert [x.layout for x in torch._foreach_mul(xs, 3.0)] == [partial, partial]
         assert events == []
         assert_equal(torch._foreach_exp(xs), [rows(4).exp(), rows(2, 3).exp()])
 

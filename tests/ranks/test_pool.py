@@ -61,7 +61,7 @@ def fail_before_a_collective(rank: int) -> None:
     sum_of_ranks()
 
 
-def fail_with_a_collective_pending(rank: int) -> None:
+def fail_with_a_collective_in_flight(rank: int) -> None:
     if dist.get_rank() == rank:
         raise ValueError("only me")
     dist.all_reduce(torch.zeros(()), async_op=True)
@@ -189,7 +189,7 @@ def test_one_raises_while_the_others_wait(pool: RankPool) -> None:
 
 def test_ranks_out_of_step_are_replaced(pool: RankPool) -> None:
     with pytest.raises(RankError, match="rank 0 raised ValueError: only me"):
-        pool.run(fail_with_a_collective_pending, 0)
+        pool.run(fail_with_a_collective_in_flight, 0)
 
     assert pool.run(sum_of_ranks) == [3.0, 3.0, 3.0]
 

@@ -240,7 +240,7 @@ def test_in_debug_mode_ranks_that_were_seeded_differently_are_told_so(ranks: Ran
     assert "call dshard.manual_seed with one seed" in told[0]
 
 
-def test_pending_reductions_stay_pending_when_written_to() -> None:
+def test_partial_tensors_stay_partial_when_written_to() -> None:
     with simulated(MESHES[1]):
         x = distribute(torch.zeros(4), Layout(MESHES[1], (Partial(),)))
         assert x.normal_().placements == (Partial(),)

@@ -243,7 +243,7 @@ def sent() -> list[list[tuple[str, str, int]]]:
         heard: list[Any] = []
         for program in (mlp, attention):
             leaves = placed(LAYOUTS["megatron"])
-            leaves[0] = leaves[0].detach()  # of whom a pending gradient would be reduced after a norm, or never
+            leaves[0] = leaves[0].detach()  # of which a partial gradient would be reduced after a norm, or never
             with use_topology(BYTES), watch(), listen(heard.append):
                 outcome(program, leaves)
         found.append([(event.collective, event.axis, event.nbytes) for event in heard])

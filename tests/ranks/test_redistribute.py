@@ -50,7 +50,7 @@ def ordered(case: Redistribution) -> bool:
 def cases(
     draw: st.DrawFn, mesh: st.SearchStrategy[Mesh] | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES
 ) -> Case:
-    case = draw(redistributions(mesh, pending=REDUCE_OPS))  # type: ignore[arg-type]
+    case = draw(redistributions(mesh, partial=REDUCE_OPS))  # type: ignore[arg-type]
     dtype = draw(st.sampled_from(dtypes))
     return case, torch.float64 if dtype.is_complex and ordered(case) else dtype
 
@@ -78,7 +78,7 @@ def test_any_layout_to_any_layout_keeps_the_tensor(case: Case) -> None:
         assert_value(whole(x), value)
 
 
-@given(redistributions(pending=REDUCE_OPS), st.data())  # type: ignore[arg-type]
+@given(redistributions(partial=REDUCE_OPS), st.data())  # type: ignore[arg-type]
 def test_the_gradient_of_a_redistribution_comes_back(case: Redistribution, data: st.DataObject) -> None:
     src, dst, shape = case
     incoming = whole_numbers(shape, seed=1)

@@ -215,7 +215,7 @@ def test_on_two_axes(name: str) -> None:
 
 @pytest.mark.parametrize("op", ["avg", "product", "max", "min"])
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_of_pending_reductions(name: str, op: ReduceOp) -> None:
+def test_of_partial_operands(name: str, op: ReduceOp) -> None:
     assert_same_as_single_device(REDUCTIONS[name], Mesh((2,), ("x",)), ops=(op,), seed=name, most=1)
 
 
@@ -237,7 +237,7 @@ def test_variance_far_from_zero_is_accurate(function: Function) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "pending"),
+    ("function", "reduction"),
     [
         (lambda x: x.sum(0), "sum"),
         (lambda x: x.mean(), "avg"),
@@ -248,11 +248,11 @@ def test_variance_far_from_zero_is_accurate(function: Function) -> None:
     ],
     ids=["sum", "mean", "cumsum", "amax", "min", "prod"],
 )
-def test_a_pending_reduction_passes_where_it_may(function: Function, pending: ReduceOp) -> None:
+def test_a_partial_operand_stays_partial_where_it_may(function: Function, reduction: ReduceOp) -> None:
     with simulated(LINE):
-        x = distribute(rows(4, 3), Layout(LINE, (Partial(pending),)))
+        x = distribute(rows(4, 3), Layout(LINE, (Partial(reduction),)))
 
-        assert function(x).placements == (Partial(pending),)
+        assert function(x).placements == (Partial(reduction),)
 
 
 def test_a_reduction_sends_nothing_until_it_is_needed() -> None:
@@ -346,7 +346,7 @@ def _close(found: Any, expected: Any) -> bool:
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
-def test_a_pending_extreme_is_completed_for_a_product_and_for_its_gradient(op: ReduceOp) -> None:
+def test_a_partial_extreme_is_completed_for_a_product_and_for_its_gradient(op: ReduceOp) -> None:
     mesh = Mesh((4,))
     a, b = (rows(10, 5, 10).requires_grad_(), rows(10, 10, 5).requires_grad_())
     expected, cotangents, gradients = on_one_device(torch.bmm, (a, b))

@@ -192,7 +192,7 @@ def test_what_is_sent_does_not_grow_with_the_split_dim(name: str) -> None:
     with simulated(mesh), use_topology(BYTES), trace() as t:
         function(distribute(torch.randn(64, 4096), Layout(mesh, (Shard(1),))))
 
-    if name == "logsumexp":  # the sum is still pending and completed by what follows
+    if name == "logsumexp":  # the sum is still partial and completed by what follows
         assert t.nbytes <= 2 * nbytes
     else:
         assert t.nbytes == nbytes

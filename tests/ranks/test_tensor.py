@@ -63,7 +63,7 @@ def test_a_dtensor_has_the_whole_tensors_properties(x: DTensor) -> None:
 
 @given(meshes(max_axes=2), shapes(max_dims=3), st.data())
 def test_distributing_and_gathering_keeps_the_tensor(mesh: Mesh, shape: Shape, data: st.DataObject) -> None:
-    layout = data.draw(layouts(mesh, len(shape), pending=()))
+    layout = data.draw(layouts(mesh, len(shape), partial=()))
     value = whole_numbers(shape)
     default = Layout(mesh, layout.placements)
     with simulated(mesh):
@@ -133,7 +133,7 @@ def test_the_source_rank_decides_what_is_sent() -> None:
 
 
 @pytest.mark.parametrize("op", ["sum", "max", "avg"])
-def test_a_pending_number_is_reduced_before_it_is_read(op: Any) -> None:
+def test_a_partial_number_is_reduced_before_it_is_read(op: Any) -> None:
     with simulated(GRID):
         x = distribute(torch.tensor(3.0), Layout(GRID, (Partial(op), Replicate())))
 
@@ -145,7 +145,7 @@ def test_a_pending_number_is_reduced_before_it_is_read(op: Any) -> None:
         assert f"{x:.1f}" == "3.0"
 
 
-def test_comparisons_of_what_is_pending_are_those_of_the_whole() -> None:
+def test_comparisons_of_partial_tensors_are_those_of_their_sums() -> None:
     with simulated(GRID):
         x = placed(X, Partial(), Partial())
 
@@ -268,7 +268,7 @@ def test_a_pickled_dtensor_comes_back_on_its_mesh(ranks: RankPool) -> None:
 
 
 def numbers() -> list[Any]:
-    """What each rank reads of a pending number."""
+    """What each rank reads of a partial number."""
     local = torch.tensor(float(dist.get_rank()))
     x = DTensor.from_local(local, real_mesh(), [Partial(), Partial()])
     return [x.item(), float(x), bool(x > 5), (x / 2).item()]

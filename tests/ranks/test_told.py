@@ -68,10 +68,10 @@ class Story(NamedTuple):
 
 
 def _adds_up(found: Explanation) -> bool:
-    """Whether the chosen candidate has the bytes of what runs; more only where it completes what is left pending."""
+    """Whether the chosen candidate has the bytes of what runs; more only where it completes what is left partial."""
     nbytes = sum(sent.nbytes for sent in found.collectives)
-    pending = bool(found.rule) and "P(" in found.chosen.placements.rpartition("->")[2]
-    fits = nbytes <= found.chosen.bytes_moved if pending else nbytes == found.chosen.bytes_moved
+    has_partial = bool(found.rule) and "P(" in found.chosen.placements.rpartition("->")[2]
+    fits = nbytes <= found.chosen.bytes_moved if has_partial else nbytes == found.chosen.bytes_moved
     return fits and found.chosen in found.candidates and len(found.collectives) <= len(found.chosen.steps)
 
 

@@ -419,7 +419,7 @@ MODELS: list[Row] = [
     (lambda: dshard.plan_model(Net(), LINE, plan="data"), ArgumentError, "the plan is the third argument, by position"),
     (lambda: dshard.plan_model(Net(), LINE, {0: [Shard(0)]}, EXAMPLE), LayoutError, "give names of parameters"),
     (lambda: dshard.plan_model(Net(), LINE, {"fc.weight": Shard(0)}, EXAMPLE), LayoutError, "is one placement"),
-    (lambda: dshard.plan_model(Net(), LINE, {"fc.bias": [Partial()]}, EXAMPLE), LayoutError, "no pending reduction"),
+    (lambda: dshard.plan_model(Net(), LINE, {"fc.bias": [Partial()]}, EXAMPLE), LayoutError, "is never partial"),
     (
         lambda: dshard.parallelize(linear(), LINE, dshard.plan_model(Net(), LINE, "data", EXAMPLE), EXAMPLE),
         LayoutError,

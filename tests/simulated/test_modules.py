@@ -92,7 +92,7 @@ def test_a_module_is_laid_out_and_computes_the_same() -> None:
 
 @given(meshes(max_axes=2, permuted=False), shapes(max_dims=3), st.data())
 def test_factories_make_whole_tensors(mesh: Mesh, shape: Shape, data: st.DataObject) -> None:
-    laid: Any = {"device_mesh": mesh, "placements": data.draw(layouts(mesh, len(shape), pending=())).placements}
+    laid: Any = {"device_mesh": mesh, "placements": data.draw(layouts(mesh, len(shape), partial=())).placements}
     with simulated(mesh):
         for made, expected in (
             (dshard.zeros(shape, **laid), torch.zeros(shape)),
@@ -112,7 +112,7 @@ def test_random_values_do_not_depend_on_the_mesh(
 ) -> None:
     values = []
     for mesh in many:
-        placements = data.draw(layouts(mesh, len(shape), pending=())).placements
+        placements = data.draw(layouts(mesh, len(shape), partial=())).placements
         with simulated(mesh):
             dshard.manual_seed(7)
             values.append([whole(make(shape, device_mesh=mesh, placements=placements)) for _ in range(2)])

@@ -164,7 +164,7 @@ FACTORIES: dict[str, Callable[..., DTensor]] = {
 @given(meshes(max_axes=3, max_ranks=8), shapes(max_dims=3, max_size=6), st.data())
 def test_factories_make_the_values_of_one_rank(name: str, mesh: Mesh, shape: tuple[int, ...], data: Any) -> None:
     """Two draws, in any layout, by tiles of a few blocks."""
-    made, placements = [], data.draw(layouts(mesh, len(shape), pending=())).placements
+    made, placements = [], data.draw(layouts(mesh, len(shape), partial=())).placements
     blocks, draw.CPU_BLOCKS = draw.CPU_BLOCKS, data.draw(st.sampled_from([3, 1 << 15]))
     try:
         for where, laid in ((ONE, None), (mesh, placements)):
@@ -180,8 +180,8 @@ def test_factories_make_the_values_of_one_rank(name: str, mesh: Mesh, shape: tup
         assert not torch.equal(*made[0])
 
 
-@given(dtensors(meshes(max_axes=2, max_ranks=8), shapes(max_size=5), pending=["sum", "avg", "max"]))
-def test_a_pending_tensor_is_overwritten_like_any_other(x: DTensor) -> None:
+@given(dtensors(meshes(max_axes=2, max_ranks=8), shapes(max_size=5), partial=["sum", "avg", "max"]))
+def test_a_partial_tensor_is_overwritten_like_any_other(x: DTensor) -> None:
     with simulated(x.layout.mesh):
         dshard.manual_seed(3)
         written = whole(x.uniform_())

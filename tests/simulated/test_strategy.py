@@ -118,7 +118,7 @@ def test_the_cheapest_is_chosen() -> None:
     assert choose(MM, operands, [(SQUARE, 4)], FLAT_CPU).seconds == min(s.seconds for s in found)
 
 
-def test_a_pending_result_is_charged_its_completion() -> None:
+def test_a_partial_result_is_charged_its_completion() -> None:
     found = chosen(MM, LINE, SQUARE, ("tp:S(1)", SQUARE), ("tp:S(0)", SQUARE))
 
     assert found.reduce > 0

@@ -139,16 +139,16 @@ CASES: dict[str, tuple[Function, Tensors]] = {
 
 
 def layouts(mesh: Mesh, ndim: int, *ops: ReduceOp) -> list[Layout]:
-    """Every dim split, whole, and pending with one of `ops`, on every axis; one op pending in each layout."""
+    """Every dim sharded, replicated, and partial with one of `ops`, on every axis; one op in each layout."""
     found: dict[Layout, None] = {}
-    for pending in ops or (None,):
-        one = [Replicate(), *map(Shard, range(ndim)), *([Partial(pending)] if pending else [])]
+    for op in ops or (None,):
+        one = [Replicate(), *map(Shard, range(ndim)), *([Partial(op)] if op else [])]
         found |= {Layout(mesh, placements): None for placements in product(one, repeat=mesh.ndim)}
     return list(found)
 
 
 def choices(name: str, inputs: Tensors, mesh: Mesh, *ops: ReduceOp) -> list[list[Layout]]:
-    """Layouts of all operands, shuffled: each of the one that has most, the others drawn. Indices are never pending."""
+    """Layouts of all operands, shuffled: each of the one that has most, the others drawn. Indices are never partial."""
     draw = Random(f"{name}{ops}")
     found = [layouts(mesh, x.ndim, *(ops if x.is_floating_point() else ())) for x in inputs]
     for options in found:
@@ -191,8 +191,8 @@ def check(name: str, mesh: Mesh, n: int | None = None) -> None:
                 assert_same(leaf.grad, gradient)
 
 
-def check_pending(name: str, mesh: Mesh, op: ReduceOp, n: int | None = None) -> None:
-    """Values are right where a reduction is pending."""
+def check_partial(name: str, mesh: Mesh, op: ReduceOp, n: int | None = None) -> None:
+    """Values are right of partial operands."""
     function, inputs = CASES[name]
     expected = as_tuple(function(*inputs))
     with simulated(mesh):
@@ -213,9 +213,9 @@ def test_on_two_axes(name: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["avg", "product", "max", "min"])
-def test_pending_reductions(op: ReduceOp) -> None:
+def test_partial_operands(op: ReduceOp) -> None:
     for name in CASES:
-        check_pending(name, Mesh((2,), ("x",)), op, 3)
+        check_partial(name, Mesh((2,), ("x",)), op, 3)
 
 
 @pytest.mark.thorough

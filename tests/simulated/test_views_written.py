@@ -24,7 +24,7 @@ FREE: dict[str, Moves] = {
     "view regroups": (lambda x: x.view(4, 6), (6, 4), "x:S(0) y:R", "x:S(0) y:R"),
     "heads": (lambda x: x.view(5, 3, 4, 2).transpose(1, 2), (5, 3, 8), "x:S(0) y:S(2)", "x:S(0) y:S(1)"),
     "attention's batch": (lambda x: x.reshape(8, 5, 2), (2, 4, 5, 2), "x:S(0) y:S(1)", "x:S(0) y:S(0)"),
-    "pending": (lambda x: x.reshape(8, 5).t()[:, 2:5], (2, 4, 5), "x:P(sum) y:P(sum)", "x:P(sum) y:P(sum)"),
+    "partial": (lambda x: x.reshape(8, 5).t()[:, 2:5], (2, 4, 5), "x:P(sum) y:P(sum)", "x:P(sum) y:P(sum)"),
     "permute": (lambda x: x.permute(2, 0, 1), (5, 3, 7), "x:S(0) y:S(2)", "x:S(1) y:S(0)"),
     "squeeze": (lambda x: x.squeeze(), (2, 1, 3), "x:S(0) y:S(2)", "x:S(0) y:S(1)"),
     "unsqueeze": (lambda x: x.unsqueeze(1), (5, 3), "x:S(0) y:S(1)", "x:S(0) y:S(2)"),

@@ -145,7 +145,7 @@ def matmul_of_strategy(
     if len(specs) > 2:
         with_bias = _with_bias(rule, specs, out, strategy)
         bias, gradients = plan_to(specs[2], with_bias.inputs[2]), (*gradients, with_bias.gradients[2])
-        differentiable = differentiable and not out.pending  # one rank alone adds the bias
+        differentiable = differentiable and not out.has_partial  # one rank alone adds the bias
     decision = Decision(
         *(name, tuple(map(operand_of, pair)), ((out.shape, out.itemsize),), rule, strategy, plans, topology),
         bias=bias,

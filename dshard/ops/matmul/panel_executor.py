@@ -139,8 +139,8 @@ class PanelExecutor:
             parts.append(Part(held, made, tuple(moves)))
         whole = tuple(steps(p, None) if dim is None else () for dim, p in zip(self.dims, self.plans, strict=True))
         bias = () if self.bias is None else steps(self.bias, None)
-        pending = self.plans[2].src.placements
-        adds = self.bias is not None and not any(p == Partial() and at[axis] for axis, p in enumerate(pending))
+        placements = self.plans[2].src.placements
+        adds = self.bias is not None and not any(p == Partial() and at[axis] for axis, p in enumerate(placements))
         return Compiled(tuple(parts), whole, bias, adds, self.plans[2].dst.local_shape(self.plans[2].shape, at))
 
     def program(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[Program[Tensor]]:
