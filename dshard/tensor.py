@@ -163,7 +163,7 @@ class DTensor(Wrapper):
                 f"redistribute needs the placements to go to: {mesh.ndim} of them, one for each axis of ({mesh})"
             )
         layout = layout_of(mesh, placements, len(self._spec.shape))
-        return redistribute(self, layout, later=async_op)  # type: ignore[no-any-return]
+        return redistribute(self, layout, asynchronous=async_op)  # type: ignore[no-any-return]
 
     # -- what torch asks of a tensor subclass
 

@@ -18,7 +18,7 @@ from benchmarks.section import markdown_table, write_section
 from dshard.demo.curves import COLOURS
 from dshard.rules.matmul_bound import matmul_lower_bound
 from dshard.simulate import Model, Setup, form_of
-from dshard.simulate.block import Costs, block_events
+from dshard.simulate.block import BlockCosts, block_events
 from dshard.topology import Topology
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -60,7 +60,7 @@ def point(form: str, ranks: int, topology: Topology) -> Point | None:
     shape = shape_of(form, ranks)
     if shape is None:
         return None
-    events = block_events(Costs(model_of(ranks), Setup(form_of(form), shape), topology, exact=False), SEQUENCES)[0]
+    events = block_events(BlockCosts(model_of(ranks), Setup(form_of(form), shape), topology, exact=False), SEQUENCES)[0]
     busy = sum(e.seconds for e in events if not e.axes)
     moved = sum(e.seconds for e in events if e.axes)
     return Point(ranks, sum(e.nbytes for e in events), busy / (busy + moved))
@@ -86,7 +86,7 @@ def exponent(form: str, ranks: Sequence[int] = RANKS[2:]) -> float:
         model = Model(1, 64 * max(ranks), max(ranks), 64 * max(ranks))
         shape = shape_of(form, p)
         assert shape is not None
-        found = block_events(Costs(model, Setup(form_of(form), shape), topology, exact=False), 256)[0]
+        found = block_events(BlockCosts(model, Setup(form_of(form), shape), topology, exact=False), 256)[0]
         moved = sum(e.nbytes for e in found if e.axes and e.name != "norm")
         ratios.append(moved / sum(e.flops for e in found if e.name != "attention"))
     return 3 * linear_regression([log2(p) for p in ranks], [log2(ratio) for ratio in ratios]).slope

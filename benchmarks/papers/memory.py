@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dshard.simulate import Model, Setup, form_of
-from dshard.simulate.block import Costs
+from dshard.simulate.block import BlockCosts
 from dshard.simulate.memory import memory_of
 from dshard.topology import BYTES
 
@@ -17,7 +17,7 @@ HEADS = 64
 def held(form: str, model: Model, batch: int, *, recompute: bool) -> int:
     """Bytes of a rank that trains in fp32 with Adam, on 64 GPUs."""
     setup = Setup(form_of(form), FORMS[form], recompute=recompute)
-    return memory_of(Costs(model, setup, BYTES, "float32", 4, exact=False, regather=True), batch).total
+    return memory_of(BlockCosts(model, setup, BYTES, "float32", 4, exact=False, regather=True), batch).total
 
 
 def most(fits: Callable[[int], bool], step: int) -> int:

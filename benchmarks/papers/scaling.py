@@ -24,7 +24,7 @@ from dshard.layout import Layout, Shape
 from dshard.redistribute import axes_of
 from dshard.redistribute.price import step_seconds as seconds_of
 from dshard.simulate import Event, Model, Setup, form_of, host_tiles
-from dshard.simulate.block import Costs
+from dshard.simulate.block import BlockCosts
 from dshard.simulate.queues import Phase
 from dshard.simulate.training_step import parts_of
 from dshard.topology import Device, Layer, Topology
@@ -147,7 +147,7 @@ def _block(row: Row, machine: Machine) -> tuple[tuple[float, float], ...]:
     )
 
 
-class ByStep(Costs):
+class ByStep(BlockCosts):
     """An event for each collective: of a plan over depth and rows, the panels travel in the steps over rows."""
 
     def moved(
@@ -156,7 +156,7 @@ class ByStep(Costs):
         """A redistribution, collective by collective."""
         found = self.plan(src, dst, shape)
         if len(found.steps) < 2:
-            return Costs.moved(self, name, phase, src, dst, shape, waits=waits)
+            return BlockCosts.moved(self, name, phase, src, dst, shape, waits=waits)
         steps = found.stages()
         return [
             Event(

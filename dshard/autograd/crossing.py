@@ -119,8 +119,8 @@ def tracked_local(x: Wrapper, grad: Spec, is_home: bool) -> Tensor:
 
 def _with_gradient_layout(x: Wrapper, grad: Spec) -> Tensor:
     """x's local tensor whose gradient has `grad`'s layout: it is redistributed and added to that of `home`."""
-    back = local_redistribution(grad, x._spec.layout.cotangent())
-    return _redistribute_local(x._local_graph.at_home(), None, back, None)  # type: ignore[no-any-return]
+    grad_move = local_redistribution(grad, x._spec.layout.cotangent())
+    return _redistribute_local(x._local_graph.at_home(), None, grad_move, None)  # type: ignore[no-any-return]
 
 
 def local_graph_of(x: Wrapper) -> LocalGraph | None:
@@ -139,25 +139,29 @@ def wrap_tracked(local: Tensor, spec: Spec, cotangent: Layout) -> Any:
 
 
 class RedistributeLocal(torch.autograd.Function):
-    """Redistribute a recorded local tensor by `move`; backward: redistribute its gradient by `back`; None: not at all.
+    """Redistribute a recorded local tensor by `move`; backward: its gradient by `grad_move`; None: not at all.
 
-    The gradient is recorded with `move` and `back` exchanged, for the gradient of a gradient has the tensor's layout.
+    The gradient is recorded with the two exchanged, for the gradient of a gradient has the tensor's layout.
     """
 
     @staticmethod
     def forward(
-        ctx: Context, local: Tensor, move: LocalRedistribution | None, back: LocalRedistribution | None, op: str | None
+        ctx: Context,
+        local: Tensor,
+        move: LocalRedistribution | None,
+        grad_move: LocalRedistribution | None,
+        op: str | None,
     ) -> Tensor:
-        ctx.move, ctx.back = move, back
+        ctx.move, ctx.grad_move = move, grad_move
         moved = local if move is None else _redistribute_plain(local, move, op)
         return moved.detach() if moved is local else moved
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        back: LocalRedistribution | None = ctx.back
+        grad_move: LocalRedistribution | None = ctx.grad_move
         if torch.is_grad_enabled():
-            return _redistribute_local(grad, back, ctx.move, None), None, None, None
-        return grad if back is None else _redistribute_plain(grad, back, None), None, None, None
+            return _redistribute_local(grad, grad_move, ctx.move, None), None, None, None
+        return grad if grad_move is None else _redistribute_plain(grad, grad_move, None), None, None, None
 
 
 def _redistribute_plain(local: Tensor, move: LocalRedistribution, op: str | None) -> Tensor:
@@ -174,18 +178,18 @@ class Redistribute(torch.autograd.Function):
     """One layout -> another; backward: the gradient in the operand's, or partial where that is replicated."""
 
     @staticmethod
-    def forward(ctx: Context, x: Wrapper, layout: Layout, op: str | None, later: bool) -> Any:
-        ctx.move, ctx.later = local_redistribution(x._spec, layout), later
-        return _redistribute_unrecorded(x, ctx.move, op, later)
+    def forward(ctx: Context, x: Wrapper, layout: Layout, op: str | None, asynchronous: bool) -> Any:
+        ctx.move, ctx.asynchronous = local_redistribution(x._spec, layout), asynchronous
+        return _redistribute_unrecorded(x, ctx.move, op, asynchronous)
 
     @staticmethod
     def backward(ctx: Context, grad: Any) -> tuple[Any, None, None, None]:
         move: LocalRedistribution = ctx.move
-        grad = as_distributed(grad, move.back)
+        grad = as_distributed(grad, move.source_grad)
         target = move.targets.get(grad._spec)
         if target is None:
-            target = move.targets[grad._spec] = interned(keep_partial_sums(grad._spec.layout, move.back))
-        return redistribute(grad, target, later=ctx.later), None, None, None
+            target = move.targets[grad._spec] = interned(keep_partial_sums(grad._spec.layout, move.source_grad))
+        return redistribute(grad, target, asynchronous=ctx.asynchronous), None, None, None
 
 
 class Reshard(torch.autograd.Function):
@@ -196,18 +200,18 @@ class Reshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, x: Wrapper, layout: Layout) -> Any:
-        ctx.back, ctx.there = x._spec.layout.cotangent(), layout.cotangent()
+        ctx.source, ctx.target = x._spec.layout.cotangent(), layout.cotangent()
         return wrap(_reshard_local(x._local, x._spec, layout), x._spec.with_layout(layout))
 
     @staticmethod
     def backward(ctx: Context, grad: Any) -> tuple[Any, None]:
         if torch.is_grad_enabled():
-            _refuse_second_order(ctx.back, ctx.there)
-        grad = as_distributed(grad, ctx.there)
-        if _is_outside(ctx.there.mesh):
-            grad = wrap(grad._local.new_empty(0), grad._spec.with_layout(ctx.there))
-        back = redistribute(redistribute(grad, ctx.there), ctx.back)
-        return None if _is_outside(ctx.back.mesh) else back, None
+            _refuse_second_order(ctx.source, ctx.target)
+        grad = as_distributed(grad, ctx.target)
+        if _is_outside(ctx.target.mesh):
+            grad = wrap(grad._local.new_empty(0), grad._spec.with_layout(ctx.target))
+        grad = redistribute(redistribute(grad, ctx.target), ctx.source)
+        return None if _is_outside(ctx.source.mesh) else grad, None
 
 
 def _refuse_second_order(layout: Layout, other: Layout) -> None:
@@ -253,10 +257,10 @@ def as_distributed(grad: Any, layout: Layout) -> Any:
 
 
 def _redistribute_unrecorded(
-    x: Wrapper, move: LocalRedistribution, op: str | None, later: bool, own: bool = False
+    x: Wrapper, move: LocalRedistribution, op: str | None, asynchronous: bool, own: bool = False
 ) -> Any:
-    if later:
-        start, args = move.later, (x._local, own)
+    if asynchronous:
+        start, args = move.begin, (x._local, own)
         in_flight = observed(_decision(move, op), start, args) if OBSERVERS else start(*args)
         if in_flight is not None:
             return wrap_in_flight(in_flight, move.spec)
@@ -268,32 +272,32 @@ def _decision(move: LocalRedistribution, op: str | None) -> Decision:
     return move.decision(op or "redistribute", explicit=op is None)
 
 
-def redistribute(x: Wrapper, layout: Layout, op: str | None = None, *, later: bool = False) -> Any:
+def redistribute(x: Wrapper, layout: Layout, op: str | None = None, *, asynchronous: bool = False) -> Any:
     """`x` in `layout`, on its mesh or another; `x` itself where that is its layout. Differentiable.
 
-    `op` names the operator that needs it, where the user did not ask for it. With `later` the result may be in flight
-    on return, and so may the gradient.
+    `op` names the operator that needs it, where the user did not ask for it. If `asynchronous`, the result may be in
+    flight on return, and so may the gradient.
     """
     current = x._spec.layout
     if current is layout or current == layout:
         return x
     if current.mesh is not layout.mesh and current.mesh != layout.mesh:
         return Reshard.apply(x, layout)  # type: ignore[no-untyped-call]
-    dual = with_tangent(x, lambda y: in_layout(y, layout, op, later=later))
+    dual = with_tangent(x, lambda y: in_layout(y, layout, op, asynchronous=asynchronous))
     if dual is not None:
         return dual
     with no_torch_function():
         if torch.is_grad_enabled() and x.requires_grad:
-            if not later and local_graph_of(x) is not None:
+            if not asynchronous and local_graph_of(x) is not None:
                 move = local_redistribution(x._spec, layout)
                 if not move.gathers:
                     local = _redistribute_local(x._local_graph.at_home(), move, move.of_gradient(), op)
                     return wrap_tracked(local, move.spec, move.grad)
-            return Redistribute.apply(x, layout, op, later)  # type: ignore[no-untyped-call]
-        return _redistribute_unrecorded(x, local_redistribution(x._spec, layout), op, later)
+            return Redistribute.apply(x, layout, op, asynchronous)  # type: ignore[no-untyped-call]
+        return _redistribute_unrecorded(x, local_redistribution(x._spec, layout), op, asynchronous)
 
 
-def in_layout(x: Any, layout: Layout, op: str | None = None, *, later: bool = False) -> Any:
+def in_layout(x: Any, layout: Layout, op: str | None = None, *, asynchronous: bool = False) -> Any:
     """A tensor or a tangent in `layout`; a plain one, which torch made, is distributed first.
 
     Raises:
@@ -306,7 +310,7 @@ def in_layout(x: Any, layout: Layout, op: str | None = None, *, later: bool = Fa
                 f"a tangent of a partial {placement.reduce_op}, [{x._spec.layout}] -> [{layout}]: only sums are "
                 "linear; redistribute to a Shard or Replicate before the tangent is made"
             )
-    return redistribute(x, layout, op, later=later)
+    return redistribute(x, layout, op, asynchronous=asynchronous)
 
 
 def gradient_in_layout(grad: Any, layout: Layout, references: int) -> Any:
@@ -319,10 +323,11 @@ def gradient_in_layout(grad: Any, layout: Layout, references: int) -> Any:
     if spec.layout is layout:
         return grad
     move = local_redistribution(spec, layout)
-    later = len(move.plan.steps) == 1  # of several the first would hold its buffers until the end
+    asynchronous = len(move.plan.steps) == 1  # of several the first would hold its buffers until the end
     if torch.is_grad_enabled():
-        return redistribute(grad, layout, later=later)
-    return _redistribute_unrecorded(grad, move, None, later, own=later and is_sole_owner(grad, references))
+        return redistribute(grad, layout, asynchronous=asynchronous)
+    own = asynchronous and is_sole_owner(grad, references)
+    return _redistribute_unrecorded(grad, move, None, asynchronous, own)
 
 
 def keep_partial_sums(layout: Layout, target: Layout) -> Layout:

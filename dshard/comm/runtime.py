@@ -95,7 +95,7 @@ class Runtime:
         return group_with_shared_waits(axes, ranks, self.rank, process_group, None if in_order else slots, hosts)
 
 
-_UNIONS: dict[tuple[tuple[int, ...], int], tuple[Any, Group]] = {}
+_UNIONS: dict[tuple[tuple[int, ...], int], tuple[Any, Group]] = {}  # no cache: all ranks make a group together
 
 
 def group_of(ranks: tuple[int, ...], runtime: Runtime, tag: int = 0) -> Group:
@@ -149,7 +149,7 @@ def bind(device_mesh: DeviceMesh) -> Mesh:
             "or plan without processes on a dshard.Mesh"
         )
     world = dist.group.WORLD
-    bound = _BOUND.get(id(device_mesh))
+    bound: tuple[DeviceMesh, Runtime] | None = _BOUND.get(id(device_mesh))
     if bound is not None and bound[0] is device_mesh and bound[1].world is world:
         return bound[1].mesh
     real = getattr(device_mesh, "real_obj", None)
@@ -160,7 +160,7 @@ def bind(device_mesh: DeviceMesh) -> Mesh:
     runtime = (
         existing if existing is not None and existing.world is world else _create_runtime(mesh, device_mesh, world)
     )
-    _BOUND[id(device_mesh)] = (device_mesh, runtime)
+    _BOUND.add(id(device_mesh), (device_mesh, runtime))
     return mesh
 
 
@@ -183,7 +183,8 @@ def _create_runtime(mesh: Mesh, device_mesh: DeviceMesh, world: object) -> Runti
 
 FORGET: list[Callable[[], None]] = []
 """Functions that clear caches when a mesh gets other processes than it had."""
-_BOUND: dict[int, tuple[DeviceMesh, Runtime]] = {}
+_BOUND = Cache("device meshes", 1024)
+"""The runtimes of torch's meshes, each kept with its mesh, by `id`."""
 
 
 def init_device_mesh(

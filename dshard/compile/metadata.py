@@ -5,19 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 
+from dshard.caches import Cache
 from dshard.comm import runtime_of
 from dshard.core.context import PlanningContext, planning_context, planning_context_of
 from dshard.core.spec import Spec, spec_of
 from dshard.layout import Layout, Shape
 from dshard.ops.matmul.options import MatmulOptions, current_options
 from dshard.topology import Topology
-
-_SIZES, _SPECS = 64, 4096
-"""Bounds of two caches: specs by size in one metadata, and metadata by spec."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,16 +33,14 @@ class CompileMetadata:
     leaf: bool
     settings: PlanningContext
     asked: MatmulOptions
-    specs: dict[tuple[Shape, Shape], Spec] = field(default_factory=dict, repr=False)
+    specs: Cache = field(default_factory=lambda: Cache("compiled sizes", 64), repr=False)
 
     def spec(self, shape: Shape, stride: Shape) -> Spec:
         """The spec of a tensor with this metadata and these sizes."""
-        cached_spec = self.specs.get((shape, stride))
-        if cached_spec is None:
-            if len(self.specs) >= _SIZES:
-                self.specs.clear()
-            cached_spec = self.specs[shape, stride] = spec_of(self.layout, shape, stride, self.dtype, self.device)
-        return cached_spec
+        spec: Spec | None = self.specs.get((shape, stride))
+        if spec is None:
+            spec = self.specs.add((shape, stride), spec_of(self.layout, shape, stride, self.dtype, self.device))
+        return spec
 
     def serves(self, now: CompileMetadata) -> bool:
         """Whether a graph compiled for this metadata does what would be chosen for `now`."""
@@ -72,74 +68,38 @@ class CompileMetadata:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restored, (self.layout, self.dtype, self.device, self.leaf, self.settings.topology, self.asked)
+        return _restored, (self.settings.topology, self.asked, self.layout, self.dtype, self.device, self.leaf)
 
 
-_MetadataCaches: TypeAlias = tuple[
-    PlanningContext,
-    MatmulOptions,
-    dict[tuple[object, ...], CompileMetadata],
-    tuple[dict[Spec, CompileMetadata], dict[Spec, CompileMetadata]],
-]
-_ALL: dict[tuple[PlanningContext, MatmulOptions], dict[tuple[object, ...], CompileMetadata]] = {}
+_BY_DESCRIPTION = Cache("compiled metadata")
+"""The one object of each description, by all its fields but `specs`."""
 
 
 class _Last:
-    """The settings of the last call of `compile_metadata`, with the metadata of tensors under them.
+    """The settings of the last call of `compile_metadata`, with the metadata by spec: not of leaves, and of leaves."""
 
-    The last two dicts have the metadata by spec, of tensors that are no leaves, and of leaves.
-    """
-
-    known: ClassVar[_MetadataCaches | None] = None
-
-
-def _caches_under(settings: PlanningContext, asked: MatmulOptions) -> _MetadataCaches:
-    current = _Last.known
-    if current is None or current[0] is not settings or current[1] is not asked:
-        current = _Last.known = settings, asked, _ALL.setdefault((settings, asked), {}), ({}, {})
-    return current
+    caches: ClassVar[tuple[PlanningContext, MatmulOptions, tuple[Cache, Cache]] | None] = None
 
 
 def compile_metadata(spec: Spec, leaf: bool) -> CompileMetadata:
     """The metadata of a tensor of `spec` under the settings in force; `leaf` says whether it is a leaf of autograd."""
-    settings, asked, by_description, specs = _caches_under(planning_context(), current_options())
-    by_spec = specs[leaf]
-    metadata = by_spec.get(spec)
+    settings, asked, last = planning_context(), current_options(), _Last.caches
+    if last is None or last[0] is not settings or last[1] is not asked:
+        last = _Last.caches = settings, asked, (Cache("compiled specs", 4096), Cache("compiled specs", 4096))
+    by_spec = last[2][leaf]
+    metadata: CompileMetadata | None = by_spec.get(spec)
     if metadata is None:
-        if len(by_spec) >= _SPECS:
-            by_spec.clear()
-        metadata = by_spec[spec] = _metadata_of(
-            spec.layout, spec.dtype, spec.device, leaf, settings, asked, by_description
-        )
+        metadata = by_spec.add(spec, _metadata_of(spec.layout, spec.dtype, spec.device, leaf, settings, asked))
     return metadata
 
 
-def _metadata_of(
-    layout: Layout,
-    dtype: torch.dtype,
-    device: torch.device,
-    leaf: bool,
-    settings: PlanningContext,
-    asked: MatmulOptions,
-    by_description: dict[tuple[object, ...], CompileMetadata],
-) -> CompileMetadata:
-    key = layout, dtype, device, leaf
-    metadata = by_description.get(key)
-    if metadata is None:
-        metadata = by_description[key] = CompileMetadata(layout, dtype, device, leaf, settings, asked)
-    return metadata
+def _metadata_of(*description: Any) -> CompileMetadata:
+    metadata: CompileMetadata | None = _BY_DESCRIPTION.get(description)
+    return metadata or _BY_DESCRIPTION.add(description, CompileMetadata(*description))
 
 
-def _restored(
-    layout: Layout,
-    dtype: torch.dtype,
-    device: torch.device,
-    leaf: bool,
-    topology: Topology | None,
-    asked: MatmulOptions,
-) -> CompileMetadata:
-    settings = planning_context_of(topology)
-    return _metadata_of(layout, dtype, device, leaf, settings, asked, _ALL.setdefault((settings, asked), {}))
+def _restored(topology: Topology | None, asked: MatmulOptions, *description: Any) -> CompileMetadata:
+    return _metadata_of(*description, planning_context_of(topology), asked)
 
 
 def concrete_sizes(sizes: Iterable[int]) -> tuple[int, ...]:

@@ -41,19 +41,30 @@ _COUNTS = DispatchKey.ADInplaceOrView
 
 
 class LocalRedistribution:
-    """The redistribution of a tensor of one spec to another layout: planned once for each topology, then cached.
+    """The redistribution of local tensors of one spec to another layout, planned once for each topology.
 
-    `spec` is that of the result, `grad` the layout of its gradient, and `back` the layout of the source's gradient. It
+    `spec` is that of the result, `grad` the layout of its gradient, and `source_grad` that of the source's gradient. It
     `gathers` where a sharded dim becomes replicated: one collective reduces a gradient that is partial there.
     """
 
-    __slots__ = ("back", "gathers", "grad", "gradient", "plan", "runner", "source", "spec", "starter", "targets")
+    __slots__ = (
+        "gathers",
+        "grad",
+        "gradient",
+        "plan",
+        "runner",
+        "source",
+        "source_grad",
+        "spec",
+        "starter",
+        "targets",
+    )
 
     def __init__(self, source: Spec, layout: Layout) -> None:
         topology = planning_context().topology_of(layout.mesh)
         self.plan = plan(source.layout, layout, source.shape, source.itemsize, topology)
         self.source, self.spec = source, source.with_layout(layout)
-        self.grad, self.back = interned(layout.cotangent()), interned(source.layout.cotangent())
+        self.grad, self.source_grad = interned(layout.cotangent()), interned(source.layout.cotangent())
         self.gathers = any(
             isinstance(target, Replicate) and isinstance(placement, Shard)
             for placement, target in zip(source.layout.placements, layout.placements, strict=True)
@@ -76,14 +87,14 @@ class LocalRedistribution:
 
     def of_gradient(self) -> LocalRedistribution | None:
         """The redistribution of the result's gradient to the layout of the source's; None if they are equal."""
-        if self.gradient is None and self.grad is not self.back:
-            self.gradient = local_redistribution(self.spec.with_layout(self.grad), self.back)
+        if self.gradient is None and self.grad is not self.source_grad:
+            self.gradient = local_redistribution(self.spec.with_layout(self.grad), self.source_grad)
         return self.gradient
 
-    def later(self, local: Tensor, own: bool = False) -> AsyncLocal | None:
-        """Begin the redistribution, to be waited for at its first use; None where it cannot run beside the computation.
+    def begin(self, local: Tensor, own: bool = False) -> AsyncLocal | None:
+        """Begin the redistribution; the first use of its result waits. None where it cannot run beside the computation.
 
-        A local tensor that is the caller's `own` may be overwritten.
+        A local tensor that the caller owns, `own`, may be overwritten.
         """
         if self.starter is None:
             if runtime_of(self.spec.layout.mesh) is None:

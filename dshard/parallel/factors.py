@@ -79,7 +79,7 @@ class Use:
 
 
 @dataclass
-class Traced:
+class TracedForward:
     """A traced forward pass: the classes of all dims, and how parameters and modules were used.
 
     `parameters` are the factors of each parameter's dims, `uses` how each was used, `outputs` and `shapes` the factors,
@@ -109,7 +109,7 @@ class Traced:
 class Tracer:
     """Joins the factors of each operator's tensors as its rule says."""
 
-    def __init__(self, traced: Traced, names: dict[int, str]) -> None:
+    def __init__(self, traced: TracedForward, names: dict[int, str]) -> None:
         self.traced, self.names = traced, names
         self.dims: dict[int, tuple[Nodes, ...]] = {}
         self.kept: list[Any] = []
@@ -245,7 +245,7 @@ def _rule(
 
 
 @plain()
-def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TracedForward:
     """Run the forward pass of `model` without data; nothing of the model is changed.
 
     Raises:
@@ -254,7 +254,7 @@ def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     state = {name: without_data(p) for name, p in (*model.named_parameters(), *model.named_buffers())}
     parameters = {name: state[name] for name, _ in model.named_parameters()}
     classes = Classes()
-    traced = Traced(classes, {})
+    traced = TracedForward(classes, {})
     tracer = Tracer(traced, {id(p): name for name, p in parameters.items()})
     traced.parameters = {name: tracer.nodes(p) for name, p in parameters.items()}
     args, kwargs = replace_tensors((tuple(args), dict(kwargs)), without_data)

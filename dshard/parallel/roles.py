@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from dshard.parallel.factors import Nodes, Traced, Use
+from dshard.parallel.factors import Nodes, TracedForward, Use
 
 
 class Kind(Enum):
@@ -61,7 +61,7 @@ class Roles:
     blocks: tuple[tuple[str, ...], ...]
 
 
-def roles_of(traced: Traced) -> Roles:
+def roles_of(traced: TracedForward) -> Roles:
     """The roles of parameters, and of the modules that hold them, in a traced forward pass."""
     residual = _residual(traced)
     width = sys.maxsize if residual is None else _size(traced, residual)
@@ -85,7 +85,7 @@ def roles_of(traced: Traced) -> Roles:
     return Roles(parameters, outputs, products, shared, width, _blocks(traced, outputs))
 
 
-def _blocks(traced: Traced, outputs: Mapping[str, Output]) -> tuple[tuple[str, ...], ...]:
+def _blocks(traced: TracedForward, outputs: Mapping[str, Output]) -> tuple[tuple[str, ...], ...]:
     blocks: list[list[str]] = [[]]
     for module in traced.order:
         blocks[-1].append(module)
@@ -94,7 +94,7 @@ def _blocks(traced: Traced, outputs: Mapping[str, Output]) -> tuple[tuple[str, .
     return tuple(tuple(block) for block in blocks if block)
 
 
-def _products(traced: Traced, parameters: dict[str, tuple[Role, ...]]) -> dict[str, Use]:
+def _products(traced: TracedForward, parameters: dict[str, tuple[Role, ...]]) -> dict[str, Use]:
     uses: defaultdict[str, list[Use]] = defaultdict(list)
     for use in traced.uses:
         if use.indices is None and len(parameters[use.parameter]) > 1:
@@ -102,7 +102,7 @@ def _products(traced: Traced, parameters: dict[str, tuple[Role, ...]]) -> dict[s
     return {module: own[0] for module, own in uses.items() if len({use.parameter for use in own}) == 1}
 
 
-def _residual(traced: Traced) -> int | None:
+def _residual(traced: TracedForward) -> int | None:
     """The class of the residual stream: that of most dims among those that several matmuls or look-ups make."""
     made = Counter(traced.class_of(traced.parameters[use.parameter][i]) for use in traced.uses for i in use.left)
     counts = traced.counts()
@@ -110,7 +110,7 @@ def _residual(traced: Traced) -> int | None:
     return max(several, key=lambda c: (counts[c], -c), default=None)
 
 
-def _size(traced: Traced, c: int) -> int:
+def _size(traced: TracedForward, c: int) -> int:
     """The size of the widest parameter dim in class `c`."""
     classes = traced.classes.size
     return max(
@@ -118,7 +118,7 @@ def _size(traced: Traced, c: int) -> int:
     )
 
 
-def _main_uses(traced: Traced) -> dict[str, Use]:
+def _main_uses(traced: TracedForward) -> dict[str, Use]:
     """The main use of each parameter of two or more dims: its matmul, but for a tied table its look-up."""
     uses: dict[str, Use] = {}
     for use in traced.uses:
@@ -130,7 +130,7 @@ def _main_uses(traced: Traced) -> dict[str, Use]:
     return uses
 
 
-def _inner(traced: Traced, residual: int | None, width: int) -> set[int]:
+def _inner(traced: TracedForward, residual: int | None, width: int) -> set[int]:
     """Classes that matmuls make and sum over, and wide ones at an open end: made, or of rows that are looked up."""
     made: set[int | None] = set()
     summed: set[int | None] = set()
@@ -150,12 +150,12 @@ def _inner(traced: Traced, residual: int | None, width: int) -> set[int]:
     return ((made & summed) | wide) - {None, residual}  # type: ignore[return-value]
 
 
-def _batch(traced: Traced) -> int | None:
+def _batch(traced: TracedForward) -> int | None:
     """The class of the batch: that of the first dim of the first input."""
     return traced.class_of(traced.inputs[0][0]) if traced.inputs and traced.inputs[0] else None
 
 
-def _units(traced: Traced) -> dict[int, int]:
+def _units(traced: TracedForward) -> dict[int, int]:
     """The number of equal units (heads) of each class: the most that a view of an activation splits it into."""
     whole: defaultdict[int, set[int]] = defaultdict(set)
     for use in _main_uses(traced).values():
@@ -171,7 +171,7 @@ def _units(traced: Traced) -> dict[int, int]:
     return {c: max(sizes) for c, sizes in parts.items()}
 
 
-def _outputs(traced: Traced, residual: int | None, parameters: dict[str, tuple[Role, ...]]) -> dict[str, Output]:
+def _outputs(traced: TracedForward, residual: int | None, parameters: dict[str, tuple[Role, ...]]) -> dict[str, Output]:
     """The outputs of modules whose weights, in a matmul or a look-up, give features of the residual stream."""
     batch = _batch(traced)
     makers = {use.module for use in traced.uses if len(parameters[use.parameter]) > 1}

@@ -9,13 +9,13 @@ from rich.console import Group
 from rich.text import Text
 
 from dshard.report.console import table, title
-from dshard.simulate import Found, Slot, Step
+from dshard.simulate import SearchResult, Slot, Step
 from dshard.simulate.queues import Event
 from dshard.tables import human_bytes
 from dshard.topology import Topology
 
 
-def setups_table(setups: Found, topology: Topology, why: str, top: int) -> Group:
+def setups_table(setups: SearchResult, topology: Topology, why: str, top: int) -> Group:
     """The fastest setups; those that no other beats in both time and memory are marked."""
     heads = ("", "setup", ">seconds", ">sequences/s", ">idle", ">memory", ">network s", ">received")
     front = set(map(id, setups.front))

@@ -5,7 +5,7 @@ from dshard.simulate.memory import Memory
 from dshard.simulate.queues import Event, Slot
 from dshard.simulate.recording import Recorded, record
 from dshard.simulate.setup import Setup
-from dshard.simulate.setup_search import Found, search
+from dshard.simulate.setup_search import SearchResult, search
 from dshard.simulate.tensor_forms import FORMS, Form, form_of
 from dshard.simulate.training_step import Step, simulate_step, timeline
 from dshard.simulate.transformer import Model
@@ -14,10 +14,10 @@ __all__ = [
     "FORMS",
     "Event",
     "Form",
-    "Found",
     "Memory",
     "Model",
     "Recorded",
+    "SearchResult",
     "Setup",
     "Slot",
     "Step",

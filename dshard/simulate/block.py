@@ -25,7 +25,7 @@ from dshard.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class BlockCosts:
     """The inputs of a block's price: the model, its setup, the topology, and the dtype of activations and weights.
 
     `regather`: whether the inputs of matmuls are gathered again for the gradients of their weights, as papers have it;
@@ -113,7 +113,7 @@ class Matmul:
             (stages, self.tokens, linear.features_out),
         )
 
-    def forward(self, costs: Costs) -> list[Event]:
+    def forward(self, costs: BlockCosts) -> list[Event]:
         """Redistribute the operands, multiply, redistribute the result for its reader."""
         name = self.linear.name
         (at_x, at_w, at_y), (shape_x, shape_w, shape_y) = worked_layouts(self.x.mesh, self.loops), self.shapes
@@ -124,7 +124,7 @@ class Matmul:
             *costs.moved(f"{name} y", "forward", at_y, self.y, shape_y),
         ]
 
-    def backward(self, costs: Costs) -> list[Event]:
+    def backward(self, costs: BlockCosts) -> list[Event]:
         """Redistribute the gradient of y and both operands, multiply twice, redistribute to the operands' layouts."""
         name = self.linear.name
         (at_x, at_w, at_y), (shape_x, shape_w, shape_y) = worked_layouts(self.x.mesh, self.loops), self.shapes
@@ -139,7 +139,7 @@ class Matmul:
             *costs.moved(f"{name} dw", "backward", grad_w, self.sums, shape_w, waits=False),
         ]
 
-    def _touched(self, costs: Costs) -> float:
+    def _touched(self, costs: BlockCosts) -> float:
         layouts = worked_layouts(self.x.mesh, self.loops)
         parts = (layout.local_numel(shape) for layout, shape in zip(layouts, self.shapes, strict=True))
         return float(sum(parts) * costs.itemsize)
@@ -186,7 +186,7 @@ def matmuls(model: Model, setup: Setup, tokens: int) -> tuple[Matmul, ...]:
     )
 
 
-def block_events(costs: Costs, sequences: int) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+def block_events(costs: BlockCosts, sequences: int) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
     """The events of one block, forward and backward, for `sequences` sequences on all replicas together."""
     model, setup = costs.model, costs.setup
     rest = _Rest(costs, sequences)
@@ -220,7 +220,7 @@ def block_events(costs: Costs, sequences: int) -> tuple[tuple[Event, ...], tuple
 class _Rest:
     """The work between the matmuls of linear layers: norms with the residual sum, activation function, attention."""
 
-    costs: Costs
+    costs: BlockCosts
     sequences: int
 
     def norm(self, phase: Phase) -> list[Event]:

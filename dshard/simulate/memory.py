@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dshard.simulate.block import Costs, Matmul, matmuls, worked_layouts
+from dshard.simulate.block import BlockCosts, Matmul, matmuls, worked_layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.transient
 
 
-def memory_of(costs: Costs, sequences: int, *, state: int = 8, master: int | None = None) -> Memory:
+def memory_of(costs: BlockCosts, sequences: int, *, state: int = 8, master: int | None = None) -> Memory:
     """The memory of the busiest rank: one of the first stage, whose microbatches are in flight the longest.
 
     `sequences` are those of one microbatch on all replicas together; `state` the optimiser's bytes for each element of
@@ -53,7 +53,7 @@ def memory_of(costs: Costs, sequences: int, *, state: int = 8, master: int | Non
     )
 
 
-def kept_by_block(costs: Costs, linears: tuple[Matmul, ...], sequences: int) -> int:
+def kept_by_block(costs: BlockCosts, linears: tuple[Matmul, ...], sequences: int) -> int:
     """Bytes that one block keeps for its backward pass.
 
     The inputs of both norms, of the four linear layers and of the activation function, queries, keys and values, and
@@ -72,13 +72,13 @@ def kept_by_block(costs: Costs, linears: tuple[Matmul, ...], sequences: int) -> 
     return nbytes
 
 
-def _residual(costs: Costs, sequences: int) -> int:
+def _residual(costs: BlockCosts, sequences: int) -> int:
     model, setup = costs.model, costs.setup
     layout = setup.activation(setup.form.residual)
     return layout.local_numel(setup.shape(sequences * model.sequence, model.hidden)) * costs.itemsize
 
 
-def _transient(costs: Costs, matmul: Matmul) -> int:
+def _transient(costs: BlockCosts, matmul: Matmul) -> int:
     """Bytes of operands gathered for one matmul, and of its result before it is redistributed.
 
     An input that stays gathered is counted with what blocks keep.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dshard.cost import work_seconds
 from dshard.errors import ShapeError, StrategyError
-from dshard.simulate.block import Costs
+from dshard.simulate.block import BlockCosts
 from dshard.simulate.memory import memory_of
 from dshard.simulate.setup import Setup, Sharded
 from dshard.simulate.tensor_forms import FORMS, Form, form_of
@@ -25,7 +25,7 @@ MOST_TENSOR = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The setups that fit, the fastest first, and how many were considered.
 
     `tried` are those enumerated, `fitting` those whose memory fits, `steps` those simulated; the others cannot be
@@ -60,7 +60,7 @@ def search(
     most_tensor: int = MOST_TENSOR,
     runnable: bool = False,
     tell: Tell | None = None,
-) -> Found:
+) -> SearchResult:
     """The fastest `keep` setups of `model` on `devices` devices for a batch of `batch` sequences.
 
     Setups are simulated in the order of the seconds that their operations alone take, until those are more than the
@@ -93,7 +93,7 @@ def search(
             f"use another number of devices, or a batch that more ranks divide"
         )
     fitting = _fitting(task, candidates, memory)
-    return Found(_fastest(task, fitting, keep, tell), len(candidates), len(fitting))
+    return SearchResult(_fastest(task, fitting, keep, tell), len(candidates), len(fitting))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class _Task:
 
     def nbytes(self, setup: Setup) -> int:
         """Bytes of the busiest rank."""
-        costs = Costs(self.model, setup, self.topology, self.dtype, self.itemsize)
+        costs = BlockCosts(self.model, setup, self.topology, self.dtype, self.itemsize)
         return memory_of(costs, self.batch // setup.microbatches).total
 
     def at_least(self, setup: Setup) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dshard.cost import collective_seconds, work_seconds
 from dshard.errors import ShapeError, StrategyError
 from dshard.explain import parse_dtype
-from dshard.simulate.block import Costs, Matmul, block_events, matmuls
+from dshard.simulate.block import BlockCosts, Matmul, block_events, matmuls
 from dshard.simulate.memory import Memory, memory_of
 from dshard.simulate.queues import Event, Phase, Slot, makespan, placed
 from dshard.simulate.setup import STAGES, Setup
@@ -84,7 +84,7 @@ def simulate_step(
     """
     dtype, itemsize = _checked(setup, topology, dtype, itemsize)
     setup.check(model, batch)
-    costs = Costs(model, setup, topology, dtype, itemsize, exact)
+    costs = BlockCosts(model, setup, topology, dtype, itemsize, exact)
     sequences = batch // setup.microbatches
     parts = parts_of(costs, sequences)
     blocks, slots = model.layers // setup.stages, setup.microbatches + setup.stages - 1
@@ -118,7 +118,7 @@ def timeline(
     """
     dtype, itemsize = _checked(setup, topology, dtype, itemsize)
     setup.check(model, batch)
-    parts = parts_of(Costs(model, setup, topology, dtype, itemsize), batch // setup.microbatches)
+    parts = parts_of(BlockCosts(model, setup, topology, dtype, itemsize), batch // setup.microbatches)
     events = _microbatch(parts, model.layers // setup.stages, setup, parts.sums)
     return placed([*events, _BARRIER, parts.update], overlap=overlap)
 
@@ -145,7 +145,7 @@ def dtype_name(dtype: object, topology: Topology) -> str:
     return name if name in dict(topology.device.flops) else str(parse_dtype(name)).removeprefix("torch.")
 
 
-def parts_of(costs: Costs, sequences: int) -> Parts:
+def parts_of(costs: BlockCosts, sequences: int) -> Parts:
     """The events of a step on microbatches of `sequences` sequences, on all replicas together."""
     setup, model = costs.setup, costs.model
     own = vectors(costs)
@@ -167,7 +167,7 @@ def parts_of(costs: Costs, sequences: int) -> Parts:
 _PASSES: tuple[Phase, Phase] = ("forward", "backward")
 
 
-def _sums(costs: Costs, linears: Sequence[Matmul]) -> list[Event]:
+def _sums(costs: BlockCosts, linears: Sequence[Matmul]) -> list[Event]:
     """The events that sum the gradients of a block's weights over the replicas, once a step."""
     events = []
     for matmul in linears:
@@ -179,7 +179,7 @@ def _sums(costs: Costs, linears: Sequence[Matmul]) -> list[Event]:
     return events
 
 
-def _ends(costs: Costs, sequences: int) -> tuple[Event, ...]:
+def _ends(costs: BlockCosts, sequences: int) -> tuple[Event, ...]:
     """The head, a matmul with the vocabulary, forward and backward; the embedding reads rows and is not counted."""
     model, setup = costs.model, costs.setup
     if not model.vocabulary:

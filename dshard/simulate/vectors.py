@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.simulate.block import Costs, matmuls, worked_layouts
+from dshard.simulate.block import BlockCosts, matmuls, worked_layouts
 from dshard.simulate.queues import Event, Phase
 
 
@@ -26,18 +26,18 @@ class Vector:
     gradient: Layout
     again: bool
 
-    def gathered(self, costs: Costs, phase: Phase) -> list[Event]:
+    def gathered(self, costs: BlockCosts, phase: Phase) -> list[Event]:
         """The redistribution of a vector to the layout in which a pass uses it."""
         if phase == "backward" and not self.again:
             return []
         return costs.moved(self.name, phase, self.stored, self.used, self.shape, waits=not costs.prefetches)
 
-    def summed(self, costs: Costs) -> list[Event]:
+    def summed(self, costs: BlockCosts) -> list[Event]:
         """The redistribution of the gradient to the layout in which the vector is stored, once a step."""
         return costs.moved(f"{self.name} sum", "step", self.gradient, self.stored.cotangent(), self.shape, waits=False)
 
 
-def vectors(costs: Costs) -> tuple[Vector, ...]:
+def vectors(costs: BlockCosts) -> tuple[Vector, ...]:
     """The vectors of one block, in the order of the forward pass."""
     model, setup, form = costs.model, costs.setup, costs.setup.form
     stream, kinds = setup.activation(form.residual), ("weight", "bias") if model.biased else ("weight",)

@@ -9,7 +9,7 @@ import pytest
 
 from dshard.errors import ShapeError
 from dshard.simulate import Model, Setup, form_of, simulate_step
-from dshard.simulate.block import Costs
+from dshard.simulate.block import BlockCosts
 from dshard.simulate.training_step import parts_of
 from dshard.topology import Topology
 
@@ -137,7 +137,7 @@ def test_panels_of_a_deep_mesh_travel_as_those_of_a_plane_do() -> None:
     topology = Machine(5e12, 8e9, 8e9).topology(row.gpus)
     whole, split = (
         parts_of(kind(model, row.setup(), topology, "float32", 4, exact=False, regather=True), row.batch).backward
-        for kind in (Costs, ByStep)
+        for kind in (BlockCosts, ByStep)
     )
     panels = [sum(e.seconds for e in events if e.axes and set(e.axes) <= {"r", "c"}) for events in (whole, split)]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dshard import Mesh, parallelize, use_topology
 from dshard.simulate import Model, Recorded, Setup, form_of, record
-from dshard.simulate.block import Costs
+from dshard.simulate.block import BlockCosts
 from dshard.simulate.training_step import parts_of
 from dshard.topology import BYTES
 
@@ -55,7 +55,7 @@ def recorded(setup: Setup, model: Model) -> Recorded:
 
 def closed(setup: Setup, model: Model) -> tuple[int, float]:
     """Bytes and operations of one block."""
-    parts = parts_of(Costs(model, setup, BYTES, "float32", 4), BATCH)
+    parts = parts_of(BlockCosts(model, setup, BYTES, "float32", 4), BATCH)
     events = (*parts.forward, *parts.backward, *parts.sums)
     return sum(event.nbytes for event in events), sum(event.flops for event in events)
 

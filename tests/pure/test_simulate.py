@@ -16,7 +16,7 @@ from dshard import Mesh, plan_model
 from dshard.cli import main
 from dshard.errors import MeshError, ShapeError, StrategyError
 from dshard.simulate import FORMS, Model, Setup, form_of, host_tiles, search, simulate_step, timeline
-from dshard.simulate.block import Costs, block_events
+from dshard.simulate.block import BlockCosts, block_events
 from dshard.simulate.memory import memory_of
 from dshard.simulate.queues import Event, makespan, placed
 from dshard.simulate.setup_files import read_setup, setup_data, setup_from
@@ -31,7 +31,7 @@ SEQUENCES = 64
 
 def received(setup: Setup, *, skip: str = "norm") -> tuple[float, float]:
     """Elements that a rank receives in a block, forward and backward, norms apart; inputs are gathered twice."""
-    costs = Costs(MODEL, setup, BYTES, "float32", 1, regather=True)
+    costs = BlockCosts(MODEL, setup, BYTES, "float32", 1, regather=True)
     forward, backward = block_events(costs, SEQUENCES)
     return tuple(float(sum(e.nbytes for e in events if e.name != skip)) for events in (forward, backward))  # type: ignore[return-value]
 
@@ -67,7 +67,7 @@ def test_tesseract_gathers_less_the_deeper_it_is(q: int, depth: int) -> None:
 
 def test_a_stage_never_sends_the_weights_of_another() -> None:
     setup = Setup(form_of("megatron"), (2,), data=4, stages=2, microbatches=2, sharded="optimizer")
-    parts = parts_of(Costs(MODEL, setup, DGX), SEQUENCES)
+    parts = parts_of(BlockCosts(MODEL, setup, DGX), SEQUENCES)
     assert {axis for event in (*parts.forward, *parts.backward, *parts.sums) for axis in event.axes} == {"dp", "tp"}
 
 
@@ -107,7 +107,7 @@ def test_the_search_keeps_to_the_memory_and_says_what_is_least() -> None:
 
 def test_memory_shrinks_by_what_is_shared_out() -> None:
     setup = Setup(form_of("megatron"), (2,), data=4)
-    costs = Costs(MODEL, setup, DGX)
+    costs = BlockCosts(MODEL, setup, DGX)
     whole = memory_of(costs, SEQUENCES)
     assert whole.weights == MODEL.parameters * 2 // 2
     assert whole.optimizer == MODEL.parameters * 12 // 2
@@ -168,7 +168,7 @@ def test_isoefficiency() -> None:
         for form, shape, hidden in (("megatron", (p,), 64 * p), ("optimus", (q, q), 64 * q)):
             model = Model(1, hidden, p, hidden, head_size=hidden // p)
             setup = Setup(form_of(form), shape)
-            events = block_events(Costs(model, setup, BYTES, "float32", 1, exact=False), 256)[0]
+            events = block_events(BlockCosts(model, setup, BYTES, "float32", 1, exact=False), 256)[0]
             flops = sum(e.flops for e in events if e.name != "attention")
             ratios[form].append(sum(e.nbytes for e in events if e.name != "norm") / flops)
     slopes = {form: log2(found[-1] / found[0]) / log2(sizes[-1] / sizes[0]) for form, found in ratios.items()}
