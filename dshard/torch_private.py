@@ -279,6 +279,10 @@ else:
     LocalTensorMode = _needed("torch.distributed._local_tensor.LocalTensorMode", "simulated ranks")
     local_tensor_mode = _needed("torch.distributed._local_tensor.local_tensor_mode", "simulated ranks")
 
+_SIMULATED_SPEED = "simulated ranks, whose mode would look at each operator on the tensors of one rank, too"
+current_mode: Callable[[], Any] = _needed("torch.utils._python_dispatch._get_current_dispatch_mode", _SIMULATED_SPEED)
+pop_mode: Callable[[], Any] = _needed("torch.utils._python_dispatch._pop_mode", _SIMULATED_SPEED)
+push_mode: Callable[[Any], None] = _needed("torch.utils._python_dispatch._push_mode", _SIMULATED_SPEED)
 mesh_environment: Any = _needed("torch.distributed.device_mesh._mesh_resources", "factories within `with mesh:`")
 default_store: Callable[[], Any] = _needed(
     "torch.distributed.distributed_c10d._get_default_store", "errors of one rank that reach the others"
@@ -298,6 +302,7 @@ _late("torch.distributed.checkpoint.filesystem._StorageInfo", "reading the metad
 _late("torch.serialization._get_layout", "reading the metadata of checkpoints")
 _late("torch.testing._internal.distributed.fake_pg", "dshard.launch.rehearse, whose processes send nothing")
 _late("torch.distributed._local_tensor.LocalTensorMode._per_rank_rng_states", "checkpointed layers of simulated ranks")
+_attribute("torch.distributed._local_tensor.LocalTensorMode", "_unpatch_random_functions", _SIMULATED_SPEED)
 
 PROTOCOLS = {
     "__torch_function__": "functions on distributed tensors",

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from dshard.comm import Scoped, mark_raised_by_all
+from dshard.comm import Scoped, mark_raised_by_all, plain
 from dshard.layout import Layout, Shape, interned
 
 
@@ -44,7 +44,7 @@ class Spec:
 
     def meta(self) -> torch.Tensor:
         """A meta tensor of the global shape, strides and dtype."""
-        with for_shapes():
+        with plain(), for_shapes():  # one tensor for all ranks where they are simulated
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -107,8 +107,8 @@ def suggestive(rule: Rule, specs: Sequence[Spec], mesh: Mesh) -> Iterator[list[O
             placements[i][axis] = placement
         if any(len({p for p in row if isinstance(p, Partial)}) > 1 for row in placements):
             continue
-        layouts = [Layout(mesh, tuple(row)) for row in placements]
-        for turned in (layouts, [in_other_order(layout) for layout in layouts]):
+        layouts = tuple(Layout(mesh, tuple(row)) for row in placements)
+        for turned in dict.fromkeys((layouts, tuple(in_other_order(layout) for layout in layouts))):
             yield [Operand(layout, spec.shape, spec.itemsize) for layout, spec in zip(turned, specs, strict=True)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +17,7 @@ from dshard.layout import Layout
 from dshard.mesh import Coordinate, Mesh
 from dshard.tensor import DTensor, check_strided
 from dshard.testing.terms import Parts, joined, parted
-from dshard.torch_private import LocalTensorMode
+from dshard.torch_private import LocalTensorMode, current_mode, pop_mode, push_mode
 from dshard.validate import as_int, check_type
 
 
@@ -41,10 +42,36 @@ def simulated(ranks: int | Mesh) -> Iterator[None]:
     if not isinstance(ranks, Mesh):
         ranks = as_int(ranks, "simulated: ranks, a number or a dshard.Mesh", MeshError, least=1)
     members = frozenset(ranks.ranks if isinstance(ranks, Mesh) else range(ranks))
-    with _process_group(max(members) + 1), LocalTensorMode(members) as mode:
+    with _process_group(max(members) + 1), _RanksMode(members) as mode:
         # States of the generators for each rank, put back at every operator, would undo what a checkpoint restores.
         mode._per_rank_rng_states.clear()
         yield
+
+
+class _RanksMode(LocalTensorMode):
+    """torch's mode of simulated ranks, which is gone where it is disabled: else it looks at each operator there."""
+
+    @contextmanager
+    def disable(self) -> Iterator[None]:
+        """Leave the mode within the block."""
+        is_innermost = current_mode() is self
+        with super().disable():
+            if is_innermost:
+                pop_mode()
+            try:
+                yield
+            finally:
+                if is_innermost:
+                    push_mode(self)
+
+    def _unpatch_random_functions(self) -> None:
+        """Leave torch's functions of seeds patched, once: where the mode is disabled they do what they did before."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        super()._unpatch_random_functions()
 
 
 @contextmanager
@@ -106,7 +133,7 @@ def parts(x: DTensor) -> dict[int, Tensor]:
 
 def _parts(x: DTensor) -> Parts:
     check_type(x, DTensor, "whole and parts", "give a DTensor; a plain tensor is whole")
-    mesh, local = x.layout.mesh, x._local.detach()
+    mesh, local = x.layout.mesh, x._local
     if type(local) is comm.LocalTensor:
         tensors = comm.unstack(local)
         return {mesh.coordinate(rank): tensors[rank] for rank in mesh.ranks}
@@ -114,5 +141,7 @@ def _parts(x: DTensor) -> Parts:
     if runtime is None or runtime.coordinate is None:
         raise MeshError(f"the mesh ({mesh}) has no processes here: use whole within simulated(mesh), or on its ranks")
     gathered: list[tuple[Coordinate, Tensor] | None] = [None] * mesh.size
-    dist.all_gather_object(gathered, (runtime.coordinate, local.cpu()), group=runtime.group(mesh.names).process_group)
+    dist.all_gather_object(
+        gathered, (runtime.coordinate, local.detach().cpu()), group=runtime.group(mesh.names).process_group
+    )
     return dict(sorted(pair for pair in gathered if pair is not None))
