@@ -250,7 +250,8 @@ class Processes:
 def _start(stack: Path) -> _Rank:
     stack.touch()
     context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-    context.set_forkserver_preload([__name__])
+    # torch imports the second at the first operator on meta tensors: here it does so once, not on each rank.
+    context.set_forkserver_preload([__name__, "torch._dynamo"])
     ours, theirs = context.Pipe()
     process: BaseProcess = context.Process(target=_serve, args=(theirs, str(stack), dict(os.environ)), daemon=True)  # type: ignore[attr-defined]
     process.start()
