@@ -25,7 +25,13 @@ def cubes(form: Form) -> list[tuple[int, ...]]:
     return shapes
 
 
-CASES = [pytest.param(form, shape, id=f"{form.name} {shape}") for form in FORMS for shape in cubes(form)]
+LARGEST = 20
+"""Ranks of the largest meshes that the default tests take."""
+CASES = [
+    pytest.param(form, shape, id=f"{form.name} {shape}", marks=[pytest.mark.thorough] * (prod(shape) > LARGEST))
+    for form in FORMS
+    for shape in cubes(form)
+]
 
 
 def sizes_on(shape: tuple[int, ...]) -> Sizes:

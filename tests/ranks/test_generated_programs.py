@@ -98,7 +98,7 @@ def failures(pool: RankPool, seeds: range, cases: Counter[str], law: str) -> lis
 
 @pytest.mark.ranks
 def test_programs_on_ranks_are_those_of_one_device(ranks: RankPool, cases_run: Counter[str]) -> None:
-    found = failures(ranks, range(24), cases_run, "generated programs on real ranks")
+    found = failures(ranks, range(12), cases_run, "generated programs on real ranks")
     assert not found, "\n\n".join(found)
 
 
