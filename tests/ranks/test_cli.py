@@ -169,14 +169,21 @@ def test_the_table_fits_a_terminal() -> None:
 
 
 @pytest.mark.ranks
-def test_the_demo_from_end_to_end() -> None:
-    command = [sys.executable, "-m", "dshard.cli", "demo", "--json", "--steps", "2", "--device", "cpu"]
+@pytest.mark.parametrize(
+    ("chosen", "meshes"),
+    [
+        (["--strategy", "summa"], ["1 device", "r=2 c=2"]),
+        pytest.param([], ["1 device", "dp=4", "tp=4", "dp=2 tp=2", "r=2 c=2", "d1=2 d2=2"], marks=pytest.mark.thorough),
+    ],
+)
+def test_the_demo_from_end_to_end(chosen: list[str], meshes: list[str]) -> None:
+    command = [sys.executable, "-m", "dshard.cli", "demo", "--json", "--steps", "2", "--device", "cpu", *chosen]
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
-    assert [row["mesh"] for row in rows] == ["1 device", "dp=4", "tp=4", "dp=2 tp=2", "r=2 c=2", "d1=2 d2=2"]
+    assert [row["mesh"] for row in rows] == meshes
     assert max(row["max_loss_diff"] for row in rows) < 1e-5
 
 
