@@ -10,7 +10,7 @@ from warnings import warn
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from dshard import comm
 from dshard.autograd.crossing import FromLocal, ToLocal, gradient_in_layout, in_layout, redistribute
@@ -20,14 +20,14 @@ from dshard.comm import DeviceMesh, stored_chunks, traced
 from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes
 from dshard.core.moves import leaves, replica_broadcasts, sending
-from dshard.core.observe import CALL_LOG, OBSERVERS, observed
+from dshard.core.observe import OBSERVERS, observed
 from dshard.core.plain_tensors import PLAIN_RESULTS, may_hold_plain, refuse_plain, wrap_or_refuse_plain
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.transforms import is_differentiating_forward, is_wrapped, refuse_wrapped, with_tangent
-from dshard.core.wrapper import Wrapper, is_leaf, wrap, wrap_in_flight
+from dshard.core.wrapper import Wrapper, is_leaf, wrap
 from dshard.dispatch import fast_path
-from dshard.dispatch.composite_table import COMPOSITES
+from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES
 from dshard.dispatch.operator import dispatch
 from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
 from dshard.layout import Layout, Shape, interned, layout_of, replicated
@@ -174,17 +174,7 @@ class DTensor(Wrapper):
                 return func(*args)
         return fast_path.call(func, args, kwargs or {}, _through)
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is _DETACH and not (CALL_LOG or OBSERVERS):
-            x = args[0]
-            if "_lazy_local" in x.__dict__:  # a gradient that is accumulated may be in flight
-                return wrap_in_flight(x._lazy_local, x._spec)
-            if type(x._local) is Tensor and x._view_sync is None:
-                return DTensor._wrap(
-                    x._local, x._spec
-                )  # not a view of `_local`, which would have a version counter of its own
-        return dispatch(func, args, kwargs or {})
+    __torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
 
     # -- what torch.compile asks of it
 
@@ -264,30 +254,35 @@ class DTensor(Wrapper):
 
 
 def _through(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Call a function of torch: by its handler among the composites, or as the operators that torch makes of it."""
+    """Call a function of torch: by its handler, as a composite operator, or as the operators that torch makes of it."""
     if is_transforming():
         return _transformed(func, args, kwargs)
     if may_hold_plain(args) or (kwargs and may_hold_plain(kwargs.values())):
         args, kwargs = wrap_or_refuse_plain(func, args, kwargs)
-    handler = COMPOSITES.get(func)
+    handler = AUTOGRAD_FUNCTIONS.get(func)
     if handler is not None:
         return handler(func, args, kwargs)
+    composite = COMPOSITES.get(func)
     with no_torch_function():
+        # torch.export records operators on distributed tensors, and torch has forward derivatives of operators alone
+        if composite is not None and not is_exporting() and not is_differentiating_forward():
+            out = composite(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
         out = func(*args, **kwargs)
     return wrapped(out, (args, kwargs)) if type(out) in PLAIN_RESULTS else out
 
 
 def _transformed(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call a function inside one that torch.func transforms, as the operators that torch makes of it."""
-    if func in COMPOSITES and func in fast_path.BACKWARD:
-        return COMPOSITES[func](func, args, kwargs)
+    if func in fast_path.BACKWARD:
+        return AUTOGRAD_FUNCTIONS[func](func, args, kwargs)
     if not any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in leaves((args, kwargs))):
         refuse_plain(func, args, kwargs)
     with no_torch_function():
         return func(*args, **kwargs)
 
 
-_DETACH = torch.ops.aten.detach.default
 _GRAD: Any = torch.Tensor.grad
 _SET_GRAD = _GRAD.__set__
 support()

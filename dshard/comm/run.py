@@ -82,22 +82,30 @@ def runner(plan: Plan) -> Local:
 
 
 def _runner(plan: Plan, runtime: Runtime, coordinate: Coordinate) -> Local:
-    by_dtype: dict[torch.dtype, Local] = {}
+    by_dtype: dict[torch.dtype, list[Local]] = {}
     compares = rank_checks.enabled()
 
-    def compiled(dtype: torch.dtype, *, is_traced: bool) -> Local:
+    def compiled(dtype: torch.dtype, *, is_traced: bool) -> list[Local]:
         calls = _calls(steps_of(plan, None, coordinate, dtype, runtime.backend), runtime, dtype, is_traced)
         if compares and not is_traced:
             calls.insert(0, partial(_compare_first, plan, runtime))
-        return calls[0] if len(calls) == 1 else _sequence(calls)
+        return calls
 
     def run_plan(x: Tensor) -> Tensor:
+        calls: list[Local] | None
         if type(x) is not Tensor and traced(x):
-            return compiled(x.dtype, is_traced=True)(x)
-        call = by_dtype.get(x.dtype)
-        if call is None:
-            call = by_dtype[x.dtype] = compiled(x.dtype, is_traced=False)
-        return call(x)
+            calls = compiled(x.dtype, is_traced=True)
+        else:
+            calls = by_dtype.get(x.dtype)
+            if calls is None:
+                calls = by_dtype[x.dtype] = compiled(x.dtype, is_traced=False)
+        if len(calls) == 1:
+            return calls[0](x)
+        values = [x]
+        del x  # each call owns its argument, so that tensors are freed as soon as they are not needed
+        for call in calls:
+            values.append(call(values.pop()))
+        return values.pop()
 
     return run_plan
 
@@ -127,26 +135,14 @@ def _transfer_calls(step: Transfer, group: Group, dtype: torch.dtype, is_traced:
     collective = step.collective
     begin, told = primitive(collective, dtype, group, is_traced=is_traced), collective.report
 
-    def call(x: Tensor) -> Tensor:
+    def run_collective(x: Tensor) -> Tensor:
         if LISTENERS and told is not None:
             return report(told, group, begin, x)()
         return begin(x, None)()
 
     if collective.kind == "all_reduce" and not is_traced:
-        return [call]  # in a tensor of any shape
-    return [step.packer(), call, *step.unpackers()]
-
-
-def _sequence(calls: list[Local]) -> Local:
-
-    def run_all(x: Tensor) -> Tensor:
-        values = [x]
-        del x  # each call owns its argument, so that tensors are freed as soon as they are not needed
-        for call in calls:
-            values.append(call(values.pop()))
-        return values.pop()
-
-    return run_all
+        return [run_collective]  # in a tensor of any shape
+    return [step.packer(), run_collective, *step.unpackers()]
 
 
 def _compare_first(plan: Plan, runtime: Runtime, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ data.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -14,14 +15,22 @@ import torch
 from torch import Tensor
 
 from dshard.comm import LocalTensor, compare_calls, comparing, run, runner, runtime_of
-from dshard.core.call import LocalOp
+from dshard.core.call import AlternativePlan, LocalOp
 from dshard.core.context import planning_context
-from dshard.core.moves import coordinate_of, leaves, on_all_ranks, replace_leaves, run_on_ranks
+from dshard.core.moves import (
+    coordinate_of,
+    leaves,
+    local_redistribution,
+    on_all_ranks,
+    replace_leaves,
+    replace_tensors,
+    run_on_ranks,
+)
 from dshard.core.observe import OBSERVERS, CallRecord, Decision, log, observed
 from dshard.core.operands import operand_of, plan_to
 from dshard.core.signature import Function, Kwargs
 from dshard.core.spec import Spec, spec_of
-from dshard.core.wrapper import Wrapper
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.redistribute import Plan
@@ -148,6 +157,32 @@ class Executable:
             compare_calls(f"{self.decision.op} of {_call_text(args, kwargs)}", self.mesh)
 
 
+class AlternativeExecutable:
+    """A call as planned once, by an alternative to the operator's rule: redistribute the operands, run other operators.
+
+    `decision` is that of the rule, of operands with `specs`.
+    """
+
+    def __init__(self, decision: Decision, specs: Sequence[Spec], strategy: Strategy, plan: AlternativePlan) -> None:
+        self.run, self.layouts = plan.run, list(zip(specs, plan.inputs, strict=True))
+        plans = tuple(plan_to(spec, layout) for spec, layout in self.layouts)
+        self.decision = replace(decision, strategy=strategy, plans=plans, exchanges=strategy.exchanges)
+
+    def __call__(self, args: Values, kwargs: Kwargs) -> Any:
+        """Run the call on distributed arguments; not recorded by autograd."""
+        layouts = iter(self.layouts)
+        args, kwargs = replace_tensors((args, kwargs), lambda leaf: _in_layout(leaf, *next(layouts)))
+        return self.run(*args, **kwargs)
+
+
+def _in_layout(x: Any, spec: Spec, layout: Layout) -> Any:
+    """The operand of this spec as a distributed tensor in `layout`."""
+    if isinstance(x, Wrapper) and spec.layout == layout:
+        return x
+    local = x._local if isinstance(x, Wrapper) else on_all_ranks(x, layout.mesh)
+    return wrap(local_redistribution(spec, layout)(local), spec.with_layout(layout))
+
+
 def decide(
     op: str, rule: Rule, specs: Sequence[Spec], outs: Sequence[Tensor], wanted: Constraints = ANY
 ) -> tuple[Decision, Strategy]:
@@ -181,13 +216,13 @@ def wrap_as(spec: Spec) -> Finish:
     """The end of a call with one result, a tensor of spec `spec` that is no view."""
     shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
 
-    def wrap(out: Any, args: Values, local: Values) -> Any:
+    def wrap_result(out: Any, args: Values, local: Values) -> Any:
         wrapped = make(Wrapper.public, shape, stride, None, None, dtype, torch.strided, device)
         wrapped._local = out
         wrapped._spec = spec
         return wrapped
 
-    return wrap
+    return wrap_result
 
 
 def _call_text(args: Values, kwargs: Kwargs) -> str:

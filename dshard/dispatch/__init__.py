@@ -5,7 +5,7 @@ shortcuts.py         functions on the local tensors, made from the log of a call
 composite_table.py   `__torch_function__`, cold: functions that run as one composite operator
 operator.py          `__torch_dispatch__`: the call's key -> its executable: redistribute, run, wrap
 registry.py          the row of an operator in the families' tables
-alternative.py       alternatives to an operator's rule: priced beside its strategies, run where one is the cheapest
+alternative.py       alternatives to an operator's rule, priced beside its strategies
 composed_operators.py   operators that run as others, whatever their arguments
 fallback.py          an operator without a rule: replicated operands, every rank computes all
 """

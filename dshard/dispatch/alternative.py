@@ -1,22 +1,11 @@
-"""Alternatives to an operator's rule: priced beside the rule's strategies, and run where one is the cheapest."""
+"""Alternatives to an operator's rule, priced beside the rule's strategies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
-
-from torch import Tensor
-
 from dshard.core.call import AlternativePlan, Call, Operator, writes_first
 from dshard.core.context import planning_context
-from dshard.core.moves import local_redistribution, on_all_ranks, replace_leaves
-from dshard.core.observe import Decision, planned
-from dshard.core.operands import operand_of, plan_to
-from dshard.core.signature import Args, Kwargs
-from dshard.core.spec import Spec
-from dshard.core.wrapper import Wrapper, wrap
-from dshard.layout import Layout
+from dshard.core.observe import planned
+from dshard.core.operands import operand_of
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Strategy, alternative_strategy
 
@@ -43,30 +32,3 @@ def _priced(name: str, rule: Rule, call: Call, plan: AlternativePlan) -> Strateg
         (*sent, *plan.exchanges),
         seconds,
     )
-
-
-class AlternativeExecutable:
-    """Redistributes the operands and runs an alternative to the rule, as planned once for its cache key.
-
-    `decision` is that of the rule, of operands with `specs`.
-    """
-
-    def __init__(self, decision: Decision, specs: Sequence[Spec], strategy: Strategy, plan: AlternativePlan) -> None:
-        self.run, self.layouts = plan.run, list(zip(specs, plan.inputs, strict=True))
-        plans = tuple(plan_to(spec, layout) for spec, layout in self.layouts)
-        self.decision = replace(decision, strategy=strategy, plans=plans, exchanges=strategy.exchanges)
-
-    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
-        layouts = iter(self.layouts)
-        args, kwargs = replace_leaves(
-            (args, kwargs), lambda leaf: _in_layout(leaf, *next(layouts)) if isinstance(leaf, Tensor) else leaf
-        )
-        return self.run(*args, **kwargs)
-
-
-def _in_layout(x: Any, spec: Spec, layout: Layout) -> Any:
-    """The operand of this spec as a distributed tensor in `layout`."""
-    if isinstance(x, Wrapper) and spec.layout == layout:
-        return x
-    local = x._local if isinstance(x, Wrapper) else on_all_ranks(x, layout.mesh)
-    return wrap(local_redistribution(spec, layout)(local), spec.with_layout(layout))

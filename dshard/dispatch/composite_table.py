@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_exporting
 
 from dshard.autograd.crossing import redistribute
 from dshard.autograd.hooks import GRAPH_FUNCTIONS, accumulating, data, gradients, set_data
@@ -17,7 +16,6 @@ from dshard.core.moves import on_all_ranks
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
 from dshard.core.torch_function import bind_arguments, call_torch
-from dshard.core.transforms import is_differentiating_forward
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import replicated
 from dshard.ops.attention_call import attention
@@ -45,12 +43,13 @@ def reduce_partials_first(func: Function, args: Args, kwargs: Kwargs) -> Any:
     Operands stay as they are where the function may write to them, as with `inplace`.
     """
     has_partial = any(isinstance(arg, Wrapper) and arg._spec.has_partial for arg in args)
-    if has_partial and not kwargs.get("inplace") and not any(arg is True for arg in args):
-        accept_call(func, args, kwargs)  # torch may refuse the arguments: before anything is sent
-        args = tuple(
-            [_reduce_partials(func, arg) if isinstance(arg, Wrapper) and arg._spec.has_partial else arg for arg in args]
-        )
-    return call_torch(func, args, kwargs)
+    if not has_partial or kwargs.get("inplace") or any(arg is True for arg in args):
+        return NotImplemented
+    accept_call(func, args, kwargs)  # torch may refuse the arguments: before anything is sent
+    completed = [
+        _reduce_partials(func, arg) if isinstance(arg, Wrapper) and arg._spec.has_partial else arg for arg in args
+    ]
+    return func(*completed, **kwargs)
 
 
 def or_reduce_partials_first(handler: Function) -> Function:
@@ -64,8 +63,7 @@ def or_reduce_partials_first(handler: Function) -> Function:
 
 
 def _reduce_partials(func: Function, x: Wrapper) -> Any:
-    with no_torch_function():
-        return redistribute(x, completed_layout(x._spec.layout), func.__name__)
+    return redistribute(x, completed_layout(x._spec.layout), func.__name__)
 
 
 def tensor_split(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -133,24 +131,8 @@ def _backward_of(
     return accumulating(_backward, (x, gradient, retain_graph, bool(create_graph)), {"inputs": inputs})
 
 
-def without_torch_function(handler: Function) -> Function:
-    """`handler` run with `__torch_function__` disabled, so that its own calls on operands are not handled again.
-
-    For torch.export, which records operators on distributed tensors, and for forward-mode derivatives, which torch has
-    for each operator, torch's own function is called instead.
-    """
-
-    def handle(func: Function, args: Args, kwargs: Kwargs) -> Any:
-        if is_exporting() or is_differentiating_forward():
-            return call_torch(func, args, kwargs)
-        with no_torch_function():
-            return handler(func, args, kwargs)
-
-    return handle
-
-
 _DATA: Any = Tensor.data
-_HANDLERS: dict[Any, Function] = {
+COMPOSITES: dict[Any, Function] = {
     torch.matmul: matmul,
     torch.mm: matmul,
     Tensor.mm: matmul,
@@ -182,10 +164,14 @@ NONLINEAR = (
     *(getattr(module, name) for module in (torch, Tensor) for name in ("relu", "tanh", "sigmoid", "softmax", "exp")),
     *(getattr(module, name) for module in (torch, Tensor) for name in ("log_softmax", "log", "sqrt", "rsqrt", "pow")),
 )
-_HANDLERS |= dict.fromkeys(NONLINEAR, reduce_partials_first)
-_HANDLERS |= {F.cross_entropy: or_reduce_partials_first(cross_entropy), F.rms_norm: or_reduce_partials_first(rms_norm)}
-COMPOSITES: dict[Any, Function] = {
-    **{func: without_torch_function(handler) for func, handler in _HANDLERS.items()},
+COMPOSITES |= dict.fromkeys(NONLINEAR, reduce_partials_first)
+COMPOSITES |= {F.cross_entropy: or_reduce_partials_first(cross_entropy), F.rms_norm: or_reduce_partials_first(rms_norm)}
+"""Functions that run as one composite operator, by handlers; called with `__torch_function__` disabled.
+
+A handler returns NotImplemented for calls that are left to torch's own function.
+"""
+
+AUTOGRAD_FUNCTIONS: dict[Any, Function] = {
     **GRAPH_FUNCTIONS,
     _DATA.__set__: set_data,
     has_compatible_shallow_copy_type: lambda func, args, kwargs: all(type(x) is Wrapper.public for x in args),
@@ -193,3 +179,4 @@ COMPOSITES: dict[Any, Function] = {
     torch.autograd.backward: lambda func, args, kwargs: accumulating(_backward, args, kwargs),
     torch.autograd.grad: lambda func, args, kwargs: gradients(_grad, args, kwargs),
 }
+"""Functions that ask something of autograd, and their handlers, which see to `__torch_function__` themselves."""

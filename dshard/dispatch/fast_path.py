@@ -28,7 +28,7 @@ from dshard.core.executable import Executable
 from dshard.core.observe import CALL_LOGS, OBSERVERS, CallRecord, observed
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
-from dshard.dispatch.shortcuts import BY_KIND, Shortcut, shortcut_of
+from dshard.dispatch.shortcuts import BY_KIND, Shortcut, is_one_operator, shortcut_of
 from dshard.ops.matmul.options import ASKING, has_no_options
 from dshard.torch_private import (
     is_autocasting,
@@ -54,6 +54,8 @@ anything about the view.
 """
 _WRITES: set[Any] = set()
 """Functions among `_NEVER` that are one in-place operator, and so make no view."""
+AS_IT_IS = ()
+"""In the cache in place of a shortcut: torch's own function, with distributed tensors recorded, is all that runs."""
 FAST = os.environ.get("DSHARD_FAST", "1") != "0"
 
 
@@ -74,6 +76,9 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
                 if shortcut:
                     shortcuts.hits += 1
                     return _observed_shortcut(shortcut, args, kwargs) if OBSERVERS else shortcut(args, kwargs)
+                if shortcut is AS_IT_IS:
+                    shortcuts.hits += 1
+                    return func(*args, **kwargs)
         if key is None or shortcut is not None:
             return _with_view_replay(through, func, args, kwargs)
         return _with_view_replay(_specialise, func, args, kwargs, through, key)
@@ -148,8 +153,10 @@ def _specialise(func: Function, args: Args, kwargs: Kwargs, through: Uncached, k
     if type(out) is Wrapper.public:
         with no_torch_function():
             shortcut = shortcut_of(func, args, kwargs, out, records, key[1])
-    planning_context().shortcuts.add(key, shortcut or False)
-    if shortcut is None or not key[1] or getattr(shortcut, "repeats", False):
+            if shortcut is None and key[1] and is_one_operator(args, kwargs, out, records):
+                shortcut = AS_IT_IS
+    planning_context().shortcuts.add(key, False if shortcut is None else shortcut)
+    if not shortcut or not key[1] or getattr(shortcut, "repeats", False):
         return out
     with no_torch_function():  # the graph is the same, whether a rank has met such a call before or not
         del records[:], out

@@ -17,7 +17,16 @@ from dshard.core.call import Call, LocalOp, Operator, views_first, writes_first
 from dshard.core.call_key import call_key
 from dshard.core.checks import infer
 from dshard.core.context import planning_context
-from dshard.core.executable import Executable, Finish, Values, decide, result_specs, watched, wrap_as
+from dshard.core.executable import (
+    AlternativeExecutable,
+    Executable,
+    Finish,
+    Values,
+    decide,
+    result_specs,
+    watched,
+    wrap_as,
+)
 from dshard.core.moves import (
     count_write,
     giving_same_memory_once,
@@ -34,8 +43,8 @@ from dshard.core.operands import common_mesh, operand_of, spec_like
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.view_sync import SCATTERS, CopiedView, PartialView, attach_view, propagate_write, register_view
-from dshard.core.wrapper import Wrapper, wrap
-from dshard.dispatch.alternative import AlternativeExecutable, alternatives_of
+from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
+from dshard.dispatch.alternative import alternatives_of
 from dshard.dispatch.fallback import replicate
 from dshard.dispatch.registry import FACTS, known
 from dshard.mesh import Coordinate, Mesh
@@ -46,12 +55,20 @@ from dshard.rules.strategy import ANY, Constraints, Strategy, cheapest
 from dshard.torch_private import OpOverload
 
 Executor = Callable[[Args, Kwargs], Any]
+_DETACH = torch.ops.aten.detach.default
 RESHAPES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})
 """Operators with a kernel that only gives other sizes: torch's gradient of it is that of the call."""
 
 
-def dispatch(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Run `func` on distributed tensors, with the result of single-device torch on the global tensors."""
+def dispatch(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    """`DTensor.__torch_dispatch__`: run `func`, with the result of single-device torch on the global tensors."""
+    kwargs = kwargs or {}
+    if func is _DETACH and not (CALL_LOG or OBSERVERS):
+        x = args[0]
+        if "_lazy_local" in x.__dict__:  # a gradient that is accumulated may be in flight
+            return wrap_in_flight(x._lazy_local, x._spec)
+        if type(x._local) is Tensor and x._view_sync is None:
+            return wrap(x._local, x._spec)  # not a view of `_local`, which would have a version counter of its own
     number = id(func)  # the hash of an operator is slow; `FACTS` keeps it alive, so no other gets its id
     facts = FACTS.get(number) or known(func)
     composed = facts.composed

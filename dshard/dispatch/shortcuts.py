@@ -94,6 +94,14 @@ def shortcut_of(
     return shortcut  # type: ignore[no-any-return]
 
 
+def is_one_operator(args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]) -> bool:
+    """Whether the call is, to autograd, one operator on its own operands, whose result is no view."""
+    records = [each for each in records if each.op is not _DETACH]
+    if len(records) != 1 or records[0].op is None or out is not records[0].result or out._is_view():
+        return False
+    return _has_operands(records[0], args, kwargs)
+
+
 def _unrecorded_shortcut(
     func: Function, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]
 ) -> Shortcut | None:
@@ -173,12 +181,16 @@ def _operand(to: int | str, source: int | str, x: Wrapper, gradient: Layout) -> 
 
 def _itself(func: Function, args: Args, kwargs: Kwargs, record: CallRecord) -> list[Step] | None:
     """The function itself as one step, if it runs just the logged operator on operands in the same order."""
-    given = _distributed_operands(args, kwargs)
-    op_operands = [x for x in record.args if isinstance(x, Tensor)]
-    if [*map(id, op_operands)] != [id(x) for _, x in given] or not is_itself(func, args, kwargs, record):
+    if not _has_operands(record, args, kwargs) or not is_itself(func, args, kwargs, record):
         return None
-    pairs = zip(given, record.executable.gradients, strict=True)
+    pairs = zip(_distributed_operands(args, kwargs), record.executable.gradients, strict=True)
     return [Step(func, None, {}, [_operand(at, at, x, gradient) for (at, x), gradient in pairs], first=False)]
+
+
+def _has_operands(record: CallRecord, args: Args, kwargs: Kwargs) -> bool:
+    """Whether the distributed arguments of the call are the operands of the logged operator, in the same order."""
+    op_operands = [x for x in record.args if isinstance(x, Tensor)]
+    return [*map(id, op_operands)] == [id(x) for _, x in _distributed_operands(args, kwargs)]
 
 
 def _steps(args: Args, kwargs: Kwargs, records: Sequence[CallRecord], out: Any) -> list[Step] | None:
@@ -274,7 +286,7 @@ def _run_again(args: Args, kwargs: Kwargs, record: CallRecord, out: Any) -> Shor
         return None
 
     def call(args: Args, kwargs: Kwargs) -> Any:
-        return run([kwargs[at] if isinstance(at, str) else args[at] for at in sources])  # type: ignore[index]
+        return run(*[kwargs[at] if isinstance(at, str) else args[at] for at in sources])  # type: ignore[index]
 
     again: Any = call
     again.repeats = True

@@ -53,10 +53,10 @@ def run_composite(
     else:
         choices.hits += 1
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    call: Function = partial(run_recorded, executable) if recorded else executable
+    call: Function = partial(run_recorded if recorded else _run_unrecorded, executable)
     if CALL_LOG or OBSERVERS:
-        return watched(executable, None, tensors, {}, call, tensors)
-    return call(tensors)
+        return watched(executable, None, tensors, {}, call, *tensors)
+    return call(*tensors)
 
 
 def _choose_composite(
@@ -74,7 +74,11 @@ def _choose_composite(
     return Executable(decision, local_op, results, positions, wrap_as(results[0]), gradients=strategy.gradients)
 
 
-def run_recorded(executable: Executable, tensors: Sequence[Any]) -> Any:
+def _run_unrecorded(executable: Executable, *tensors: Any) -> Any:
+    return executable(tensors)
+
+
+def run_recorded(executable: Executable, *tensors: Any) -> Any:
     """Run a composite operator on distributed tensors so that autograd records its local operator."""
     executable.compare(tensors)
     (out,), local_op = executable.specs, executable.local_op

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -132,47 +130,6 @@ def test_a_warm_call_that_redistributes_takes_one_look_up(grad: bool) -> None:
     hits = {name: after[name].hits - found.hits for name, found in before.items()}
     assert (hits["shortcuts"], hits["choices"], hits["executors"]) == (2, 0, 0)
     assert [type(node) for node in warm] == [type(node) for node in nodes[::2]]
-
-
-@pytest.mark.skipif(not FAST, reason="needs the fast path")
-@pytest.mark.parametrize("grad", [False, True])
-def test_few_frames_lie_between_a_warm_call_and_the_local_operator(grad: bool) -> None:
-    mesh = dshard.Mesh((4,), ("tp",))
-    x, y, w = (
-        distribute_tensor(torch.empty(8, 8, device="meta"), mesh, [placement]).requires_grad_(grad)
-        for placement in (Shard(0), Shard(0), Replicate())
-    )
-    calls = {
-        "linear": (lambda: F.linear(x, w), "linear"),
-        "linear that gathers": (lambda: F.linear(x, y), "linear"),
-        "add": (lambda: torch.add(x, y), "add"),
-        "softmax": (lambda: x.softmax(1), "softmax"),
-    }
-    for name, (call, local) in calls.items():
-        for _ in range(3):
-            call()
-        assert 0 < len(frames_above(call, local)) <= 5, name
-
-
-def frames_above(call: Callable[[], Any], local: str) -> list[str]:
-    """The functions of dshard on the stack between `__torch_function__` and the call of torch's function `local`."""
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def profile(frame: Any, event: str, arg: Any) -> None:
-        if event == "call":
-            stack.append(frame.f_code.co_name if "dshard/" in frame.f_code.co_filename else "")
-        elif event == "return" and stack:
-            stack.pop()
-        elif event == "c_call" and arg.__name__ == local and "__torch_function__" in stack:
-            found.append([name for name in stack[stack.index("__torch_function__") + 1 :] if name])
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found[0]
 
 
 class Seen(TorchDispatchMode):

@@ -218,7 +218,7 @@ def test_every_strategy_of_a_joint_operator_is_right(name: str, mesh: Mesh) -> N
     for strategy in every_strategy(rule, call_of(values, expected.detach(), mesh), mesh):
         with simulated(mesh):
             operands = [distribute(x, given).requires_grad_() for x, given in zip(values, strategy.inputs, strict=True)]
-            out = run_recorded(executable_of(rule, strategy, local, operands, expected), operands)
+            out = run_recorded(executable_of(rule, strategy, local, operands, expected), *operands)
             out.backward(distribute(incoming, out.layout.cotangent()))
 
         torch.testing.assert_close(whole(out), expected.detach(), msg=lambda text, s=strategy: f"{s}: {text}")

@@ -135,15 +135,15 @@ def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Any] | None = N
     if cut is not None:
         (a, b, *bias), (dim_a, dim_b) = tensors, cut.dims
         tensors = (a.unflatten(dim_a, cut.sizes), b.unflatten(dim_b, cut.sizes), *bias)
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    call = partial(_record, matmul) if recorded else partial(_multiply_unrecorded, matmul, local)
     if executable.compared or CALL_LOG or OBSERVERS:
         executable.compare(tensors)
-        return watched(executable, None, tensors, {}, partial(_multiply, matmul), tensors, local)
-    return _multiply(matmul, tensors, local)
+        return watched(executable, None, tensors, {}, call, *tensors)
+    return call(*tensors)
 
 
-def _multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Any] | None = None) -> Any:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return _record(matmul, *tensors)
+def _multiply_unrecorded(matmul: Matmul, local: list[Any] | None, *tensors: Any) -> Any:
     local = [] if local is None else local
     local += [t._local for t in tensors]
     return wrap(matmul.executable.run(local), matmul.out)
