@@ -216,7 +216,10 @@ def _is_same_memory(x: Any, written: Tensor) -> bool:
 
 
 def sharing_version(operator: LocalOp) -> LocalOp:
-    """`operator`, with outputs that are views and share the version counter of its operand, even below autograd."""
+    """`operator`, with outputs that are views and share the version counter of its operand, even below autograd.
+
+    `above_autograd` of the result is `operator`, whose views share it there.
+    """
 
     def run(*args: object, **kwargs: object) -> Any:
         if not is_key_excluded(_COUNTS) or torch.is_inference_mode_enabled():
@@ -227,7 +230,9 @@ def sharing_version(operator: LocalOp) -> LocalOp:
         finally:
             exclude_key(_COUNTS, True)
 
-    return run
+    below_autograd: Any = run
+    below_autograd.above_autograd = operator
+    return below_autograd  # type: ignore[no-any-return]
 
 
 def on_all_ranks(x: Tensor, mesh: Mesh) -> Tensor:

@@ -69,7 +69,9 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
                 return through(func, args, kwargs)
             return _with_view_replay(through, func, args, kwargs)
         with no_torch_function():
-            key = _key(func, args, kwargs)
+            key = call_key(func, args, kwargs, func not in BY_KIND, _is_recording(), False)
+            if key is not None and (saved_tensor_hooks(True) is not None if key[1] else OBSERVERS):
+                key = None  # saved-tensor hooks get distributed tensors, and observers of what is not recorded see all
             if key is not None:
                 shortcuts = planning_context().shortcuts
                 shortcut = shortcuts.get(key)
@@ -119,17 +121,6 @@ def _observed_shortcut(shortcut: Shortcut, args: Args, kwargs: Kwargs) -> Any:
     for decision in getattr(shortcut, "decisions", ()):
         run, run_args = partial(observed, decision, run), (run_args,)
     return run(*run_args)
-
-
-def _key(func: Function, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
-    """The cache key of a call; None where an argument has none.
-
-    There is none either while saved-tensor hooks, for a call that autograd records, or else observers are active.
-    """
-    key = call_key(func, args, kwargs, func not in BY_KIND, _is_recording(), False)
-    if key is None or (saved_tensor_hooks(True) is not None if key[1] else OBSERVERS):
-        return None  # hooks get distributed tensors
-    return key
 
 
 def _is_special() -> bool:

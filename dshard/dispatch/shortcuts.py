@@ -315,7 +315,7 @@ def _view_shortcut(
     operands = _distributed_operands(args, kwargs)
     if len(operands) != 1 or operands[0][0] != 0 or op_args[0] is not args[0]:
         return None
-    take_view: Any = executable.operator
+    take_view: Any = executable.operator.above_autograd
     rest, options = op_args[1:], op_kwargs
     if is_itself(func, args, kwargs, records[0]):
         # torch finds its own functions faster than operators
