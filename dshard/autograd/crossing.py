@@ -16,7 +16,7 @@ from torch import Tensor
 from dshard import comm
 from dshard.autograd.sole_owner import is_sole_owner
 from dshard.core.context import planning_context
-from dshard.core.moves import LocalRedistribution, local_redistribution
+from dshard.core.moves import LocalRedistribution, counting_as, local_redistribution
 from dshard.core.observe import ASKED, OBSERVERS, Decision, observed
 from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, spec_of
@@ -73,6 +73,20 @@ class FromLocal(torch.autograd.Function):
         return ToLocal.apply(redistributed, ctx.spec), None, None  # type: ignore[no-untyped-call]
 
 
+class OperandFromLocal(FromLocal):
+    """Local -> distributed, with the version counter of the one tensor in `operand`, of which it is a copy."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Context, local: Tensor, spec: Spec, grad_layout: Layout, operand: list[Wrapper]
+    ) -> Any:
+        return _with_versions_of(operand[0], FromLocal.forward(ctx, local, spec, grad_layout))
+
+    @staticmethod
+    def backward(ctx: Context, grad: Any) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return (*FromLocal.backward(ctx, grad), None)
+
+
 class LocalGraph:
     """The recorded local tensors of a distributed tensor, valid until the tensor is written.
 
@@ -120,7 +134,7 @@ def tracked_local(x: Wrapper, grad: Spec, is_home: bool) -> Tensor:
 def _with_gradient_layout(x: Wrapper, grad: Spec) -> Tensor:
     """x's local tensor whose gradient has `grad`'s layout: it is redistributed and added to that of `home`."""
     grad_move = local_redistribution(grad, x._spec.layout.cotangent())
-    return _redistribute_local(x._local_graph.at_home(), None, grad_move, None)  # type: ignore[no-any-return]
+    return _redistribute_local(x._local_graph.at_home(), None, grad_move, None, False)  # type: ignore[no-any-return]
 
 
 def local_graph_of(x: Wrapper) -> LocalGraph | None:
@@ -129,12 +143,18 @@ def local_graph_of(x: Wrapper) -> LocalGraph | None:
     return graph if graph is not None and graph.made and graph.version == x._version else None
 
 
-def wrap_tracked(local: Tensor, spec: Spec, cotangent: Layout) -> Any:
-    """Wrap a local result; if autograd tracks it, keep it as the local graph of the distributed tensor."""
+def wrap_tracked(local: Tensor, spec: Spec, cotangent: Layout, operand: list[Wrapper] | None = None) -> Any:
+    """Wrap a local result; if autograd tracks it, keep it as the local graph of the distributed tensor.
+
+    With an `operand`, of which it is a copy, autograd saves the result in place of that.
+    """
     if not local.requires_grad:
         return wrap(local, spec)
-    out = from_local(local, spec, cotangent)
-    out._local_graph = LocalGraph(0, local)
+    if operand is None:
+        out = from_local(local, spec, cotangent)
+    else:
+        out = OperandFromLocal.apply(local, spec, cotangent, operand)  # type: ignore[no-untyped-call]
+    out._local_graph = LocalGraph(out._version, local)
     return out
 
 
@@ -151,17 +171,20 @@ class RedistributeLocal(torch.autograd.Function):
         move: LocalRedistribution | None,
         grad_move: LocalRedistribution | None,
         op: str | None,
+        as_operand: bool,
     ) -> Tensor:
         ctx.move, ctx.grad_move = move, grad_move
         moved = local if move is None else _redistribute_plain(local, move, op)
-        return moved.detach() if moved is local else moved
+        if moved is local:
+            return moved.detach()
+        return counting_as(local, moved) if as_operand else moved
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         grad_move: LocalRedistribution | None = ctx.grad_move
         if torch.is_grad_enabled():
-            return _redistribute_local(grad, grad_move, ctx.move, None), None, None, None
-        return grad if grad_move is None else _redistribute_plain(grad, grad_move, None), None, None, None
+            return _redistribute_local(grad, grad_move, ctx.move, None, False), None, None, None, None
+        return grad if grad_move is None else _redistribute_plain(grad, grad_move, None), None, None, None, None
 
 
 def _redistribute_plain(local: Tensor, move: LocalRedistribution, op: str | None) -> Tensor:
@@ -178,18 +201,29 @@ class Redistribute(torch.autograd.Function):
     """One layout -> another; backward: the gradient in the operand's, or partial where that is replicated."""
 
     @staticmethod
-    def forward(ctx: Context, x: Wrapper, layout: Layout, op: str | None, asynchronous: bool) -> Any:
+    def forward(ctx: Context, x: Wrapper, layout: Layout, op: str | None, asynchronous: bool, as_operand: bool) -> Any:
         ctx.move, ctx.asynchronous = local_redistribution(x._spec, layout), asynchronous
-        return _redistribute_unrecorded(x, ctx.move, op, asynchronous)
+        out = _redistribute_unrecorded(x, ctx.move, op, asynchronous)
+        return _with_versions_of(x, out) if as_operand else out
 
     @staticmethod
-    def backward(ctx: Context, grad: Any) -> tuple[Any, None, None, None]:
+    def backward(ctx: Context, grad: Any) -> tuple[Any, None, None, None, None]:
         move: LocalRedistribution = ctx.move
         grad = as_distributed(grad, move.source_grad)
         target = move.targets.get(grad._spec)
         if target is None:
             target = move.targets[grad._spec] = interned(keep_partial_sums(grad._spec.layout, move.source_grad))
-        return redistribute(grad, target, asynchronous=ctx.asynchronous), None, None, None
+        return redistribute(grad, target, asynchronous=ctx.asynchronous), None, None, None, None
+
+
+def _with_versions_of(x: Wrapper, moved: Wrapper) -> Any:
+    """The distributed tensor `moved` with the version counters of `x`, of which it is a copy in another layout."""
+    if comm.traced(moved._local) or x._view_sync is not None:  # an alias of a view would be written to with it
+        return moved
+    out: Any = x.detach()
+    out._local = counting_as(x._local, moved._local) if type(moved._local) is Tensor else moved._local
+    out._spec = moved._spec
+    return out
 
 
 class Reshard(torch.autograd.Function):
@@ -272,11 +306,14 @@ def _decision(move: LocalRedistribution, op: str | None) -> Decision:
     return move.decision(op or "redistribute", explicit=op is None)
 
 
-def redistribute(x: Wrapper, layout: Layout, op: str | None = None, *, asynchronous: bool = False) -> Any:
+def redistribute(
+    x: Wrapper, layout: Layout, op: str | None = None, *, asynchronous: bool = False, as_operand: bool = False
+) -> Any:
     """`x` in `layout`, on its mesh or another; `x` itself where that is its layout. Differentiable.
 
     `op` names the operator that needs it, where the user did not ask for it. If `asynchronous`, the result may be in
-    flight on return, and so may the gradient.
+    flight on return, and so may the gradient. If `as_operand`, autograd saves the result in place of `x`, on the same
+    mesh: a backward pass then notices a write to `x`.
     """
     current = x._spec.layout
     if current is layout or current == layout:
@@ -291,9 +328,9 @@ def redistribute(x: Wrapper, layout: Layout, op: str | None = None, *, asynchron
             if not asynchronous and local_graph_of(x) is not None:
                 move = local_redistribution(x._spec, layout)
                 if not move.gathers:
-                    local = _redistribute_local(x._local_graph.at_home(), move, move.of_gradient(), op)
-                    return wrap_tracked(local, move.spec, move.grad)
-            return Redistribute.apply(x, layout, op, asynchronous)  # type: ignore[no-untyped-call]
+                    local = _redistribute_local(x._local_graph.at_home(), move, move.of_gradient(), op, as_operand)
+                    return wrap_tracked(local, move.spec, move.grad, [x] if as_operand else None)
+            return Redistribute.apply(x, layout, op, asynchronous, as_operand)  # type: ignore[no-untyped-call]
         return _redistribute_unrecorded(x, local_redistribution(x._spec, layout), op, asynchronous)
 
 

@@ -63,7 +63,7 @@ def or_reduce_partials_first(handler: Function) -> Function:
 
 
 def _reduce_partials(func: Function, x: Wrapper) -> Any:
-    return redistribute(x, completed_layout(x._spec.layout), func.__name__)
+    return redistribute(x, completed_layout(x._spec.layout), func.__name__, as_operand=True)
 
 
 def tensor_split(func: Function, args: Args, kwargs: Kwargs) -> Any:
