@@ -19,9 +19,9 @@ from dshard.redistribute import (
     AllReduce,
     AllToAll,
     Exchange,
+    MakePartial,
     Messages,
     Panel,
-    Pend,
     Plan,
     ReduceExchange,
     ReduceScatter,
@@ -117,7 +117,7 @@ def steps_of(plan: Plan, panel: Panel | None, at: Coordinate, dtype: torch.dtype
     steps = list(plan.stages())
     for i, (first, second) in enumerate(zip(plan.steps, plan.steps[1:], strict=False)):
         # slice before the terms of a partial are made: terms are as large as the tensor they are made of
-        if isinstance(first, Pend) and isinstance(second, Slice):
+        if isinstance(first, MakePartial) and isinstance(second, Slice):
             steps[i : i + 2] = reversed(steps[i : i + 2])
     compiled: list[ProgramStep] = []
     for step, layout in steps:
@@ -130,7 +130,7 @@ def _compile(
 ) -> list[ProgramStep]:
     alone = len(layout.mesh.group(axes_of(step), at)) == 1
     match step:
-        case Pend(axis, op):
+        case MakePartial(axis, op):
             neutral = {"sum": 0, "product": 1}.get(op)
             return [] if neutral is None or at[layout.mesh.axis(axis)] == 0 else [Fill(neutral)]
         case Slice():
@@ -167,7 +167,7 @@ def kind_of(step: Step) -> Kind | None:
             return "reduce_scatter"
         case AllToAll() | Exchange():
             return "all_to_all"
-        case Slice() | Pend():
+        case Slice() | MakePartial():
             return None
 
 

@@ -116,11 +116,11 @@ class AlternativePlan:
 class Alternative:
     """Another way to run an operator than by its rule: a candidate beside the rule's, taken where it is cheaper.
 
-    `plan` gives how it runs a call with this rule, or None where it cannot.
+    `plan` gives how it runs a call with this rule: in one way, in one of several layouts, or None where it cannot.
     """
 
     name: str
-    plan: Callable[[Call, Rule], AlternativePlan | None]
+    plan: Callable[[Call, Rule], AlternativePlan | Sequence[AlternativePlan] | None]
 
 
 def _always(args: Args) -> bool:

@@ -14,8 +14,12 @@ def alternatives_of(op: Operator, rule: Rule, call: Call) -> dict[Strategy, Alte
     """The alternatives to the rule that apply to a call, each priced, and how it runs; in place there are none."""
     if not op.alternatives or writes_first(call.func):
         return {}
-    plans = [(alternative.name, alternative.plan(call, rule)) for alternative in op.alternatives]
-    return {_priced(name, rule, call, plan): plan for name, plan in plans if plan is not None}
+    candidates = {}
+    for alternative in op.alternatives:
+        plans = alternative.plan(call, rule) or ()
+        for plan in (plans,) if isinstance(plans, AlternativePlan) else plans:
+            candidates[_priced(alternative.name, rule, call, plan)] = plan
+    return candidates
 
 
 def _priced(name: str, rule: Rule, call: Call, plan: AlternativePlan) -> Strategy:

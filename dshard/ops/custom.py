@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from dshard.caches import Cache
 from dshard.comm import LocalTensor, plain, run_number, unstack
 from dshard.core.call_key import call_key
 from dshard.core.checks import accept, refusing
@@ -23,8 +24,7 @@ from dshard.layout import replicated
 from dshard.torch_private import OpOverload, no_torch_function
 
 Custom: TypeAlias = Callable[[OpOverload, Args, Kwargs], Any]
-MAX_CHECKED = 16384
-_CHECKED: set[Any] = set()
+_ACCEPTED = Cache("accepted calls")
 
 
 def decomposed(function: Function) -> Custom:
@@ -71,18 +71,21 @@ def answered(function: Function) -> Custom:
 
 
 def check(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
-    """Let torch refuse arguments that it would refuse on one device; without data, once for each kind of arguments."""
+    """Let torch refuse arguments that it would refuse on one device; without data, once for each kind of arguments.
+
+    A generator is none of them: it is one of the CPU, which torch does not take for tensors without data.
+    """
+    kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
     key = call_key(func, args, kwargs)
-    if key in _CHECKED:
+    if key in _ACCEPTED:
+        _ACCEPTED.hits += 1
         return
     known: dict[int, Tensor] = {}
     meta_args, meta_kwargs = replace_leaves(
         (args, kwargs), lambda leaf: known.setdefault(id(leaf), _meta(leaf)) if isinstance(leaf, Tensor) else leaf
     )
     accept(func, meta_args, meta_kwargs)
-    if len(_CHECKED) >= MAX_CHECKED:
-        _CHECKED.clear()
-    _CHECKED.add(key)
+    _ACCEPTED.add(key, True)
 
 
 def accept_call(function: Function, args: Args, kwargs: Kwargs) -> None:

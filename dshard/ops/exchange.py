@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from typing import Any, TypeAlias
 
@@ -167,10 +168,10 @@ def planned_exchanges(exchanges: Sequence[IndexExchange], itemsize: int) -> tupl
     )
 
 
-def index_exchange(plan: Callable[[Call], AlternativePlan | None]) -> Alternative:
+def index_exchange(plan: Callable[[Call], AlternativePlan | Sequence[AlternativePlan] | None]) -> Alternative:
     """An alternative that moves indices of sharded dims; it applies where an operand has elements and such dims."""
 
-    def where_sharded(call: Call, rule: Rule) -> AlternativePlan | None:
+    def where_sharded(call: Call, rule: Rule) -> AlternativePlan | Sequence[AlternativePlan] | None:
         sharded = any(spec.layout.sharded_dims() and 0 not in spec.shape for spec in call.specs)
         return plan(call) if sharded else None
 
@@ -236,18 +237,16 @@ def cut_scatter(call: Call) -> AlternativePlan | None:
     return _one_exchange(call, completed_layout(x.layout), dim, tuple(move for move in moves if move.src))
 
 
-def concatenate(call: Call) -> AlternativePlan | None:
-    """Tensors concatenated, all in the layout of the largest; those that torch skips have another number of dims."""
+def concatenate(call: Call) -> list[AlternativePlan]:
+    """Tensors concatenated, all in the layout of one of them; those that torch skips have another number of dims."""
     (out,) = call.outs
     dim = call.dim(ndim=out.dim())
-    largest = max(call.specs, key=lambda spec: prod(spec.shape))
-    if 0 in largest.shape or not split_axes(largest.layout, (dim,)):
-        return None
-    moves, start = [], 0
-    for i, shape in enumerate(shape for shape in call.shapes if len(shape) == out.dim()):
-        moves.append(Move(i, range(shape[dim]), start))
-        start += shape[dim]
-    return _one_exchange(call, completed_layout(largest.layout), dim, tuple(moves))
+    joined = [spec for spec in call.specs if len(spec.shape) == out.dim()]
+    ends = list(accumulate((spec.shape[dim] for spec in joined), initial=0))
+    moves = tuple(Move(i, range(spec.shape[dim]), ends[i]) for i, spec in enumerate(joined))
+    layouts = [completed_layout(spec.layout) for spec in joined if 0 not in spec.shape]
+    sharded = dict.fromkeys(layout for layout in layouts if split_axes(layout, (dim,)))
+    return [_one_exchange(call, layout, dim, moves) for layout in sharded]
 
 
 # -- dims one by one: an exchange along each sharded one, the operator itself along the others

@@ -5,6 +5,7 @@ These are torch's own decompositions, whose reductions leave small partial resul
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from dshard.core.call import Alternative, AlternativePlan, Call
 from dshard.core.context import planning_context
 from dshard.core.signature import Function
-from dshard.layout import Layout
+from dshard.layout import Layout, Shape
 from dshard.ops.custom import wrapped
 from dshard.ops.decompositions import HALF
 from dshard.placements import Partial, ReduceOp, Replicate
@@ -43,6 +44,14 @@ def partial_along(layout: Layout, axes: tuple[int, ...], op: ReduceOp) -> Layout
     return layout
 
 
+def along_dims(
+    layout: Layout, shape: Shape, dims: tuple[int, ...], reductions: Sequence[ReduceOp]
+) -> list[tuple[Layout, Layout, Shape]]:
+    """The reductions of a tensor over `dims`, completed on all ranks: each a layout before and after, and a shape."""
+    axes, small = split_axes(layout, dims), tuple(1 if dim in dims else n for dim, n in enumerate(shape))
+    return [(partial_along(layout, axes, op), replicated_along(layout, axes), small) for op in reductions]
+
+
 def small_reductions(*reductions: ReduceOp, operand: int = 0) -> Alternative:
     """torch's decomposition of an operator along the dims that its rule does not shard, by these reductions over them.
 
@@ -55,12 +64,10 @@ def _plan(reductions: tuple[ReduceOp, ...], operand: int, call: Call, rule: Rule
     spec, term = call.specs[operand], rule.inputs[operand]
     dims = tuple(dim for dim, factors in enumerate(term) if not rule.unsharded.isdisjoint(factors))
     layout = completed_layout(spec.layout)
-    axes = split_axes(layout, dims)
-    if not axes or 0 in spec.shape:
+    if not split_axes(layout, dims) or 0 in spec.shape:
         return None
     inputs, outputs = sharded_anyway(rule, order_of([term], [layout]), layout.mesh)
-    small = tuple(1 if dim in dims else n for dim, n in enumerate(spec.shape))
-    sums = [(partial_along(layout, axes, op), replicated_along(layout, axes), small) for op in reductions]
+    sums = along_dims(layout, spec.shape, dims, reductions)
     if spec.dtype in HALF:  # computed in single precision: what is partial is completed before it is rounded
         ends = tuple(map(completed_layout, outputs))
         sums += zip(outputs, ends, call.out_shapes, strict=True)

@@ -22,7 +22,7 @@ from dshard.core.wrapper import Wrapper
 from dshard.ops.custom import accept_call
 from dshard.ops.lookup import refuse
 from dshard.ops.reductions import HALF
-from dshard.ops.small_reductions import partial_along, replicated_along, split_axes
+from dshard.ops.small_reductions import along_dims, replicated_along, split_axes
 from dshard.placements import ReduceOp
 from dshard.redistribute import plan
 from dshard.rules.strategy import completed_layout
@@ -152,13 +152,6 @@ def _reductions_are_cheaper(
     axes = split_axes(spec.layout, dims)
     if not axes:
         return False
-    small = tuple(1 if dim in dims else n for dim, n in enumerate(spec.shape))
     gathering = plan(spec.layout, replicated_along(spec.layout, axes), spec.shape, spec.itemsize, topology)
-    completed = completed_layout(spec.layout)
-    reducing = sum(
-        plan(
-            partial_along(completed, axes, op), replicated_along(completed, axes), small, spec.itemsize, topology
-        ).seconds
-        for op in reductions
-    )
-    return reducing < gathering.seconds
+    sums = along_dims(completed_layout(spec.layout), spec.shape, dims, reductions)
+    return sum(plan(*each, spec.itemsize, topology).seconds for each in sums) < gathering.seconds

@@ -27,7 +27,7 @@ from dshard.redistribute.step import (
     AllReduce,
     AllToAll,
     Exchange,
-    Pend,
+    MakePartial,
     ReduceExchange,
     ReduceScatter,
     Slice,
@@ -44,7 +44,7 @@ RUNS: dict[type[Step], Collective | None] = {
     Exchange: "exchange",
     AllReduce: "all_reduce",
     Slice: None,
-    Pend: None,
+    MakePartial: None,
 }
 """The collective that a step runs."""
 
@@ -67,7 +67,7 @@ def load_of(step: Step, layout: Layout, shape: Shape) -> Load:
             return all_reduce_load(here, n)
         case AllToAll(_, src, dim):
             return all_to_all_load(here, src, dim, n)
-        case Pend():
+        case MakePartial():
             return slice_load(here, n)
         case Slice(_, dst):
             return slice_load(state_of(dst, shape), n)

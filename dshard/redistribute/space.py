@@ -37,7 +37,7 @@ from dshard.redistribute.step import (
     AllReduce,
     AllToAll,
     Exchange,
-    Pend,
+    MakePartial,
     ReduceExchange,
     ReduceScatter,
     Slice,
@@ -124,9 +124,9 @@ class Space:
             return Slice(names, self.layout_of(self.renamed(there, axes)))
         if kind is Exchange:
             return Exchange(names, self.layout_of(self.renamed(there, axes)))
-        if kind is Pend:
+        if kind is MakePartial:
             assert after is not None
-            return Pend(names[0], after)
+            return MakePartial(names[0], after)
         assert before is not None
         if kind is AllReduce:
             return AllReduce(names, before)
@@ -247,7 +247,7 @@ class Space:
                     yield Move(there, Slice, self.seconds(Slice, (), slice_load(there, self.sizes[axis])))
                 if axis in begins and all(commute(each, begins[axis]) for each in ops):
                     there = self.state(state.axes, _with(state.partial, axis, begins[axis]))
-                    yield Move(there, Pend, self.seconds(Pend, (), slice_load(state, self.sizes[axis])))
+                    yield Move(there, MakePartial, self.seconds(MakePartial, (), slice_load(state, self.sizes[axis])))
         for op in ops:
             yield from self._all_reduces(state, op)
 

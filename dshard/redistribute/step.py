@@ -57,7 +57,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Pend:
+class MakePartial:
     """Replicate -> Partial(op): each rank keeps a term of what it holds; nothing is sent."""
 
     axis: str
@@ -88,7 +88,7 @@ class ReduceExchange:
     dst: Layout
 
 
-Step: TypeAlias = AllGather | ReduceScatter | AllReduce | AllToAll | Slice | Pend | Exchange | ReduceExchange
+Step: TypeAlias = AllGather | ReduceScatter | AllReduce | AllToAll | Slice | MakePartial | Exchange | ReduceExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ _COLLECTIVES: dict[type[Step], str] = {
     AllReduce: "all_reduce",
     AllToAll: "all_to_all",
     Slice: "slice",
-    Pend: "pend",
+    MakePartial: "make_partial",
     Exchange: "exchange",
     ReduceExchange: "reduce_exchange",
 }
@@ -142,7 +142,7 @@ def after(step: Step, layout: Layout) -> Layout:
             return layout
         case ReduceScatter(axis, _, dim) | AllToAll(axis, _, dim):
             return layout.replace(layout.mesh.axis(axis), Shard(dim))
-        case Pend(axis, op):
+        case MakePartial(axis, op):
             return layout.replace(layout.mesh.axis(axis), Partial(op))
         case Slice(_, dst) | Exchange(_, dst) | ReduceExchange(_, _, dst):
             return dst
@@ -153,7 +153,7 @@ def after(step: Step, layout: Layout) -> Layout:
 def messages(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> Messages | None:
     """The regions that the rank at `coordinate` sends and receives; None where the step sends nothing."""
     whole = _whole(layout.local_shape(shape, coordinate))
-    if isinstance(step, Slice | Pend):
+    if isinstance(step, Slice | MakePartial):
         return None
     if isinstance(step, AllReduce):
         return Messages((whole,), (whole,))

@@ -12,7 +12,7 @@ from dshard.redistribute import (
     AllReduce,
     AllToAll,
     Exchange,
-    Pend,
+    MakePartial,
     ReduceExchange,
     ReduceScatter,
     Slice,
@@ -39,7 +39,7 @@ def steps_from(layout: Layout, dims: Sequence[int], partial: dict[int, ReduceOp]
             case Replicate():
                 steps += [Slice((axis,), layout.replace(i, Shard(dim))) for dim in dims]
                 if i in partial and all(commute(op, partial[i]) for op in ops):
-                    steps.append(Pend(axis, partial[i]))
+                    steps.append(MakePartial(axis, partial[i]))
     return steps + _all_reduces(layout)
 
 
@@ -131,7 +131,7 @@ def copied(step: Step, layout: Layout, shape: Shape) -> int:
         case Exchange(_, dst):
             strided = any(layout.axes_of(dim) != dst.axes_of(dim) for dim in range(1, len(shape)))
             return 2 * dst.local_numel(shape) if strided else 0
-        case Pend():
+        case MakePartial():
             return own
         case _:
             return 0

@@ -206,6 +206,18 @@ class TestAlternatives:
         assert found.why.startswith("in place of the rule, whose cheapest candidate, ")
         assert f"*  {name}" in str(found)
 
+    def test_tensors_are_concatenated_in_the_cheapest_of_their_layouts(self) -> None:
+        mesh, along_x, along_y = Mesh((2, 2), ("x", "y")), [Shard(0), Shard(1)], [Shard(1), Shard(0)]
+        layouts = {100: along_x, 80: along_y, 81: along_y}  # the largest is less than the others together
+        tensors = [distribute_tensor(torch.empty(n, 64, device="meta"), mesh, p) for n, p in layouts.items()]
+
+        (found,) = explain(torch.cat, tensors).operators
+
+        assert [each.name for each in found.candidates].count("index exchange") == 2
+        assert found.chosen.name == "index exchange"
+        assert found.chosen.placements.endswith("-> x:S(1) y:S(0)")
+        assert [sent.collective for sent in found.collectives] == ["all_to_all", "all_to_all"]
+
     @pytest.mark.parametrize("topology", [None, BYTES], ids=["latency counts", "bytes count"])
     def test_each_is_listed_with_its_price_and_the_cheapest_candidate_runs(self, topology: Topology | None) -> None:
         rows = {name: row for table in TABLES for name, row in table.items() if row.alternatives}

@@ -25,7 +25,7 @@ from dshard.ops.matmul.panel_executor import PanelExecutor
 from dshard.ops.matmul.panel_price import cheapest, in_panels
 from dshard.ops.matmul.ring import executor
 from dshard.placements import Partial
-from dshard.redistribute import Pend, Plan, Slice
+from dshard.redistribute import MakePartial, Plan, Slice
 from dshard.rules.expand import Expansion, Order, Row, expand, sizes_of
 from dshard.rules.panel_stream import Auto, Stream
 from dshard.rules.rule import PassThrough, Rule
@@ -246,4 +246,4 @@ def _turned(row: Row, i: int) -> Row:
 
 def sends(moves: Plan) -> bool:
     """Whether a plan communicates anything."""
-    return any(not isinstance(step, Slice | Pend) for step in moves.steps)
+    return any(not isinstance(step, Slice | MakePartial) for step in moves.steps)

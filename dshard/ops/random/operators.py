@@ -19,14 +19,14 @@ from dshard.core.wrapper import wrap
 from dshard.errors import CompileError
 from dshard.layout import replicated
 from dshard.mesh import Coordinate, Mesh
-from dshard.ops.custom import Custom, check
+from dshard.ops.custom import Custom, check, decomposed
 from dshard.ops.random import distributions, draw
 from dshard.ops.random.distributions import Distribution
 from dshard.ops.random.philox import words
 from dshard.ops.random.state import Draw, next_draw
 from dshard.ops.random.traced import filled_later
 from dshard.rules.strategy import completed_layout
-from dshard.torch_private import OpOverload, TracingContext, no_torch_dispatch, no_torch_function, torch_check
+from dshard.torch_private import OpOverload, TracingContext, no_torch_dispatch, torch_check
 
 aten = torch.ops.aten
 Make: TypeAlias = Callable[..., Distribution]
@@ -224,17 +224,6 @@ def rrelu_with_noise(x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
     return out
 
 
-def composed(function: Function) -> Custom:
-    """Run `function`, made of operators on distributed tensors, once torch has accepted the arguments."""
-
-    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        check(func, args, {name: value for name, value in kwargs.items() if name != "generator"})
-        with no_torch_function():
-            return function(*args, **kwargs)
-
-    return run
-
-
 # -- replicated on every rank
 
 
@@ -327,22 +316,22 @@ RANDOM: dict[OpOverload, Custom] = {
         for form in (name, f"{name}_")
         for func in _overloads(form)
     },
-    **{func: composed(like(make)) for name, make in _LIKE.items() for func in _overloads(name)},
+    **{func: decomposed(like(make)) for name, make in _LIKE.items() for func in _overloads(name)},
     aten.random_.to: overwriting(integers),
     aten.random.to: overwriting(integers),
     aten.normal_.default: normal_,
     aten.normal_functional.default: normal_,
     aten.bernoulli_.float: overwriting(_bernoulli),
     aten.bernoulli.p: overwriting(_bernoulli),
-    aten.bernoulli.default: composed(bernoulli),
-    aten.bernoulli.Tensor: composed(bernoulli_like),
-    aten.bernoulli_.Tensor: composed(in_place(bernoulli_like)),
-    **{func: composed(normal_of_tensors) for func in (aten.normal.Tensor_float, aten.normal.Tensor_Tensor)},
-    aten.normal.float_Tensor: composed(normal_of_tensors),
-    aten.native_dropout.default: composed(native_dropout),
-    aten.rrelu_with_noise.default: composed(rrelu_with_noise),
-    aten.rrelu_with_noise_.default: composed(in_place(rrelu_with_noise)),
-    aten.rrelu_with_noise_functional.default: composed(rrelu),
+    aten.bernoulli.default: decomposed(bernoulli),
+    aten.bernoulli.Tensor: decomposed(bernoulli_like),
+    aten.bernoulli_.Tensor: decomposed(in_place(bernoulli_like)),
+    **{func: decomposed(normal_of_tensors) for func in (aten.normal.Tensor_float, aten.normal.Tensor_Tensor)},
+    aten.normal.float_Tensor: decomposed(normal_of_tensors),
+    aten.native_dropout.default: decomposed(native_dropout),
+    aten.rrelu_with_noise.default: decomposed(rrelu_with_noise),
+    aten.rrelu_with_noise_.default: decomposed(in_place(rrelu_with_noise)),
+    aten.rrelu_with_noise_functional.default: decomposed(rrelu),
     aten.multinomial.default: multinomial,
 }
 """The functions that replace torch's random operators; any other runs by `seeded_op`."""
