@@ -5,6 +5,7 @@ context.py          the topology on which choices are priced, with its caches
 call.py             one call of an operator, as its rule sees it
 operands.py         the mesh and the specs of a call's operands
 executable.py       what a call runs as: redistribute, run the local operator, wrap
+local_results.py    what local operators computed in the first run of a call, given again while it is specialised
 call_key.py         the key under which a call is cached
 moves.py            redistribution of local tensors, local operators on every rank
 observe.py          decisions, calls and memory, as `trace`, `explain`, `strict` and the fast path observe them

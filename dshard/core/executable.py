@@ -7,6 +7,7 @@ data.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from dshard.comm import LocalTensor, compare_calls, comparing, run, runner, runtime_of
-from dshard.core.call import AlternativePlan, LocalOp
+from dshard.core.call import AlternativePlan, LocalOp, views_first
 from dshard.core.context import planning_context
+from dshard.core.local_results import LocalResults
 from dshard.core.moves import (
     coordinate_of,
     leaves,
@@ -26,7 +28,7 @@ from dshard.core.moves import (
     replace_tensors,
     run_on_ranks,
 )
-from dshard.core.observe import OBSERVERS, CallRecord, Decision, log, observed
+from dshard.core.observe import CALL_LOG, OBSERVERS, CallRecord, Decision, log, observed
 from dshard.core.operands import operand_of, plan_to
 from dshard.core.signature import Function, Kwargs
 from dshard.core.spec import Spec, spec_of
@@ -151,6 +153,10 @@ class Executable:
             out = run(end, out)
         return local, out
 
+    def is_local(self) -> bool:
+        """Whether nothing is redistributed, and the gradient of the local operator is that of the call."""
+        return self.differentiable and not any(plan.steps for plan in (*self.plans, *self.decision.ends))
+
     def compare(self, args: Values, kwargs: Kwargs = _NO_KWARGS) -> None:
         """In debug mode, go on only if all ranks make the same call."""
         if self.compared:
@@ -207,8 +213,11 @@ def watched(executable: Executable, op: Any, args: Values, kwargs: Kwargs, call:
 
     A matmul or composite operator has no `op`.
     """
-    out = observed(executable.decision, call, call_args) if OBSERVERS else call(*call_args)
-    log(CallRecord(executable, op, args, kwargs, out, call))
+    computed = LocalResults()
+    is_kept = CALL_LOG and executable.is_local() and not (op is not None and views_first(op))
+    with computed.recording() if is_kept else nullcontext():
+        out = observed(executable.decision, call, call_args) if OBSERVERS else call(*call_args)
+    log(CallRecord(executable, op, args, kwargs, out, call, computed))
     return out
 
 

@@ -199,12 +199,13 @@ def giving_same_memory_once(local_op: LocalOp) -> LocalOp:
     """
 
     def run(written: Tensor, *rest: object, **kwargs: object) -> Any:
-        return local_op(written, *[written if _is_same_memory(x, written) else x for x in rest], **kwargs)
+        return local_op(written, *[written if is_same_memory(x, written) else x for x in rest], **kwargs)
 
     return run
 
 
-def _is_same_memory(x: Any, written: Tensor) -> bool:
+def is_same_memory(x: Any, written: Any) -> bool:
+    """Whether two local tensors are the same elements of the same memory."""
     return (
         type(x) is Tensor
         and type(written) is Tensor

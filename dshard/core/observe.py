@@ -139,7 +139,8 @@ def observed(decision: Decision, run: Function, args: Sequence[Any]) -> Any:
 class CallRecord(NamedTuple):
     """A call that ran: its executable, None where it has none, its operator, arguments and result.
 
-    A matmul or composite operator has no `op`; it runs again by `call` of the tensors among its arguments.
+    A matmul or composite operator has no `op`; it runs again by `call` of the tensors among its arguments. `computed`
+    are the results of its local operators, where nothing moved.
     """
 
     executable: Any
@@ -148,6 +149,7 @@ class CallRecord(NamedTuple):
     kwargs: Kwargs
     result: Any
     call: Function | None = None
+    computed: Any = None
 
 
 CALL_LOGS: Scoped[list[CallRecord], tuple[list[CallRecord], ...]] = Scoped("call logs", tuple)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -150,8 +151,12 @@ def _specialise(func: Function, args: Args, kwargs: Kwargs, through: Uncached, k
     if not shortcut or not key[1] or getattr(shortcut, "repeats", False):
         return out
     with no_torch_function():  # the graph is the same, whether a rank has met such a call before or not
+        computed = [each.computed for each in records if each.computed]
         del records[:], out
-        return shortcut(args, kwargs)
+        with ExitStack() as modes:
+            for results in computed:
+                modes.enter_context(results.replaying())
+            return shortcut(args, kwargs)
 
 
 def _is_write(record: CallRecord) -> bool:

@@ -10,15 +10,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard import Replicate, Shard, distribute_tensor, init_device_mesh
 from dshard.caches import clear_caches
 from dshard.core.spec import is_for_shapes
+from dshard.core.wrapper import Wrapper
+from dshard.dispatch import fast_path
 from dshard.dispatch.fast_path import FAST
 from dshard.testing import RankPool
 
 MAX_FILES, MAX_FRAMES = 6, 5
 COLLECTIVE = ("comm/run.py", "run_collective")
+BESIDE = ("comm/collective.py", "core/local_results.py")
+"""Who calls local operators beside the walk: the reduction of terms received, and the log that passes calls on."""
 Stack = list[tuple[str, str]]
 
 
@@ -68,7 +73,7 @@ def stacks_at(call: Callable[[], Any], ends: tuple[str, ...]) -> dict[str, list[
                 name = frame.f_locals["self"].__name__.partition(".")[0]
         if name in ends and any(stack) and not is_for_shapes():
             above = [each for each in stack if each is not None]
-            if at == COLLECTIVE or above[-1][0] != "comm/collective.py":  # which reduces terms that were received
+            if at == COLLECTIVE or above[-1][0] not in BESIDE:
                 found.setdefault(name, []).append(above)
         if event == "call":
             stack.append(at)
@@ -113,3 +118,82 @@ def long_walks() -> list[str]:
 @pytest.mark.skipif(not FAST, reason="needs the fast path")
 def test_each_walk_is_of_few_files_and_warm_of_few_frames(ranks: RankPool) -> None:
     assert ranks.run(long_walks, timeout=300) == [[]] * 4
+
+
+class Computed(TorchDispatchMode):
+    """Lists the operators that compute something on local tensors: no views, and none that only infer shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, Wrapper) for kind in types):
+            return NotImplemented
+        is_view = any(result.alias_info is not None for result in func._schema.returns)
+        if not is_view and not is_for_shapes():
+            self.operators.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def computed(call: Callable[[], Any]) -> list[str]:
+    with Computed() as mode, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast_path, "n_dispatch_modes", lambda: 0)  # a mode sends all calls past the fast path
+        call()
+    return mode.operators
+
+
+def computed_cold() -> list[str]:
+    wrong = []
+    for grad in (False, True):
+        x, y, w = (laid((8, 8), placement, grad) for placement in (Shard(0), Shard(0), Replicate()))
+        many, weight = laid((4, 8, 8), Shard(0), grad), laid((8,), Replicate(), grad)
+        calls = {
+            "linear": lambda: F.linear(x, w),  # noqa: B023
+            "linear with a bias": lambda: F.linear(many, w, weight),  # noqa: B023
+            "matmul": lambda: many @ w,  # noqa: B023
+            "matmul that gathers": lambda: x @ y,  # noqa: B023
+            "add": lambda: x + y,  # noqa: B023
+            "two operators": lambda: F.mse_loss(x, y),  # noqa: B023
+            "softmax": lambda: x.softmax(1),  # noqa: B023
+            "layer_norm": lambda: F.layer_norm(x, (8,), weight, weight),  # noqa: B023
+            "view": lambda: x.t(),  # noqa: B023
+        }
+        for name, call in calls.items():
+            clear_caches()
+            cold, warm = computed(call), computed(call)
+            if cold != warm:
+                wrong.append(f"{name}, {grad=}: {cold} computed cold, {warm} warm")
+    return wrong
+
+
+@pytest.mark.ranks
+def test_a_first_call_computes_what_a_warm_one_does(ranks: RankPool) -> None:
+    assert ranks.run(computed_cold) == [[]] * 4
+
+
+def reused() -> list[str]:
+    """What a first call computed is the result of its graph, and no more than that: writes to it or its operands."""
+    x, w = laid((8, 8), Shard(0), True), laid((8, 8), Replicate(), True)
+    wrong = []
+    for name, call in {"add": lambda: x + x, "exp": lambda: x.exp(), "linear": lambda: F.linear(x, w)}.items():
+        clear_caches()
+        results = []
+        for _ in range(3):
+            x.grad = w.grad = None
+            out = call()
+            out.backward(out.detach())
+            results.append([out.full_tensor(), x.grad.full_tensor()])
+        wrong += [name for result in results[1:] if not all(map(torch.equal, result, results[0]))]
+        clear_caches()
+        out = call()
+        with torch.no_grad():
+            out.mul_(2)
+        if not torch.equal(call().full_tensor() * 2, out.full_tensor()):
+            wrong.append(f"{name}: a write to the first result")
+    return wrong
+
+
+@pytest.mark.ranks
+def test_results_of_a_first_call_are_its_own(ranks: RankPool) -> None:
+    assert ranks.run(reused) == [[]] * 4
