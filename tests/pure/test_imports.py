@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,11 @@ def imports(tree: ast.AST, package: str) -> bool:
     return any(name == package or name.startswith(package + ".") for name in imported(tree))
 
 
+@cache
+def parsed(path: Path) -> ast.AST:
+    return ast.parse(path.read_text())
+
+
 def layer(path: Path) -> str:
     """The layer a file of the package belongs to."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -82,19 +88,17 @@ def layer(path: Path) -> str:
 
 @pytest.mark.parametrize("path", FILES)
 def test_one_door_to_torch_distributed(path: Path) -> None:
-    assert layer(path) in MAY_IMPORT_DISTRIBUTED or not imports(ast.parse(path.read_text()), "torch.distributed")
+    assert layer(path) in MAY_IMPORT_DISTRIBUTED or not imports(parsed(path), "torch.distributed")
 
 
 @pytest.mark.parametrize("path", FILES)
 def test_only_the_report_imports_rich(path: Path) -> None:
-    assert layer(path) in MAY_IMPORT_RICH or not imports(ast.parse(path.read_text()), "rich")
+    assert layer(path) in MAY_IMPORT_RICH or not imports(parsed(path), "rich")
 
 
 @pytest.mark.parametrize("path", FILES)
 def test_imports_stand_at_the_top(path: Path) -> None:
-    found = {
-        f"dshard/{path.relative_to(PACKAGE).as_posix()}: {name}" for name in late_importers(ast.parse(path.read_text()))
-    }
+    found = {f"dshard/{path.relative_to(PACKAGE).as_posix()}: {name}" for name in late_importers(parsed(path))}
 
     assert found <= MAY_IMPORT_LATE
 
@@ -172,5 +176,4 @@ def test_no_function_is_handed_the_class_of_distributed_tensors() -> None:
 @pytest.mark.parametrize("path", [path for path in FILES if path.id != "caches.py"])
 def test_every_cache_is_in_cache_info(path: Path) -> None:
     """Functions are cached by `dshard.caches.cached`, under a name and with a bound, never by functools alone."""
-    tree = ast.parse(path.read_text())
-    assert not {"functools", "functools.cache", "functools.lru_cache"} & {*imported(tree)}
+    assert not {"functools", "functools.cache", "functools.lru_cache"} & {*imported(parsed(path))}

@@ -250,21 +250,22 @@ def test_tensors_made_inside_are_guarded_too(ranks: RankPool) -> None:
     ranks.run(local_tensors_under_settings)
 
 
-def other_sizes() -> None:
+def other_sizes(sizes: tuple[int, ...]) -> None:
     w = tensor(1, (8, 12), R, Shard(1))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(product, backend=counter, fullgraph=True)
-    for n in (8, 5, 3, 8, 5, 1):
+    for n in sizes:
         x = distribute_tensor(torch.randn(n, 8, dtype=torch.float64), device_mesh(GRID), [Shard(0), R]).requires_grad_()
         out, eager = compiled(x, w), product(x, w)
         assert out.layout == eager.layout
         close(out.full_tensor(), eager.full_tensor())
         close(gradients(out, [x, w]), gradients(eager, [x, w]))
-    assert counter.frame_count == 4
+    assert counter.frame_count == len(set(sizes))
 
 
-def test_each_size_has_its_graph(ranks: RankPool) -> None:
-    ranks.run(other_sizes)
+@pytest.mark.parametrize("sizes", [(5, 8, 5, 1), pytest.param((8, 5, 3, 8, 5, 1), marks=pytest.mark.thorough)], ids=str)
+def test_each_size_has_its_graph(ranks: RankPool, sizes: tuple[int, ...]) -> None:
+    ranks.run(other_sizes, sizes)
 
 
 def described_elsewhere() -> list[str]:
@@ -320,18 +321,18 @@ def test_redistributions_and_strategies_inside(ranks: RankPool, backend: str) ->
     ranks.run(region, backend)
 
 
-def products_in_panels() -> None:
+def products_in_panels(strategy: Any) -> None:
     x, w = tensor(0, (6, 9), Shard(0), Shard(1)), tensor(1, (9, 8), Shard(0), Shard(1))
-    for strategy in ("summa", "cannon"):
-        with use_strategy(matmul=strategy, panels=2):
-            out = torch.compile(product, backend="aot_eager", fullgraph=True)(x, w)
-            assert out.layout == product(x, w).layout
-            close(out.full_tensor(), product(x, w).full_tensor())
-            close(gradients(out, [x, w]), gradients(product(x, w), [x, w]))
+    with use_strategy(matmul=strategy, panels=2):
+        out = torch.compile(product, backend="aot_eager", fullgraph=True)(x, w)
+        assert out.layout == product(x, w).layout
+        close(out.full_tensor(), product(x, w).full_tensor())
+        close(gradients(out, [x, w]), gradients(product(x, w), [x, w]))
 
 
-def test_products_in_panels_and_around_rings(ranks: RankPool) -> None:
-    ranks.run(products_in_panels)
+@pytest.mark.parametrize("strategy", ["cannon", pytest.param("summa", marks=pytest.mark.thorough)])
+def test_products_in_panels_and_around_rings(ranks: RankPool, strategy: str) -> None:
+    ranks.run(products_in_panels, strategy)
 
 
 def refusals() -> list[str]:

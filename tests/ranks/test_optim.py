@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.default_cases import one_way_each
 from helpers.single_device import rows
 from torch import Tensor
 from torch.nn import Parameter
@@ -73,11 +74,7 @@ def assert_equal(found: Sequence[Any], expected: Sequence[Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [
-        pytest.param(name, way, marks=[pytest.mark.thorough] * ((i + j) % 2))
-        for i, name in enumerate(OPTIMISERS)
-        for j, way in enumerate(WAYS)
-    ],
+    one_way_each(OPTIMISERS, list(WAYS)),
 )
 def test_optimisers(name: str, way: str) -> None:
     expected = trained(parameters(), OPTIMISERS[name], WAYS[way])

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from helpers.pipeline_models import LOSS, Where, errors, mesh_of, staged
 from torch import nn
 
@@ -53,8 +54,7 @@ def trained(model, wheres, options, n_microbatches):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("model", ["u", "gpt"])
-@pytest.mark.parametrize("wheres", [TWO, UNEVEN, FOUR], ids=["two", "uneven", "four"])
+@pytest.mark.parametrize(("wheres", "model"), one_way_each([TWO, UNEVEN, FOUR], ["u", "gpt"]))
 def test_losses_and_gradients_are_those_of_one_device(ranks, model, wheres):
     assert max(ranks.run(trained, model, wheres, SOME, 3)) < 1e-12
 

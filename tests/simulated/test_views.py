@@ -16,7 +16,7 @@ from dshard.placements import ReduceOp
 from dshard.testing import distribute, simulated
 
 Tensors: TypeAlias = tuple[Tensor, ...]
-SAMPLE = 6
+SAMPLE = 4
 """How many layouts of the two-axis mesh the default tests take."""
 
 
