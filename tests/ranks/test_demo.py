@@ -176,14 +176,19 @@ class TestStrategies:
 @pytest.mark.ranks
 class TestLayouts:
     @pytest.mark.parametrize(
-        ("dtype", "tolerance"), [pytest.param(torch.float32, 1e-5, marks=pytest.mark.thorough), (torch.float64, 1e-12)]
+        ("chosen", "dtype", "tolerance"),
+        [
+            (("single", "data x tensor", "atp"), torch.float64, 1e-12),
+            pytest.param(tuple(names(4)), torch.float64, 1e-12, marks=pytest.mark.thorough),
+            pytest.param(tuple(names(4)), torch.float32, 1e-5, marks=pytest.mark.thorough),
+        ],
     )
     def test_every_layout_follows_the_single_device(
-        self, ranks: RankPool, dtype: torch.dtype, tolerance: float
+        self, ranks: RankPool, chosen: tuple[str, ...], dtype: torch.dtype, tolerance: float
     ) -> None:
-        rows, *others = ranks.run(train_all, Settings(steps=2, dtype=dtype), ignore, timeout=WAIT)
+        rows, *others = ranks.run(train_all, Settings(chosen, steps=2, dtype=dtype), ignore, timeout=WAIT)
 
-        assert [row.strategy for row in rows] == names(4)
+        assert tuple(row.strategy for row in rows) == chosen
         assert max(row.max_loss_diff for row in rows) < tolerance
         assert all(len(row.losses) == 2 and row.losses[-1] == row.final_loss for row in rows)
         assert others == [[], [], []]
