@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from helpers.default_cases import one_in
 from helpers.transformer_blocks import BLOCKS, LAYOUTS, TOKENS, WIDTH, lay_out
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -330,7 +331,7 @@ def products_in_panels(strategy: Any) -> None:
         close(gradients(out, [x, w]), gradients(product(x, w), [x, w]))
 
 
-@pytest.mark.parametrize("strategy", ["cannon", pytest.param("summa", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("strategy", one_in(2, ["cannon", "summa"]))
 def test_products_in_panels_and_around_rings(ranks: RankPool, strategy: str) -> None:
     ranks.run(products_in_panels, strategy)
 
