@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from helpers.default_cases import one_way_each
 from helpers.pipeline_models import LOSS, Where, batch, lay_out, mesh_of, parts, placements_of
 from torch import nn
 
@@ -76,8 +77,7 @@ def on_ranks(wheres: tuple[Where, ...], accumulate: int) -> tuple[list[float], l
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("wheres", [TWO, UNEVEN, FOUR], ids=["two", "uneven", "four"])
+@pytest.mark.parametrize(("wheres", "accumulate"), one_way_each([TWO, UNEVEN, FOUR], [1, 2]))
 def test_copies_train_as_one_parameter(ranks: RankPool, wheres: tuple[Where, ...], accumulate: int) -> None:
     losses, tied = on_one_device(len(wheres), accumulate)
 

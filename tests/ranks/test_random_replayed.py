@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from helpers.random_layouts import GIVEN, LAYOUTS, MESHES, ONE, SHAPE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -122,9 +123,9 @@ def drawn_on(mesh: Mesh) -> Tensor:
 CASES = [(begin, "nothing") for begin in BEGIN] + [("seeded", between) for between in BETWEEN if between != "nothing"]
 
 
-@pytest.mark.parametrize(("begin", "between"), CASES)
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_replays_the_masks(use_reentrant: bool, begin: str, between: str) -> None:
+@pytest.mark.parametrize(("case", "use_reentrant"), one_way_each(CASES, [False, True]))
+def test_a_checkpoint_replays_the_masks(case: tuple[str, str], use_reentrant: bool) -> None:
+    begin, between = case
     laid = WHOLE if use_reentrant else SPLIT
     without = trained(lambda block, *args: block(*args), BEGIN[begin], BETWEEN[between], laid)
     with_it = trained(recomputed(use_reentrant), BEGIN[begin], BETWEEN[between], laid)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from helpers.single_device import Case, Function, as_tuple, assert_same_as_single_device, on_one_device, rows
 from torch import Tensor
 
@@ -203,18 +204,12 @@ def losses(reduction: str) -> dict[str, Case]:
 CASES = REDUCTIONS | ALONG | DECOMPOSED | ADDED | losses("none") | losses("mean") | losses("sum")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_on_one_axis(name: str) -> None:
-    assert_same_as_single_device(CASES[name], LINE, seed=name)
+@pytest.mark.parametrize(("name", "mesh"), one_way_each(CASES, [LINE, SQUARE]), ids=str)
+def test_they_are_those_of_one_device(name: str, mesh: Mesh) -> None:
+    assert_same_as_single_device(CASES[name], mesh, seed=name, most=2 if mesh == SQUARE else None)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_on_two_axes(name: str) -> None:
-    assert_same_as_single_device(CASES[name], SQUARE, seed=name, most=2)
-
-
-@pytest.mark.parametrize("op", ["avg", "product", "max", "min"])
-@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize(("name", "op"), one_way_each(REDUCTIONS, ["avg", "product", "max", "min"]))
 def test_of_partial_operands(name: str, op: ReduceOp) -> None:
     assert_same_as_single_device(REDUCTIONS[name], Mesh((2,), ("x",)), ops=(op,), seed=name, most=1)
 

@@ -10,6 +10,7 @@ from math import inf
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.default_cases import one_way_each
 from helpers.panel_matmuls import ABT, MESHES, SUMMA, executor_of, expected, placed, plans_of, reals
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,12 +55,14 @@ CASES = [
     ((4,), Schedule(("n",), ("m",))),
     ((4,), Schedule(("k",), ("m",))),
 ]
+TRANSPORTS = ["collective", "broadcast", "ring"]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("transport", ["collective", "broadcast", "ring"])
-@pytest.mark.parametrize(("shape", "schedule"), CASES, ids=str)
-def test_on_real_ranks(ranks: RankPool, shape: tuple[int, ...], schedule: Schedule, transport: str) -> None:
+@pytest.mark.parametrize(("case", "transport"), one_way_each(CASES, TRANSPORTS), ids=str)
+def test_on_real_ranks(ranks: RankPool, case: tuple[tuple[int, ...], Schedule], transport: str) -> None:
+    shape, schedule = case
+
     assert ranks.run(differs_on_ranks, shape, schedule, Stream(3, None, transport)) == [[]] * 4
 
 
@@ -82,11 +85,11 @@ def again(shape: tuple[int, ...], schedule: Schedule, stream: Stream) -> tuple[i
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("transport", ["collective", "broadcast", "ring"])
-@pytest.mark.parametrize(("shape", "schedule"), CASES, ids=str)
+@pytest.mark.parametrize(("case", "transport"), one_way_each(CASES, TRANSPORTS), ids=str)
 def test_a_repeated_product_uses_its_buffers_again(
-    ranks: RankPool, shape: tuple[int, ...], schedule: Schedule, transport: str
+    ranks: RankPool, case: tuple[tuple[int, ...], Schedule], transport: str
 ) -> None:
+    shape, schedule = case
     for made, more, peak, promised, nbytes in ranks.run(again, shape, schedule, Stream(2, None, transport)):
         assert made > 0
         assert more == 0
@@ -143,7 +146,7 @@ def lent() -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("transport", ["collective", "broadcast", "ring"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("schedule", [SUMMA, ABT, Schedule(("k", "k"), ("m", "R"))], ids=str)
 def test_half_precision_is_added_up_in_single(schedule: Schedule, transport: str, dtype: torch.dtype) -> None:
     mesh, (m, k, n) = MESHES[1], (24, 512, 20)
