@@ -191,17 +191,17 @@ def recording(paths: set[Any]) -> Iterator[None]:
     original = DTensor.__dict__["__torch_dispatch__"]
     depth = 0
 
-    def wrapped(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def wrapped(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         nonlocal depth
         if depth == 0:
             paths.add((func, path_of(func, args, kwargs or {})))
         depth += 1
         try:
-            return original.__func__(cls, func, types, args, kwargs)
+            return original.__func__(func, types, args, kwargs)
         finally:
             depth -= 1
 
-    DTensor.__torch_dispatch__ = classmethod(wrapped)
+    DTensor.__torch_dispatch__ = staticmethod(wrapped)
     try:
         yield
     finally:
