@@ -21,6 +21,7 @@ from dshard.ops import (
     batched,
     concat,
     convolution,
+    distances,
     indexing,
     losses,
     nn,
@@ -53,6 +54,7 @@ TABLES: tuple[dict[str, Operator], ...] = (
     losses.RULES,
     convolution.RULES,
     batched.RULES,
+    distances.RULES,
 )
 _USER: dict[str | OpOverload, Operator] = {}
 _TEXTS: dict[str, str] = {}

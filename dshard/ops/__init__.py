@@ -1,6 +1,6 @@
 """Operators: a family a file, with its rules, its kernels, and every other way to run it.
 
-pointwise reductions views slicing concat indexing nn losses convolution batched addmm   tables of rules
+pointwise reductions views slicing concat indexing nn losses convolution batched distances addmm   tables of rules
 matmul/              matmuls: chosen by loops, run whole or in panels, differentiated as matmuls
 random/              random values that do not depend on the mesh
 attention embedding vocab_parallel   functions of torch that are planned jointly; composite.py runs them

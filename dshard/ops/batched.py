@@ -116,7 +116,6 @@ def _pooling(n: int) -> dict[str, Operator]:
 
 
 _MATRICES = (
-    "_cdist_forward",
     "_linalg_eigh",
     "_linalg_eigvals",
     "_linalg_svd",

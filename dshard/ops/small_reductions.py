@@ -1,25 +1,31 @@
-"""Operators along a sharded dim by small reductions instead of gathering it: softmax, norms.
+"""Operators along a sharded dim by small reductions instead of gathering it: softmax, norms, distances.
 
-These are torch's own decompositions, whose reductions leave small partial results, completed at once.
+Most are torch's own decompositions, whose reductions leave small partial results, completed at once. An operator whose
+output follows from one statistic for each of its elements, to which all ranks add, says which: `reduced_statistic`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from dshard.core.call import Alternative, AlternativePlan, Call
+from dshard.core.call import Alternative, AlternativePlan, Call, LocalOp
 from dshard.core.context import planning_context
+from dshard.core.moves import local_redistribution, replace_leaves, run_on_ranks
 from dshard.core.signature import Function
+from dshard.core.spec import spec_of
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout, Shape
 from dshard.ops.custom import wrapped
 from dshard.ops.decompositions import HALF
 from dshard.placements import Partial, ReduceOp, Replicate
 from dshard.redistribute import plan
-from dshard.rules.expand import order_of, sharded_anyway
+from dshard.rules.expand import Order, order_of, sharded_anyway
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import OpOverload, decomposition_table, no_torch_function
@@ -87,3 +93,53 @@ def _decomposition(func: OpOverload) -> Function:
             return wrapped(function(*args, **kwargs), (args, kwargs))
 
     return run
+
+
+# -- a statistic of each rank's part
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """What a rank computes of its part, of the output's shape; how these are reduced; and what makes the output of it.
+
+    `part` takes the arguments of the call with local tensors, also of a rank without elements of the sharded dim.
+    """
+
+    part: LocalOp
+    reduce: ReduceOp
+    finish: Callable[[Tensor], Tensor]
+
+
+def reduced_statistic(of: Callable[[Call], Statistic]) -> Alternative:
+    """An operator of one output, along the dims that its rule does not shard, by one reduction of a statistic.
+
+    Not in half precision, in which the statistic of each part would be rounded.
+    """
+    return Alternative("small reductions", partial(_plan_statistic, of))
+
+
+def _plan_statistic(of: Callable[[Call], Statistic], call: Call, rule: Rule) -> AlternativePlan | None:
+    layouts = [completed_layout(spec.layout) for spec in call.specs]
+    mesh, (out,) = layouts[0].mesh, call.outs
+    order: Order = {}
+    for factor, axes in order_of(rule.inputs, layouts).items():
+        if not any(axis in used for used in order.values() for axis in axes):
+            order[factor] = axes
+    whole = [factor for factor in order if factor in rule.unsharded]
+    axes = tuple(axis for factor in whole for axis in order[factor] if mesh.shape[axis] > 1)
+    if not axes or any(0 in shape for shape in call.shapes) or out.dtype in HALF:
+        return None
+    inputs, (result,) = sharded_anyway(rule, order, mesh)
+    statistic = of(call)
+    spec = spec_of(result, tuple(out.shape), out.stride(), out.dtype, call.specs[0].device)
+    parts = spec.with_layout(partial_along(result, axes, statistic.reduce))
+
+    def run(*args: object, **kwargs: object) -> Any:
+        given = replace_leaves((args, kwargs), lambda leaf: leaf._local if isinstance(leaf, Wrapper) else leaf)
+        local = run_on_ranks(mesh, lambda at: statistic.part, *given)
+        reduced = local_redistribution(parts, result)(local)
+        return wrap(run_on_ranks(mesh, lambda at: statistic.finish, (reduced,), {}), spec)
+
+    topology = planning_context().topology_of(mesh)
+    moved = plan(parts.layout, result, spec.shape, spec.itemsize, topology)
+    return AlternativePlan(inputs, (result,), run, ((moved, spec.itemsize),))

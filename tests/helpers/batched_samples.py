@@ -76,7 +76,9 @@ POOLING: dict[str, Sample] = {
 }
 
 MATRICES: dict[str, Sample] = {
-    "cdist": (lambda x, y: torch.cdist(x, y, 1.0), (sides, reals(5, 4, 2))),
+    **{f"cdist {p}": (torch.cdist, (sides, reals(5, 4, 2), p)) for p in (0.0, 1.0, 1.5, 2.0, float("inf"))},
+    "cdist of vectors": (torch.cdist, (reals(5, 3), reals(4, 3), 3.0)),
+    "cdist broadcast": (torch.cdist, (reals(5, 3), reals(2, 4, 3))),
     "det": (torch.linalg.det, (matrices,)),
     "slogdet": (torch.linalg.slogdet, (matrices,)),
     "eigh": (lambda x: torch.linalg.eigvalsh(x), (positive,)),

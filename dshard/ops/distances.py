@@ -1,0 +1,78 @@
+"""Distances between the rows of two matrices: rows of either may be sharded, and features by one small reduction."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.core.call import Call, LocalOp, Operator
+from dshard.mesh import Coordinate
+from dshard.ops.batched import or_nothing
+from dshard.ops.decompositions import HALF
+from dshard.ops.small_reductions import Statistic, reduced_statistic
+from dshard.rules.rule import Rule, linear
+from dshard.rules.strategy import Strategy
+
+aten: Any = torch.ops.aten
+
+
+def distances(call: Call) -> Rule:
+    """Rows of both matrices may be sharded; the features, over which a distance is taken, may not."""
+    return call.rule("... p [m], ... r [m] -> ... p r")
+
+
+def distances_backward(call: Call) -> Rule:
+    """Any dim may be sharded, but for p=inf not the features; the other matrix's rows leave the gradient partial."""
+    features = "[m]" if call.argument("p") == inf else "m"
+    return call.rule(f"... p r, ... p {features}, ... r {features}, ... p r -> ... p {features}", passes=linear(0))
+
+
+def _refused_alike(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """The operator; in half precision a rank without rows asks torch, too, whether it refuses that dtype."""
+    local = or_nothing()(call, strategy, coordinate)
+    if call.specs[0].dtype not in HALF:
+        return local
+
+    def asked(x1: Tensor, x2: Tensor, *rest: object, **options: object) -> Any:
+        if not x1.numel() or not x2.numel():
+            call.func(x1.new_ones(1, 1), x2.new_ones(1, 1), *rest, **options)
+        return local(x1, x2, *rest, **options)
+
+    return asked
+
+
+def _where_largest(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """The backward form, which for p=inf finds the largest difference by equality: so it is computed again here.
+
+    An operand that was partial may have been completed in another order for the forward form, and rounded otherwise.
+    """
+    if call.argument("p") != inf:
+        return call.func
+
+    def local(grad: Tensor, x1: Tensor, x2: Tensor, p: float, _: Tensor) -> Any:
+        return call.func(grad, x1, x2, p, aten._cdist_forward.default(x1, x2, p, None))
+
+    return local
+
+
+def _of_features(call: Call) -> Statistic:
+    """The distances over a part of the features, to the power `p`; the root is taken of their sum."""
+    p: float = call.argument("p")
+
+    def powers(*args: Any, **kwargs: Any) -> Tensor:
+        part: Tensor = call.func(*args, **kwargs)
+        return part if p in (0, 1, inf) else part.pow(p)
+
+    def root(whole: Tensor) -> Tensor:
+        return whole if p in (0, 1, inf) else whole.pow(1 / p)
+
+    return Statistic(powers, "max" if p == inf else "sum", root)
+
+
+RULES: dict[str, Operator] = {
+    "aten::_cdist_forward": Operator(distances, _refused_alike, (reduced_statistic(_of_features),)),
+    "aten::_cdist_backward": Operator(distances_backward, or_nothing(_where_largest)),
+}
