@@ -67,34 +67,34 @@ class Collective:
         return replace(self, send=send, recv=recv)
 
 
-def collectives_for(whole: Collective, dtype: torch.dtype, backend: str) -> list[tuple[Collective, int]]:
-    """The collectives by which a backend runs `whole`, each with the number of equal terms in what it receives.
+def collectives_for(collective: Collective, dtype: torch.dtype, backend: str) -> list[tuple[Collective, int]]:
+    """The collectives by which a backend runs `collective`, each with the number of equal terms in what it receives.
 
     Terms are reduced locally; 0 says that there are none. Where the backend cannot reduce, or pieces differ in size,
     the pieces are exchanged: the same bytes, and half precision is summed in single. An all_reduce is then followed by
     an all_gather.
     """
-    if whole.op is None or native(whole, dtype, backend):
-        return [(whole, 0)]
-    n = len(whole.ranks)
-    if whole.kind == "reduce_scatter":
-        return [(replace(whole, kind="all_to_all", recv=whole.recv * n), n)]
-    slots = sorted(whole.ranks)  # a process group deals out the chunks, and sorts its ranks
-    sizes = tuple(len(chunk(whole.send[0], n, slots.index(rank))) for rank in whole.ranks)
-    own = sizes[whole.index]
-    exchange = replace(whole, kind="all_to_all", send=sizes, recv=(own,) * n)
-    gather = replace(whole, kind="all_gather", send=(own,), recv=sizes, op=None, report=None)
+    if collective.op is None or native(collective, dtype, backend):
+        return [(collective, 0)]
+    n = len(collective.ranks)
+    if collective.kind == "reduce_scatter":
+        return [(replace(collective, kind="all_to_all", recv=collective.recv * n), n)]
+    slots = sorted(collective.ranks)  # a process group deals out the chunks, and sorts its ranks
+    sizes = tuple(len(chunk(collective.send[0], n, slots.index(rank))) for rank in collective.ranks)
+    own = sizes[collective.index]
+    exchange = replace(collective, kind="all_to_all", send=sizes, recv=(own,) * n)
+    gather = replace(collective, kind="all_gather", send=(own,), recv=sizes, op=None, report=None)
     return [(exchange, n), (gather, 0)]
 
 
-def native(whole: Collective, dtype: torch.dtype, backend: str) -> bool:
+def native(collective: Collective, dtype: torch.dtype, backend: str) -> bool:
     """Whether a backend runs this reduction itself."""
     if backend == SIMULATED:
         return True
-    assert whole.op is not None
-    if whole.kind == "reduce_scatter" and (backend not in _SCATTERS or len(set(whole.send)) > 1):
+    assert collective.op is not None
+    if collective.kind == "reduce_scatter" and (backend not in _SCATTERS or len(set(collective.send)) > 1):
         return False
-    return reduces(dtype, whole.op, backend)
+    return reduces(dtype, collective.op, backend)
 
 
 def reduces(dtype: torch.dtype, op: ReduceOp, backend: str) -> bool:

@@ -133,11 +133,11 @@ def _copier(region: Region) -> Local:
 def _transfer_calls(step: Transfer, group: Group, dtype: torch.dtype, is_traced: bool) -> list[Local]:
     """Pack, the collective, and local work on its result, apart so that a buffer is freed once it is not needed."""
     collective = step.collective
-    begin, told = primitive(collective, dtype, group, is_traced=is_traced), collective.report
+    begin, what = primitive(collective, dtype, group, is_traced=is_traced), collective.report
 
     def run_collective(x: Tensor) -> Tensor:
-        if LISTENERS and told is not None:
-            return report(told, group, begin, x)()
+        if LISTENERS and what is not None:
+            return report(what, group, begin, x)()
         return begin(x, None)()
 
     if collective.kind == "all_reduce" and not is_traced:
@@ -203,9 +203,9 @@ def run_number(plan: Plan, x: Tensor) -> Tensor:
     group = runtime.group(step.axes)
     if group.backend != "gloo" or not 1 < len(group.ranks) <= _FEW_RANKS:
         return run(plan, x)
-    told = Report("all_reduce", plan.src.mesh, plan.received(runtime.coordinate))
+    what = Report("all_reduce", plan.src.mesh, plan.received(runtime.coordinate))
     with torch.no_grad():
-        return report(told, group, partial(reduce_number, step.op, group), x)()
+        return report(what, group, partial(reduce_number, step.op, group), x)()
 
 
 # -- programs, whose collectives overlap the computation

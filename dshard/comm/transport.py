@@ -1,4 +1,4 @@
-"""Launch collectives: by the fastest primitive of the group's backend, and told to listeners."""
+"""Launch collectives: by the fastest primitive of the group's backend, and tell listeners of them."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def launch(c: Collective, x: Tensor, group: Group, out: Tensor | None = None) ->
     return begin(x, out) if c.report is None or not LISTENERS else report(c.report, group, begin, x, out)
 
 
-def report(told: Report, group: Group, begin: Begin, x: Tensor, out: Tensor | None = None) -> Wait:
+def report(what: Report, group: Group, begin: Begin, x: Tensor, out: Tensor | None = None) -> Wait:
     """Begin a collective of the group, and tell listeners of it: before it, or after its end with its seconds."""
     if traced(x):
         return begin(x, out)
-    nbytes = told.elements * x.itemsize
+    nbytes = what.elements * x.itemsize
     if not measuring():
-        emit(told.collective, told.mesh, group.axes, nbytes)
+        emit(what.collective, what.mesh, group.axes, nbytes)
         return begin(x, out)
     received, seconds = timed(group, x.device, lambda: begin(x, out)())
-    emit(told.collective, told.mesh, group.axes, nbytes, seconds)
+    emit(what.collective, what.mesh, group.axes, nbytes, seconds)
     return lambda: received
 
 

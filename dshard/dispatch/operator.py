@@ -207,7 +207,7 @@ def _may_look_shared(call: Call, strategy: Strategy, coordinate: Coordinate) -> 
     """Whether an operand may be the one written to, by other views, with other strides of a dim split to one."""
     first, *rest = call.specs
     local = strategy.inputs[0].local_shape(first.shape, coordinate)
-    return any(n == 1 < whole for n, whole in zip(local, first.shape, strict=True)) and any(
+    return any(n == 1 < size for n, size in zip(local, first.shape, strict=True)) and any(
         spec.shape == first.shape and spec.stride == first.stride for spec in rest
     )
 

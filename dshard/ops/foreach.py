@@ -101,8 +101,8 @@ def _norms(func: OpOverload, tensors: Sequence[Any], ord: float, layout: Layout,
     mesh, n, spec, kind = layout.mesh, len(tensors), tensors[0]._spec, real_dtype(dtype)
     parts = [redistribute_local(t._local, t._spec, completed_layout(t._spec.layout), func) for t in tensors]
     terms = run_on_ranks(mesh, lambda coordinate: partial(_terms, ord=ord, dtype=dtype), (parts,), {})
-    whole = redistribute_local(terms, spec_of(layout, (n,), (1,), terms.dtype, spec.device), replicated(mesh), func)
-    norms = run_on_ranks(mesh, lambda coordinate: partial(_roots, ord=ord, dtype=kind), (whole,), {})
+    gathered = redistribute_local(terms, spec_of(layout, (n,), (1,), terms.dtype, spec.device), replicated(mesh), func)
+    norms = run_on_ranks(mesh, lambda coordinate: partial(_roots, ord=ord, dtype=kind), (gathered,), {})
     out = spec_of(replicated(mesh), (), (), kind, spec.device)
     return [wrap(norm, out) for norm in norms]
 
@@ -119,8 +119,8 @@ def _term(part: Tensor, ord: float) -> Tensor:
     return part.abs().amax() if ord > 0 else part.abs().amin()
 
 
-def _roots(whole: Tensor, ord: float, dtype: torch.dtype) -> list[Tensor]:
-    norms = whole if ord in (inf, -inf) else root(whole, ord)
+def _roots(gathered: Tensor, ord: float, dtype: torch.dtype) -> list[Tensor]:
+    norms = gathered if ord in (inf, -inf) else root(gathered, ord)
     return [norm.clone() for norm in norms.to(dtype).unbind()]
 
 

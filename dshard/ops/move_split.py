@@ -28,7 +28,7 @@ def _plan(call: Call, rule: Rule) -> AlternativePlan | None:
 
 
 def _other_dims_sharded(layout: Layout, shape: Shape, dim: int) -> Layout | None:
-    """The layout with the longest other dims sharded in place of `dim`; None where it is whole, or they are short."""
+    """The layout with the longest other dims sharded in place of `dim`; None if it is not, or they are short."""
     axes = split_axes(layout, (dim,))
     for axis in axes:
         left = layout.replace(axis, Shard(dim)).local_shape(shape, (0,) * layout.mesh.ndim)

@@ -53,7 +53,7 @@ class Blocks:
 
     @property
     def rest(self) -> Layout:
-        """The layout of the tensor with `dims` whole on all ranks."""
+        """The layout of the tensor with `dims` replicated on all ranks."""
         return replicated_along(self.spec.layout, self.axes)
 
     def number(self, at: Coordinate) -> int:
@@ -81,11 +81,11 @@ class Blocks:
         """The spec of the summaries of all blocks stacked along a new dim 0, sharded there, and the layout without."""
         layout, term = self.spec.layout, tuple((str(d),) for d in range(len(self.small)))
         order = order_of([term], [self.rest])
-        one, whole = (
+        sharded, replicated = (
             term_layout(layout.mesh, (("block",), *term), each) for each in (order | {"block": self.axes}, order)
         )
         shape = (prod(layout.mesh.shape[axis] for axis in self.axes), *self.small)
-        return spec_of(one, shape, contiguous_stride(shape), dtype, self.spec.device), whole
+        return spec_of(sharded, shape, contiguous_stride(shape), dtype, self.spec.device), replicated
 
     def plan(self, dtype: torch.dtype) -> tuple[Plan, int]:
         """The plan that gathers summaries of this dtype, and the bytes of an element."""

@@ -1,9 +1,9 @@
 """Panels: sets of indices of one tensor dim that are redistributed one after the other.
 
 A panel is a set of indices of a dim, the same set for every tensor that has the dim, however it is sharded. A rank
-holds of a panel what lies in its own part. As that part is a range, and the panel is kept in ascending order, each
+holds of a panel what is in its own shard. As that shard is a range, and the panel is kept in ascending order, each
 piece that a step sends is again a range within the panel: so every step of every plan can be run panel by panel, with
-the messages of the whole, counted within the panel. Over all panels just the bytes of the whole are moved.
+the messages of the full tensor, counted within the panel. Over all panels just its bytes are sent.
 """
 
 from __future__ import annotations

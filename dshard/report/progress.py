@@ -67,7 +67,7 @@ def measure_progress(visible: bool) -> Iterator[Callable[[tuple[float, str]], No
     columns = (TextColumn("measuring"), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
     with Bars(*columns, console=Console(stderr=True), disable=not visible) as bars:
         task = bars.add_task("", total=1.0)
-        yield lambda told: bars.update(task, completed=told[0], description=told[1])
+        yield lambda done: bars.update(task, completed=done[0], description=done[1])
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def choose(
         key = (_digits(strategy.seconds), partial_count, strategy.moves, strategy.rows.count(None), alike, i)
         if best is None or key < best_key:
             best, best_key = strategy, key
-    assert best is not None, "whole operands are always an expansion"
+    assert best is not None, "replicated operands are always an expansion"
     return best
 
 

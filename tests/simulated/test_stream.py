@@ -128,7 +128,7 @@ def test_every_rank_receives_what_it_receives_in_bulk(
         todo = found.compiled(at, None)
         bulk = sum(p.received(at) for i, p in enumerate(found.plans) if not passes(found, i))
         steps = [
-            step for group in (*(part.steps for part in todo.parts), todo.whole) for each in group for step in each
+            step for group in (*(part.steps for part in todo.parts), todo.uncut) for each in group for step in each
         ]
         received = sum(step.elements for step in steps if isinstance(step, Transfer))
         rounding = len(found.panels) * len(at) * mesh.size**2 * 9

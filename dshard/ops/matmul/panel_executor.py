@@ -50,7 +50,7 @@ class Compiled:
     """One rank's program data: its panels, and the steps of the tensors that are not cut."""
 
     parts: tuple[Part, ...]
-    whole: tuple[Steps, ...]
+    uncut: tuple[Steps, ...]
     bias: Steps
     adds: bool
     out: tuple[int, ...]
@@ -58,12 +58,12 @@ class Compiled:
     def moved(self, space: Session, tensors: Sequence[Tensor]) -> Program[tuple[list[Tensor], Tensor | None]]:
         """The two operands, uncut ones redistributed in bulk, and the bias where this rank adds it."""
         flights = []
-        for steps, x in zip((*self.whole[:2], self.bias), tensors, strict=False):
+        for steps, x in zip((*self.uncut[:2], self.bias), tensors, strict=False):
             flights.append((yield from begin(steps, x, space)))
-        whole: list[Tensor] = []
+        uncut: list[Tensor] = []
         for flight in flights:
-            whole += [(yield from finish(flight, space))]
-        return whole[:2], whole[2] if self.adds else None
+            uncut += [(yield from finish(flight, space))]
+        return uncut[:2], uncut[2] if self.adds else None
 
 
 class PanelExecutor:
@@ -137,24 +137,24 @@ class PanelExecutor:
                 made = panels[2].within(self.plans[2].src.region(self.plans[2].shape, at)[panels[2].dim])
             moves = (() if panel is None else steps(p, panel) for panel, p in zip(panels, self.plans, strict=True))
             parts.append(Part(held, made, tuple(moves)))
-        whole = tuple(steps(p, None) if dim is None else () for dim, p in zip(self.dims, self.plans, strict=True))
+        uncut = tuple(steps(p, None) if dim is None else () for dim, p in zip(self.dims, self.plans, strict=True))
         bias = () if self.bias is None else steps(self.bias, None)
         placements = self.plans[2].src.placements
         adds = self.bias is not None and not any(p == Partial() and at[axis] for axis, p in enumerate(placements))
-        return Compiled(tuple(parts), whole, bias, adds, self.plans[2].dst.local_shape(self.plans[2].shape, at))
+        return Compiled(tuple(parts), uncut, bias, adds, self.plans[2].dst.local_shape(self.plans[2].shape, at))
 
     def program(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[Program[Tensor]]:
         """Multiply the local tensors until the last collective is in flight; returns the program of the rest."""
         todo = self.compiled(at, space.runtime)
-        whole, bias = yield from todo.moved(space, tensors)
+        uncut, bias = yield from todo.moved(space, tensors)
         if self.dims[2] is None:
-            return (yield from self._added(todo, space, whole, bias))
-        return (yield from self._placed(todo, space, whole, bias))
+            return (yield from self._added(todo, space, uncut, bias))
+        return (yield from self._placed(todo, space, uncut, bias))
 
-    def _begin(self, todo: Compiled, t: int, space: Session, whole: Sequence[Tensor]) -> Program[list[Program[Tensor]]]:
+    def _begin(self, todo: Compiled, t: int, space: Session, uncut: Sequence[Tensor]) -> Program[list[Program[Tensor]]]:
         """Begin to redistribute panel `t` of the operands; returns the programs that finish it."""
         rest = []
-        for i, x in enumerate(whole):
+        for i, x in enumerate(uncut):
             held, dim = todo.parts[t].held[i], self.dims[i]
             if held is None or dim is None:
                 continue
@@ -162,29 +162,29 @@ class PanelExecutor:
         return rest
 
     def _panels(
-        self, todo: Compiled, space: Session, whole: Sequence[Tensor], use: Callable[[int, list[Tensor]], Program[None]]
+        self, todo: Compiled, space: Session, uncut: Sequence[Tensor], use: Callable[[int, list[Tensor]], Program[None]]
     ) -> Program[None]:
         """Pass panel after panel of the operands to `use`, with the next one in flight."""
-        moving = (yield from self._begin(todo, 0, space, whole)) if todo.parts else []
+        moving = (yield from self._begin(todo, 0, space, uncut)) if todo.parts else []
         for t in range(len(todo.parts)):
             here: list[Tensor] = []
             for rest in moving:
                 here += [(yield from rest)]
             if t + 1 < len(todo.parts):
-                moving = yield from self._begin(todo, t + 1, space, whole)
+                moving = yield from self._begin(todo, t + 1, space, uncut)
             streamed = iter(here)
-            pair = [x if dim is None else next(streamed) for x, dim in zip(whole, self.dims[:2], strict=True)]
+            pair = [x if dim is None else next(streamed) for x, dim in zip(uncut, self.dims[:2], strict=True)]
             yield from use(t, pair)
             for x in here:
                 space.give(x)
 
     def _placed(
-        self, todo: Compiled, space: Session, whole: Sequence[Tensor], bias: Tensor | None
+        self, todo: Compiled, space: Session, uncut: Sequence[Tensor], bias: Tensor | None
     ) -> Program[Program[Tensor]]:
         """Compute the result panel by panel: each is reduced while the next is multiplied."""
         dim = self.dims[2]
         assert dim is not None
-        result = whole[0].new_empty(todo.out)
+        result = uncut[0].new_empty(todo.out)
         waiting: list[tuple[Ranges, Program[Tensor]]] = []
 
         def land() -> Program[None]:
@@ -206,7 +206,7 @@ class PanelExecutor:
             flight = yield from begin(todo.parts[t].steps[2], result_panel, space)
             waiting.append((held, finish(flight, space)))
 
-        yield from self._panels(todo, space, whole, use)
+        yield from self._panels(todo, space, uncut, use)
 
         def rest() -> Program[Tensor]:
             if waiting:
@@ -216,10 +216,10 @@ class PanelExecutor:
         return rest()
 
     def _added(
-        self, todo: Compiled, space: Session, whole: Sequence[Tensor], bias: Tensor | None
+        self, todo: Compiled, space: Session, uncut: Sequence[Tensor], bias: Tensor | None
     ) -> Program[Program[Tensor]]:
         """Add up the result over the panels, half precision in single, and then redistribute it in bulk."""
-        total = [] if todo.parts else [self.multiply(*whole)]
+        total = [] if todo.parts else [self.multiply(*uncut)]
 
         def use(t: int, pair: list[Tensor]) -> Program[None]:
             if total and total[0].dtype == pair[0].dtype:
@@ -232,14 +232,14 @@ class PanelExecutor:
             return
             yield
 
-        yield from self._panels(todo, space, whole, use)
+        yield from self._panels(todo, space, uncut, use)
         if bias is not None:
             total[0].add_(bias)
-        flight = yield from begin(todo.whole[2], total[0].to(self.dtype), space)
+        flight = yield from begin(todo.uncut[2], total[0].to(self.dtype), space)
 
         def rest() -> Program[Tensor]:
             end = yield from finish(flight, space)
-            return end.clone() if todo.whole[2] else end
+            return end.clone() if todo.uncut[2] else end
 
         return rest()
 

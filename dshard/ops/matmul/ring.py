@@ -85,12 +85,12 @@ def _axis(plan: Plan, reduces: bool) -> int | None:
     if len(changed) != 1 or not plan.busiest():
         return None
     (axis,) = changed
-    whole, split = (plan.src, plan.dst) if reduces else (plan.dst, plan.src)
+    full, sharded = (plan.src, plan.dst) if reduces else (plan.dst, plan.src)
     before = Partial() if reduces else Replicate()
-    placement = split.placements[axis]
-    if whole.placements[axis] != before or not isinstance(placement, Shard):
+    placement = sharded.placements[axis]
+    if full.placements[axis] != before or not isinstance(placement, Shard):
         return None
-    return axis if whole.replace(axis, placement) == split else None
+    return axis if full.replace(axis, placement) == sharded else None
 
 
 def _factor(rule: Rule, plan: Plan, i: int, axis: int) -> str:
@@ -172,23 +172,23 @@ class RingExecutor(PanelExecutor):
     def program(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[Program[Tensor]]:
         """Multiply the local tensors until the last collective is in flight; returns the program of the rest."""
         todo = self.compiled(at, space.runtime)
-        whole, bias = yield from todo.moved(space, tensors)
+        uncut, bias = yield from todo.moved(space, tensors)
         if 2 in self.axes:
-            return (yield from self._scattered(at, todo, space, whole, bias))
-        return (yield from self._gathered(at, todo, space, whole, bias))
+            return (yield from self._scattered(at, todo, space, uncut, bias))
+        return (yield from self._gathered(at, todo, space, uncut, bias))
 
     def _gathered(
-        self, at: Coordinate, todo: Compiled, space: Session, whole: Sequence[Tensor], bias: Tensor | None
+        self, at: Coordinate, todo: Compiled, space: Session, uncut: Sequence[Tensor], bias: Tensor | None
     ) -> Program[Program[Tensor]]:
         turns = self.turns_of(at)
         out = self.plans[2].src.local_shape(self.plans[2].shape, at)
         dim = self.dims[2]
         wide = torch.float32 if dim is None and self.dtype in HALF else self.dtype
-        total = whole[0].new_zeros(out, dtype=wide) if dim is None else whole[0].new_empty(out)
+        total = uncut[0].new_zeros(out, dtype=wide) if dim is None else uncut[0].new_empty(out)
         arriving: dict[tuple[int, int], InFlight] = {}
         for i in self.axes:
             for panel in range(self.each):
-                arriving[i, panel] = yield from self._first(i, panel, at, whole[i], space)
+                arriving[i, panel] = yield from self._first(i, panel, at, uncut[i], space)
         for number, turn in enumerate(turns):
             panel, left = number % self.each, number + self.each < len(turns)
             pair: list[Tensor] = []
@@ -201,18 +201,18 @@ class RingExecutor(PanelExecutor):
                             i, at, pair[i], turns[number + self.each].shapes[i], space
                         )
                 else:
-                    pair += [_cut(whole[i], self.dims[i], turn.held[i], space)]
+                    pair += [_cut(uncut[i], self.dims[i], turn.held[i], space)]
             self._use(total, turn, pair, bias if dim is not None else None, space)
             for i, x in enumerate(pair):
-                if (i in self.axes and not left) or (i not in self.axes and not same_memory(x, whole[i])):
+                if (i in self.axes and not left) or (i not in self.axes and not same_memory(x, uncut[i])):
                     space.give(x)
         if dim is None and bias is not None:
             total.add_(bias)
-        flight = yield from begin(todo.whole[2], total.to(self.dtype), space)
+        flight = yield from begin(todo.uncut[2], total.to(self.dtype), space)
 
         def rest() -> Program[Tensor]:
             end = yield from finish(flight, space)
-            return end.clone() if todo.whole[2] else end
+            return end.clone() if todo.uncut[2] else end
 
         return rest()
 
@@ -263,18 +263,18 @@ class RingExecutor(PanelExecutor):
         return InFlight(x, request, wait)
 
     def _scattered(
-        self, at: Coordinate, todo: Compiled, space: Session, whole: Sequence[Tensor], bias: Tensor | None
+        self, at: Coordinate, todo: Compiled, space: Session, uncut: Sequence[Tensor], bias: Tensor | None
     ) -> Program[Program[Tensor]]:
         turns, dim, plan = self.turns_of(at), self.dims[2], self.plans[2]
         assert dim is not None
-        result = whole[0].new_empty(todo.out)
+        result = uncut[0].new_empty(todo.out)
         arriving: dict[int, InFlight] = {}
         for number, turn in enumerate(turns):
             panel, held = number % self.each, turn.held[2]
             assert held is not None
-            pair = [_cut(x, d, h, space) for x, d, h in zip(whole, self.dims[:2], turn.held[:2], strict=True)]
+            pair = [_cut(x, d, h, space) for x, d, h in zip(uncut, self.dims[:2], turn.held[:2], strict=True)]
             term = self._term(pair, held, bias, space)
-            for x, y in zip(pair, whole, strict=True):
+            for x, y in zip(pair, uncut, strict=True):
                 if not same_memory(x, y):
                     space.give(x)
             if panel in arriving:
