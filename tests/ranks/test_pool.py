@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
 from collections.abc import Iterator
 
@@ -107,6 +108,15 @@ def test_ranks_have_the_environment_as_it_is_when_they_start(pool: RankPool, mon
 
     with RankPool(1) as later:
         assert later.run(os.getenv, "DSHARD_STARTED_LATER") == ["yes"]
+
+
+def loaded(module: str) -> bool:
+    return module in sys.modules
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
+def test_ranks_start_with_what_their_first_operator_imports(pool: RankPool) -> None:
+    assert pool.run(loaded, "torch._dynamo") == [True] * N_RANKS
 
 
 def test_every_rank_sees_the_sum(pool: RankPool) -> None:
