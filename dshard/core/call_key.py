@@ -66,7 +66,8 @@ def _nested_key(arg: Any, values: bool) -> Any:
     if kind in _NUMBERS:
         return (kind, arg) if values else kind
     if kind is list or kind is tuple:
-        return tuple([_nested_key(item, values) for item in arg])
+        cls = Wrapper.public
+        return tuple([item._spec if type(item) is cls else _nested_key(item, values) for item in arg])
     if isinstance(arg, Wrapper):
         return arg._spec
     return (Tensor, arg.dtype, arg.shape) if isinstance(arg, Tensor) else arg

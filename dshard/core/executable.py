@@ -28,9 +28,9 @@ from dshard.core.moves import (
     replace_tensors,
     run_on_ranks,
 )
-from dshard.core.observe import CALL_LOG, OBSERVERS, CallRecord, Decision, log, observed
+from dshard.core.observe import CALL_LOG, NEEDED, OBSERVERS, CallRecord, Decision, log, observed
 from dshard.core.operands import operand_of, plan_to
-from dshard.core.signature import Function, Kwargs
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, spec_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout
@@ -38,6 +38,7 @@ from dshard.mesh import Coordinate
 from dshard.redistribute import Plan
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import ANY, Constraints, Strategy, choose
+from dshard.torch_private import OpOverload
 from dshard.torch_private import make_wrapper_subclass as make
 
 Values: TypeAlias = Sequence[Any]
@@ -163,22 +164,37 @@ class Executable:
             compare_calls(f"{self.decision.op} of {_call_text(args, kwargs)}", self.mesh)
 
 
-class AlternativeExecutable:
+class ComposedExecutable:
+    """A call as planned once, of several local operators or of other calls: `run` of its arguments.
+
+    `decision` is None where only the decisions within it are observed.
+    """
+
+    def __init__(self, decision: Decision | None, run: Callable[[Args, Kwargs], Any]) -> None:
+        self.decision, self.run = decision, run
+
+    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
+        """Run the call on distributed arguments; not recorded by autograd."""
+        return self.run(args, kwargs)
+
+
+class AlternativeExecutable(ComposedExecutable):
     """A call as planned once, by an alternative to the operator's rule: redistribute the operands, run other operators.
 
     `decision` is that of the rule, of operands with `specs`.
     """
 
     def __init__(self, decision: Decision, specs: Sequence[Spec], strategy: Strategy, plan: AlternativePlan) -> None:
-        self.run, self.layouts = plan.run, list(zip(specs, plan.inputs, strict=True))
-        plans = tuple(plan_to(spec, layout) for spec, layout in self.layouts)
-        self.decision = replace(decision, strategy=strategy, plans=plans, exchanges=strategy.exchanges)
+        layouts = list(zip(specs, plan.inputs, strict=True))
+        plans = tuple(plan_to(spec, layout) for spec, layout in layouts)
+        decision = replace(decision, strategy=strategy, plans=plans, exchanges=strategy.exchanges)
+        super().__init__(decision, partial(_run_alternative, plan.run, layouts))
 
-    def __call__(self, args: Values, kwargs: Kwargs) -> Any:
-        """Run the call on distributed arguments; not recorded by autograd."""
-        layouts = iter(self.layouts)
-        args, kwargs = replace_tensors((args, kwargs), lambda leaf: _in_layout(leaf, *next(layouts)))
-        return self.run(*args, **kwargs)
+
+def _run_alternative(run: LocalOp, layouts: Sequence[tuple[Spec, Layout]], args: Args, kwargs: Kwargs) -> Any:
+    rest = iter(layouts)
+    args, kwargs = replace_tensors((args, kwargs), lambda leaf: _in_layout(leaf, *next(rest)))
+    return run(*args, **kwargs)
 
 
 def _in_layout(x: Any, spec: Spec, layout: Layout) -> Any:
@@ -187,6 +203,20 @@ def _in_layout(x: Any, spec: Spec, layout: Layout) -> Any:
         return x
     local = x._local if isinstance(x, Wrapper) else on_all_ranks(x, layout.mesh)
     return wrap(local_redistribution(spec, layout)(local), spec.with_layout(layout))
+
+
+def decision_of(func: OpOverload, args: Args, kwargs: Kwargs, why: str = NEEDED) -> Decision:
+    """The decision of an operator without a strategy, within which others are made."""
+    operands = tuple(operand_of(t._spec) for t in leaves((args, kwargs)) if isinstance(t, Wrapper))
+    topology = planning_context().topology_of(operands[0].layout.mesh)  # those of a list may be on several meshes
+    return Decision(str(func), operands, (), None, None, (), topology, why=why)
+
+
+def positions_of(args: Args, kwargs: Kwargs) -> list[int] | None:
+    """The positions of the distributed arguments, None if there are nested or named tensors."""
+    nested = [leaf for arg in args if isinstance(arg, list | tuple) for leaf in leaves(arg)] + leaves(kwargs)
+    positions = [i for i, arg in enumerate(args) if isinstance(arg, Wrapper)]
+    return None if any(isinstance(leaf, Tensor) for leaf in nested) or not positions else positions
 
 
 def decide(

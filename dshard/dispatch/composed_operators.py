@@ -12,7 +12,6 @@ from dshard.core.call import Check, Composed
 from dshard.core.signature import Args, Kwargs
 from dshard.ops.custom import answered, decomposed, no_resize, number
 from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
-from dshard.ops.foreach import FOREACH
 from dshard.ops.random import RANDOM
 from dshard.ops.views import VIEWS_IN_PLACE, in_place
 from dshard.torch_private import OpOverload
@@ -37,11 +36,6 @@ COMPOSED: dict[OpOverload, Composed] = {
         if func._schema.name in ("aten::norm", "aten::linalg_vector_norm")
     },
     **{func: Composed(answered(function)) for func, function in QUESTIONS.items()},
-    **{func: Composed(function, local=True) for func, function in FOREACH.items()},
-    **{
-        func: Composed(FOREACH[func], asked=_is_asked, local=True)  # which clipping and scaling need of all gradients
-        for func in (_ATEN._foreach_norm.Scalar, _ATEN._amp_foreach_non_finite_check_and_unscale_.default)
-    },
     **{func: Composed(function) for func, function in RANDOM.items()},
     **{func: Composed(in_place) for func in VIEWS_IN_PLACE},
     _ATEN._local_scalar_dense.default: Composed(number, asked=_is_asked, local=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,16 +12,8 @@ from torch import Tensor
 from dshard.comm import LocalTensor, device_of, same_replicas, unstack
 from dshard.core.call import views_first, writes_first
 from dshard.core.context import planning_context
-from dshard.core.moves import (
-    local_redistribution,
-    redistribute_local,
-    replace_leaves,
-    replica_broadcasts,
-    run_on_ranks,
-    sending,
-    tensors_in,
-    write_local,
-)
+from dshard.core.executable import Executable, Values, positions_of
+from dshard.core.moves import redistribute_local, replace_tensors, replica_broadcasts, sending, tensors_in, write_local
 from dshard.core.observe import OBSERVERS, Decision, observed
 from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
 from dshard.core.signature import Args, Kwargs
@@ -35,47 +28,46 @@ from dshard.torch_private import OpOverload
 
 
 def replicate(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operator without a rule on replicated operands, on every rank. Warns once for each operator."""
+    """Run an operator without a rule on replicated operands, on every rank, as planned for this call alone."""
+    executable = replicated_executable(func, args, kwargs)
+    return observed(executable.decision, executable, (args, kwargs)) if OBSERVERS else executable(args, kwargs)
+
+
+def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Executable:
+    """The executable of an operator without a rule: replicated operands, every rank computes all of it.
+
+    Warns once for each operator. A random operator's is that of one call.
+    """
     random = is_random(func)
     if func not in _WARNED and not random:
         _WARNED.add(func)
         warnings.warn(f"{func} has no rule: its operands are gathered and every rank computes all of it", stacklevel=2)
     tensors = tensors_in((args, kwargs))
-    layout = replicated(common_mesh(func, tensors))
+    mesh = common_mesh(func, tensors)
+    layout = replicated(mesh)
     check(func, args, kwargs)
-    if OBSERVERS:
-        specs = [spec_like(t, layout.mesh) for t in tensors]
-        plans = tuple(plan_to(spec, layout) for spec in specs)
-        topology, why = planning_context().topology_of(layout.mesh), "no rule: every rank computes all of it"
-        decision = Decision(str(func), tuple(map(operand_of, specs)), (), None, None, plans, topology, why=why)
-        return observed(decision, _replicate, (func, args, kwargs, layout, random))
-    return _replicate(func, args, kwargs, layout, random)
+    specs = [spec_like(t, mesh) for t in tensors]
+    plans = tuple(plan_to(spec, layout) for spec in specs)
+    topology, why = planning_context().topology_of(mesh), "no rule: every rank computes all of it"
+    decision = Decision(str(func), tuple(map(operand_of, specs)), (), None, None, plans, topology, why=why)
+    local_op = seeded_op(func, mesh, device_of(mesh), kwargs) if random else func
+    return Executable(decision, lambda at: local_op, (), positions_of(args, kwargs), partial(_finish, func, layout))
 
 
-def _replicate(func: OpOverload, args: Any, kwargs: Any, layout: Layout, random: bool) -> Any:
-    local_args, local_kwargs = replace_leaves(
-        (args, kwargs),
-        lambda leaf: local_redistribution(leaf._spec, layout)(leaf._local) if isinstance(leaf, Wrapper) else leaf,
-    )
-    local_op = seeded_op(func, layout.mesh, device_of(layout.mesh), kwargs) if random else func
-    result = run_on_ranks(layout.mesh, lambda coordinate: local_op, local_args, local_kwargs)
+def _finish(func: OpOverload, layout: Layout, result: Any, args: Values, local: Values) -> Any:
+    """The end of the call: what was written is written back, and results are wrapped as replicated."""
     _refuse_sparse(func, result)
     if func in UNREPEATABLE:
-        result = replace_leaves(
-            result, lambda leaf: _first_rank_result(func, leaf, layout) if isinstance(leaf, Tensor) else leaf
-        )
-    for operand, argument, local in zip(args, func._schema.arguments, local_args, strict=False):
+        result = replace_tensors(result, lambda leaf: _first_rank_result(func, leaf, layout))
+    for operand, argument, written in zip(args, func._schema.arguments, local, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(operand, Wrapper):
-            write_local(
-                operand._local, redistribute_local(local, operand._spec.with_layout(layout), operand._spec.layout, func)
-            )
+            there = redistribute_local(written, operand._spec.with_layout(layout), operand._spec.layout, func)
+            write_local(operand._local, there)
     if writes_first(func):
         return args[0]
-    out = replace_leaves(
-        result, lambda leaf: wrap(leaf, _replicated_spec(leaf, layout)) if isinstance(leaf, Tensor) else leaf
-    )
+    out = replace_tensors(result, lambda leaf: wrap(leaf, _replicated_spec(leaf, layout)))
     if views_first(func) and isinstance(args[0], Wrapper):
-        register_view(out, CopiedView(args[0], local_args[0], args[0]._spec.with_layout(layout)))
+        register_view(out, CopiedView(args[0], local[0], args[0]._spec.with_layout(layout)))
     return out
 
 

@@ -19,10 +19,13 @@ from dshard.core.checks import infer
 from dshard.core.context import planning_context
 from dshard.core.executable import (
     AlternativeExecutable,
+    ComposedExecutable,
     Executable,
     Finish,
     Values,
     decide,
+    decision_of,
+    positions_of,
     result_specs,
     watched,
     wrap_as,
@@ -38,18 +41,20 @@ from dshard.core.moves import (
     tensors_in,
     write_local,
 )
-from dshard.core.observe import ASKED, CALL_LOG, OBSERVERS, CallRecord, Decision, log, observed
-from dshard.core.operands import common_mesh, operand_of, spec_like
+from dshard.core.observe import ASKED, CALL_LOG, OBSERVERS, CallRecord, log, observed
+from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.view_sync import SCATTERS, CopiedView, PartialView, attach_view, propagate_write, register_view
 from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.dispatch.alternative import alternatives_of
-from dshard.dispatch.fallback import replicate
+from dshard.dispatch.fallback import replicate, replicated_executable
 from dshard.dispatch.registry import FACTS, known
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.custom import decomposed
 from dshard.ops.decompositions import decomposition_of
+from dshard.ops.foreach import FOREACH
+from dshard.ops.random import is_random
 from dshard.ops.views import counts_memory, in_memory_as
 from dshard.rules.strategy import ANY, Constraints, Strategy, cheapest
 from dshard.torch_private import OpOverload
@@ -76,7 +81,7 @@ def dispatch(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | 
         if CALL_LOG:
             log(CallRecord(None, func, args, kwargs, None))
         if OBSERVERS and composed.asked(func, args, kwargs):
-            out = observed(_asked_decision(func, args, kwargs), composed.run, (func, args, kwargs))
+            out = observed(decision_of(func, args, kwargs, why=ASKED), composed.run, (func, args, kwargs))
         else:
             out = composed.run(func, args, kwargs)
         if facts.changes:
@@ -106,23 +111,28 @@ def _count_change(func: OpOverload, operand: Any, written: bool) -> None:
 def _watched(executor: Executor, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(executor, Executable):
         return watched(executor, func, args, kwargs, executor, args, kwargs)
-    if isinstance(executor, AlternativeExecutable):
+    if isinstance(executor, ComposedExecutable):
         log(CallRecord(None, func, args, kwargs, None))  # before the operators that run within it
-        return observed(executor.decision, executor, (args, kwargs)) if OBSERVERS else executor(args, kwargs)
+        if OBSERVERS and executor.decision is not None:
+            return observed(executor.decision, executor, (args, kwargs))
+        return executor(args, kwargs)
     out = executor(args, kwargs)
     log(CallRecord(None, func, args, kwargs, out))
     return out
 
 
 def _build(func: OpOverload, op: Operator | None, args: Args, kwargs: Kwargs) -> Executor:
+    plan_lists = FOREACH.get(func)
+    if plan_lists is not None:
+        return plan_lists(func, args, kwargs)
     mesh = common_mesh(func, tensors_in((args, kwargs)))
     if op is None:
-        return _without_rule(func)
+        return _without_rule(func, args, kwargs)
     try:
         call, result = call_of(func, mesh, args, kwargs)
     except NotImplementedError:  # torch cannot tell what comes out without data
-        return _without_rule(func)
-    return operator_executable(op, call, result, _positions(args, kwargs))
+        return _without_rule(func, args, kwargs)
+    return operator_executable(op, call, result, positions_of(args, kwargs))
 
 
 def call_of(func: OpOverload, mesh: Mesh, args: Args, kwargs: Kwargs) -> tuple[Call, Any]:
@@ -134,21 +144,16 @@ def call_of(func: OpOverload, mesh: Mesh, args: Args, kwargs: Kwargs) -> tuple[C
     return Call(func, spec_args, spec_kwargs, specs, tuple(tensors_in(result))), result
 
 
-def _asked_decision(func: OpOverload, args: Args, kwargs: Kwargs) -> Decision:
-    """The decision of an operator that runs as others, for which the user asked."""
-    operands = tuple(operand_of(t._spec) for t in leaves((args, kwargs)) if isinstance(t, Wrapper))
-    topology = planning_context().topology_of(operands[0].layout.mesh)  # those of a list may be on several meshes
-    return Decision(str(func), operands, (), None, None, (), topology, why=ASKED)
-
-
 def _meta(leaf: object) -> Any:
     return leaf.meta() if isinstance(leaf, Spec) else leaf
 
 
-def _without_rule(func: OpOverload) -> Executor:
+def _without_rule(func: OpOverload, args: Args, kwargs: Kwargs) -> Executor:
     decomposition = decomposition_of(func)
-    if decomposition is None:
-        return lambda args, kwargs: replicate(func, args, kwargs)
+    if decomposition is None and not is_random(func):
+        return replicated_executable(func, args, kwargs)
+    if decomposition is None:  # the random numbers of each call are its own
+        return partial(replicate, func)
     run_decomposed = decomposed(decomposition)
 
     def run(args: Args, kwargs: Kwargs) -> Any:
@@ -186,13 +191,6 @@ def operator_executable(
         differentiable=op.kernel is None or views_first(call.func) or call.func in RESHAPES,
         prepare=partial(in_memory_as, call.specs[0]) if counts_memory(call) else None,
     )
-
-
-def _positions(args: Args, kwargs: Kwargs) -> list[int] | None:
-    """The positions of the distributed arguments, None if there are nested or named tensors."""
-    nested = [leaf for arg in args if isinstance(arg, list | tuple) for leaf in leaves(arg)] + leaves(kwargs)
-    positions = [i for i, arg in enumerate(args) if isinstance(arg, Wrapper)]
-    return None if any(isinstance(leaf, Tensor) for leaf in nested) or not positions else positions
 
 
 def _local_op(op: Operator, call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:

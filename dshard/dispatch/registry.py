@@ -33,6 +33,7 @@ from dshard.ops import (
     views,
 )
 from dshard.ops.decompositions import decomposition_of
+from dshard.ops.foreach import FOREACH, INDEPENDENT_OF_VALUES
 from dshard.ops.matmul import rules as matmul
 from dshard.placements import ReduceOp
 from dshard.rules.rule import Rule
@@ -239,7 +240,8 @@ def known(func: OpOverload) -> Known:
         op = find(func)
         changes = writes_first(func)
         writes = changes and Tag.inplace_view not in func.tags
-        facts = FACTS.add(id(func), Known(func, op, _composed(func, op), op is None or op.values, changes, writes))
+        values = func not in INDEPENDENT_OF_VALUES and (op is None or op.values)
+        facts = FACTS.add(id(func), Known(func, op, _composed(func, op), values, changes, writes))
     return facts
 
 
@@ -263,6 +265,6 @@ def path_of(func: OpOverload, args: Args, kwargs: Kwargs) -> Path:
     facts = known(func)
     if facts.composed is not None and facts.composed.applies(args):
         return "rule" if facts.composed.local else "decomposition"
-    if facts.op is not None:
+    if facts.op is not None or func in FOREACH:
         return "rule"
     return "fallback" if decomposition_of(func) is None else "decomposition"

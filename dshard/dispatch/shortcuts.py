@@ -81,7 +81,9 @@ def shortcut_of(
     `recorded` says whether autograd records an operand. Where the cache key lacks the values of numbers the shortcut
     can only call `func` itself.
     """
-    if not all(isinstance(each.executable, Executable) for each in records) or type(out._local) is LocalTensor:
+    if not all(isinstance(each.executable, Executable) and each.executable.specs for each in records):
+        return None  # some operators run as others, or have specs that only their results tell
+    if type(out._local) is LocalTensor:
         return None
     if recorded:
         records = [each for each in records if each.op is not _DETACH]  # torch detaches saved tensors and views

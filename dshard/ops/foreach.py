@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from dshard.comm import traced
+from dshard.core.executable import ComposedExecutable, decision_of
 from dshard.core.moves import count_write, redistribute_local, run_on_ranks, write_local
+from dshard.core.observe import ASKED
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.wrapper import Wrapper, wrap
@@ -25,7 +27,11 @@ from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import DispatchKey, OpOverload, list_types, optimizer_list_types
 
-ForEach: TypeAlias = Callable[[OpOverload, Args, Kwargs], Any]
+ForEach: TypeAlias = Callable[[OpOverload, Args, Kwargs], ComposedExecutable]
+"""Plans the calls of an operator with arguments like these."""
+
+
+_NormGroup: TypeAlias = tuple[Layout, torch.dtype]
 
 
 def support() -> None:
@@ -39,31 +45,43 @@ def support() -> None:
             known.append(cls)
 
 
-def one_by_one(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Run each entry by itself: torch's own loop over the operator for one tensor."""
+def one_by_one(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
+    """Each entry by itself: torch's own loop over the operator for one tensor, each of whose calls has a decision."""
+    return ComposedExecutable(None, partial(_one_by_one, func))
+
+
+def _one_by_one(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
-def counted(run: ForEach) -> ForEach:
-    """An in-place `run` that counts its writes: torch counts none to lists whose entries are written below autograd."""
+def counted(plan: ForEach) -> ForEach:
+    """The plan of an operator in place, whose writes are counted: torch counts none to entries below autograd."""
 
-    def written(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        out = run(func, args, kwargs)
-        for t in args[0]:
-            if isinstance(t, Wrapper) and not traced(t._local):
-                increment_version(t)
-                count_write(t._local)
-        return out
+    def planned(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
+        executable = plan(func, args, kwargs)
+        return ComposedExecutable(executable.decision, partial(_counted, executable.run))
 
-    return written
+    return planned
 
 
-def elementwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def _counted(run: Callable[[Args, Kwargs], Any], args: Args, kwargs: Kwargs) -> Any:
+    out = run(args, kwargs)
+    for t in args[0]:
+        if isinstance(t, Wrapper) and not traced(t._local):
+            increment_version(t)
+            count_write(t._local)
+    return out
+
+
+def elementwise(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
     """One local call on the lists of local tensors, where that is correct."""
-    rows = _rows(args)
-    specs = _specs_alike(rows, _is_linear(func))
+    specs = _specs_alike(_rows(args), _is_linear(func))
     if specs is None:
         return one_by_one(func, args, kwargs)
+    return ComposedExecutable(decision_of(func, args, kwargs), partial(_elementwise, func, specs))
+
+
+def _elementwise(func: OpOverload, specs: Sequence[Spec], args: Args, kwargs: Kwargs) -> Any:
     mesh = specs[0].layout.mesh
     local_args = [_local(func, arg, mesh) for arg in args]
     local_kwargs = {name: _local(func, arg, mesh) for name, arg in kwargs.items()}
@@ -73,14 +91,20 @@ def elementwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return [wrap(t, _retyped(spec, t.dtype)) for t, spec in zip(out, specs, strict=True)]
 
 
-def norms(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def norms(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
     """The norm of each tensor: partial norms of all tensors sharded over the same mesh axes are reduced together."""
+    asked = decision_of(func, args, kwargs, why=ASKED)  # clipping needs them of all gradients
     tensors, ord, dtype = _norm_arguments(*args, **kwargs)
     if not all(isinstance(t, Wrapper) and t.numel() for t in tensors):
-        return one_by_one(func, args, kwargs)
-    groups: dict[tuple[Layout, torch.dtype], list[int]] = {}
+        return ComposedExecutable(asked, partial(_one_by_one, func))
+    groups: dict[_NormGroup, list[int]] = {}
     for i, t in enumerate(tensors):
         groups.setdefault((_terms_layout(t._spec.layout, ord), t.dtype if dtype is None else dtype), []).append(i)
+    return ComposedExecutable(asked, partial(_norms_of_groups, func, groups))
+
+
+def _norms_of_groups(func: OpOverload, groups: dict[_NormGroup, list[int]], args: Args, kwargs: Kwargs) -> list[Any]:
+    tensors, ord, _ = _norm_arguments(*args, **kwargs)
     results: dict[int, Any] = {}
     for (layout, kind), positions in groups.items():
         results |= zip(positions, _norms(func, [tensors[i] for i in positions], ord, layout, kind), strict=True)
@@ -124,9 +148,16 @@ def _roots(gathered: Tensor, ord: float, dtype: torch.dtype) -> list[Tensor]:
     return [norm.clone() for norm in norms.to(dtype).unbind()]
 
 
-def fused(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """A whole optimiser step as one local call: gradients and states are redistributed to their parameters' layouts."""
+def fused(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
+    """A whole optimiser step as one local call: gradients and states are redistributed to their parameters' layouts.
+
+    The user asked for the redistributions of the gradients, but not for those of the states: each is a decision.
+    """
     layouts = [_without_partial(func, t._spec.layout) for t in args[0]]
+    return ComposedExecutable(None, partial(_fused, func, layouts))
+
+
+def _fused(func: OpOverload, layouts: Sequence[Layout], args: Args, kwargs: Kwargs) -> None:
     mesh = layouts[0].mesh
     shapes = [t.shape for t in args[0]]
 
@@ -164,8 +195,12 @@ def _write_back(func: OpOverload, given: Sequence[Any], local: Sequence[Any], la
             write_local(t._local, redistribute_local(written, t._spec.with_layout(layout), t._spec.layout, func))
 
 
-def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
+def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
     """Unscale the gradients of a scaled loss, in place; all ranks learn whether any of them is infinite."""
+    return ComposedExecutable(decision_of(func, args, kwargs, why=ASKED), partial(_unscale, func))
+
+
+def _unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     grads, found_inf, scale = args
     mesh = next(t for t in grads if isinstance(t, Wrapper))._spec.layout.mesh
     flag, local = _local(func, found_inf, mesh), _local(func, grads, mesh)
@@ -272,4 +307,7 @@ FOREACH: dict[OpOverload, ForEach] = {
     **{func: fused for name in _FUSED for func in _overloads(name)},
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
 }
-"""The implementation of each operator on lists."""
+"""The plan of each operator on lists."""
+
+INDEPENDENT_OF_VALUES = frozenset(FOREACH) - frozenset(_overloads("_foreach_norm"))
+"""The operators on lists whose plan does not depend on the values of numbers, which optimisers change at each step."""

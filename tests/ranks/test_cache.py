@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dshard
 from dshard import Replicate, Shard, distribute_tensor, init_device_mesh
 from dshard.caches import Cache, cache_info, cached, clear_caches
-from dshard.core.context import MAX_TOPOLOGIES, planning_context_of
+from dshard.core.context import MAX_TOPOLOGIES, planning_context, planning_context_of
 from dshard.dispatch.fast_path import FAST
 from dshard.testing import RankPool
 from dshard.topology import Topology
@@ -110,6 +110,48 @@ def warm_and_cold() -> list[str]:
 @pytest.mark.ranks
 def test_a_warm_step_finds_all_that_it_looks_up(ranks: RankPool) -> None:
     assert ranks.run(warm_and_cold) == [[]] * 4
+
+
+def planned_once() -> list[str]:
+    """Optimisers on lists, fused ones, and operators without a rule are planned once, as executables of their calls."""
+    clear_caches()
+    wrong = []
+    names = {"foreach": "aten._foreach_sqrt.default", "fused": "aten._fused_adamw_.default"}
+    for kind, name in names.items():
+        parameters = [torch.nn.Parameter(laid((8, 8), Shard(dim), Replicate())) for dim in (0, 1)]
+        optimizer = torch.optim.AdamW(parameters, lr=0.1, **{kind: True})
+        for turn in range(3):
+            for parameter in parameters:
+                parameter.grad = laid((8, 8), Shard(0), Replicate())
+            before = cache_info()["executors"].misses
+            with dshard.trace() as traced:
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+            if turn == 2 and cache_info()["executors"].misses != before:
+                wrong.append(f"a warm step of {kind} plans again")
+        wrong += [
+            f"{kind}: trace has no {each}"
+            for each in (name, "aten._foreach_norm.Scalar")
+            if not is_traced(traced, each)
+        ]
+    x = laid((8, 8), Shard(0), Replicate())
+    results = [torch.histc(x, 4).full_tensor() for _ in range(2)]
+    wrong += [] if torch.equal(*results) else ["a fallback gives another result when warm"]
+    executors = planning_context().executors.values()
+    for name in ("aten._foreach_sqrt.default", "aten.histc.default"):
+        if not any(getattr(each, "decision", None) and each.decision.op == name for each in executors):
+            wrong.append(f"{name} has no executable")
+    return wrong
+
+
+def is_traced(traced: Any, name: str) -> bool:
+    return name in traced.operators or name in [event.op for event in traced.events]
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore:.*has no rule")
+def test_operators_on_lists_and_those_without_a_rule_are_planned_once(ranks: RankPool) -> None:
+    assert ranks.run(planned_once) == [[]] * 4
 
 
 @pytest.mark.skipif(not FAST, reason="needs the fast path")
