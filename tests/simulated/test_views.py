@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from helpers.default_cases import one_way_each
 from helpers.view_cases import Function, assert_same, rows
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from dshard.placements import ReduceOp
 from dshard.testing import distribute, simulated
 
 Tensors: TypeAlias = tuple[Tensor, ...]
+LINE, SQUARE = Mesh((3,), ("x",)), Mesh((2, 2), ("x", "y"))
 SAMPLE = 4
 """How many layouts of the two-axis mesh the default tests take."""
 
@@ -202,14 +204,9 @@ def check_partial(name: str, mesh: Mesh, op: ReduceOp, n: int | None = None) -> 
                 assert_same(out, value)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_on_one_axis(name: str) -> None:
-    check(name, Mesh((3,), ("x",)))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_on_two_axes(name: str) -> None:
-    check(name, Mesh((2, 2), ("x", "y")), SAMPLE)
+@pytest.mark.parametrize(("name", "mesh"), one_way_each(CASES, [LINE, SQUARE]), ids=str)
+def test_they_are_those_of_one_device(name: str, mesh: Mesh) -> None:
+    check(name, mesh, SAMPLE if mesh == SQUARE else None)
 
 
 @pytest.mark.parametrize("op", ["avg", "product", "max", "min"])
