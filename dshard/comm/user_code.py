@@ -23,6 +23,9 @@ _PYTHON = str(Path(contextlib.__file__).parent) + sep
 _WRAPPERS = ("front", "<lambda>")  # names of wrappers around functions that the program called
 
 
+_OPERATOR_ENTRIES = ("__torch_dispatch__", "dispatch")  # that of a mode; that of DTensor
+
+
 def user_line() -> str:
     """The innermost line of the running program that lies neither in dshard, torch nor Python: "file:number".
 
@@ -43,7 +46,7 @@ def user_call() -> str:
         if frame.f_code.co_name == "__torch_function__" and "func" in frame.f_locals:
             name = getattr(frame.f_locals["func"], "__name__", "")
             break
-        if frame.f_code.co_name == "__torch_dispatch__" and "func" in frame.f_locals:
+        if frame.f_code.co_name in _OPERATOR_ENTRIES and "func" in frame.f_locals:
             name = str(frame.f_locals["func"])
         elif frame.f_code.co_filename.startswith(_OTHERS[0]) and frame.f_code.co_name not in _WRAPPERS:
             name = frame.f_code.co_name

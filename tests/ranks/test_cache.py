@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -14,10 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dshard
 from dshard import Replicate, Shard, distribute_tensor, init_device_mesh
 from dshard.caches import Cache, cache_info, cached, clear_caches
+from dshard.comm.user_code import user_call
 from dshard.core.context import MAX_TOPOLOGIES, planning_context, planning_context_of
+from dshard.core.observe import observing
 from dshard.dispatch.fast_path import FAST
 from dshard.testing import RankPool
 from dshard.topology import Topology
+from dshard.torch_private import no_torch_function
 
 
 def test_a_cache_forgets_its_oldest_entry_beyond_its_bound() -> None:
@@ -238,3 +242,14 @@ def plain_after_distributed() -> str:
     _ = x + x
     _ = x + x
     return mixed(torch.ones(4, 4))
+
+
+def test_an_operator_without_a_function_of_torch_around_it_is_named() -> None:
+    x = distribute_tensor(torch.empty(8, 8, device="meta"), dshard.Mesh((4,), ("tp",)), [Shard(0)])
+    calls: list[str] = []
+    note = eval("lambda decision: calls.append(user_call())", {"calls": calls, "user_call": user_call})
+    note = FunctionType(note.__code__.replace(co_filename=dshard.__file__), note.__globals__)  # a frame of dshard's
+    with no_torch_function(), observing(note):
+        torch.exp(x)
+
+    assert calls[0].startswith("aten.exp.default at ")
