@@ -73,10 +73,10 @@ class Plain(nn.Module):
     def __init__(self, block: nn.Module, x: DTensor, graphs: Graphs) -> None:
         super().__init__()
         tensors = [x, *block.parameters(), *block.buffers()]
-        number = {t._local.data_ptr(): i for i, t in enumerate(tensors)}
+        number = {t._local_tensor.data_ptr(): i for i, t in enumerate(tensors)}
         self.places = [number[t.data_ptr()] for t in graphs.given]
-        self.local = nn.ParameterList([nn.Parameter(p._local.clone()) for p in block.parameters()])
-        self.constant = [b._local for b in block.buffers()]
+        self.local = nn.ParameterList([nn.Parameter(p._local_tensor.clone()) for p in block.parameters()])
+        self.constant = [b._local_tensor for b in block.buffers()]
         forward, backward = graphs.forward, graphs.backward
 
         class Run(torch.autograd.Function):

@@ -122,7 +122,7 @@ class DTensor(Wrapper):
             if dual is not None:
                 return dual
         if not (torch.is_grad_enabled() and self.requires_grad):
-            return self._local.detach()
+            return self._local_tensor.detach()
         layout = self._spec.layout.cotangent() if layout is None else layout
         local: Tensor = ToLocal.apply(self, self._spec.with_layout(layout))  # type: ignore[no-untyped-call]
         if not is_dynamo_compiling():
@@ -180,11 +180,11 @@ class DTensor(Wrapper):
 
     def __tensor_flatten__(self) -> tuple[list[str], CompileMetadata]:
         leaf = self._leaf
-        return ["_local"], compile_metadata(self._spec, self.is_leaf if leaf is None else leaf)
+        return ["_local_tensor"], compile_metadata(self._spec, self.is_leaf if leaf is None else leaf)
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Tensor], flat: CompileMetadata, size: Any, stride: Any) -> DTensor:
-        local = parts["_local"]
+        local = parts["_local_tensor"]
         if type(local) is Tensor or not traced(local):
             return DTensor._wrap(local, flat.spec(tuple(size), tuple(stride)))
         sizes_of = [concrete_sizes(sizes) for sizes in (size, stride, local.shape)]
@@ -213,7 +213,7 @@ class DTensor(Wrapper):
         grad = f", grad_fn={type(self.grad_fn).__name__}" if self.grad_fn is not None else ""
         leaf = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
         where = f"[{self._spec.layout}] on ({self._spec.layout.mesh})"
-        return f"DTensor({tuple(self.shape)}, {self.dtype}, {where}, local={self._local}{grad}{leaf})"
+        return f"DTensor({tuple(self.shape)}, {self.dtype}, {where}, local={self._local_tensor}{grad}{leaf})"
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.ndim == 0 else object.__format__(self, spec)
@@ -233,23 +233,23 @@ class DTensor(Wrapper):
         if copied is not None:
             return copied  # type: ignore[no-any-return]
         with torch.no_grad():
-            copy = self._wrap(self._local.clone(), self._spec)
+            copy = self._wrap(self._local_tensor.clone(), self._spec)
         return _restore(copy, self.requires_grad, isinstance(self, torch.nn.Parameter), memo, self)
 
     # -- what torch.distributed.checkpoint asks of a tensor
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return stored_chunks.write_items(fqn, self._local, self._spec.layout, self._spec.shape)
+        return stored_chunks.write_items(fqn, self._local_tensor, self._spec.layout, self._spec.shape)
 
     def __create_chunk_list__(self) -> list[Any]:
         return stored_chunks.chunks(self._spec.layout, self._spec.shape)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return stored_chunks.part(self._local, self._spec.shape)
+        return stored_chunks.part(self._local_tensor, self._spec.shape)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         spec = self._spec
-        parts = (self._local, spec.layout, spec.shape, spec.stride, spec.dtype, spec.device)
+        parts = (self._local_tensor, spec.layout, spec.shape, spec.stride, spec.dtype, spec.device)
         return _unpickle, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
 
@@ -304,7 +304,7 @@ def keep_gradient_layout(x: DTensor) -> None:
         if grad._spec.layout is layout:
             return unshared(grad) if copies else None
         out: DTensor = gradient_in_layout(grad, layout, references)
-        return unshared(out) if copies and out.__dict__.get("_local") is grad._local else out
+        return unshared(out) if copies and out.__dict__.get("_local_tensor") is grad._local_tensor else out
 
     with no_torch_function():
         x.register_hook(redistribute_gradient)  # type: ignore[no-untyped-call]

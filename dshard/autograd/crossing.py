@@ -36,7 +36,7 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, x: Wrapper, grad_spec: Spec) -> Tensor:
-        local: Tensor = x._local
+        local: Tensor = x._local_tensor
         ctx.spec, ctx.layout = grad_spec, x._spec.layout
         ctx.stride = local.stride() if not grad_spec.has_partial and x.is_leaf else None
         return local.detach()
@@ -69,7 +69,7 @@ class FromLocal(torch.autograd.Function):
     def backward(ctx: Context, grad: Any) -> tuple[Tensor, None, None]:
         redistributed = redistribute(as_distributed(grad, ctx.grad_layout), ctx.grad_layout)
         if not torch.is_grad_enabled():
-            return redistributed._local, None, None
+            return redistributed._local_tensor, None, None
         return ToLocal.apply(redistributed, ctx.spec), None, None  # type: ignore[no-untyped-call]
 
 
@@ -218,10 +218,14 @@ class Redistribute(torch.autograd.Function):
 
 def _with_versions_of(x: Wrapper, moved: Wrapper) -> Any:
     """The distributed tensor `moved` with the version counters of `x`, of which it is a copy in another layout."""
-    if comm.traced(moved._local) or x._view_sync is not None:  # an alias of a view would be written to with it
+    if comm.traced(moved._local_tensor) or x._view_sync is not None:  # an alias of a view would be written to with it
         return moved
     out: Any = x.detach()
-    out._local = counting_as(x._local, moved._local) if type(moved._local) is Tensor else moved._local
+    out._local_tensor = (
+        counting_as(x._local_tensor, moved._local_tensor)
+        if type(moved._local_tensor) is Tensor
+        else moved._local_tensor
+    )
     out._spec = moved._spec
     return out
 
@@ -235,7 +239,7 @@ class Reshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Wrapper, layout: Layout) -> Any:
         ctx.source, ctx.target = x._spec.layout.cotangent(), layout.cotangent()
-        return wrap(_reshard_local(x._local, x._spec, layout), x._spec.with_layout(layout))
+        return wrap(_reshard_local(x._local_tensor, x._spec, layout), x._spec.with_layout(layout))
 
     @staticmethod
     def backward(ctx: Context, grad: Any) -> tuple[Any, None]:
@@ -243,7 +247,7 @@ class Reshard(torch.autograd.Function):
             _refuse_second_order(ctx.source, ctx.target)
         grad = as_distributed(grad, ctx.target)
         if _is_outside(ctx.target.mesh):
-            grad = wrap(grad._local.new_empty(0), grad._spec.with_layout(ctx.target))
+            grad = wrap(grad._local_tensor.new_empty(0), grad._spec.with_layout(ctx.target))
         grad = redistribute(redistribute(grad, ctx.target), ctx.source)
         return None if _is_outside(ctx.source.mesh) else grad, None
 
@@ -294,11 +298,11 @@ def _redistribute_unrecorded(
     x: Wrapper, move: LocalRedistribution, op: str | None, asynchronous: bool, own: bool = False
 ) -> Any:
     if asynchronous:
-        start, args = move.begin, (x._local, own)
+        start, args = move.begin, (x._local_tensor, own)
         in_flight = observed(_decision(move, op), start, args) if OBSERVERS else start(*args)
         if in_flight is not None:
             return wrap_in_flight(in_flight, move.spec)
-    local = observed(_decision(move, op), move, (x._local,)) if OBSERVERS else move(x._local)
+    local = observed(_decision(move, op), move, (x._local_tensor,)) if OBSERVERS else move(x._local_tensor)
     return wrap(local, move.spec)
 
 

@@ -62,7 +62,7 @@ def register_hook(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if out is None:
             return None
         out = redistribute(as_distributed(out, spec.layout), spec.layout)
-        return ToLocal.apply(out, x_spec) if recorded else out._local  # type: ignore[no-any-return, no-untyped-call]
+        return ToLocal.apply(out, x_spec) if recorded else out._local_tensor  # type: ignore[no-any-return, no-untyped-call]
 
     if _may_have_two_sources(x):
         call_torch(func, args, kwargs)
@@ -130,7 +130,7 @@ def set_data(func: Function, args: Args, kwargs: Kwargs) -> Any:
         )
     with no_torch_function():
         func(x, value)
-    x._local, x._spec, x._local_graph, x._view_sync = value._local.detach(), value._spec, None, None
+    x._local_tensor, x._spec, x._local_graph, x._view_sync = value._local_tensor.detach(), value._spec, None, None
     if x._gradient_layout is not None:
         x._gradient_layout[:] = [interned(x._spec.layout.cotangent())]
 
@@ -153,10 +153,10 @@ def detach_(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def data(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.data`: a tensor that shares the memory, with a version counter of its own."""
     out = call_torch(func, args, kwargs)
-    if type(out._local) is Tensor:
-        local = out._local
-        out._local = local.data
-        out._local._view_syncs = shown_of(local)
+    if type(out._local_tensor) is Tensor:
+        local = out._local_tensor
+        out._local_tensor = local.data
+        out._local_tensor._view_syncs = shown_of(local)
     return out
 
 

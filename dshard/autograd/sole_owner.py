@@ -30,7 +30,7 @@ def is_shared(x: Wrapper) -> bool:
 
 def unshared(x: Wrapper) -> Any:
     """A copy of the gradient `x`, whose local tensor someone else holds."""
-    return wrap(x._local.clone(memory_format=torch.contiguous_format), x._spec)
+    return wrap(x._local_tensor.clone(memory_format=torch.contiguous_format), x._spec)
 
 
 def is_sole_owner(x: Wrapper, references: int) -> bool:
@@ -43,7 +43,7 @@ def is_sole_owner(x: Wrapper, references: int) -> bool:
 
 def _reference_counts(attributes: dict[str, Any]) -> tuple[int, ...]:
     """References to the local tensor, its memory and its base, in C++ and Python each."""
-    local = attributes["_local"]
+    local = attributes["_local_tensor"]
     memory, base = local.untyped_storage(), local._base
     counts = (tensor_references(local), getrefcount(local), storage_references(memory._cdata), getrefcount(memory))
     return counts if base is None else (*counts, tensor_references(base), getrefcount(base))
@@ -51,7 +51,7 @@ def _reference_counts(attributes: dict[str, Any]) -> tuple[int, ...]:
 
 def _python_references(x: Any) -> int:
     """The references of Python to the local tensor of `x`; 0 while it is in flight, and then nobody else has it."""
-    local = x.__dict__.get("_local")
+    local = x.__dict__.get("_local_tensor")
     return getrefcount(local) if type(local) is Tensor else 0
 
 
@@ -77,10 +77,10 @@ _HOLDERS: tuple[Callable[[Tensor], object], ...] = (
 
 def _measured(make: Callable[[], Tensor]) -> tuple[int, ...] | None:
     """The counts of a tensor that nothing else holds, or None where they do not tell each of `_HOLDERS`."""
-    alone = {_reference_counts({"_local": make()}) for _ in range(8)}
+    alone = {_reference_counts({"_local_tensor": make()}) for _ in range(8)}
     for hold in _HOLDERS:
-        attributes = {"_local": make()}
-        held = hold(attributes["_local"])
+        attributes = {"_local_tensor": make()}
+        held = hold(attributes["_local_tensor"])
         if _reference_counts(attributes) in alone:
             return None
         del held
@@ -106,4 +106,4 @@ def _references_in_hook() -> int:
 with torch.inference_mode(False), torch.enable_grad():
     _SOLE_OWNER = [counts for make in (_plain, _view) if (counts := _measured(make)) is not None]
 """The counts of a tensor that nothing else holds, and of such a view."""
-_NOT_SHARED = {0} | ({_python_references(SimpleNamespace(_local=_plain()))} if _SOLE_OWNER else set())
+_NOT_SHARED = {0} | ({_python_references(SimpleNamespace(_local_tensor=_plain()))} if _SOLE_OWNER else set())

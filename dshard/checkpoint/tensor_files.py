@@ -111,7 +111,7 @@ def _held(value: Tensor) -> list[Region]:
 
 def _fill(file: Any, name: str, value: Tensor) -> int:
     """Fill a tensor's local values from the file; read only the regions that this rank holds."""
-    nbytes, target = 0, value._local if isinstance(value, DTensor) else value.detach()
+    nbytes, target = 0, value._local_tensor if isinstance(value, DTensor) else value.detach()
     for box in _held(value) if target.numel() else ():
         part = file.get_slice(name)[tuple(slice(r.start, r.stop) for r in box)] if box else file.get_tensor(name)
         nbytes += part.nbytes
@@ -187,7 +187,7 @@ def _write(file: int, offset: int, value: Tensor, group: dist.ProcessGroup | Non
     """Write the local values of this rank if it is the first that holds them."""
     if not (_is_first_holder(value) if isinstance(value, DTensor) else comm.group_rank(group) == 0):
         return
-    local = (value._local if isinstance(value, DTensor) else value.detach()).contiguous().cpu()
+    local = (value._local_tensor if isinstance(value, DTensor) else value.detach()).contiguous().cpu()
     data, at = memoryview((c_ubyte * local.nbytes).from_address(local.data_ptr()) if local.nbytes else b""), 0
     for box in _held(value):
         for begin, length in runs(tuple(value.shape), box):

@@ -97,9 +97,9 @@ def _start_of(plan: Plan, dtype: torch.dtype, runtime: Runtime) -> Start:
 
 
 class LazyLocal:
-    """Descriptor of `_local` where the local tensor is in flight: waits at the first access, and keeps the result.
+    """Descriptor of `_local_tensor` where the local tensor is in flight: waits at the first access, and keeps the result.
 
-    It is no data descriptor, so a `_local` of the instance comes first.
+    It is no data descriptor, so a `_local_tensor` of the instance comes first.
     """
 
     def __get__(self, x: Any, owner: Any = None) -> Any:
@@ -109,6 +109,6 @@ class LazyLocal:
             raise AttributeError(
                 "a DTensor without a local part: it is made by DTensor.from_local or distribute_tensor"
             )
-        x._local = local = x._lazy_local()
+        x._local_tensor = local = x._lazy_local()
         del x._lazy_local
         return local

@@ -105,7 +105,7 @@ class Executable:
             return self.finish(out, args, local)
         local = list(args)
         for i in tensors:
-            local[i] = args[i]._local
+            local[i] = args[i]._local_tensor
         return self.finish(self.run(local, kwargs), args, local)
 
     def run(self, local: list[Any], kwargs: Kwargs = _NO_KWARGS) -> Any:
@@ -144,7 +144,7 @@ class Executable:
         def redistributed(leaf: object) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return run(next(plans), leaf._local if isinstance(leaf, Wrapper) else on_all_ranks(leaf, self.mesh))
+            return run(next(plans), leaf._local_tensor if isinstance(leaf, Wrapper) else on_all_ranks(leaf, self.mesh))
 
         local, local_kwargs = replace_leaves((args, kwargs), redistributed)
         if self.prepare is not None:
@@ -201,7 +201,7 @@ def _in_layout(x: Any, spec: Spec, layout: Layout) -> Any:
     """The operand of this spec as a distributed tensor in `layout`."""
     if isinstance(x, Wrapper) and spec.layout == layout:
         return x
-    local = x._local if isinstance(x, Wrapper) else on_all_ranks(x, layout.mesh)
+    local = x._local_tensor if isinstance(x, Wrapper) else on_all_ranks(x, layout.mesh)
     return wrap(local_redistribution(spec, layout)(local), spec.with_layout(layout))
 
 
@@ -257,7 +257,7 @@ def wrap_as(spec: Spec) -> Finish:
 
     def wrap_result(out: Any, args: Values, local: Values) -> Any:
         wrapped = make(Wrapper.public, shape, stride, None, None, dtype, torch.strided, device)
-        wrapped._local = out
+        wrapped._local_tensor = out
         wrapped._spec = spec
         return wrapped
 

@@ -153,7 +153,7 @@ def redistributed(x: Wrapper, layout: Layout, op: str) -> Any:
     spec: Spec = x._spec
     if spec.layout == layout:
         return x
-    return wrap(redistribute_local(x._local, spec, layout, op), spec.with_layout(layout))
+    return wrap(redistribute_local(x._local_tensor, spec, layout, op), spec.with_layout(layout))
 
 
 def with_partials_reduced(x: Any, op: str) -> Any:

@@ -89,7 +89,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     if not meshes or len(meshes) == len(tensors):
         return args, kwargs
     layout = replicated(meshes[0])
-    meta = any(t._local.is_meta for t in tensors if isinstance(t, Wrapper))
+    meta = any(t._local_tensor.is_meta for t in tensors if isinstance(t, Wrapper))
 
     def as_replicated(leaf: object) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper) or leaf.dim() == 0 or leaf.requires_grad:

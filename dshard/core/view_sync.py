@@ -26,11 +26,11 @@ class CopiedView:
 
     def write_back(self, op: object) -> None:
         """Write the copy, which `op` wrote through the view, to the base."""
-        write_local(self.base._local, redistribute_local(self.local, self.spec, self.base._spec.layout, op))
+        write_local(self.base._local_tensor, redistribute_local(self.local, self.spec, self.base._spec.layout, op))
 
     def refresh(self, op: object) -> None:
         """Write the base, which `op` wrote, to the copy."""
-        write_local(self.local, redistribute_local(self.base._local, self.base._spec, self.spec.layout, op))
+        write_local(self.local, redistribute_local(self.base._local_tensor, self.base._spec, self.spec.layout, op))
 
 
 @dataclass(eq=False)
@@ -44,12 +44,15 @@ class PartialView(CopiedView):
         """Scatter the view, which `op` wrote, into the base."""
         view = wrap(self.local, self.spec)
         scattered = SCATTERS[self.func](self.base, view, *self.rest)
-        write_local(self.base._local, redistribute_local(scattered._local, scattered._spec, self.base._spec.layout, op))
+        write_local(
+            self.base._local_tensor,
+            redistribute_local(scattered._local_tensor, scattered._spec, self.base._spec.layout, op),
+        )
 
     def refresh(self, op: object) -> None:
         """Compute the view view from the base, which `op` wrote."""
         view = self.func(self.base, *self.rest)
-        write_local(self.local, redistribute_local(view._local, view._spec, self.spec.layout, op))
+        write_local(self.local, redistribute_local(view._local_tensor, view._spec, self.spec.layout, op))
 
 
 SCATTERS: dict[OpOverload, Function] = {
@@ -66,7 +69,7 @@ def propagate_write(written: Any, op: object) -> None:
         while origin is not None:
             origin.write_back(op)
             origin = getattr(origin.base, "_view_sync", None)
-        origins = getattr(getattr(_root(t), "_local", None), "_view_syncs", None)
+        origins = getattr(getattr(_root(t), "_local_tensor", None), "_view_syncs", None)
         if origins is not None:
             for reference in tuple(origins):  # a copy: a view that is computed again is registered, too
                 view_origin = reference()
@@ -81,7 +84,7 @@ def _root(t: object) -> Any:
 def register_view(outputs: Any, origin: CopiedView) -> None:
     """Attach their origin to views, and refresh it whenever the base is written."""
     attach_view(outputs, origin)
-    origins = shown_of(_root(origin.base)._local)
+    origins = shown_of(_root(origin.base)._local_tensor)
     origins[:] = [*(reference for reference in origins if reference() is not None), ref(origin)]
 
 

@@ -21,7 +21,7 @@ class Wrapper(torch.Tensor):
     """
 
     public: ClassVar[type[Wrapper]]
-    _local: Tensor = LazyLocal()  # type: ignore[assignment]
+    _local_tensor: Tensor = LazyLocal()  # type: ignore[assignment]
     _spec: Spec
     _lazy_local: Callable[[], Tensor]
     # Their types are defined above this module: the origin of a copied view, and a graph on local tensors.
@@ -47,7 +47,7 @@ def wrap(local: Tensor, spec: Spec, storage_offset: int | torch.SymInt | None = 
     Views have the `storage_offset` that they would have on one device.
     """
     out = make(Wrapper.public, spec.shape, spec.stride, storage_offset, None, spec.dtype, torch.strided, spec.device)
-    out._local = local
+    out._local_tensor = local
     out._spec = spec
     return out
 

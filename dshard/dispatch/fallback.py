@@ -62,7 +62,7 @@ def _finish(func: OpOverload, layout: Layout, result: Any, args: Values, local: 
     for operand, argument, written in zip(args, func._schema.arguments, local, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(operand, Wrapper):
             there = redistribute_local(written, operand._spec.with_layout(layout), operand._spec.layout, func)
-            write_local(operand._local, there)
+            write_local(operand._local_tensor, there)
     if writes_first(func):
         return args[0]
     out = replace_tensors(result, lambda leaf: wrap(leaf, _replicated_spec(leaf, layout)))

@@ -72,8 +72,10 @@ def dispatch(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | 
         x = args[0]
         if "_lazy_local" in x.__dict__:  # a gradient that is accumulated may be in flight
             return wrap_in_flight(x._lazy_local, x._spec)
-        if type(x._local) is Tensor and x._view_sync is None:
-            return wrap(x._local, x._spec)  # not a view of `_local`, which would have a version counter of its own
+        if type(x._local_tensor) is Tensor and x._view_sync is None:
+            return wrap(
+                x._local_tensor, x._spec
+            )  # not a view of `_local_tensor`, which would have a version counter of its own
     number = id(func)  # the hash of an operator is slow; `FACTS` keeps it alive, so no other gets its id
     facts = FACTS.get(number) or known(func)
     composed = facts.composed
@@ -103,7 +105,7 @@ def dispatch(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | 
 def _count_change(func: OpOverload, operand: Any, written: bool) -> None:
     """After an in-place operator, increment the local tensor's version, and copy the write to views and bases."""
     if isinstance(operand, Wrapper):
-        count_write(operand._local)
+        count_write(operand._local_tensor)
     if written:
         propagate_write(operand, func)
 
@@ -243,7 +245,7 @@ def _finish_write(call: Call, is_moved: bool, specs: Sequence[Spec]) -> Finish:
         target = args[0]
         if is_moved or not isinstance(target, Wrapper):
             written = redistribute_local(out, specs[0], call.specs[0].layout, call.func)
-            write_local(target._local if isinstance(target, Wrapper) else target, written)
+            write_local(target._local_tensor if isinstance(target, Wrapper) else target, written)
         return target
 
     return finish
@@ -267,8 +269,8 @@ def _finish_view(call: Call, result: object, strategy: Strategy, specs: Sequence
         if base._view_sync is not None:
             attach_view(views, base._view_sync)
         if leaves_terms:
-            register_view(views, PartialView(base, views._local, views._spec, call.func, tuple(args[1:])))
-        elif local[0] is not base._local:
+            register_view(views, PartialView(base, views._local_tensor, views._spec, call.func, tuple(args[1:])))
+        elif local[0] is not base._local_tensor:
             register_view(views, CopiedView(base, local[0], base._spec.with_layout(input_layout)))
         return views
 

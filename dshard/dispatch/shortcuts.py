@@ -83,7 +83,7 @@ def shortcut_of(
     """
     if not all(isinstance(each.executable, Executable) and each.executable.specs for each in records):
         return None  # some operators run as others, or have specs that only their results tell
-    if type(out._local) is LocalTensor:
+    if type(out._local_tensor) is LocalTensor:
         return None
     if recorded:
         records = [each for each in records if each.op is not _DETACH]  # torch detaches saved tensors and views
@@ -232,15 +232,15 @@ def _unrecorded(step: Step, spec: Spec, redistributing: Callable[..., Any] | Non
     def call(args: Args, kwargs: Kwargs) -> Any:
         local: Any = list(args) if template is None else template.copy()
         for k, i in positional:
-            local[k] = args[i]._local
+            local[k] = args[i]._local_tensor
         local_kwargs = kwargs if template is None else op_kwargs
         if named:
             local_kwargs = local_kwargs.copy()
             for k, name in named:
-                (local_kwargs if template is None else local)[k] = kwargs[name]._local
+                (local_kwargs if template is None else local)[k] = kwargs[name]._local_tensor
         result = operator(*local, **local_kwargs) if redistributing is None else redistributing(local, local_kwargs)
         out = make(cls, shape, stride, None, None, dtype, _STRIDED, device)
-        out._local = result[0] if first else result
+        out._local_tensor = result[0] if first else result
         out._spec = spec
         return out
 
@@ -261,7 +261,7 @@ def _recorded(steps: Sequence[Step], spec: Spec) -> Shortcut:
                 local = template.copy()
             for k, i, grad, is_home in positional:
                 x = args[i]
-                local[k] = x._local if grad is None else tracked_local(x, grad, is_home)
+                local[k] = x._local_tensor if grad is None else tracked_local(x, grad, is_home)
             if others:
                 options = options.copy()
                 for k, name, grad, is_home, number in others:
@@ -269,7 +269,7 @@ def _recorded(steps: Sequence[Step], spec: Spec) -> Shortcut:
                         local[k] = results[number]
                     else:
                         x = kwargs[name]
-                        x = x._local if grad is None else tracked_local(x, grad, is_home)
+                        x = x._local_tensor if grad is None else tracked_local(x, grad, is_home)
                         (local if isinstance(k, int) else options)[k] = x
             result = operator(*local, **options)
             results.append(result[0] if first else result)
@@ -343,9 +343,9 @@ def _view_shortcut(
         out._spec = spec
         source = local_graph_of(x) if recorded else None
         if source is None:
-            out._local = take_view(x._local, *rest, **options)
+            out._local_tensor = take_view(x._local_tensor, *rest, **options)
         else:  # later operators continue from the local graph
-            out._lazy_local = lambda: take_view_below_autograd(x._local, *rest, **options)
+            out._lazy_local = lambda: take_view_below_autograd(x._local_tensor, *rest, **options)
             out._local_graph = LocalGraph(out._version, make=lambda: take_view(source.at_home(), *rest, **options))
         return out
 
@@ -359,8 +359,8 @@ def is_itself(func: Function, args: Args, kwargs: Kwargs, record: CallRecord) ->
     rule = None if op is None else known(op).op
     if rule is None or rule.kernel is not None:
         return False
-    local = [arg._local if type(arg) is cls else arg for arg in args]
-    local_kwargs = {name: arg._local if type(arg) is cls else arg for name, arg in kwargs.items()}
+    local = [arg._local_tensor if type(arg) is cls else arg for arg in args]
+    local_kwargs = {name: arg._local_tensor if type(arg) is cls else arg for name, arg in kwargs.items()}
     calls: list[tuple[OpOverload, Args, Kwargs]] = []
 
     def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -375,7 +375,7 @@ def is_itself(func: Function, args: Args, kwargs: Kwargs, record: CallRecord) ->
     if len(calls) != 1:
         return False
     local_op, local_op_args, local_op_kwargs = calls[0]
-    expected = [arg._local if isinstance(arg, Wrapper) else arg for arg in op_args]
+    expected = [arg._local_tensor if isinstance(arg, Wrapper) else arg for arg in op_args]
     return local_op is op and _are_equal([*local_op_args, local_op_kwargs], [*expected, op_kwargs])
 
 

@@ -85,14 +85,14 @@ def run_recorded(executable: Executable, *tensors: Any) -> Any:
     plans, gradients = executable.plans, executable.gradients
     with no_torch_function():
         redistributed = [redistribute(t, p.dst) for t, p in zip(tensors, plans, strict=True)]
-        if any(type(t._local) is LocalTensor for t in redistributed):
+        if any(type(t._local_tensor) is LocalTensor for t in redistributed):
             specs = [t._spec.with_layout(layout) for t, layout in zip(redistributed, gradients, strict=True)]
             return Simulated.apply(_alone(local_op), (out,), (out.layout.cotangent(),), specs, *redistributed)[0]  # type: ignore[no-untyped-call]
         for t, copy in zip(tensors, redistributed, strict=True):
-            if copy is not t and not traced(copy._local):
-                copy._local = counting_as(t._local, copy._local)
+            if copy is not t and not traced(copy._local_tensor):
+                copy._local_tensor = counting_as(t._local_tensor, copy._local_tensor)
         parts = [
-            ToLocal.apply(t, t._spec.with_layout(layout)) if t.requires_grad else t._local  # type: ignore[no-untyped-call]
+            ToLocal.apply(t, t._spec.with_layout(layout)) if t.requires_grad else t._local_tensor  # type: ignore[no-untyped-call]
             for t, layout in zip(redistributed, gradients, strict=True)
         ]
         result = _depending_on_all(local_op(coordinate_of(executable.mesh))(*parts), parts)
@@ -129,7 +129,7 @@ class Simulated(torch.autograd.Function):
         ctx.local_op, ctx.outs, ctx.cotangents, ctx.of_gradients = (local_op, outs, cotangents, of_gradients)
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(True)
-        results = run_on_ranks(outs[0].layout.mesh, local_op, tuple(t._local for t in tensors), {})
+        results = run_on_ranks(outs[0].layout.mesh, local_op, tuple(t._local_tensor for t in tensors), {})
         return tuple(wrap(local, spec) for local, spec in zip(results, outs, strict=True))
 
     @staticmethod

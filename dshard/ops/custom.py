@@ -108,9 +108,9 @@ def number(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     spec = args[0]._spec
     move = local_redistribution(spec, replicated(spec.layout.mesh))
     if OBSERVERS and move.plan.steps:
-        local = observed(move.decision(str(func), explicit=True), run_number, (move.plan, args[0]._local))
+        local = observed(move.decision(str(func), explicit=True), run_number, (move.plan, args[0]._local_tensor))
     else:
-        local = run_number(move.plan, args[0]._local)
+        local = run_number(move.plan, args[0]._local_tensor)
     one = next(iter(unstack(local).values())) if type(local) is LocalTensor else local
     return one.item()
 

@@ -187,7 +187,7 @@ def _one_exchange(call: Call, layout: Layout, dim: int, moves: Moves) -> Alterna
 
     def run(*args: object, **_: object) -> Any:
         tensors = [x for x in leaves(args) if isinstance(x, Wrapper)]
-        return wrap(exchange_locals(exchange, tuple(tensors[i]._local.to(out.dtype) for i in read)), spec)
+        return wrap(exchange_locals(exchange, tuple(tensors[i]._local_tensor.to(out.dtype) for i in read)), spec)
 
     inputs = tuple(layout if i in read else operand.layout for i, operand in enumerate(call.specs))
     return AlternativePlan(inputs, (layout,), run, exchanges=planned_exchanges([exchange], out.itemsize))
@@ -207,8 +207,8 @@ def cut(call: Call) -> AlternativePlan | None:
 
     def run(x: Any, *_: object, **__: object) -> Any:
         view = exchanged.run(x)
-        view = wrap(view._local, view._spec, x.storage_offset() + out.storage_offset())
-        register_view(view, PartialView(x, view._local, view._spec, call.func, (dim, start, end, step)))
+        view = wrap(view._local_tensor, view._spec, x.storage_offset() + out.storage_offset())
+        register_view(view, PartialView(x, view._local_tensor, view._spec, call.func, (dim, start, end, step)))
         return view
 
     return replace(exchanged, run=run)
@@ -278,7 +278,7 @@ def _dim_by_dim(
         specs.append(spec_of(layout, tuple(out.shape), out.stride(), out.dtype, spec.device))
 
     def run(x: Any, *_: object, **__: object) -> Any:
-        local = x._local
+        local = x._local_tensor
         for exchange in exchanges:
             local = exchange_locals(exchange, (local,), fill)
         exchanged = wrap(local, specs[-1])

@@ -67,9 +67,9 @@ def counted(plan: ForEach) -> ForEach:
 def _counted(run: Callable[[Args, Kwargs], Any], args: Args, kwargs: Kwargs) -> Any:
     out = run(args, kwargs)
     for t in args[0]:
-        if isinstance(t, Wrapper) and not traced(t._local):
+        if isinstance(t, Wrapper) and not traced(t._local_tensor):
             increment_version(t)
-            count_write(t._local)
+            count_write(t._local_tensor)
     return out
 
 
@@ -123,7 +123,7 @@ def _terms_layout(layout: Layout, ord: float) -> Layout:
 
 def _norms(func: OpOverload, tensors: Sequence[Any], ord: float, layout: Layout, dtype: torch.dtype) -> list[Any]:
     mesh, n, spec, kind = layout.mesh, len(tensors), tensors[0]._spec, real_dtype(dtype)
-    parts = [redistribute_local(t._local, t._spec, completed_layout(t._spec.layout), func) for t in tensors]
+    parts = [redistribute_local(t._local_tensor, t._spec, completed_layout(t._spec.layout), func) for t in tensors]
     terms = run_on_ranks(mesh, lambda coordinate: partial(_terms, ord=ord, dtype=dtype), (parts,), {})
     gathered = redistribute_local(terms, spec_of(layout, (n,), (1,), terms.dtype, spec.device), replicated(mesh), func)
     norms = run_on_ranks(mesh, lambda coordinate: partial(_roots, ord=ord, dtype=kind), (gathered,), {})
@@ -165,7 +165,7 @@ def _fused(func: OpOverload, layouts: Sequence[Layout], args: Args, kwargs: Kwar
         if not isinstance(t, Wrapper):
             return t
         layout = layouts[i] if t.shape == shapes[i] else replicated(mesh)
-        return redistribute_local(t._local, t._spec, layout, func, explicit)
+        return redistribute_local(t._local_tensor, t._spec, layout, func, explicit)
 
     local_args = [  # gradients come to their parameters as after backward
         list(map(redistributed, count(), arg, repeat(arg is args[1])))
@@ -191,8 +191,8 @@ def _without_partial(func: OpOverload, layout: Layout) -> Layout:
 def _write_back(func: OpOverload, given: Sequence[Any], local: Sequence[Any], layouts: Sequence[Layout]) -> None:
     """Write back what the operator wrote into redistributed copies of its arguments."""
     for t, written, layout in zip(given, local, layouts, strict=True):
-        if isinstance(t, Wrapper) and written is not t._local:
-            write_local(t._local, redistribute_local(written, t._spec.with_layout(layout), t._spec.layout, func))
+        if isinstance(t, Wrapper) and written is not t._local_tensor:
+            write_local(t._local_tensor, redistribute_local(written, t._spec.with_layout(layout), t._spec.layout, func))
 
 
 def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
@@ -208,7 +208,7 @@ def _unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     layout, shape = Layout(mesh, (Partial("max"),) * mesh.ndim), tuple(found_inf.shape)
     terms = spec_of(layout, shape, contiguous_stride(shape), found_inf.dtype, found_inf.device)
     write_local(
-        found_inf._local if isinstance(found_inf, Wrapper) else found_inf,
+        found_inf._local_tensor if isinstance(found_inf, Wrapper) else found_inf,
         redistribute_local(flag, terms, replicated(mesh), func),
     )
 
@@ -261,8 +261,8 @@ def _is_linear(func: OpOverload) -> bool:
 def _local(func: OpOverload, arg: object, mesh: Mesh) -> Any:
     """The local tensors of a list; of a single tensor, a factor for all entries, the gathered value."""
     if isinstance(arg, list | tuple):
-        return [t._local if isinstance(t, Wrapper) else t for t in arg]
-    return redistribute_local(arg._local, arg._spec, replicated(mesh), func) if isinstance(arg, Wrapper) else arg
+        return [t._local_tensor if isinstance(t, Wrapper) else t for t in arg]
+    return redistribute_local(arg._local_tensor, arg._spec, replicated(mesh), func) if isinstance(arg, Wrapper) else arg
 
 
 def _retyped(spec: Spec, dtype: torch.dtype) -> Spec:

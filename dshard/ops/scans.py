@@ -121,7 +121,7 @@ def _alternative(
     ]
 
     def run(x: Any, *_: object, **__: object) -> Any:
-        results = run_on_ranks(layout.mesh, local_op, (x._local,), {})
+        results = run_on_ranks(layout.mesh, local_op, (x._local_tensor,), {})
         own, summaries = results[: -len(dtypes)], results[-len(dtypes) :]
         every = [blocks.gather(summary, dtype) for summary, dtype in zip(summaries, dtypes, strict=True)]
         joined = run_on_ranks(layout.mesh, join_op, (tuple(own), tuple(every)), {})

@@ -135,7 +135,7 @@ def _plan_statistic(of: Callable[[Call], Statistic], call: Call, rule: Rule) -> 
     parts = spec.with_layout(partial_along(result, axes, statistic.reduce))
 
     def run(*args: object, **kwargs: object) -> Any:
-        given = replace_leaves((args, kwargs), lambda leaf: leaf._local if isinstance(leaf, Wrapper) else leaf)
+        given = replace_leaves((args, kwargs), lambda leaf: leaf._local_tensor if isinstance(leaf, Wrapper) else leaf)
         local = run_on_ranks(mesh, lambda at: statistic.part, *given)
         reduced = local_redistribution(parts, result)(local)
         return wrap(run_on_ranks(mesh, lambda at: statistic.finish, (reduced,), {}), spec)

@@ -46,7 +46,7 @@ def _pieces(call: Call) -> AlternativePlan | None:
         return lambda local: list(local.split(local_sizes, dim))
 
     def run(x: Any, *_: object, **__: object) -> list[Any]:
-        locals_: Sequence[Tensor] = [exchange_locals(exchange, (x._local,)) for exchange in exchanges]
+        locals_: Sequence[Tensor] = [exchange_locals(exchange, (x._local_tensor,)) for exchange in exchanges]
         if even:
             locals_ = run_on_ranks(mesh, cut, tuple(locals_), {})
         views = []

@@ -188,7 +188,7 @@ def in_place(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Change a tensor in place to the dims of the view."""
     x: Any = args[0]
     out = VIEWS_IN_PLACE[func](*args, **kwargs)
-    x._local, x._spec = out._local, out._spec
+    x._local_tensor, x._spec = out._local_tensor, out._spec
     with no_dispatch():
         func(*args, **kwargs)
     return x

@@ -129,7 +129,7 @@ def _refuse_targets(target: Wrapper, classes: int, ignored: int) -> None:
     Raises:
         IndexError: a target that is neither a class nor `ignored`.
     """
-    local = target._local
+    local = target._local_tensor
     for each in unstack(local).values() if isinstance(local, LocalTensor) else (local,):
         with plain():
             refuse(each, ((each < 0) | (each >= classes)) & (each != ignored), classes, 1)

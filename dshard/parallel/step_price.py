@@ -37,7 +37,9 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
     """
     state = _state(model, plan, plan.mesh)
     args, kwargs = _meta(args), dict(zip(kwargs, _meta(kwargs.values()), strict=True))
-    allocations = Allocations([*(own._local for own in state.values()), *_tensors((args, list(kwargs.values())))])
+    allocations = Allocations(
+        [*(own._local_tensor for own in state.values()), *_tensors((args, list(kwargs.values())))]
+    )
     work = _Work(allocations)
     with disable_modes(), applied(model, plan):  # planning is nobody's work
         with trace() as sent:

@@ -148,7 +148,9 @@ class Channels:
 
     def _begin(self, item: Item, header: Header, x: DTensor | None) -> Any:
         plan = self._plan(item[0], header)
-        local: Tensor = torch.empty(0, dtype=header.dtype, device=device_of(plan.dst.mesh)) if x is None else x._local
+        local: Tensor = (
+            torch.empty(0, dtype=header.dtype, device=device_of(plan.dst.mesh)) if x is None else x._local_tensor
+        )
         begin = partial(begin_reshard, tag=int(item[0].backward), timeout=self.timeout)
         return _observed(plan, begin, (plan, local.detach()), crossing=plan)
 

@@ -133,7 +133,7 @@ def parts(x: DTensor) -> dict[int, Tensor]:
 
 def _parts(x: DTensor) -> Parts:
     check_type(x, DTensor, "whole and parts", "give a DTensor; a plain tensor is whole")
-    mesh, local = x.layout.mesh, x._local
+    mesh, local = x.layout.mesh, x._local_tensor
     if type(local) is comm.LocalTensor:
         tensors = comm.unstack(local)
         return {mesh.coordinate(rank): tensors[rank] for rank in mesh.ranks}

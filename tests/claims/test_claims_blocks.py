@@ -110,9 +110,9 @@ def test_s6_biases_hosted_once_are_updated_by_their_owners_alone() -> None:
 
         for name, mine in hosted.items():
             assert mine.grad.layout == mine.layout
-            assert [part.numel() for part in unstack(mine.grad._local).values()] == [len(biases[name]) // 2] * 2 + [
-                0
-            ] * 2
+            assert [part.numel() for part in unstack(mine.grad._local_tensor).values()] == [
+                len(biases[name]) // 2
+            ] * 2 + [0] * 2
             torch.testing.assert_close(whole(mine.grad), biases[name].grad, rtol=1e-9, atol=1e-11)
             torch.testing.assert_close(whole(mine.detach()), biases[name].detach(), rtol=1e-9, atol=1e-11)
 

@@ -93,7 +93,9 @@ def test_every_use_of_a_private_name_is_seen(code: str) -> None:
     assert list(private_names(ast.parse(code)))
 
 
-@pytest.mark.parametrize("code", ["x._version", "torch.ops.aten._softmax.default", "sys._getframe(1)", "x._local"])
+@pytest.mark.parametrize(
+    "code", ["x._version", "torch.ops.aten._softmax.default", "sys._getframe(1)", "x._local_tensor"]
+)
 def test_other_names_are_not_mistaken_for_one(code: str) -> None:
     assert list(private_names(ast.parse(code))) == []
 

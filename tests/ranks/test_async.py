@@ -39,7 +39,7 @@ def grid() -> DeviceMesh:
 
 
 def on_its_way(x: DTensor) -> bool:
-    return "_local" not in x.__dict__
+    return "_local_tensor" not in x.__dict__
 
 
 def against_the_plain_call(batch: list[Redistribution]) -> list[str]:

@@ -274,8 +274,8 @@ def test_a_mesh_without_processes_plans_but_sends_nothing() -> None:
     mesh = Mesh((64, 8), ("dp", "never_bound"))
     x = zeros(4096, 16, device_mesh=mesh, placements=[Shard(0), Replicate()])
 
-    assert x._local.is_meta
-    assert x.redistribute(placements=[Replicate(), Shard(1)])._local.shape == (4096, 2)
+    assert x._local_tensor.is_meta
+    assert x.redistribute(placements=[Replicate(), Shard(1)])._local_tensor.shape == (4096, 2)
     with pytest.raises(MeshError, match="has no processes here: use whole within simulated"):
         whole(x)
 

@@ -86,7 +86,7 @@ def against_each_step(
     """Every step of the cheapest plan and of the one of fewest bytes, run alone."""
     wrong = []
     for topology in (planning_context().topology_of(src.mesh), BYTES):
-        x = distribute(whole_numbers(shape, dtype), src)._local
+        x = distribute(whole_numbers(shape, dtype), src)._local_tensor
         for step in steps_of(plan(src, dst, shape, dtype.itemsize, topology)):
             with count_traffic() as traffic:
                 x = run(step, x)

@@ -68,7 +68,7 @@ def above_the_limit(batch: list[Redistribution], few_bytes: int) -> list[str]:
         for src, dst, shape in batch:
             device_mesh(src.mesh)
             at = src.mesh.coordinate(dist.get_rank())
-            x = distribute(whole_numbers(shape, DTYPE), src)._local
+            x = distribute(whole_numbers(shape, DTYPE), src)._local_tensor
             topologies: list[Topology] = [planning_context().topology_of(src.mesh), BYTES]
             for topology in topologies:
                 found = plan(src, dst, shape, DTYPE.itemsize, topology)

@@ -126,7 +126,7 @@ def test_new_memory_is_laid_out(make: Any, shape: tuple[int, ...]) -> None:
         assert made.shape == make(x).shape
         for rank in mesh.ranks:
             right = made.layout.local_shape(made.shape, mesh.coordinate(rank))
-            assert made._local._local_tensors[rank].shape == right
+            assert made._local_tensor._local_tensors[rank].shape == right
 
 
 def moved(tree: Any) -> Any:

@@ -224,9 +224,9 @@ def held(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> dict[
     kept.pop().sum().backward()
     moments = [t for state in optimiser.state.values() for t in state.values() if t.dim()]
     return {
-        "parameters": sum(p._local.nbytes for p in model.parameters()),
-        "gradients": sum(p.grad._local.nbytes for p in model.parameters()),
-        "optimizer": sum(t._local.nbytes for t in moments),
+        "parameters": sum(p._local_tensor.nbytes for p in model.parameters()),
+        "gradients": sum(p.grad._local_tensor.nbytes for p in model.parameters()),
+        "optimizer": sum(t._local_tensor.nbytes for t in moments),
         "activations": activations,
     }
 

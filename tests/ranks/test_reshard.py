@@ -108,7 +108,7 @@ def test_every_form_keeps_the_tensor(run: Run) -> None:
         x = distribute(value, src)
         plan = plan_of_form(src, dst, shape, dtype.itemsize, topology, form, balance=True)
 
-        moved = DTensor._wrap(reshard(plan, x._local), x._spec.with_layout(dst))
+        moved = DTensor._wrap(reshard(plan, x._local_tensor), x._spec.with_layout(dst))
 
         assert_value(whole(moved), value)
 
@@ -190,7 +190,7 @@ def cross_one(run: Run) -> str:
     rank, with_grad = torch.distributed.get_rank(), dtype.is_floating_point or dtype.is_complex
     value, incoming = (whole_numbers(shape, dtype, seed) for seed in (0, 1))
     x = distribute(value, src)
-    x = DTensor._wrap(x._local.to(dtype), x._spec).requires_grad_(with_grad)
+    x = DTensor._wrap(x._local_tensor.to(dtype), x._spec).requires_grad_(with_grad)
     with use_topology(topology), count_traffic() as traffic:
         moved = redistribute(x, dst)
     plan = plan_reshard(src, dst, shape, dtype.itemsize, topology)
@@ -201,7 +201,7 @@ def cross_one(run: Run) -> str:
         if rank in dst.mesh:
             assert_value(whole(moved.detach()), value)
         else:
-            assert moved._local.numel() == 0
+            assert moved._local_tensor.numel() == 0
         if with_grad:
             with use_topology(topology):
                 moved.backward(distribute(incoming, dst.cotangent()) if rank in dst.mesh else moved)
@@ -212,7 +212,7 @@ def cross_one(run: Run) -> str:
         ends, value = (completed_layout(src), completed_layout(dst)), value.to(dtype)
         with many_chunks():
             plan = plan_of_form(*ends, shape, dtype.itemsize, topology, form, balance=True)
-        out = reshard(plan, distribute(value, ends[0])._local.to(dtype))
+        out = reshard(plan, distribute(value, ends[0])._local_tensor.to(dtype))
         if out is not None:
             spec = moved._spec.with_layout(ends[1])
             assert_value(whole(DTensor._wrap(out, spec)), value)
@@ -278,7 +278,7 @@ def several_at_once() -> bool:
     rank, values = torch.distributed.get_rank(), [whole_numbers((5, 3), seed=seed) for seed in (1, 2)]
     layout, there = Layout(src, (Shard(0),)), Layout(dst, (Replicate(),))
     plan = plan_reshard(layout, there, (5, 3), 8, Topology.flat(1e9))
-    locals_of = [distribute(value, layout)._local.double() for value in values]
+    locals_of = [distribute(value, layout)._local_tensor.double() for value in values]
     order = (0, 1) if rank in src else (1, 0)
     flights = {i: begin_reshard(plan, locals_of[i], tag=i) for i in order}
     found = [flights[i].finish() for i in (1, 0)][::-1]

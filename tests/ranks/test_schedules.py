@@ -108,7 +108,7 @@ def off(mesh: Mesh, schedule: Schedule, sizes: tuple[int, int, int], times: int)
     x, y = (distribute(t, layout) for t, layout in zip((a, b), schedule.layouts(mesh), strict=False))
     held = []
     for _ in range(times):
-        with count_traffic() as sent, Held(x._local, y._local) as memory, torch.no_grad():
+        with count_traffic() as sent, Held(x._local_tensor, y._local_tensor) as memory, torch.no_grad():
             matmul(x, y, strategy=schedule)
         held.append(memory.most)
     counted = sent.nbytes, sent.messages, min(held)
@@ -122,8 +122,8 @@ def off(mesh: Mesh, schedule: Schedule, sizes: tuple[int, int, int], times: int)
             if mine.layout.partial_axes():
                 torch.testing.assert_close(whole(mine.detach()), right, atol=1e-10, rtol=1e-10)
             else:
-                part = distribute(right, mine.layout)._local
-                torch.testing.assert_close(mine._local.detach(), part, atol=1e-10, rtol=1e-10)
+                part = distribute(right, mine.layout)._local_tensor
+                torch.testing.assert_close(mine._local_tensor.detach(), part, atol=1e-10, rtol=1e-10)
     return ""
 
 

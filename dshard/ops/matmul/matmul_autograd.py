@@ -36,7 +36,7 @@ class Multiply(torch.autograd.Function):
 
         def saved(moved: Sequence[Tensor] | None = None) -> list[Any]:
             if moved is None and (keep_a or keep_b):
-                moved = [run(p, t._local) for p, t in zip(matmul.plans(), tensors[:2], strict=False)]
+                moved = [run(p, t._local_tensor) for p, t in zip(matmul.plans(), tensors[:2], strict=False)]
             return [
                 a if need_a else None,
                 b if need_b else None,
@@ -48,7 +48,7 @@ class Multiply(torch.autograd.Function):
         if reruns:
             n = need_a + need_b + keep_a + keep_b
             reruns[-1](lambda: [t for t in saved() if t is not None], n)
-        local = [t._local for t in tensors]
+        local = [t._local_tensor for t in tensors]
         out = matmul.executable.run(local)
         ctx.save_for_backward(*saved(local))
         return wrap(out, matmul.out)
@@ -70,7 +70,7 @@ class Multiply(torch.autograd.Function):
         if need_a:
             other: Any = torch.conj_physical(b) if b._spec.dtype.is_complex else b
             first = matmul.gradient(0, grad._spec, other._spec)
-            if need_b and plain and first.overlaps and not traced(grad._local):
+            if need_b and plain and first.overlaps and not traced(grad._local_tensor):
                 given: Any = torch.conj_physical(a) if a._spec.dtype.is_complex else a
                 second = matmul.gradient(1, grad._spec, given._spec)
                 gradients[:2] = overlapped((first, (grad, other)), (second, (given, grad)))
@@ -120,7 +120,7 @@ def _overlapped(first: tuple[Matmul, Sequence[Any]], second: tuple[Matmul, Seque
         other = yield from (yield from programs[1](at, space, tensors[n:]))
         return (yield from rest), other
 
-    tensors = [t._local for _, given in (first, second) for t in given]
+    tensors = [t._local_tensor for _, given in (first, second) for t in given]
     plans = [p for matmul, _ in (first, second) for p in matmul.plans()]
     gradients = run_program(first[0].executable.mesh, program, tensors, plans)
     return [wrap(x, matmul.out) for x, (matmul, _) in zip(gradients, (first, second), strict=True)]
@@ -145,5 +145,5 @@ def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Any] | None = N
 
 def _multiply_unrecorded(matmul: Matmul, local: list[Any] | None, *tensors: Any) -> Any:
     local = [] if local is None else local
-    local += [t._local for t in tensors]
+    local += [t._local_tensor for t in tensors]
     return wrap(matmul.executable.run(local), matmul.out)

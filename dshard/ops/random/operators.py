@@ -60,12 +60,12 @@ def filled(x: Any, make: Make, what: object, generator: Generator | None = None)
     """Overwrite the distributed tensor `x` with random values; if it is partial, so that its reduction gives them."""
     spec = x._spec
     layout = completed_layout(spec.layout)
-    later = traced(x._local)
+    later = traced(x._local_tensor)
     if later and generator is not None:
         raise CompileError(f"{what} with a generator, within a compiled region: draw without one, or outside")
     call_draw = None if later else draw_for(layout.mesh, what, generator)
     distribution = make(spec.dtype)
-    simulated = type(x._local) is LocalTensor  # whose mode would look at each of the many operators
+    simulated = type(x._local_tensor) is LocalTensor  # whose mode would look at each of the many operators
 
     def local_op(coordinate: Coordinate) -> LocalOp:
         region = layout.region(spec.shape, coordinate)
@@ -82,9 +82,9 @@ def filled(x: Any, make: Make, what: object, generator: Generator | None = None)
         return write
 
     with torch.no_grad():
-        drawn = run_on_ranks(layout.mesh, local_op, (x._local,), {})
+        drawn = run_on_ranks(layout.mesh, local_op, (x._local_tensor,), {})
         if layout != spec.layout:
-            write_local(x._local, redistribute_local(drawn, spec.with_layout(layout), spec.layout, what))
+            write_local(x._local_tensor, redistribute_local(drawn, spec.with_layout(layout), spec.layout, what))
     return x
 
 
@@ -233,7 +233,7 @@ def multinomial(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     mesh, shape = x._spec.layout.mesh, (*x.shape[:-1], count)
     check(func, (x, count, replacement), {})
     call_draw = draw_for(mesh, func, generator)
-    local = redistribute_local(x._local, x._spec, replicated(mesh), func)
+    local = redistribute_local(x._local_tensor, x._spec, replicated(mesh), func)
     sample = partial(_sample, count=count, replacement=replacement and count > 1, call_draw=call_draw)
     out = run_on_ranks(mesh, lambda coordinate: sample, (local,), {})
     one = next(iter(unstack(out).values())) if type(out) is LocalTensor else out
