@@ -201,6 +201,7 @@ def recording(paths: set[Any]) -> Iterator[None]:
         finally:
             depth -= 1
 
+    wrapped.__func__ = wrapped  # type: ignore[attr-defined]  # torch asks for it, as of a class method
     DTensor.__torch_dispatch__ = staticmethod(wrapped)
     try:
         yield

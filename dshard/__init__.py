@@ -1,13 +1,16 @@
 """dshard: declare the layouts of tensors on a mesh of devices, and run ordinary PyTorch code on them."""
 
+import sys as _sys
 from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
+
+from torch.serialization import add_safe_globals as _add_safe_globals
 
 from dshard.caches import CacheInfo, cache_info, clear_caches
 from dshard.comm import DeviceMesh, init_device_mesh
 from dshard.core.context import use_topology
-from dshard.dispatch.registry import register_rule, rules
 from dshard.errors import (
     ArgumentError,
     CheckpointError,
@@ -24,21 +27,14 @@ from dshard.errors import (
     StrategyError,
     TopologyError,
 )
-from dshard.explain import explain
-from dshard.factories import distribute_module, empty, full, ones, rand, randint, randn, randperm, zeros
-from dshard.functional import linear, matmul
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.ops.matmul.options import use_strategy
-from dshard.ops.random.state import get_rng_state, manual_seed, set_rng_state
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.matmul_loops import Schedule
 from dshard.rules.matmul_strategies import strategies
 from dshard.rules.panel_stream import Stream
-from dshard.tensor import DTensor, distribute_tensor
 from dshard.topology import Topology
 from dshard.topology.network import MEASURERS as _MEASURERS
-from dshard.trace import strict, trace
 
 __version__ = "0.1.0"
 
@@ -75,6 +71,7 @@ __all__ = [
     "distribute_tensor",
     "empty",
     "explain",
+    "from_torch",
     "full",
     "get_rng_state",
     "init_device_mesh",
@@ -100,25 +97,69 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
+    from dshard.core.plain_tensors import from_torch
+    from dshard.dispatch.registry import register_rule, rules
+    from dshard.explain import explain
+    from dshard.factories import distribute_module, empty, full, ones, rand, randint, randn, randperm, zeros
+    from dshard.functional import linear, matmul
+    from dshard.ops.matmul.options import use_strategy
+    from dshard.ops.random.state import get_rng_state, manual_seed, set_rng_state
     from dshard.parallel import parallelize, plan_model
+    from dshard.tensor import DTensor, distribute_tensor
+    from dshard.trace import strict, trace
 
 _LATE = {
-    "calibrate": "dshard.calibrate",
-    "parallel": "dshard.parallel",
-    "parallelize": "dshard.parallel",
-    "plan_model": "dshard.parallel",
-    "visualize": "dshard.report.visualize",
+    "dshard.calibrate": ("calibrate",),
+    "dshard.core.plain_tensors": ("from_torch",),
+    "dshard.dispatch.registry": ("register_rule", "rules"),
+    "dshard.explain": ("explain",),
+    "dshard.factories": (
+        *("distribute_module", "empty", "full", "ones", "rand", "randint", "randn", "randperm", "zeros"),
+    ),
+    "dshard.functional": ("linear", "matmul"),
+    "dshard.ops.matmul.options": ("use_strategy",),
+    "dshard.ops.random.state": ("get_rng_state", "manual_seed", "set_rng_state"),
+    "dshard.parallel": ("parallel", "parallelize", "plan_model"),
+    "dshard.report.visualize": ("visualize",),
+    "dshard.tensor": ("DTensor", "distribute_tensor"),
+    "dshard.trace": ("strict", "trace"),
 }
-"""Names that few programs need, and the modules that have them: imported when they are asked for."""
+"""Modules, and their names that are imported when they are asked for.
+
+Distributed tensors are torch's, too, and torch takes longer to import its own than dshard takes to be imported.
+"""
+_MODULES = {name: module for module, names in _LATE.items() for name in names}
 
 
 def __getattr__(name: str) -> _Any:
     """Import a name of `_LATE` when it is asked for."""
-    if name not in _LATE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'dshard' has no attribute {name!r}")
-    module = _import_module(_LATE[name])
-    value = globals()[name] = module if module.__name__ == f"dshard.{name}" else getattr(module, name)
+    path = _MODULES[name]
+    module = _import_module(path)
+    value = globals()[name] = module if name in ("calibrate", "parallel") else getattr(module, name)
     return value
+
+
+class _Package(_ModuleType):
+    """This package, whose functions of the names of modules stay what they are when those modules are imported."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _MODULES and isinstance(value, _ModuleType)):
+            super().__setattr__(name, value)
+
+
+for _name in _MODULES:
+    globals().pop(_name, None)  # a module that the imports above have set
+_sys.modules[__name__].__class__ = _Package
+
+
+def _unpickled(*parts: _Any) -> _Any:
+    """The distributed tensor that `torch.load` reads, of which it need not have been told more than `import dshard`."""
+    return _import_module("dshard.tensor")._unpickle(*parts)
+
+
+_add_safe_globals([(_unpickled, "dshard.tensor._unpickle"), Layout, Mesh, Partial, Replicate, Shard])
 
 
 def _measure(mesh: _Any, **options: _Any) -> Topology:
@@ -130,4 +171,4 @@ _MEASURERS.append(_measure)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATE})
+    return sorted({*globals(), *_MODULES})

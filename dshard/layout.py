@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from dshard.caches import cached
 from dshard.errors import LayoutError, NotationError
@@ -17,6 +18,7 @@ from dshard.placements import (
     chunk,
     cotangent,
     format_placements,
+    from_torch,
     nested_chunk,
     parse_placements,
 )
@@ -54,7 +56,7 @@ class Layout:
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
             raise LayoutError(f"a layout on {shown(self.mesh)}: give a dshard.Mesh, such as Mesh((2, 4), ('dp', 'tp'))")
-        placements = placements_on(self.mesh, self.placements)
+        placements, strided = from_torch(placements_on(self.mesh, self.placements), self.mesh.shape)
         _check_placements(self.mesh, placements)
         for placement in placements:
             if isinstance(placement, Shard) and placement.dim < 0:
@@ -63,7 +65,7 @@ class Layout:
         for i, placement in enumerate(placements):
             if isinstance(placement, Shard):
                 axes[placement.dim] = (*axes.get(placement.dim, ()), i)
-        order = _canonical_order(axes, _pairs(self.order)) if self.order else ()
+        order = _canonical_order(axes, _pairs(self.order or strided)) if self.order or strided else ()
         axes.update(order)
         for name, value in (("placements", placements), ("order", order), ("_axes", axes)):
             object.__setattr__(self, name, value)
@@ -199,8 +201,10 @@ def interned(layout: Layout) -> Layout:
     return layout
 
 
-def layout_of(mesh: Mesh, placements: Iterable[Placement], ndim: int) -> Layout:
+def layout_of(mesh: Mesh, placements: Iterable[Any], ndim: int) -> Layout:
     """The layout of a tensor of `ndim` dims with these placements; negative dims count from the end.
+
+    Placements of torch's classes are taken, too.
 
     Raises:
         LayoutError: not one placement for each mesh axis, or a Shard of a dim that the tensor does not have.
@@ -213,7 +217,7 @@ def layout_of(mesh: Mesh, placements: Iterable[Placement], ndim: int) -> Layout:
         raise
 
 
-def placements_on(mesh: Mesh, placements: Iterable[Placement]) -> tuple[Placement, ...]:
+def placements_on(mesh: Mesh, placements: Iterable[Any]) -> tuple[Any, ...]:
     """Check a sequence of placements, one for each axis of `mesh`, and return it as a tuple.
 
     Raises:
@@ -266,10 +270,11 @@ def _pairs(order: Iterable[object]) -> tuple[DimOrder, ...]:
 
 
 @cached("placements", 4096)
-def _layout_of(mesh: Mesh, placements: tuple[Placement, ...], ndim: int) -> Layout:
-    _check_placements(mesh, placements)
-    resolved = tuple(_resolve(placement, ndim) for placement in placements)
-    return interned(Layout(mesh, resolved))
+def _layout_of(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Layout:
+    own, strided = from_torch(placements, mesh.shape)
+    _check_placements(mesh, own)
+    resolved = tuple(_resolve(placement, ndim) for placement in own)
+    return interned(Layout(mesh, resolved, tuple((dim % ndim, axes) for dim, axes in strided if ndim)))
 
 
 def parse_layout(text: str, mesh: Mesh) -> Layout:

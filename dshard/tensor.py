@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from sys import getrefcount
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 from warnings import warn
 
 import torch
@@ -35,8 +35,14 @@ from dshard.mesh import Mesh
 from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
 from dshard.placements import Partial, Placement
-from dshard.torch_private import is_transforming, no_torch_function
+from dshard.torch_dtensor import TorchDTensor, TorchPlacement
+from dshard.torch_private import TracingContext, is_transforming, no_torch_function
 from dshard.validate import article, as_shape, shown
+
+AnyPlacement: TypeAlias = Placement | TorchPlacement
+"""A placement of dshard's classes or of torch's."""
+
+dispatch.__func__ = dispatch  # type: ignore[attr-defined]  # torch compares it with that of its own class
 
 
 class DTensor(Wrapper):
@@ -45,6 +51,10 @@ class DTensor(Wrapper):
     It behaves like the global tensor: `shape`, operators, gradients and comparisons mean what they mean on one device.
     Made by `distribute_tensor`, `DTensor.from_local` or a factory such as `dshard.zeros`.
     """
+
+    __slotnames__: ClassVar[
+        list[str]
+    ] = []  # the slots of torch's class, which torch.utils.swap_tensors would swap, too
 
     @staticmethod
     def __new__(cls, *parts: Any) -> DTensor:
@@ -73,12 +83,12 @@ class DTensor(Wrapper):
         return self._spec.layout
 
     @property
-    def placements(self) -> tuple[Placement, ...]:
-        """One placement for each mesh axis."""
-        return self._spec.layout.placements
+    def placements(self) -> tuple[Placement, ...]:  # type: ignore[override]  # they have the methods of torch's
+        """One placement for each mesh axis, which is of torch's classes, too."""
+        return self._spec.placements
 
     @property
-    def device_mesh(self) -> DeviceMesh | Mesh:
+    def device_mesh(self) -> DeviceMesh | Mesh:  # type: ignore[override]  # torch has no pure mesh
         """torch's mesh behind the tensor, or the pure mesh where there are no processes."""
         return comm.device_mesh_of(self._spec.layout.mesh)
 
@@ -86,15 +96,15 @@ class DTensor(Wrapper):
 
     @staticmethod
     @traceable
-    def from_local(
+    def from_local(  # type: ignore[override]  # it takes a pure mesh, too
         local_tensor: Tensor,
         device_mesh: DeviceMesh | Mesh,
-        placements: Sequence[Placement] | None = None,
+        placements: Sequence[AnyPlacement] | None = None,
         *,
         run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
-        grad_placements: Sequence[Placement] | None = None,
+        grad_placements: Sequence[AnyPlacement] | None = None,
     ) -> DTensor:
         """The DTensor whose local tensors the ranks give; without placements each gives the global tensor.
 
@@ -108,7 +118,7 @@ class DTensor(Wrapper):
         """
         return _from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)
 
-    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+    def to_local(self, *, grad_placements: Sequence[AnyPlacement] | None = None) -> Tensor:
         """The local tensor of this rank; `grad_placements` are the placements of its gradient.
 
         By default these are the tensor's own, with Replicate in place of Partial.
@@ -129,16 +139,29 @@ class DTensor(Wrapper):
             comm.watch_backward(local, layout.mesh.ranks)
         return local
 
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+    def full_tensor(self, *, grad_placements: Sequence[AnyPlacement] | None = None) -> Tensor:
         """The global tensor, as a plain tensor on every rank."""
         if grad_placements is not None:  # before anything is sent
             layout_of(self._spec.layout.mesh, grad_placements, self.ndim)
         return redistribute(self, replicated(self._spec.layout.mesh)).to_local(grad_placements=grad_placements)  # type: ignore[no-any-return]
 
-    def redistribute(
+    def to_torch(self) -> TorchDTensor:
+        """This tensor as one of torch's own class, of the same memory. Differentiable.
+
+        Raises:
+            MeshError: there are no processes.
+        """
+        mesh = self.device_mesh
+        if isinstance(mesh, Mesh):
+            raise MeshError(f"to_torch on the mesh ({mesh}), which has no processes: make it by init_device_mesh")
+        return TorchDTensor.from_local(
+            self.to_local(), mesh, self._spec.placements, run_check=False, shape=self.shape, stride=self.stride()
+        )
+
+    def redistribute(  # type: ignore[override]  # it takes a pure mesh, too
         self,
         device_mesh: DeviceMesh | Mesh | None = None,
-        placements: Sequence[Placement] | None = None,
+        placements: Sequence[AnyPlacement] | None = None,
         *,
         async_op: bool = False,
     ) -> DTensor:
@@ -179,8 +202,12 @@ class DTensor(Wrapper):
     # -- what torch.compile asks of it
 
     def __tensor_flatten__(self) -> tuple[list[str], CompileMetadata]:
-        leaf = self._leaf
-        return ["_local_tensor"], compile_metadata(self._spec, self.is_leaf if leaf is None else leaf)
+        # Dynamo wants the mesh among the parts of torch's class. In graphs it would be one more input and output of
+        # each tensor, so the tensors that AOTAutograd takes apart have the local tensor alone.
+        names = ["_local_tensor"]
+        if TracingContext.try_get() is not None and not traced(self._local_tensor):
+            names.append("device_mesh")
+        return names, compile_metadata(self._spec, is_leaf(self), self.requires_grad)
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Tensor], flat: CompileMetadata, size: Any, stride: Any) -> DTensor:
@@ -192,12 +219,8 @@ class DTensor(Wrapper):
         out._leaf = flat.leaf
         return out
 
-    @classmethod
-    def __metadata_guard__(cls, then: CompileMetadata, now: CompileMetadata) -> bool:
-        return then is now or then.serves(now)
-
     def _stable_hash_for_caching(self) -> str:
-        return compile_metadata(self._spec, is_leaf(self)).digest()
+        return compile_metadata(self._spec, is_leaf(self), self.requires_grad).digest()
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         layout = self._spec.layout.cotangent()
@@ -205,7 +228,7 @@ class DTensor(Wrapper):
             return redistribute(self, layout)  # type: ignore[no-any-return]
 
     def __coerce_same_metadata_as_tangent__(self, flat: CompileMetadata, expected_type: Any = None) -> DTensor | None:
-        return None if expected_type is not None else redistribute(self, flat.layout)
+        return None if expected_type is not None else redistribute(self, flat.origin.layout)
 
     # -- text and copies
 
@@ -349,11 +372,11 @@ def as_mesh(mesh: DeviceMesh | Mesh) -> Mesh:
 def _from_local(
     local: Tensor,
     device_mesh: DeviceMesh | Mesh,
-    placements: Sequence[Placement] | None,
+    placements: Sequence[AnyPlacement] | None,
     run_check: bool,
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
-    grad_placements: Sequence[Placement] | None,
+    grad_placements: Sequence[AnyPlacement] | None,
 ) -> DTensor:
     mesh = as_mesh(device_mesh)
     if isinstance(local, DTensor):
@@ -468,7 +491,7 @@ def _scattered(tensor: Tensor, layout: Layout, source: int | None) -> Tensor:
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: DeviceMesh | Mesh,
-    placements: Sequence[Placement] | None = None,
+    placements: Sequence[AnyPlacement] | None = None,
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:

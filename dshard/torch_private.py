@@ -296,6 +296,14 @@ _attribute("torch.distributed.ProcessGroup", "_allgather_base _reduce_scatter_ba
 _attribute("torch.distributed.ProcessGroup", "_get_sequence_number_for_group", "reports of ranks that wait")
 _attribute("torch.distributed.Work", "_get_op_type", "naming the collective in which a rank waits")
 _attribute("torch.distributed._local_tensor.LocalTensor", "_local_tensors", "simulated ranks")
+_IS_TORCHS = "distributed tensors that are torch's, too"
+_late("torch.distributed.tensor._dtensor_spec.DTensorSpec", _IS_TORCHS)
+_late("torch.distributed.tensor._dtensor_spec.ShardOrderEntry", _IS_TORCHS)
+_late("torch.distributed.tensor._dtensor_spec.TensorMeta", _IS_TORCHS)
+_late("torch.distributed.tensor._dtensor_spec.DTensorSpec._convert_shard_order_to_StridedShard", _IS_TORCHS)
+_late("torch.distributed.tensor.placement_types._StridedShard", _IS_TORCHS)
+_late("torch.distributed.tensor.DTensor._op_dispatcher", "torch's implicit_replication")
+_late("torch.distributed.tensor._dispatch.OpDispatcher._allow_implicit_replication", "torch's implicit_replication")
 _late("torch.distributed.checkpoint._traverse.set_element", "loading checkpoints")
 _late("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "reading the metadata of checkpoints")
 _late("torch.distributed.checkpoint.filesystem._StorageInfo", "reading the metadata of checkpoints")
@@ -310,10 +318,10 @@ PROTOCOLS = {
     "__torch_dispatch__": "operators on distributed tensors",
     "__tensor_flatten__": "torch.compile: the local tensor and the metadata",
     "__tensor_unflatten__": "torch.compile: the distributed tensor of both",
-    "__metadata_guard__": "torch.compile: whether a graph serves other metadata",
     "__coerce_tangent_metadata__": "torch.compile: the layout of a traced gradient",
     "__coerce_same_metadata_as_tangent__": "torch.compile: a gradient of another layout than the traced one",
     "_stable_hash_for_caching": "torch.compile: its cache on disk",
+    "__slotnames__": "torch.utils.swap_tensors, by which modules change the dtype of parameters",
     "__fx_repr__": "torch.compile: placements in the code of a graph",
     "__create_write_items__": "torch.distributed.checkpoint",
     "__create_chunk_list__": "torch.distributed.checkpoint",

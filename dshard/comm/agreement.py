@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
@@ -94,6 +96,14 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
 def group_rank(group: dist.ProcessGroup | None = None) -> int:
     """The number of this process in a process group, or in the world; 0 where there is none."""
     return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def ranks_of_group(args: Iterable[Any]) -> tuple[int, ...]:
+    """The ranks of the process group among the arguments of a collective of torch's, if there is one."""
+    for arg in args:
+        with suppress(TypeError, RuntimeError):  # it is something else, such as a reduction
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
+    return ()
 
 
 def share(x: Tensor | None, source: int, group: Group, device: torch.device) -> Tensor:

@@ -97,7 +97,7 @@ def _start_of(plan: Plan, dtype: torch.dtype, runtime: Runtime) -> Start:
 
 
 class LazyLocal:
-    """Descriptor of `_local_tensor` where the local tensor is in flight: waits at the first access, and keeps the result.
+    """Descriptor of a local tensor that is in flight: waits at the first access, and keeps the result.
 
     It is no data descriptor, so a `_local_tensor` of the instance comes first.
     """

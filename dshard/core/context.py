@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from dshard.caches import Cache, clear_caches
@@ -60,6 +60,15 @@ def planning_context() -> PlanningContext:
         return _DEFAULT
     state = _here()
     return state.value if state is not None else _SETTINGS.value()
+
+
+SETTINGS: list[Callable[[], object]] = [planning_context]
+"""Functions that return what choices depend on beside the operands: values that are compared by `==`."""
+
+
+def settings_in_force() -> list[object]:
+    """What choices depend on in this thread and asynchronous task, beside the operands."""
+    return [setting() for setting in SETTINGS]
 
 
 def planning_context_of(topology: Topology | None) -> PlanningContext:

@@ -23,10 +23,11 @@ from dshard.core.spec import contiguous_stride, spec_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import MixedError
 from dshard.layout import replicated
+from dshard.torch_dtensor import TorchDTensor, counts_plain_as_replicated, strided_placements
 from dshard.torch_private import graph_task_id
 
-PLAIN = frozenset({Tensor, Parameter, LocalTensor, list, tuple})
-"""The types of arguments that are, or may hold, plain tensors."""
+PLAIN = frozenset({Tensor, Parameter, LocalTensor, TorchDTensor, list, tuple})
+"""The types of arguments that are, or may hold, plain tensors or torch's own distributed ones."""
 
 _INT = frozenset({int})
 
@@ -58,6 +59,24 @@ _HARMLESS = frozenset(
 """Functions that take a plain tensor for its shape or dtype, or as a gradient that is the same on all ranks."""
 
 
+_COPY = Tensor.copy_
+
+
+def is_torchs(x: object) -> bool:
+    """Whether `x` is a distributed tensor of torch's own class, or of another library's that derives from it."""
+    return isinstance(x, TorchDTensor) and not isinstance(x, Wrapper)
+
+
+def from_torch(x: TorchDTensor) -> Any:
+    """The distributed tensor of torch's class as one of dshard's, of the same memory. Differentiable.
+
+    Raises:
+        LayoutError: strided placements that no order of the mesh axes makes.
+    """
+    placements = strided_placements(x)
+    return Wrapper.public.from_local(x.to_local(), x.device_mesh, placements, shape=x.shape, stride=x.stride())
+
+
 class _AssumedReplicated(local):
     depth = 0
 
@@ -76,12 +95,17 @@ def assume_replicated() -> Iterator[None]:
 
 
 def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The arguments, with plain tensors wrapped as replicated within `assume_replicated`, and refused elsewhere.
+    """The arguments, with torch's distributed tensors as dshard's, and plain tensors wrapped as replicated or refused.
+
+    They are wrapped within `assume_replicated` and torch's `implicit_replication`, and as what `copy_` copies into a
+    distributed tensor, as `load_state_dict` does: each rank takes its part.
 
     Raises:
         MixedError: a plain tensor with dims is among the arguments.
     """
-    if not _ASSUMED_REPLICATED.depth:
+    if any(map(is_torchs, leaves((args, kwargs)))):
+        args, kwargs = replace_leaves((args, kwargs), lambda leaf: from_torch(leaf) if is_torchs(leaf) else leaf)
+    if not (_ASSUMED_REPLICATED.depth or counts_plain_as_replicated() or func is _COPY):
         refuse_plain(func, args, kwargs)
         return args, kwargs
     tensors = tensors_in((args, kwargs))

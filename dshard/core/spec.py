@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from dshard.comm import Scoped, mark_raised_by_all, plain
+from dshard.comm import Scoped, device_mesh_of, mark_raised_by_all, plain
+from dshard.core.context import settings_in_force
+from dshard.core.torch_placements import torch_placements
 from dshard.layout import Layout, Shape, interned
+from dshard.torch_dtensor import DTensorSpec, ShardOrderEntry, TensorMeta
 
 
-class Spec:
+class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is imported late
     """Layout, global shape and strides, dtype and device type of a distributed tensor.
 
-    Made by `spec_of`: equal specs are the same object. `has_partial` says whether some placement is partial.
+    Made by `spec_of`: equal specs are the same object. `has_partial` says whether some placement is partial. To torch
+    it is the spec of a tensor of its own: `mesh`, `placements`, `tensor_meta`, `shard_order` are in torch's classes.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "has_partial", "layout", "shape", "stride")
+    __slots__ = ("device", "dtype", "has_partial", "layout", "shape", "stride")
 
     layout: Layout
     shape: Shape
@@ -27,11 +33,41 @@ class Spec:
     device: torch.device
     has_partial: bool
 
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+    __setattr__ = object.__setattr__  # torch's forgets a hash that is not kept here
+
     def __init__(
         self, layout: Layout, shape: Shape, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layout, self.shape, self.stride, self.dtype, self.device = layout, shape, stride, dtype, device
         self.has_partial = bool(layout.partial_axes())
+
+    @property
+    def mesh(self) -> Any:
+        """torch's mesh, or the pure mesh where there are no processes."""
+        return device_mesh_of(self.layout.mesh)
+
+    @cached_property
+    def placements(self) -> tuple[Any, ...]:
+        """The placements in torch's classes: an order of the axes that is not torch's is in strided ones."""
+        return torch_placements(self.layout)
+
+    @cached_property
+    def shard_order(self) -> Any:
+        """torch's tuple of the mesh axes that shard each dim, from major to minor."""
+        dims = self.layout.sharded_dims()
+        return tuple(ShardOrderEntry(tensor_dim=dim, mesh_dims=self.layout.axes_of(dim)) for dim in dims)
+
+    @cached_property
+    def tensor_meta(self) -> Any:
+        """torch's record of shape, strides and dtype."""
+        return TensorMeta(torch.Size(self.shape), self.stride, self.dtype)
+
+    @property
+    def use_strided_shard_as_shard_order(self) -> bool:
+        """Whether strided placements stand for an order of the mesh axes."""
+        return bool(self.layout.order)
 
     @property
     def itemsize(self) -> int:
@@ -50,8 +86,34 @@ class Spec:
     def __reduce__(self) -> tuple[object, ...]:
         return spec_of, (self.layout, self.shape, self.stride, self.dtype, self.device)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpecUnderSettings:
+        return SpecUnderSettings(self)
+
+    def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
+        if isinstance(other, SpecUnderSettings):
+            return other.serves(self)
+        return bool(super()._check_equals(other, skip_shapes))
+
     def __repr__(self) -> str:
         return f"Spec([{self.layout}], {self.shape}, {self.dtype})"
+
+
+class SpecUnderSettings(Spec):
+    """A copy of a spec with the settings in force, as torch.compile's guard of a distributed tensor keeps it.
+
+    torch copies the spec of an operand when it compiles a graph, and asks the spec of a later operand whether it equals
+    the copy. Choices in the graph depend on sizes and settings, too, so the copy holds all of them.
+    """
+
+    __slots__ = ("origin", "settings")
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec.layout, spec.shape, spec.stride, spec.dtype, spec.device)
+        self.origin, self.settings = spec, settings_in_force()
+
+    def serves(self, spec: Spec) -> bool:
+        """Whether a graph compiled for this spec does what would be chosen for `spec` now."""
+        return spec is self.origin and settings_in_force() == self.settings
 
 
 _FOR_SHAPES: Scoped[None, bool] = Scoped("for shapes", bool)

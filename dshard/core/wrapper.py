@@ -11,10 +11,11 @@ from torch import Tensor
 from dshard.comm import AsyncLocal, LazyLocal
 from dshard.core.spec import Spec
 from dshard.layout import Layout
+from dshard.torch_dtensor import TorchDTensor
 from dshard.torch_private import make_wrapper_subclass as make
 
 
-class Wrapper(torch.Tensor):
+class Wrapper(TorchDTensor):
     """A tensor without memory of its own: this rank's local tensor, and the spec of the global tensor.
 
     `public` is the one class that derives from it, `dshard.DTensor`: every wrapper is made of that.
@@ -22,7 +23,7 @@ class Wrapper(torch.Tensor):
 
     public: ClassVar[type[Wrapper]]
     _local_tensor: Tensor = LazyLocal()  # type: ignore[assignment]
-    _spec: Spec
+    _spec: Spec = None  # type: ignore[assignment]  # torch's class has slots: this one's values are in the instance
     _lazy_local: Callable[[], Tensor]
     # Their types are defined above this module: the origin of a copied view, and a graph on local tensors.
     _view_sync: Any = None

@@ -17,6 +17,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
 from dshard.core.torch_function import bind_arguments, call_torch
 from dshard.core.wrapper import Wrapper, wrap
+from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.attention_call import attention
 from dshard.ops.custom import accept_call
@@ -71,10 +72,28 @@ def tensor_split(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x, sections, dim = bind_arguments(("input", "tensor_indices_or_sections", "dim"), args, kwargs)
     if not isinstance(sections, Wrapper):
         return call_torch(func, args, kwargs)
-    numbers: Any = sections.full_tensor()  # type: ignore[attr-defined]  # of the class above
+    numbers: Any = sections.full_tensor()
     if type(numbers) is LocalTensor:
         numbers = next(iter(unstack(numbers).values()))
     return call_torch(torch.tensor_split, (x, numbers, 0 if dim is None else dim), {})
+
+
+def value_of_replicated(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`tolist`, `numpy`: of a replicated tensor, which each rank has; others are refused, for that would gather.
+
+    Raises:
+        LayoutError: the tensor is sharded or partial.
+    """
+    x, *rest = args
+    if x._spec.layout != replicated(x._spec.layout.mesh):
+        raise LayoutError(
+            f"{func.__name__}() of a tensor laid out [{x._spec.layout}], of which this rank has a part: "
+            f"x.full_tensor().{func.__name__}() gathers it, x.to_local().{func.__name__}() gives this rank's part"
+        )
+    local = x._local_tensor
+    if type(local) is LocalTensor:
+        local = next(iter(unstack(local).values()))
+    return func(local.detach().requires_grad_(x.requires_grad), *rest, **kwargs)
 
 
 def _replicated(values: list[Any], like: Wrapper) -> Any:
@@ -151,6 +170,7 @@ COMPOSITES: dict[Any, Function] = {
     torch.tensor_split: tensor_split,
     Tensor.tensor_split: tensor_split,
     Tensor.__getitem__: getitem,
+    **dict.fromkeys((Tensor.tolist, Tensor.numpy, Tensor.__array__), value_of_replicated),
     Tensor.__setitem__: getitem,
     _DATA.__get__: data,
 }

@@ -181,7 +181,8 @@ def operator_executable(
     best = cheapest(strategy, decision.alternatives)
     if best in alternatives:
         return AlternativeExecutable(decision, call.specs, best, alternatives[best])
-    specs = result_specs(strategy, call.outs, call.specs[0].device)
+    device = call.kwargs.get("device")
+    specs = result_specs(strategy, call.outs, call.specs[0].device if device is None else torch.device(device))
     is_moved = bool(decision.plans[0].steps)
     return Executable(
         decision,

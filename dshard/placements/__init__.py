@@ -2,6 +2,7 @@
 
 from dshard.placements.chunk import chunk, chunk_of, nested_chunk
 from dshard.placements.notation import format_placements, parse_placement, parse_placements
+from dshard.placements.torch_like import from_torch, own_placement
 from dshard.placements.types import REDUCE_OPS, Partial, Placement, ReduceOp, Replicate, Shard, cotangent
 
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "chunk_of",
     "cotangent",
     "format_placements",
+    "from_torch",
     "nested_chunk",
+    "own_placement",
     "parse_placement",
     "parse_placements",
 ]

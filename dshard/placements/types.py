@@ -1,4 +1,7 @@
-"""The placement of a tensor on one mesh axis: a closed union of frozen values."""
+"""The placement of a tensor on one mesh axis: a closed union of frozen values.
+
+They have the methods of torch's placements, and equal those that say the same, with the same hash.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,34 @@ from dshard.validate import as_int, suggestion
 
 ReduceOp: TypeAlias = Literal["sum", "avg", "product", "max", "min"]
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
+TORCH_PLACEMENTS = "torch.distributed.tensor.placement_types"
+"""The module of torch's placements, by which they are known here without torch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class _Placement:
+    """The questions that torch's placements answer. No slots: the placements of a tensor derive from torch's, too."""
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether this is a Shard, of tensor dim `dim` if one is given."""
+        return isinstance(self, Shard) and dim in (None, self.dim)
+
+    def is_replicate(self) -> bool:
+        """Whether this is a Replicate."""
+        return isinstance(self, Replicate)
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Whether this is a Partial, of the reduction `reduce_op` if one is given."""
+        return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
+
+
+def _is_torchs(placement: object, name: str) -> bool:
+    """Whether this is a placement of torch's class of this name."""
+    kind = type(placement)
+    return kind.__name__ == name and kind.__module__ == TORCH_PLACEMENTS
+
+
+@dataclass(frozen=True, eq=False)
+class Shard(_Placement):
     """Each rank holds one chunk of tensor dimension `dim`.
 
     >>> str(Shard(0))
@@ -33,24 +60,36 @@ class Shard:
             raise LayoutError(f"Shard({self.dim!r}): the tensor dim must be an int, such as Shard(0)") from None
         object.__setattr__(self, "dim", dim)
 
+    def __eq__(self, other: object) -> bool:
+        return (isinstance(other, Shard) or _is_torchs(other, "Shard")) and self.dim == other.dim  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(self.dim)
+
     def __str__(self) -> str:
         return f"S({self.dim})"
 
 
-@dataclass(frozen=True, slots=True)
-class Replicate:
+@dataclass(frozen=True, eq=False)
+class Replicate(_Placement):
     """Each rank holds the whole tensor.
 
     >>> str(Replicate())
     'R'
     """
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Replicate) or _is_torchs(other, "Replicate")
+
+    def __hash__(self) -> int:
+        return -1
+
     def __str__(self) -> str:
         return "R"
 
 
-@dataclass(frozen=True, slots=True)
-class Partial:
+@dataclass(frozen=True, eq=False)
+class Partial(_Placement):
     """Each rank holds one term of a reduction; the tensor is the reduced value.
 
     >>> str(Partial())
@@ -68,6 +107,12 @@ class Partial:
             raise LayoutError(
                 f"Partial({self.reduce_op!r}): the reduction must be one of {', '.join(REDUCE_OPS)}{meant}"
             )
+
+    def __eq__(self, other: object) -> bool:
+        return (isinstance(other, Partial) or _is_torchs(other, "Partial")) and self.reduce_op == other.reduce_op  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return 1 + hash(self.reduce_op)
 
     def __str__(self) -> str:
         return f"P({self.reduce_op})"

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[2] / "dshard"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 FILES = [pytest.param(path, id=path.relative_to(PACKAGE).as_posix()) for path in SOURCES]
 
-MAY_IMPORT_DISTRIBUTED = ("comm", "testing", "launch", "demo", "checkpoint", "torch_private")
+MAY_IMPORT_DISTRIBUTED = ("comm", "testing", "launch", "demo", "checkpoint", "torch_private", "torch_dtensor")
 MAY_IMPORT_RICH = ("report",)
 
 # Functions that may import, as "dshard/file.py: function". Each needs a reason beside it.

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import tensor as torch_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import dshard
 from dshard import (
@@ -215,9 +217,9 @@ TENSORS: list[Row] = [
     (lambda: distribute_tensor(torch.ones(4), MESH, 0), LayoutError, "0 is no sequence of placements"),
     (lambda: distribute_tensor(torch.ones(4), MESH, [Shard(0), None]), LayoutError, "None is no placement"),
     (
-        lambda: distribute_tensor(torch.ones(4), LINE, [torch.distributed.tensor.Shard(0)]),
+        lambda: distribute_tensor(torch.ones(4), MESH, [_StridedShard(0, split_factor=3), torch_tensor.Shard(0)]),
         LayoutError,
-        "of dshard, not torch",
+        "split_factor=3.* no order of the axes",
     ),
     (lambda: distribute_tensor(torch.ones(4), MESH, src_data_rank="0"), MeshError, "src_data_rank '0'"),
     (lambda: distribute_tensor(torch.ones(4), MESH, src_data_rank=True), MeshError, "src_data_rank True"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from dshard.comm import Scoped, outside_graphs
+from dshard.core.context import SETTINGS
 from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
@@ -109,6 +110,9 @@ def has_no_options() -> bool:
 def current_options() -> MatmulOptions:
     """The options that `use_strategy` has in force at this call."""
     return _ASKED.value() if ASKING else NO_OPTIONS
+
+
+SETTINGS.append(current_options)
 
 
 @contextmanager

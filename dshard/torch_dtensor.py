@@ -1,0 +1,46 @@
+"""torch's own distributed tensors: all that dshard takes of them. It is imported late, for torch's module is slow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+
+from dshard.torch_private import late
+
+DTensorSpec: Any = late("torch.distributed.tensor._dtensor_spec.DTensorSpec")
+ShardOrderEntry: Any = late("torch.distributed.tensor._dtensor_spec.ShardOrderEntry")
+TensorMeta: Any = late("torch.distributed.tensor._dtensor_spec.TensorMeta")
+TorchStridedShard: Any = late("torch.distributed.tensor.placement_types._StridedShard")
+
+__all__ = [
+    "DTensorSpec",
+    "ShardOrderEntry",
+    "TensorMeta",
+    "TorchDTensor",
+    "TorchPartial",
+    "TorchPlacement",
+    "TorchReplicate",
+    "TorchShard",
+    "TorchStridedShard",
+    "counts_plain_as_replicated",
+    "strided_placements",
+]
+
+
+def counts_plain_as_replicated() -> bool:
+    """Whether the call is within torch's `implicit_replication`."""
+    allowed: bool = TorchDTensor._op_dispatcher._allow_implicit_replication
+    return allowed
+
+
+def strided_placements(x: TorchDTensor) -> tuple[TorchPlacement, ...]:
+    """The placements of `x`, in which strided ones say what torch's spec may say by an order of the mesh axes."""
+    spec: Any = x._spec
+    if spec.shard_order and not spec.is_default_device_order(spec.shard_order):
+        return spec._convert_shard_order_to_StridedShard(spec.shard_order, spec.placements, x.device_mesh)  # type: ignore[no-any-return]
+    return spec.placements  # type: ignore[no-any-return]

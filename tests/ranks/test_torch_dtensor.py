@@ -1,0 +1,311 @@
+"""`dshard.DTensor` is torch's: what asks for torch's class, placements and spec gets what it would of torch's own."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed import tensor as torch_tensor
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+
+import dshard
+from dshard import DTensor, Layout, LayoutError, Mesh, MeshError, Partial, Replicate, Shard, distribute_tensor
+from dshard.comm import DeviceMesh
+from dshard.layout import layout_of
+from dshard.testing import RankPool, distribute, simulated
+
+FULL = states.StateDictOptions(full_state_dict=True)
+BROADCAST = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def line(n: int = 4) -> DeviceMesh:
+    return dshard.init_device_mesh("cpu", (n,), mesh_dim_names=("x",))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5))
+
+
+def laid_out(model: nn.Sequential, mesh: DeviceMesh, placements: Iterable[Any] = (Shard(0),)) -> nn.Sequential:
+    for layer, name in ((layer, name) for layer in (model[0], model[2]) for name in ("weight", "bias")):
+        parameter = getattr(layer, name)
+        setattr(layer, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [*placements])))
+    return model
+
+
+def same(a: nn.Module, b: nn.Module) -> None:
+    """The parameters of `a`, which are distributed by dshard, are those of `b`."""
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert type(p) is DTensor
+        torch.testing.assert_close(p.full_tensor(), q.detach())
+
+
+def added() -> tuple[nn.Sequential, dict[str, Tensor]]:
+    """A network with other values than `network`, and its state."""
+    model = network()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    return model, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# -- the class, its spec and its placements
+
+
+PAIRS: list[tuple[Any, Any]] = [
+    (Shard(1), torch_tensor.Shard(1)),
+    (Replicate(), torch_tensor.Replicate()),
+    (Partial("avg"), torch_tensor.Partial("avg")),
+]
+
+
+@pytest.mark.parametrize(("mine", "theirs"), PAIRS)
+def test_a_placement_equals_torchs_and_no_other(mine: Any, theirs: Any) -> None:
+    assert mine == theirs
+    assert theirs == mine
+    assert hash(mine) == hash(theirs)
+    assert [mine == other for _, other in PAIRS].count(True) == 1
+    assert mine != _StridedShard(1, split_factor=2)
+    asked = ((), (1,), (0,)), ((),), ((), ("avg",), ("sum",))
+    for name, options in zip(("is_shard", "is_replicate", "is_partial"), asked, strict=True):
+        for args in options:
+            assert getattr(mine, name)(*args) == getattr(theirs, name)(*args)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_the_placements_of_a_tensor_say_the_order_of_the_axes(order: tuple[int, ...]) -> None:
+    mesh = Mesh((2, 2, 3))
+    layout = Layout(mesh, (Shard(0),) * 3, order=((0, order),))
+    with simulated(mesh):
+        x = distribute(torch.arange(24.0).view(24, 1), layout)
+        assert all(isinstance(p, Shard) for p in x.placements)
+        assert layout_of(mesh, x.placements, x.ndim) == layout
+        assert x.redistribute(placements=x.placements) is x
+
+
+def test_strided_placements_that_no_order_makes_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"split_factor=3\) on mesh axis 0, of 2 ranks: no order of the axes"):
+        layout_of(Mesh((2, 2)), [_StridedShard(0, split_factor=3), torch_tensor.Shard(0)], 1)
+
+
+def spec_and_class() -> None:
+    mesh = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    x = distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [torch_tensor.Shard(0), torch_tensor.Replicate()])
+    theirs = torch_tensor.distribute_tensor(torch.arange(15.0).view(5, 3), mesh, x.placements)
+    assert isinstance(x, torch_tensor.DTensor)
+    assert issubclass(DTensor, torch_tensor.DTensor)
+    assert all(isinstance(p, torch_tensor.Placement) for p in x.placements)
+    assert x.placements == theirs.placements == (Shard(0), Replicate())
+    spec: Any = x._spec
+    assert isinstance(spec, type(theirs._spec))
+    for name in ("mesh", "placements", "tensor_meta", "shard_order", "num_shards_map", "dim_map", "ndim"):
+        assert getattr(spec, name) == getattr(theirs._spec, name), name
+    assert torch.equal(x._local_tensor, theirs._local_tensor)
+    assert x.device_mesh is mesh
+
+
+@pytest.mark.ranks
+def test_a_tensor_has_torchs_class_and_spec(ranks: RankPool) -> None:
+    ranks.run(spec_and_class)
+
+
+# -- torch's tensors among dshard's
+
+
+def together() -> None:
+    mesh, value = line(), torch.arange(20.0).view(5, 4)
+    theirs = torch_tensor.distribute_tensor(value, mesh, [torch_tensor.Shard(0)]).requires_grad_()
+    mine = distribute_tensor(torch.ones(5, 4), mesh, [Shard(1)]).requires_grad_()
+    for out in (theirs * mine, mine * theirs, torch.stack([mine, theirs]).prod(0)):
+        assert type(out) is DTensor
+        torch.testing.assert_close(out.full_tensor(), value)
+        theirs.grad = mine.grad = None
+        out.sum().backward()
+        torch.testing.assert_close(theirs.grad.full_tensor(), torch.ones(5, 4))
+        torch.testing.assert_close(mine.grad.full_tensor(), value)
+    for placements in ([Shard(0)], [Replicate()], [Partial()]):
+        x = DTensor.from_local(
+            torch.ones(5, 4), mesh, placements, shape=(20, 4) if placements[0].is_shard() else (5, 4)
+        )
+        y = x.to_torch()
+        assert type(y) is torch_tensor.DTensor
+        assert y._local_tensor.data_ptr() == x.to_local().data_ptr()
+        back = dshard.from_torch(y)
+        assert (type(back), back.layout, back.to_local().data_ptr()) == (DTensor, x.layout, y.to_local().data_ptr())
+        torch.testing.assert_close(back.full_tensor(), y.full_tensor())
+    with implicit_replication():
+        assert (mine * torch.arange(4.0)).placements == mine.placements
+    with pytest.raises(dshard.MixedError, match="a plain torch"):
+        mine * torch.arange(4.0)
+
+
+@pytest.mark.ranks
+def test_torchs_tensors_are_taken_in_any_expression(ranks: RankPool) -> None:
+    ranks.run(together)
+
+
+# -- state dicts
+
+
+def full_state() -> None:
+    mesh, model = line(), network()
+    mine = laid_out(network(), mesh)
+    for options in (FULL, states.StateDictOptions(full_state_dict=True, cpu_offload=True)):
+        state = states.get_model_state_dict(mine, options=options)
+        if not options.cpu_offload or dist.get_rank() == 0:
+            assert {type(value) for value in state.values()} == {Tensor}
+            for name, value in model.state_dict().items():
+                assert torch.equal(state[name], value)
+    other, values = added()
+    states.set_model_state_dict(mine, dict(values), options=FULL)
+    same(mine, other)
+    mine = laid_out(network(), mesh)
+    states.set_model_state_dict(mine, dict(values) if dist.get_rank() == 0 else {}, options=BROADCAST)
+    same(mine, other)
+    mine = laid_out(network(), mesh)
+    mine.load_state_dict(values)
+    same(mine, other)
+
+
+def full_optimiser() -> None:
+    mesh, x = line(), torch.ones(2, 6)
+    mine, theirs = laid_out(network(), mesh), network()
+    steps = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (mine, theirs)]
+
+    def step() -> None:
+        for model, optimiser in zip((mine, theirs), steps, strict=True):
+            optimiser.zero_grad()
+            model(distribute_tensor(x, mesh, [Replicate()]) if model is mine else x).square().sum().backward()
+            optimiser.step()
+
+    step()
+    state: Any = states.get_optimizer_state_dict(mine, steps[0], options=FULL)
+    for i, name in enumerate(("0.weight", "0.bias", "2.weight", "2.bias")):
+        average = state["state"][name]["exp_avg"]
+        assert type(average) is Tensor
+        torch.testing.assert_close(average, steps[1].state_dict()["state"][i]["exp_avg"])
+    states.set_optimizer_state_dict(mine, steps[0], state, options=FULL)
+    step()
+    same(mine, theirs)
+
+
+def saved() -> None:
+    mesh, model = line(), network()
+    mine = laid_out(network(), mesh)
+    buffer = io.BytesIO()
+    torch.save(mine.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer)  # weights_only
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded[name].full_tensor(), value)
+
+
+def saved_by_parts(directory: str) -> None:
+    mesh, other = line(), added()[0]
+    dcp.save(laid_out(added()[0], mesh).state_dict(), checkpoint_id=directory)
+    for placements in ((Shard(0),), (Replicate(),)):
+        mine = laid_out(network(), mesh, placements)
+        state = mine.state_dict()
+        dcp.load(state, checkpoint_id=directory)
+        mine.load_state_dict(state)
+        same(mine, other)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("program", [full_state, full_optimiser, saved])
+def test_state_dicts_are_those_of_one_device(ranks: RankPool, program: Callable[[], None]) -> None:
+    ranks.run(program)
+
+
+@pytest.mark.ranks
+def test_torchs_checkpoints_hold_them(ranks: RankPool, tmp_path: Any) -> None:
+    ranks.run(saved_by_parts, str(tmp_path / "checkpoint"))
+
+
+# -- FSDP2 and DistributedDataParallel
+
+
+def trained_by_fully_shard() -> None:
+    mesh = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"], mesh["tp"]
+    mine, theirs = network().double(), network().double()
+    layouts = {"0.weight": Shard(0), "0.bias": Shard(0), "2.weight": Shard(1), "2.bias": Replicate()}
+    for name, placement in layouts.items():
+        layer, _, leaf = name.partition(".")
+        value = mine.get_parameter(name).detach()
+        setattr(mine.get_submodule(layer), leaf, nn.Parameter(distribute_tensor(value, tp, [placement])))
+    fully_shard(mine, mesh=dp)
+    optimisers = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in (mine, theirs)]
+    for i in range(20):
+        torch.manual_seed(i)
+        x = torch.randn(4, 6, dtype=torch.float64)
+        part = x.chunk(2)[dp.get_local_rank()]
+        losses = (mine(distribute_tensor(part, tp, [Replicate()])).square().sum() / 2, theirs(x).square().sum() / 4)
+        norms = []
+        for model, loss in zip((mine, theirs), losses, strict=True):
+            loss.backward()
+            norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            norms.append(norm.full_tensor() if isinstance(norm, torch_tensor.DTensor) else norm)
+        torch.testing.assert_close(*norms)
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad()
+    for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[attr-defined]
+
+
+@pytest.mark.ranks
+def test_fully_shard_trains_a_tensor_parallel_model_as_one_device(ranks: RankPool) -> None:
+    ranks.run(trained_by_fully_shard)
+
+
+def parallel_data() -> None:
+    mesh = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(MeshError, match=r"between ranks 0, 1, 2, 3.* would take each rank's part for the whole"):
+        DistributedDataParallel(laid_out(network(), line()))
+    mine = DistributedDataParallel(laid_out(network(), mesh["tp"]), process_group=mesh["dp"].get_group())
+    theirs, x = network(), torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    part = x.chunk(2)[mesh["dp"].get_local_rank()]
+    (mine(distribute_tensor(part, mesh["tp"], [Replicate()])).square().sum() / 2).backward()
+    (theirs(x).square().sum() / 4).backward()
+    for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
+
+
+@pytest.mark.ranks
+def test_distributed_data_parallel_over_other_ranks_than_the_mesh(ranks: RankPool) -> None:
+    ranks.run(parallel_data)
+
+
+# -- values and devices
+
+
+def values_of_tensors() -> None:
+    mesh = line()
+    x = distribute_tensor(torch.arange(4.0), mesh, [Replicate()])
+    assert x.tolist() == x.numpy().tolist() == [0, 1, 2, 3]
+    for read in (Tensor.tolist, Tensor.numpy):
+        with pytest.raises(LayoutError, match=r"of which this rank has a part: x.full_tensor\(\)"):
+            read(x.redistribute(placements=[Shard(0)]))
+    layer = nn.Linear(4, 6, bias=False, device="meta")
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)], src_data_rank=None))
+    layer.to_empty(device="cpu")
+    weight: Any = layer.weight
+    assert (weight.is_meta, weight.to_local().is_meta, weight.placements) == (False, False, (Shard(0),))
+
+
+@pytest.mark.ranks
+def test_values_of_replicated_tensors_and_storage_for_meta_ones(ranks: RankPool) -> None:
+    ranks.run(values_of_tensors)
