@@ -154,7 +154,7 @@ for _name in _MODULES:
 _sys.modules[__name__].__class__ = _Package
 
 
-def _unpickled(*parts: _Any) -> _Any:
+def _unpickled(*parts: object) -> object:
     """The distributed tensor that `torch.load` reads, of which it need not have been told more than `import dshard`."""
     return _import_module("dshard.tensor")._unpickle(*parts)
 
@@ -162,7 +162,7 @@ def _unpickled(*parts: _Any) -> _Any:
 _add_safe_globals([(_unpickled, "dshard.tensor._unpickle"), Layout, Mesh, Partial, Replicate, Shard])
 
 
-def _measure(mesh: _Any, **options: _Any) -> Topology:
+def _measure(mesh: object, **options: object) -> Topology:
     topology: Topology = _import_module("dshard.calibrate").measure(mesh, **options)
     return topology
 

@@ -201,7 +201,7 @@ def interned(layout: Layout) -> Layout:
     return layout
 
 
-def layout_of(mesh: Mesh, placements: Iterable[Any], ndim: int) -> Layout:
+def layout_of(mesh: Mesh, placements: Iterable[object], ndim: int) -> Layout:
     """The layout of a tensor of `ndim` dims with these placements; negative dims count from the end.
 
     Placements of torch's classes are taken, too.
@@ -217,7 +217,7 @@ def layout_of(mesh: Mesh, placements: Iterable[Any], ndim: int) -> Layout:
         raise
 
 
-def placements_on(mesh: Mesh, placements: Iterable[Any]) -> tuple[Any, ...]:
+def placements_on(mesh: Mesh, placements: Iterable[object]) -> tuple[Any, ...]:
     """Check a sequence of placements, one for each axis of `mesh`, and return it as a tuple.
 
     Raises:

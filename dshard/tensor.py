@@ -154,9 +154,8 @@ class DTensor(Wrapper):
         mesh = self.device_mesh
         if isinstance(mesh, Mesh):
             raise MeshError(f"to_torch on the mesh ({mesh}), which has no processes: make it by init_device_mesh")
-        return TorchDTensor.from_local(
-            self.to_local(), mesh, self._spec.placements, run_check=False, shape=self.shape, stride=self.stride()
-        )
+        placements: Any = self._spec.placements
+        return TorchDTensor.from_local(self.to_local(), mesh, placements, shape=self.shape, stride=self.stride())
 
     def redistribute(  # type: ignore[override]  # it takes a pure mesh, too
         self,
@@ -210,7 +209,9 @@ class DTensor(Wrapper):
         return names, compile_metadata(self._spec, is_leaf(self), self.requires_grad)
 
     @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Tensor], flat: CompileMetadata, size: Any, stride: Any) -> DTensor:
+    def __tensor_unflatten__(
+        parts: dict[str, Tensor], flat: CompileMetadata, size: Sequence[int], stride: Sequence[int]
+    ) -> DTensor:
         local = parts["_local_tensor"]
         if type(local) is Tensor or not traced(local):
             return DTensor._wrap(local, flat.spec(tuple(size), tuple(stride)))
@@ -227,12 +228,14 @@ class DTensor(Wrapper):
         with no_torch_function():
             return redistribute(self, layout)  # type: ignore[no-any-return]
 
-    def __coerce_same_metadata_as_tangent__(self, flat: CompileMetadata, expected_type: Any = None) -> DTensor | None:
+    def __coerce_same_metadata_as_tangent__(
+        self, flat: CompileMetadata, expected_type: object = None
+    ) -> DTensor | None:
         return None if expected_type is not None else redistribute(self, flat.origin.layout)
 
     # -- text and copies
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         grad = f", grad_fn={type(self.grad_fn).__name__}" if self.grad_fn is not None else ""
         leaf = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
         where = f"[{self._spec.layout}] on ({self._spec.layout.mesh})"
@@ -249,10 +252,10 @@ class DTensor(Wrapper):
             keep_gradient_layout(self)
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> DTensor:
         if not self.is_leaf:
             raise ShapeError("only leaf DTensors can be deep-copied, as in torch: detach it first")
-        copied = memo.get(id(self))
+        copied: Any = memo.get(id(self))
         if copied is not None:
             return copied  # type: ignore[no-any-return]
         with torch.no_grad():
@@ -264,13 +267,13 @@ class DTensor(Wrapper):
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         return stored_chunks.write_items(fqn, self._local_tensor, self._spec.layout, self._spec.shape)
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[object]:
         return stored_chunks.chunks(self._spec.layout, self._spec.shape)
 
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
+    def __get_tensor_shard__(self, index: object) -> Tensor:
         return stored_chunks.part(self._local_tensor, self._spec.shape)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         spec = self._spec
         parts = (self._local_tensor, spec.layout, spec.shape, spec.stride, spec.dtype, spec.device)
         return _unpickle, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
@@ -333,7 +336,9 @@ def keep_gradient_layout(x: DTensor) -> None:
         x.register_hook(redistribute_gradient)  # type: ignore[no-untyped-call]
 
 
-def _restore(x: DTensor, requires_grad: bool, is_parameter: bool, memo: dict[int, Any] | None, source: Any) -> DTensor:
+def _restore(
+    x: DTensor, requires_grad: bool, is_parameter: bool, memo: dict[int, object] | None, source: object
+) -> DTensor:
     x = torch.nn.Parameter(x, requires_grad) if is_parameter else x.requires_grad_(requires_grad)  # type: ignore[assignment]
     if memo is not None:
         memo[id(source)] = x
@@ -343,10 +348,10 @@ def _restore(x: DTensor, requires_grad: bool, is_parameter: bool, memo: dict[int
 def _unpickle(
     local: Tensor,
     layout: Layout,
-    shape: Any,
-    stride: Any,
-    dtype: Any,
-    device: Any,
+    shape: Shape,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
     requires_grad: bool,
     is_parameter: bool,
 ) -> DTensor:

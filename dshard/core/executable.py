@@ -170,7 +170,7 @@ class ComposedExecutable:
     `decision` is None where only the decisions within it are observed.
     """
 
-    def __init__(self, decision: Decision | None, run: Callable[[Args, Kwargs], Any]) -> None:
+    def __init__(self, decision: Decision | None, run: Function) -> None:
         self.decision, self.run = decision, run
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Any:
@@ -255,7 +255,7 @@ def wrap_as(spec: Spec) -> Finish:
     """The end of a call with one result, a tensor of spec `spec` that is no view."""
     shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
 
-    def wrap_result(out: Any, args: Values, local: Values) -> Any:
+    def wrap_result(out: Tensor, args: Values, local: Values) -> Any:
         wrapped = make(Wrapper.public, shape, stride, None, None, dtype, torch.strided, device)
         wrapped._local_tensor = out
         wrapped._spec = spec
@@ -273,7 +273,7 @@ def _call_text(args: Values, kwargs: Kwargs) -> str:
     return ", ".join(texts)
 
 
-def _argument_text(x: Any) -> str:
+def _argument_text(x: object) -> str:
     if not isinstance(x, Tensor):
         return repr(x)
     spec = x._spec if isinstance(x, Wrapper) else None

@@ -19,7 +19,7 @@ class LocalResults:
     """
 
     def __init__(self) -> None:
-        self._calls: list[tuple[OpOverload, Args, Kwargs, Any]] = []
+        self._calls: list[tuple[OpOverload, Args, Kwargs, object]] = []
 
     def __bool__(self) -> bool:
         return bool(self._calls)

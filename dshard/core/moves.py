@@ -156,7 +156,7 @@ def redistributed(x: Wrapper, layout: Layout, op: str) -> Any:
     return wrap(redistribute_local(x._local_tensor, spec, layout, op), spec.with_layout(layout))
 
 
-def with_partials_reduced(x: Any, op: str) -> Any:
+def with_partials_reduced(x: object, op: str) -> Any:
     """`x` with its partial reductions completed, once for all uses; a plain tensor unchanged."""
     return redistributed(x, completed_layout(x._spec.layout), op) if isinstance(x, Wrapper) else x
 
@@ -204,7 +204,7 @@ def giving_same_memory_once(local_op: LocalOp) -> LocalOp:
     return run
 
 
-def is_same_memory(x: Any, written: Any) -> bool:
+def is_same_memory(x: object, written: object) -> bool:
     """Whether two local tensors are the same elements of the same memory."""
     return (
         type(x) is Tensor

@@ -178,7 +178,9 @@ class OperatorMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.run = run
 
-    def __torch_dispatch__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Function, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         if any(issubclass(kind, Wrapper) for kind in types):
             return NotImplemented
         return self.run(func, args, kwargs or {})

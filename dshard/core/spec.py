@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from dshard.comm import Scoped, device_mesh_of, mark_raised_by_all, plain
+from dshard.comm import DeviceMesh, Scoped, device_mesh_of, mark_raised_by_all, plain
 from dshard.core.context import settings_in_force
 from dshard.core.torch_placements import torch_placements
 from dshard.layout import Layout, Shape, interned
+from dshard.mesh import Mesh
+from dshard.placements import Placement
 from dshard.torch_dtensor import DTensorSpec, ShardOrderEntry, TensorMeta
 
 
@@ -44,23 +45,23 @@ class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is impor
         self.has_partial = bool(layout.partial_axes())
 
     @property
-    def mesh(self) -> Any:
+    def mesh(self) -> DeviceMesh | Mesh:
         """torch's mesh, or the pure mesh where there are no processes."""
         return device_mesh_of(self.layout.mesh)
 
     @cached_property
-    def placements(self) -> tuple[Any, ...]:
+    def placements(self) -> tuple[Placement, ...]:
         """The placements in torch's classes: an order of the axes that is not torch's is in strided ones."""
         return torch_placements(self.layout)
 
     @cached_property
-    def shard_order(self) -> Any:
+    def shard_order(self) -> tuple[object, ...]:
         """torch's tuple of the mesh axes that shard each dim, from major to minor."""
         dims = self.layout.sharded_dims()
         return tuple(ShardOrderEntry(tensor_dim=dim, mesh_dims=self.layout.axes_of(dim)) for dim in dims)
 
     @cached_property
-    def tensor_meta(self) -> Any:
+    def tensor_meta(self) -> object:
         """torch's record of shape, strides and dtype."""
         return TensorMeta(torch.Size(self.shape), self.stride, self.dtype)
 
@@ -86,7 +87,7 @@ class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is impor
     def __reduce__(self) -> tuple[object, ...]:
         return spec_of, (self.layout, self.shape, self.stride, self.dtype, self.device)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SpecUnderSettings:
+    def __deepcopy__(self, memo: dict[int, object]) -> SpecUnderSettings:
         return SpecUnderSettings(self)
 
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:

@@ -33,7 +33,7 @@ _ATEN = torch.ops.aten
 _STRIDED = torch.strided
 _is_recording = torch.is_grad_enabled
 _DETACH = _ATEN.detach.default
-BY_KIND: set[Any] = set()
+BY_KIND: set[object] = set()
 """Functions that run one operator whatever the values of their numbers: only the types are part of the key."""
 
 
@@ -58,7 +58,7 @@ class Step(NamedTuple):
     first of several.
     """
 
-    run: Callable[..., Any]
+    run: Function
     template: list[Any] | None
     kwargs: Kwargs
     operands: Sequence[Operand]
@@ -138,7 +138,7 @@ def _recorded_shortcut(
     return None if steps is None else _recorded(steps, out._spec)
 
 
-def _is_first(out: Any, record: CallRecord) -> bool:
+def _is_first(out: object, record: CallRecord) -> bool:
     return isinstance(record.result, tuple) and out is record.result[0]
 
 
@@ -222,7 +222,7 @@ def _steps(args: Args, kwargs: Kwargs, records: Sequence[CallRecord], out: Any) 
 # -- the functions that warm calls run
 
 
-def _unrecorded(step: Step, spec: Spec, redistributing: Callable[..., Any] | None) -> Shortcut:
+def _unrecorded(step: Step, spec: Spec, redistributing: Function | None) -> Shortcut:
     """Run a step on the local tensors; or, where something is redistributed, its executable."""
     cls, shape, stride, dtype, device = Wrapper.public, spec.shape, spec.stride, spec.dtype, spec.device
     operator, template, op_kwargs, _, first = step
@@ -379,7 +379,7 @@ def is_itself(func: Function, args: Args, kwargs: Kwargs, record: CallRecord) ->
     return local_op is op and _are_equal([*local_op_args, local_op_kwargs], [*expected, op_kwargs])
 
 
-def _are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def _are_equal(a: Sequence[object], b: Sequence[object]) -> bool:
     return len(a) == len(b) and all(
         x is y if isinstance(x, Tensor) else type(x) is type(y) and x == y for x, y in zip(a, b, strict=True)
     )
