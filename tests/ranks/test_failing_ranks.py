@@ -16,6 +16,7 @@ import dshard
 from dshard import Replicate, Shard
 from dshard.comm import peer_failure
 from dshard.comm.deadlock import Waiting, stuck
+from dshard.dispatch.fast_path import FAST
 from dshard.testing import RankPool
 
 SECONDS = 20.0  # for a rank to raise, on a machine with much else to do; about 2 where it has not
@@ -237,8 +238,10 @@ def test_an_error_on_one_rank_is_raised_on_all_soon_and_none_is_ended() -> None:
             (raised, text, seconds), (after, _, seconds_after) = found[i]
             assert raised in kind.split("|"), (call, rank, text)
             assert any(part in text for part in parts.split("|")), (call, rank, text)
-            assert ("which this rank waited for)" in text) == (rank != BAD), (call, rank, text)
-            assert ("along x of ranks 0, 1, 2, 3: " in text) == (rank != BAD), (call, rank, text)
+            # Without the fast path torch looks for NaN in the global gradient, which all ranks know.
+            is_told = rank != BAD and (FAST or not call.__name__.startswith("nan_under_anomaly"))
+            assert ("which this rank waited for)" in text) == is_told, (call, rank, text)
+            assert ("along x of ranks 0, 1, 2, 3: " in text) == is_told, (call, rank, text)
             assert after in ("none", "PeerError", raised), (call, rank, found[i])
             assert max(seconds, seconds_after) < SECONDS, (call, rank, found[i])
 
