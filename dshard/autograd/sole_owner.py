@@ -38,7 +38,9 @@ def is_sole_owner(x: Wrapper, references: int) -> bool:
 
     `references` are those to `x` in the hook of a leaf that was called with it.
     """
-    return references == _references_in_hook() and _reference_counts(x.__dict__) in _SOLE_OWNER
+    if references != _references_in_hook() or "_local_tensor" not in x.__dict__:  # in flight: its buffer may be in use
+        return False
+    return _reference_counts(x.__dict__) in _SOLE_OWNER
 
 
 def _reference_counts(attributes: dict[str, Any]) -> tuple[int, ...]:

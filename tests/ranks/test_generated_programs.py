@@ -54,6 +54,21 @@ ONCE_WRONG = {
         "loss.backward()",
         "loss.backward()",
     )),
+    "a partial operand written": Program((2, 1, 2), (
+        "t1 = leaf((7, 7), 'x:R y:R z:P(sum)', 952)",
+        "t2 = t1 * 1",
+        "t3 = F.softplus(t2)",
+        "t2.square_()",
+        "t3.sum().backward()",
+    )),
+    "a gradient in flight": Program((2, 2), (
+        "t1 = leaf((1, 0, 3), 'x:R y:S(2)', 261)",
+        "t2 = t1.cumsum(-1)",
+        "grads = grad(t2, [t1], t2, create_graph=True)",
+        "g = grads[0]",
+        "second = (g * g).sum()",
+        "grads = grad(second, [t1], allow_unused=True)",
+    )),
     "an expanded partial tensor": Program((4,), (
         "t2 = leaf((1,), 'x:P(sum)', 449, False)",
         "t2.expand(2, -1).zero_()",
@@ -82,7 +97,7 @@ ONCE_WRONG = {
     ), runs=2),
 }  # fmt: skip
 """Programs of a few lines that gave something else than one device, or raised on some ranks alone."""
-RAISED = {"overwritten", "saved, then written by views"}
+RAISED = {"a partial operand written", "overwritten", "saved, then written by views"}
 """Those that torch refuses on one device."""
 
 
