@@ -686,8 +686,9 @@ def other(d: Drawing) -> bool:
     if y is not None:
         sources += [f"checkpoint(lambda x, y: (x * y).tanh() + x, {name}, {y[0]})"] * 2
     sources += [f"{name}.float().double()", f"{name}.to(torch.float32).sin().to(torch.float64)"]
-    of_product = "prod" in type(x.grad_fn).__name__.lower()  # a second gradient passes hooks as its formula has it
-    if x.requires_grad and not x._is_view() and not of_product and d.chance(0.3):  # torch crashes on views written to
+    hookable = x.requires_grad and not x._is_view()  # torch crashes on views that were written to
+    # A second gradient passes the hooks of a product as the formula has it.
+    if hookable and "prod" not in type(x.grad_fn).__name__.lower() and d.chance(0.3):
         return d.add(f"{name}.register_hook(lambda g: g * {d.value()})")
     if x.requires_grad and not is_leaf(x) and d.chance(0.2):
         return d.add(f"{name}.retain_grad()")
