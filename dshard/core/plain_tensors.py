@@ -105,7 +105,8 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     """
     if any(map(is_torchs, leaves((args, kwargs)))):
         args, kwargs = replace_leaves((args, kwargs), lambda leaf: from_torch(leaf) if is_torchs(leaf) else leaf)
-    if not (_ASSUMED_REPLICATED.depth or counts_plain_as_replicated() or func is _COPY):
+    assumed = _ASSUMED_REPLICATED.depth > 0
+    if not (assumed or counts_plain_as_replicated() or (func is _COPY and isinstance(args[0], Wrapper))):
         refuse_plain(func, args, kwargs)
         return args, kwargs
     tensors = tensors_in((args, kwargs))
@@ -116,8 +117,11 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     meta = any(t._local_tensor.is_meta for t in tensors if isinstance(t, Wrapper))
 
     def as_replicated(leaf: object) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper) or leaf.dim() == 0 or leaf.requires_grad:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper) or leaf.dim() == 0:
             return leaf
+        if leaf.requires_grad:  # its gradient is a plain tensor, too
+            from_local: Any = Wrapper.public.from_local  # which takes a pure mesh, too
+            return leaf if assumed else from_local(leaf, layout.mesh, layout.placements)
         shape = tuple(leaf.shape)
         leaf = leaf.to("meta") if meta else leaf
         spec = spec_of(layout, shape, contiguous_stride(shape), leaf.dtype, leaf.device)

@@ -147,8 +147,16 @@ def together() -> None:
         torch.testing.assert_close(back.full_tensor(), y.full_tensor())
     with implicit_replication():
         assert (mine * torch.arange(4.0)).placements == mine.placements
-    with pytest.raises(dshard.MixedError, match="a plain torch"):
-        mine * torch.arange(4.0)
+        plain = torch.ones(4, requires_grad=True)
+        (mine * plain).sum().backward()
+        assert type(plain.grad) is Tensor
+        torch.testing.assert_close(plain.grad, torch.full((4,), 5.0))
+    for refused in (lambda: mine * torch.arange(4.0), lambda: torch.zeros(5, 4).copy_(mine)):
+        with pytest.raises(dshard.MixedError, match="a plain torch"):
+            refused()
+    copied, plain = mine.detach().clone(), torch.ones(4, 5, requires_grad=True)
+    copied.copy_(plain.t()).square().sum().backward()
+    torch.testing.assert_close(plain.grad, torch.full((4, 5), 2.0))
 
 
 @pytest.mark.ranks
