@@ -29,6 +29,7 @@ __all__ = [
     "TorchStridedShard",
     "counts_plain_as_replicated",
     "strided_placements",
+    "with_placements_of_dshard",
 ]
 
 
@@ -36,6 +37,17 @@ def counts_plain_as_replicated() -> bool:
     """Whether the call is within torch's `implicit_replication`."""
     allowed: bool = TorchDTensor._op_dispatcher._allow_implicit_replication
     return allowed
+
+
+def with_placements_of_dshard(x: TorchDTensor) -> TorchDTensor:
+    """`x`, with partial placements of torch's that dshard does not have replicated: norms, and masked sums."""
+    if not any(type(p).__name__ in _OWN_PARTIALS for p in x.placements):
+        return x
+    return x.redistribute(placements=[TorchReplicate() if p.is_partial() else p for p in x.placements])
+
+
+_OWN_PARTIALS = ("_NormPartial", "_MaskPartial")
+"""The names of torch's partial placements whose terms are not reduced as those of its public one."""
 
 
 def strided_placements(x: TorchDTensor) -> tuple[TorchPlacement, ...]:

@@ -284,6 +284,7 @@ current_mode: Callable[[], Any] = _needed("torch.utils._python_dispatch._get_cur
 pop_mode: Callable[[], Any] = _needed("torch.utils._python_dispatch._pop_mode", _SIMULATED_SPEED)
 push_mode: Callable[[Any], None] = _needed("torch.utils._python_dispatch._push_mode", _SIMULATED_SPEED)
 mesh_environment: Any = _needed("torch.distributed.device_mesh._mesh_resources", "factories within `with mesh:`")
+_attribute("torch.distributed.device_mesh.DeviceMesh", "_get_root_mesh", "clipping gradients on slices of one mesh")
 default_store: Callable[[], Any] = _needed(
     "torch.distributed.distributed_c10d._get_default_store", "errors of one rank that reach the others"
 )

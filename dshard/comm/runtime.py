@@ -42,6 +42,7 @@ __all__ = [
     "group_of",
     "init_device_mesh",
     "own_coordinate",
+    "ranks_of_root",
     "ranks_per_host",
     "runtime_of",
     "simulated_ranks",
@@ -278,6 +279,12 @@ def own_coordinate(mesh: Mesh) -> Coordinate:
     runtime = runtime_of(mesh)
     coordinate = None if runtime is None else runtime.coordinate
     return (0,) * mesh.ndim if coordinate is None else coordinate
+
+
+def ranks_of_root(mesh: Mesh) -> frozenset[int]:
+    """The ranks of the mesh that `mesh` is a slice of, each of which has such a slice of its own."""
+    runtime = _RUNTIMES.get(mesh)
+    return frozenset((mesh if runtime is None else _mesh_of(runtime.device_mesh._get_root_mesh())).ranks)
 
 
 _PLANNING: Scoped[None, bool] = Scoped("planning", bool)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from dshard.comm import LocalTensor, ranks_of_root, unstack
 from dshard.core.context import planning_context
+from dshard.core.moves import redistribute_local, replace_leaves, tensors_in
+from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, contiguous_stride, spec_of
-from dshard.core.wrapper import Wrapper
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import MeshError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
@@ -24,13 +29,61 @@ def common_mesh(func: object, tensors: list[Tensor]) -> Mesh:
     """
     meshes = {t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)}
     if len(meshes) > 1:
-        listed = " and ".join(f"({mesh}) of ranks {mesh.ranks}" for mesh in meshes)
-        raise MeshError(
-            f"{func}: operands on the meshes {listed}; redistribute them to one mesh first, as in "
-            "x.redistribute(y.device_mesh, placements)"
-        )
+        raise _several_meshes(func, meshes)
     mesh: Mesh = meshes.pop()
     return mesh
+
+
+def _several_meshes(func: object, meshes: Iterable[Mesh]) -> MeshError:
+    listed = " and ".join(f"({mesh}) of ranks {mesh.ranks}" for mesh in meshes)
+    return MeshError(
+        f"{func}: operands on the meshes {listed}; redistribute them to one mesh first, as in "
+        "x.redistribute(y.device_mesh, placements)"
+    )
+
+
+def are_on_several_meshes(tensors: list[Tensor]) -> bool:
+    """Whether some of the distributed tensors among `tensors` are on another mesh than others."""
+    return len({t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)}) > 1
+
+
+def on_one_mesh(func: object, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The arguments with numbers, tensors without dims, on the mesh of the other operands; nothing is sent between.
+
+    So the norms of gradients on several meshes are one norm. Where all are numbers, it is the mesh of the first.
+
+    Raises:
+        MeshError: operands with dims on several meshes, meshes that not all ranks are in, or a recorded number.
+    """
+    tensors: list[Tensor] = [t for t in tensors_in((args, kwargs)) if isinstance(t, Wrapper)]
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    mesh = common_mesh(func, tensors if recorded else [t for t in tensors if t.dim()] or tensors[:1])
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Wrapper) or leaf._spec.layout.mesh == mesh:
+            return leaf
+        return wrap(number_on(func, leaf, mesh), leaf._spec.with_layout(replicated(mesh)))
+
+    moved_arguments: tuple[Args, Kwargs] = replace_leaves((args, kwargs), moved)
+    return moved_arguments
+
+
+def number_on(func: object, x: Wrapper, mesh: Mesh) -> Tensor:
+    """The whole value of `x`, a number, on the ranks of `mesh`, each of which has it from its own mesh.
+
+    Raises:
+        MeshError: the meshes are neither of the same ranks nor slices of one mesh, so that some ranks may lack it.
+    """
+    own = x._spec.layout.mesh
+    if own != mesh and ranks_of_root(own) != ranks_of_root(mesh):
+        raise _several_meshes(func, [own, mesh])
+    return redistribute_local(x._local_tensor, x._spec, replicated(own), func)
+
+
+def plain_number(func: object, x: Wrapper) -> Tensor:
+    """The value of `x`, a number, which all ranks of its mesh have, as a plain tensor."""
+    value = number_on(func, x, x._spec.layout.mesh)
+    return next(iter(unstack(value).values())) if type(value) is LocalTensor else value
 
 
 def spec_like(t: Any, mesh: Mesh) -> Spec:

@@ -13,17 +13,23 @@ from threading import local
 from types import FrameType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.nn import Parameter
 
 from dshard.comm import LocalTensor
 from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in
+from dshard.core.operands import plain_number
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import contiguous_stride, spec_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import MixedError
 from dshard.layout import replicated
-from dshard.torch_dtensor import TorchDTensor, counts_plain_as_replicated, strided_placements
+from dshard.torch_dtensor import (
+    TorchDTensor,
+    counts_plain_as_replicated,
+    strided_placements,
+    with_placements_of_dshard,
+)
 from dshard.torch_private import graph_task_id
 
 PLAIN = frozenset({Tensor, Parameter, LocalTensor, TorchDTensor, list, tuple})
@@ -60,6 +66,8 @@ _HARMLESS = frozenset(
 
 
 _COPY = Tensor.copy_
+_ON_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
+"""How the names of operators on lists begin, whose entries have nothing to do with each other."""
 
 
 def is_torchs(x: object) -> bool:
@@ -73,6 +81,7 @@ def from_torch(x: TorchDTensor) -> Any:
     Raises:
         LayoutError: strided placements that no order of the mesh axes makes.
     """
+    x = with_placements_of_dshard(x)
     placements = strided_placements(x)
     return Wrapper.public.from_local(x.to_local(), x.device_mesh, placements, shape=x.shape, stride=x.stride())
 
@@ -97,6 +106,8 @@ def assume_replicated() -> Iterator[None]:
 def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The arguments, with torch's distributed tensors as dshard's, and plain tensors wrapped as replicated or refused.
 
+    A plain tensor is written to from distributed numbers, tensors without dims, as it is, and what is written is plain.
+
     They are wrapped within `assume_replicated` and torch's `implicit_replication`, and as what `copy_` copies into a
     distributed tensor, as `load_state_dict` does: each rank takes its part.
 
@@ -107,6 +118,10 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
         args, kwargs = replace_leaves((args, kwargs), lambda leaf: from_torch(leaf) if is_torchs(leaf) else leaf)
     assumed = _ASSUMED_REPLICATED.depth > 0
     if not (assumed or counts_plain_as_replicated() or (func is _COPY and isinstance(args[0], Wrapper))):
+        if _writes_numbers_to_plain(func, args, kwargs):
+            return replace_leaves(  # type: ignore[no-any-return]
+                (args, kwargs), lambda x: plain_number(func, x) if isinstance(x, Wrapper) else x
+            )
         refuse_plain(func, args, kwargs)
         return args, kwargs
     tensors = tensors_in((args, kwargs))
@@ -131,6 +146,18 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     return wrapped
 
 
+def _writes_numbers_to_plain(func: Function, args: Args, kwargs: Kwargs) -> bool:
+    """Whether the call writes to a plain tensor, from distributed numbers, as gradient clipping does."""
+    if not args or not isinstance(args[0], Tensor) or isinstance(args[0], Wrapper):
+        return False
+    name = getattr(func, "__name__", "")
+    if not name.endswith("_") or name.endswith("__"):
+        return False
+    numbers = [x for x in tensors_in((args[1:], kwargs)) if isinstance(x, Wrapper)]
+    recorded = is_grad_enabled() and any(x.requires_grad for x in numbers)
+    return not recorded and all(x.dim() == 0 for x in numbers)
+
+
 def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:
     """Refuse plain tensors with dims: only the user knows whether one is a local tensor or the global one.
 
@@ -144,11 +171,20 @@ def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:
             name = getattr(func, "__name__", str(func))
             if name in _HARMLESS or _calling_module().startswith("torch.masked.") or graph_task_id() != -1:
                 return
+            if name.startswith(_ON_LISTS) and _are_apart(args):
+                return
             raise MixedError(
                 f"{name}: a plain torch.Tensor of shape {tuple(t.shape)} among distributed tensors; wrap it with "
                 "distribute_tensor(x, mesh, placements), or DTensor.from_local if each rank has a part; "
                 "0-d tensors are taken as they are"
             )
+
+
+def _are_apart(lists: Args) -> bool:
+    """Whether no entry of the lists has both plain tensors and distributed ones."""
+    rows = zip(*[arg for arg in lists if isinstance(arg, list | tuple)], strict=False)
+    kinds = ({isinstance(t, Wrapper) for t in row if isinstance(t, Tensor) and t.dim() > 0} for row in rows)
+    return all(len(kind) < 2 for kind in kinds)
 
 
 def _calling_module() -> str:

@@ -42,7 +42,7 @@ from dshard.core.moves import (
     write_local,
 )
 from dshard.core.observe import ASKED, CALL_LOG, OBSERVERS, CallRecord, log, observed
-from dshard.core.operands import common_mesh, spec_like
+from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, spec_like
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.view_sync import SCATTERS, CopiedView, PartialView, attach_view, propagate_write, register_view
@@ -127,7 +127,10 @@ def _build(func: OpOverload, op: Operator | None, args: Args, kwargs: Kwargs) ->
     plan_lists = FOREACH.get(func)
     if plan_lists is not None:
         return plan_lists(func, args, kwargs)
-    mesh = common_mesh(func, tensors_in((args, kwargs)))
+    tensors = tensors_in((args, kwargs))
+    if are_on_several_meshes(tensors):
+        return ComposedExecutable(None, partial(_on_one_mesh, func))
+    mesh = common_mesh(func, tensors)
     if op is None:
         return _without_rule(func, args, kwargs)
     try:
@@ -135,6 +138,10 @@ def _build(func: OpOverload, op: Operator | None, args: Args, kwargs: Kwargs) ->
     except NotImplementedError:  # torch cannot tell what comes out without data
         return _without_rule(func, args, kwargs)
     return operator_executable(op, call, result, positions_of(args, kwargs))
+
+
+def _on_one_mesh(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    return dispatch(func, (), *on_one_mesh(func, args, kwargs))
 
 
 def call_of(func: OpOverload, mesh: Mesh, args: Args, kwargs: Kwargs) -> tuple[Call, Any]:

@@ -16,6 +16,7 @@ from dshard.comm import traced
 from dshard.core.executable import ComposedExecutable, decision_of
 from dshard.core.moves import count_write, redistribute_local, run_on_ranks, write_local
 from dshard.core.observe import ASKED
+from dshard.core.operands import number_on, plain_number
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.wrapper import Wrapper, wrap
@@ -71,6 +72,36 @@ def _counted(run: Callable[[Args, Kwargs], Any], args: Args, kwargs: Kwargs) -> 
             increment_version(t)
             count_write(t._local_tensor)
     return out
+
+
+def by_mesh(plan: ForEach) -> ForEach:
+    """The plan of an operator on lists whose entries may be on several meshes, or plain: one call for each of these."""
+
+    def planned(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
+        positions: dict[Mesh | None, list[int]] = {}
+        for i, row in enumerate(_rows(args) or ()):
+            mesh = next((t._spec.layout.mesh for t in row if isinstance(t, Wrapper)), None)
+            positions.setdefault(mesh, []).append(i)
+        if len(positions) < 2 and None not in positions:
+            return plan(func, args, kwargs)
+        return ComposedExecutable(None, partial(_by_mesh, func, positions))
+
+    return planned
+
+
+def _by_mesh(func: OpOverload, positions: dict[Mesh | None, list[int]], args: Args, kwargs: Kwargs) -> Any:
+    n = sum(map(len, positions.values()))
+    results: dict[int, Any] = {}
+    for mesh, entries in positions.items():
+
+        def of_mesh(arg: Any, entries: list[int] = entries, mesh: Mesh | None = mesh) -> Any:
+            if isinstance(arg, list | tuple):
+                return [arg[i] for i in entries] if len(arg) == n else arg
+            return plain_number(func, arg) if mesh is None and isinstance(arg, Wrapper) else arg
+
+        out = func(*map(of_mesh, args), **{name: of_mesh(arg) for name, arg in kwargs.items()})
+        results |= zip(entries, out or (), strict=False)
+    return [results[i] for i in range(n)] if results else None
 
 
 def elementwise(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
@@ -262,7 +293,7 @@ def _local(func: OpOverload, arg: object, mesh: Mesh) -> Any:
     """The local tensors of a list; of a single tensor, a factor for all entries, the gathered value."""
     if isinstance(arg, list | tuple):
         return [t._local_tensor if isinstance(t, Wrapper) else t for t in arg]
-    return redistribute_local(arg._local_tensor, arg._spec, replicated(mesh), func) if isinstance(arg, Wrapper) else arg
+    return number_on(func, arg, mesh) if isinstance(arg, Wrapper) else arg
 
 
 def _retyped(spec: Spec, dtype: torch.dtype) -> Spec:
@@ -299,13 +330,13 @@ def _overloads(name: str) -> list[OpOverload]:
 
 FOREACH: dict[OpOverload, ForEach] = {
     **{
-        func: counted(_run_of(name)) if name.endswith("_") else _run_of(name)
+        func: by_mesh(counted(_run_of(name)) if name.endswith("_") else _run_of(name))
         for name in dir(torch)
         if name.startswith("_foreach_")
         for func in _overloads(name)
     },
-    **{func: fused for name in _FUSED for func in _overloads(name)},
-    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
+    **{func: by_mesh(fused) for name in _FUSED for func in _overloads(name)},
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default: by_mesh(unscale),
 }
 """The plan of each operator on lists."""
 
