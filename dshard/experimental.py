@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +23,7 @@ from dshard.layout import Shape, format_of, layout_of, placements_on
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
 from dshard.rules.rule import PassThrough, Rule, Term
-from dshard.tensor import DTensor, as_mesh
+from dshard.tensor import DTensor, as_mesh, gathered_shape
 from dshard.torch_private import OpOverload, OpOverloadPacket, pytree
 from dshard.validate import as_tuple, check_callable, check_type, shown
 
@@ -47,7 +48,8 @@ def local_map(
     tensor, a tuple of those for several, None for what is no tensor. `in_placements` are those that each argument must
     have, None for any; with `redistribute_inputs` it is redistributed to them. `in_grad_placements` are those of the
     gradients of the local arguments, by default the arguments' own. Where no argument is a DTensor, `func` is called as
-    it is. Without `func` this is a decorator. The ranks exchange the sizes of sharded outputs, which may be uneven.
+    it is. Without `func` this is a decorator. Outputs of even arguments count as even, too; with uneven ones the ranks
+    exchange the sizes of sharded outputs.
 
     Raises:
         LayoutError: an argument has other placements than it must have, or placements do not fit.
@@ -83,8 +85,11 @@ def local_map(
         local = _local_arguments(flat, in_placements, in_grad_placements, redistribute_inputs)
         out, out_tree = pytree.tree_flatten(func(*pytree.tree_unflatten(local, tree), **kwargs))
         _check_count("out_placements", out_entries, len(out), "outputs")
-        mesh = meshes[0] if device_mesh is None else device_mesh
-        wrapped = [_wrap_output(x, i, entry, mesh) for i, (x, entry) in enumerate(zip(out, out_entries, strict=True))]
+        mesh = as_mesh(meshes[0] if device_mesh is None else device_mesh)
+        uneven = any(_is_uneven(arg._spec) for arg in flat if isinstance(arg, DTensor))
+        wrapped = [
+            _wrap_output(x, i, entry, mesh, uneven) for i, (x, entry) in enumerate(zip(out, out_entries, strict=True))
+        ]
         return pytree.tree_unflatten(wrapped, out_tree)
 
     return run
@@ -144,7 +149,15 @@ def _in_placements(arg: object, i: int, placements: Placements, move: bool) -> A
     return arg.redistribute(placements=placements)
 
 
-def _wrap_output(x: Any, i: int, placements: Placements, mesh: DeviceMesh | Mesh) -> Any:
+def _is_uneven(spec: Spec) -> bool:
+    """Whether the local tensors are of several shapes, as every rank knows."""
+    layout = spec.layout
+    return any(
+        spec.shape[dim] % prod(layout.mesh.shape[axis] for axis in layout.axes_of(dim)) for dim in layout.sharded_dims()
+    )
+
+
+def _wrap_output(x: Any, i: int, placements: Placements, mesh: Mesh, uneven: bool) -> Any:
     if not isinstance(x, Tensor):
         if placements is not None:
             raise LayoutError(f"local_map: output {i} is no tensor, but out_placements lay it out: give None for it")
@@ -154,8 +167,9 @@ def _wrap_output(x: Any, i: int, placements: Placements, mesh: DeviceMesh | Mesh
             f"local_map: output {i} is {'a DTensor' if placements is not None else 'a tensor without out_placements'}: "
             "the function must return plain tensors, and out_placements say their placements"
         )
-    placements = placements_on(as_mesh(mesh), placements)
-    shape = None if any(isinstance(p, Shard) for p in placements) else x.shape
+    placements = placements_on(mesh, placements)
+    exchanged = uneven and any(isinstance(p, Shard) for p in placements)
+    shape = gathered_shape(x, layout_of(mesh, placements, x.ndim)) if exchanged else None
     return DTensor.from_local(x, mesh, placements, shape=shape)
 
 

@@ -25,7 +25,10 @@ from dshard.validate import as_int, as_shape, check_callable, check_type, is_sym
 
 @traceable
 def zeros(
-    *size: object, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: object
+    *size: object,
+    device_mesh: DeviceMesh | Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: object,
 ) -> DTensor:
     """A DTensor of zeros; `dtype` and `requires_grad` as in `torch.zeros`."""
     return _new(torch.zeros, size, device_mesh, placements, **options)
@@ -33,7 +36,10 @@ def zeros(
 
 @traceable
 def ones(
-    *size: object, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: object
+    *size: object,
+    device_mesh: DeviceMesh | Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: object,
 ) -> DTensor:
     """A DTensor of ones; `dtype` and `requires_grad` as in `torch.ones`."""
     return _new(torch.ones, size, device_mesh, placements, **options)
@@ -41,7 +47,10 @@ def ones(
 
 @traceable
 def empty(
-    *size: object, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: object
+    *size: object,
+    device_mesh: DeviceMesh | Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: object,
 ) -> DTensor:
     """A DTensor of whatever memory holds; `dtype` and `requires_grad` as in `torch.empty`."""
     return _new(torch.empty, size, device_mesh, placements, **options)
@@ -52,7 +61,7 @@ def full(
     size: Sequence[int],
     fill_value: float,
     *,
-    device_mesh: DeviceMesh | Mesh,
+    device_mesh: DeviceMesh | Mesh | None = None,
     placements: Sequence[Placement] | None = None,
     **options: object,
 ) -> DTensor:
@@ -62,7 +71,10 @@ def full(
 
 @traceable
 def rand(
-    *size: object, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: object
+    *size: object,
+    device_mesh: DeviceMesh | Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: object,
 ) -> DTensor:
     """A DTensor uniform on [0, 1): the same values on every mesh and layout under `manual_seed`.
 
@@ -73,7 +85,10 @@ def rand(
 
 @traceable
 def randn(
-    *size: object, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: object
+    *size: object,
+    device_mesh: DeviceMesh | Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: object,
 ) -> DTensor:
     """A standard normal DTensor: the same values on every mesh and layout under `manual_seed`.
 
@@ -84,7 +99,10 @@ def randn(
 
 @traceable
 def randint(
-    *args: object, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: object
+    *args: object,
+    device_mesh: DeviceMesh | Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: object,
 ) -> DTensor:
     """`randint([low,] high, size)`: whole numbers from `low`, or 0, and below `high`; int64 by default.
 
@@ -105,7 +123,11 @@ def randint(
 
 @traceable
 def randperm(
-    n: int, *, device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None = None, **options: Any
+    n: int,
+    *,
+    device_mesh: DeviceMesh | Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: Any,
 ) -> DTensor:
     """The numbers from 0 to n - 1 in random order, int64 by default; each rank makes all and keeps its own.
 
@@ -130,7 +152,7 @@ def randperm(
 def _new(
     make: Callable[..., Tensor],
     size: tuple[Any, ...],
-    device_mesh: DeviceMesh | Mesh,
+    device_mesh: DeviceMesh | Mesh | None,
     placements: Sequence[Placement] | None,
     /,
     **options: Any,
@@ -151,7 +173,7 @@ def _random(
     make: Callable[..., Tensor],
     distribution: Callable[[torch.dtype], random.Distribution],
     size: tuple[Any, ...],
-    device_mesh: DeviceMesh | Mesh,
+    device_mesh: DeviceMesh | Mesh | None,
     placements: Sequence[Placement] | None,
     /,
     **options: Any,
@@ -170,7 +192,7 @@ def _random(
 
 
 def _shape_and_layout(
-    size: tuple[Any, ...], device_mesh: DeviceMesh | Mesh, placements: Sequence[Placement] | None
+    size: tuple[Any, ...], device_mesh: DeviceMesh | Mesh | None, placements: Sequence[Placement] | None
 ) -> tuple[tuple[int, ...], Layout]:
     only = size[0] if len(size) == 1 else size
     shape = as_shape((only,) if _is_number(only) else only, "size", ShapeError)
@@ -241,7 +263,7 @@ def _wrap_local(local: Tensor, layout: Layout, shape: tuple[int, ...], requires_
 
 def distribute_module(
     module: nn.Module,
-    device_mesh: DeviceMesh | Mesh,
+    device_mesh: DeviceMesh | Mesh | None = None,
     partition_fn: Callable[[str, nn.Module, Any], None] | None = None,
     input_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
     output_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
@@ -250,13 +272,15 @@ def distribute_module(
 
     `partition_fn(name, submodule, device_mesh)` lays out what it chooses, by assigning `nn.Parameter`s made with
     `distribute_tensor`; whatever it leaves plain is replicated. `input_fn(module, inputs, device_mesh)` and
-    `output_fn(module, outputs, device_mesh)` become hooks of the module.
+    `output_fn(module, outputs, device_mesh)` become hooks of the module. Without a mesh it is that of the `with mesh:`
+    block.
 
     Raises:
         MeshError: no process group, or a mesh larger than the world.
         ArgumentError: no module, or a function that cannot be called.
     """
     check_type(module, nn.Module, "distribute_module", "give an nn.Module; a tensor is for distribute_tensor")
+    device_mesh = comm.current_mesh() if device_mesh is None else device_mesh
     as_mesh(device_mesh)
     for what, function in ("partition_fn", partition_fn), ("input_fn", input_fn), ("output_fn", output_fn):
         if function is not None:

@@ -29,7 +29,7 @@ from dshard.core.wrapper import Wrapper, is_leaf, wrap
 from dshard.dispatch import fast_path
 from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES
 from dshard.dispatch.operator import dispatch
-from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
+from dshard.errors import ArgumentError, LayoutError, MeshError, MixedError, ShapeError
 from dshard.layout import Layout, Shape, interned, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.ops.custom import wrapped
@@ -96,9 +96,9 @@ class DTensor(Wrapper):
 
     @staticmethod
     @traceable
-    def from_local(  # type: ignore[override]  # it takes a pure mesh, too
+    def from_local(
         local_tensor: Tensor,
-        device_mesh: DeviceMesh | Mesh,
+        device_mesh: DeviceMesh | Mesh | None = None,
         placements: Sequence[AnyPlacement] | None = None,
         *,
         run_check: bool = False,
@@ -108,8 +108,11 @@ class DTensor(Wrapper):
     ) -> DTensor:
         """The DTensor whose local tensors the ranks give; without placements each gives the global tensor.
 
-        Without `shape` the ranks exchange their local shapes, which may be uneven; give the global shape to save that
-        exchange. `run_check` also broadcasts replicated local tensors from the first rank.
+        Nothing is sent: without `shape`, the global shape, all local tensors count as of one shape, so uneven ones need
+        it. `stride` is that of the global tensor, by default contiguous or, without `shape`, in the order of the local
+        one. With `run_check` the ranks exchange their local shapes, which may be uneven, and broadcast replicated local
+        tensors from the first rank. Without a mesh it is that of the `with mesh:` block around the call. Under
+        DSHARD_DEBUG=1 the ranks compare their local shapes.
 
         Raises:
             LayoutError: placements that do not fit the tensor or the mesh.
@@ -359,14 +362,15 @@ def _unpickle(
     return _restore(x, requires_grad, is_parameter, None, None)
 
 
-def as_mesh(mesh: DeviceMesh | Mesh) -> Mesh:
-    """The pure mesh of `mesh`.
+def as_mesh(mesh: DeviceMesh | Mesh | None) -> Mesh:
+    """The pure mesh of `mesh`, or without one of the `with mesh:` block around the call.
 
     Raises:
         MeshError: it is no mesh, or has no process group.
     """
     if isinstance(mesh, Mesh):
         return mesh
+    mesh = comm.current_mesh() if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
             f"{mesh!r} is no mesh: give a DeviceMesh from init_device_mesh, or a dshard.Mesh to plan without processes"
@@ -376,7 +380,7 @@ def as_mesh(mesh: DeviceMesh | Mesh) -> Mesh:
 
 def _from_local(
     local: Tensor,
-    device_mesh: DeviceMesh | Mesh,
+    device_mesh: DeviceMesh | Mesh | None,
     placements: Sequence[AnyPlacement] | None,
     run_check: bool,
     shape: Sequence[int] | None,
@@ -385,7 +389,7 @@ def _from_local(
 ) -> DTensor:
     mesh = as_mesh(device_mesh)
     if isinstance(local, DTensor):
-        raise ShapeError(
+        raise MixedError(
             "from_local takes this rank's plain local tensor, not a DTensor: use redistribute to change placements"
         )
     check_strided(local, "from_local", "this rank's local tensor")
@@ -406,7 +410,11 @@ def _from_local(
         call = f"from_local of {local.ndim} dims, {local.dtype}, [{layout}], {shape=}"
         call += f", {run_check=}, {grad_placements=}" + ", requires_grad" * local.requires_grad
         comm.compare_calls(call, mesh)
-    global_shape = _global_shape(local, layout) if shape is None else comm.checked_shape(local, layout, shape)
+    if shape is not None:
+        global_shape = comm.checked_shape(local, layout, shape)
+    else:
+        global_shape = gathered_shape(local, layout) if run_check else comm.even_shape(local, layout, compared)
+        stride = _stride_in_order_of(local, global_shape) if stride is None else stride
     spec = _spec_of_local(layout, global_shape, stride, local.dtype, local.device)
     if run_check and OBSERVERS:
         decision = sending("from_local", [spec], replica_broadcasts(spec), explicit=True)
@@ -471,8 +479,18 @@ def _checked(layout: Layout, dtype: torch.dtype) -> tuple[Layout, bool]:
     return layout.cotangent(), comm.comparing()
 
 
-def _global_shape(local: Tensor, layout: Layout) -> Shape:
-    """The global shape of the ranks' local tensors; uneven ones exchange their shapes."""
+def _stride_in_order_of(local: Tensor, shape: Shape) -> tuple[int, ...] | None:
+    """The strides of a dense tensor of `shape` whose dims lie in memory in the order of `local`'s; None: contiguous."""
+    if local.is_contiguous():
+        return None
+    strides, step = [0] * local.ndim, 1
+    for dim in sorted(range(local.ndim), key=local.stride().__getitem__):
+        strides[dim], step = step, step * max(shape[dim], 1)
+    return tuple(strides)
+
+
+def gathered_shape(local: Tensor, layout: Layout) -> Shape:
+    """The global shape of the ranks' local tensors, which may be uneven: they exchange their shapes."""
     exchange = comm.shape_exchange(local, layout) if OBSERVERS else []
     if not exchange:
         return comm.global_shape(local, layout)
@@ -495,7 +513,7 @@ def _scattered(tensor: Tensor, layout: Layout, source: int | None) -> Tensor:
 @traceable
 def distribute_tensor(
     tensor: Tensor,
-    device_mesh: DeviceMesh | Mesh,
+    device_mesh: DeviceMesh | Mesh | None = None,
     placements: Sequence[AnyPlacement] | None = None,
     *,
     src_data_rank: int | None = 0,
@@ -503,7 +521,8 @@ def distribute_tensor(
     """The global `tensor`, which every rank passes, as a DTensor; a leaf, with the `requires_grad` of `tensor`.
 
     The mesh's rank number `src_data_rank` sends each rank its local tensor. With None each rank cuts it out of its own
-    copy and nothing is sent. On a `Mesh` without processes the result has no data, with a warning if `tensor` has some.
+    copy and nothing is sent. Without a mesh it is that of the `with mesh:` block around the call. On a `Mesh` without
+    processes the result has no data, with a warning if `tensor` has some.
 
     Raises:
         LayoutError: a Partial, a dim out of range, or not one placement for each mesh axis.

@@ -16,6 +16,7 @@ A plan is run in these stages, each in a file:
 
 from dshard.comm.agreement import (
     checked_shape,
+    even_shape,
     gather_objects,
     global_shape,
     group_rank,
@@ -100,6 +101,7 @@ __all__ = [
     "current_mesh",
     "device_mesh_of",
     "device_of",
+    "even_shape",
     "fetch",
     "finish",
     "flat",

@@ -27,6 +27,28 @@ from dshard.topology import Topology
 MAX_DIMS = 16
 
 
+def even_shape(local: Tensor, layout: Layout, compared: bool = False) -> Shape:
+    """The shape of the tensor whose local tensors under `layout` all have the shape of this one; nothing is sent.
+
+    Where the ranks are simulated, or `compared` in the debug mode, their local shapes are looked at.
+
+    Raises:
+        ShapeError: other ranks have local tensors of other shapes.
+        DtypeError, LayoutError: other ranks give other dtypes or placements.
+    """
+    shape = _even_global_shape(_shape(local), layout)
+    if type(local) is LocalTensor or (compared and local.ndim <= MAX_DIMS):
+        shapes = _local_shapes(local, layout)
+        if shapes is not None and len(set(shapes.values())) > 1:
+            actual = _global_shape_of(shapes, layout)
+            raise ShapeError(
+                f"from_local of uneven local tensors {_shape_list(shapes)}: without shape= they count as even parts of "
+                f"a tensor of shape {shape}, and nothing is sent; give the global shape, shape={actual}, or let the "
+                "ranks tell each other, run_check=True"
+            )
+    return shape
+
+
 def global_shape(local: Tensor, layout: Layout) -> Shape:
     """The shape of the tensor whose local tensors under `layout` are these, found by an all_gather of their shapes.
 
@@ -34,20 +56,26 @@ def global_shape(local: Tensor, layout: Layout) -> Shape:
         ShapeError: the local shapes are not those of one tensor.
         DtypeError, LayoutError: the ranks give different dtypes or placements.
     """
-    mesh = layout.mesh
-    if type(local) is LocalTensor:
-        with plain():
-            tensors = unstack(local)
-            return _global_shape_of({mesh.coordinate(rank): _shape(tensors[rank]) for rank in mesh.ranks}, layout)
     if traced(local) and any(isinstance(placement, Shard) for placement in layout.placements):
         raise CompileError(
             f"from_local of local shape {_shape(local)} laid out [{layout}], within a compiled region: ranks cannot "
             "ask each other for their shapes there; pass the global shape, shape=(...)"
         )
+    shapes = _local_shapes(local, layout)
+    return _even_global_shape(_shape(local), layout) if shapes is None else _global_shape_of(shapes, layout)
+
+
+def _local_shapes(local: Tensor, layout: Layout) -> dict[Coordinate, Shape] | None:
+    """The shapes of all ranks' local tensors, by an all_gather of them; None where none can run."""
+    mesh = layout.mesh
+    if type(local) is LocalTensor:
+        with plain():
+            tensors = unstack(local)
+            return {mesh.coordinate(rank): _shape(tensors[rank]) for rank in mesh.ranks}
     runtime = runtime_of(mesh)
     if runtime is None or not _exchanges_shapes(local, runtime):
-        return _even_global_shape(_shape(local), layout)
-    return _global_shape_of(_gather_shapes(local, layout, runtime), layout)
+        return None
+    return _gather_shapes(local, layout, runtime)
 
 
 def shape_exchange(local: Tensor, layout: Layout) -> list[tuple[str, tuple[str, ...], int]]:

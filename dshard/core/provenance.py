@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.module import Module, register_module_forward_hook, register_module_forward_pre_hook
 
 from dshard.comm import user_line
@@ -54,6 +55,8 @@ class Modules:
         return self._running[index] if index >= 0 else ""
 
     def _enter(self, module: Module, args: Any) -> None:
+        if is_dynamo_compiling():  # which traces hooks, too; a graph has no modules
+            return
         if module not in self._names:
             name = ".".join([*self._stack[-1:], type(module).__name__])
             for path, child in module.named_modules(prefix=name):
@@ -62,6 +65,8 @@ class Modules:
         self._move([*self._stack, self._names[module]])
 
     def _leave(self, module: Module, args: Any, output: Any) -> None:
+        if is_dynamo_compiling():
+            return
         self._move(self._stack[:-1])
 
     def _move(self, stack: list[str]) -> None:

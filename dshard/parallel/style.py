@@ -159,8 +159,7 @@ def given(
 ) -> DTensor:
     """An input as a DTensor with placements `desired`; a plain one is this rank's local tensor under `layouts`.
 
-    `size` is that of the last dim, where the module knows it. Where the global size is not known from that, the
-    ranks exchange the sizes of their local tensors, which may be uneven.
+    `size` is that of the last dim, where the module knows it. Other sizes count as even, as in `DTensor.from_local`.
 
     Raises:
         MixedError: the input is no tensor.
@@ -178,13 +177,10 @@ def given(
 
 
 def _global_shape(x: Tensor, layouts: tuple[Placement, ...], size: int | None) -> Sequence[int] | None:
-    match layouts[0]:
-        case Shard(dim) if dim % max(x.ndim, 1) == x.ndim - 1:
-            return None if size is None else (*x.shape[:-1], size)
-        case Shard():
-            return None
-        case _:
-            return x.shape
+    layout = layouts[0]
+    if size is not None and isinstance(layout, Shard) and layout.dim % max(x.ndim, 1) == x.ndim - 1:
+        return (*x.shape[:-1], size)
+    return None
 
 
 def _lay_out(

@@ -163,7 +163,8 @@ def test_random_values_on_a_cpu_mesh_are_those_of_one_device(ranks: RankPool) ->
 
 def uneven_parts() -> tuple[Any, ...]:
     rank = dist.get_rank()
-    x = DTensor.from_local(torch.full((3 if rank < 3 else 1, 2), float(rank)), real_mesh(), [Shard(0)])
+    local = torch.full((3 if rank < 3 else 1, 2), float(rank))
+    x = DTensor.from_local(local, real_mesh(), [Shard(0)], run_check=True)
     return tuple(x.shape), x.full_tensor()[:, 0].tolist()
 
 
@@ -174,7 +175,7 @@ def test_uneven_parts_make_one_tensor(ranks: RankPool) -> None:
 
 def uneven_parts_refused() -> str:
     try:
-        DTensor.from_local(torch.zeros(1 + dist.get_rank(), 2), real_mesh(), [Shard(0)])
+        DTensor.from_local(torch.zeros(1 + dist.get_rank(), 2), real_mesh(), [Shard(0)], run_check=True)
     except ValueError as error:
         return str(error)
     return "accepted"

@@ -157,12 +157,12 @@ def test_ranks_in_different_numbers_of_groups_can_make_one_more(ranks: RankPool)
 
 
 def from_parts(sizes: list[int], shape: tuple[int, ...] | None, placements: list[str]) -> str:
-    """The global shape of local tensors with these numbers of rows, or the error."""
+    """The global shape of local tensors with these numbers of rows, which the ranks check, or the error."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
     local = torch.zeros(sizes[dist.get_rank()], 3)
     made = {"S": Shard(0), "R": Replicate(), "P": Partial()}
     try:
-        x = DTensor.from_local(local, mesh, [made[name] for name in placements], shape=shape)
+        x = DTensor.from_local(local, mesh, [made[name] for name in placements], shape=shape, run_check=True)
     except ShapeError as error:
         return str(error)
     return str(tuple(x.shape))
@@ -201,7 +201,7 @@ def of_different_dims() -> str:
     """Local tensors with different numbers of dims."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
     with pytest.raises(ShapeError) as caught:
-        DTensor.from_local(torch.zeros((2,) * (1 + dist.get_rank() // 3)), mesh, [Shard(0)])
+        DTensor.from_local(torch.zeros((2,) * (1 + dist.get_rank() // 3)), mesh, [Shard(0)], run_check=True)
     return str(caught.value)
 
 

@@ -346,7 +346,7 @@ def refusals() -> list[str]:
 
     found = []
     for f, argument in (
-        (lambda a: DTensor.from_local(a, mesh, [Shard(0), R]), plain),
+        (lambda a: DTensor.from_local(a, mesh, [Shard(0), R], run_check=True), plain),
         (lambda a: distribute_tensor(a, mesh, [Shard(0), R]), plain),
         (lambda a: dshard.randperm(8, device_mesh=mesh), plain),
         (topology_inside, x),

@@ -121,7 +121,7 @@ def test_numbers_and_scalar_tensors_are_taken_as_they_are():
 
 
 def test_from_local_of_a_dtensor():
-    with pytest.raises(ShapeError, match="takes this rank's plain local tensor, not a DTensor"):
+    with pytest.raises(MixedError, match="takes this rank's plain local tensor, not a DTensor"):
         DTensor.from_local(planned(4, 4), MESH)
 
 
@@ -172,7 +172,7 @@ def message_of_uneven_parts() -> tuple[str, int]:
     heard: list[Any] = []
     with listen(heard.append):
         try:
-            DTensor.from_local(torch.ones(sizes[dist.get_rank()], 2), mesh(), [Shard(0)])
+            DTensor.from_local(torch.ones(sizes[dist.get_rank()], 2), mesh(), [Shard(0)], run_check=True)
         except ShapeError as error:
             return str(error), len(heard)
     return "", len(heard)
@@ -190,7 +190,8 @@ def test_parts_that_are_no_parts_of_one_tensor_are_an_error_on_every_rank(ranks)
 
 def uneven_parts_that_fit() -> tuple[int, ...]:
     sizes = (3, 3, 3, 1)
-    return tuple(DTensor.from_local(torch.ones(sizes[dist.get_rank()], 2), mesh(), [Shard(0)]).shape)
+    local = torch.ones(sizes[dist.get_rank()], 2)
+    return tuple(DTensor.from_local(local, mesh(), [Shard(0)], run_check=True).shape)
 
 
 @pytest.mark.ranks

@@ -7,16 +7,20 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.tensor as their_tensor
+import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel as theirs
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dshard
+import dshard.debug
 import dshard.parallel as ours
 from dshard import DTensor, Mesh, Replicate, Shard, init_device_mesh, trace
 from dshard.errors import LayoutError, MeshError, MixedError, ShapeError
@@ -153,8 +157,84 @@ def test_a_plan_gives_what_it_gives_in_torch(name: str, ranks: RankPool) -> None
             torch.testing.assert_close(gradient, theirs_[2][parameter], rtol=1e-12, atol=1e-12, msg=parameter)
 
 
+# -- what they send, and compiled
+
+
+def prepared_alone(parallel: Any, tensor: Any) -> dict[str, Any]:
+    shard, whole_ = tensor.Shard, tensor.Replicate
+    return {
+        "up": parallel.PrepareModuleInput(
+            input_layouts=shard(1), desired_input_layouts=whole_(), use_local_output=True
+        ),
+        "down": parallel.PrepareModuleOutput(output_layouts=whole_(), desired_output_layouts=shard(1)),
+        "embed": parallel.RowwiseParallel(input_layouts=whole_(), output_layouts=shard(1)),
+        "norm": parallel.SequenceParallel(use_local_output=True),
+    }
+
+
+def classes_sharded(parallel: Any, tensor: Any) -> dict[str, Any]:
+    return {"down": parallel.ColwiseParallel(use_local_output=False)}
+
+
+STYLES: dict[str, Plan] = PLANS | {"prepared_alone": prepared_alone, "classes_sharded": classes_sharded}
+
+
+def step_of(name: str, parallel: Any, tensor: Any, backend: str | None) -> tuple[Any, ...]:
+    """Loss, collectives forward and backward, and gradients of a step of `Net`; compiled without collectives."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    net, tokens = Net().double(), torch.arange(32).view(4, 8) % 10
+    if STYLES[name] is prepared:
+        net.norm = nn.Identity()
+    net = parallel.parallelize_module(net, mesh_of_four(), STYLES[name](parallel, tensor))
+    run = net if backend is None else torch.compile(net, backend=backend, fullgraph=True)
+    counting: Any = tensor.debug.CommDebugMode  # in which torch compiles nothing
+    counted: Any = counting if backend is None else nullcontext
+    with parallel.loss_parallel() if name == "classes_sharded" else nullcontext():
+        with counted() as forward:
+            out = run(tokens)
+            loss = F.cross_entropy(out.flatten(0, 1), tokens.flatten() % 8) if name == "classes_sharded" else None
+        loss = out.square().sum() if loss is None else loss
+        loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+        with counted() as backward:
+            loss.backward()
+    gradients = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in net.parameters()]
+    sent = [] if backend is not None else [{**mode.get_comm_counts()} for mode in (forward, backward)]
+    return loss.detach(), sent, gradients
+
+
+def compared_steps(names: tuple[str, ...], backend: str | None) -> None:
+    for name in names:
+        mine = step_of(name, ours, dshard, backend)
+        other = step_of(name, theirs, their_tensor, None)
+        if name in ("sequence", "prepared_alone"):  # weight and bias of the norm, which torch leaves to the optimizer
+            for sent in mine[1][1:]:
+                assert sent.pop(torch.ops.c10d_functional.all_reduce) == 2
+        assert backend is not None or mine[1] == other[1], name
+        torch.testing.assert_close((mine[0], mine[2]), (other[0], other[2]), rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.ranks
+def test_styles_send_what_they_send_in_torch(ranks: RankPool) -> None:
+    ranks.run(compared_steps, tuple(STYLES), None)
+
+
+@pytest.mark.ranks
+def test_styled_blocks_compile_into_one_graph(ranks: RankPool) -> None:
+    ranks.run(compared_steps, ("sequence",), "eager", timeout=WAIT)
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_all_styled_blocks_compile_into_one_graph(ranks: RankPool, backend: str) -> None:
+    names = tuple(name for name in STYLES if name != "classes_sharded")
+    ranks.run(compared_steps, names, backend, timeout=WAIT)
+
+
 @pytest.mark.parametrize("features", [12, 10, 3])
 def test_uneven_and_empty_shards_work(features: int) -> None:
+    """Plain parts between modules count as even, so an uneven sequence stays distributed."""
     torch.manual_seed(0)
     net, tokens = Net(features).double(), torch.arange(6).view(2, 3)
     alone = copy.deepcopy(net)
@@ -163,6 +243,7 @@ def test_uneven_and_empty_shards_work(features: int) -> None:
 
     with simulated(LINE):
         plan = sequence(ours, dshard)
+        plan["embed"].use_local_output = False
         out = parallelize_module(net, LINE, plan)(tokens)
         out.sum().backward()
 

@@ -80,7 +80,7 @@ def test_parts_make_the_tensor_again(mesh: Mesh, shape: Shape, data: st.DataObje
     value = whole_numbers(shape)
     with simulated(mesh):
         x = distribute(value, Layout(mesh, layout.placements))
-        again = DTensor.from_local(x.to_local(), mesh, layout.placements)
+        again = DTensor.from_local(x.to_local(), mesh, layout.placements, run_check=True)
 
         assert again.shape == x.shape
         assert torch.equal(whole(again), value)

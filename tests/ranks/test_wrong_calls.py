@@ -209,7 +209,7 @@ TENSORS: list[Row] = [
     (lambda: distribute_tensor(np.zeros(4), MESH), ArgumentError, "torch.as_tensor"),
     (lambda: distribute_tensor(None, MESH), ArgumentError, "not None, a NoneType"),
     (lambda: distribute_tensor(nn.Linear(2, 2), MESH), ArgumentError, "a Linear"),
-    (lambda: distribute_tensor(torch.ones(4), None), MeshError, "None is no mesh"),
+    (lambda: distribute_tensor(torch.ones(4), None), MeshError, "no mesh was given: pass a DeviceMesh"),
     (lambda: distribute_tensor(torch.ones(4), LINE, Shard(0)), LayoutError, r"is one placement; for the mesh \(x=4\)"),
     (lambda: distribute_tensor(torch.ones(4), MESH, "dp:S(0) tp:R"), LayoutError, "is text"),
     (lambda: distribute_tensor(torch.ones(4), MESH, X.layout), LayoutError, "is a layout, .* give its .placements"),
@@ -759,9 +759,9 @@ def differing() -> list[str]:
     rank, mesh = dist.get_rank(), dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
     dtype = torch.float64 if rank == 2 else torch.float32
     calls: list[Callable[[], DTensor]] = [
-        lambda: DTensor.from_local(torch.ones(2, dtype=dtype), mesh, [Shard(0)]),
-        lambda: DTensor.from_local(torch.ones(2, dtype=dtype), mesh),
-        lambda: DTensor.from_local(torch.ones(2, 2), mesh, [Shard(int(rank == 1))]),
+        lambda: DTensor.from_local(torch.ones(2, dtype=dtype), mesh, [Shard(0)], run_check=True),
+        lambda: DTensor.from_local(torch.ones(2, dtype=dtype), mesh, run_check=True),
+        lambda: DTensor.from_local(torch.ones(2, 2), mesh, [Shard(int(rank == 1))], run_check=True),
     ]
     told = [said(call) for call in calls]
     pipe = Pipeline([Stage(dshard.distribute_module(nn.Linear(8, 8), mesh), mesh)], n_microbatches=2)
