@@ -34,6 +34,7 @@ from dshard.layout import Layout, Shape, interned, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
+from dshard.ops.optimiser_states import support_states
 from dshard.placements import Partial, Placement
 from dshard.torch_dtensor import TorchDTensor, TorchPlacement
 from dshard.torch_private import TracingContext, is_transforming, no_torch_function
@@ -315,6 +316,7 @@ def _transformed(func: Function, args: Args, kwargs: Kwargs) -> Any:
 _GRAD: Any = torch.Tensor.grad
 _SET_GRAD = _GRAD.__set__
 support()
+support_states()
 skip_frames(DTensor)
 
 

@@ -256,6 +256,11 @@ storage_references: Callable[[int], int] = _needed("torch._C._storage_Use_Count"
 _FOREACH = "optimisers on lists of tensors; without it those with foreach=None update parameter by parameter"
 optimizer_list_types: list[type] = _optional("torch.optim.optimizer._foreach_supported_types", _FOREACH, [])
 list_types: list[type] = _optional("torch.utils._foreach_utils._foreach_supported_types", _FOREACH, [])
+state_like_parameter: Callable[..., Any] | None = _optional(
+    "torch.optim.Optimizer._process_value_according_to_param_policy",
+    "states of optimisers that are loaded as dshard's; without it they are what was given",
+    None,
+)
 _SKIP = "leaving dshard's own methods out of torch.compile; without it each is compiled by itself after a graph break"
 _EVAL_FRAME = "torch._C._dynamo.eval_frame"
 FrameAction: Any = _optional(f"{_EVAL_FRAME}._FrameAction", _SKIP, None)
