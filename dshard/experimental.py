@@ -19,7 +19,7 @@ from dshard.core.signature import Function
 from dshard.core.spec import Spec
 from dshard.dispatch.registry import register
 from dshard.errors import ArgumentError, LayoutError, ShapeError
-from dshard.layout import Shape, format_of, layout_of, placements_on
+from dshard.layout import Layout, Shape, format_of, layout_of, placements_on
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
 from dshard.rules.rule import PassThrough, Rule, Term
@@ -46,10 +46,13 @@ def local_map(
 
     `out_placements` are those of the outputs, in the order of the flattened result: a sequence of placements for one
     tensor, a tuple of those for several, None for what is no tensor. `in_placements` are those that each argument must
-    have, None for any; with `redistribute_inputs` it is redistributed to them. `in_grad_placements` are those of the
-    gradients of the local arguments, by default the arguments' own. Where no argument is a DTensor, `func` is called as
-    it is. Without `func` this is a decorator. Outputs of even arguments count as even, too; with uneven ones the ranks
-    exchange the sizes of sharded outputs.
+    have, None for any; with `redistribute_inputs` it is redistributed to them. Where no argument is a DTensor, `func`
+    is called as it is. Without `func` this is a decorator.
+
+    Gradients are those of one device where `func` sends nothing: on a mesh axis on which some output is not replicated,
+    each rank's gradient of a replicated argument is a term of a sum, and the ranks add them. `in_grad_placements`,
+    those of the gradients of the local arguments, say otherwise: then, as in torch, None is an argument's own. Outputs
+    of even arguments count as even, too; with uneven ones the ranks exchange the sizes of sharded outputs.
 
     Raises:
         LayoutError: an argument has other placements than it must have, or placements do not fit.
@@ -82,13 +85,16 @@ def local_map(
         meshes = [arg.device_mesh for arg in flat if isinstance(arg, DTensor)]
         if not meshes:
             return func(*args, **kwargs)
-        local = _local_arguments(flat, in_placements, in_grad_placements, redistribute_inputs)
+        mesh = as_mesh(meshes[0] if device_mesh is None else device_mesh)
+        varying = _varying(out_entries) if in_grad_placements is None else frozenset()
+        redistributed = _in_all_placements(flat, in_placements, redistribute_inputs)
+        local = _local_arguments(redistributed, in_grad_placements, varying, mesh)
         out, out_tree = pytree.tree_flatten(func(*pytree.tree_unflatten(local, tree), **kwargs))
         _check_count("out_placements", out_entries, len(out), "outputs")
-        mesh = as_mesh(meshes[0] if device_mesh is None else device_mesh)
-        uneven = any(_is_uneven(arg._spec) for arg in flat if isinstance(arg, DTensor))
+        uneven = any(_is_uneven(arg._spec) for arg in redistributed if isinstance(arg, DTensor))
         wrapped = [
-            _wrap_output(x, i, entry, mesh, uneven) for i, (x, entry) in enumerate(zip(out, out_entries, strict=True))
+            _wrap_output(x, i, entry, mesh, uneven, varying)
+            for i, (x, entry) in enumerate(zip(out, out_entries, strict=True))
         ]
         return pytree.tree_unflatten(wrapped, out_tree)
 
@@ -98,21 +104,45 @@ def local_map(
 _PLACEMENTS = (Shard, Replicate, Partial)
 
 
-def _local_arguments(
-    flat: Sequence[Any],
-    in_placements: tuple[Placements, ...] | None,
-    in_grad_placements: tuple[Placements, ...] | None,
-    redistribute_inputs: bool,
+def _varying(out_entries: tuple[Placements, ...]) -> frozenset[int]:
+    """The mesh axes on which some output is not replicated."""
+    return frozenset(
+        axis
+        for entry in out_entries
+        if isinstance(entry, Sequence)
+        for axis, placement in enumerate(entry)
+        if isinstance(placement, Shard | Partial)
+    )
+
+
+def _in_all_placements(
+    flat: Sequence[Any], in_placements: tuple[Placements, ...] | None, redistribute_inputs: bool
 ) -> list[Any]:
-    """The arguments in their placements, with local tensors in place of DTensors."""
     _check_count("in_placements", in_placements, len(flat), "arguments")
+    entries = in_placements or (None,) * len(flat)
+    return [_in_placements(arg, i, entries[i], redistribute_inputs) for i, arg in enumerate(flat)]
+
+
+def _local_arguments(
+    flat: Sequence[Any], in_grad_placements: tuple[Placements, ...] | None, varying: frozenset[int], mesh: Mesh
+) -> list[Any]:
+    """The arguments with local tensors in place of DTensors."""
     _check_count("in_grad_placements", in_grad_placements, len(flat), "arguments")
-    entries, grads = in_placements or (None,) * len(flat), in_grad_placements or (None,) * len(flat)
-    redistributed = [_in_placements(arg, i, entries[i], redistribute_inputs) for i, arg in enumerate(flat)]
+    grads: Sequence[Placements] = in_grad_placements or [
+        _partial_on(varying, arg.layout) if isinstance(arg, DTensor) and arg.layout.mesh == mesh else None
+        for arg in flat
+    ]
     return [
         arg.to_local(grad_placements=grad) if isinstance(arg, DTensor) else arg
-        for arg, grad in zip(redistributed, grads, strict=True)
+        for arg, grad in zip(flat, grads, strict=True)
     ]
+
+
+def _partial_on(varying: frozenset[int], layout: Layout) -> list[Placement] | None:
+    """The placements of the gradient of a tensor that each rank has a term of on `varying` axes; None: its own."""
+    axes = {i for i, p in enumerate(layout.placements) if i in varying and p == Replicate()}
+    placements = layout.cotangent().placements
+    return [Partial() if i in axes else p for i, p in enumerate(placements)] if axes else None
 
 
 def _check_entries(name: str, entries: object) -> None:
@@ -157,7 +187,7 @@ def _is_uneven(spec: Spec) -> bool:
     )
 
 
-def _wrap_output(x: Any, i: int, placements: Placements, mesh: Mesh, uneven: bool) -> Any:
+def _wrap_output(x: Any, i: int, placements: Placements, mesh: Mesh, uneven: bool, varying: frozenset[int]) -> Any:
     if not isinstance(x, Tensor):
         if placements is not None:
             raise LayoutError(f"local_map: output {i} is no tensor, but out_placements lay it out: give None for it")
@@ -167,10 +197,13 @@ def _wrap_output(x: Any, i: int, placements: Placements, mesh: Mesh, uneven: boo
             f"local_map: output {i} is {'a DTensor' if placements is not None else 'a tensor without out_placements'}: "
             "the function must return plain tensors, and out_placements say their placements"
         )
-    placements = placements_on(mesh, placements)
-    exchanged = uneven and any(isinstance(p, Shard) for p in placements)
-    shape = gathered_shape(x, layout_of(mesh, placements, x.ndim)) if exchanged else None
-    return DTensor.from_local(x, mesh, placements, shape=shape)
+    layout = layout_of(mesh, placements_on(mesh, placements), x.ndim)
+    shape = gathered_shape(x, layout) if uneven and layout.sharded_dims() else None
+    means = prod(mesh.shape[i] for i, p in enumerate(layout.placements) if p == Partial("avg"))
+    if varying and means > 1 and x.requires_grad:
+        x = x.view_as(x)
+        x.register_hook(lambda grad: grad / means)  # each rank has that part in the mean
+    return DTensor.from_local(x, mesh, placements, shape=shape, grad_placements=_partial_on(varying, layout))
 
 
 @dataclass(frozen=True, slots=True)

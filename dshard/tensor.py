@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from sys import getrefcount
 from typing import Any, ClassVar, TypeAlias
 from warnings import warn
@@ -113,7 +114,10 @@ class DTensor(Wrapper):
         it. `stride` is that of the global tensor, by default contiguous or, without `shape`, in the order of the local
         one. With `run_check` the ranks exchange their local shapes, which may be uneven, and broadcast replicated local
         tensors from the first rank. Without a mesh it is that of the `with mesh:` block around the call. Under
-        DSHARD_DEBUG=1 the ranks compare their local shapes.
+        DSHARD_DEBUG=1 the ranks compare their local shapes, and replicated local tensors.
+
+        `grad_placements` are those of the gradient of the local tensor, by default its own, with Replicate in place of
+        Partial: with Partial each rank gets a term of it.
 
         Raises:
             LayoutError: placements that do not fit the tensor or the mesh.
@@ -125,7 +129,9 @@ class DTensor(Wrapper):
     def to_local(self, *, grad_placements: Sequence[AnyPlacement] | None = None) -> Tensor:
         """The local tensor of this rank; `grad_placements` are the placements of its gradient.
 
-        By default these are the tensor's own, with Replicate in place of Partial.
+        By default these are the tensor's own, with Replicate in place of Partial. So the gradient of a replicated local
+        tensor counts as the same on all ranks: where each rank has a term of it, as beside sharded data, give Partial.
+        Under DSHARD_DEBUG=1 the ranks compare the gradients.
         """
         layout = None if grad_placements is None else layout_of(self._spec.layout.mesh, grad_placements, self.ndim)
         if is_differentiating_forward():
@@ -141,6 +147,8 @@ class DTensor(Wrapper):
         local: Tensor = ToLocal.apply(self, self._spec.with_layout(layout))  # type: ignore[no-untyped-call]
         if not is_dynamo_compiling():
             comm.watch_backward(local, layout.mesh.ranks)
+            if _checked(self._spec.layout, self._spec.dtype)[1]:
+                local.register_hook(partial(_compare_gradients, layout))
         return local
 
     def full_tensor(self, *, grad_placements: Sequence[AnyPlacement] | None = None) -> Tensor:
@@ -417,6 +425,11 @@ def _from_local(
     else:
         global_shape = gathered_shape(local, layout) if run_check else comm.even_shape(local, layout, compared)
         stride = _stride_in_order_of(local, global_shape) if stride is None else stride
+    if compared and not run_check:
+        way_out = (
+            "give the same on all, Partial() where each rank has a term, or run_check=True to take the first rank's"
+        )
+        comm.compare_replicas(local, layout, "the local tensor given to from_local", way_out)
     spec = _spec_of_local(layout, global_shape, stride, local.dtype, local.device)
     if run_check and OBSERVERS:
         decision = sending("from_local", [spec], replica_broadcasts(spec), explicit=True)
@@ -427,6 +440,12 @@ def _from_local(
         return DTensor._wrap(local.detach(), spec)
     out: DTensor = FromLocal.apply(local, spec, grad_layout)  # type: ignore[no-untyped-call]
     return out
+
+
+def _compare_gradients(layout: Layout, grad: Tensor) -> None:
+    """The hook of a local tensor, in the debug mode."""
+    way_out = "each rank has a term of it, so give to_local(grad_placements=...) with Partial() there"
+    comm.compare_replicas(grad, layout, "the gradient of what to_local returned", way_out)
 
 
 @cached("local specs", 4096)

@@ -40,7 +40,7 @@ from dshard.comm.peer_failure import (
     watch_backward,
 )
 from dshard.comm.program_steps import Steps, Transfer, send_receive, steps_of
-from dshard.comm.rank_checks import compare_calls, compare_draws
+from dshard.comm.rank_checks import compare_calls, compare_draws, compare_replicas
 from dshard.comm.rank_checks import enabled as comparing
 from dshard.comm.reshard import Resharding, begin_reshard, crossing_event, reshard
 from dshard.comm.run import collectives_of, run, run_number, run_program, run_without_data, runner, swap
@@ -96,6 +96,7 @@ __all__ = [
     "collectives_of",
     "compare_calls",
     "compare_draws",
+    "compare_replicas",
     "comparing",
     "crossing_event",
     "current_mesh",

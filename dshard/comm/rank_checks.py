@@ -1,8 +1,8 @@
 """Debug mode: with DSHARD_DEBUG=1 the ranks compare their next steps, so that divergence is an error and no hang.
 
-The ranks compare plans, random draws, calls of operators with their numbers, and the arguments of `distribute_tensor`,
-`from_local` and `parallelize`. The variable is read when something is first prepared to run: set it for the whole
-program.
+The ranks compare plans, random draws, calls of operators with their numbers, the arguments of `distribute_tensor`,
+`from_local` and `parallelize`, local shapes, and the values that `from_local` and the gradients of `to_local` declare
+replicated. The variable is read when something is first prepared to run: set it for the whole program.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ import hashlib
 import os
 from collections import defaultdict
 from datetime import timedelta
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from dshard.comm.peer_failure import is_heard, wait_for
-from dshard.comm.runtime import Group, Runtime, runtime_of, simulated_ranks
+from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of, simulated_ranks
 from dshard.comm.scatter_shards import device_of
+from dshard.comm.simulated import plain, unstack
 from dshard.comm.traced_collectives import traced
 from dshard.comm.user_code import user_line
-from dshard.errors import MeshError, PeerError
+from dshard.errors import LayoutError, MeshError, PeerError
+from dshard.layout import Layout
 from dshard.mesh import Mesh
+from dshard.placements import Replicate
 from dshard.redistribute import Plan
 from dshard.torch_private import AllgatherOptions
 
@@ -104,6 +108,61 @@ def checksum(x: Tensor) -> int:
     mixed = (mixed ^ (mixed >> 29)) * (places | 1)
     return int(mixed.sum().item()) % 2**64
 
+
+def compare_replicas(x: Tensor, layout: Layout, what: str, way_out: str) -> None:
+    """In the debug mode, go on only if the ranks have equal tensors `x` along the axes on which `layout` replicates.
+
+    They compare a norm and a random projection, so what differs by rounding counts as equal.
+
+    Raises:
+        LayoutError: on every rank, naming ranks that differ.
+    """
+    mesh = layout.mesh
+    axes = [name for name, placement in zip(mesh.names, layout.placements, strict=True) if placement == Replicate()]
+    if not enabled() or not axes or mesh.size == 1 or traced(x) or x.is_meta:
+        return
+    digests = _digests(x.detach(), mesh)
+    limit = torch.finfo(x.dtype).eps ** 0.5 if x.dtype.is_floating_point or x.dtype.is_complex else 0.0
+    for first, rank in ((mesh.group(axes, at)[0], mesh.rank(at)) for at in mesh.coordinates() if digests):
+        if not _are_close(digests[first], digests[rank], limit):
+            raise LayoutError(
+                f"{what}, [{layout}], is not the same on rank {first} and rank {rank}, though it is replicated along "
+                f"{', '.join(axes)} ({user_line()}): {way_out}"
+            )
+
+
+def _digests(x: Tensor, mesh: Mesh) -> dict[int, tuple[float, float]]:
+    """The norm and a projection of each rank's tensor; of no rank where the ranks cannot compare them."""
+    if type(x) is LocalTensor:
+        with plain():
+            return {rank: _digest(local) for rank, local in unstack(x).items()}
+    runtime = runtime_of(mesh)
+    group = None if runtime is None or runtime.coordinate is None else runtime.group(mesh.names)
+    if group is None or group.backend == "fake":
+        return {}
+    texts = _gather_texts("{} {}".format(*_digest(x)), group, device_of(mesh))
+    return {rank: _pair(text) for text, ranks in texts.items() for rank in ranks}
+
+
+def _digest(x: Tensor) -> tuple[float, float]:
+    flat = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1).double()
+    weights = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=flat.dtype).mul(_TURN).cos()
+    return float(flat.norm()), float(flat @ weights)
+
+
+def _pair(text: str) -> tuple[float, float]:
+    norm, projection = map(float, text.split())
+    return norm, projection
+
+
+def _are_close(a: tuple[float, float], b: tuple[float, float], limit: float) -> bool:
+    if not (isfinite(a[0]) and isfinite(b[0])):
+        return isfinite(a[0]) == isfinite(b[0])
+    return max(abs(a[0] - b[0]), abs(a[1] - b[1])) <= limit * max(a[0], b[0])
+
+
+_TURN = 2.399963229728653
+"""The golden angle, by which the weights of a projection turn from element to element."""
 
 _ODD = -7046029254386353131
 """2**64 divided by the golden ratio, as Knuth's multiplicative hashing has it, as a signed number."""

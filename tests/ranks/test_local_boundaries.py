@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed import tensor as torch_tensor
 
 import dshard
-from dshard import DTensor, Mesh, Partial, Replicate, Shard
+from dshard import DTensor, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor
 from dshard.caches import clear_caches
 from dshard.comm import DeviceMesh
 from dshard.errors import MixedError, ShapeError
+from dshard.experimental import local_map
 from dshard.testing import RankPool, count_traffic, simulated
 
 GRID = Mesh((2, 2), ("a", "b"))
@@ -105,3 +108,116 @@ def test_uneven_parts_of_simulated_ranks_need_a_shape() -> None:
         with pytest.raises(ShapeError, match=r"give the global shape, shape=\(3, 2\)"):
             DTensor.from_local(parts, GRID, [Shard(0), Replicate()])
         assert DTensor.from_local(parts, GRID, [Shard(0), Replicate()], run_check=True).shape == (3, 2)
+
+
+# -- gradients
+
+
+A, B, C = (
+    torch.arange(float(n), dtype=torch.float64).sin().view(*size) for n, *size in ((48, 8, 6), (24, 4, 6), (6, 6))
+)
+Mapped = Callable[..., Any]
+MAPPED: dict[str, tuple[Mapped, Any, tuple[Any, ...]]] = {
+    "sharded data": (lambda a, b: a @ b.t(), [Shard(0), Shard(1)], ([Shard(0), Replicate()], [Replicate(), Shard(0)])),
+    "a sum": (
+        lambda a, b: (a @ b.t()).sum(0),
+        [Partial(), Shard(0)],
+        ([Shard(0), Replicate()], [Replicate(), Shard(0)]),
+    ),
+    "a mean": (
+        lambda a, b: (a @ b.t()).mean(0),
+        [Partial("avg"), Replicate()],
+        ([Shard(0), Replicate()], [Replicate()] * 2),
+    ),
+    "replicated": (lambda a, b: a @ b.t(), [Replicate()] * 2, ([Replicate()] * 2, [Replicate()] * 2)),
+    "mixed outputs": (
+        lambda a, b: (a @ b.t(), b.square().sum(1), (a @ b.t()).mean(0)),
+        ([Shard(0), Replicate()], [Replicate(), Replicate()], [Partial("avg"), Replicate()]),
+        ([Shard(0), Replicate()], [Replicate(), Replicate()]),
+    ),
+    "partial argument": (
+        lambda a, b: a @ b.t(),
+        [Partial(), Shard(1)],
+        ([Partial(), Replicate()], [Replicate(), Shard(0)]),
+    ),
+}
+
+
+def loss_of(outputs: Any) -> Any:
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return sum(((out + 1).square().sum() for out in outputs), start=torch.zeros((), dtype=torch.float64))
+
+
+def mapped() -> None:
+    """Values and gradients through `local_map` are those of one device."""
+    for name, (function, out, placements) in MAPPED.items():
+        plain = [x.clone().requires_grad_() for x in (A, B)]
+        loss_of(function(*plain)).backward()
+        mine = [
+            distribute_tensor(x, grid()).redistribute(placements=p).detach().requires_grad_()
+            for x, p in zip((A, B), placements, strict=True)
+        ]
+        loss = loss_of(local_map(function, out, placements)(*mine))
+        loss.backward()
+        torch.testing.assert_close(loss.full_tensor(), loss_of(function(A, B)), msg=name)
+        for x, reference in zip(mine, plain, strict=True):
+            torch.testing.assert_close(x.grad.full_tensor(), reference.grad, msg=name)  # type: ignore[union-attr]
+
+
+@pytest.mark.ranks
+def test_local_map_sums_the_gradients_that_vary(ranks: RankPool) -> None:
+    ranks.run(mapped)
+
+
+def terms() -> list[int]:
+    """The collectives in backward passes to local tensors whose gradients are partial."""
+    sent = []
+    x = distribute_tensor(A, line(), [Shard(0)])
+    for function in (lambda a, b: a @ b.t(), F.linear, lambda a, b: a * b[0]):
+        plain, local = B.clone().requires_grad_(), B.clone().requires_grad_()
+        function(A, plain).square().sum().backward()
+        y = DTensor.from_local(local, line(), [Replicate()], grad_placements=[Partial()])
+        loss = function(x, y).square().sum()
+        with count_traffic() as traffic:
+            loss.backward()
+        sent.append(len(traffic.collectives))
+        grad: Any = local.grad
+        dist.all_reduce(grad)
+        torch.testing.assert_close(grad, plain.grad)
+    return sent
+
+
+@pytest.mark.ranks
+def test_partial_gradients_of_local_tensors_are_not_reduced(ranks: RankPool) -> None:
+    assert ranks.run(terms) == [[0, 0, 0]] * 4
+
+
+def compared() -> list[str]:
+    """What the debug mode says of replicas that differ, and of gradients that are terms."""
+    told = []
+    rank, c = dist.get_rank(), distribute_tensor(C, line()).requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSHARD_DEBUG", "1")
+        clear_caches()
+        DTensor.from_local(C * (1 + 1e-15 * rank), line())  # rounding
+        DTensor.from_local(C * rank, line(), [Partial()])
+        (c.to_local() * 2).sum().backward()
+        (c.to_local(grad_placements=[Partial()]) * rank).sum().backward()
+        torch.testing.assert_close(c.grad.full_tensor(), torch.full_like(C, 2.0 + 6.0))
+        for wrong in (
+            lambda: DTensor.from_local(C * rank, line()),
+            lambda: (c.to_local() * rank).sum().backward(),
+        ):
+            with pytest.raises(LayoutError) as caught:
+                wrong()
+            told.append(str(caught.value))
+    clear_caches()
+    return told
+
+
+@pytest.mark.ranks
+def test_the_debug_mode_compares_what_counts_as_replicated(ranks: RankPool) -> None:
+    for local, gradient in ranks.run(compared):
+        assert "the local tensor given to from_local, [x:R], is not the same on rank 0 and rank 1" in local
+        assert "the gradient of what to_local returned, [x:R], is not the same on rank 0 and rank 1" in gradient
+        assert "give to_local(grad_placements=...) with Partial() there" in gradient
