@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter, defaultdict
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.report.console import show, table
 from dshard.report.visualize import parts_of
@@ -33,19 +36,50 @@ NAMES: dict[str, Any] = {
 """torch's names of collectives; those without one keep the name that dshard gives them."""
 
 
+_FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
+_NO_COLLECTIVES = frozenset(
+    {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "send", "recv_", "recv_any_source_"}
+)
+
+
+class _Sent(TorchDispatchMode):
+    """Counts the collectives that the program sends by itself, of which dshard does not hear."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func.overloadpacket
+        if func.namespace in ("c10d", *_FUNCTIONAL) and packet.__name__ not in _NO_COLLECTIVES and not _by_dshard():
+            self.counts[packet if func.namespace == "c10d" else getattr(_OPS, packet.__name__)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _by_dshard() -> bool:
+    """Whether the innermost function on the stack that is not torch's, before this module's, is dshard's."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("dshard.")
+
+
 class CommDebugMode:
-    """Counts the collectives that dshard runs within the block: a front of `dshard.trace`, by torch's names.
+    """Counts the collectives within the block: those of dshard, by `dshard.trace`, and those of the program.
 
         with CommDebugMode() as comm:
             model(x).sum().backward()
         comm.get_comm_counts()[torch.ops.c10d_functional.all_reduce]
 
-    The counts are by torch's functional collectives, as in torch; `comm.trace` has bytes, predicted seconds and lines.
-    A collective counts once, however a backend carries it out. What programs send by themselves is not counted.
+    The counts are by torch's functional collectives, as in torch; `comm.trace` has bytes, predicted seconds and lines
+    of dshard's. One of dshard's counts once, however a backend carries it out. What the program sends by itself
+    counts as in torch: by functional collectives, or by the operators of torch.distributed, such as
+    `torch.ops.c10d.allreduce_`.
     """
 
     def __init__(self) -> None:
         self.trace = Trace()
+        self._sent = _Sent()
         self._stack = ExitStack()
         self._modules: dict[str, nn.Module] = {}
 
@@ -53,6 +87,7 @@ class CommDebugMode:
         self._stack = ExitStack()
         self._modules = {}
         self.trace = self._stack.enter_context(trace())
+        self._sent = self._stack.enter_context(_Sent())
         self._stack.callback(register_module_forward_pre_hook(self._note).remove)
         return self
 
@@ -65,11 +100,12 @@ class CommDebugMode:
 
     def get_comm_counts(self) -> dict[Any, int]:
         """How many of each collective ran."""
-        return defaultdict(int, Counter(NAMES.get(event.collective, event.collective) for event in self.trace.events))
+        own: Counter[Any] = Counter(NAMES.get(event.collective, event.collective) for event in self.trace.events)
+        return defaultdict(int, own + self._sent.counts)
 
     def get_total_counts(self) -> int:
         """How many collectives ran."""
-        return len(self.trace.events)
+        return len(self.trace.events) + self._sent.counts.total()
 
     def get_parameter_info(self) -> dict[str, dict[str, Any]]:
         """The parameters of each module that ran, by its path and their names."""

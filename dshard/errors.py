@@ -2,9 +2,9 @@
 
     DShardError
     ├── ArgumentError   an argument of another type than it must have   (also a TypeError)
-    ├── LayoutError     a placement, mesh or layout that cannot be      (also a ValueError)
-    ├── ShapeError      sizes that do not fit together                  (also a ValueError)
-    ├── MeshError       operands on different meshes, or no such ranks  (also a ValueError)
+    ├── LayoutError     a placement, mesh or layout that cannot be      (also a ValueError and a RuntimeError)
+    ├── ShapeError      sizes that do not fit together                  (also a ValueError and a RuntimeError)
+    ├── MeshError       operands on different meshes, or no such ranks  (also a ValueError and a RuntimeError)
     ├── MixedError      a plain torch.Tensor among distributed tensors  (also a RuntimeError)
     ├── DtypeError      operands of different dtypes                    (also a RuntimeError)
     ├── NotationError   text that is no placement, layout or rule       (also a ValueError)
@@ -17,7 +17,8 @@
     ├── RankError       a rank of the pool failed                       (also a RuntimeError)
     └── RuleError       check_rule found an operator wrong              (also an AssertionError)
 
-Each message says what was asked, the rule, and the way out, and is raised before anything is sent.
+Each message says what was asked, the rule, and the way out, and is raised before anything is sent. Those that are of
+two of Python's classes are so because torch raises now the one and now the other.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ class ArgumentError(DShardError, TypeError):
     """An argument of another type than it must have, or of no known name."""
 
 
-class LayoutError(DShardError, ValueError):
+class LayoutError(DShardError, ValueError, RuntimeError):
     """A placement or layout that the tensor or the mesh cannot have."""
 
 
-class ShapeError(DShardError, ValueError):
+class ShapeError(DShardError, ValueError, RuntimeError):
     """Sizes or local shapes that do not fit together."""
 
 
-class MeshError(DShardError, ValueError):
+class MeshError(DShardError, ValueError, RuntimeError):
     """Operands on different meshes, a mesh larger than the world, or no process group."""
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
 from dshard import comm
+from dshard.autograd.crossing import redistribute
 from dshard.comm import DeviceMesh
 from dshard.compile.graph_functions import traceable
 from dshard.core.signature import Args
@@ -160,12 +163,16 @@ def _new(
     """A DTensor whose local tensor each rank makes itself, by `make`."""
     size = _size_of(size, options)
     _check_options("a factory", options, {"dtype", "requires_grad"})
-    dtype, requires_grad = options.get("dtype"), options.get("requires_grad", False)
     shape, layout = _shape_and_layout(size, device_mesh, placements)
-    local = comm.local_of(
+    return _wrap_local(
+        _made(make, shape, layout, options.get("dtype")), layout, shape, options.get("requires_grad", False)
+    )
+
+
+def _made(make: Callable[..., Tensor], shape: tuple[int, ...], layout: Layout, dtype: torch.dtype | None) -> Tensor:
+    return comm.local_of(
         layout, lambda coordinate, device: make(layout.local_shape(shape, coordinate), dtype=dtype, device=device)
     )
-    return _wrap_local(local, layout, shape, requires_grad)
 
 
 def _random(
@@ -182,13 +189,13 @@ def _random(
     size = _size_of(size, options)
     _check_options(what, options, {"dtype", "requires_grad", "generator"})
     dtype, generator = options.get("dtype"), options.get("generator")
-    requires_grad = options.get("requires_grad", False)
-    shape, _ = _shape_and_layout(size, device_mesh, placements)
+    shape, layout = _shape_and_layout(size, device_mesh, placements)
     with comm.plain():
         make((0,), dtype=dtype, generator=torch.Generator())
-    out = _new(torch.empty, (shape,), device_mesh, placements, dtype=dtype)
-    random.filled(out, distribution, what, generator)
-    return out.requires_grad_(requires_grad)
+    values = layout.cotangent()
+    drawn = _wrap_local(_made(torch.empty, shape, values, dtype), values, shape)
+    random.filled(drawn, distribution, what, generator)
+    return _wrap_local(drawn._local_tensor, layout, shape, options.get("requires_grad", False))
 
 
 def _shape_and_layout(
@@ -198,10 +205,6 @@ def _shape_and_layout(
     shape = as_shape((only,) if _is_number(only) else only, "size", ShapeError)
     mesh = as_mesh(device_mesh)
     layout = replicated(mesh) if placements is None else layout_of(mesh, placements, len(shape))
-    if layout.partial_axes():
-        raise LayoutError(
-            f"a factory cannot make a partial tensor, [{layout}]: use Shard or Replicate, then redistribute"
-        )
     return shape, layout
 
 
@@ -234,6 +237,8 @@ def _check_options(what: str, options: Mapping[str, Any], known: set[str]) -> No
         ArgumentError: with the way out.
     """
     for name in options:
+        if name == "layout" and options[name] is torch.strided:
+            continue
         if name in ("device", "layout", "pin_memory", "memory_format"):
             raise ArgumentError(f"{what} takes no {name}: a DTensor is strided, and lies on the devices of its mesh")
         if name not in known:
@@ -257,7 +262,9 @@ def _check_holds(n: int, dtype: torch.dtype) -> None:
 
 
 def _wrap_local(local: Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool = False) -> DTensor:
-    out = DTensor._wrap(local, spec_of(layout, shape, contiguous_stride(shape), local.dtype, local.device))
+    """The local tensors in `layout`; where that is partial, they are those of the value, the term of the first rank."""
+    out = DTensor._wrap(local, spec_of(layout.cotangent(), shape, contiguous_stride(shape), local.dtype, local.device))
+    out = out if layout == out.layout else redistribute(out, layout)
     return out.requires_grad_() if requires_grad else out
 
 
@@ -278,13 +285,21 @@ def distribute_module(
     Raises:
         MeshError: no process group, or a mesh larger than the world.
         ArgumentError: no module, or a function that cannot be called.
+        LayoutError: a module that has been distributed, or a hook of other than three arguments.
     """
     check_type(module, nn.Module, "distribute_module", "give an nn.Module; a tensor is for distribute_tensor")
     device_mesh = comm.current_mesh() if device_mesh is None else device_mesh
     as_mesh(device_mesh)
+    device_mesh = comm.current_mesh() if device_mesh is None else device_mesh
+    if getattr(module, _DISTRIBUTED, False):
+        raise LayoutError(
+            f"distribute_module of a {type(module).__name__} that it was called for before: its hooks would run twice; "
+            "call it once, with all functions"
+        )
     for what, function in ("partition_fn", partition_fn), ("input_fn", input_fn), ("output_fn", output_fn):
         if function is not None:
             check_callable(function, what, "give a function, or leave it out")
+    input_fn, output_fn = (_hook(what, given) for what, given in (("input_fn", input_fn), ("output_fn", output_fn)))
     for name, submodule in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, submodule, device_mesh)
@@ -293,7 +308,30 @@ def distribute_module(
         module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, device_mesh))
     if output_fn is not None:
         module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, device_mesh))
+    setattr(module, _DISTRIBUTED, True)
     return module
+
+
+_DISTRIBUTED = "_distribute_module_applied"
+"""The attribute, torch's too, of a module that `distribute_module` was called for."""
+
+
+def _hook(what: str, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """The function of a module, values and the mesh; one of the values and the mesh alone is taken with a warning."""
+    try:
+        taken = 3 if function is None else len(signature(function).parameters)
+    except (TypeError, ValueError):  # of what is not written in Python
+        return function
+    if taken == 2:
+        warn(
+            f"{what} of two arguments, the values and the mesh, is deprecated: give one of (module, values, mesh)",
+            FutureWarning,
+            stacklevel=3,
+        )
+        return lambda module, values, mesh: function(values, mesh)  # type: ignore[misc]
+    if taken != 3:
+        raise LayoutError(f"{what} should take in 3 arguments, (module, values, mesh), and takes {taken}")
+    return function
 
 
 def _replicate_rest(module: nn.Module, device_mesh: DeviceMesh | Mesh) -> None:

@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from dshard import comm
-from dshard.autograd.crossing import FromLocal, ToLocal, gradient_in_layout, in_layout, redistribute
+from dshard.autograd.crossing import (
+    FromLocal,
+    ToLocal,
+    gradient_in_layout,
+    in_layout,
+    redistribute,
+    redistribute_in_dtypes,
+)
 from dshard.autograd.sole_owner import is_shared, unshared
 from dshard.caches import cached
 from dshard.comm import DeviceMesh, stored_chunks, traced
@@ -37,7 +44,7 @@ from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
 from dshard.ops.optimiser_states import support_states
 from dshard.placements import Partial, Placement
-from dshard.torch_dtensor import TorchDTensor, TorchPlacement
+from dshard.torch_dtensor import DTensorSpec, TorchDTensor, TorchPlacement
 from dshard.torch_private import TracingContext, is_transforming, no_torch_function
 from dshard.validate import article, as_shape, shown
 
@@ -59,13 +66,19 @@ class DTensor(Wrapper):
     ] = []  # the slots of torch's class, which torch.utils.swap_tensors would swap, too
 
     @staticmethod
-    def __new__(cls, *parts: Any) -> DTensor:
-        if len(parts) != 2 or not isinstance(parts[1], Spec):
+    def __new__(cls, *parts: Any, requires_grad: bool = False) -> DTensor:
+        if len(parts) != 2 or not isinstance(parts[1], DTensorSpec):
             raise ArgumentError(
                 "a DTensor is not made by its class: use dshard.distribute_tensor(x, mesh, placements), "
                 "DTensor.from_local(local, mesh, placements), or a factory such as dshard.zeros"
             )
-        return cls._wrap(*parts)
+        local, spec = parts
+        if not isinstance(spec, Spec):  # torch's own
+            shape, meta = tuple(spec.shape), spec.tensor_meta
+            layout = layout_of(as_mesh(spec.mesh), spec.placements, len(shape))
+            spec = spec_of(layout, shape, tuple(meta.stride), meta.dtype, local.device)
+        out = cls._wrap(local.detach(), spec)
+        return out.requires_grad_() if requires_grad else out
 
     @classmethod
     def _wrap(cls, local: Tensor, spec: Spec, storage_offset: int | None = None) -> DTensor:
@@ -169,14 +182,19 @@ class DTensor(Wrapper):
         placements: Any = self._spec.placements
         return TorchDTensor.from_local(self.to_local(), mesh, placements, shape=self.shape, stride=self.stride())
 
-    def redistribute(  # type: ignore[override]  # it takes a pure mesh, too
+    def redistribute(  # it takes a pure mesh, too
         self,
         device_mesh: DeviceMesh | Mesh | None = None,
         placements: Sequence[AnyPlacement] | None = None,
         *,
         async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """This tensor in other placements or on another mesh, by the cheapest sequence of collectives. Differentiable.
+
+        With `forward_dtype` the values are sent, and returned, in that dtype; the gradient is sent in `backward_dtype`,
+        by default that of this tensor, which it has afterwards.
 
         With `async_op` the first collective is in flight on return. The first use of the result waits for it,
         by any operator, `to_local`, `full_tensor` or a backward pass; until then this tensor must not be written. An
@@ -197,7 +215,10 @@ class DTensor(Wrapper):
                 f"redistribute needs the placements to go to: {mesh.ndim} of them, one for each axis of ({mesh})"
             )
         layout = layout_of(mesh, placements, len(self._spec.shape))
-        return redistribute(self, layout, asynchronous=async_op)  # type: ignore[no-any-return]
+        if forward_dtype is None and backward_dtype is None:
+            return redistribute(self, layout, asynchronous=async_op)  # type: ignore[no-any-return]
+        dtypes = forward_dtype or self.dtype, backward_dtype or self.dtype
+        return redistribute_in_dtypes(self, layout, async_op, *dtypes)  # type: ignore[no-any-return]
 
     # -- what torch asks of a tensor subclass
 
@@ -283,7 +304,7 @@ class DTensor(Wrapper):
         return stored_chunks.chunks(self._spec.layout, self._spec.shape)
 
     def __get_tensor_shard__(self, index: object) -> Tensor:
-        return stored_chunks.part(self._local_tensor, self._spec.shape)
+        return stored_chunks.part(self._local_tensor, self._spec.layout, self._spec.shape)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         spec = self._spec
@@ -376,7 +397,7 @@ def as_mesh(mesh: DeviceMesh | Mesh | None) -> Mesh:
     """The pure mesh of `mesh`, or without one of the `with mesh:` block around the call.
 
     Raises:
-        MeshError: it is no mesh, or has no process group.
+        MeshError: it is no mesh, or has no process group; or there is no such block.
     """
     if isinstance(mesh, Mesh):
         return mesh
@@ -542,11 +563,12 @@ def distribute_tensor(
     """The global `tensor`, which every rank passes, as a DTensor; a leaf, with the `requires_grad` of `tensor`.
 
     The mesh's rank number `src_data_rank` sends each rank its local tensor. With None each rank cuts it out of its own
-    copy and nothing is sent. Without a mesh it is that of the `with mesh:` block around the call. On a `Mesh` without
-    processes the result has no data, with a warning if `tensor` has some.
+    copy and nothing is sent. Where a placement is Partial, the first rank holds the term that is the tensor. On a
+    `Mesh` without processes the result has no data, with a warning if `tensor` has some. Without a mesh that of the
+    `with mesh:` block around the call is taken.
 
     Raises:
-        LayoutError: a Partial, a dim out of range, or not one placement for each mesh axis.
+        LayoutError: a dim out of range, or not one placement for each mesh axis; a tensor that autograd has recorded.
         MeshError: no process group, or a mesh larger than the world.
     """
     mesh = as_mesh(device_mesh)
@@ -560,24 +582,26 @@ def distribute_tensor(
             f"use redistribute to lay it out [{layout}]"
         )
     refuse_wrapped(tensor, "distribute_tensor")
-    if any(isinstance(placement, Partial) for placement in layout.placements):
+    if not tensor.is_leaf:
         raise LayoutError(
-            f"distribute_tensor cannot make a partial tensor, [{layout}]: use Shard or Replicate, "
-            "or DTensor.from_local if each rank has a term"
+            f"distribute_tensor of a tensor that autograd has recorded, by {type(tensor.grad_fn).__name__}: the result "
+            "is a leaf, and no gradient would reach the tensor; give a leaf such as x.detach(), or use "
+            "DTensor.from_local, which is differentiable"
         )
     if comm.comparing():
         call = f"distribute_tensor of {tuple(tensor.shape)}, {tensor.dtype}, [{layout}], src_data_rank={src_data_rank}"
         call += ", requires_grad" * tensor.requires_grad
         comm.compare_calls(call, mesh, contents=tensor if src_data_rank is None else None)
-    local = _scattered(tensor.detach(), layout, src_data_rank)
+    whole_terms = _checked(layout, tensor.dtype)[0]
+    local = _scattered(tensor.detach(), whole_terms, src_data_rank)
     if local.is_meta and not tensor.is_meta and tensor.numel():
         warn(
             f"distribute_tensor on the mesh ({mesh}), which has no processes: the result is only planned with, and has "
             "no data; give a tensor on device='meta' if that is meant, else a DeviceMesh from init_device_mesh",
             stacklevel=3,
         )
-    spec = spec_of(layout, tuple(tensor.shape), contiguous_stride(tuple(tensor.shape)), tensor.dtype, local.device)
-    out = DTensor._wrap(local, spec)
+    spec = spec_of(whole_terms, tuple(tensor.shape), contiguous_stride(tuple(tensor.shape)), tensor.dtype, local.device)
+    out: DTensor = DTensor._wrap(local, spec) if whole_terms == layout else redistribute(wrap(local, spec), layout)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(out, tensor.requires_grad)  # type: ignore[return-value]
     return out.requires_grad_(tensor.requires_grad) if tensor.requires_grad else out

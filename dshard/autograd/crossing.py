@@ -230,6 +230,25 @@ def _with_versions_of(x: Wrapper, moved: Wrapper) -> Any:
     return out
 
 
+class RedistributeInDtypes(torch.autograd.Function):
+    """One layout and dtype -> others; backward: the gradient is sent in a third dtype, and has the operand's."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Wrapper, layout: Layout, asynchronous: bool, dtype: torch.dtype, grad_dtype: torch.dtype
+    ) -> Any:
+        ctx.layout, ctx.asynchronous = x._spec.layout.cotangent(), asynchronous
+        ctx.dtype, ctx.grad_dtype = x._spec.dtype, grad_dtype
+        sent: Any = x.detach().to(dtype)
+        out = redistribute(sent, layout, asynchronous=asynchronous)
+        return out.detach() if out._local_tensor is x._local_tensor else out
+
+    @staticmethod
+    def backward(ctx: Context, grad: Any) -> tuple[Any, None, None, None, None]:
+        grad = as_distributed(grad, ctx.layout).to(ctx.grad_dtype)
+        return redistribute(grad, ctx.layout, asynchronous=ctx.asynchronous).to(ctx.dtype), None, None, None, None
+
+
 class Reshard(torch.autograd.Function):
     """A layout on one mesh -> a layout on another; backward: the gradient from the second to the first.
 
@@ -383,4 +402,5 @@ def keep_partial_sums(layout: Layout, target: Layout) -> Layout:
 
 
 to_local, from_local = unchecked_apply(ToLocal), unchecked_apply(FromLocal)
+redistribute_in_dtypes = unchecked_apply(RedistributeInDtypes)
 _redistribute_local = unchecked_apply(RedistributeLocal)

@@ -31,11 +31,7 @@ def boxes(layout: Layout, shape: Shape) -> list[Region]:
         LayoutError: the tensor is partial on a mesh axis.
         MeshError: the mesh has no processes.
     """
-    if layout.partial_axes():
-        raise LayoutError(
-            f"a tensor laid out [{layout}] is partial, and a checkpoint holds values: redistribute it to "
-            "Shard or Replicate first, or save with dshard.checkpoint.save, which does"
-        )
+    _check_values(layout)
     runtime = runtime_of(layout.mesh)
     if runtime is None:
         raise MeshError(f"the mesh ({layout.mesh}) has no processes: there is nothing to save or to load")
@@ -45,6 +41,14 @@ def boxes(layout: Layout, shape: Shape) -> list[Region]:
         return [tuple(map(range, shape))]
     region = layout.region(shape, runtime.coordinate)
     return [region] if all(region) else []
+
+
+def _check_values(layout: Layout) -> None:
+    if layout.partial_axes():
+        raise LayoutError(
+            f"a tensor laid out [{layout}] is partial, and a checkpoint holds values: redistribute it to "
+            "Shard or Replicate first, or save with dshard.checkpoint.save, which does"
+        )
 
 
 def write_items(name: str, local: Tensor, layout: Layout, shape: Shape) -> list[Any]:
@@ -73,6 +77,11 @@ def chunks(layout: Layout, shape: Shape) -> list[Any]:
     ]
 
 
-def part(local: Tensor, shape: Shape) -> Tensor:
-    """The elements of this rank's one box: its local tensor, or an empty tensor of the global shape."""
+def part(local: Tensor, layout: Layout, shape: Shape) -> Tensor:
+    """The elements of this rank's one box: its local tensor, or an empty tensor of the global shape.
+
+    Raises:
+        LayoutError: the tensor is partial on a mesh axis.
+    """
+    _check_values(layout)
     return local.new_empty(shape) if 0 in shape else local.detach()

@@ -112,7 +112,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     distributed tensor, as `load_state_dict` does: each rank takes its part.
 
     Raises:
-        MixedError: a plain tensor with dims is among the arguments.
+        MixedError: a plain tensor of other than one element is among the arguments.
     """
     if any(map(is_torchs, leaves((args, kwargs)))):
         args, kwargs = replace_leaves((args, kwargs), lambda leaf: from_torch(leaf) if is_torchs(leaf) else leaf)
@@ -132,7 +132,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     meta = any(t._local_tensor.is_meta for t in tensors if isinstance(t, Wrapper))
 
     def as_replicated(leaf: object) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper) or leaf.dim() == 0:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper) or leaf.numel() == 1:
             return leaf
         if leaf.requires_grad:  # its gradient is a plain tensor, too
             from_local: Any = Wrapper.public.from_local  # which takes a pure mesh, too
@@ -159,15 +159,15 @@ def _writes_numbers_to_plain(func: Function, args: Args, kwargs: Kwargs) -> bool
 
 
 def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:
-    """Refuse plain tensors with dims: only the user knows whether one is a local tensor or the global one.
+    """Refuse plain tensors of several elements: only the user knows whether one is a local or the global tensor.
 
     Those that composite operators and backward passes make are equal on all ranks, and count as replicated.
 
     Raises:
-        MixedError: a plain tensor with dims is among the arguments.
+        MixedError: a plain tensor of other than one element is among the arguments.
     """
     for t in leaves((args, kwargs)):
-        if isinstance(t, Tensor) and not isinstance(t, Wrapper) and t.dim() > 0:
+        if isinstance(t, Tensor) and not isinstance(t, Wrapper) and t.numel() != 1:
             name = getattr(func, "__name__", str(func))
             if name in _HARMLESS or _calling_module().startswith("torch.masked.") or graph_task_id() != -1:
                 return
@@ -176,7 +176,7 @@ def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:
             raise MixedError(
                 f"{name}: a plain torch.Tensor of shape {tuple(t.shape)} among distributed tensors; wrap it with "
                 "distribute_tensor(x, mesh, placements), or DTensor.from_local if each rank has a part; "
-                "0-d tensors are taken as they are"
+                "0-d tensors, and others of one element, are taken as they are"
             )
 
 

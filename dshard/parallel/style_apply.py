@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from torch import nn
 
 from dshard.comm import current_mesh
-from dshard.errors import LayoutError, MeshError
+from dshard.errors import ArgumentError, LayoutError, MeshError
 from dshard.parallel.style import AnyMesh, ParallelStyle, one_axis
 from dshard.validate import as_int, check_type
 
@@ -28,7 +28,8 @@ def parallelize_module(
     parameters that all get; with None each rank keeps its part of its own and nothing is sent.
 
     Raises:
-        LayoutError: a mesh of several axes, or something that is no style.
+        ArgumentError: a plan that is neither a style nor a dict of them.
+        LayoutError: a mesh of several axes, or something in the dict that is no style.
         MeshError: no mesh, or no processes.
     """
     check_type(module, nn.Module, "parallelize_module", "give an nn.Module")
@@ -37,7 +38,7 @@ def parallelize_module(
     if src_data_rank is not None and as_int(src_data_rank, "src_data_rank", MeshError, least=0) >= size:
         raise MeshError(f"src_data_rank {src_data_rank}: the mesh has ranks number 0 to {size - 1}")
     if parallelize_plan is None:
-        warnings.warn("parallelize_module has no parallelize_plan, and leaves the module as it is", stacklevel=2)
+        warnings.warn("No parallelize_plan is provided: parallelize_module leaves the module as it is", stacklevel=2)
         return module
     plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
     _check(plan)
@@ -56,7 +57,7 @@ def parallelize_module(
 
 def _check(plan: object) -> None:
     if not isinstance(plan, dict):
-        raise LayoutError(
+        raise ArgumentError(
             f"parallelize_plan is {type(plan).__name__}: give a ParallelStyle, or a dict of them by module name"
         )
     for name, style in plan.items():

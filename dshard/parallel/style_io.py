@@ -171,15 +171,19 @@ def _named(name: str, layouts: Mapping[str, Placement] | None) -> dict[str, Plac
     return dict(layouts)
 
 
+class _PairError(LayoutError, AssertionError):
+    """Layouts that are not as many as the desired ones; an AssertionError, too, as in torch."""
+
+
 def _check_pair(
     name: str,
     layouts: Sequence[Placement | None] | Mapping[str, Placement],
     desired: Sequence[Placement | None] | Mapping[str, Placement] | None,
 ) -> None:
     if desired is None or len(layouts) != len(desired):
-        raise LayoutError(
-            f"{name} has {len(layouts)} layouts and desired_{name} {0 if desired is None else len(desired)}: "
-            "give as many of the one as of the other"
+        raise _PairError(
+            f"{name} and desired_{name} should have same length! They have {len(layouts)} and "
+            f"{0 if desired is None else len(desired)} layouts: give as many of the one as of the other"
         )
 
 
@@ -193,8 +197,8 @@ def _all(
 ) -> tuple[Any, ...]:
     if len(values) != len(layouts):
         raise ShapeError(
-            f"the module has {len(values)} {what} and the style {len(layouts)} layouts: "
-            "give one for each, None for what is to be left as it is"
+            f"module {what} and {what[:-1]}_layouts should have same length! "
+            f"They are {len(values)} and {len(layouts)}: give one for each, None for what is to be left as it is"
         )
     make: Function = _one
     return tuple(make(*row, use_local) for row in zip(values, (mesh,) * len(values), layouts, desired, strict=True))

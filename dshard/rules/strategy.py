@@ -341,6 +341,7 @@ class _Price:
         debt = self.topology if passes else self.topology.bytes_only()
         for (shape, itemsize), layout, end in zip(self.outputs, expansion.outputs, ends, strict=True):
             reduce += plan_price(layout, end, space_of(self.mesh, debt, shape, itemsize)).seconds
+            debt = self.topology.bytes_only()  # pieces of one tensor may be reduced together
             if any(wanted.gradients):
                 space = space_of(self.mesh, self.topology, shape, itemsize)
                 backward += plan_price(end.cotangent(), layout.cotangent(), space).seconds

@@ -268,7 +268,7 @@ FACTORIES: list[Row] = [
     (lambda: dshard.zeros(4, size=(4,), device_mesh=MESH), ArgumentError, "give the sizes once"),
     (lambda: dshard.zeros(4, device_mesh=MESH, dtype="float32"), ArgumentError, "give a dtype of torch's"),
     (lambda: dshard.zeros(4, device_mesh=MESH, device="cpu"), ArgumentError, "lies on the devices of its mesh"),
-    (lambda: dshard.zeros(4, device_mesh=MESH, layout=torch.strided), ArgumentError, "takes no layout"),
+    (lambda: dshard.zeros(4, device_mesh=MESH, layout=torch.sparse_coo), ArgumentError, "takes no layout"),
     (lambda: dshard.zeros(4, device_mesh=MESH, placement=[]), ArgumentError, "did you mean 'placements'"),
     (lambda: dshard.zeros(4, device_mesh=LINE, placements=Shard(0)), LayoutError, "is one placement"),
     (lambda: dshard.full(1.5, 4, device_mesh=MESH), ShapeError, "1.5 is not a whole number"),

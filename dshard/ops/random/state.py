@@ -141,8 +141,10 @@ _check_state()
 _SEQUENCE = _Sequence()
 
 
-def manual_seed(seed: int) -> None:
+def manual_seed(seed: int, device_mesh: object = None) -> None:
     """Seed all random values of dshard: factories, initialisers, dropout. Call it with one seed on every rank.
+
+    The sequence is the same for all meshes; `device_mesh` is taken because torch's function of that name wants one.
 
     Seeds that are equal modulo 2^64 are the same. torch's own generators are not seeded by it, nor does seeding them
     move this sequence.
