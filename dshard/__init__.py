@@ -154,12 +154,18 @@ for _name in _MODULES:
 _sys.modules[__name__].__class__ = _Package
 
 
-def _unpickled(*parts: object) -> object:
-    """The distributed tensor that `torch.load` reads, of which it need not have been told more than `import dshard`."""
-    return _import_module("dshard.tensor")._unpickle(*parts)
+def _late_function(path: str) -> _Any:
+    """A function that `torch.load` calls, of which it need not have been told more than `import dshard`."""
+    module, _, name = path.rpartition(".")
+    return lambda *parts: getattr(_import_module(module), name)(*parts)
 
 
-_add_safe_globals([(_unpickled, "dshard.tensor._unpickle"), Layout, Mesh, Partial, Replicate, Shard])
+_PICKLED_BY = (
+    "dshard.tensor._unpickle",
+    "dshard.core.torch_placements.in_both_classes",
+    "dshard.core.torch_placements.strided",
+)
+_add_safe_globals([*((_late_function(path), path) for path in _PICKLED_BY), Layout, Mesh, Partial, Replicate, Shard])
 
 
 def _measure(mesh: object, **options: object) -> Topology:

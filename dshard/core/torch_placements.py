@@ -39,7 +39,7 @@ class _Both:
         return self.own().is_partial(reduce_op)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return self.own().__reduce__()  # type: ignore[return-value]
+        return in_both_classes, (self.own(),)
 
 
 class TensorShard(_Both, TorchShard, Shard):
@@ -52,10 +52,11 @@ class TensorStridedShard(_Both, TorchStridedShard, Shard):  # type: ignore[misc]
     __eq__, __hash__, __repr__ = TorchStridedShard.__eq__, TorchStridedShard.__hash__, TorchStridedShard.__repr__
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _strided, (self.dim, self.split_factor)
+        return strided, (self.dim, self.split_factor)
 
 
-def _strided(dim: int, factor: int) -> Placement:
+def strided(dim: int, factor: int) -> Placement:
+    """A Shard on an axis that splits `factor` chunks."""
     make: Any = TensorStridedShard  # dshard's Shard, from which it derives, has no factor
     return make(dim, split_factor=factor)  # type: ignore[no-any-return]
 
@@ -79,10 +80,19 @@ def torch_placements(layout: Layout) -> tuple[Placement, ...]:
 
 def _torch_placement(layout: Layout, axis: int) -> Placement:
     placement = layout.placements[axis]
-    if isinstance(placement, Partial):
-        return TensorPartial(placement.reduce_op)
     if not isinstance(placement, Shard):
-        return TensorReplicate()
+        return in_both_classes(placement)
     axes = layout.axes_of(placement.dim)
     factor = prod(layout.mesh.shape[other] for other in axes[: axes.index(axis)] if other > axis)
-    return TensorShard(placement.dim) if factor == 1 else _strided(placement.dim, factor)
+    return in_both_classes(placement) if factor == 1 else strided(placement.dim, factor)
+
+
+def in_both_classes(placement: Placement) -> Placement:
+    """`placement`, of dshard's class alone, in the class that is torch's, too."""
+    match placement:
+        case Partial(reduce_op):
+            return TensorPartial(reduce_op)
+        case Shard(dim):
+            return TensorShard(dim)
+        case _:
+            return TensorReplicate()
