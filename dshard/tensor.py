@@ -29,7 +29,13 @@ from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes
 from dshard.core.moves import leaves, replica_broadcasts, sending
 from dshard.core.observe import OBSERVERS, observed
-from dshard.core.plain_tensors import PLAIN_RESULTS, may_hold_plain, refuse_plain, wrap_or_refuse_plain
+from dshard.core.plain_tensors import (
+    PLAIN_RESULTS,
+    from_torch,
+    may_hold_plain,
+    refuse_plain,
+    wrap_or_refuse_plain,
+)
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.transforms import is_differentiating_forward, is_wrapped, refuse_wrapped, with_tangent
@@ -419,7 +425,7 @@ def _from_local(
     grad_placements: Sequence[AnyPlacement] | None,
 ) -> DTensor:
     mesh = as_mesh(device_mesh)
-    if isinstance(local, DTensor):
+    if isinstance(local, TorchDTensor):
         raise MixedError(
             "from_local takes this rank's plain local tensor, not a DTensor: use redistribute to change placements"
         )
@@ -572,6 +578,8 @@ def distribute_tensor(
         MeshError: no process group, or a mesh larger than the world.
     """
     mesh = as_mesh(device_mesh)
+    if isinstance(tensor, TorchDTensor) and not isinstance(tensor, DTensor):
+        tensor = from_torch(tensor)
     check_strided(tensor, "distribute_tensor", "the whole tensor")
     layout = replicated(mesh) if placements is None else layout_of(mesh, placements, tensor.ndim)
     if isinstance(tensor, DTensor):

@@ -310,6 +310,10 @@ _late("torch.distributed.tensor._dtensor_spec.DTensorSpec._convert_shard_order_t
 _late("torch.distributed.tensor.placement_types._StridedShard", _IS_TORCHS)
 _late("torch.distributed.tensor.DTensor._op_dispatcher", "torch's implicit_replication")
 _late("torch.distributed.tensor._dispatch.OpDispatcher._allow_implicit_replication", "torch's implicit_replication")
+_FSDP = "refusing data parallelism over ranks that hold parts of one parameter"
+_late("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharding_spec_tp", _FSDP)
+_late("torch.distributed.fsdp._init_utils._init_param_handle_from_module", _FSDP)
+_late("torch.distributed.fsdp._common_utils._is_fsdp_flattened", _FSDP)
 _late("torch.distributed.checkpoint._traverse.set_element", "loading checkpoints")
 _late("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "reading the metadata of checkpoints")
 _late("torch.distributed.checkpoint.filesystem._StorageInfo", "reading the metadata of checkpoints")
@@ -327,6 +331,7 @@ PROTOCOLS = {
     "__coerce_tangent_metadata__": "torch.compile: the layout of a traced gradient",
     "__coerce_same_metadata_as_tangent__": "torch.compile: a gradient of another layout than the traced one",
     "_stable_hash_for_caching": "torch.compile: its cache on disk",
+    "_fsdp_flattened": "refusing FullyShardedDataParallel over distributed parameters",
     "__slotnames__": "torch.utils.swap_tensors, by which modules change the dtype of parameters",
     "__fx_repr__": "torch.compile: placements in the code of a graph",
     "__create_write_items__": "torch.distributed.checkpoint",

@@ -14,7 +14,7 @@ from torch import Tensor
 from dshard.caches import cached
 from dshard.comm import transport
 from dshard.comm.events import emit
-from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of, simulated_ranks
+from dshard.comm.runtime import DeviceMesh, Group, LocalTensor, Runtime, runtime_of, simulated_ranks
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.simulated import per_rank, plain, unstack
 from dshard.comm.traced_collectives import traced
@@ -132,6 +132,13 @@ def ranks_of_group(args: Iterable[Any]) -> tuple[int, ...]:
         with suppress(TypeError, RuntimeError):  # it is something else, such as a reduction
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
     return ()
+
+
+def ranks_in(group: dist.ProcessGroup | DeviceMesh) -> tuple[int, ...]:
+    """The ranks of a process group, or of a mesh of torch's."""
+    if isinstance(group, DeviceMesh):
+        return tuple(group.mesh.flatten().tolist())
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def share(x: Tensor | None, source: int, group: Group, device: torch.device) -> Tensor:

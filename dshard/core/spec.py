@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -12,6 +13,7 @@ import torch
 from dshard.comm import DeviceMesh, Scoped, device_mesh_of, mark_raised_by_all, plain
 from dshard.core.context import settings_in_force
 from dshard.core.torch_placements import torch_placements
+from dshard.core.torch_wrappers import refuse_fully_shard
 from dshard.layout import Layout, Shape, interned
 from dshard.mesh import Mesh
 from dshard.placements import Placement
@@ -47,6 +49,7 @@ class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is impor
     @property
     def mesh(self) -> DeviceMesh | Mesh:
         """torch's mesh, or the pure mesh where there are no processes."""
+        refuse_fully_shard(sys._getframe(1), self.layout.mesh)
         return device_mesh_of(self.layout.mesh)
 
     @cached_property

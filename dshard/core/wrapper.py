@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dshard.comm import AsyncLocal, LazyLocal
 from dshard.core.spec import Spec
+from dshard.core.torch_wrappers import FlattenedByFSDP
 from dshard.layout import Layout
 from dshard.torch_dtensor import TorchDTensor
 from dshard.torch_private import make_wrapper_subclass as make
@@ -30,6 +31,7 @@ class Wrapper(TorchDTensor):
     _local_graph: Any = None
     _leaf: bool | None = None
     _gradient_layout: list[Layout] | None = None
+    _fsdp_flattened = FlattenedByFSDP()
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

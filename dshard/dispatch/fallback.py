@@ -18,11 +18,11 @@ from dshard.core.observe import OBSERVERS, Decision, observed
 from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, spec_of
+from dshard.core.torch_wrappers import refuse_shared_ranks
 from dshard.core.view_sync import CopiedView, register_view
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.errors import LayoutError, MeshError
+from dshard.errors import LayoutError
 from dshard.layout import Layout, replicated
-from dshard.mesh import Mesh
 from dshard.ops.custom import check
 from dshard.ops.random import is_random, seeded_op
 from dshard.torch_private import OpOverload
@@ -42,7 +42,7 @@ def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Execu
     random, tensors = is_random(func), tensors_in((args, kwargs))
     mesh = common_mesh(func, tensors)
     if func.namespace == "c10d":
-        _refuse_group(func, args, mesh)
+        refuse_shared_ranks(f"{func}, as DistributedDataParallel calls it,", ranks_of_group(args), mesh)
     if func not in _WARNED and not random:
         _WARNED.add(func)
         warnings.warn(f"{func} has no rule: its operands are gathered and every rank computes all of it", stacklevel=2)
@@ -54,22 +54,6 @@ def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Execu
     decision = Decision(str(func), tuple(map(operand_of, specs)), (), None, None, plans, topology, why=why)
     local_op = seeded_op(func, mesh, device_of(mesh), kwargs) if random else func
     return Executable(decision, lambda at: local_op, (), positions_of(args, kwargs), partial(_finish, func, layout))
-
-
-def _refuse_group(func: OpOverload, args: Args, mesh: Mesh) -> None:
-    """Refuse a collective of torch's between ranks that hold parts of one tensor, as DistributedDataParallel has them.
-
-    Raises:
-        MeshError: naming the ranks.
-    """
-    ranks = [rank for rank in ranks_of_group(args) if rank in mesh.ranks]
-    if len(ranks) > 1:
-        raise MeshError(
-            f"{func} between ranks {', '.join(map(str, ranks))}, of tensors on the mesh ({mesh}) of the same ranks: "
-            "DistributedDataParallel and the collectives of torch.distributed would take each rank's part for the "
-            "whole. Give DistributedDataParallel the process group of an axis that the model's mesh leaves out, as "
-            'with parallelize(model, mesh["tp"], ...) and mesh["dp"].get_group(), or parallelize with "data"'
-        )
 
 
 def _finish(func: OpOverload, layout: Layout, result: Any, args: Values, local: Values) -> Any:

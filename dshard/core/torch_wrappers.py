@@ -1,0 +1,79 @@
+"""Wrappers of torch's for data parallelism that would take this rank's part of a parameter for the whole are refused.
+
+torch has no hook for them. Before they send anything each asks the parameters for something, and is known by its name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+from dshard.comm import ranks_in
+from dshard.errors import MeshError
+from dshard.mesh import Mesh
+
+_WAY_OUT = (
+    'lay the model out on other axes than those, as with parallelize(model, mesh["tp"], ...), and wrap it with '
+    'fully_shard(model, mesh=mesh["dp"]) or DistributedDataParallel(model, process_group=mesh["dp"].get_group()); or '
+    'let parallelize do it all, with "data" or "fsdp"'
+)
+
+
+def refuse_shared_ranks(what: str, ranks: Iterable[int], mesh: Mesh) -> None:
+    """Refuse what works between `ranks`, if some of these hold the parts of one tensor on `mesh`.
+
+    Raises:
+        MeshError: naming the ranks.
+    """
+    shared = [rank for rank in ranks if rank in mesh.ranks]
+    if len(shared) > 1:
+        raise MeshError(
+            f"{what} between ranks {', '.join(map(str, shared))}, of tensors on the mesh ({mesh}) of the same ranks: "
+            f"it would take each rank's part for the whole; {_WAY_OUT}"
+        )
+
+
+def refuse_fully_shard(asker: FrameType, mesh: Mesh) -> None:
+    """Refuse `fully_shard` over ranks of the mesh of a parameter, for whose mesh `asker` asks.
+
+    Raises:
+        MeshError: naming the ranks.
+    """
+    if asker.f_code.co_name != "_init_sharding_spec_tp":
+        return
+    over = asker.f_locals["self"].mesh_info.mesh
+    refuse_shared_ranks("fully_shard", ranks_in(over), mesh)
+
+
+class FlattenedByFSDP:
+    """`_fsdp_flattened` of a parameter, for which `FullyShardedDataParallel` asks before it flattens those without it.
+
+    Raises:
+        MeshError: it would flatten a distributed parameter, or does so over ranks of the parameter's mesh.
+    """
+
+    def __get__(self, parameter: Any, owner: type) -> bool:
+        asker = sys._getframe(1).f_back
+        asker = asker if asker is None else asker.f_back
+        if parameter is not None and asker is not None and asker.f_code.co_name == "_init_param_handle_from_module":
+            refuse_fully_sharded(asker.f_locals["state"], parameter._spec.layout.mesh)
+        return False
+
+
+def refuse_fully_sharded(wrapper: Any, mesh: Mesh) -> None:
+    """Refuse a `FullyShardedDataParallel` that has not the mesh of data axes beside those of a parameter.
+
+    With such a mesh it shards the local tensors, by torch's own extension for tensor parallelism.
+
+    Raises:
+        MeshError: naming the mesh, or the ranks that it has in common.
+    """
+    refuse_shared_ranks("FullyShardedDataParallel", ranks_in(wrapper.process_group), mesh)
+    if wrapper._fsdp_extension is None:
+        raise MeshError(
+            f"FullyShardedDataParallel of parameters on the mesh ({mesh}) flattens them as if they were plain tensors; "
+            'use fully_shard(model, mesh=mesh["dp"]), or give it device_mesh=mesh["dp"], of the mesh that has the '
+            'model\'s mesh["tp"], too'
+        )
