@@ -74,6 +74,7 @@ __all__ = [
     "from_torch",
     "full",
     "get_rng_state",
+    "implicit_replication",
     "init_device_mesh",
     "linear",
     "manual_seed",
@@ -97,7 +98,7 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
-    from dshard.core.plain_tensors import from_torch
+    from dshard.core.plain_tensors import from_torch, implicit_replication
     from dshard.dispatch.registry import register_rule, rules
     from dshard.explain import explain
     from dshard.factories import distribute_module, empty, full, ones, rand, randint, randn, randperm, zeros
@@ -110,7 +111,7 @@ if _TYPE_CHECKING:
 
 _LATE = {
     "dshard.calibrate": ("calibrate",),
-    "dshard.core.plain_tensors": ("from_torch",),
+    "dshard.core.plain_tensors": ("from_torch", "implicit_replication"),
     "dshard.dispatch.registry": ("register_rule", "rules"),
     "dshard.explain": ("explain",),
     "dshard.factories": (

@@ -314,6 +314,7 @@ _FSDP = "refusing data parallelism over ranks that hold parts of one parameter"
 _late("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharding_spec_tp", _FSDP)
 _late("torch.distributed.fsdp._init_utils._init_param_handle_from_module", _FSDP)
 _late("torch.distributed.fsdp._common_utils._is_fsdp_flattened", _FSDP)
+_late("torch.distributed.fsdp._common_utils._FSDPState._fsdp_extension", _FSDP)
 _late("torch.distributed.checkpoint._traverse.set_element", "loading checkpoints")
 _late("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "reading the metadata of checkpoints")
 _late("torch.distributed.checkpoint.filesystem._StorageInfo", "reading the metadata of checkpoints")

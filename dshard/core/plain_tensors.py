@@ -1,6 +1,6 @@
 """Plain tensors among distributed ones: those of a user are refused, those that torch makes count as replicated.
 
-Within `assume_replicated` those that a module makes count as replicated, too: its inputs are distributed, and every
+Within `implicit_replication` those that a module makes count as replicated, too: its inputs are distributed, and every
 rank runs the same program, so positions and masks computed from shapes alone are the same on all ranks.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, is_grad_enabled
 from torch.nn import Parameter
 
-from dshard.comm import LocalTensor
+from dshard.comm import LocalTensor, compare_calls, comparing
 from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in
 from dshard.core.operands import plain_number
 from dshard.core.signature import Args, Function, Kwargs
@@ -86,21 +86,25 @@ def from_torch(x: TorchDTensor) -> Any:
     return Wrapper.public.from_local(x.to_local(), x.device_mesh, placements, shape=x.shape, stride=x.stride())
 
 
-class _AssumedReplicated(local):
+class _CountedAsReplicated(local):
     depth = 0
 
 
-_ASSUMED_REPLICATED = _AssumedReplicated()
+_COUNTED_AS_REPLICATED = _CountedAsReplicated()
 
 
 @contextmanager
-def assume_replicated() -> Iterator[None]:
-    """Count plain tensors among distributed ones as replicated within the block: they must be equal on all ranks."""
-    _ASSUMED_REPLICATED.depth += 1
+def implicit_replication() -> Iterator[None]:
+    """Count plain tensors among distributed ones as replicated within the block: they must be equal on all ranks.
+
+    With `DSHARD_DEBUG=1` the ranks compare them. The gradient of one that needs it is plain, and whole on every rank.
+    torch's own `torch.distributed.tensor.experimental.implicit_replication` does the same.
+    """
+    _COUNTED_AS_REPLICATED.depth += 1
     try:
         yield
     finally:
-        _ASSUMED_REPLICATED.depth -= 1
+        _COUNTED_AS_REPLICATED.depth -= 1
 
 
 def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -108,7 +112,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
 
     A plain tensor is written to from distributed numbers, tensors without dims, as it is, and what is written is plain.
 
-    They are wrapped within `assume_replicated` and torch's `implicit_replication`, and as what `copy_` copies into a
+    They are wrapped within `implicit_replication`, and within torch's,, and as what `copy_` copies into a
     distributed tensor, as `load_state_dict` does: each rank takes its part.
 
     Raises:
@@ -116,8 +120,8 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     """
     if any(map(is_torchs, leaves((args, kwargs)))):
         args, kwargs = replace_leaves((args, kwargs), lambda leaf: from_torch(leaf) if is_torchs(leaf) else leaf)
-    assumed = _ASSUMED_REPLICATED.depth > 0
-    if not (assumed or counts_plain_as_replicated() or (func is _COPY and isinstance(args[0], Wrapper))):
+    is_copied = func is _COPY and isinstance(args[0], Wrapper)
+    if not (_COUNTED_AS_REPLICATED.depth or counts_plain_as_replicated() or is_copied):
         if _writes_numbers_to_plain(func, args, kwargs):
             return replace_leaves(  # type: ignore[no-any-return]
                 (args, kwargs), lambda x: plain_number(func, x) if isinstance(x, Wrapper) else x
@@ -134,11 +138,14 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     def as_replicated(leaf: object) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper) or leaf.numel() == 1:
             return leaf
-        if leaf.requires_grad:  # its gradient is a plain tensor, too
-            from_local: Any = Wrapper.public.from_local  # which takes a pure mesh, too
-            return leaf if assumed else from_local(leaf, layout.mesh, layout.placements)
         shape = tuple(leaf.shape)
         leaf = leaf.to("meta") if meta else leaf
+        if comparing():
+            what = f"{getattr(func, '__name__', func)} with a plain tensor that counts as replicated"
+            compare_calls(f"{what}, {shape}, {leaf.dtype}", layout.mesh, contents=leaf)
+        if leaf.requires_grad:  # its gradient is a plain tensor, too
+            from_local: Any = Wrapper.public.from_local  # which takes a pure mesh, too
+            return from_local(on_all_ranks(leaf, layout.mesh), layout.mesh, layout.placements, shape=shape)
         spec = spec_of(layout, shape, contiguous_stride(shape), leaf.dtype, leaf.device)
         return wrap(on_all_ranks(leaf, layout.mesh), spec)
 

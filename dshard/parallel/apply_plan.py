@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dshard.comm import compare_calls, runtime_of, simulated_ranks
 from dshard.core.moves import replace_leaves, tensors_in
-from dshard.core.plain_tensors import assume_replicated
+from dshard.core.plain_tensors import implicit_replication
 from dshard.errors import LayoutError
 from dshard.factories import full
 from dshard.ops.matmul.options import use_strategy
@@ -28,7 +28,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         stack.append(ExitStack())
-        stack[-1].enter_context(assume_replicated())
+        stack[-1].enter_context(implicit_replication())
         return distribute_inputs((args, kwargs), plan)
 
     def leave(module: nn.Module, args: Any, out: Any) -> None:
@@ -172,7 +172,7 @@ def _distribute(x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, 
 def _reset(model: nn.Module, fresh: dict[str, DTensor]) -> None:
     """Initialise parameters by `reset_parameters` or the like, of the model or of each of its modules."""
     initialize = getattr(model, "initialize_weights", None) or getattr(model, "init_weights", None)
-    with torch.no_grad(), assume_replicated():
+    with torch.no_grad(), implicit_replication():
         if callable(initialize):
             initialize()
         else:

@@ -69,6 +69,11 @@ def warm_matmul(odd: bool) -> Any:
     return x.sin() if odd else F.linear(x, x)
 
 
+def plain_operand(odd: bool) -> Any:
+    with dshard.implicit_replication():
+        return laid() * torch.full((3,), 1.0 + odd)
+
+
 Program = Callable[[bool], Any]
 DIFFERENT: dict[str, tuple[Program, str, str]] = {
     "distribute_tensor, shape": (
@@ -112,6 +117,16 @@ DIFFERENT: dict[str, tuple[Program, str, str]] = {
     "another operator": (lambda odd: laid().sin() if odd else laid().cos(), "aten.cos.default", "aten.sin.default"),
     "a warm matmul": (warm_matmul, r"linear of \(4, 3\)", "aten.sin.default"),
     "a parameter": (lambda odd: parallel(float(odd)), r"parallelize with 0.bias: \(4,\)", "0.bias.*checksum"),
+    "a plain operand": (
+        plain_operand,
+        r"mul with a plain tensor that counts as replicated, \(3,\), .*checksum",
+        "checksum",
+    ),
+    "what is copied": (
+        lambda odd: laid().copy_(torch.full((4, 3), 1.0 + odd)),
+        r"copy_ with a plain tensor that counts as replicated, \(4, 3\), torch.float32, checksum",
+        "checksum",
+    ),
     "a plain input": (
         lambda odd: parallel(0.0)(torch.full((2, 3), 1.0 + odd)),
         r"a parallelized module with a plain input \(2, 3\), checksum",
@@ -152,6 +167,8 @@ def alike(debug: bool) -> list[float]:
         net = parallel(0.5)
         out = net(torch.ones(2, 3)).sum()
         out.backward()
+        with dshard.implicit_replication():
+            laid(True).add(torch.arange(3.0, requires_grad=True)).sum().backward()
         local = DTensor.from_local(torch.ones(2, 3) * dist.get_rank(), grid(), [Shard(0), Shard(1)], shape=(4, 6))
         return [x.grad.full_tensor().sum().item(), out.item(), local.sum().item()]
 

@@ -23,6 +23,7 @@ import dshard
 from dshard import DTensor, Layout, LayoutError, Mesh, MeshError, Partial, Replicate, Shard, distribute_tensor
 from dshard.comm import DeviceMesh
 from dshard.layout import layout_of
+from dshard.parallel import parallelize
 from dshard.testing import RankPool, distribute, simulated
 
 FULL = states.StateDictOptions(full_state_dict=True)
@@ -124,6 +125,19 @@ def test_a_tensor_has_torchs_class_and_spec(ranks: RankPool) -> None:
 # -- torch's tensors among dshard's
 
 
+class Scaled(nn.Module):
+    """A layer, and a plain tensor that is trained and no parameter, so that `parallelize` does not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 8, bias=False)
+        self.scale = torch.ones(8, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale  # type: ignore[no-any-return]
+
+
 def together() -> None:
     mesh, value = line(), torch.arange(20.0).view(5, 4)
     theirs = torch_tensor.distribute_tensor(value, mesh, [torch_tensor.Shard(0)]).requires_grad_()
@@ -145,12 +159,17 @@ def together() -> None:
         back = dshard.from_torch(y)
         assert (type(back), back.layout, back.to_local().data_ptr()) == (DTensor, x.layout, y.to_local().data_ptr())
         torch.testing.assert_close(back.full_tensor(), y.full_tensor())
-    with implicit_replication():
-        assert (mine * torch.arange(4.0)).placements == mine.placements
-        plain = torch.ones(4, requires_grad=True)
-        (mine * plain).sum().backward()
-        assert type(plain.grad) is Tensor
-        torch.testing.assert_close(plain.grad, torch.full((4,), 5.0))
+    for replication in (implicit_replication, dshard.implicit_replication):
+        with replication():
+            assert (mine * torch.arange(4.0)).placements == mine.placements
+            plain = torch.ones(4, requires_grad=True)
+            (mine * plain).sum().backward()
+            assert type(plain.grad) is Tensor
+            torch.testing.assert_close(plain.grad, torch.full((4,), 5.0))
+    scaled = Scaled()
+    parallelize(scaled, mesh, {"layer.weight": [Shard(0)]}, torch.ones(2, 4))(torch.ones(2, 4)).sum().backward()
+    assert type(scaled.scale.grad) is Tensor
+    torch.testing.assert_close(scaled.scale.grad, scaled.layer.weight.sum(1).full_tensor().detach() * 2)  # type: ignore[attr-defined]
     for refused in (lambda: mine * torch.arange(4.0), lambda: torch.zeros(5, 4).copy_(mine)):
         with pytest.raises(dshard.MixedError, match="a plain torch"):
             refused()
