@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,9 +74,10 @@ def nll_loss(call: Call) -> Rule:
 
 
 def nll_loss_backward(call: Call) -> Rule:
-    """Batch and classes may be sharded."""
+    """Batch and classes may be sharded; the total weight is not read, for a mean is taken before."""
     x, target, loss = _loss_terms(call, len(call.shapes[1]))
-    return call.rule(f"{loss}, {x}, {target}, *c, -> {x}", passes=linear(0))
+    rule = call.rule(f"{loss}, {x}, {target}, *c, -> {x}", passes=linear(0))
+    return replace(rule, unread=frozenset({len(call.shapes) - 1}))
 
 
 def _loss_terms(call: Call, ndim: int) -> tuple[str, str, str]:
