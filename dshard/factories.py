@@ -263,7 +263,8 @@ def _check_holds(n: int, dtype: torch.dtype) -> None:
 
 def _wrap_local(local: Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool = False) -> DTensor:
     """The local tensors in `layout`; where that is partial, they are those of the value, the term of the first rank."""
-    out = DTensor._wrap(local, spec_of(layout.cotangent(), shape, contiguous_stride(shape), local.dtype, local.device))
+    device = comm.device_of_result(local, layout.mesh)
+    out = DTensor._wrap(local, spec_of(layout.cotangent(), shape, contiguous_stride(shape), local.dtype, device))
     out = out if layout == out.layout else redistribute(out, layout)
     return out.requires_grad_() if requires_grad else out
 

@@ -22,6 +22,7 @@ from dshard.autograd.crossing import (
     redistribute,
     redistribute_in_dtypes,
 )
+from dshard.autograd.outside import Emptied, WithoutData
 from dshard.autograd.sole_owner import is_shared, unshared
 from dshard.caches import cached
 from dshard.comm import DeviceMesh, stored_chunks, traced
@@ -160,6 +161,8 @@ class DTensor(Wrapper):
             )
             if dual is not None:
                 return dual
+        if self._local_tensor.is_meta and comm.is_outside(self._spec.layout.mesh):
+            return self._emptied()
         if not (torch.is_grad_enabled() and self.requires_grad):
             return self._local_tensor.detach()
         layout = self._spec.layout.cotangent() if layout is None else layout
@@ -169,6 +172,12 @@ class DTensor(Wrapper):
             if _checked(self._spec.layout, self._spec.dtype)[1]:
                 local.register_hook(partial(_compare_gradients, layout))
         return local
+
+    def _emptied(self) -> Tensor:
+        """The local tensor of a rank outside the mesh."""
+        spec = self._spec
+        local = ToLocal.apply(self, spec.with_layout(spec.layout.cotangent()))  # type: ignore[no-untyped-call]
+        return Emptied.apply(local, spec.device)  # type: ignore[no-any-return, no-untyped-call]
 
     def full_tensor(self, *, grad_placements: Sequence[AnyPlacement] | None = None) -> Tensor:
         """The global tensor, as a plain tensor on every rank."""
@@ -463,6 +472,8 @@ def _from_local(
         local = observed(decision, comm.same_replicas, (local, layout))
     elif run_check:
         local = comm.same_replicas(local, layout)
+    if comm.is_outside(mesh):
+        local = WithoutData.apply(local, layout.local_shape(global_shape, (0,) * mesh.ndim))  # type: ignore[no-untyped-call]
     if not (torch.is_grad_enabled() and local.requires_grad):
         return DTensor._wrap(local.detach(), spec)
     out: DTensor = FromLocal.apply(local, spec, grad_layout)  # type: ignore[no-untyped-call]
@@ -602,13 +613,14 @@ def distribute_tensor(
         comm.compare_calls(call, mesh, contents=tensor if src_data_rank is None else None)
     whole_terms = _checked(layout, tensor.dtype)[0]
     local = _scattered(tensor.detach(), whole_terms, src_data_rank)
-    if local.is_meta and not tensor.is_meta and tensor.numel():
+    device = tensor.device if comm.is_outside(mesh) else local.device
+    if local.is_meta and device.type == "meta" and not tensor.is_meta and tensor.numel():
         warn(
             f"distribute_tensor on the mesh ({mesh}), which has no processes: the result is only planned with, and has "
             "no data; give a tensor on device='meta' if that is meant, else a DeviceMesh from init_device_mesh",
             stacklevel=3,
         )
-    spec = spec_of(whole_terms, tuple(tensor.shape), contiguous_stride(tuple(tensor.shape)), tensor.dtype, local.device)
+    spec = spec_of(whole_terms, tuple(tensor.shape), contiguous_stride(tuple(tensor.shape)), tensor.dtype, device)
     out: DTensor = DTensor._wrap(local, spec) if whole_terms == layout else redistribute(wrap(local, spec), layout)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(out, tensor.requires_grad)  # type: ignore[return-value]

@@ -24,7 +24,6 @@ from dshard.core.transforms import is_batched, refuse_batched, with_tangent
 from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, interned, replicated
-from dshard.mesh import Mesh
 from dshard.placements import Partial, Replicate
 from dshard.reshard import plan_reshard
 from dshard.rules.expand import Operand
@@ -252,7 +251,7 @@ class RedistributeInDtypes(torch.autograd.Function):
 class Reshard(torch.autograd.Function):
     """A layout on one mesh -> a layout on another; backward: the gradient from the second to the first.
 
-    A rank outside a mesh has an empty local tensor there. Any gradient that it gives is ignored, and it gets none.
+    A rank outside a mesh has no data there. Any gradient that it gives is ignored.
     """
 
     @staticmethod
@@ -265,10 +264,9 @@ class Reshard(torch.autograd.Function):
         if torch.is_grad_enabled():
             _refuse_second_order(ctx.source, ctx.target)
         grad = as_distributed(grad, ctx.target)
-        if _is_outside(ctx.target.mesh):
-            grad = wrap(grad._local_tensor.new_empty(0), grad._spec.with_layout(ctx.target))
-        grad = redistribute(redistribute(grad, ctx.target), ctx.source)
-        return None if _is_outside(ctx.source.mesh) else grad, None
+        if comm.is_outside(ctx.target.mesh):
+            grad = _without_data(grad._spec.with_layout(ctx.target))
+        return redistribute(redistribute(grad, ctx.target), ctx.source), None
 
 
 def _refuse_second_order(layout: Layout, other: Layout) -> None:
@@ -285,24 +283,28 @@ def _refuse_second_order(layout: Layout, other: Layout) -> None:
         )
 
 
-def _is_outside(mesh: Mesh) -> bool:
-    """Whether this process is a rank outside the mesh."""
-    runtime = comm.runtime_of(mesh)
-    return runtime is not None and runtime.coordinate is None and comm.simulated_ranks() is None
+def _without_data(spec: Spec) -> Any:
+    """The distributed tensor of this spec on a rank outside its mesh."""
+    mesh = spec.layout.mesh
+    shape = spec.layout.local_shape(spec.shape, (0,) * mesh.ndim)
+    return wrap(torch.empty(shape, dtype=spec.dtype, device="meta"), spec)
 
 
 def _reshard_local(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
-    """The local tensor under a layout on another mesh; empty where this rank is outside it."""
+    """The local tensor under a layout on another mesh; without data where this rank is outside it."""
+    outside = comm.is_outside(spec.layout.mesh)
+    if outside and comm.is_outside(layout.mesh):
+        return _without_data(spec.with_layout(layout))._local_tensor  # type: ignore[no-any-return]
     topology = planning_context().topology_of(spec.layout.mesh)
     crossing = plan_reshard(spec.layout, layout, spec.shape, spec.itemsize, topology)
-    typed = local if local.dtype == spec.dtype else local.new_empty(0, dtype=spec.dtype)  # empty, of a rank outside
+    typed = torch.empty(0, dtype=spec.dtype, device=comm.device_of(layout.mesh)) if outside else local
     if OBSERVERS:
         operand = Operand(spec.layout, spec.shape, spec.itemsize)
         decision = Decision("redistribute", (operand,), (), None, None, (), topology, why=ASKED, crossing=crossing)
         out = observed(decision, comm.reshard, (crossing, typed))
     else:
         out = comm.reshard(crossing, typed)
-    return local.new_empty(0, dtype=spec.dtype) if out is None else out
+    return _without_data(spec.with_layout(layout))._local_tensor if out is None else out  # type: ignore[no-any-return]
 
 
 def as_distributed(grad: Any, layout: Layout) -> Any:

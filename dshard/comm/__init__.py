@@ -56,13 +56,15 @@ from dshard.comm.runtime import (
     device_mesh_of,
     group_of,
     init_device_mesh,
+    is_outside,
+    own_coordinate,
     planning,
     ranks_of_root,
     ranks_per_host,
     runtime_of,
     simulated_ranks,
 )
-from dshard.comm.scatter_shards import device_of, local_of, local_shard, scatter_shards, scatters
+from dshard.comm.scatter_shards import device_of, device_of_result, local_of, local_shard, scatter_shards, scatters
 from dshard.comm.scoped import Scoped
 from dshard.comm.simulated import plain, stack, unstack
 from dshard.comm.store_messages import fetch, peek, put
@@ -103,6 +105,7 @@ __all__ = [
     "current_mesh",
     "device_mesh_of",
     "device_of",
+    "device_of_result",
     "even_shape",
     "fetch",
     "finish",
@@ -113,6 +116,7 @@ __all__ = [
     "group_rank",
     "init_device_mesh",
     "is_heard",
+    "is_outside",
     "is_told",
     "leave_word",
     "listen",
@@ -120,6 +124,7 @@ __all__ = [
     "local_shard",
     "mark_raised_by_all",
     "outside_graphs",
+    "own_coordinate",
     "peek",
     "plain",
     "planning",

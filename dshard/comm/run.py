@@ -15,7 +15,7 @@ from dshard.comm.drive import Make, Program, Request, Results, advance, redistri
 from dshard.comm.events import LISTENERS, emit
 from dshard.comm.pieces import Local, view_of
 from dshard.comm.program_steps import Fill, Narrow, Steps, Transfer, flat_exchange, kind_of, steps_of
-from dshard.comm.runtime import Group, LocalTensor, Runtime, own_coordinate, own_runtime, runtime_of
+from dshard.comm.runtime import Group, LocalTensor, Runtime, is_outside, own_coordinate, own_runtime, runtime_of
 from dshard.comm.traced_collectives import traced
 from dshard.comm.transport import launch, primitive, reduce_number, report
 from dshard.comm.workspace import WORKSPACE, FreshBuffers, Session, Workspace
@@ -152,7 +152,7 @@ def _compare_first(plan: Plan, runtime: Runtime, x: Tensor) -> Tensor:
 
 def _without_data(x: Tensor, shape: Sequence[int], mesh: Mesh, planned: Callable[[], Sequence[Planned]]) -> Tensor:
     """A result without data; listeners hear of the `planned` collectives."""
-    if LISTENERS:
+    if LISTENERS and not is_outside(mesh):
         for kind, axes, nbytes in planned():
             emit(kind, mesh, axes, nbytes)
     return x.new_empty(shape)
@@ -251,7 +251,7 @@ def launch_on(runtime: Runtime, request: Request) -> Wait:
 
 def _launch_without_data(request: Request) -> Wait:
     collective = request.transfer.collective
-    if LISTENERS and collective.report is not None:
+    if LISTENERS and collective.report is not None and not is_outside(collective.report.mesh):
         nbytes = collective.report.elements * request.buffer.itemsize
         emit(collective.report.collective, collective.report.mesh, collective.axes, nbytes)
     return _received_at_once(request)

@@ -41,6 +41,7 @@ __all__ = [
     "device_mesh_of",
     "group_of",
     "init_device_mesh",
+    "is_outside",
     "own_coordinate",
     "ranks_of_root",
     "ranks_per_host",
@@ -272,6 +273,12 @@ def own_runtime(mesh: Mesh) -> tuple[Runtime, Coordinate]:
         why = "has no processes" if runtime is None else f"does not contain this rank, {runtime.rank}"
         raise MeshError(f"the mesh ({mesh}) {why}: nothing can be sent; use init_device_mesh under torchrun")
     return runtime, runtime.coordinate
+
+
+def is_outside(mesh: Mesh) -> bool:
+    """Whether this process is a rank outside the mesh: tensors on the mesh have no data here, and send nothing."""
+    runtime = runtime_of(mesh)
+    return runtime is not None and runtime.coordinate is None and simulated_ranks() is None
 
 
 def own_coordinate(mesh: Mesh) -> Coordinate:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dshard.comm import transport
 from dshard.comm.pieces import view_of
-from dshard.comm.runtime import LocalTensor, runtime_of, simulated_ranks
+from dshard.comm.runtime import LocalTensor, is_outside, runtime_of, simulated_ranks
 from dshard.comm.simulated import per_rank, unstack
 from dshard.comm.traced_collectives import traced
 from dshard.errors import CompileError, MeshError
@@ -27,7 +27,7 @@ def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
     """This rank's local tensor, under `layout`, of the global tensor `x`.
 
     The rank number `source` of the mesh sends each rank its local tensor; with None each rank slices its own `x`, and
-    nothing is sent. A rank outside the mesh gets an empty tensor.
+    nothing is sent. A rank outside the mesh gets a tensor without data, as all do without processes.
 
     Raises:
         MeshError: `source` is not a rank of the mesh.
@@ -42,10 +42,8 @@ def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
         if type(x) is LocalTensor or simulated_ranks() is not None:
             return _simulate(x, layout, source)
         runtime = runtime_of(mesh)
-        if runtime is None:
+        if runtime is None or runtime.coordinate is None:
             return x.new_empty(layout.local_shape(x.shape, (0,) * mesh.ndim), device="meta")
-        if runtime.coordinate is None:
-            return x.new_empty(0)
         if source is not None and traced(x):
             raise CompileError(
                 f"distribute_tensor from rank {source} within a compiled region: a graph sends no whole tensors; "
@@ -91,17 +89,20 @@ def _simulate(x: Tensor, layout: Layout, source: int | None) -> Tensor:
 def local_of(layout: Layout, make: Callable[[Coordinate, torch.device], Tensor]) -> Tensor:
     """The tensor `make(coordinate, device)` of this rank, or those of all ranks where they are simulated.
 
-    Without processes it is that of the first rank on the meta device; a rank outside the mesh gets an empty tensor.
+    Without processes, and on a rank outside the mesh, it is that of the first rank on the meta device.
     """
     mesh = layout.mesh
     runtime = runtime_of(mesh)
     if simulated_ranks() is not None:
         return per_rank(mesh, lambda rank: make(mesh.coordinate(rank), device_of(mesh)))
-    if runtime is None:
+    if runtime is None or runtime.coordinate is None:
         return make((0,) * mesh.ndim, torch.device("meta"))
-    if runtime.coordinate is None:
-        return torch.empty(0, device=device_of(mesh))
     return make(runtime.coordinate, device_of(mesh))
+
+
+def device_of_result(local: Tensor, mesh: Mesh) -> torch.device:
+    """The device of the tensor of which a rank has computed `local`: that of the mesh where the rank has no data."""
+    return device_of(mesh) if local.is_meta and is_outside(mesh) else local.device
 
 
 def device_of(mesh: Mesh) -> torch.device:

@@ -15,12 +15,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.comm import LocalTensor, compare_calls, comparing, run, runner, runtime_of
+from dshard.comm import LocalTensor, compare_calls, comparing, is_outside, own_coordinate, run, runner, runtime_of
 from dshard.core.call import AlternativePlan, LocalOp, views_first
 from dshard.core.context import planning_context
 from dshard.core.local_results import LocalResults
 from dshard.core.moves import (
-    coordinate_of,
     leaves,
     local_redistribution,
     on_all_ranks,
@@ -124,7 +123,8 @@ class Executable:
     def compile(self, local: Sequence[Any]) -> LocalOp:
         """Compile the redistributions and the local operator for this rank's coordinate, once."""
         operands = [i for i, arg in enumerate(local) if isinstance(arg, Tensor)]
-        without_data = runtime_of(self.mesh) is None or any(local[i].is_meta for i in operands)
+        outside = is_outside(self.mesh)
+        without_data = outside or runtime_of(self.mesh) is None or any(local[i].is_meta for i in operands)
 
         def compiled(plan: Plan) -> LocalOp:
             return partial(run, plan) if without_data else runner(plan)
@@ -134,7 +134,9 @@ class Executable:
             self.moves.insert(1 if self.plans[0].steps else 0, (operands[0], self.prepare))
         for end in self.decision.ends:
             self.end = compiled(end) if end.steps else None
-        self.operator = self.local_op(coordinate_of(self.mesh))
+        operator = self.local_op(own_coordinate(self.mesh))
+        keeps_device = hasattr(operator, "above_autograd")  # a view
+        self.operator = _without_data(operator) if outside and not keeps_device else operator
         return self.operator
 
     def _run_nested(self, args: Values, kwargs: Kwargs) -> tuple[Values, Any]:
@@ -162,6 +164,16 @@ class Executable:
         """In debug mode, go on only if all ranks make the same call."""
         if self.compared:
             compare_calls(f"{self.decision.op} of {_call_text(args, kwargs)}", self.mesh)
+
+
+def _without_data(operator: LocalOp) -> LocalOp:
+    """The local operator of a rank outside the mesh, whose results have no data on whatever device they are asked."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = replace_tensors((args, kwargs), lambda x: x if x.is_meta or x.dim() == 0 else x.to("meta"))
+        return replace_tensors(operator(*args, **kwargs), lambda x: x if x.is_meta else x.to("meta"))
+
+    return run
 
 
 class ComposedExecutable:

@@ -14,6 +14,7 @@ from dshard.comm import (
     LocalTensor,
     Start,
     async_start,
+    own_coordinate,
     plain,
     run,
     runner,
@@ -28,7 +29,6 @@ from dshard.core.observe import ASKED, NEEDED, OBSERVERS, Decision, observed
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.cost import planned_collective
-from dshard.errors import MeshError
 from dshard.layout import Layout, interned
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import Replicate, Shard
@@ -243,25 +243,11 @@ def on_all_ranks(x: Tensor, mesh: Mesh) -> Tensor:
     return stack(dict.fromkeys(mesh.ranks, x))
 
 
-def coordinate_of(mesh: Mesh) -> Coordinate:
-    """The coordinate of this process on the mesh; without processes, the first.
-
-    Raises:
-        MeshError: this rank is not in the mesh.
-    """
-    runtime = runtime_of(mesh)
-    if runtime is None:
-        return (0,) * mesh.ndim
-    if runtime.coordinate is None:
-        raise MeshError(f"this rank, {runtime.rank}, is not in the mesh ({mesh}): run operators only on its ranks")
-    return runtime.coordinate
-
-
 def run_on_ranks(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Any, kwargs: Any) -> Any:
     """Run the local operator on this rank, or on all ranks where they are simulated in one process."""
     if any(type(leaf) is LocalTensor for leaf in leaves((args, kwargs))):
         return simulate(mesh, local_op, args, kwargs)
-    return local_op(coordinate_of(mesh))(*args, **kwargs)
+    return local_op(own_coordinate(mesh))(*args, **kwargs)
 
 
 def simulate(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Any, kwargs: Any) -> Any:

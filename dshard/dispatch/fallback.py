@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import LocalTensor, device_of, ranks_of_group, same_replicas, unstack
+from dshard.comm import LocalTensor, device_of, device_of_result, ranks_of_group, same_replicas, unstack
 from dshard.core.call import views_first, writes_first
 from dshard.core.context import planning_context
 from dshard.core.executable import Executable, Values, positions_of
@@ -84,7 +84,8 @@ def _refuse_sparse(func: OpOverload, result: object) -> None:
 
 def _replicated_spec(local: Tensor, layout: Layout) -> Spec:
     of_one_rank = next(iter(unstack(local).values())) if type(local) is LocalTensor else local
-    return spec_of(layout, tuple(of_one_rank.shape), of_one_rank.stride(), of_one_rank.dtype, of_one_rank.device)
+    device = device_of_result(of_one_rank, layout.mesh)
+    return spec_of(layout, tuple(of_one_rank.shape), of_one_rank.stride(), of_one_rank.dtype, device)
 
 
 def _first_rank_result(func: OpOverload, local: Tensor, layout: Layout) -> Tensor:

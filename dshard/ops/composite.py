@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from dshard.autograd.crossing import FromLocal, ToLocal, as_distributed, redistribute
-from dshard.comm import LocalTensor, traced
+from dshard.comm import LocalTensor, own_coordinate, traced
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
 from dshard.core.executable import Executable, decide, result_specs, watched, wrap_as
-from dshard.core.moves import coordinate_of, counting_as, run_on_ranks
+from dshard.core.moves import counting_as, run_on_ranks
 from dshard.core.observe import CALL_LOG, OBSERVERS
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Context, Function
@@ -95,7 +95,7 @@ def run_recorded(executable: Executable, *tensors: Any) -> Any:
             ToLocal.apply(t, t._spec.with_layout(layout)) if t.requires_grad else t._local_tensor  # type: ignore[no-untyped-call]
             for t, layout in zip(redistributed, gradients, strict=True)
         ]
-        result = _depending_on_all(local_op(coordinate_of(executable.mesh))(*parts), parts)
+        result = _depending_on_all(local_op(own_coordinate(executable.mesh))(*parts), parts)
         return FromLocal.apply(result, out, out.layout.cotangent())  # type: ignore[no-untyped-call]
 
 

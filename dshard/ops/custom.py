@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dshard.caches import Cache
-from dshard.comm import LocalTensor, plain, run_number, unstack
+from dshard.comm import LocalTensor, device_of_result, is_outside, plain, run_number, unstack
 from dshard.core.call_key import call_key
 from dshard.core.checks import accept, refusing
 from dshard.core.moves import leaves, local_redistribution, replace_leaves
@@ -51,7 +51,9 @@ def wrapped(out: Any, given: Any) -> Any:
         refuse_batched(leaf, "an operator")
         if not _is_new_plain(leaf, had):
             return leaf
-        return wrap(leaf, spec_of(layout, tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device))
+        return wrap(
+            leaf, spec_of(layout, tuple(leaf.shape), leaf.stride(), leaf.dtype, device_of_result(leaf, layout.mesh))
+        )
 
     return replace_leaves(out, as_replicated)
 
@@ -104,8 +106,10 @@ def _meta(x: Any) -> Tensor:
 
 
 def number(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """item(): the number in the global tensor, equal on every rank."""
+    """item(): the number in the global tensor, equal on every rank; 0 on ranks outside the mesh."""
     spec = args[0]._spec
+    if is_outside(spec.layout.mesh):
+        return torch.zeros((), dtype=spec.dtype).item()
     move = local_redistribution(spec, replicated(spec.layout.mesh))
     if OBSERVERS and move.plan.steps:
         local = observed(move.decision(str(func), explicit=True), run_number, (move.plan, args[0]._local_tensor))

@@ -124,12 +124,13 @@ def trace(x: Tensor) -> Tensor:
 
 def equal(x: Tensor, other: Tensor) -> bool:
     """Whether shapes and all elements are equal."""
-    return x.shape == other.shape and bool((x == other).all())
+    # asked so, a rank outside the mesh, where all numbers are 0, finds no difference
+    return x.shape == other.shape and not bool((x != other).any())
 
 
 def allclose(x: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
     """Whether all elements are close."""
-    return bool(torch.isclose(x, other, rtol, atol, equal_nan).all())
+    return not bool(torch.isclose(x, other, rtol, atol, equal_nan).logical_not().any())
 
 
 def is_same_size(x: Tensor, other: Tensor) -> bool:

@@ -108,7 +108,8 @@ def distribute(x: Tensor, layout: Layout, *, seed: int = 0) -> DTensor:
         part = parted(x, layout, seed)
     local = comm.local_of(layout, lambda at, device: part(at).to(device))
     shape = tuple(x.shape)
-    return DTensor._wrap(local, spec_of(layout, shape, contiguous_stride(shape), x.dtype, local.device))
+    device = comm.device_of_result(local, layout.mesh)
+    return DTensor._wrap(local, spec_of(layout, shape, contiguous_stride(shape), x.dtype, device))
 
 
 def whole(x: DTensor) -> Tensor:

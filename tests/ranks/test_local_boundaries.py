@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed import tensor as torch_tensor
 
 import dshard
@@ -114,7 +115,7 @@ def test_uneven_parts_of_simulated_ranks_need_a_shape() -> None:
 
 
 A, B, C = (
-    torch.arange(float(n), dtype=torch.float64).sin().view(*size) for n, *size in ((48, 8, 6), (24, 4, 6), (6, 6))
+    torch.arange(float(n), dtype=torch.float64).sin().view(*size) for n, *size in ((48, 8, 6), (24, 4, 6), (36, 6, 6))
 )
 Mapped = Callable[..., Any]
 MAPPED: dict[str, tuple[Mapped, Any, tuple[Any, ...]]] = {
@@ -221,3 +222,98 @@ def test_the_debug_mode_compares_what_counts_as_replicated(ranks: RankPool) -> N
         assert "the local tensor given to from_local, [x:R], is not the same on rank 0 and rank 1" in local
         assert "the gradient of what to_local returned, [x:R], is not the same on rank 0 and rank 1" in gradient
         assert "give to_local(grad_placements=...) with Partial() there" in gradient
+
+
+# -- ranks outside the mesh
+
+
+@functools.cache
+def pair() -> DeviceMesh:
+    return DeviceMesh("cpu", [0, 2], mesh_dim_names=("x",))
+
+
+def trained(mesh: Any) -> list[torch.Tensor]:
+    """Losses and parameters of a model that is trained on a mesh, or on one device."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4)).double()
+    if mesh is not None:
+        for name, placement in {"0.weight": Shard(0), "0.bias": Shard(0), "3.weight": Shard(1)}.items():
+            layer, _, leaf = name.partition(".")
+            value = distribute_tensor(net.get_parameter(name).detach(), mesh, [placement])
+            net.get_submodule(layer).register_parameter(leaf, nn.Parameter(value))
+        dshard.distribute_module(net, mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        x = A if mesh is None else distribute_tensor(A, mesh, [Shard(0)])
+        loss = F.cross_entropy(net(x), (x.sum(1) * 3).long() % 4)
+        loss.backward()
+        norm: Any = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.detach(), norm]
+    return [x if mesh is None else x.full_tensor() for x in (*losses, *(p.detach() for p in net.parameters()))]
+
+
+def same_lines() -> dict[str, Any]:
+    """What one program gives on ranks of a mesh of ranks 0 and 2, and on those outside it."""
+    mesh = pair()
+    x, drawn = distribute_tensor(B, mesh, [Shard(0)]), dshard.randn(6, 5, device_mesh=mesh, placements=[Shard(1)])
+    local = torch.ones(3, 4, requires_grad=True)
+    y = DTensor.from_local(local, mesh, [Shard(0)])
+    out = (y * 2).to_local()
+    out.sum().backward()
+    plain = distribute_tensor(C, mesh).requires_grad_()
+    (plain @ plain).to_local().sum().backward()
+    zeros = torch.zeros_like(drawn, device="cpu")
+    with count_traffic() as traffic:
+        full = [t.full_tensor() for t in (x, x.sum(), x @ x.t(), x.t().softmax(0), zeros + 1)]
+        values = trained(mesh)
+    return {
+        "shapes": [tuple(t.shape) for t in (x, drawn, y, plain.grad, torch.empty_like(x, device="cpu"))],  # type: ignore[arg-type]
+        "locals": [tuple(t.to_local().shape) for t in (x, drawn, y, x[:3], x.sum(), *x.split(2), plain.grad)],  # type: ignore[union-attr]
+        "full": full,
+        "numbers": [x.sum().item(), bool((x > 0).any()), x.equal(x), x.allclose(x), x.max().long().item()],
+        "gradient": local.grad,
+        "device": (x.device, (x + 1).device, x.is_meta, drawn.device),
+        "trained": values,
+        "sent": len(traffic.collectives),
+    }
+
+
+@pytest.mark.ranks
+def test_ranks_outside_a_mesh_run_the_same_lines_and_do_nothing(ranks: RankPool) -> None:
+    inside, outside, *others = ranks.run(same_lines, timeout=WAIT)
+    torch.testing.assert_close(inside["trained"], trained(None))
+    torch.testing.assert_close(others[0]["trained"], trained(None))
+    assert inside["shapes"] == outside["shapes"] == others[1]["shapes"]
+    assert inside["device"] == outside["device"]
+    assert inside["numbers"] == [B.sum().item(), True, True, True, 0]
+    for rank in (outside, others[1]):
+        assert rank["locals"] == [(0,), (0,), (0,), (0,), (), (0,), (0,), (0,)]
+        assert [tuple(x.shape) for x in rank["full"]] == [(0,), (), (0,), (0,), (0,)]
+        assert rank["numbers"] == [0.0, False, True, True, 0]
+        assert rank["gradient"].tolist() == torch.zeros(3, 4).tolist()
+        assert rank["sent"] == 0
+        assert {x.numel() for x in rank["trained"] if x.ndim} == {0}
+
+
+def to_another_mesh() -> list[torch.Tensor | None]:
+    """A loss on ranks 1 and 3 of what ranks 0 and 2 have made, and the gradients on both."""
+    there = DeviceMesh("cpu", [1, 3], mesh_dim_names=("x",))
+    w, v = (distribute_tensor(C, mesh, [Shard(0)]).requires_grad_() for mesh in (pair(), there))
+    y = (w * 2).redistribute(there, [Shard(1)])
+    loss = (y @ v).square().sum()
+    loss.backward()
+    return [loss.full_tensor().detach(), w.grad.full_tensor(), v.grad.full_tensor()]  # type: ignore[union-attr]
+
+
+@pytest.mark.ranks
+def test_every_rank_runs_the_lines_of_both_meshes(ranks: RankPool) -> None:
+    w, v = C.clone().requires_grad_(), C.clone().requires_grad_()
+    loss = (w * 2 @ v).square().sum()
+    loss.backward()
+    for rank, (there, grad_w, grad_v) in enumerate(ranks.run(to_another_mesh)):
+        torch.testing.assert_close(there, loss.detach() if rank % 2 else torch.zeros(()).double())
+        torch.testing.assert_close(grad_w, torch.zeros(0).double() if rank % 2 else w.grad)
+        torch.testing.assert_close(grad_v, v.grad if rank % 2 else torch.zeros(0).double())

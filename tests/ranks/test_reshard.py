@@ -208,7 +208,7 @@ def cross_one(run: Run) -> str:
             if rank in src.mesh:
                 assert_value(whole(x.grad), incoming)
             else:
-                assert x.grad is None
+                assert x.grad.to_local().numel() == 0
         ends, value = (completed_layout(src), completed_layout(dst)), value.to(dtype)
         with many_chunks():
             plan = plan_of_form(*ends, shape, dtype.itemsize, topology, form, balance=True)
@@ -245,29 +245,24 @@ def test_eight_real_ranks_cross(cases_run: Counter[str], batch: list[Run], turn:
     check_batch(rank_pool(8), batch, MESHES[8])
 
 
-def asked_wrongly() -> list[str]:
+def asked_wrongly() -> str:
     """What ranks are told that ask for what cannot be, before anything is sent."""
     first, second = (Mesh((2,), ("x",), ranks) for ranks in ((0, 1), (1, 2)))
     for mesh in (first, second):
         device_mesh(mesh)
     x = distribute_tensor(torch.ones(4), device_mesh(first), [Shard(0)], src_data_rank=None)
-    asks = [lambda: x.redistribute(Mesh((2,), ("planned",), (2, 3)), [Shard(0)])]
-    if torch.distributed.get_rank() == 3:
-        asks.append(lambda: x.redistribute(device_mesh(second), [Shard(0)]))
-    found = []
-    for ask in asks:
-        with pytest.raises(MeshError) as caught:
-            ask()
-        found.append(str(caught.value))
-    return found
+    if torch.distributed.get_rank() == 3:  # which is in neither, and sends nothing
+        assert x.redistribute(device_mesh(second), [Shard(0)]).to_local().shape == (0,)
+    with pytest.raises(MeshError) as caught:
+        x.redistribute(Mesh((2,), ("planned",), (2, 3)), [Shard(0)])
+    return str(caught.value)
 
 
 @pytest.mark.ranks
 def test_what_cannot_be_is_refused(ranks: RankPool) -> None:
     told = ranks.run(asked_wrongly)
 
-    assert all("the mesh (planned=2) has no processes" in found[0] for found in told)
-    assert "rank 3 is in neither mesh, (x=2) nor (x=2), and takes no part" in told[3][1]
+    assert all("the mesh (planned=2) has no processes" in found for found in told)
 
 
 def several_at_once() -> bool:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Generator, Tensor
 
-from dshard.comm import LocalTensor, compare_draws, plain, traced, unstack
+from dshard.comm import LocalTensor, compare_draws, plain, traced
 from dshard.core.call import LocalOp
 from dshard.core.moves import redistribute_local, run_on_ranks, write_local
 from dshard.core.signature import Args, Function, Kwargs
@@ -236,8 +236,7 @@ def multinomial(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     local = redistribute_local(x._local_tensor, x._spec, replicated(mesh), func)
     sample = partial(_sample, count=count, replacement=replacement and count > 1, call_draw=call_draw)
     out = run_on_ranks(mesh, lambda coordinate: sample, (local,), {})
-    one = next(iter(unstack(out).values())) if type(out) is LocalTensor else out
-    return wrap(out, spec_of(replicated(mesh), shape, contiguous_stride(shape), torch.int64, one.device))
+    return wrap(out, spec_of(replicated(mesh), shape, contiguous_stride(shape), torch.int64, x._spec.device))
 
 
 def _sample(weights: Tensor, count: int, replacement: bool, call_draw: Draw) -> Tensor:
