@@ -201,18 +201,18 @@ def cross_one(run: Run) -> str:
         if rank in dst.mesh:
             assert_value(whole(moved.detach()), value)
         else:
-            assert moved._local_tensor.numel() == 0
+            assert moved._local_tensor.is_meta
         if with_grad:
             with use_topology(topology):
                 moved.backward(distribute(incoming, dst.cotangent()) if rank in dst.mesh else moved)
             if rank in src.mesh:
                 assert_value(whole(x.grad), incoming)
             else:
-                assert x.grad.to_local().numel() == 0
+                assert x.grad._local_tensor.is_meta
         ends, value = (completed_layout(src), completed_layout(dst)), value.to(dtype)
         with many_chunks():
             plan = plan_of_form(*ends, shape, dtype.itemsize, topology, form, balance=True)
-        out = reshard(plan, distribute(value, ends[0])._local_tensor.to(dtype))
+        out = reshard(plan, distribute(value, ends[0]).to_local().to(dtype))
         if out is not None:
             spec = moved._spec.with_layout(ends[1])
             assert_value(whole(DTensor._wrap(out, spec)), value)
@@ -273,7 +273,7 @@ def several_at_once() -> bool:
     rank, values = torch.distributed.get_rank(), [whole_numbers((5, 3), seed=seed) for seed in (1, 2)]
     layout, there = Layout(src, (Shard(0),)), Layout(dst, (Replicate(),))
     plan = plan_reshard(layout, there, (5, 3), 8, Topology.flat(1e9))
-    locals_of = [distribute(value, layout)._local_tensor.double() for value in values]
+    locals_of = [distribute(value, layout).to_local().double() for value in values]
     order = (0, 1) if rank in src else (1, 0)
     flights = {i: begin_reshard(plan, locals_of[i], tag=i) for i in order}
     found = [flights[i].finish() for i in (1, 0)][::-1]
