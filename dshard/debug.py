@@ -15,10 +15,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dshard.comm import Event, listen
 from dshard.report.console import show, table
 from dshard.report.visualize import parts_of
 from dshard.tables import human_bytes, text_table
 from dshard.tensor import DTensor
+from dshard.torch_private import graph_task_id
 from dshard.trace import Trace, trace
 from dshard.validate import check_type
 
@@ -80,13 +82,15 @@ class CommDebugMode:
     def __init__(self) -> None:
         self.trace = Trace()
         self._sent = _Sent()
+        self._directions: list[str] = []
         self._stack = ExitStack()
         self._modules: dict[str, nn.Module] = {}
 
     def __enter__(self) -> CommDebugMode:
         self._stack = ExitStack()
-        self._modules = {}
+        self._modules, self._directions = {}, []
         self.trace = self._stack.enter_context(trace())
+        self._stack.enter_context(listen(self._hear))
         self._sent = self._stack.enter_context(_Sent())
         self._stack.callback(register_module_forward_pre_hook(self._note).remove)
         return self
@@ -97,6 +101,21 @@ class CommDebugMode:
     def _note(self, module: nn.Module, args: Any) -> None:
         if not any(module is known for known in self._modules.values()):
             self._modules |= dict(module.named_modules(prefix=type(module).__name__))
+
+    def _hear(self, event: Event) -> None:
+        self._directions.append("forward" if graph_task_id() == -1 else "backward")
+
+    @property
+    def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
+        """How many of each collective of dshard ran "forward" and "backward" in each module, by path, and "Global"."""
+        counts: dict[str, dict[str, dict[Any, int]]] = defaultdict(
+            lambda: {"forward": defaultdict(int), "backward": defaultdict(int)}
+        )
+        for event, direction in zip(self.trace.events, self._directions, strict=True):
+            names = event.module.split(".") if event.module else []
+            for path in ("Global", *(".".join(names[: i + 1]) for i in range(len(names)))):
+                counts[path][direction][NAMES.get(event.collective, event.collective)] += 1
+        return counts
 
     def get_comm_counts(self) -> dict[Any, int]:
         """How many of each collective ran."""

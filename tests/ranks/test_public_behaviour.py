@@ -345,6 +345,12 @@ def style_collectives() -> None:
     out = sends(lambda: block(given), all_reduce=1)
     assert_close(out, reference(x))
     sends(lambda: out.sum().backward(), all_reduce=1)
+    block.zero_grad()
+    with CommDebugMode() as comm:
+        block(given).sum().backward()
+    counts = comm.comm_module_counts
+    assert counts["Global"] == counts["Block"] == {"forward": {C.all_reduce: 1}, "backward": {C.all_reduce: 1}}
+    assert counts["Block.up"] == {"forward": {}, "backward": {C.all_reduce: 1}}
     reference(x).sum().backward()
     gradients(block, reference)
     block = parallelize_module(Block(), line(), SEQUENCE)
