@@ -15,7 +15,7 @@ justifies what goes beyond calling a function.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, _GeneratorContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -164,7 +164,7 @@ no_torch_dispatch: Callable[[], AbstractContextManager[None, None]] = _needed(
     "torch._C._DisableTorchDispatch", "running local operators below modes of simulated ranks and of fast calls"
 )
 no_dispatch: Callable[[], Any] = _needed("torch.utils._mode_utils.no_dispatch", "views outside of all modes")
-disable_modes: Callable[[], Any] = _needed(
+disable_modes: Callable[[], _GeneratorContextManager[None]] = _needed(
     "torch.utils._python_dispatch._disable_current_modes", "the price of a step that is simulated within modes"
 )
 n_dispatch_modes: Callable[[], int] = _needed("torch._C._len_torch_dispatch_stack", "fast calls only outside of modes")

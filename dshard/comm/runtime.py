@@ -27,7 +27,7 @@ from dshard.comm.scoped import Scoped
 from dshard.errors import MeshError
 from dshard.mesh import DEVICE_TYPES, Coordinate, Mesh
 from dshard.mesh import mesh_shape as sizes_of
-from dshard.torch_private import LocalTensor, local_tensor_mode, mesh_environment
+from dshard.torch_private import LocalTensor, disable_modes, local_tensor_mode, mesh_environment
 from dshard.validate import as_tuple, shown
 
 __all__ = [
@@ -213,7 +213,8 @@ def init_device_mesh(
             f"a mesh of {mesh_shape} has {prod(mesh_shape)} ranks, but the world has {world}: "
             "start more processes or shrink the mesh"
         )
-    return _init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names)
+    with disable_modes():  # in FakeTensorMode the numbers of the ranks could not be read
+        return _init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names)
 
 
 def _device_type(name: object) -> str:
@@ -243,18 +244,11 @@ def _own_rank() -> int:
 
 
 def _mesh_of(device_mesh: DeviceMesh) -> Mesh:
-    ranks: Any = device_mesh.mesh
-    mode = local_tensor_mode()
-    if mode is not None:
-        with mode.disable():
-            return _mesh_from(device_mesh, ranks)
-    return _mesh_from(device_mesh, ranks)
-
-
-def _mesh_from(device_mesh: DeviceMesh, ranks: Any) -> Mesh:
-    names = tuple(device_mesh.mesh_dim_names or ())
-    device_type = _device_type(device_mesh.device_type)
-    return Mesh(tuple(ranks.shape), names, tuple(ranks.flatten().tolist()), device_type)
+    with disable_modes():  # those of simulated ranks and of FakeTensorMode, which do not read numbers
+        ranks: Any = device_mesh.mesh
+        names = tuple(device_mesh.mesh_dim_names or ())
+        device_type = _device_type(device_mesh.device_type)
+        return Mesh(tuple(ranks.shape), names, tuple(ranks.flatten().tolist()), device_type)
 
 
 def runtime_of(mesh: Mesh) -> Runtime | None:

@@ -16,6 +16,7 @@ from dshard.comm.traced_collectives import traced
 from dshard.errors import CompileError, MeshError
 from dshard.layout import Layout, Region
 from dshard.mesh import Coordinate, Mesh
+from dshard.torch_private import TracingContext
 
 
 def local_shard(x: Tensor, region: Region) -> Tensor:
@@ -45,6 +46,8 @@ def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
         if runtime is None or runtime.coordinate is None:
             return x.new_empty(layout.local_shape(x.shape, (0,) * mesh.ndim), device="meta")
         if source is not None and traced(x):
+            if TracingContext.try_get() is None:  # in FakeTensorMode: any rank's part looks like this
+                return local_shard(x, layout.region(x.shape, runtime.coordinate))
             raise CompileError(
                 f"distribute_tensor from rank {source} within a compiled region: a graph sends no whole tensors; "
                 "pass src_data_rank=None, so that each rank cuts its own part, or distribute it before"

@@ -29,7 +29,7 @@ from dshard.layout import replicated
 from dshard.mesh import Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
 from dshard.rules.rule import Rule, Term, factor_sizes
-from dshard.torch_private import OpOverload
+from dshard.torch_private import OpOverload, disable_modes
 
 ONE = replicated(Mesh((1,), ("one",)))
 Nodes = tuple[int, ...]
@@ -245,6 +245,7 @@ def _rule(
 
 
 @plain()
+@disable_modes()
 def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TracedForward:
     """Run the forward pass of `model` without data; nothing of the model is changed.
 

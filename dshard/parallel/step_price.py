@@ -30,9 +30,11 @@ MOMENTS = 2
 
 @plain()
 @planning()
+@disable_modes()
 def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cost:
     """The cost of a forward and a backward pass of `model` under `plan`; `model` is not changed.
 
+    No mode around the call sees it: planning is nobody's work.
     `seconds` are those of the topology in use.
     """
     state = _state(model, plan, plan.mesh)
@@ -41,7 +43,7 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
         [*(own._local_tensor for own in state.values()), *_tensors((args, list(kwargs.values())))]
     )
     work = _Work(allocations)
-    with disable_modes(), applied(model, plan):  # planning is nobody's work
+    with applied(model, plan):
         with trace() as sent:
             out = functional_call(model, state, tuple(args), kwargs)
             forward = len(sent.events)

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 import dshard
+import dshard.placement_types
 from dshard import DTensor, Layout, LayoutError, Mesh, MeshError, Partial, Replicate, Shard, distribute_tensor
 from dshard.comm import DeviceMesh
 from dshard.layout import layout_of
@@ -94,6 +95,11 @@ def test_the_placements_of_a_tensor_say_the_order_of_the_axes(order: tuple[int, 
         assert all(isinstance(p, Shard) for p in x.placements)
         assert layout_of(mesh, x.placements, x.ndim) == layout
         assert x.redistribute(placements=x.placements) is x
+
+
+def test_placements_stand_in_a_module_of_torchs_name() -> None:
+    for name in ("Partial", "Placement", "Replicate", "Shard"):
+        assert getattr(dshard.placement_types, name) is getattr(dshard, name)
 
 
 def test_strided_placements_that_no_order_makes_are_refused() -> None:

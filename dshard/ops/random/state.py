@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dshard.comm import plain
-from dshard.torch_private import SEEN, graph_task_id
+from dshard.torch_private import SEEN, disable_modes, graph_task_id, n_dispatch_modes
 from dshard.validate import as_int, check_type
 
 MASK = (1 << 64) - 1
@@ -104,8 +106,15 @@ class _Sequence:
 
 def _write(word: int) -> None:
     """Write the word where torch keeps its CPU generator's initial seed; the generator's numbers do not change."""
-    with plain():
+    with _without_modes():
         _write_to(torch.default_generator, word)
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    """Within the block tensors have numbers, also in FakeTensorMode, and are of one rank where ranks are simulated."""
+    with plain(), disable_modes() if n_dispatch_modes() else nullcontext():
+        yield
 
 
 def _write_to(generator: torch.Generator, word: int) -> None:
@@ -158,7 +167,7 @@ def manual_seed(seed: int, device_mesh: object = None) -> None:
 def get_rng_state() -> Tensor:
     """The state of the sequence: the seed and the number of the next draw, two int64 on the CPU."""
     draw = _SEQUENCE.next
-    with plain():
+    with _without_modes():
         return torch.tensor([_signed(draw.seed), draw.number], dtype=torch.int64, device="cpu")
 
 
@@ -170,7 +179,7 @@ def set_rng_state(state: Tensor) -> None:
         ArgumentError: no tensor.
     """
     check_type(state, Tensor, "a state of dshard's random values", "pass what dshard.get_rng_state() returned")
-    with plain():
+    with _without_modes():
         numbers = state.tolist() if state.dtype == torch.int64 and tuple(state.shape) == (2,) else []
     if len(numbers) != 2 or not 0 <= numbers[1] < 1 << _NUMBER_BITS:
         raise ValueError(
