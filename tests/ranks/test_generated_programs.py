@@ -95,6 +95,12 @@ ONCE_WRONG = {
         "t1 = leaf((4, 4), 'x:S(1)', 476, False)",
         "t1.mT.reshape([4, 4]).mT.addcmul_(t1, t1)",
     ), runs=2),
+    "a product by blocks of one column": Program((2, 1, 2), (
+        "t1 = leaf((3, 4), 'x:S(1) y:S(1) z:S(1); 1:x,z,y', 491)",
+        "t2 = leaf((4, 1), 'x:S(1) y:R z:R', 942)",
+        "t3 = t1 @ t2",
+        "t3.sin().sum().backward()",
+    ), runs=2),
 }  # fmt: skip
 """Programs of a few lines that gave something else than one device, or raised on some ranks alone."""
 RAISED = {"a partial operand written", "overwritten", "saved, then written by views"}
