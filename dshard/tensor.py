@@ -23,6 +23,7 @@ from dshard.autograd.crossing import (
     redistribute_in_dtypes,
 )
 from dshard.autograd.outside import Emptied, WithoutData
+from dshard.autograd.joined_gradients import Leaf
 from dshard.autograd.sole_owner import is_shared, unshared
 from dshard.caches import cached
 from dshard.comm import DeviceMesh, stored_chunks, traced
@@ -45,10 +46,11 @@ from dshard.dispatch import fast_path
 from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES
 from dshard.dispatch.operator import dispatch
 from dshard.errors import ArgumentError, LayoutError, MeshError, MixedError, ShapeError
-from dshard.layout import Layout, Shape, interned, layout_of, replicated
+from dshard.layout import Layout, Shape, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
+from dshard.ops.fused_steps import support_fused_steps
 from dshard.ops.optimiser_states import support_states
 from dshard.placements import Partial, Placement
 from dshard.torch_dtensor import DTensorSpec, TorchDTensor, TorchPlacement
@@ -361,24 +363,25 @@ _GRAD: Any = torch.Tensor.grad
 _SET_GRAD = _GRAD.__set__
 support()
 support_states()
+support_fused_steps()
 skip_frames(DTensor)
 
 
 def keep_gradient_layout(x: DTensor) -> None:
     """Redistribute each gradient of the leaf `x` to the layout of `x` before it is accumulated."""
-    if x._gradient_layout is not None:
+    if x._gradient_leaf is not None:
         return
-    holder = x._gradient_layout = [interned(x._spec.layout.cotangent())]
+    leaf = x._gradient_leaf = Leaf(x)
 
     def redistribute_gradient(grad: Tensor | None) -> Tensor | None:
-        (layout,) = holder
+        layout = leaf.layout
         if type(grad) is not DTensor:  # zeros that autograd makes
-            return None if grad is None else gradient_in_layout(grad, layout, 0)
+            return None if grad is None else gradient_in_layout(grad, leaf, 0)
         references = getrefcount(grad)
         copies = is_shared(grad) and not torch.is_grad_enabled()  # accumulation would write to what someone else holds
         if grad._spec.layout is layout:
             return unshared(grad) if copies else None
-        out: DTensor = gradient_in_layout(grad, layout, references)
+        out: DTensor = gradient_in_layout(grad, leaf, references)
         return unshared(out) if copies and out.__dict__.get("_local_tensor") is grad._local_tensor else out
 
     with no_torch_function():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from itertools import takewhile
 from time import perf_counter
 
 from dshard.chrome import Slice, to_chrome
@@ -27,7 +28,8 @@ class Traced:
 
     `seconds` are those that the topology predicts, `measured` those that a measuring trace saw; `at` is its start, in
     seconds since the trace began. `module` is the path of the module that ran, forward or backward: "Net.fc.1".
-    `asked` says whether the user asked for it; where it is False, `strict` would have refused the operator.
+    `asked` says whether the user asked for it; where it is False, `strict` would have refused the operator. `members`
+    are the modules whose parameters' gradients one collective reduces; `module` is then what their paths begin with.
     """
 
     op: str
@@ -40,6 +42,7 @@ class Traced:
     module: str = ""
     measured: float | None = None
     asked: bool = False
+    members: tuple[str, ...] = ()
 
 
 HEADINGS = ("operator", "collective", "axis", "count", "received", "predicted ms", "measured ms", "module", "line")
@@ -152,6 +155,7 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
     def on_event(event: Event) -> None:
         at = perf_counter() - begin - (event.measured or 0.0)
         runtime = runtime_of(event.mesh)
+        members = modules.owners(running[-1].members) if running else ()
         recorded.rank = 0 if runtime is None else runtime.rank
         recorded.events.append(
             Traced(
@@ -162,14 +166,25 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
                 _predicted(event),
                 user_line(),
                 at,
-                modules.current(),
+                _common_path(members) if members else modules.current(),
                 event.measured,
                 bool(running) and running[0].explicit,
+                members,
             )
         )
 
     with observing(on_operator) as running, listen(on_event, measure=measure), modules.followed():
         yield recorded
+
+
+def _common_path(paths: Sequence[str]) -> str:
+    """The path of the innermost module that has all of these.
+
+    >>> _common_path(["Net.blocks.0.q", "Net.blocks.0.norm"])
+    'Net.blocks.0'
+    """
+    together = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, together))
 
 
 def _predicted(event: Event) -> float:

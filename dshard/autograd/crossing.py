@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dshard import comm
+from dshard.autograd.joined_gradients import Leaf, join
 from dshard.autograd.sole_owner import is_sole_owner
 from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, counting_as, local_redistribution
@@ -375,11 +376,12 @@ def in_layout(x: Any, layout: Layout, op: str | None = None, *, asynchronous: bo
     return redistribute(x, layout, op, asynchronous=asynchronous)
 
 
-def gradient_in_layout(grad: Any, layout: Layout, references: int) -> Any:
+def gradient_in_layout(grad: Any, leaf: Leaf, references: int) -> Any:
     """A gradient of a leaf, in the leaf's layout. A single collective runs beside the rest of the backward pass.
 
-    `references` are those to `grad` in the hook that was called with it.
+    That of a leaf is joined with others. `references` are those to `grad` in the hook that was called with it.
     """
+    layout = leaf.layout
     grad = as_distributed(grad, layout)
     spec: Spec = grad._spec
     if spec.layout is layout:
@@ -389,6 +391,10 @@ def gradient_in_layout(grad: Any, layout: Layout, references: int) -> Any:
     if torch.is_grad_enabled():
         return redistribute(grad, layout, asynchronous=asynchronous)
     own = asynchronous and is_sole_owner(grad, references)
+    if asynchronous and leaf.accumulates:
+        joined = join(leaf, grad, move, own)
+        if joined is not None:
+            return joined
     return _redistribute_unrecorded(grad, move, None, asynchronous, own)
 
 

@@ -131,8 +131,8 @@ def set_data(func: Function, args: Args, kwargs: Kwargs) -> Any:
     with no_torch_function():
         func(x, value)
     x._local_tensor, x._spec, x._local_graph, x._view_sync = value._local_tensor.detach(), value._spec, None, None
-    if x._gradient_layout is not None:
-        x._gradient_layout[:] = [interned(x._spec.layout.cotangent())]
+    if x._gradient_leaf is not None:
+        x._gradient_leaf.layout = interned(x._spec.layout.cotangent())
 
 
 def grad_fn(func: Function, args: Args, kwargs: Kwargs) -> Any:

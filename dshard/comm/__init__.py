@@ -7,6 +7,7 @@ A plan is run in these stages, each in a file:
 - `run`: the steps as functions called one after the other; programs on process groups, or without data. `drive`: the
   steps begun and finished later, in buffers of a `workspace`; `async_local`: local tensors in flight. `simulated`: all
   ranks in one process.
+- `joined`: several plans of one collective each, as one collective.
 - `transport`: launches a collective by one of the primitives in `collectives`, and tells listeners (`events`).
 - `peer_failure`: waits for it, unless another rank has failed or is in `deadlock`.
 
@@ -32,6 +33,7 @@ from dshard.comm.cpu_scheduling import share_cores
 from dshard.comm.drive import InFlight, Program, Request, begin, finish, flat, same_memory
 from dshard.comm.events import Event, listen
 from dshard.comm.graph_split import split_graph
+from dshard.comm.joined import Joined, Lane, begin_joined, joined_of, joined_received, lane_of
 from dshard.comm.peer_failure import (
     is_heard,
     is_told,
@@ -79,6 +81,8 @@ __all__ = [
     "DeviceMesh",
     "Event",
     "InFlight",
+    "Joined",
+    "Lane",
     "LazyLocal",
     "LocalTensor",
     "Program",
@@ -92,6 +96,7 @@ __all__ = [
     "Transfer",
     "async_start",
     "begin",
+    "begin_joined",
     "begin_reshard",
     "bind",
     "break_off",
@@ -118,6 +123,9 @@ __all__ = [
     "is_heard",
     "is_outside",
     "is_told",
+    "joined_of",
+    "joined_received",
+    "lane_of",
     "leave_word",
     "listen",
     "local_of",

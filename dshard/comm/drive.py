@@ -104,6 +104,22 @@ def advance(program: Program[T], launch: Callable[[Request], Wait]) -> T:
         return value
 
 
+def begun(program: Program[T], launch: Callable[[Request], Wait]) -> Callable[[], T]:
+    """Begin the first collective of a program, which has one; the function returned runs the program to its end."""
+    first = launch(next(program))
+
+    def rest() -> T:
+        try:
+            request = program.send(first)
+            while True:
+                request = program.send(launch(request))
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+
+    return rest
+
+
 def advance_in_step(
     programs: Mapping[int, Program[T]], run: Callable[[Mapping[int, Request]], Mapping[int, Tensor]]
 ) -> dict[int, T]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -137,23 +137,63 @@ def _compile(
             return [] if alone else [_narrow(layout, step.dst, shape, panel, at)]
         case _:
             pass
+    moved = _transfer(step, layout, shape, panel, at)
+    if alone:
+        return [Narrow(moved.sent[0])] if isinstance(step, ReduceExchange) else []
+    packed = None if isinstance(step, AllGather | AllReduce) else Pieces(moved.sent, moved.before)
+    unpacked = Pieces(moved.received, moved.after) if isinstance(step, AllGather | AllToAll | Exchange) else None
+    return [*lowered(moved.collective, packed, unpacked, moved.after, dtype, backend)]
+
+
+class Moved(NamedTuple):
+    """What one rank sends and receives in a step: its collective, and the regions of the local tensors of two shapes.
+
+    Regions are those of each rank of the group, or one for all.
+    """
+
+    collective: Collective
+    sent: tuple[Region, ...]
+    received: tuple[Region, ...]
+    before: Shape
+    after: Shape
+
+
+def moved_in(plan: Plan, at: Coordinate) -> Moved | None:
+    """What the rank at `at` sends and receives in a plan that is one collective of several ranks; None for another."""
+    if len(plan.steps) != 1 or kind_of(plan.steps[0]) is None:
+        return None
+    ((step, layout),) = plan.stages()
+    alone = len(layout.mesh.group(axes_of(step), at)) == 1
+    return None if alone else _transfer(step, layout, plan.shape, None, at)
+
+
+def _transfer(step: Step, layout: Layout, shape: Shape, panel: Panel | None, at: Coordinate) -> Moved:
     regions = messages(step, layout, shape, at) if panel is None else panel.messages(step, layout, shape, at)
     assert regions is not None
-    if alone:
-        return [Narrow(regions.send[0])] if isinstance(step, ReduceExchange) else []
     before, done = (
         there.local_shape(shape, at) if panel is None else panel.shape(there, shape, at)
         for there in (layout, after(step, layout))
     )
-    packed = None if isinstance(step, AllGather | AllReduce) else Pieces(regions.send, before)
-    unpacked = Pieces(regions.recv, done) if isinstance(step, AllGather | AllToAll | Exchange) else None
     received = sum(sizes_received(step, layout, shape, at, regions))
-    parts = collectives_for(_collective(step, regions, layout.mesh, at, received), dtype, backend)
+    collective = _collective(step, regions, layout.mesh, at, received)
+    return Moved(collective, tuple(regions.send), tuple(regions.recv), before, done)
+
+
+def lowered(
+    collective: Collective,
+    packed: Pieces | None,
+    unpacked: Pieces | None,
+    shape: Shape,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Transfer, ...]:
+    """A collective as the transfers by which the backend runs it; the local tensor has `shape` afterwards."""
+    parts = collectives_for(collective, dtype, backend)
     if len(parts) == 1:
-        ((collective, terms),) = parts
-        return [Transfer(collective, packed, unpacked, done, terms)]
+        ((alone, terms),) = parts
+        return (Transfer(alone, packed, unpacked, shape, terms),)
     (exchange, terms), (gather, _) = parts
-    return [Transfer(exchange, None, None, exchange.recv[:1], terms), Transfer(gather, None, None, done)]
+    return Transfer(exchange, None, None, exchange.recv[:1], terms), Transfer(gather, None, None, shape)
 
 
 def kind_of(step: Step) -> Kind | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard import comm
 from dshard.comm import (
     AsyncLocal,
     LocalTensor,
@@ -102,6 +103,14 @@ class LocalRedistribution:
             self.starter = async_start(self.plan)
         return self.starter(local, own)
 
+    def begin_or_run(self, local: Tensor, own: bool = False) -> Callable[[], Tensor]:
+        """Begin the redistribution, or run it where it cannot be in flight; what is returned gives its result."""
+        in_flight = self.begin(local, own)
+        if in_flight is not None:
+            return in_flight
+        done = self(local)
+        return lambda: done
+
     def decision(self, op: str, explicit: bool = False) -> Decision:
         """The decision to redistribute so, because the operator named `op` needs it or the user asked for it."""
         operand = Operand(self.source.layout, self.source.shape, self.source.itemsize)
@@ -154,6 +163,36 @@ def redistributed(x: Wrapper, layout: Layout, op: str) -> Any:
     if spec.layout == layout:
         return x
     return wrap(redistribute_local(x._local_tensor, spec, layout, op), spec.with_layout(layout))
+
+
+def reduced_together(xs: Sequence[Wrapper], op: str) -> list[Any]:
+    """The distributed tensors with their partial sums reduced, in one collective where all need the same."""
+    moves = [local_redistribution(x._spec, completed_layout(x._spec.layout)) for x in xs]
+    plans, local = tuple(move.plan for move in moves), [x._local_tensor for x in xs]
+    lanes = {(comm.lane_of(move.plan), move.spec.dtype, move.spec.device) for move in moves}
+    if len(lanes) > 1 or None in next(iter(lanes)) or any(map(comm.traced, local)):
+        return [with_partials_reduced(x, op) for x in xs]
+    if OBSERVERS:
+        out = observed(decision_together(moves, op), comm.begin_joined, (plans, local))()
+    else:
+        out = comm.begin_joined(plans, local)()
+    return [wrap(each, move.spec) for each, move in zip(out, moves, strict=True)]
+
+
+def decision_together(moves: Sequence[LocalRedistribution], op: str, members: tuple[int, ...] = ()) -> Decision:
+    """The decision to redistribute several tensors by one collective.
+
+    Of gradients `members` are the ids of the leaves, whose layouts the user asked for.
+    """
+    sources = [move.source for move in moves]
+    operands = tuple(Operand(source.layout, source.shape, source.itemsize) for source in sources)
+    plans = tuple(move.plan for move in moves)
+    mesh = plans[0].src.mesh
+    topology = planning_context().topology_of(mesh)
+    kind, axes, elements = comm.joined_received(plans)
+    sent = planned_collective(kind, mesh, axes, elements * sources[0].itemsize, topology)
+    why = ASKED if members else NEEDED
+    return Decision(op, operands, (), None, None, (), topology, exchanges=(sent,), why=why, members=members)
 
 
 def with_partials_reduced(x: object, op: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,6 +53,10 @@ class Modules:
             return self._owners.get(id(node.variable), "")
         index = bisect_right(self._starts, node._sequence_nr()) - 1
         return self._running[index] if index >= 0 else ""
+
+    def owners(self, leaves: Sequence[int]) -> tuple[str, ...]:
+        """The paths of the modules that have the parameters with these ids, each once."""
+        return tuple(dict.fromkeys(self._owners[leaf] for leaf in leaves if leaf in self._owners))
 
     def _enter(self, module: Module, args: Any) -> None:
         if is_dynamo_compiling():  # which traces hooks, too; a graph has no modules

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dshard.comm import AsyncLocal, LazyLocal
+from dshard.comm import LazyLocal
 from dshard.core.spec import Spec
 from dshard.core.torch_wrappers import FlattenedByFSDP
-from dshard.layout import Layout
 from dshard.torch_dtensor import TorchDTensor
 from dshard.torch_private import make_wrapper_subclass as make
 
@@ -26,11 +25,12 @@ class Wrapper(TorchDTensor):
     _local_tensor: Tensor = LazyLocal()  # type: ignore[assignment]
     _spec: Spec = None  # type: ignore[assignment]  # torch's class has slots: this one's values are in the instance
     _lazy_local: Callable[[], Tensor]
-    # Their types are defined above this module: the origin of a copied view, and a graph on local tensors.
+    # Their types are defined above this module: the origin of a copied view, a graph on local tensors, and the layout
+    # that gradients get.
     _view_sync: Any = None
     _local_graph: Any = None
     _leaf: bool | None = None
-    _gradient_layout: list[Layout] | None = None
+    _gradient_leaf: Any = None
     _fsdp_flattened = FlattenedByFSDP()
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -55,7 +55,7 @@ def wrap(local: Tensor, spec: Spec, storage_offset: int | torch.SymInt | None = 
     return out
 
 
-def wrap_in_flight(local: AsyncLocal, spec: Spec) -> Any:
+def wrap_in_flight(local: Callable[[], Tensor], spec: Spec) -> Any:
     """The distributed tensor of spec `spec` whose local tensor is in flight: its first use waits."""
     out = make(Wrapper.public, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, spec.device)
     out._lazy_local = local

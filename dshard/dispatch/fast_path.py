@@ -30,7 +30,7 @@ from dshard.core.observe import CALL_LOGS, OBSERVERS, CallRecord, observed
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.shortcuts import BY_KIND, Shortcut, is_one_operator, shortcut_of
-from dshard.ops.matmul.options import ASKING, has_no_options
+from dshard.ops.matmul.options import ASKING, current_options
 from dshard.torch_private import (
     is_autocasting,
     is_transforming,
@@ -73,6 +73,8 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
             key = call_key(func, args, kwargs, func not in BY_KIND, _is_recording(), False)
             if key is not None and (saved_tensor_hooks(True) is not None if key[1] else OBSERVERS):
                 key = None  # saved-tensor hooks get distributed tensors, and observers of what is not recorded see all
+            if ASKING and key is not None:
+                key = (*key, current_options())
             if key is not None:
                 shortcuts = planning_context().shortcuts
                 shortcut = shortcuts.get(key)
@@ -125,8 +127,8 @@ def _observed_shortcut(shortcut: Shortcut, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _is_special() -> bool:
-    """Whether the fast path is off, operators are intercepted, cast or transformed, or matmuls have options."""
-    if not FAST or n_dispatch_modes() or is_autocasting() or is_transforming() or (ASKING and not has_no_options()):
+    """Whether the fast path is off, or operators are intercepted, cast or transformed."""
+    if not FAST or n_dispatch_modes() or is_autocasting() or is_transforming():
         return True
     return forward_ad._current_level >= 0
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.autograd.joined_gradients import add_later
 from dshard.core.call import Call, LocalOp, Operator, views_first, writes_first
 from dshard.core.call_key import call_key
 from dshard.core.checks import infer
@@ -60,7 +61,7 @@ from dshard.rules.strategy import ANY, Constraints, Strategy, cheapest
 from dshard.torch_private import OpOverload
 
 Executor = Callable[[Args, Kwargs], Any]
-_DETACH = torch.ops.aten.detach.default
+_DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
 RESHAPES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})
 """Operators with a kernel that only gives other sizes: torch's gradient of it is that of the call."""
 
@@ -68,14 +69,16 @@ RESHAPES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.reshap
 def dispatch(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
     """`DTensor.__torch_dispatch__`: run `func`, with the result of single-device torch on the global tensors."""
     kwargs = kwargs or {}
-    if func is _DETACH and not (CALL_LOG or OBSERVERS):
+    if func is _DETACH:
         x = args[0]
         if "_lazy_local" in x.__dict__:  # a gradient that is accumulated may be in flight
             return wrap_in_flight(x._lazy_local, x._spec)
-        if type(x._local_tensor) is Tensor and x._view_sync is None:
+        if type(x._local_tensor) is Tensor and x._view_sync is None and not (CALL_LOG or OBSERVERS):
             return wrap(
                 x._local_tensor, x._spec
             )  # not a view of `_local_tensor`, which would have a version counter of its own
+    elif func is _ADD and "_lazy_local" in getattr(args[1], "__dict__", ()) and add_later(args[0], args[1]):
+        return args[0]
     number = id(func)  # the hash of an operator is slow; `FACTS` keeps it alive, so no other gets its id
     facts = FACTS.get(number) or known(func)
     composed = facts.composed

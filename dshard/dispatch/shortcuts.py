@@ -17,7 +17,7 @@ from dshard.autograd.crossing import LocalGraph, local_graph_of, tracked_local, 
 from dshard.comm import LocalTensor
 from dshard.core.call import views_first, writes_first
 from dshard.core.executable import Executable
-from dshard.core.moves import sharing_version
+from dshard.core.moves import sharing_version, tensors_in
 from dshard.core.observe import CallRecord, OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
@@ -35,6 +35,10 @@ _is_recording = torch.is_grad_enabled
 _DETACH = _ATEN.detach.default
 BY_KIND: set[object] = set()
 """Functions that run one operator whatever the values of their numbers: only the types are part of the key."""
+
+
+_BY_ROWS = frozenset({torch.rms_norm, torch.nn.functional.rms_norm})
+"""Functions of several operators that, where nothing is sent, are the same function of the local tensors."""
 
 
 class Operand(NamedTuple):
@@ -128,6 +132,9 @@ def _recorded_shortcut(
     func: Function, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]
 ) -> Shortcut | None:
     is_alone = len(records) == 1
+    if func in _BY_ROWS and not _is_uneven(records, out) and not any(map(_moves, records)):
+        operands = _operands_of(args, kwargs, records)
+        return None if operands is None else _recorded([Step(func, None, {}, operands, first=False)], out._spec)
     if _is_uneven(records, out) or not all(map(_is_local, records)):
         return _run_again(args, kwargs, records[0], out) if is_alone and func not in BY_KIND else None
     if out._is_view():
@@ -153,12 +160,16 @@ def _is_uneven(records: Sequence[CallRecord], out: Wrapper) -> bool:
     return any(spec.layout.leaves_empty(spec.shape) for spec in specs)
 
 
+def _moves(record: CallRecord) -> bool:
+    """Whether a call sends anything, or is no operator on the local tensors."""
+    executable: Executable = record.executable
+    return executable.operator is None or bool(executable.moves) or executable.end is not None or executable.compared
+
+
 def _is_local(record: CallRecord) -> bool:
     """Whether a call and its gradient run on the local tensors alone: of partial reductions only sums do."""
     executable: Executable = record.executable
-    if executable.operator is None or executable.moves or executable.end is not None or executable.compared:
-        return False
-    if not executable.differentiable or (record.op is not None and writes_first(record.op)):
+    if _moves(record) or not executable.differentiable or (record.op is not None and writes_first(record.op)):
         return False
     layouts = [layout for plan in executable.plans for layout in (plan.src, plan.dst)]
     layouts += [spec.layout for spec in executable.specs]
@@ -187,6 +198,22 @@ def _itself(func: Function, args: Args, kwargs: Kwargs, record: CallRecord) -> l
         return None
     pairs = zip(_distributed_operands(args, kwargs), record.executable.gradients, strict=True)
     return [Step(func, None, {}, [_operand(at, at, x, gradient) for (at, x), gradient in pairs], first=False)]
+
+
+def _operands_of(args: Args, kwargs: Kwargs, records: Sequence[CallRecord]) -> list[Operand] | None:
+    """The distributed arguments as operands, each with the one layout in which all logged operators give gradients."""
+    operands: list[Operand] = []
+    for at, x in _distributed_operands(args, kwargs):
+        gradients = {
+            gradient
+            for record in records
+            for y, gradient in zip(tensors_in(record.args), record.executable.gradients, strict=True)
+            if y is x
+        }
+        if len(gradients) != 1:
+            return None
+        operands.append(_operand(at, at, x, gradients.pop()))
+    return operands
 
 
 def _has_operands(record: CallRecord, args: Args, kwargs: Kwargs) -> bool:

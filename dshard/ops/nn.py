@@ -10,6 +10,7 @@ import torch
 
 from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator
 from dshard.core.checks import check_dim
+from dshard.core.moves import reduced_together
 from dshard.core.signature import Args, Kwargs
 from dshard.mesh import Coordinate
 from dshard.ops.lookup import rows_held
@@ -127,7 +128,7 @@ ELSEWHERE = -(2**31)
 def mean_nll_loss(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """The mean loss: a sum over a total weight, each over all ranks; a mean of means would misweigh uneven shards."""
     x, target, weight, _, ignored = args
-    total, count = func(x, target, weight, SUM, ignored)
+    total, count = reduced_together(func(x, target, weight, SUM, ignored), str(func))
     return total / count, count
 
 

@@ -152,7 +152,7 @@ class TestModules:
         assert sorted(backward) == sorted(LAYERS - {f"Net.blocks.0.{name}" for name in "qkv"}), "x needs no gradient"
         assert "module" in found.summary().splitlines()[0]
 
-    def test_the_gradient_of_a_parameter_is_brought_home_by_its_module(self):
+    def test_gradients_that_are_reduced_together_belong_to_their_modules(self):
         class Scale(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -165,10 +165,9 @@ class TestModules:
             x = distribute(torch.randn(8, 8), Layout(MESH, (Shard(0), Replicate())))
             nn.Sequential(Scale(), Scale())(x).sum().backward()
 
-        assert [(event.axis, event.module) for event in found.events] == [
-            ("dp", "Sequential.1"),
-            ("dp", "Sequential.0"),
-        ]
+        (event,) = found.events
+        assert (event.op, event.axis, event.module) == ("gradients of 2 leaves", "dp", "Sequential")
+        assert event.members == ("Sequential.1", "Sequential.0")
 
     def test_a_module_that_raises_is_left(self):
         class Broken(nn.Module):

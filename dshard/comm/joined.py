@@ -1,0 +1,190 @@
+"""Several redistributions of one collective each, run as one collective of all their local tensors.
+
+The pieces for a rank are those of every tensor, one after the other, in one flat buffer. Reduced tensors are views of
+the buffer received; gathered ones are copied out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dshard.caches import cached
+from dshard.comm import rank_checks
+from dshard.comm.collective import SIMULATED, Collective
+from dshard.comm.drive import Program, Request, Results, begun
+from dshard.comm.pieces import view_of
+from dshard.comm.program_steps import Moved, Transfer, lowered, moved_in
+from dshard.comm.run import launch_on, run_program
+from dshard.comm.runtime import LocalTensor, own_runtime
+from dshard.comm.scatter_shards import device_of
+from dshard.comm.workspace import Session
+from dshard.layout import Region, Shape
+from dshard.mesh import Coordinate, Mesh
+from dshard.placements import ReduceOp
+from dshard.redistribute import Plan, numel
+
+Finish = Callable[[], Results]
+"""Waits for the collective, and returns the local tensors."""
+
+
+class Lane(NamedTuple):
+    """What plans have in common that can be one collective."""
+
+    mesh: Mesh
+    kind: Literal["all_gather", "all_reduce", "reduce_scatter"]
+    axes: tuple[str, ...]
+    op: ReduceOp | None
+
+
+@cached("lanes", 16384)
+def lane_of(plan: Plan) -> Lane | None:
+    """The lane of a plan; None for one that is not one collective, or another kind of it."""
+    moved = moved_in(plan, (0,) * plan.src.mesh.ndim)
+    if moved is None:
+        return None
+    c = moved.collective
+    match c.kind:
+        case "all_gather" | "all_reduce" | "reduce_scatter":
+            return Lane(plan.src.mesh, c.kind, c.axes, c.op)
+        case _:
+            return None
+
+
+class Joined:
+    """Plans of one lane, as one collective of the rank at a coordinate.
+
+    `sizes` are the elements of each piece in the buffer to send, all tensors' for the first rank before those for the
+    second, and `received` those in the buffer that arrives, after its terms are reduced.
+    """
+
+    __slots__ = ("gathers", "members", "parts", "received", "sizes")
+
+    def __init__(self, plans: Sequence[Plan], at: Coordinate, dtype: torch.dtype, backend: str) -> None:
+        members = [moved_in(plan, at) for plan in plans]
+        self.members: list[Moved] = [moved for moved in members if moved is not None]
+        assert len(self.members) == len(plans), "each plan is one collective"
+        self.sizes = [numel(region) for regions in self._by_rank("sent") for region in regions]
+        self.received = [numel(region) for regions in self._by_rank("received") for region in regions]
+        first = self.members[0].collective
+        self.gathers = first.kind == "all_gather"
+        self.parts = lowered(self._collective(), None, None, (sum(self.received),), dtype, backend)
+
+    def _by_rank(self, which: Literal["sent", "received"]) -> list[tuple[Region, ...]]:
+        """The regions of all members for each rank, or from each."""
+        return list(zip(*(getattr(moved, which) for moved in self.members), strict=True))
+
+    def _collective(self) -> Collective:
+        of = [moved.collective for moved in self.members]
+        send = tuple(map(sum, zip(*(c.send for c in of), strict=True)))
+        recv = tuple(map(sum, zip(*(c.recv for c in of), strict=True)))
+        reports = [c.report for c in of if c.report is not None]
+        report = replace(reports[0], elements=sum(report.elements for report in reports))
+        return replace(of[0], send=send, recv=recv, report=report)
+
+    @property
+    def elements(self) -> int:
+        """The elements that this rank receives from its peers."""
+        return sum(part.elements for part in self.parts)
+
+    def program(self, tensors: Sequence[Tensor]) -> Program[Results]:
+        """Pack the tensors, run the collective, and unpack what arrives."""
+        flat = self._pack(tensors)
+        for part in self.parts:
+            wait = yield Request(part, flat, _place_to_receive(part, flat))
+            flat = wait()
+            for call in part.unpackers():
+                flat = call(flat)
+        return self._unpack(flat)
+
+    def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        flat = tensors[0].new_empty(sum(self.sizes))
+        by_rank = self._by_rank("sent")
+        pieces = [view_of(x, region) for regions in by_rank for x, region in zip(tensors, regions, strict=True)]
+        places = [place.view(x.shape) for place, x in zip(flat.split(self.sizes), pieces, strict=True)]
+        torch._foreach_copy_(places, pieces)
+        return flat
+
+    def _unpack(self, flat: Tensor) -> Results:
+        parts = flat.split(self.received)
+        if not self.gathers:
+            return tuple(_of_memory(part, moved.after) for part, moved in zip(parts, self.members, strict=True))
+        out, by_rank = [flat.new_empty(moved.after) for moved in self.members], self._by_rank("received")
+        places = [view_of(x, region) for regions in by_rank for x, region in zip(out, regions, strict=True)]
+        torch._foreach_copy_(places, [part.view(x.shape) for part, x in zip(parts, places, strict=True)])
+        return tuple(out)
+
+
+def _place_to_receive(part: Transfer, flat: Tensor) -> Tensor | None:
+    """The buffer to receive in: an all_reduce's own, which nobody else has; None for that which is fastest."""
+    match part.collective.kind:
+        case "all_reduce":
+            return flat
+        case "all_gather" if not flat.is_meta:
+            return None
+        case _:
+            return flat.new_empty(sum(part.collective.recv))
+
+
+def _of_memory(part: Tensor, shape: Shape) -> Tensor:
+    """A tensor of `shape` in the memory of the flat `part`, whose version counter is its own.
+
+    A view would share that with all others of its buffer: a write to one would count as a write to each.
+    """
+    if part.is_meta:
+        return part.view(shape)
+    view = part.view(shape)
+    return part.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
+def joined_of(plans: Sequence[Plan], dtype: torch.dtype) -> Joined:
+    """Plans of one lane as one collective of this process, made once and cached.
+
+    Raises:
+        MeshError: the mesh has no processes.
+    """
+    runtime, coordinate = own_runtime(plans[0].src.mesh)
+    key = (*plans, dtype)
+    joined: Joined | None = runtime.runners.get(key)
+    if joined is None:
+        return runtime.runners.add(key, Joined(plans, coordinate, dtype, runtime.backend))  # type: ignore[no-any-return]
+    runtime.runners.hits += 1
+    return joined
+
+
+def begin_joined(plans: Sequence[Plan], tensors: Sequence[Tensor], joined: Joined | None = None) -> Finish:
+    """Begin plans of one lane, on a local tensor each, as one collective; the function returned waits for its end.
+
+    `joined` is `joined_of(plans)`, if it is at hand. On simulated ranks and without data it has ended on return.
+
+    Raises:
+        MeshError: the mesh has no processes.
+    """
+    mesh, dtype = plans[0].src.mesh, tensors[0].dtype
+    with torch.no_grad():
+        if type(tensors[0]) is LocalTensor or tensors[0].is_meta:
+
+            def make(at: Coordinate, space: Session, parts: Sequence[Tensor]) -> Program[Results]:
+                return Joined(plans, at, dtype, SIMULATED).program(parts)
+
+            results = run_program(mesh, make, tensors)
+            return lambda: results
+        runtime, _ = own_runtime(mesh)
+        if rank_checks.enabled():
+            text = f"{len(plans)} joined: " + "; ".join(f"{tuple(plan.shape)} {plan}" for plan in plans)
+            rank_checks.compare_on(text, runtime.group(mesh.names), device_of(mesh))
+        return begun((joined or joined_of(plans, dtype)).program(tensors), partial(launch_on, runtime))
+
+
+@cached("joined bytes", 4096)
+def joined_received(plans: tuple[Plan, ...]) -> tuple[str, tuple[str, ...], int]:
+    """The collective that plans of one lane are together: its kind, axes, and the elements of the busiest rank."""
+    mesh = plans[0].src.mesh
+    every = [Joined(plans, mesh.coordinate(rank), torch.float32, SIMULATED) for rank in mesh.ranks]
+    of = every[0].parts[0].collective
+    return of.kind, of.axes, max(joined.elements for joined in every)

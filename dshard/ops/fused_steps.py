@@ -1,0 +1,50 @@
+"""Optimisers whose parameters are distributed step by torch's fused operators, unless they are told how to step.
+
+One operator then updates all local tensors, where the loop that is torch's default on a CPU calls several for each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from dshard.core.wrapper import Wrapper
+
+_FUSED: frozenset[type[Optimizer]] = frozenset({SGD, Adagrad, Adam, AdamW})
+"""The optimisers for which torch has fused operators on a CPU."""
+
+
+_BY_DEFAULT = 1
+"""What stands for True where the user has not asked: it is taken back after the step."""
+
+
+def _leaves_open(group: dict[str, Any]) -> bool:
+    """Whether the user has not said how to step, and all parameters are real distributed tensors on a CPU."""
+    if group.get("fused") is not None or group.get("foreach") is not None:
+        return False
+    if group.get("differentiable") or group.get("capturable"):
+        return False
+    cls = Wrapper.public
+    return all(type(p) is cls and p.is_cpu and p.is_floating_point() for p in group["params"])
+
+
+def _before(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if type(optimizer) in _FUSED:
+        for group in optimizer.param_groups:
+            if _leaves_open(group):
+                group["fused"] = _BY_DEFAULT
+
+
+def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if type(optimizer) in _FUSED:
+        for group in optimizer.param_groups:
+            if group.get("fused") is _BY_DEFAULT:
+                group["fused"] = None
+
+
+def support_fused_steps() -> None:
+    """Have all optimisers ask here before they step."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
