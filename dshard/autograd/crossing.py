@@ -391,7 +391,7 @@ def gradient_in_layout(grad: Any, leaf: Leaf, references: int) -> Any:
     if torch.is_grad_enabled():
         return redistribute(grad, layout, asynchronous=asynchronous)
     own = asynchronous and is_sole_owner(grad, references)
-    if asynchronous and leaf.accumulates:
+    if leaf.accumulates:
         joined = join(leaf, grad, move, own)
         if joined is not None:
             return joined

@@ -2,30 +2,30 @@
 
 A gradient that needs one collective waits for others of its lane: the same mesh, axes, reduction and dtype. Together
 they are a bucket, one collective that begins in the backward pass when its last gradient arises, and ends at the first
-use of any. The last pass over the same leaves says which are expected. Buckets begin in one order on all ranks, that in
-which the leaves were made, last first, however autograd ran its graph: those that are not complete, or whose turn has
-not come, begin at the end of the pass.
+use of any. Which gradients are expected is known from what followed the lane's last pass before. Buckets of a lane
+begin in one order on all ranks, that in which the leaves were made, last first, however autograd ran its graph: those
+that are not complete, or whose turn has not come, begin at the end of the pass. Ranks that share a lane run the same
+passes over it, so all expect the same.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import count
 from math import sqrt
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 
 from dshard import comm
+from dshard.caches import Cache
 from dshard.core.context import planning_context
-from dshard.core.moves import LocalRedistribution, count_write, decision_together
-from dshard.core.observe import OBSERVERS, observed
+from dshard.core.moves import LocalRedistribution, begin_together, count_write
+from dshard.core.observe import OBSERVERS
 from dshard.core.wrapper import Wrapper, wrap_in_flight
-from dshard.cost import collective_seconds
+from dshard.cost import predicted_seconds
 from dshard.layout import interned
 from dshard.topology import Topology
 from dshard.torch_private import autograd_engine, graph_task_id
@@ -36,17 +36,15 @@ _NUMBERS = count()
 class Leaf:
     """The gradients of `tensor` are redistributed to `layout`; `number` is its place among all such tensors.
 
-    A leaf of autograd `accumulates` them: nothing in the backward pass waits for one. `schedule` is that of the last
-    backward pass in which its gradient was reduced with others.
+    A leaf of autograd `accumulates` them: nothing in the backward pass waits for one.
     """
 
-    __slots__ = ("accumulates", "layout", "number", "schedule", "tensor")
+    __slots__ = ("accumulates", "layout", "number", "tensor")
 
     def __init__(self, x: Wrapper) -> None:
         self.layout, self.accumulates = interned(x._spec.layout.cotangent()), x.is_leaf
         self.tensor = ref(x)
         self.number = next(_NUMBERS)
-        self.schedule: Schedule | None = None
 
 
 class Pending:
@@ -82,75 +80,129 @@ class Pending:
         return self._value
 
 
-class Bucket:
-    """Gradients that are expected in one backward pass, and reduced by one collective."""
-
-    __slots__ = ("joined", "members")
-
-    def __init__(self, members: Sequence[Pending]) -> None:
-        self.members = [(pending.leaf, pending.move) for pending in members]
-        self.joined: comm.Joined | None = None
+Expected: TypeAlias = tuple[int, LocalRedistribution]
+"""The number of a leaf, and how its gradient is redistributed."""
 
 
-class Schedule:
-    """The buckets of a backward pass in the order in which they begin."""
+class Buckets:
+    """The buckets of all gradients of a lane in one backward pass, in the order in which they begin."""
 
-    __slots__ = ("buckets", "places")
+    __slots__ = ("all", "places")
 
-    def __init__(self, pendings: Iterable[Pending]) -> None:
-        lanes: defaultdict[object, list[Pending]] = defaultdict(list)
-        for pending in sorted(pendings, key=lambda pending: -pending.leaf.number):
-            spec = pending.move.spec
-            lanes[_lane(pending), spec.dtype, spec.device].append(pending)
-        buckets = [bucket for members in lanes.values() for bucket in _cut(members)]
-        buckets.sort(key=lambda members: -members[-1].leaf.number)
-        self.buckets = [Bucket(members) for members in buckets]
-        self.places = {leaf: (i, move) for i, bucket in enumerate(self.buckets) for leaf, move in bucket.members}
+    def __init__(self, lane: comm.Lane, pendings: Iterable[Pending]) -> None:
+        topology = planning_context().topology_of(lane.mesh)
+        self.all = [[*map(_expected, members)] for members in _cut(lane, _in_order(pendings), topology)]
+        self.places = {member: i for i, bucket in enumerate(self.all) for member in bucket}
+
+
+class LanePasses:
+    """What is known of the passes over a lane: the buckets of each, which followed which, and the last."""
+
+    __slots__ = ("following", "known", "lane", "last")
+
+    def __init__(self, lane: comm.Lane) -> None:
+        self.lane = lane
+        self.known, self.following = Cache("gradient buckets", 64), Cache("gradient passes", 64)
+        self.last: Buckets | None = None
+
+    def buckets_of(self, pendings: Iterable[Pending]) -> Buckets:
+        """The buckets of these gradients."""
+        key = (planning_context(), frozenset(map(_expected, pendings)))
+        buckets: Buckets | None = self.known.get(key)
+        if buckets is None:
+            return self.known.add(key, Buckets(self.lane, pendings))  # type: ignore[no-any-return]
+        self.known.hits += 1
+        return buckets
+
+    def has_run(self, buckets: Buckets) -> None:
+        """A pass over these buckets has ended."""
+        if self.following.get(self.last) is not buckets:
+            self.following.pop(self.last, None)
+            self.following.add(self.last, buckets)
+        self.last = buckets
+
+
+_LANES: Cache = Cache("gradient lanes", 256)
+
+
+class LanePass:
+    """The gradients of one lane in one backward pass."""
+
+    __slots__ = ("arrived", "expected", "passes", "turn", "unexpected")
+
+    def __init__(self, passes: LanePasses) -> None:
+        self.passes = passes
+        self.expected: Buckets | None = passes.following.get(passes.last)
+        self.arrived: list[list[Pending]] = [[] for _ in self.expected.all] if self.expected else []
+        self.unexpected: list[Pending] = []
+        self.turn = 0  # the bucket that is to begin next
+
+    def add(self, pending: Pending) -> None:
+        """A gradient arose: begin each bucket that is complete and has its turn."""
+        place = None if self.expected is None else self.expected.places.get(_expected(pending))
+        if self.expected is None or place is None:
+            self.unexpected.append(pending)
+            return
+        self.arrived[place].append(pending)
+        while self.turn < len(self.expected.all) and self._is_complete(self.turn):
+            self._begin_next()
+
+    def end(self) -> None:
+        """Begin what has not begun, and note what was there."""
+        every = [pending for arrived in self.arrived for pending in arrived] + self.unexpected
+        complete = not self.unexpected and all(map(self._is_complete, range(len(self.arrived))))
+        while self.expected is not None and self.turn < len(self.expected.all):
+            self._begin_next()
+        if self.unexpected:
+            by_place = {_expected(pending): pending for pending in self.unexpected}
+            for bucket in self.passes.buckets_of(self.unexpected).all:
+                _begin([by_place[member] for member in bucket])
+        if self.expected is not None and complete:
+            self.passes.has_run(self.expected)
+        else:
+            self.passes.has_run(self.passes.buckets_of(every))
+
+    @property
+    def order(self) -> int:
+        """The number of the last leaf: lanes end in one order on all ranks."""
+        return max(pending.leaf.number for arrived in (*self.arrived, self.unexpected) for pending in arrived)
+
+    def _is_complete(self, i: int) -> bool:
+        assert self.expected is not None
+        return len(self.arrived[i]) == len(self.expected.all[i])
+
+    def _begin_next(self) -> None:
+        _begin(_in_order(self.arrived[self.turn]))
+        self.turn += 1
 
 
 class BackwardPass:
     """The gradients of one backward pass that are reduced together, from the first of them to the end of the pass."""
 
-    def __init__(self, schedule: Schedule | None) -> None:
-        self.schedule = schedule
-        self.arrived: list[list[Pending]] = [[] for _ in schedule.buckets] if schedule else []
-        self.unexpected: list[Pending] = []
+    def __init__(self) -> None:
+        self.lanes: dict[object, LanePass] = {}
         self.sums: list[Wrapper] = []
-        self.turn = 0  # the bucket that is to begin next
 
     def add(self, pending: Pending) -> None:
-        """A gradient arose: begin each bucket that is complete and has its turn."""
-        place = None if self.schedule is None else self.schedule.places.get(pending.leaf)
-        if self.schedule is None or place is None or place[1] is not pending.move:
-            self.unexpected.append(pending)
-            return
-        self.arrived[place[0]].append(pending)
-        buckets = self.schedule.buckets
-        while self.turn < len(buckets) and len(self.arrived[self.turn]) == len(buckets[self.turn].members):
-            self._begin_next()
+        """A gradient arose."""
+        lane, spec = pending.move.lane, pending.move.spec
+        key = (lane, spec.dtype, spec.device)
+        running = self.lanes.get(key)
+        if running is None:
+            passes = _LANES.get(key)
+            if passes is None:
+                assert lane is not None, "others are redistributed alone"
+                passes = _LANES.add(key, LanePasses(lane))
+            running = self.lanes[key] = LanePass(passes)
+        running.add(pending)
 
     def end(self) -> None:
-        """At the end of the pass begin what has not begun, and make another schedule if something else was expected."""
-        expected = self.schedule is not None and not self.unexpected
-        while self.schedule is not None and self.turn < len(self.schedule.buckets):
-            expected = expected and len(self.arrived[self.turn]) == len(self.schedule.buckets[self.turn].members)
-            self._begin_next()
-        if not expected:
-            every = [pending for arrived in self.arrived for pending in arrived] + self.unexpected
-            for bucket in _scheduled(self.unexpected).buckets:
-                of_leaf = {pending.leaf: pending for pending in self.unexpected}
-                _begin([of_leaf[leaf] for leaf, _ in bucket.members])
-            _scheduled(every)
+        """At the end of the pass begin what has not begun, and add up what is accumulated."""
+        for lane in sorted(self.lanes.values(), key=lambda lane: -lane.order):
+            lane.end()
         for total in self.sums:
             total._local_tensor  # noqa: B018  # waits, and adds
-        self.arrived, self.unexpected, self.sums = [], [], []
-
-    def _begin_next(self) -> None:
-        assert self.schedule is not None
-        bucket, arrived = self.schedule.buckets[self.turn], self.arrived[self.turn]
-        self.turn += 1
-        complete = len(arrived) == len(bucket.members)
-        _begin(sorted(arrived, key=lambda pending: -pending.leaf.number), bucket if complete else None)
+        self.lanes, self.sums = {}, []
 
 
 _PASSES: WeakValueDictionary[int, BackwardPass] = WeakValueDictionary()
@@ -161,11 +213,11 @@ def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Any
     """The gradient of a leaf redistributed by `move` together with others; None where it is redistributed alone."""
     number = graph_task_id()
     local = grad._local_tensor
-    if number < 0 or comm.traced(local) or comm.lane_of(move.plan) is None:
+    if number < 0 or comm.traced(local) or move.lane is None:
         return None
     running = _PASSES.get(number)
     if running is None:
-        running = _PASSES[number] = BackwardPass(leaf.schedule)
+        running = _PASSES[number] = BackwardPass()
         autograd_engine.queue_callback(running.end)
     pending = Pending(leaf, local, move, own, running)
     running.add(pending)
@@ -180,41 +232,35 @@ def add_later(total: Wrapper, grad: Wrapper) -> bool:
     pending = grad.__dict__.get("_lazy_local")
     if not isinstance(pending, Pending) or total._spec.layout is not grad._spec.layout:
         return False
-    if total._spec.dtype != grad._spec.dtype or "_local_tensor" not in total.__dict__ or total._view_sync is not None:
+    if total._spec.dtype != grad._spec.dtype or total._view_sync is not None:
         return False
-    local = total.__dict__.pop("_local_tensor")
+    local = total._local_tensor
+    del total._local_tensor
 
     def add() -> Tensor:
         with torch.no_grad():
             local.add_(pending())
         count_write(local)
-        return local  # type: ignore[no-any-return]
+        return local
 
     total._lazy_local = add
     pending.owner.sums.append(total)
     return True
 
 
-def _scheduled(pendings: list[Pending]) -> Schedule:
-    """A schedule of these gradients, which their leaves keep."""
-    schedule = Schedule(pendings)
-    for pending in pendings:
-        pending.leaf.schedule = schedule
-    return schedule
+def _expected(pending: Pending) -> Expected:
+    return pending.leaf.number, pending.move
 
 
-def _lane(pending: Pending) -> comm.Lane:
-    lane = comm.lane_of(pending.move.plan)
-    assert lane is not None, "others are redistributed alone"
-    return lane
+def _in_order(pendings: Iterable[Pending]) -> list[Pending]:
+    """In the order in which backward passes mostly reach their leaves: the last made comes first."""
+    return sorted(pendings, key=lambda pending: -pending.leaf.number)
 
 
-def _cut(members: list[Pending]) -> Iterable[list[Pending]]:
-    """The members of one lane, in order, in buckets of the size that takes the least time."""
-    plan = members[0].move.plan
-    topology = planning_context().topology_of(plan.src.mesh)
+def _cut(lane: comm.Lane, members: list[Pending], topology: Topology) -> Iterable[list[Pending]]:
+    """The members of a lane, in order, in buckets of the size that takes the least time."""
     sizes = [pending.move.plan.busiest() * pending.move.spec.itemsize for pending in members]
-    limit = bucket_bytes(sum(sizes), _lane(members[0]), topology)
+    limit = bucket_bytes(sum(sizes), lane, topology)
     bucket, held = list[Pending](), 0
     for pending, size in zip(members, sizes, strict=True):
         bucket.append(pending)
@@ -232,57 +278,25 @@ def bucket_bytes(total: int, lane: comm.Lane, topology: Topology) -> float:
     Each of `n` buckets takes a latency; all but the last run beside the backward pass. The latencies and the last
     bucket take `n latency + transfer / n` seconds, least for `n = sqrt(transfer / latency)`.
     """
-    latency = collective_seconds(lane.kind, 0, lane.mesh, lane.axes, topology)
-    transfer = collective_seconds(lane.kind, total, lane.mesh, lane.axes, topology) - latency
+    latency, seconds = (
+        sum(predicted_seconds(kind, nbytes, lane.mesh, axes, topology) for kind, axes, _ in lane.collectives)
+        for nbytes in (0, total // len(lane.collectives))
+    )
+    transfer = seconds - latency
     return total / max(1, int(sqrt(transfer / latency))) if latency > 0 else 0.0
 
 
-def _begin(members: Sequence[Pending], bucket: Bucket | None = None) -> None:
-    """Begin the collective of gradients of one lane; `bucket` is theirs, where they are all of it."""
-    waiting = [pending for pending in members if not pending.has_begun]
-    if len(waiting) < len(members):  # others were used before
-        members, bucket = waiting, None
-    if len(members) < 2:
-        for pending in members:
-            _begin_alone(pending)
+def _begin(members: Sequence[Pending]) -> None:
+    """Begin the collective of gradients of one lane, but for those that were used before."""
+    waiting = [pending for pending in members if pending.local is not None]
+    if len(waiting) == 1 and not OBSERVERS:
+        (pending,) = waiting
+        assert pending.local is not None
+        pending.begun(pending.move.begin_or_run(pending.local, pending.own))
         return
-    plans = [pending.move.plan for pending in members]
-    local = [pending.local for pending in members if pending.local is not None]
-    joined = None if bucket is None else bucket.joined
-    if bucket is not None and joined is None and type(local[0]) is Tensor and not local[0].is_meta:
-        joined = bucket.joined = comm.joined_of(plans, local[0].dtype)
-    finish: Callable[[], Sequence[Tensor]]
-    if OBSERVERS:
-        name, leaves = f"gradients of {len(members)} leaves", tuple(id(pending.leaf.tensor()) for pending in members)
-        decision = decision_together([pending.move for pending in members], name, leaves)
-        finish = observed(decision, comm.begin_joined, (plans, local, joined))
-    else:
-        finish = comm.begin_joined(plans, local, joined)
-    results = _Once(finish)
-    for i, pending in enumerate(members):
-        pending.begun(partial(results, i))
-
-
-class _Once:
-    """The results of a collective, for which the first use waits."""
-
-    __slots__ = ("_finish", "_results")
-
-    def __init__(self, finish: Callable[[], Sequence[Tensor]]) -> None:
-        self._finish: Callable[[], Sequence[Tensor]] | None = finish
-        self._results: Sequence[Tensor] = ()
-
-    def __call__(self, i: int) -> Tensor:
-        if self._finish is not None:
-            self._results, self._finish = self._finish(), None
-        return self._results[i]
-
-
-def _begin_alone(pending: Pending) -> None:
-    move, local = pending.move, pending.local
-    assert local is not None
-    if OBSERVERS:
-        in_flight = observed(move.decision("redistribute", explicit=True), move.begin_or_run, (local, pending.own))
-    else:
-        in_flight = move.begin_or_run(local, pending.own)
-    pending.begun(in_flight)
+    local = [pending.local for pending in waiting if pending.local is not None]
+    name = f"gradients of {len(waiting)} leaves" if len(waiting) > 1 else "redistribute"
+    leaves = tuple(id(pending.leaf.tensor()) for pending in waiting)
+    ends = begin_together([pending.move for pending in waiting], local, name, leaves)
+    for pending, end in zip(waiting, ends, strict=True):
+        pending.begun(end)

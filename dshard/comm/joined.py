@@ -1,4 +1,4 @@
-"""Several redistributions of one collective each, run as one collective of all their local tensors.
+"""Several redistributions by the same collectives, run as one: each collective once, for all their local tensors.
 
 The pieces for a rank are those of every tensor, one after the other, in one flat buffer. Reduced tensors are views of
 the buffer received; gathered ones are copied out of it.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dshard.caches import cached
 from dshard.comm import rank_checks
-from dshard.comm.collective import SIMULATED, Collective
+from dshard.comm.collective import SIMULATED, Collective, Kind
 from dshard.comm.drive import Program, Request, Results, begun
 from dshard.comm.pieces import view_of
 from dshard.comm.program_steps import Moved, Transfer, lowered, moved_in
@@ -27,37 +27,49 @@ from dshard.comm.workspace import Session
 from dshard.layout import Region, Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import ReduceOp
-from dshard.redistribute import Plan, numel
+from dshard.redistribute import Plan, all_reduce_sizes, numel
 
 Finish = Callable[[], Results]
 """Waits for the collective, and returns the local tensors."""
 
 
 class Lane(NamedTuple):
-    """What plans have in common that can be one collective."""
+    """What plans have in common that can be run as one: the kinds, mesh axes and reductions of their collectives."""
 
     mesh: Mesh
-    kind: Literal["all_gather", "all_reduce", "reduce_scatter"]
-    axes: tuple[str, ...]
-    op: ReduceOp | None
+    collectives: tuple[tuple[Kind, tuple[str, ...], ReduceOp | None], ...]
+
+
+_KINDS: frozenset[Kind] = frozenset({"all_gather", "all_reduce", "reduce_scatter"})
 
 
 @cached("lanes", 16384)
 def lane_of(plan: Plan) -> Lane | None:
-    """The lane of a plan; None for one that is not one collective, or another kind of it."""
+    """The lane of a plan; None for one that sends nothing, or has a step of another kind."""
     moved = moved_in(plan, (0,) * plan.src.mesh.ndim)
-    if moved is None:
+    if not moved or any(each.collective.kind not in _KINDS for each in moved):
         return None
-    c = moved.collective
-    match c.kind:
-        case "all_gather" | "all_reduce" | "reduce_scatter":
-            return Lane(plan.src.mesh, c.kind, c.axes, c.op)
-        case _:
-            return None
+    return Lane(plan.src.mesh, tuple((c.kind, c.axes, c.op) for c in (each.collective for each in moved)))
 
 
 class Joined:
-    """Plans of one lane, as one collective of the rank at a coordinate.
+    """Plans of one lane, run as one by the rank at a coordinate."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self, plans: Sequence[Plan], at: Coordinate, dtype: torch.dtype, backend: str) -> None:
+        moved = [moved_in(plan, at) or [] for plan in plans]
+        self.steps = [JoinedStep(members, dtype, backend) for members in zip(*moved, strict=True)]
+
+    def program(self, tensors: Sequence[Tensor]) -> Program[Results]:
+        """Run the collectives in turn on one local tensor of each plan."""
+        for step in self.steps:
+            tensors = yield from step.program(tensors)
+        return tuple(tensors)
+
+
+class JoinedStep:
+    """One collective of each plan, as one of them all.
 
     `sizes` are the elements of each piece in the buffer to send, all tensors' for the first rank before those for the
     second, and `received` those in the buffer that arrives, after its terms are reduced.
@@ -65,14 +77,11 @@ class Joined:
 
     __slots__ = ("gathers", "members", "parts", "received", "sizes")
 
-    def __init__(self, plans: Sequence[Plan], at: Coordinate, dtype: torch.dtype, backend: str) -> None:
-        members = [moved_in(plan, at) for plan in plans]
-        self.members: list[Moved] = [moved for moved in members if moved is not None]
-        assert len(self.members) == len(plans), "each plan is one collective"
+    def __init__(self, members: Sequence[Moved], dtype: torch.dtype, backend: str) -> None:
+        self.members = members
         self.sizes = [numel(region) for regions in self._by_rank("sent") for region in regions]
         self.received = [numel(region) for regions in self._by_rank("received") for region in regions]
-        first = self.members[0].collective
-        self.gathers = first.kind == "all_gather"
+        self.gathers = members[0].collective.kind == "all_gather"
         self.parts = lowered(self._collective(), None, None, (sum(self.received),), dtype, backend)
 
     def _by_rank(self, which: Literal["sent", "received"]) -> list[tuple[Region, ...]]:
@@ -84,8 +93,10 @@ class Joined:
         send = tuple(map(sum, zip(*(c.send for c in of), strict=True)))
         recv = tuple(map(sum, zip(*(c.recv for c in of), strict=True)))
         reports = [c.report for c in of if c.report is not None]
-        report = replace(reports[0], elements=sum(report.elements for report in reports))
-        return replace(of[0], send=send, recv=recv, report=report)
+        elements = sum(report.elements for report in reports)
+        if of[0].kind == "all_reduce":  # one rounding of chunks, not one for each
+            elements = sum(all_reduce_sizes(sum(self.received), of[0].ranks, of[0].ranks[of[0].index]))
+        return replace(of[0], send=send, recv=recv, report=replace(reports[0], elements=elements))
 
     @property
     def elements(self) -> int:
@@ -182,9 +193,10 @@ def begin_joined(plans: Sequence[Plan], tensors: Sequence[Tensor], joined: Joine
 
 
 @cached("joined bytes", 4096)
-def joined_received(plans: tuple[Plan, ...]) -> tuple[str, tuple[str, ...], int]:
-    """The collective that plans of one lane are together: its kind, axes, and the elements of the busiest rank."""
+def joined_received(plans: tuple[Plan, ...]) -> tuple[tuple[Kind, tuple[str, ...], int], ...]:
+    """The collectives that plans of one lane are together: the kind, axes, and elements of the busiest rank of each."""
     mesh = plans[0].src.mesh
-    every = [Joined(plans, mesh.coordinate(rank), torch.float32, SIMULATED) for rank in mesh.ranks]
-    of = every[0].parts[0].collective
-    return of.kind, of.axes, max(joined.elements for joined in every)
+    of_ranks = [Joined(plans, mesh.coordinate(rank), torch.float32, SIMULATED).steps for rank in mesh.ranks]
+    steps = zip(*of_ranks, strict=True)
+    firsts = ((ranks, ranks[0].parts[0].collective) for ranks in steps)
+    return tuple((c.kind, c.axes, max(step.elements for step in ranks)) for ranks, c in firsts)

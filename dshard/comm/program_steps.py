@@ -158,13 +158,13 @@ class Moved(NamedTuple):
     after: Shape
 
 
-def moved_in(plan: Plan, at: Coordinate) -> Moved | None:
-    """What the rank at `at` sends and receives in a plan that is one collective of several ranks; None for another."""
-    if len(plan.steps) != 1 or kind_of(plan.steps[0]) is None:
-        return None
-    ((step, layout),) = plan.stages()
-    alone = len(layout.mesh.group(axes_of(step), at)) == 1
-    return None if alone else _transfer(step, layout, plan.shape, None, at)
+def moved_in(plan: Plan, at: Coordinate) -> list[Moved] | None:
+    """What the rank at `at` sends and receives in each step of a plan; None where a step sends nothing."""
+    stages = list(plan.stages())
+    for step, layout in stages:
+        if kind_of(step) is None or len(layout.mesh.group(axes_of(step), at)) == 1:
+            return None
+    return [_transfer(step, layout, plan.shape, None, at) for step, layout in stages]
 
 
 def _transfer(step: Step, layout: Layout, shape: Shape, panel: Panel | None, at: Coordinate) -> Moved:

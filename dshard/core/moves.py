@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -52,6 +54,7 @@ class LocalRedistribution:
         "gathers",
         "grad",
         "gradient",
+        "lane",
         "plan",
         "runner",
         "source",
@@ -65,6 +68,7 @@ class LocalRedistribution:
         topology = planning_context().topology_of(layout.mesh)
         self.plan = plan(source.layout, layout, source.shape, source.itemsize, topology)
         self.source, self.spec = source, source.with_layout(layout)
+        self.lane = comm.lane_of(self.plan)
         self.grad, self.source_grad = interned(layout.cotangent()), interned(source.layout.cotangent())
         self.gathers = any(
             isinstance(target, Replicate) and isinstance(placement, Shard)
@@ -168,15 +172,76 @@ def redistributed(x: Wrapper, layout: Layout, op: str) -> Any:
 def reduced_together(xs: Sequence[Wrapper], op: str) -> list[Any]:
     """The distributed tensors with their partial sums reduced, in one collective where all need the same."""
     moves = [local_redistribution(x._spec, completed_layout(x._spec.layout)) for x in xs]
-    plans, local = tuple(move.plan for move in moves), [x._local_tensor for x in xs]
-    lanes = {(comm.lane_of(move.plan), move.spec.dtype, move.spec.device) for move in moves}
-    if len(lanes) > 1 or None in next(iter(lanes)) or any(map(comm.traced, local)):
+    if any(comm.traced(x._local_tensor) for x in xs):
         return [with_partials_reduced(x, op) for x in xs]
-    if OBSERVERS:
-        out = observed(decision_together(moves, op), comm.begin_joined, (plans, local))()
-    else:
-        out = comm.begin_joined(plans, local)()
-    return [wrap(each, move.spec) for each, move in zip(out, moves, strict=True)]
+    ends = begin_together(moves, [x._local_tensor for x in xs], op)
+    return [wrap(end(), move.spec) for end, move in zip(ends, moves, strict=True)]
+
+
+Ends: TypeAlias = list[Callable[[], Tensor]]
+"""Functions that each wait for a result and return it."""
+
+
+def begin_together(
+    moves: Sequence[LocalRedistribution], local: Sequence[Tensor], op: str, members: tuple[int, ...] = ()
+) -> Ends:
+    """Begin redistributions of several local tensors, those of one lane as one; the first use of a result waits.
+
+    Of gradients `members` are the ids of the leaves.
+    """
+    lanes: defaultdict[object, list[int]] = defaultdict(list)
+    for i, move in enumerate(moves):
+        lane = move.lane
+        lanes[i if lane is None else (lane, move.spec.dtype, move.spec.device)].append(i)
+    ends: dict[int, Callable[[], Tensor]] = {}
+    for together in lanes.values():
+        some, tensors = [moves[i] for i in together], [local[i] for i in together]
+        leaves_of = tuple(members[i] for i in together) if members else ()
+        ends |= zip(together, _begin_lane(some, tensors, op, leaves_of), strict=True)
+    return [ends[i] for i in range(len(moves))]
+
+
+def _begin_lane(
+    moves: Sequence[LocalRedistribution], local: Sequence[Tensor], op: str, members: tuple[int, ...]
+) -> Ends:
+    if len(moves) == 1:
+        ((move,), (tensor,)) = moves, local
+        if OBSERVERS and move.plan.steps:
+            decision = replace(move.decision(op, bool(members)), members=members)
+            return [observed(decision, move.begin_or_run, (tensor,))]
+        return [move.begin_or_run(tensor)]
+    plans = [move.plan for move in moves]
+    args = (plans, local, _joined(moves, local[0]))
+    finish = observed(decision_together(moves, op, members), comm.begin_joined, args) if OBSERVERS else None
+    results = _Once(comm.begin_joined(*args) if finish is None else finish)
+    return [partial(results, i) for i in range(len(moves))]
+
+
+def _joined(moves: Sequence[LocalRedistribution], local: Tensor) -> comm.Joined | None:
+    """What `comm.begin_joined` runs on this rank, from the cache of the topology in use."""
+    if type(local) is not Tensor or local.is_meta:
+        return None
+    cache = planning_context().moves
+    joined: comm.Joined | None = cache.get(tuple(moves))
+    if joined is None:
+        return cache.add(tuple(moves), comm.joined_of([move.plan for move in moves], local.dtype))  # type: ignore[no-any-return]
+    cache.hits += 1
+    return joined
+
+
+class _Once:
+    """The results of a collective, for which the first use waits."""
+
+    __slots__ = ("_finish", "_results")
+
+    def __init__(self, finish: Callable[[], Sequence[Tensor]]) -> None:
+        self._finish: Callable[[], Sequence[Tensor]] | None = finish
+        self._results: Sequence[Tensor] = ()
+
+    def __call__(self, i: int) -> Tensor:
+        if self._finish is not None:
+            self._results, self._finish = self._finish(), None
+        return self._results[i]
 
 
 def decision_together(moves: Sequence[LocalRedistribution], op: str, members: tuple[int, ...] = ()) -> Decision:
@@ -189,10 +254,12 @@ def decision_together(moves: Sequence[LocalRedistribution], op: str, members: tu
     plans = tuple(move.plan for move in moves)
     mesh = plans[0].src.mesh
     topology = planning_context().topology_of(mesh)
-    kind, axes, elements = comm.joined_received(plans)
-    sent = planned_collective(kind, mesh, axes, elements * sources[0].itemsize, topology)
+    sent = tuple(
+        planned_collective(kind, mesh, axes, elements * sources[0].itemsize, topology)
+        for kind, axes, elements in comm.joined_received(plans)
+    )
     why = ASKED if members else NEEDED
-    return Decision(op, operands, (), None, None, (), topology, exchanges=(sent,), why=why, members=members)
+    return Decision(op, operands, (), None, None, (), topology, exchanges=sent, why=why, members=members)
 
 
 def with_partials_reduced(x: object, op: str) -> Any:

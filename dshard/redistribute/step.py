@@ -197,13 +197,23 @@ def sizes_received(
     sizes, ranks = list(map(numel, moved.recv)), layout.mesh.group(axes_of(step), coordinate)
     if isinstance(step, ReduceScatter | ReduceExchange):
         return (len(ranks) - 1) * sizes
-    around: list[int] = []
-    if isinstance(step, AllReduce):  # a process group deals out the chunks, and sorts its ranks
-        ranks = tuple(sorted(ranks))
-        sizes = [len(chunk(sizes[0], len(ranks), i)) for i in range(len(ranks))]
-        around = (len(ranks) - 1) * [sizes[ranks.index(layout.mesh.rank(coordinate))]]
+    if isinstance(step, AllReduce):
+        return all_reduce_sizes(sizes[0], ranks, layout.mesh.rank(coordinate))
     here = ranks.index(layout.mesh.rank(coordinate))
-    return [*around, *sizes[:here], *sizes[here + 1 :]]
+    return [*sizes[:here], *sizes[here + 1 :]]
+
+
+def all_reduce_sizes(size: int, ranks: Sequence[int], rank: int) -> list[int]:
+    """The elements of each message that a rank of a group receives in an all_reduce of `size` elements.
+
+    A reduce_scatter and an all_gather of flat chunks, which a process group deals out to its sorted ranks.
+
+    >>> all_reduce_sizes(10, (0, 1, 2), 0)
+    [4, 4, 3, 3]
+    """
+    n, here = len(ranks), sorted(ranks).index(rank)
+    sizes = [len(chunk(size, n, i)) for i in range(n)]
+    return [*(n - 1) * [sizes[here]], *sizes[:here], *sizes[here + 1 :]]
 
 
 def numel(region: Region) -> int:

@@ -1,0 +1,284 @@
+"""Gradients that are reduced together: as on one device, in few collectives, in one order on all ranks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dshard import (
+    Layout,
+    Mesh,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    parallelize,
+    trace,
+    use_topology,
+)
+from dshard.autograd.joined_gradients import bucket_bytes
+from dshard.comm import Lane
+from dshard.testing import RankPool, distribute, simulated, whole
+from dshard.topology import Topology
+
+MESHES = {(4,): ("d",), (2, 2): ("d", "t")}
+SIZES = ((8, 8), (5, 3), (3,), (1, 7), (0, 4), (2, 3, 5), ())
+DTYPES = (torch.float64, torch.float64, torch.float64, torch.float32, torch.bfloat16)
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-1}
+
+
+def leaves(seed: int, mesh: Any, ndim: int, split: float) -> tuple[list[Tensor], list[Any]]:
+    """Leaves on one device, and the same in random layouts; `split` is the chance of a Shard.
+
+    With 0.0 nothing is sent in a forward pass over them.
+    """
+    draw, single, distributed = random.Random(seed), [], []
+    torch.manual_seed(seed)
+    for _ in range(draw.randint(2, 9)):
+        shape, dtype = draw.choice(SIZES), draw.choice(DTYPES) if split else torch.float64
+        x = torch.randn(shape).to(dtype).requires_grad_()
+        placements = [
+            Shard(draw.randrange(len(shape))) if shape and draw.random() < split else Replicate() for _ in range(ndim)
+        ]
+        single.append(x)
+        distributed.append(distribute_tensor(x.detach(), mesh, placements, src_data_rank=None).requires_grad_())
+    return single, distributed
+
+
+def loss_of(xs: list[Any], seed: int, rows: Any, order: int = 0) -> Any:
+    """A loss of some of the leaves, some of them twice, with rows of data; `order` is that in which terms are made."""
+    draw = random.Random(seed)
+    uses = [draw.choice((0, 1, 1, 1, 2)) for _ in xs]
+    terms: list[Any] = [None] * len(xs)
+    for i in range(len(xs))[:: -1 if order else 1]:
+        x, data = xs[i], rows.to(xs[i].dtype)
+        terms[i] = sum((data.view(-1, *(1,) * x.dim()) * x).sum() * (k + 1) for k in range(uses[i]))
+        if uses[i] == 2:
+            terms[i] = terms[i] + (data.view(-1, *(1,) * x.dim()) * x * x).sum()
+    return sum(term if term.dtype == torch.float64 else term.double() for term in terms if isinstance(term, Tensor))
+
+
+def matches(x: Any, expected: Tensor | None) -> None:
+    assert (x is None) == (expected is None)
+    if expected is not None:
+        torch.testing.assert_close(
+            x.full_tensor(), expected, rtol=TOLERANCES[expected.dtype], atol=TOLERANCES[expected.dtype]
+        )
+
+
+def passes(seed: int, shape: tuple[int, ...], turned: bool) -> int:
+    """Backward passes over random leaves: as on one device, also where one rank makes its graph in another order."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=MESHES[shape])
+    single, distributed = leaves(seed, mesh, len(shape), 0.0 if turned else 0.3)
+    order = int(turned and dist.get_rank() == 1)
+    n = 0
+    for k in range(4):
+        torch.manual_seed(seed + k)
+        rows = torch.randn(6, dtype=torch.float64)
+        split = distribute_tensor(rows, mesh, [Shard(0)] * len(shape), src_data_rank=None)
+        kind = seed + k if k < 3 else seed + 1  # not the same leaves each time
+        expected, out = loss_of(single, kind, rows), loss_of(distributed, kind, split, order)
+        if isinstance(expected, int):
+            continue
+        with trace() as found:
+            if k == 2:
+                gradients = torch.autograd.grad(expected, single, allow_unused=True)
+                for x, y in zip(torch.autograd.grad(out, distributed, allow_unused=True), gradients, strict=True):
+                    matches(x, y)
+            else:
+                expected.backward()
+                out.backward()
+        n += sum(event.op.startswith("gradients of") for event in found.events)
+        for x, y in zip(distributed, single, strict=True):
+            assert x.grad is None or x.grad.layout == x.layout
+            matches(x.grad, y.grad)
+        if k == 1:
+            for x in (*single, *distributed):
+                x.grad = None
+    return n
+
+
+def many_passes(count: int, first: int) -> int:
+    return sum(passes(seed, [*MESHES][seed % 2], turned=seed % 3 == 0) for seed in range(first, first + count))
+
+
+def test_gradients_are_those_of_one_device(ranks: RankPool):
+    assert min(ranks.run(many_passes, 30, 0)) > 30
+
+
+@pytest.mark.thorough
+def test_many_gradients_are_those_of_one_device(ranks: RankPool):
+    ranks.run(many_passes, 1500, 1000, timeout=3000.0)
+
+
+def mlp(layers: int, width: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width, dtype=dtype), nn.Tanh()) for _ in range(layers)),
+    )
+
+
+def few_collectives() -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    model, reference = (mlp(12, 145) for _ in range(2))  # 24 parameters, 1 MiB of gradients in single precision
+    model, reference = model.float(), reference.float()
+    x = torch.randn(8, 145)
+    parallelize(model, mesh, "data", x)
+    for _ in range(3):
+        with trace() as found:
+            out = model(x).square().sum()
+            out.backward()
+        reference(x).square().sum().backward()
+        assert len(found.events) <= 2, found.summary()
+        sent = 4 * sum(p.numel() for p in reference.parameters())
+        assert abs(found.nbytes - 2 * 3 * sent / 4) < 64, "2 (n - 1) / n of the gradients, but for rounding"
+        for p, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-5)
+    assert {path for event in found.events for path in event.members} >= {"Sequential.0.0", "Sequential.11.0"}
+
+
+def test_data_parallel_sends_two_collectives_for_a_mebibyte(ranks: RankPool):
+    ranks.run(few_collectives)
+
+
+def step_now(p: Tensor) -> None:
+    assert p.grad is not None
+    p.data.sub_(0.1 * p.grad)
+
+
+def used_at_once() -> None:
+    """Hooks that use a gradient in the backward pass, an optimiser within it, and a pass that raises."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    model, reference = mlp(3, 6), mlp(3, 6)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    parallelize(model, mesh, "data", x)
+    for each in (model, reference):
+        parameters = list(each.parameters())
+        parameters[0].register_hook(lambda grad: 2 * grad)
+        parameters[3].register_post_accumulate_grad_hook(step_now)
+    for _ in range(3):
+        for each in (model, reference):
+            each(x).square().sum().backward()
+    compare(model, reference)
+
+    def refuse(grad: Tensor) -> None:
+        raise ValueError("no")
+
+    for each in (model, reference):
+        handle = next(iter(each.parameters())).register_hook(refuse)
+        with pytest.raises(ValueError, match="no"):
+            each(x).square().sum().backward()
+        handle.remove()
+        each.zero_grad()
+        each(x).square().sum().backward()
+    compare(model, reference)
+
+
+def compare(model: nn.Module, reference: nn.Module) -> None:
+    for p, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), expected)
+        torch.testing.assert_close(p.grad.full_tensor(), expected.grad)
+
+
+def test_a_gradient_used_within_the_pass_is_reduced_then(ranks: RankPool):
+    ranks.run(used_at_once)
+
+
+def accumulated() -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    model, reference = mlp(4, 6), mlp(4, 6)
+    batches = [torch.randn(8, 6, dtype=torch.float64) for _ in range(3)]
+    parallelize(model, mesh, "data", batches[0])
+    kept: list[Any] = []
+    for x in batches:
+        with trace() as found:
+            model(x).square().sum().backward()
+        reference(x).square().sum().backward()
+        gradients = [p.grad for p in model.parameters()]
+        assert len(found.events) == 1, "accumulated gradients are reduced together, too"
+        assert not kept or all(x is y for x, y in zip(kept, gradients, strict=True)), "as on one device"
+        kept = gradients
+    compare(model, reference)
+    norm, expected = (nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (model, reference))
+    torch.testing.assert_close(norm.full_tensor(), expected)  # type: ignore[attr-defined]
+    compare(model, reference)
+
+
+def test_accumulated_gradients(ranks: RankPool):
+    ranks.run(accumulated)
+
+
+def test_simulated_ranks_send_the_same():
+    mesh = Mesh((4,), ("d",))
+    with simulated(mesh), trace() as found:
+        xs = [distribute(torch.randn(n, 3), Layout(mesh, (Replicate(),))).requires_grad_() for n in (2, 5)]
+        rows = distribute(torch.randn(8, 1, 1), Layout(mesh, (Shard(0),)))
+        ((rows * xs[0]).sum() + (rows * xs[1]).sum()).backward()
+        assert [x.grad.placements for x in xs] == [(Replicate(),)] * 2
+        torch.testing.assert_close(whole(xs[1].grad), whole(rows).sum().expand(5, 3))
+    (event,) = found.events
+    assert (event.op, event.collective) == ("gradients of 2 leaves", "all_reduce")
+    assert event.nbytes == 4 * (3 * 6 + 15), "21 elements in chunks of at most six"
+
+
+class TestBuckets:
+    LANE = Lane(Mesh((4,), ("d",)), (("all_reduce", ("d",), "sum"),))
+
+    def test_their_number_takes_the_least_time(self):
+        slow = Topology.flat(bandwidth=1e9, latency=1e-3)
+        for total in (2**16, 2**20, 2**24, 2**28):
+            limit = bucket_bytes(total, self.LANE, slow)
+            ring, transfer = 6e-3, total / 1e9
+            n = round(total / limit)
+            assert n == max(1, int((transfer / ring) ** 0.5))
+
+    def test_without_latency_nothing_is_gained(self):
+        assert bucket_bytes(2**20, self.LANE, Topology.preset("bytes")) == 0.0
+
+
+def priced() -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    counts = []
+    for topology in (Topology.flat(bandwidth=1e5, latency=1e-4), Topology.flat(bandwidth=1e12, latency=1.0)):
+        with use_topology(topology):
+            model = mlp(6, 64)
+            x = torch.randn(8, 64, dtype=torch.float64)
+            parallelize(model, mesh, "data", x)
+            for _ in range(2):
+                with trace() as found:
+                    model(x).square().sum().backward()
+            counts.append(len(found.events))
+    return counts[0], counts[1]
+
+
+def test_slow_links_take_more_buckets(ranks: RankPool):
+    slow, late = ranks.run(priced)[0]
+    assert late == 1 < slow
+
+
+def mean_loss() -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    torch.manual_seed(0)
+    logits, targets = torch.randn(10, 7, dtype=torch.float64), torch.randint(7, (10,))
+    targets[3] = -100
+    x = distribute_tensor(logits, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+    expected = F.cross_entropy(logits.requires_grad_(), targets)
+    expected.backward()
+    for _ in range(2):
+        x.grad = None
+        with trace() as found:
+            loss: Any = F.cross_entropy(x, distribute_tensor(targets, mesh, [Shard(0)], src_data_rank=None))
+            loss.backward()
+        assert [event.collective for event in found.events] == ["all_reduce"]
+        torch.testing.assert_close(loss.full_tensor(), expected)
+        torch.testing.assert_close(x.grad.full_tensor(), logits.grad)
+
+
+def test_a_mean_loss_reduces_its_sum_and_weight_together(ranks: RankPool):
+    ranks.run(mean_loss)
