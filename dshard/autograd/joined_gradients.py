@@ -1,20 +1,21 @@
 """Gradients of leaves reduced together: collectives of one kind along the same axes, wanted at about the same time.
 
-A gradient that needs one collective waits for others of its lane: the same mesh, axes, reduction and dtype. Together
-they are a bucket, one collective that begins in the backward pass when its last gradient arises, and ends at the first
-use of any. Which gradients are expected is known from what followed the lane's last pass before. Buckets of a lane
-begin in one order on all ranks, that in which the leaves were made, last first, however autograd ran its graph: those
-that are not complete, or whose turn has not come, begin at the end of the pass. Ranks that share a lane run the same
-passes over it, so all expect the same.
+A gradient that needs a collective waits for others of its lane: the same mesh, axes, reduction and dtype. Together they
+are a bucket, one collective that begins in the backward pass when its last gradient arises, and ends at the first use
+of any. Which gradients are expected is known from what followed the last pass over the mesh before. Buckets begin in
+one order on all ranks, that in which the leaves were made, last first, however autograd ran its graph: those that are
+not complete, or whose turn has not come, begin at the end of the pass. The ranks of a mesh run the same passes over it,
+so all expect the same.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from math import sqrt
 from typing import Any, TypeAlias
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -31,19 +32,21 @@ from dshard.topology import Topology
 from dshard.torch_private import autograd_engine, graph_task_id
 
 _NUMBERS = count()
+_IN_ONE = frozenset({torch.float32, torch.float64})
+"""The dtypes that every backend reduces in one collective."""
 
 
 class Leaf:
-    """The gradients of `tensor` are redistributed to `layout`; `number` is its place among all such tensors.
+    """A tensor whose gradients are redistributed to `layout`; `number` is its place among all of them.
 
     A leaf of autograd `accumulates` them: nothing in the backward pass waits for one.
     """
 
-    __slots__ = ("accumulates", "layout", "number", "tensor")
+    __slots__ = ("accumulates", "layout", "number", "of")
 
     def __init__(self, x: Wrapper) -> None:
         self.layout, self.accumulates = interned(x._spec.layout.cotangent()), x.is_leaf
-        self.tensor = ref(x)
+        self.of = id(x)  # for observers: a weak reference would keep torch from swapping it for another
         self.number = next(_NUMBERS)
 
 
@@ -85,23 +88,28 @@ Expected: TypeAlias = tuple[int, LocalRedistribution]
 
 
 class Buckets:
-    """The buckets of all gradients of a lane in one backward pass, in the order in which they begin."""
+    """The buckets of all gradients on a mesh in one backward pass, in the order in which they begin."""
 
     __slots__ = ("all", "places")
 
-    def __init__(self, lane: comm.Lane, pendings: Iterable[Pending]) -> None:
-        topology = planning_context().topology_of(lane.mesh)
-        self.all = [[*map(_expected, members)] for members in _cut(lane, _in_order(pendings), topology)]
+    def __init__(self, pendings: Iterable[Pending]) -> None:
+        lanes: defaultdict[object, list[Pending]] = defaultdict(list)
+        for pending in _in_order(pendings):
+            move = pending.move
+            alone = move.lane is None  # a step of another kind, or several kinds
+            lanes[pending.leaf.number if alone else (move.lane, move.spec.dtype, move.spec.device)].append(pending)
+        buckets = [bucket for members in lanes.values() for bucket in _cut(members)]
+        buckets.sort(key=lambda members: -members[-1].leaf.number)
+        self.all = [[*map(_expected, members)] for members in buckets]
         self.places = {member: i for i, bucket in enumerate(self.all) for member in bucket}
 
 
-class LanePasses:
-    """What is known of the passes over a lane: the buckets of each, which followed which, and the last."""
+class MeshPasses:
+    """What is known of the passes over a mesh: the buckets of each, which followed which, and the last."""
 
-    __slots__ = ("following", "known", "lane", "last")
+    __slots__ = ("following", "known", "last")
 
-    def __init__(self, lane: comm.Lane) -> None:
-        self.lane = lane
+    def __init__(self) -> None:
         self.known, self.following = Cache("gradient buckets", 64), Cache("gradient passes", 64)
         self.last: Buckets | None = None
 
@@ -110,7 +118,7 @@ class LanePasses:
         key = (planning_context(), frozenset(map(_expected, pendings)))
         buckets: Buckets | None = self.known.get(key)
         if buckets is None:
-            return self.known.add(key, Buckets(self.lane, pendings))  # type: ignore[no-any-return]
+            return self.known.add(key, Buckets(pendings))  # type: ignore[no-any-return]
         self.known.hits += 1
         return buckets
 
@@ -122,17 +130,17 @@ class LanePasses:
         self.last = buckets
 
 
-_LANES: Cache = Cache("gradient lanes", 256)
+_MESHES: Cache = Cache("gradient meshes", 256)
 
 
-class LanePass:
-    """The gradients of one lane in one backward pass."""
+class MeshPass:
+    """The gradients on one mesh in one backward pass."""
 
     __slots__ = ("arrived", "expected", "passes", "turn", "unexpected")
 
-    def __init__(self, passes: LanePasses) -> None:
+    def __init__(self, passes: MeshPasses) -> None:
         self.passes = passes
-        self.expected: Buckets | None = passes.following.get(passes.last)
+        self.expected: Buckets | None = passes.following.get(passes.last) or passes.last
         self.arrived: list[list[Pending]] = [[] for _ in self.expected.all] if self.expected else []
         self.unexpected: list[Pending] = []
         self.turn = 0  # the bucket that is to begin next
@@ -161,10 +169,14 @@ class LanePass:
             self.passes.has_run(self.expected)
         else:
             self.passes.has_run(self.passes.buckets_of(every))
+        for pending in _in_order(every):
+            lane = pending.move.lane
+            if lane is None or len(lane.collectives) > 1 or pending.move.spec.dtype not in _IN_ONE:
+                pending()  # its next collective would begin where it is used, in another order on each rank
 
     @property
     def order(self) -> int:
-        """The number of the last leaf: lanes end in one order on all ranks."""
+        """The number of the last leaf: passes over several meshes end in one order on all ranks."""
         return max(pending.leaf.number for arrived in (*self.arrived, self.unexpected) for pending in arrived)
 
     def _is_complete(self, i: int) -> bool:
@@ -180,29 +192,27 @@ class BackwardPass:
     """The gradients of one backward pass that are reduced together, from the first of them to the end of the pass."""
 
     def __init__(self) -> None:
-        self.lanes: dict[object, LanePass] = {}
+        self.meshes: dict[object, MeshPass] = {}
         self.sums: list[Wrapper] = []
 
     def add(self, pending: Pending) -> None:
         """A gradient arose."""
-        lane, spec = pending.move.lane, pending.move.spec
-        key = (lane, spec.dtype, spec.device)
-        running = self.lanes.get(key)
+        local = pending.local
+        assert local is not None
+        key = (pending.move.plan.src.mesh, local.device, type(local))  # what is only planned is not what runs
+        running = self.meshes.get(key)
         if running is None:
-            passes = _LANES.get(key)
-            if passes is None:
-                assert lane is not None, "others are redistributed alone"
-                passes = _LANES.add(key, LanePasses(lane))
-            running = self.lanes[key] = LanePass(passes)
+            passes = _MESHES.get(key) or _MESHES.add(key, MeshPasses())
+            running = self.meshes[key] = MeshPass(passes)
         running.add(pending)
 
     def end(self) -> None:
         """At the end of the pass begin what has not begun, and add up what is accumulated."""
-        for lane in sorted(self.lanes.values(), key=lambda lane: -lane.order):
-            lane.end()
+        for mesh in sorted(self.meshes.values(), key=lambda mesh: -mesh.order):
+            mesh.end()
         for total in self.sums:
             total._local_tensor  # noqa: B018  # waits, and adds
-        self.lanes, self.sums = {}, []
+        self.meshes, self.sums = {}, []
 
 
 _PASSES: WeakValueDictionary[int, BackwardPass] = WeakValueDictionary()
@@ -213,7 +223,7 @@ def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Any
     """The gradient of a leaf redistributed by `move` together with others; None where it is redistributed alone."""
     number = graph_task_id()
     local = grad._local_tensor
-    if number < 0 or comm.traced(local) or move.lane is None:
+    if number < 0 or comm.traced(local) or not move.plan.steps:
         return None
     running = _PASSES.get(number)
     if running is None:
@@ -257,19 +267,21 @@ def _in_order(pendings: Iterable[Pending]) -> list[Pending]:
     return sorted(pendings, key=lambda pending: -pending.leaf.number)
 
 
-def _cut(lane: comm.Lane, members: list[Pending], topology: Topology) -> Iterable[list[Pending]]:
+def _cut(members: list[Pending]) -> Iterable[list[Pending]]:
     """The members of a lane, in order, in buckets of the size that takes the least time."""
+    lane = members[0].move.lane
+    if lane is None:
+        return [members]
     sizes = [pending.move.plan.busiest() * pending.move.spec.itemsize for pending in members]
-    limit = bucket_bytes(sum(sizes), lane, topology)
-    bucket, held = list[Pending](), 0
+    limit = bucket_bytes(sum(sizes), lane, planning_context().topology_of(lane.mesh))
+    buckets, held = [list[Pending]()], 0
     for pending, size in zip(members, sizes, strict=True):
-        bucket.append(pending)
+        if held and held >= limit:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(pending)
         held += size
-        if held >= limit:
-            yield bucket
-            bucket, held = [], 0
-    if bucket:
-        yield bucket
+    return buckets
 
 
 def bucket_bytes(total: int, lane: comm.Lane, topology: Topology) -> float:
@@ -296,7 +308,7 @@ def _begin(members: Sequence[Pending]) -> None:
         return
     local = [pending.local for pending in waiting if pending.local is not None]
     name = f"gradients of {len(waiting)} leaves" if len(waiting) > 1 else "redistribute"
-    leaves = tuple(id(pending.leaf.tensor()) for pending in waiting)
+    leaves = tuple(pending.leaf.of for pending in waiting)
     ends = begin_together([pending.move for pending in waiting], local, name, leaves)
     for pending, end in zip(waiting, ends, strict=True):
         pending.begun(end)

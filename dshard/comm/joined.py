@@ -17,11 +17,12 @@ from torch import Tensor
 from dshard.caches import cached
 from dshard.comm import rank_checks
 from dshard.comm.collective import SIMULATED, Collective, Kind
-from dshard.comm.drive import Program, Request, Results, begun
+from dshard.comm.drive import Program, Request, Results, advance, begun
+from dshard.comm.events import LISTENERS, emit
 from dshard.comm.pieces import view_of
 from dshard.comm.program_steps import Moved, Transfer, lowered, moved_in
-from dshard.comm.run import launch_on, run_program
-from dshard.comm.runtime import LocalTensor, own_runtime
+from dshard.comm.run import launch_on, received_at_once, run_program
+from dshard.comm.runtime import LocalTensor, own_coordinate, own_runtime
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.workspace import Session
 from dshard.layout import Region, Shape
@@ -61,10 +62,10 @@ class Joined:
         moved = [moved_in(plan, at) or [] for plan in plans]
         self.steps = [JoinedStep(members, dtype, backend) for members in zip(*moved, strict=True)]
 
-    def program(self, tensors: Sequence[Tensor]) -> Program[Results]:
-        """Run the collectives in turn on one local tensor of each plan."""
+    def program(self, tensors: list[Tensor]) -> Program[Results]:
+        """Run the collectives in turn on one local tensor of each plan; the list is emptied once they are packed."""
         for step in self.steps:
-            tensors = yield from step.program(tensors)
+            tensors[:] = yield from step.program(tensors)
         return tuple(tensors)
 
 
@@ -103,9 +104,10 @@ class JoinedStep:
         """The elements that this rank receives from its peers."""
         return sum(part.elements for part in self.parts)
 
-    def program(self, tensors: Sequence[Tensor]) -> Program[Results]:
+    def program(self, tensors: list[Tensor]) -> Program[Results]:
         """Pack the tensors, run the collective, and unpack what arrives."""
         flat = self._pack(tensors)
+        tensors.clear()  # which would stay in memory for as long as the collective runs
         for part in self.parts:
             wait = yield Request(part, flat, _place_to_receive(part, flat))
             flat = wait()
@@ -178,10 +180,17 @@ def begin_joined(plans: Sequence[Plan], tensors: Sequence[Tensor], joined: Joine
     """
     mesh, dtype = plans[0].src.mesh, tensors[0].dtype
     with torch.no_grad():
-        if type(tensors[0]) is LocalTensor or tensors[0].is_meta:
+        if tensors[0].is_meta:
+            if LISTENERS:
+                for kind, axes, elements in joined_received(tuple(plans)):
+                    emit(kind, mesh, axes, elements * dtype.itemsize)
+            joined = Joined(plans, own_coordinate(mesh), dtype, SIMULATED)
+            results = advance(joined.program(list(tensors)), received_at_once)
+            return lambda: results
+        if type(tensors[0]) is LocalTensor:
 
             def make(at: Coordinate, space: Session, parts: Sequence[Tensor]) -> Program[Results]:
-                return Joined(plans, at, dtype, SIMULATED).program(parts)
+                return Joined(plans, at, dtype, SIMULATED).program(list(parts))
 
             results = run_program(mesh, make, tensors)
             return lambda: results
@@ -189,7 +198,7 @@ def begin_joined(plans: Sequence[Plan], tensors: Sequence[Tensor], joined: Joine
         if rank_checks.enabled():
             text = f"{len(plans)} joined: " + "; ".join(f"{tuple(plan.shape)} {plan}" for plan in plans)
             rank_checks.compare_on(text, runtime.group(mesh.names), device_of(mesh))
-        return begun((joined or joined_of(plans, dtype)).program(tensors), partial(launch_on, runtime))
+        return begun((joined or joined_of(plans, dtype)).program(list(tensors)), partial(launch_on, runtime))
 
 
 @cached("joined bytes", 4096)

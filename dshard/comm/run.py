@@ -240,7 +240,7 @@ def run_without_data(make: Make, tensors: Sequence[Tensor], coordinate: Coordina
     """Run a program on tensors without data; return its results, and the peak bytes of its buffers."""
     workspace = Workspace()
     with torch.no_grad(), workspace.session() as space:
-        return advance(make(coordinate, space, tensors), _received_at_once), workspace.peak
+        return advance(make(coordinate, space, tensors), received_at_once), workspace.peak
 
 
 def launch_on(runtime: Runtime, request: Request) -> Wait:
@@ -254,10 +254,11 @@ def _launch_without_data(request: Request) -> Wait:
     if LISTENERS and collective.report is not None and not is_outside(collective.report.mesh):
         nbytes = collective.report.elements * request.buffer.itemsize
         emit(collective.report.collective, collective.report.mesh, collective.axes, nbytes)
-    return _received_at_once(request)
+    return received_at_once(request)
 
 
-def _received_at_once(request: Request) -> Wait:
+def received_at_once(request: Request) -> Wait:
+    """Begin a collective without data, which ends at once."""
     out = request.out
     assert out is not None
     return lambda: out

@@ -120,7 +120,7 @@ def spec_and_class() -> None:
     for name in ("mesh", "placements", "tensor_meta", "shard_order", "num_shards_map", "dim_map", "ndim"):
         assert getattr(spec, name) == getattr(theirs._spec, name), name
     assert torch.equal(x._local_tensor, theirs._local_tensor)
-    assert x.device_mesh is mesh
+    assert x.device_mesh == mesh
 
 
 @pytest.mark.ranks
