@@ -39,7 +39,7 @@ def table() -> str:
 
 
 def said(moves: list[Moves]) -> str:
-    return "; ".join(f"{m.count} {m.collective} {m.axis}, {human_bytes(m.nbytes)}" for m in moves)
+    return "; ".join(f"{m.count or 'in one'} {m.collective} {m.axis}, {human_bytes(m.nbytes)}" for m in moves)
 
 
 def put(text: str, name: str, body: str) -> str:

@@ -29,7 +29,8 @@ class Traced:
     `seconds` are those that the topology predicts, `measured` those that a measuring trace saw; `at` is its start, in
     seconds since the trace began. `module` is the path of the module that ran, forward or backward: "Net.fc.1".
     `asked` says whether the user asked for it; where it is False, `strict` would have refused the operator. `members`
-    are the modules whose parameters' gradients one collective reduces; `module` is then what their paths begin with.
+    are the modules whose parameters, or their gradients, one collective moves, each with its bytes; `module` is then
+    what their paths begin with.
     """
 
     op: str
@@ -42,7 +43,7 @@ class Traced:
     module: str = ""
     measured: float | None = None
     asked: bool = False
-    members: tuple[str, ...] = ()
+    members: tuple[tuple[str, int], ...] = ()
 
 
 HEADINGS = ("operator", "collective", "axis", "count", "received", "predicted ms", "measured ms", "module", "line")
@@ -155,7 +156,7 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
     def on_event(event: Event) -> None:
         at = perf_counter() - begin - (event.measured or 0.0)
         runtime = runtime_of(event.mesh)
-        members = modules.owners(running[-1].members) if running else ()
+        members = modules.shares(running[-1].members, event.nbytes) if running else ()
         recorded.rank = 0 if runtime is None else runtime.rank
         recorded.events.append(
             Traced(
@@ -166,7 +167,7 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
                 _predicted(event),
                 user_line(),
                 at,
-                _common_path(members) if members else modules.current(),
+                _common_path([path for path, _ in members]) if members else modules.current(),
                 event.measured,
                 bool(running) and running[0].explicit,
                 members,

@@ -187,7 +187,7 @@ def begin_together(
 ) -> Ends:
     """Begin redistributions of several local tensors, those of one lane as one; the first use of a result waits.
 
-    Of gradients `members` are the ids of the leaves.
+    `members` are the ids of the parameters whose values or gradients they are.
     """
     lanes: defaultdict[object, list[int]] = defaultdict(list)
     for i, move in enumerate(moves):
@@ -207,7 +207,7 @@ def _begin_lane(
     if len(moves) == 1:
         ((move,), (tensor,)) = moves, local
         if OBSERVERS and move.plan.steps:
-            decision = replace(move.decision(op, bool(members)), members=members)
+            decision = replace(move.decision(op, bool(members)), members=_weighed(moves, members))
             return [observed(decision, move.begin_or_run, (tensor,))]
         return [move.begin_or_run(tensor)]
     plans = [move.plan for move in moves]
@@ -247,7 +247,7 @@ class _Once:
 def decision_together(moves: Sequence[LocalRedistribution], op: str, members: tuple[int, ...] = ()) -> Decision:
     """The decision to redistribute several tensors by one collective.
 
-    Of gradients `members` are the ids of the leaves, whose layouts the user asked for.
+    `members` are the ids of parameters whose values or gradients they are: the user asked for their layouts.
     """
     sources = [move.source for move in moves]
     operands = tuple(Operand(source.layout, source.shape, source.itemsize) for source in sources)
@@ -258,8 +258,12 @@ def decision_together(moves: Sequence[LocalRedistribution], op: str, members: tu
         planned_collective(kind, mesh, axes, elements * sources[0].itemsize, topology)
         for kind, axes, elements in comm.joined_received(plans)
     )
-    why = ASKED if members else NEEDED
-    return Decision(op, operands, (), None, None, (), topology, exchanges=sent, why=why, members=members)
+    why, weighed = ASKED if members else NEEDED, _weighed(moves, members)
+    return Decision(op, operands, (), None, None, (), topology, exchanges=sent, why=why, members=weighed)
+
+
+def _weighed(moves: Sequence[LocalRedistribution], members: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((each, move.plan.busiest() * move.spec.itemsize) for each, move in zip(members, moves, strict=False))
 
 
 def with_partials_reduced(x: object, op: str) -> Any:

@@ -40,8 +40,8 @@ class Decision:
     of the operands, `bias` that of a matmul's bias, which no strategy counts, `ends` those of the outputs, `exchanges`
     the collectives beside them. `why` says what needs all of it, `ASKED` that the user did.
     `alternatives` are those to the rule that apply; of one that was chosen the decision is complete, and those made
-    within it repeat it. `panels` are those of a matmul, `crossing` is the plan to another mesh. `members` are the ids
-    of the leaves whose gradients one collective reduces.
+    within it repeat it. `panels` are those of a matmul, `crossing` is the plan to another mesh. `members` are the
+    parameters whose gradients or values are moved together: the id of each, and its bytes.
     """
 
     op: str
@@ -59,7 +59,7 @@ class Decision:
     why: str = NEEDED
     bias: Plan | None = None
     ends: tuple[Plan, ...] = ()
-    members: tuple[int, ...] = ()
+    members: tuple[tuple[int, int], ...] = ()
 
     @property
     def explicit(self) -> bool:

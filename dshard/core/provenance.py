@@ -54,9 +54,23 @@ class Modules:
         index = bisect_right(self._starts, node._sequence_nr()) - 1
         return self._running[index] if index >= 0 else ""
 
-    def owners(self, leaves: Sequence[int]) -> tuple[str, ...]:
-        """The paths of the modules that have the parameters with these ids, each once."""
-        return tuple(dict.fromkeys(self._owners[leaf] for leaf in leaves if leaf in self._owners))
+    def shares(self, members: Sequence[tuple[int, int]], nbytes: int) -> tuple[tuple[str, int], ...]:
+        """The paths of the modules that have parameters, each with its share of `nbytes`.
+
+        `members` are the ids of the parameters, and the bytes by which they share.
+        """
+        weights: dict[str, int] = {}
+        for parameter, weight in members:
+            path = self._owners.get(parameter)
+            if path is not None:
+                weights[path] = weights.get(path, 0) + weight
+        total, done, given, out = sum(weights.values()), 0, 0, []
+        for path, weight in weights.items():
+            done += weight
+            share = nbytes * done // total - given if total else 0
+            given += share
+            out.append((path, share))
+        return tuple(out)
 
     def _enter(self, module: Module, args: Any) -> None:
         if is_dynamo_compiling():  # which traces hooks, too; a graph has no modules

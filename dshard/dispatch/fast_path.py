@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dshard.autograd.gathered_weights import is_local
 from dshard.comm import publish_failure
 from dshard.core.call import writes_first
 from dshard.core.call_key import call_key
@@ -71,7 +72,7 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
             return _with_view_replay(through, func, args, kwargs)
         with no_torch_function():
             key = call_key(func, args, kwargs, func not in BY_KIND, _is_recording(), False)
-            if key is not None and (saved_tensor_hooks(True) is not None if key[1] else OBSERVERS):
+            if key is not None and (_packs(saved_tensor_hooks(True)) if key[1] else OBSERVERS):
                 key = None  # saved-tensor hooks get distributed tensors, and observers of what is not recorded see all
             if ASKING and key is not None:
                 key = (*key, current_options())
@@ -124,6 +125,11 @@ def _observed_shortcut(shortcut: Shortcut, args: Args, kwargs: Kwargs) -> Any:
     for decision in getattr(shortcut, "decisions", ()):
         run, run_args = partial(observed, decision, run), (run_args,)
     return run(*run_args)
+
+
+def _packs(hooks: Any) -> bool:
+    """Whether there are hooks for saved tensors that want them distributed."""
+    return hooks is not None and not is_local(hooks)
 
 
 def _is_special() -> bool:

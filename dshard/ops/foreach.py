@@ -335,7 +335,7 @@ FOREACH: dict[OpOverload, ForEach] = {
         if name.startswith("_foreach_")
         for func in _overloads(name)
     },
-    **{func: by_mesh(fused) for name in _FUSED for func in _overloads(name)},
+    **{func: by_mesh(counted(fused)) for name in _FUSED for func in _overloads(name)},
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default: by_mesh(unscale),
 }
 """The plan of each operator on lists."""

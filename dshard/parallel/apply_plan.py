@@ -16,6 +16,7 @@ from dshard.core.plain_tensors import implicit_replication
 from dshard.errors import LayoutError
 from dshard.factories import full
 from dshard.ops.matmul.options import use_strategy
+from dshard.parallel.gather_groups import gather_in_groups
 from dshard.parallel.plan_values import Placements, Plan
 from dshard.placements import Replicate, Shard
 from dshard.rules.matmul_loops import Schedule
@@ -42,7 +43,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
     hooks += [model.get_submodule(name).register_forward_hook(_output_hook(plan, name)) for name in plan.outputs]
     for name, schedule in plan.products.items():
         hooks += _schedule_hooks(model.get_submodule(name), schedule, name in plan.shared)
-    return hooks
+    return hooks + gather_in_groups(model, plan)
 
 
 def _schedule_hooks(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any]:

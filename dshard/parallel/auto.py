@@ -166,4 +166,5 @@ def _joined(roles: Roles, picked: Sequence[Plan]) -> Plan:
     counts = Counter(plan.strategy for plan in picked)
     name = ", ".join(f"{strategy} ({n} block{'s' if n > 1 else ''})" for strategy, n in counts.items())
     parameters = {own: parameters.get(own, placements) for own, placements in first.parameters.items()}
-    return Plan(name, first.mesh, parameters, first.batch, outputs, products, first.shared)
+    gathered = tuple(axis for axis in first.mesh.names if all(axis in plan.gathered for plan in picked))
+    return Plan(name, first.mesh, parameters, first.batch, outputs, products, first.shared, gathered=gathered)

@@ -21,7 +21,8 @@ def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
         module: schedule for module, use in roles.products.items() if (schedule := _schedule(roles, module, use, axes))
     }
     batch = tuple(Shard(0) if axis.batch else Replicate() for axis in axes)
-    return Plan(name, mesh, parameters, batch, outputs, products, roles.shared)
+    gathered = tuple(own for own, axis in zip(mesh.names, axes, strict=True) if axis.weights == "first")
+    return Plan(name, mesh, parameters, batch, outputs, products, roles.shared, gathered=gathered)
 
 
 def _placed(dims: tuple[Role, ...], axes: Sequence[Axis]) -> tuple[Placement, ...]:

@@ -18,7 +18,10 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """The collectives of one kind that a module runs in one direction of a step: how many, bytes received, seconds."""
+    """The collectives of one kind that a module runs in one direction of a step: how many, bytes received, seconds.
+
+    Of one that moves the parameters or gradients of several modules each has its share, and the last one counts it.
+    """
 
     module: str
     direction: str
@@ -89,7 +92,8 @@ class Plan:
     Made by `plan_model`, run by `parallelize`. `parameters` are the placements of each by name; `batch` those of inputs
     whose first dim is the batch, other inputs are replicated; `outputs` those of what modules return, and `products`
     the loops of the product within a module; `shared` are modules that move what they are given once, for others want
-    it, too. What a plan does not name is replicated, or decided by cost.
+    it, too; `gathered` are the mesh axes whose shards of parameters are gathered a block at a time. What a plan does
+    not name is replicated, or decided by cost.
     """
 
     strategy: str
@@ -100,6 +104,7 @@ class Plan:
     products: Mapping[str, Schedule] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
     cost: Cost | None = None
+    gathered: tuple[str, ...] = ()
 
     def placements(self, parameter: str) -> Placements:
         """The placements of the parameter of this name.
@@ -157,4 +162,4 @@ HEADINGS = ("module", "parameters", "forward", "backward", "received", "ms")
 
 
 def _listed(moves: Sequence[Moves]) -> str:
-    return ", ".join(f"{move.count} {move.collective} {move.axis}" for move in moves)
+    return ", ".join(f"{move.count or 'in one'} {move.collective} {move.axis}" for move in moves)

@@ -22,7 +22,7 @@ from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
 from dshard.placements import Replicate
 from dshard.tensor import distribute_tensor
 from dshard.torch_private import disable_modes
-from dshard.trace import Trace, Traced, trace
+from dshard.trace import Trace, trace
 
 MOMENTS = 2
 """Tensors of each parameter's size that an optimiser such as Adam keeps."""
@@ -119,12 +119,13 @@ class _Work:
 
 
 def _moves(sent: Trace, forward: int) -> tuple[Moves, ...]:
-    groups: dict[tuple[str, str, str, str], list[Traced]] = {}
+    groups: dict[tuple[str, str, str, str], list[tuple[int, int, float]]] = {}
     for i, event in enumerate(sent.events):
         direction = "forward" if i < forward else "backward"
-        module = event.module.partition(".")[2]
-        groups.setdefault((module, direction, event.collective, event.axis), []).append(event)
-    return tuple(
-        Moves(*key, len(events), sum(e.nbytes for e in events), sum(e.seconds for e in events))
-        for key, events in groups.items()
-    )
+        shares = event.members or ((event.module, event.nbytes),)
+        for module, nbytes in shares:
+            key = (module.partition(".")[2], direction, event.collective, event.axis)
+            seconds = event.seconds * (nbytes / event.nbytes if event.nbytes else 1 / len(shares))
+            is_last = module == shares[-1][0]  # with which it is complete
+            groups.setdefault(key, []).append((int(is_last), nbytes, seconds))
+    return tuple(Moves(*key, *map(sum, zip(*parts, strict=True))) for key, parts in groups.items())

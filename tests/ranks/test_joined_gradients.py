@@ -140,7 +140,7 @@ def few_collectives() -> None:
         assert abs(found.nbytes - 2 * 3 * sent / 4) < 64, "2 (n - 1) / n of the gradients, but for rounding"
         for p, expected in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-5)
-    assert {path for event in found.events for path in event.members} >= {"Sequential.0.0", "Sequential.11.0"}
+    assert {path for event in found.events for path, _ in event.members} >= {"Sequential.0.0", "Sequential.11.0"}
 
 
 def test_data_parallel_sends_two_collectives_for_a_mebibyte(ranks: RankPool):

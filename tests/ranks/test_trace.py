@@ -167,7 +167,7 @@ class TestModules:
 
         (event,) = found.events
         assert (event.op, event.axis, event.module) == ("gradients of 2 leaves", "dp", "Sequential")
-        assert event.members == ("Sequential.1", "Sequential.0")
+        assert event.members == (("Sequential.1", 48), ("Sequential.0", 48))
 
     def test_a_module_that_raises_is_left(self):
         class Broken(nn.Module):

@@ -1,0 +1,204 @@
+"""Weights stored split and gathered for a module at a time: all at once, the next module's ahead, freed after use.
+
+In the forward pass a module works on whole weights, which one collective has gathered. Autograd saves none of them: it
+saves where they belong, and the backward pass gathers them again when it first asks for one. Their gradients are
+reduced to the layouts of the stored weights together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from dshard.autograd.crossing import as_distributed, redistribute
+from dshard.core.moves import Ends, LocalRedistribution, begin_together, local_redistribution
+from dshard.core.signature import Context
+from dshard.core.spec import Spec
+from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
+from dshard.layout import Layout, interned
+from dshard.placements import Replicate, Shard
+from dshard.torch_private import saved_tensor_hooks
+
+
+def gathered_layout(layout: Layout, axes: Sequence[str]) -> Layout:
+    """`layout` with the dims that these mesh axes shard gathered."""
+    placements = tuple(
+        Replicate() if name in axes and isinstance(placement, Shard) else placement
+        for name, placement in zip(layout.mesh.names, layout.placements, strict=True)
+    )
+    return interned(Layout(layout.mesh, placements, layout.order))
+
+
+class Whole:
+    """The whole local tensors of some stored weights, perhaps still on their way; `versions` are those of the weights.
+
+    The first look at one waits for all.
+    """
+
+    __slots__ = ("__weakref__", "_ends", "_local", "_places", "versions")
+
+    def __init__(self, stored: Sequence[Any], moves: Sequence[LocalRedistribution]) -> None:
+        self.versions = versions_of(stored)
+        local, parameters = [x._local_tensor for x in stored], tuple(map(id, stored))
+        self._ends: Ends | None = begin_together(moves, local, "gather weights", parameters)
+        self._local: list[Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def local(self) -> list[Tensor]:
+        """The local tensors."""
+        if self._ends is not None:
+            self._local, self._ends = [end() for end in self._ends], None
+            self._places = {_storage(x): i for i, x in enumerate(self._local) if x.numel()}
+        return self._local
+
+    def place(self, x: Tensor) -> int | None:
+        """Which of the local tensors `x` shares its memory with."""
+        return self._places.get(_storage(x))
+
+
+def versions_of(stored: Sequence[Any]) -> list[tuple[int, int, int]]:
+    """What tells whether a weight has been written to, or replaced."""
+    return [(id(x._local_tensor), x._local_tensor._version, x._version) for x in stored]
+
+
+def _storage(x: Tensor) -> int:
+    local = x._local_tensor if isinstance(x, Wrapper) else x
+    return int(local.untyped_storage()._cdata)
+
+
+class Saved(NamedTuple):
+    """What autograd saves in place of a whole weight, or of a view of it: which, and where in its memory.
+
+    `spec` is that of a distributed tensor, None for a local one.
+    """
+
+    use: GatheredUse
+    i: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    spec: Spec | None
+
+
+class Outer(NamedTuple):
+    """What hooks that the user has put around a module have made of another saved tensor."""
+
+    packed: Any
+
+
+class GatheredUse:
+    """One run of a module on whole weights, and what its backward pass needs: the weights again.
+
+    `begin` begins to gather them, or returns them where that has begun. `before` is the use that ran before it, whose
+    backward pass comes after this one's. `reductions` are those of its gradients that have begun.
+    """
+
+    def __init__(
+        self,
+        stored: list[Any],
+        moves: Sequence[LocalRedistribution],
+        begin: Callable[[], Whole],
+        before: GatheredUse | None,
+    ) -> None:
+        self.stored, self.moves, self.begin, self.before = stored, moves, begin, before
+        self.whole: Whole | None = begin()
+        self.after: ReferenceType[GatheredUse] | None = None
+        self.reductions: Ends = []
+        if before is not None:
+            before.after = ref(self)
+        self.outer: Any = saved_tensor_hooks(True)  # the user's, which see what is not ours
+
+    def tensors(self) -> list[Any]:
+        """The whole weights as distributed tensors, recorded by autograd."""
+        assert self.whole is not None
+        local = self.whole.local()
+        needs = [i for i, x in enumerate(self.stored) if x.requires_grad and torch.is_grad_enabled()]
+        out: list[Any] = [wrap(x, move.spec) for x, move in zip(local, self.moves, strict=True)]
+        if needs:
+            recorded = GatherTogether.apply(self, needs, *[self.stored[i] for i in needs])  # type: ignore[no-untyped-call]
+            for i, x in zip(needs, recorded, strict=True):
+                out[i] = x
+        return out
+
+    def free(self) -> None:
+        """Hold the whole weights no longer: the backward pass gathers them again."""
+        self.whole = None
+
+    def finish_reductions_after(self) -> None:
+        """Wait for the gradients of the use after this one, whose buffers would stay in memory."""
+        after = None if self.after is None else self.after()
+        if after is not None:
+            for end in after.reductions:
+                end()
+            after.reductions = []
+
+    def pack(self, x: Tensor) -> Any:
+        """What autograd saves for `x`."""
+        i = None if self.whole is None else self.whole.place(x)
+        if i is not None:
+            local = x._local_tensor if isinstance(x, Wrapper) else x
+            spec = x._spec if isinstance(x, Wrapper) else None
+            return Saved(self, i, tuple(local.shape), local.stride(), int(local.storage_offset()), spec)
+        return x if self.outer is None else Outer(self.outer[0](x))
+
+    def unpack(self, packed: Any) -> Any:
+        """The tensor that autograd saved: a whole weight is gathered again, and those of the use before it begin."""
+        if isinstance(packed, Outer):
+            return self.outer[1](packed.packed)
+        if not isinstance(packed, Saved):
+            return packed
+        if self.whole is None:
+            after = None if self.after is None else self.after()
+            if after is not None:
+                after.free()  # its backward pass has ended
+            self.whole = self.begin()
+            if self.before is not None and self.before.whole is None:
+                local = self.whole.local()  # before the next gather begins, so that both do not share the network
+                self.before.whole = self.before.begin()
+        local = self.whole.local()
+        x = local[packed.i].as_strided(packed.size, packed.stride, packed.offset)
+        return x if packed.spec is None else wrap(x, packed.spec)
+
+
+class GatherTogether(torch.autograd.Function):
+    """Stored weights -> whole ones; backward: their gradients, reduced together to the stored layouts."""
+
+    @staticmethod
+    def forward(ctx: Context, use: GatheredUse, needs: list[int], *stored: Any) -> tuple[Any, ...]:
+        assert use.whole is not None
+        ctx.use, ctx.needs = use, needs
+        ctx.set_materialize_grads(False)
+        local = use.whole.local()
+        return tuple(wrap(local[i].detach(), use.moves[i].spec) for i in needs)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Any) -> tuple[Any, ...]:
+        use: GatheredUse = ctx.use
+        use.free()
+        moves = [use.moves[i] for i in ctx.needs]
+        given: list[Any] = [g if g is None else as_distributed(g, m.grad) for g, m in zip(grads, moves, strict=True)]
+        if torch.is_grad_enabled():
+            reduced = [g if g is None else redistribute(g, m.source_grad) for g, m in zip(given, moves, strict=True)]
+            return None, None, *reduced
+        present = [i for i, g in enumerate(given) if g is not None]
+        reductions = [local_redistribution(given[i]._spec, moves[i].source_grad) for i in present]
+        local = [given[i]._local_tensor for i in present]
+        leaves = tuple(id(use.stored[ctx.needs[i]]) for i in present)
+        out: list[Any] = [None] * len(given)
+        del grads, given
+        ends = begin_together(reductions, local, f"gradients of {len(present)} leaves", leaves)
+        use.finish_reductions_after()
+        use.reductions = ends
+        for i, end, reduction in zip(present, ends, reductions, strict=True):
+            out[i] = wrap_in_flight(end, reduction.spec)
+        return None, None, *out
+
+
+def is_local(hooks: Any) -> bool:
+    """Whether hooks for saved tensors are those of gathered weights alone, which take local tensors, too."""
+    use = getattr(hooks[0], "__self__", None)
+    return isinstance(use, GatheredUse) and use.outer is None

@@ -1,0 +1,167 @@
+"""Groups of parameters that are stored split and gathered together, for the module in which they are used."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from dshard.autograd.gathered_weights import GatheredUse, Whole, gathered_layout, versions_of
+from dshard.core.moves import LocalRedistribution, local_redistribution
+from dshard.parallel.plan_values import Plan
+from dshard.placements import Shard
+from dshard.tensor import DTensor
+from dshard.torch_private import graph_task_id, is_transforming
+
+Place = tuple[nn.Module, str]
+"""A module and its own name of a parameter."""
+
+
+def blocks_of(model: nn.Module) -> Iterator[str]:
+    """The paths of the modules whose weights are gathered together: the entries of the outermost lists of modules.
+
+    Those of the outermost `nn.Sequential`s where there is no list. What is in none is gathered with the model itself.
+    """
+    kind = nn.ModuleList if any(isinstance(m, nn.ModuleList) for m in model.modules()) else nn.Sequential
+    containers = [path for path, module in model.named_modules() if isinstance(module, kind)]
+    outermost = [p for p in containers if not any(p != q and _is_within(p, q) for q in containers)]
+    for path in outermost:
+        for name, child in model.get_submodule(path).named_children():
+            if next(child.parameters(), None) is not None:
+                yield f"{path}.{name}".lstrip(".")
+
+
+def _is_within(path: str, outer: str) -> bool:
+    return not outer or path.startswith(outer + ".")
+
+
+class GatherGroup:
+    """The parameters of one module, or of all that is in no block: `places` has, for each, where modules have it.
+
+    `keeps` says that they stay whole from the forward pass to the backward pass.
+    """
+
+    def __init__(self, places: list[list[Place]], plan: Plan, order: GatherOrder, keeps: bool) -> None:
+        self.places, self.axes, self.order, self.keeps = places, plan.gathered, order, keeps
+        self.ahead: Whole | None = None
+        self.running: list[tuple[GatheredUse | None, list[Any], ExitStack]] = []
+
+    def stored(self) -> list[Any]:
+        """The parameters now."""
+        return [places[0][0]._parameters[places[0][1]] for places in self.places]
+
+    def moves(self, stored: list[Any]) -> list[LocalRedistribution]:
+        """How each parameter is gathered."""
+        return [local_redistribution(x._spec, gathered_layout(x._spec.layout, self.axes)) for x in stored]
+
+    def begin(self) -> None:
+        """Begin to gather the parameters, ahead of their use."""
+        stored = self.stored()
+        if self.ahead is None and all(type(x) is DTensor for x in stored):
+            self.ahead = Whole(stored, self.moves(stored))
+
+    def whole(self, stored: list[Any]) -> Whole:
+        """The whole parameters: those that were gathered ahead, unless they have been written to since."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and ahead.versions == versions_of(stored):
+            return ahead
+        return Whole(stored, self.moves(stored))
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Put whole weights into the modules; before their forward pass."""
+        stored, stack = self.stored(), ExitStack()
+        if torch.compiler.is_compiling() or is_transforming() or not all(type(x) is DTensor for x in stored):
+            self.running.append((None, stored, stack))
+            return
+        is_recomputed = graph_task_id() >= 0  # within a backward pass, in which modules run in the other direction
+        recorded = torch.is_grad_enabled() and not self.keeps
+        before = self.order.last if recorded and not is_recomputed else None
+        use = GatheredUse(stored, self.moves(stored), partial(self.whole, stored), before)
+        self.running.append((use, stored, stack))
+        for places, x in zip(self.places, use.tensors(), strict=True):
+            for owner, name in places:
+                owner._parameters[name] = x
+        if recorded:
+            stack.enter_context(saved_tensors_hooks(use.pack, use.unpack))
+        if not is_recomputed:
+            self.order.runs(self, use if recorded else None)
+
+    def leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        """Put the stored parameters back; after the forward pass, however it ended."""
+        if not self.running:
+            return
+        use, stored, stack = self.running.pop()
+        stack.close()
+        if use is None:
+            return
+        for places, x in zip(self.places, stored, strict=True):
+            for owner, name in places:
+                owner._parameters[name] = x
+        if graph_task_id() >= 0:
+            self.ahead = use.whole  # the backward pass wants them next
+        if not torch.is_grad_enabled() or not (self.keeps or self.order.ends_with(self)):
+            use.free()
+
+
+class GatherOrder:
+    """The order in which the groups of a model ran, by which the next is gathered ahead; and the use that ran last."""
+
+    def __init__(self) -> None:
+        self.following: dict[int, GatherGroup] = {}
+        self.ended: GatherGroup | None = None
+        self.previous: GatherGroup | None = None
+        self.last: GatheredUse | None = None
+
+    def runs(self, group: GatherGroup, use: GatheredUse | None) -> None:
+        """A group runs: note that it followed the previous one, and begin to gather the one that followed it."""
+        if use is not None:
+            self.last = use
+        if self.previous is not None and self.previous is not group:
+            self.following[id(self.previous)] = group
+        self.previous = group
+        following = self.following.get(id(group))
+        if following is not None:
+            following.begin()
+
+    def ends_with(self, group: GatherGroup) -> bool:
+        """Whether the model ended with this group the last time: its backward pass comes first, and needs it whole."""
+        return self.ended is group
+
+    def restart(self, module: nn.Module, args: Any) -> None:
+        """The model begins: nothing ran before."""
+        self.ended, self.previous, self.last = self.previous, None, None
+
+
+def gather_in_groups(model: nn.Module, plan: Plan) -> list[Any]:
+    """Register hooks that gather the parameters that `plan.gathered` axes shard, a block at a time; return them."""
+    if not plan.gathered:
+        return []
+    blocks = list(blocks_of(model))
+    places: defaultdict[int, list[Place]] = defaultdict(list)
+    groups_of: defaultdict[int, set[str]] = defaultdict(set)
+    mesh_axes = [plan.mesh.axis(name) for name in plan.gathered]
+    for path, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            placements = plan.parameters.get(f"{path}.{own}".lstrip("."))
+            if parameter is None or placements is None:
+                continue
+            if any(isinstance(placements[i], Shard) for i in mesh_axes) or id(parameter) in places:
+                places[id(parameter)].append((module, own))
+                groups_of[id(parameter)].add(next((b for b in blocks if path == b or _is_within(path, b)), ""))
+    members: defaultdict[str, list[list[Place]]] = defaultdict(list)
+    for number, where in places.items():
+        groups = groups_of[number]
+        members[next(iter(groups)) if len(groups) == 1 else ""].append(where)
+    order = GatherOrder()
+    hooks: list[Any] = [model.register_forward_pre_hook(order.restart)]
+    for path, found in members.items():
+        group, module = GatherGroup(found, plan, order, keeps=path == ""), model.get_submodule(path)
+        hooks.append(module.register_forward_pre_hook(group.enter))
+        hooks.append(module.register_forward_hook(group.leave, always_call=True))
+    return hooks

@@ -1,0 +1,197 @@
+"""Weights gathered a module at a time: few collectives, freed after use, and the results of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from dshard import Mesh, init_device_mesh, parallelize, plan_model, trace
+from dshard.parallel.gather_groups import blocks_of
+from dshard.simulate import record
+from dshard.testing import RankPool
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, dtype=torch.float64)
+        self.up, self.down = nn.Linear(width, 3 * width).double(), nn.Linear(3 * width, width).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class Net(nn.Module):
+    """Blocks between an embedding and a head that may be its own table; the blocks run `times` times each."""
+
+    def __init__(self, depth: int = 3, width: int = 7, tied: bool = False, times: int = 1, recompute: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, width, dtype=torch.float64)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 11, bias=False, dtype=torch.float64)
+        self.times, self.recompute = times, recompute
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            for _ in range(self.times):
+                if self.recompute:
+                    x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+                else:
+                    x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+NETS: dict[str, Any] = {"plain": {}, "tied": {"tied": True}, "twice": {"times": 2}, "recomputed": {"recompute": True}}
+MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "fsdp": ((4,), ("d",)),
+    "data x fsdp": ((2, 2), ("r", "d")),
+    "fsdp x megatron": ((2, 2), ("d", "t")),
+}
+
+
+def trained(strategy: str, options: dict[str, Any]) -> None:
+    """Steps of AdamW that are those of one device, without and with frozen weights, and an evaluation."""
+    shape, names = MESHES[strategy]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model, reference = Net(**options), Net(**options)
+    ids = torch.randint(11, (8, 3), generator=torch.Generator().manual_seed(1))
+    parallelize(model, mesh, strategy, ids)
+    stored = dict(model.named_parameters())
+    optimisers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference)]
+    for step in range(4):
+        for each, optimiser in zip((model, reference), optimisers, strict=True):
+            each.blocks[0].requires_grad_(step != 2)
+            each(ids).square().mean().backward()
+            optimiser.step()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert p is stored[name], "the stored weights are back in their places"
+            assert (p.grad is None) == (q.grad is None), name
+            if q.grad is not None:
+                assert p.grad.placements == p.placements
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-9, atol=1e-12)
+        for optimiser in optimisers:
+            optimiser.zero_grad()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).full_tensor(), reference(ids), rtol=1e-9, atol=1e-12)
+    second_order(model, reference, ids)
+
+
+def second_order(model: nn.Module, reference: nn.Module, ids: Tensor) -> None:
+    found = []
+    for each in (model, reference):
+        each.requires_grad_()
+        grads = torch.autograd.grad(each(ids).square().mean(), list(each.parameters()), create_graph=True)
+        sum(g.square().sum() for g in grads).backward()  # type: ignore[union-attr]
+        found.append([p.grad for p in each.parameters()])
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine.full_tensor(), expected, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("strategy", MESHES)
+@pytest.mark.parametrize("net", NETS)
+def test_training_is_that_of_one_device(ranks: RankPool, strategy: str, net: str):
+    if net in ("twice", "recomputed") and strategy == "data x fsdp":
+        pytest.skip("as fsdp")
+    ranks.run(trained, strategy, NETS[net])
+
+
+def few_collectives(depth: int) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    model = Net(depth, width=8)
+    ids = torch.zeros(8, 3, dtype=torch.long)
+    parallelize(model, mesh, "fsdp", ids)
+    for _ in range(3):
+        with trace() as found:
+            model(ids).square().sum().backward()
+    return len(found.events), found.nbytes
+
+
+def test_three_collectives_for_each_block(ranks: RankPool):
+    (some, received), (more, received_by_more) = ranks.run(few_collectives, 2)[0], ranks.run(few_collectives, 5)[0]
+    assert more - some == 3 * 3, "two gathers and a reduction"
+    numel = sum(p.numel() for p in Block(8).parameters())
+    assert received_by_more - received == 3 * 3 * 8 * numel * 3 // 4, "3 (n - 1) / n of the weights"
+
+
+def peak_of(depth: int) -> float:
+    """The most bytes that a step takes, in whole blocks."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    model = Net(depth, width=64)
+    ids = torch.zeros(4, 1, dtype=torch.long)
+    parallelize(model, mesh, "fsdp", ids)
+    for _ in range(2):
+        model(ids).square().sum().backward()
+        model.zero_grad()
+    step = record(lambda: model(ids).square().sum().backward(), warm=True)
+    return step.peak / (8 * sum(p.numel() for p in Block(64).parameters()))
+
+
+def test_few_blocks_are_whole_at_once(ranks: RankPool):
+    few, many = ranks.run(peak_of, 4)[0], ranks.run(peak_of, 12)[0]
+    assert (many - few) / 8 < 0.3, "a block more is a quarter of its gradients more"
+    assert few < 1 + 7, "its gradients; two whole blocks, their gradients, what is sent and what arrives of a reduction"
+
+
+def written_between() -> None:
+    """A weight that is written to while the next module's are gathered ahead is gathered again."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    model, reference = Net(), Net()
+    ids = torch.arange(8).view(8, 1)
+    parallelize(model, mesh, "fsdp", ids)
+
+    def write(module: nn.Module, args: Any, out: Any) -> None:
+        for p in each.blocks[1].parameters():
+            p.data.mul_(1.5)
+
+    for each in (model, reference):
+        for _ in range(2):
+            each(ids)
+        handle = each.blocks[0].register_forward_hook(write)
+        out = each(ids)
+        handle.remove()
+        found = out.full_tensor() if each is model else out
+    torch.testing.assert_close(found, reference(ids))
+
+
+def test_a_write_after_the_gather_began_is_seen(ranks: RankPool):
+    ranks.run(written_between)
+
+
+def raised() -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    model = Net()
+    ids = torch.arange(8).view(8, 1)
+    parallelize(model, mesh, "fsdp", ids)
+    stored = list(model.parameters())
+    with pytest.raises((IndexError, RuntimeError)):
+        model(ids + 100)
+    assert all(p is q for p, q in zip(model.parameters(), stored, strict=True))
+    model(ids).sum().backward()
+    assert all(p.grad.placements == p.placements for p in stored)
+
+
+def test_a_model_that_raises_has_its_stored_weights_back(ranks: RankPool):
+    ranks.run(raised)
+
+
+def test_blocks_are_the_entries_of_the_outermost_lists():
+    assert list(blocks_of(Net(2))) == ["blocks.0", "blocks.1"]
+    nested = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.ReLU())
+    assert list(blocks_of(nested)) == ["0", "1"]
+    assert list(blocks_of(nn.Linear(2, 2))) == []
+
+
+def test_a_plan_counts_what_is_gathered_together():
+    plan = plan_model(Net(4, width=8), Mesh((4,), ("d",)), "fsdp", torch.zeros(8, 3, dtype=torch.long))
+    assert plan.gathered == ("d",)
+    assert plan.cost is not None
+    gathers = [move for move in plan.cost.moves if move.collective == "all_gather"]
+    assert sum(move.count for move in gathers) == 1 + 2 * 4, "the model's own once, each block's twice"
