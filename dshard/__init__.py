@@ -65,6 +65,7 @@ __all__ = [
     "Stream",
     "Topology",
     "TopologyError",
+    "accumulate",
     "cache_info",
     "clear_caches",
     "distribute_module",
@@ -98,6 +99,7 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
+    from dshard.autograd.accumulation import accumulate
     from dshard.core.plain_tensors import from_torch, implicit_replication
     from dshard.dispatch.registry import register_rule, rules
     from dshard.explain import explain
@@ -110,6 +112,7 @@ if _TYPE_CHECKING:
     from dshard.trace import strict, trace
 
 _LATE = {
+    "dshard.autograd.accumulation": ("accumulate",),
     "dshard.calibrate": ("calibrate",),
     "dshard.core.plain_tensors": ("from_torch", "implicit_replication"),
     "dshard.dispatch.registry": ("register_rule", "rules"),

@@ -1,7 +1,10 @@
 """Crossings of autograd between distributed and local tensors, and between layouts.
 
-crossing.py   ToLocal, FromLocal, Redistribute, Reshard: differentiable, to any order
-hooks.py      gradients, nodes and hooks of tensors that were recorded on local tensors
+crossing.py           ToLocal, FromLocal, Redistribute, Reshard: differentiable, to any order
+hooks.py              gradients, nodes and hooks of tensors that were recorded on local tensors
+joined_gradients.py   gradients of leaves reduced together, in buckets
+gathered_weights.py   weights gathered together for a module, and their gradients
+accumulation.py       gradients of microbatches added before they are reduced
 """
 
 from dshard.autograd.crossing import redistribute

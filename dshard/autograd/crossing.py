@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dshard import comm
+from dshard.autograd.accumulation import stays_partial
 from dshard.autograd.joined_gradients import Leaf, join
 from dshard.autograd.sole_owner import is_sole_owner
 from dshard.core.context import planning_context
@@ -385,6 +386,8 @@ def gradient_in_layout(grad: Any, leaf: Leaf, references: int) -> Any:
     grad = as_distributed(grad, layout)
     spec: Spec = grad._spec
     if spec.layout is layout:
+        return grad
+    if not torch.is_grad_enabled() and stays_partial(leaf):
         return grad
     move = local_redistribution(spec, layout)
     asynchronous = len(move.plan.steps) == 1  # of several the first would hold its buffers until the end

@@ -14,6 +14,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
+from dshard.autograd.accumulation import accumulating
 from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.core.moves import Ends, LocalRedistribution, begin_together, local_redistribution
 from dshard.core.signature import Context
@@ -184,6 +185,9 @@ class GatherTogether(torch.autograd.Function):
         if torch.is_grad_enabled():
             reduced = [g if g is None else redistribute(g, m.source_grad) for g, m in zip(given, moves, strict=True)]
             return None, None, *reduced
+        leaves_of = [use.stored[i]._gradient_leaf for i in ctx.needs]
+        if accumulating() or any(leaf is not None and leaf.has_partial_sum for leaf in leaves_of):
+            return None, None, *given
         present = [i for i, g in enumerate(given) if g is not None]
         reductions = [local_redistribution(given[i]._spec, moves[i].source_grad) for i in present]
         local = [given[i]._local_tensor for i in present]

@@ -39,15 +39,17 @@ _IN_ONE = frozenset({torch.float32, torch.float64})
 class Leaf:
     """A tensor whose gradients are redistributed to `layout`; `number` is its place among all of them.
 
-    A leaf of autograd `accumulates` them: nothing in the backward pass waits for one.
+    A leaf of autograd `accumulates` them: nothing in the backward pass waits for one. `has_partial_sum` says that those
+    of earlier passes were added without a reduction.
     """
 
-    __slots__ = ("accumulates", "layout", "number", "of")
+    __slots__ = ("accumulates", "has_partial_sum", "layout", "number", "of")
 
     def __init__(self, x: Wrapper) -> None:
         self.layout, self.accumulates = interned(x._spec.layout.cotangent()), x.is_leaf
         self.of = id(x)  # for observers: a weak reference would keep torch from swapping it for another
         self.number = next(_NUMBERS)
+        self.has_partial_sum = False
 
 
 class Pending:

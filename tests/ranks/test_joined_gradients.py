@@ -16,6 +16,7 @@ from dshard import (
     Mesh,
     Replicate,
     Shard,
+    accumulate,
     distribute_tensor,
     init_device_mesh,
     parallelize,
@@ -212,6 +213,44 @@ def accumulated() -> None:
 
 def test_accumulated_gradients(ranks: RankPool):
     ranks.run(accumulated)
+
+
+def accumulated_in_parts(strategy: str) -> None:
+    """Microbatches whose gradients are added without a collective, and reduced once."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    model, reference = mlp(3, 6), mlp(3, 6)
+    batches = [torch.randn(8, 6, dtype=torch.float64) for _ in range(6)]
+    parallelize(model, mesh, strategy, batches[0])
+    for start in (0, 3):
+        with trace() as before, accumulate():
+            for x in batches[start : start + 2]:
+                model(x).square().sum().backward()
+        assert not [event for event in before.events if "gather" not in event.collective], before.summary()
+        assert all(p.grad.layout.partial_axes() for p in model.parameters())
+        with trace() as last:
+            model(batches[start + 2]).square().sum().backward()
+        assert sum("gather" not in event.collective for event in last.events) == 1, last.summary()
+        for x in batches[start : start + 3]:
+            reference(x).square().sum().backward()
+        compare(model, reference)
+        for each in (model, reference):
+            each.zero_grad()
+    with accumulate():
+        (grad,) = torch.autograd.grad(model(batches[0]).sum(), [next(model.parameters())])
+    (expected,) = torch.autograd.grad(reference(batches[0]).sum(), [next(reference.parameters())])
+    torch.testing.assert_close(grad.full_tensor(), expected)
+    with accumulate():
+        model(batches[0]).square().sum().backward()
+    reference(batches[0]).square().sum().backward()
+    for each in (model, reference):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q, msg="a step reduces what is partial")
+
+
+@pytest.mark.parametrize("strategy", ["data", "fsdp"])
+def test_accumulated_without_reductions(ranks: RankPool, strategy: str):
+    ranks.run(accumulated_in_parts, strategy)
 
 
 def test_simulated_ranks_send_the_same():

@@ -1,0 +1,75 @@
+"""Gradients of several microbatches added up where they arise, and reduced once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from dshard.autograd.joined_gradients import Leaf, join
+from dshard.comm import Scoped, outside_graphs
+from dshard.core.moves import local_redistribution
+from dshard.core.wrapper import Wrapper
+from dshard.torch_private import current_autograd_node, no_torch_function
+
+_BLOCKS: Scoped[None, bool] = Scoped("accumulate", bool)
+
+
+@contextmanager
+def accumulate() -> Iterator[None]:
+    """Within the block backward passes reduce no gradients of leaves: they stay partial sums, which are added locally.
+
+    The next backward pass outside it adds its own, and reduces the sum once. Until then each rank holds a whole
+    gradient where the parameter is replicated, as it does anyway, or gathered for use, which takes the memory of the
+    whole weights; and `x.grad` is partial: an optimiser that steps before reduces it first.
+
+        with dshard.accumulate():
+            for batch in batches[:-1]:
+                loss_of(batch).backward()
+        loss_of(batches[-1]).backward()
+        optimizer.step()
+    """
+    outside_graphs("accumulate")
+    with _BLOCKS.entered(None):
+        yield
+
+
+def accumulating() -> bool:
+    """Whether `accumulate` is in force."""
+    return bool(_BLOCKS.anywhere) and _BLOCKS.value()
+
+
+def stays_partial(leaf: Leaf) -> bool:
+    """Whether a gradient of the leaf that arises now is to be added as it is; what is added is reduced later."""
+    if not leaf.accumulates:
+        return False
+    if not accumulating():
+        return leaf.has_partial_sum
+    if not leaf.has_partial_sum:
+        x = getattr(current_autograd_node(), "variable", None)
+        if x is None:  # nothing is accumulated: torch.autograd.grad wants the gradient itself
+            return False
+        leaf.has_partial_sum = True
+        with no_torch_function():
+            x.register_post_accumulate_grad_hook(_ReduceOnce(leaf))
+    return True
+
+
+class _ReduceOnce:
+    """Hook of a leaf: after the first backward pass outside `accumulate` reduce the sum of its gradients."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf = leaf
+
+    def __call__(self, x: Tensor) -> None:
+        if accumulating() or not self.leaf.has_partial_sum:
+            return
+        self.leaf.has_partial_sum = False
+        grad: Any = x.grad
+        if isinstance(grad, Wrapper) and grad._spec.layout is not self.leaf.layout:
+            move = local_redistribution(grad._spec, self.leaf.layout)
+            with no_torch_function():
+                x.grad = None
+                x.grad = join(self.leaf, grad, move, False)
