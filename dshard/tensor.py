@@ -241,8 +241,8 @@ class DTensor(Wrapper):
 
     @classmethod
     def __torch_function__(cls, func: Function, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _SET_GRAD and args[0]._local_graph is None:  # once for each parameter and step
-            with no_torch_function():
+        if func in _QUERIES and type(args[0]) is DTensor and args[0]._local_graph is None:
+            with no_torch_function():  # optimisers ask these of each parameter in each step
                 return func(*args)
         return fast_path.call(func, args, kwargs or {}, _through)
 
@@ -359,8 +359,19 @@ def _transformed(func: Function, args: Args, kwargs: Kwargs) -> Any:
         return func(*args, **kwargs)
 
 
-_GRAD: Any = torch.Tensor.grad
-_SET_GRAD = _GRAD.__set__
+_ASKED: tuple[Any, ...] = (
+    *(torch.Tensor.grad, torch.Tensor.is_leaf, torch.Tensor.requires_grad),
+    *(torch.Tensor.is_cpu, torch.Tensor.is_cuda, torch.Tensor.is_sparse, torch.Tensor.is_meta),
+)
+_SET: Any = torch.Tensor.grad
+_QUERIES = frozenset(
+    {
+        *(attribute.__get__ for attribute in _ASKED),
+        _SET.__set__,
+        *(torch.is_floating_point, torch.is_complex, torch.Tensor.is_floating_point, torch.Tensor.is_complex),
+    }
+)
+"""Questions about a tensor that torch answers by itself, where no operator was recorded on its local tensor."""
 support()
 support_states()
 support_fused_steps()
