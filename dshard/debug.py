@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.comm import Event, listen
 from dshard.report.console import show, table
 from dshard.report.visualize import parts_of
 from dshard.tables import human_bytes, text_table
 from dshard.tensor import DTensor
-from dshard.torch_private import graph_task_id
+from dshard.torch_private import TorchDispatchMode, graph_task_id
 from dshard.trace import Trace, trace
 from dshard.validate import check_type
 

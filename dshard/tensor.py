@@ -22,8 +22,8 @@ from dshard.autograd.crossing import (
     redistribute,
     redistribute_in_dtypes,
 )
-from dshard.autograd.outside import Emptied, WithoutData
 from dshard.autograd.joined_gradients import Leaf
+from dshard.autograd.outside import Emptied, WithoutData
 from dshard.autograd.sole_owner import is_shared, unshared
 from dshard.caches import cached
 from dshard.comm import DeviceMesh, stored_chunks, traced

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from dshard.autograd.accumulation import accumulating
 from dshard.autograd.crossing import as_distributed, redistribute
+from dshard.autograd.joined_gradients import has_steps
 from dshard.core.moves import Ends, LocalRedistribution, begin_together, local_redistribution
 from dshard.core.signature import Context
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.layout import Layout, interned
 from dshard.placements import Replicate, Shard
-from dshard.torch_private import saved_tensor_hooks
+from dshard.torch_private import autograd_engine, saved_tensor_hooks
 
 
 def gathered_layout(layout: Layout, axes: Sequence[str]) -> Layout:
@@ -129,13 +130,17 @@ class GatheredUse:
         """Hold the whole weights no longer: the backward pass gathers them again."""
         self.whole = None
 
+    def finish_reductions(self) -> None:
+        """Wait for the gradients whose reduction has begun."""
+        for end in self.reductions:
+            end()
+        self.reductions = []
+
     def finish_reductions_after(self) -> None:
         """Wait for the gradients of the use after this one, whose buffers would stay in memory."""
         after = None if self.after is None else self.after()
         if after is not None:
-            for end in after.reductions:
-                end()
-            after.reductions = []
+            after.finish_reductions()
 
     def pack(self, x: Tensor) -> Any:
         """What autograd saves for `x`."""
@@ -197,6 +202,8 @@ class GatherTogether(torch.autograd.Function):
         ends = begin_together(reductions, local, f"gradients of {len(present)} leaves", leaves)
         use.finish_reductions_after()
         use.reductions = ends
+        if any(map(has_steps, reductions)):
+            autograd_engine.queue_callback(use.finish_reductions)
         for i, end, reduction in zip(present, ends, reductions, strict=True):
             out[i] = wrap_in_flight(end, reduction.spec)
         return None, None, *out

@@ -172,9 +172,8 @@ class MeshPass:
         else:
             self.passes.has_run(self.passes.buckets_of(every))
         for pending in _in_order(every):
-            lane = pending.move.lane
-            if lane is None or len(lane.collectives) > 1 or pending.move.spec.dtype not in _IN_ONE:
-                pending()  # its next collective would begin where it is used, in another order on each rank
+            if has_steps(pending.move):
+                pending()
 
     @property
     def order(self) -> int:
@@ -258,6 +257,11 @@ def add_later(total: Wrapper, grad: Wrapper) -> bool:
     total._lazy_local = add
     pending.owner.sums.append(total)
     return True
+
+
+def has_steps(move: LocalRedistribution) -> bool:
+    """Whether it may be several collectives: the next would begin where the result is used, in any order on a rank."""
+    return move.lane is None or len(move.lane.collectives) > 1 or move.spec.dtype not in _IN_ONE
 
 
 def _expected(pending: Pending) -> Expected:

@@ -17,7 +17,7 @@ from torch import Tensor
 from dshard.caches import cached
 from dshard.comm import rank_checks
 from dshard.comm.collective import SIMULATED, Collective, Kind
-from dshard.comm.drive import Program, Request, Results, advance, begun
+from dshard.comm.drive import Program, Request, Results, begun
 from dshard.comm.events import LISTENERS, emit
 from dshard.comm.pieces import view_of
 from dshard.comm.program_steps import Moved, Transfer, lowered, moved_in
@@ -133,15 +133,9 @@ class JoinedStep:
         return tuple(out)
 
 
-def _place_to_receive(part: Transfer, flat: Tensor) -> Tensor | None:
-    """The buffer to receive in: an all_reduce's own, which nobody else has; None for that which is fastest."""
-    match part.collective.kind:
-        case "all_reduce":
-            return flat
-        case "all_gather" if not flat.is_meta:
-            return None
-        case _:
-            return flat.new_empty(sum(part.collective.recv))
+def _place_to_receive(part: Transfer, flat: Tensor) -> Tensor:
+    """The buffer to receive in: an all_reduce's own, which nobody else has."""
+    return flat if part.collective.kind == "all_reduce" else flat.new_empty(sum(part.collective.recv))
 
 
 def _of_memory(part: Tensor, shape: Shape) -> Tensor:
@@ -173,7 +167,7 @@ def joined_of(plans: Sequence[Plan], dtype: torch.dtype) -> Joined:
 def begin_joined(plans: Sequence[Plan], tensors: Sequence[Tensor], joined: Joined | None = None) -> Finish:
     """Begin plans of one lane, on a local tensor each, as one collective; the function returned waits for its end.
 
-    `joined` is `joined_of(plans)`, if it is at hand. On simulated ranks and without data it has ended on return.
+    `joined` is `joined_of(plans)`, if it is at hand. On simulated ranks it has ended on return.
 
     Raises:
         MeshError: the mesh has no processes.
@@ -184,9 +178,9 @@ def begin_joined(plans: Sequence[Plan], tensors: Sequence[Tensor], joined: Joine
             if LISTENERS:
                 for kind, axes, elements in joined_received(tuple(plans)):
                     emit(kind, mesh, axes, elements * dtype.itemsize)
-            joined = Joined(plans, own_coordinate(mesh), dtype, SIMULATED)
-            results = advance(joined.program(list(tensors)), received_at_once)
-            return lambda: results
+            backend = "gloo" if mesh.device_type == "cpu" else "nccl"
+            joined = Joined(plans, own_coordinate(mesh), dtype, backend)
+            return begun(joined.program(list(tensors)), received_at_once)  # whose buffers are there until the end
         if type(tensors[0]) is LocalTensor:
 
             def make(at: Coordinate, space: Session, parts: Sequence[Tensor]) -> Program[Results]:

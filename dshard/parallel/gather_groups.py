@@ -118,6 +118,12 @@ class GatherOrder:
         self.previous: GatherGroup | None = None
         self.last: GatheredUse | None = None
 
+    def expects(self, group: GatherGroup) -> None:
+        """Until the model has run, groups are expected in the order in which they are made."""
+        if self.previous is not None:
+            self.following[id(self.previous)] = group
+        self.previous = group
+
     def runs(self, group: GatherGroup, use: GatheredUse | None) -> None:
         """A group runs: note that it followed the previous one, and begin to gather the one that followed it."""
         if use is not None:
@@ -160,8 +166,9 @@ def gather_in_groups(model: nn.Module, plan: Plan) -> list[Any]:
         members[next(iter(groups)) if len(groups) == 1 else ""].append(where)
     order = GatherOrder()
     hooks: list[Any] = [model.register_forward_pre_hook(order.restart)]
-    for path, found in members.items():
-        group, module = GatherGroup(found, plan, order, keeps=path == ""), model.get_submodule(path)
+    for path in sorted(members, key=lambda path: path != ""):  # the model's own first, then blocks as they are listed
+        group, module = GatherGroup(members[path], plan, order, keeps=path == ""), model.get_submodule(path)
+        order.expects(group)
         hooks.append(module.register_forward_pre_hook(group.enter))
         hooks.append(module.register_forward_hook(group.leave, always_call=True))
     return hooks

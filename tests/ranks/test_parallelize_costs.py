@@ -272,12 +272,14 @@ def test_planned_peak_is_counted_peak(ranks: RankPool, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", [*thorough("data"), "fsdp"])
 def test_planned_peak_is_counted_peak_but_for_a_message(ranks: RankPool, strategy: str) -> None:
     """Where gradients are summed at the peak: torch sums in place, so in a copy, and gloo, which has no reduce_scatter,
-    is given memory for the terms of all ranks."""
+    is given memory for the terms of all ranks; under fsdp up to the whole weights of a block more."""
     planned = demo_plan(strategy, Mesh((2, 2), ("a", "b"))).cost.memory.peak
-    gradients = {p.nbytes for p in build_demo(0).parameters()}
+    demo = build_demo(0)
+    gradients = {p.nbytes for p in demo.parameters()}
+    block = sum(p.nbytes for p in demo.get_submodule("blocks.0").parameters())
     for peak, buffers in ranks.run(peak_on_ranks, strategy)[::2]:
         assert buffers == 0
-        assert peak - planned in gradients
+        assert 0 <= peak - planned <= block if strategy == "fsdp" else peak - planned in gradients
 
 
 def test_a_plan_costs_the_same_whatever_was_planned_before() -> None:
