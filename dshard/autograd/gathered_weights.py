@@ -43,7 +43,7 @@ class Whole:
 
     __slots__ = ("__weakref__", "_ends", "_local", "_places", "versions")
 
-    def __init__(self, stored: Sequence[Any], moves: Sequence[LocalRedistribution]) -> None:
+    def __init__(self, stored: Sequence[Wrapper], moves: Sequence[LocalRedistribution]) -> None:
         self.versions = versions_of(stored)
         local, parameters = [x._local_tensor for x in stored], tuple(map(id, stored))
         self._ends: Ends | None = begin_together(moves, local, "gather weights", parameters)
@@ -62,7 +62,7 @@ class Whole:
         return self._places.get(_storage(x))
 
 
-def versions_of(stored: Sequence[Any]) -> list[tuple[int, int, int]]:
+def versions_of(stored: Sequence[Wrapper]) -> list[tuple[int, int, int]]:
     """What tells whether a weight has been written to, or replaced."""
     return [(id(x._local_tensor), x._local_tensor._version, x._version) for x in stored]
 
@@ -89,7 +89,7 @@ class Saved(NamedTuple):
 class Outer(NamedTuple):
     """What hooks that the user has put around a module have made of another saved tensor."""
 
-    packed: Any
+    packed: object
 
 
 class GatheredUse:
@@ -101,7 +101,7 @@ class GatheredUse:
 
     def __init__(
         self,
-        stored: list[Any],
+        stored: Sequence[Wrapper],
         moves: Sequence[LocalRedistribution],
         begin: Callable[[], Whole],
         before: GatheredUse | None,
@@ -114,12 +114,12 @@ class GatheredUse:
             before.after = ref(self)
         self.outer: Any = saved_tensor_hooks(True)  # the user's, which see what is not ours
 
-    def tensors(self) -> list[Any]:
+    def tensors(self) -> list[Wrapper]:
         """The whole weights as distributed tensors, recorded by autograd."""
         assert self.whole is not None
         local = self.whole.local()
         needs = [i for i, x in enumerate(self.stored) if x.requires_grad and torch.is_grad_enabled()]
-        out: list[Any] = [wrap(x, move.spec) for x, move in zip(local, self.moves, strict=True)]
+        out: list[Wrapper] = [wrap(x, move.spec) for x, move in zip(local, self.moves, strict=True)]
         if needs:
             recorded = GatherTogether.apply(self, needs, *[self.stored[i] for i in needs])  # type: ignore[no-untyped-call]
             for i, x in zip(needs, recorded, strict=True):
@@ -142,7 +142,7 @@ class GatheredUse:
         if after is not None:
             after.finish_reductions()
 
-    def pack(self, x: Tensor) -> Any:
+    def pack(self, x: Tensor) -> object:
         """What autograd saves for `x`."""
         i = None if self.whole is None else self.whole.place(x)
         if i is not None:
@@ -151,7 +151,7 @@ class GatheredUse:
             return Saved(self, i, tuple(local.shape), local.stride(), int(local.storage_offset()), spec)
         return x if self.outer is None else Outer(self.outer[0](x))
 
-    def unpack(self, packed: Any) -> Any:
+    def unpack(self, packed: object) -> Any:
         """The tensor that autograd saved: a whole weight is gathered again, and those of the use before it begin."""
         if isinstance(packed, Outer):
             return self.outer[1](packed.packed)
@@ -174,7 +174,7 @@ class GatherTogether(torch.autograd.Function):
     """Stored weights -> whole ones; backward: their gradients, reduced together to the stored layouts."""
 
     @staticmethod
-    def forward(ctx: Context, use: GatheredUse, needs: list[int], *stored: Any) -> tuple[Any, ...]:
+    def forward(ctx: Context, use: GatheredUse, needs: list[int], *stored: Wrapper) -> tuple[Wrapper, ...]:
         assert use.whole is not None
         ctx.use, ctx.needs = use, needs
         ctx.set_materialize_grads(False)
@@ -186,30 +186,33 @@ class GatherTogether(torch.autograd.Function):
         use: GatheredUse = ctx.use
         use.free()
         moves = [use.moves[i] for i in ctx.needs]
-        given: list[Any] = [g if g is None else as_distributed(g, m.grad) for g, m in zip(grads, moves, strict=True)]
+        given: list[Wrapper | None] = [
+            None if g is None else as_distributed(g, move.grad) for g, move in zip(grads, moves, strict=True)
+        ]
         if torch.is_grad_enabled():
-            reduced = [g if g is None else redistribute(g, m.source_grad) for g, m in zip(given, moves, strict=True)]
-            return None, None, *reduced
+            pairs = zip(given, moves, strict=True)
+            return None, None, *[None if g is None else redistribute(g, move.source_grad) for g, move in pairs]
         leaves_of = [use.stored[i]._gradient_leaf for i in ctx.needs]
         if accumulating() or any(leaf is not None and leaf.has_partial_sum for leaf in leaves_of):
             return None, None, *given
-        present = [i for i, g in enumerate(given) if g is not None]
-        reductions = [local_redistribution(given[i]._spec, moves[i].source_grad) for i in present]
-        local = [given[i]._local_tensor for i in present]
-        leaves = tuple(id(use.stored[ctx.needs[i]]) for i in present)
-        out: list[Any] = [None] * len(given)
-        del grads, given
-        ends = begin_together(reductions, local, f"gradients of {len(present)} leaves", leaves)
+        present = [(i, g) for i, g in enumerate(given) if g is not None]
+        reductions = [local_redistribution(g._spec, moves[i].source_grad) for i, g in present]
+        local, leaves = [g._local_tensor for _, g in present], tuple(id(use.stored[ctx.needs[i]]) for i, _ in present)
+        out: list[Wrapper | None] = [None] * len(given)
+        places = [i for i, _ in present]
+        del grads, given, present  # which would hold the whole gradients while they are reduced
+        ends = begin_together(reductions, local, f"gradients of {len(places)} leaves", leaves)
+        del local
         use.finish_reductions_after()
         use.reductions = ends
         if any(map(has_steps, reductions)):
             autograd_engine.queue_callback(use.finish_reductions)
-        for i, end, reduction in zip(present, ends, reductions, strict=True):
+        for i, end, reduction in zip(places, ends, reductions, strict=True):
             out[i] = wrap_in_flight(end, reduction.spec)
         return None, None, *out
 
 
-def is_local(hooks: Any) -> bool:
+def is_local(hooks: Sequence[object]) -> bool:
     """Whether hooks for saved tensors are those of gathered weights alone, which take local tensors, too."""
     use = getattr(hooks[0], "__self__", None)
     return isinstance(use, GatheredUse) and use.outer is None

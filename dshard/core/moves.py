@@ -28,7 +28,7 @@ from dshard.comm import (
 )
 from dshard.core.call import LocalOp
 from dshard.core.context import planning_context
-from dshard.core.observe import ASKED, NEEDED, OBSERVERS, Decision, observed
+from dshard.core.observe import ASKED, NEEDED, OBSERVERS, Decision, Members, observed
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.cost import planned_collective
@@ -207,7 +207,7 @@ def _begin_lane(
     if len(moves) == 1:
         ((move,), (tensor,)) = moves, local
         if OBSERVERS and move.plan.steps:
-            decision = replace(move.decision(op, bool(members)), members=_weighed(moves, members))
+            decision = replace(move.decision(op), why=_why(moves, members))
             return [observed(decision, move.begin_or_run, (tensor,))]
         return [move.begin_or_run(tensor)]
     plans = [move.plan for move in moves]
@@ -258,12 +258,12 @@ def decision_together(moves: Sequence[LocalRedistribution], op: str, members: tu
         planned_collective(kind, mesh, axes, elements * sources[0].itemsize, topology)
         for kind, axes, elements in comm.joined_received(plans)
     )
-    why, weighed = ASKED if members else NEEDED, _weighed(moves, members)
-    return Decision(op, operands, (), None, None, (), topology, exchanges=sent, why=why, members=weighed)
+    return Decision(op, operands, (), None, None, (), topology, exchanges=sent, why=_why(moves, members))
 
 
-def _weighed(moves: Sequence[LocalRedistribution], members: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple((each, move.plan.busiest() * move.spec.itemsize) for each, move in zip(members, moves, strict=False))
+def _why(moves: Sequence[LocalRedistribution], members: tuple[int, ...]) -> str | Members:
+    pairs = zip(members, moves, strict=False)
+    return Members(tuple((id_, move.plan.busiest() * move.spec.itemsize) for id_, move in pairs)) if members else NEEDED
 
 
 def with_partials_reduced(x: object, op: str) -> Any:

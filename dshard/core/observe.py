@@ -32,16 +32,24 @@ from dshard.torch_private import TorchDispatchMode
 ASKED, NEEDED = "asked for", "the operator needs it so"
 
 
+class Members(NamedTuple):
+    """Parameters whose values or gradients one collective moves, to layouts that the user asked for.
+
+    `weights` are the id of each, and its bytes.
+    """
+
+    weights: tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """One operator on given operands, and the strategy or redistributions that were chosen for it.
 
     `rule` and `strategy` are None for an operator that only moves data or has no rule; `plans` are the redistributions
     of the operands, `bias` that of a matmul's bias, which no strategy counts, `ends` those of the outputs, `exchanges`
-    the collectives beside them. `why` says what needs all of it, `ASKED` that the user did.
+    the collectives beside them. `why` says what needs all of it: `ASKED` and `Members`, that the user did.
     `alternatives` are those to the rule that apply; of one that was chosen the decision is complete, and those made
-    within it repeat it. `panels` are those of a matmul, `crossing` is the plan to another mesh. `members` are the
-    parameters whose gradients or values are moved together: the id of each, and its bytes.
+    within it repeat it. `panels` are those of a matmul, `crossing` is the plan to another mesh.
     """
 
     op: str
@@ -56,15 +64,24 @@ class Decision:
     crossing: ReshardPlan | None = None
     exchanges: tuple[PlannedCollective, ...] = ()
     alternatives: tuple[Strategy, ...] = ()
-    why: str = NEEDED
+    why: str | Members = NEEDED
     bias: Plan | None = None
     ends: tuple[Plan, ...] = ()
-    members: tuple[tuple[int, int], ...] = ()
 
     @property
     def explicit(self) -> bool:
         """Whether the user asked for all of it."""
-        return self.why == ASKED
+        return self.why == ASKED or bool(self.members)
+
+    @property
+    def reason(self) -> str:
+        """What needs all of it, in words."""
+        return ASKED if isinstance(self.why, Members) else self.why
+
+    @property
+    def members(self) -> tuple[tuple[int, int], ...]:
+        """The parameters that one collective moves: the id of each, and its bytes."""
+        return self.why.weights if isinstance(self.why, Members) else ()
 
     @property
     def is_alternative(self) -> bool:

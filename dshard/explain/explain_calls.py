@@ -77,7 +77,7 @@ def explanation(decision: Decision, topology_why: str, within: tuple[Decision, .
     else:
         chosen = _add_decisions(_without_strategy(decision), within)
         every = (chosen,)
-        why = decision.why
+        why = decision.reason
     return Explanation(
         decision.op,
         tuple(f"[{o.layout}] {tuple(o.shape)}" for o in decision.operands),

@@ -6,14 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from dshard.autograd.gathered_weights import GatheredUse, Whole, gathered_layout, versions_of
 from dshard.core.moves import LocalRedistribution, local_redistribution
+from dshard.core.wrapper import Wrapper
 from dshard.parallel.plan_values import Plan
 from dshard.placements import Shard
 from dshard.tensor import DTensor
@@ -50,13 +51,13 @@ class GatherGroup:
     def __init__(self, places: list[list[Place]], plan: Plan, order: GatherOrder, keeps: bool) -> None:
         self.places, self.axes, self.order, self.keeps = places, plan.gathered, order, keeps
         self.ahead: Whole | None = None
-        self.running: list[tuple[GatheredUse | None, list[Any], ExitStack]] = []
+        self.running: list[tuple[GatheredUse | None, list[Wrapper], ExitStack]] = []
 
-    def stored(self) -> list[Any]:
+    def stored(self) -> list[Wrapper]:
         """The parameters now."""
-        return [places[0][0]._parameters[places[0][1]] for places in self.places]
+        return [places[0][0]._parameters[places[0][1]] for places in self.places]  # type: ignore[misc]
 
-    def moves(self, stored: list[Any]) -> list[LocalRedistribution]:
+    def moves(self, stored: list[Wrapper]) -> list[LocalRedistribution]:
         """How each parameter is gathered."""
         return [local_redistribution(x._spec, gathered_layout(x._spec.layout, self.axes)) for x in stored]
 
@@ -66,14 +67,14 @@ class GatherGroup:
         if self.ahead is None and all(type(x) is DTensor for x in stored):
             self.ahead = Whole(stored, self.moves(stored))
 
-    def whole(self, stored: list[Any]) -> Whole:
+    def whole(self, stored: list[Wrapper]) -> Whole:
         """The whole parameters: those that were gathered ahead, unless they have been written to since."""
         ahead, self.ahead = self.ahead, None
         if ahead is not None and ahead.versions == versions_of(stored):
             return ahead
         return Whole(stored, self.moves(stored))
 
-    def enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self, module: nn.Module, args: object) -> None:
         """Put whole weights into the modules; before their forward pass."""
         stored, stack = self.stored(), ExitStack()
         if torch.compiler.is_compiling() or is_transforming() or not all(type(x) is DTensor for x in stored):
@@ -86,13 +87,13 @@ class GatherGroup:
         self.running.append((use, stored, stack))
         for places, x in zip(self.places, use.tensors(), strict=True):
             for owner, name in places:
-                owner._parameters[name] = x
+                owner._parameters[name] = x  # type: ignore[assignment]
         if recorded:
             stack.enter_context(saved_tensors_hooks(use.pack, use.unpack))
         if not is_recomputed:
             self.order.runs(self, use if recorded else None)
 
-    def leave(self, module: nn.Module, args: Any, out: Any) -> None:
+    def leave(self, module: nn.Module, args: object, out: object) -> None:
         """Put the stored parameters back; after the forward pass, however it ended."""
         if not self.running:
             return
@@ -102,7 +103,7 @@ class GatherGroup:
             return
         for places, x in zip(self.places, stored, strict=True):
             for owner, name in places:
-                owner._parameters[name] = x
+                owner._parameters[name] = x  # type: ignore[assignment]
         if graph_task_id() >= 0:
             self.ahead = use.whole  # the backward pass wants them next
         if not torch.is_grad_enabled() or not (self.keeps or self.order.ends_with(self)):
@@ -139,12 +140,12 @@ class GatherOrder:
         """Whether the model ended with this group the last time: its backward pass comes first, and needs it whole."""
         return self.ended is group
 
-    def restart(self, module: nn.Module, args: Any) -> None:
+    def restart(self, module: nn.Module, args: object) -> None:
         """The model begins: nothing ran before."""
         self.ended, self.previous, self.last = self.previous, None, None
 
 
-def gather_in_groups(model: nn.Module, plan: Plan) -> list[Any]:
+def gather_in_groups(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
     """Register hooks that gather the parameters that `plan.gathered` axes shard, a block at a time; return them."""
     if not plan.gathered:
         return []
@@ -165,7 +166,7 @@ def gather_in_groups(model: nn.Module, plan: Plan) -> list[Any]:
         groups = groups_of[number]
         members[next(iter(groups)) if len(groups) == 1 else ""].append(where)
     order = GatherOrder()
-    hooks: list[Any] = [model.register_forward_pre_hook(order.restart)]
+    hooks: list[RemovableHandle] = [model.register_forward_pre_hook(order.restart)]
     for path in sorted(members, key=lambda path: path != ""):  # the model's own first, then blocks as they are listed
         group, module = GatherGroup(members[path], plan, order, keeps=path == ""), model.get_submodule(path)
         order.expects(group)
