@@ -285,6 +285,22 @@ def write_local(target: Tensor, value: Tensor) -> None:
     count_write(target)
 
 
+def expanded_as(spec: Spec, copy: Tensor) -> Tensor:
+    """A copy of a local tensor of `spec`, with one memory for all entries of an expanded dim, too.
+
+    What is written to one of them is then written to all. Itself where no dim is expanded.
+    """
+    if not spec.expanded_dims:
+        return copy
+    if type(copy) is LocalTensor:
+        with plain():
+            return stack({rank: expanded_as(spec, part) for rank, part in unstack(copy).items()})
+    first = copy
+    for dim in spec.expanded_dims:
+        first = first.narrow(dim, 0, min(1, copy.shape[dim]))
+    return first.expand(copy.shape)
+
+
 def count_write(local: Tensor) -> None:
     """Increment the version of a local tensor that was written below autograd, where torch does not."""
     if type(local) is Tensor:  # so that a backward pass refuses a tensor that was saved before the write

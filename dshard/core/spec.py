@@ -78,6 +78,11 @@ class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is impor
         """Bytes of one element."""
         return self.dtype.itemsize
 
+    @cached_property
+    def expanded_dims(self) -> tuple[int, ...]:
+        """The dims of which all entries have one memory."""
+        return tuple(dim for dim, n in enumerate(self.shape) if n > 1 and self.stride[dim] == 0)
+
     def with_layout(self, layout: Layout) -> Spec:
         """The spec of this tensor under `layout`."""
         return spec_of(layout, self.shape, self.stride, self.dtype, self.device)

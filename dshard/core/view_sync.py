@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from dshard.core.moves import redistribute_local, write_local
+from dshard.core.moves import expanded_as, redistribute_local, write_local
 from dshard.core.signature import Function
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
@@ -93,6 +93,14 @@ def shown_of(local: Any) -> list[Any]:
     if not hasattr(local, "_view_syncs"):
         local._view_syncs = []
     return local._view_syncs  # type: ignore[no-any-return]
+
+
+def part_of(base: Wrapper, part: Tensor, spec: Spec, start: int, func: OpOverload, rest: tuple[Any, ...]) -> Any:
+    """The view `func(base, *rest)`, which begins at `start` in memory, of local tensors with memory of their own."""
+    local = expanded_as(spec, part)
+    view = wrap(local, spec, start)
+    register_view(view, PartialView(base, local, spec, func, rest))
+    return view
 
 
 def attach_view(outputs: Any, origin: CopiedView) -> None:

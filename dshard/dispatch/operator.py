@@ -46,7 +46,7 @@ from dshard.core.observe import ASKED, CALL_LOG, OBSERVERS, CallRecord, log, obs
 from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, spec_like
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
-from dshard.core.view_sync import SCATTERS, CopiedView, PartialView, attach_view, propagate_write, register_view
+from dshard.core.view_sync import SCATTERS, CopiedView, attach_view, part_of, propagate_write, register_view
 from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.dispatch.alternative import alternatives_of
 from dshard.dispatch.fallback import replicate, replicated_executable
@@ -56,7 +56,7 @@ from dshard.ops.custom import decomposed
 from dshard.ops.decompositions import decomposition_of
 from dshard.ops.foreach import FOREACH
 from dshard.ops.random import is_random
-from dshard.ops.views import counts_memory, in_memory_as
+from dshard.ops.views import in_memory_of
 from dshard.rules.strategy import ANY, Constraints, Strategy, cheapest
 from dshard.torch_private import OpOverload
 
@@ -202,7 +202,7 @@ def operator_executable(
         _finish(call, result, strategy, is_moved, specs),
         gradients=strategy.gradients,
         differentiable=op.kernel is None or views_first(call.func) or call.func in RESHAPES,
-        prepare=partial(in_memory_as, call.specs[0]) if counts_memory(call) else None,
+        prepare=in_memory_of(call, is_moved),
     )
 
 
@@ -274,14 +274,14 @@ def _finish_view(call: Call, result: object, strategy: Strategy, specs: Sequence
     def finish(out: Any, args: Values, local: Values) -> Any:
         base = args[0]
         start = base.storage_offset()
+        if leaves_terms and offset is not None:
+            return part_of(base, out, specs[0], start + offset, call.func, tuple(args[1:]))
         views = _wrap_nested(out, result, specs, start) if offset is None else wrap(out, specs[0], start + offset)
         if not isinstance(base, Wrapper):
             return views
         if base._view_sync is not None:
             attach_view(views, base._view_sync)
-        if leaves_terms:
-            register_view(views, PartialView(base, views._local_tensor, views._spec, call.func, tuple(args[1:])))
-        elif local[0] is not base._local_tensor:
+        if local[0] is not base._local_tensor:
             register_view(views, CopiedView(base, local[0], base._spec.with_layout(input_layout)))
         return views
 

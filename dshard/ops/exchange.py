@@ -22,7 +22,7 @@ from dshard.core.checks import infer
 from dshard.core.context import planning_context
 from dshard.core.moves import leaves, run_on_ranks
 from dshard.core.spec import spec_of
-from dshard.core.view_sync import PartialView, register_view
+from dshard.core.view_sync import part_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.cost import PlannedCollective, planned_collective
 from dshard.layout import Layout, Shape
@@ -207,9 +207,8 @@ def cut(call: Call) -> AlternativePlan | None:
 
     def run(x: Any, *_: object, **__: object) -> Any:
         view = exchanged.run(x)
-        view = wrap(view._local_tensor, view._spec, x.storage_offset() + out.storage_offset())
-        register_view(view, PartialView(x, view._local_tensor, view._spec, call.func, (dim, start, end, step)))
-        return view
+        first = x.storage_offset() + out.storage_offset()
+        return part_of(x, view._local_tensor, view._spec, first, call.func, (dim, start, end, step))
 
     return replace(exchanged, run=run)
 

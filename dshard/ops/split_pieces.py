@@ -16,8 +16,7 @@ from torch import Tensor
 from dshard.core.call import AlternativePlan, Call, LocalOp
 from dshard.core.moves import run_on_ranks
 from dshard.core.spec import spec_of
-from dshard.core.view_sync import PartialView, register_view
-from dshard.core.wrapper import wrap
+from dshard.core.view_sync import part_of
 from dshard.ops.exchange import IndexExchange, Move, Moves, exchange_locals, index_exchange, planned_exchanges
 from dshard.ops.small_reductions import split_axes
 
@@ -51,9 +50,9 @@ def _pieces(call: Call) -> AlternativePlan | None:
             locals_ = run_on_ranks(mesh, cut, tuple(locals_), {})
         views = []
         for i, (local, piece) in enumerate(zip(locals_, specs, strict=True)):
-            views.append(wrap(local, piece, x.storage_offset() + call.outs[i].storage_offset()))
+            first = x.storage_offset() + call.outs[i].storage_offset()
             rest = (dim, *ends[i : i + 2], 1)
-            register_view(views[-1], PartialView(x, local, piece, torch.ops.aten.slice.Tensor, rest))
+            views.append(part_of(x, local, piece, first, torch.ops.aten.slice.Tensor, rest))
         return views
 
     sent = planned_exchanges(exchanges, spec.itemsize)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dshard.comm import LocalTensor, plain, stack, unstack
-from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, out_local_shape
+from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, out_local_shape, views_first
+from dshard.core.moves import expanded_as
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride
 from dshard.mesh import Coordinate
@@ -125,16 +128,22 @@ def _is_plain(call: Call) -> bool:
     )
 
 
-def counts_memory(call: Call) -> bool:
-    """Whether strides are given that count in memory, where the operand must have the memory format of its strides."""
-    return call.func is _ATEN.as_strided.default and not _is_plain(call)
+def in_memory_of(call: Call, is_moved: bool) -> Callable[[Tensor], Tensor] | None:
+    """What gives the redistributed operand of a view the memory that its spec says; None where any memory will do.
+
+    Strides that are given count in it. Where the operand `is_moved` it is a copy, to which views write.
+    """
+    spec = call.specs[0]
+    if call.func is _ATEN.as_strided.default and not _is_plain(call):
+        return partial(_in_memory_as, spec)
+    return partial(expanded_as, spec) if is_moved and spec.expanded_dims and views_first(call.func) else None
 
 
-def in_memory_as(spec: Spec, x: Tensor) -> Tensor:
+def _in_memory_as(spec: Spec, x: Tensor) -> Tensor:
     """The tensor with the strides of `spec`; itself if it has them."""
     if type(x) is LocalTensor:
         with plain():
-            parts = {rank: in_memory_as(spec, part) for rank, part in unstack(x).items()}
+            parts = {rank: _in_memory_as(spec, part) for rank, part in unstack(x).items()}
             return x if all(parts[rank] is part for rank, part in unstack(x).items()) else stack(parts)
     return x if x.stride() == spec.stride else x.new_empty_strided(spec.shape, spec.stride).copy_(x)
 

@@ -101,6 +101,17 @@ ONCE_WRONG = {
         "t3 = t1 @ t2",
         "t3.sin().sum().backward()",
     ), runs=2),
+    "a view of an expanded tensor that is sent": Program((2, 2), (
+        "t1 = leaf((1, 4), 'x:R y:S(0)', 433, False)",
+        "t2 = t1.expand(2, -1, -1).view([2, 4])",
+        "t2[-1:] = 1.5",
+    ), runs=2),
+    "part of an expanded tensor": Program((2, 2), (
+        "t1 = leaf((4, 1), 'x:R y:S(0)', 433, False)",
+        "t2 = t1.expand(-1, 3)",
+        "t2[1:, 1:2].mul_(3)",
+        "t2.chunk(2)[0].mT[-1].zero_()",
+    ), runs=2),
 }  # fmt: skip
 """Programs of a few lines that gave something else than one device, or raised on some ranks alone."""
 RAISED = {"a partial operand written", "overwritten", "saved, then written by views"}
