@@ -47,8 +47,8 @@ class Leaf:
 
     def __init__(self, x: Wrapper) -> None:
         self.layout, self.accumulates = interned(x._spec.layout.cotangent()), x.is_leaf
-        self.of = id(x)  # for observers: a weak reference would keep torch from swapping it for another
-        self.number = next(_NUMBERS)
+        # for observers: a weak reference would keep torch from swapping it for another
+        self.of, self.number = (id(x), next(_NUMBERS)) if self.accumulates else (0, 0)
         self.has_partial_sum = False
 
 

@@ -194,6 +194,8 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """torch's `init_device_mesh`: a mesh of all ranks of the world, with a process group for each axis.
 
+    A mesh of one rank in a process that nothing has started ranks for, such as a notebook, makes a world of one.
+
     Raises:
         MeshError: there are no processes, or the mesh has not as many ranks as the world; no such type of device.
     """
@@ -202,6 +204,9 @@ def init_device_mesh(
     if mesh_dim_names is not None:
         names = as_tuple(mesh_dim_names, "mesh_dim_names", "give a name for each axis, as in ('dp', 'tp')", MeshError)
         mesh_dim_names = Mesh(mesh_shape, names, device_type=device_type).names
+    if not dist.is_initialized() and "RANK" not in os.environ and prod(mesh_shape) == 1:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo" if device_type == "cpu" else None, store=store, rank=0, world_size=1)
     if not dist.is_initialized() and "RANK" not in os.environ:
         raise MeshError(
             f"a mesh of {mesh_shape} needs processes: start it with torchrun --nproc-per-node {prod(mesh_shape)}, "

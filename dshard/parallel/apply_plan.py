@@ -53,7 +53,7 @@ def _schedule_hooks(module: nn.Module, schedule: Schedule, shared: bool) -> list
     def enter(module: nn.Module, args: Any) -> Any:
         stack.append(ExitStack())
         stack[-1].enter_context(use_strategy(matmul=schedule))
-        for x in args:
+        for x in () if torch.compiler.is_compiling() else args:  # a graph has no hooks on tensors in its middle
             if isinstance(x, DTensor) and x.requires_grad and not x.is_leaf:
                 keep_gradient_layout(x)
         return tuple(_redistribute_once(x, schedule) if isinstance(x, DTensor) else x for x in args) if shared else args
@@ -73,6 +73,8 @@ def _redistribute_once(x: DTensor, schedule: Schedule) -> DTensor:
     )
     if placements == x.placements:
         return x
+    if torch.compiler.is_compiling():  # a graph has no marks on tensors
+        return x.redistribute(placements=placements)
     redistributed: dict[Any, DTensor] = x.__dict__.setdefault("_moved", {})
     if placements not in redistributed:
         redistributed[placements] = x.redistribute(placements=placements)
