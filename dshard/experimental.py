@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.comm import DeviceMesh
+from dshard.comm import DeviceMesh, as_mesh
 from dshard.core.call import Call, Operator
+from dshard.core.local_checks import gathered_shape
 from dshard.core.moves import leaves
 from dshard.core.signature import Function
 from dshard.core.spec import Spec
@@ -23,7 +24,7 @@ from dshard.layout import Layout, Shape, format_of, layout_of, placements_on
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
 from dshard.rules.rule import PassThrough, Rule, Term
-from dshard.tensor import DTensor, as_mesh, gathered_shape
+from dshard.tensor import DTensor
 from dshard.torch_private import OpOverload, OpOverloadPacket, pytree
 from dshard.validate import as_tuple, check_callable, check_type, shown
 

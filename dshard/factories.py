@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dshard import comm
 from dshard.autograd.crossing import redistribute
-from dshard.comm import DeviceMesh
+from dshard.comm import DeviceMesh, as_mesh
 from dshard.compile.graph_functions import traceable
 from dshard.core.signature import Args
 from dshard.core.spec import contiguous_stride, spec_of
@@ -22,7 +22,7 @@ from dshard.layout import Layout, layout_of, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops import random
 from dshard.placements import Placement, Replicate
-from dshard.tensor import DTensor, as_mesh, distribute_tensor
+from dshard.tensor import DTensor, distribute_tensor
 from dshard.validate import as_int, as_shape, check_callable, check_type, is_symbolic, shown, suggestion
 
 

@@ -5,60 +5,39 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from sys import getrefcount
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 from warnings import warn
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.compiler import is_dynamo_compiling
 
 from dshard import comm
-from dshard.autograd.crossing import (
-    FromLocal,
-    ToLocal,
-    gradient_in_layout,
-    in_layout,
-    redistribute,
-    redistribute_in_dtypes,
-)
-from dshard.autograd.joined_gradients import Leaf
-from dshard.autograd.outside import Emptied, WithoutData
-from dshard.autograd.sole_owner import is_shared, unshared
-from dshard.caches import cached
+from dshard.autograd.crossing import ToLocal, in_layout, redistribute, redistribute_in_dtypes
+from dshard.autograd.leaf_gradients import keep_gradient_layout
+from dshard.autograd.local_tensors import AnyPlacement, compare_gradients, from_local
+from dshard.autograd.outside import Emptied
 from dshard.comm import DeviceMesh, stored_chunks, traced
 from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes
-from dshard.core.moves import leaves, replica_broadcasts, sending
-from dshard.core.observe import OBSERVERS, observed
-from dshard.core.plain_tensors import (
-    PLAIN_RESULTS,
-    from_torch,
-    may_hold_plain,
-    refuse_plain,
-    wrap_or_refuse_plain,
-)
-from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.local_checks import check_strided, checked, scattered
+from dshard.core.plain_tensors import from_torch
+from dshard.core.signature import Function
 from dshard.core.spec import Spec, contiguous_stride, spec_of
-from dshard.core.transforms import is_differentiating_forward, is_wrapped, refuse_wrapped, with_tangent
+from dshard.core.transforms import is_differentiating_forward, refuse_wrapped, with_tangent
 from dshard.core.wrapper import Wrapper, is_leaf, wrap
 from dshard.dispatch import fast_path
-from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES
 from dshard.dispatch.operator import dispatch
-from dshard.errors import ArgumentError, LayoutError, MeshError, MixedError, ShapeError
+from dshard.dispatch.torch_functions import QUERIES, through
+from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
 from dshard.layout import Layout, Shape, layout_of, replicated
 from dshard.mesh import Mesh
-from dshard.ops.custom import wrapped
 from dshard.ops.foreach import support
 from dshard.ops.fused_steps import support_fused_steps
 from dshard.ops.optimiser_states import support_states
-from dshard.placements import Partial, Placement
-from dshard.torch_dtensor import DTensorSpec, TorchDTensor, TorchPlacement
-from dshard.torch_private import TracingContext, is_transforming, no_torch_function
-from dshard.validate import article, as_shape, shown
-
-AnyPlacement: TypeAlias = Placement | TorchPlacement
-"""A placement of dshard's classes or of torch's."""
+from dshard.placements import Placement
+from dshard.torch_dtensor import DTensorSpec, TorchDTensor
+from dshard.torch_private import TracingContext, no_torch_function
 
 dispatch.__func__ = dispatch  # type: ignore[attr-defined]  # torch compares it with that of its own class
 
@@ -84,7 +63,7 @@ class DTensor(Wrapper):
         local, spec = parts
         if not isinstance(spec, Spec):  # torch's own
             shape, meta = tuple(spec.shape), spec.tensor_meta
-            layout = layout_of(as_mesh(spec.mesh), spec.placements, len(shape))
+            layout = layout_of(comm.as_mesh(spec.mesh), spec.placements, len(shape))
             spec = spec_of(layout, shape, tuple(meta.stride), meta.dtype, local.device)
         out = cls._wrap(local.detach(), spec)
         return out.requires_grad_() if requires_grad else out
@@ -146,7 +125,7 @@ class DTensor(Wrapper):
             ShapeError: local shapes that do not make up one global tensor.
             MeshError: there is no process group.
         """
-        return _from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)
+        return from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)  # type: ignore[no-any-return]
 
     def to_local(self, *, grad_placements: Sequence[AnyPlacement] | None = None) -> Tensor:
         """The local tensor of this rank; `grad_placements` are the placements of its gradient.
@@ -171,8 +150,8 @@ class DTensor(Wrapper):
         local: Tensor = ToLocal.apply(self, self._spec.with_layout(layout))  # type: ignore[no-untyped-call]
         if not is_dynamo_compiling():
             comm.watch_backward(local, layout.mesh.ranks)
-            if _checked(self._spec.layout, self._spec.dtype)[1]:
-                local.register_hook(partial(_compare_gradients, layout))
+            if checked(self._spec.layout, self._spec.dtype)[1]:
+                local.register_hook(partial(compare_gradients, layout))
         return local
 
     def _emptied(self) -> Tensor:
@@ -226,7 +205,7 @@ class DTensor(Wrapper):
             LayoutError: placements that do not fit the tensor or the mesh.
             MeshError: a mesh of other devices, or without processes.
         """
-        mesh = self._spec.layout.mesh if device_mesh is None else as_mesh(device_mesh)
+        mesh = self._spec.layout.mesh if device_mesh is None else comm.as_mesh(device_mesh)
         if placements is None:
             raise LayoutError(
                 f"redistribute needs the placements to go to: {mesh.ndim} of them, one for each axis of ({mesh})"
@@ -241,10 +220,10 @@ class DTensor(Wrapper):
 
     @classmethod
     def __torch_function__(cls, func: Function, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _QUERIES and type(args[0]) is DTensor and args[0]._local_graph is None:
+        if func in QUERIES and type(args[0]) is DTensor and args[0]._local_graph is None:
             with no_torch_function():  # optimisers ask these of each parameter in each step
                 return func(*args)
-        return fast_path.call(func, args, kwargs or {}, _through)
+        return fast_path.call(func, args, kwargs or {}, through)
 
     __torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
 
@@ -329,74 +308,10 @@ class DTensor(Wrapper):
         return _unpickle, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
 
-def _through(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Call a function of torch: by its handler, as a composite operator, or as the operators that torch makes of it."""
-    if is_transforming():
-        return _transformed(func, args, kwargs)
-    if may_hold_plain(args) or (kwargs and may_hold_plain(kwargs.values())):
-        args, kwargs = wrap_or_refuse_plain(func, args, kwargs)
-    handler = AUTOGRAD_FUNCTIONS.get(func)
-    if handler is not None:
-        return handler(func, args, kwargs)
-    composite = COMPOSITES.get(func)
-    with no_torch_function():
-        # torch.export records operators on distributed tensors, and torch has forward derivatives of operators alone
-        if composite is not None and not is_exporting() and not is_differentiating_forward():
-            out = composite(func, args, kwargs)
-            if out is not NotImplemented:
-                return out
-        out = func(*args, **kwargs)
-    return wrapped(out, (args, kwargs)) if type(out) in PLAIN_RESULTS else out
-
-
-def _transformed(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Call a function inside one that torch.func transforms, as the operators that torch makes of it."""
-    if func in fast_path.BACKWARD:
-        return AUTOGRAD_FUNCTIONS[func](func, args, kwargs)
-    if not any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in leaves((args, kwargs))):
-        refuse_plain(func, args, kwargs)
-    with no_torch_function():
-        return func(*args, **kwargs)
-
-
-_ASKED: tuple[Any, ...] = (
-    *(torch.Tensor.grad, torch.Tensor.is_leaf, torch.Tensor.requires_grad),
-    *(torch.Tensor.is_cpu, torch.Tensor.is_cuda, torch.Tensor.is_sparse, torch.Tensor.is_meta),
-)
-_SET: Any = torch.Tensor.grad
-_QUERIES = frozenset(
-    {
-        *(attribute.__get__ for attribute in _ASKED),
-        _SET.__set__,
-        *(torch.is_floating_point, torch.is_complex, torch.Tensor.is_floating_point, torch.Tensor.is_complex),
-    }
-)
-"""Questions about a tensor that torch answers by itself, where no operator was recorded on its local tensor."""
 support()
 support_states()
 support_fused_steps()
 skip_frames(DTensor)
-
-
-def keep_gradient_layout(x: DTensor) -> None:
-    """Redistribute each gradient of the leaf `x` to the layout of `x` before it is accumulated."""
-    if x._gradient_leaf is not None:
-        return
-    leaf = x._gradient_leaf = Leaf(x)
-
-    def redistribute_gradient(grad: Tensor | None) -> Tensor | None:
-        layout = leaf.layout
-        if type(grad) is not DTensor:  # zeros that autograd makes
-            return None if grad is None else gradient_in_layout(grad, leaf, 0)
-        references = getrefcount(grad)
-        copies = is_shared(grad) and not torch.is_grad_enabled()  # accumulation would write to what someone else holds
-        if grad._spec.layout is layout:
-            return unshared(grad) if copies else None
-        out: DTensor = gradient_in_layout(grad, leaf, references)
-        return unshared(out) if copies and out.__dict__.get("_local_tensor") is grad._local_tensor else out
-
-    with no_torch_function():
-        x.register_hook(redistribute_gradient)  # type: ignore[no-untyped-call]
 
 
 def _restore(
@@ -422,167 +337,6 @@ def _unpickle(
     return _restore(x, requires_grad, is_parameter, None, None)
 
 
-def as_mesh(mesh: DeviceMesh | Mesh | None) -> Mesh:
-    """The pure mesh of `mesh`, or without one of the `with mesh:` block around the call.
-
-    Raises:
-        MeshError: it is no mesh, or has no process group; or there is no such block.
-    """
-    if isinstance(mesh, Mesh):
-        return mesh
-    mesh = comm.current_mesh() if mesh is None else mesh
-    if not isinstance(mesh, DeviceMesh):
-        raise MeshError(
-            f"{mesh!r} is no mesh: give a DeviceMesh from init_device_mesh, or a dshard.Mesh to plan without processes"
-        )
-    return comm.bind(mesh)
-
-
-def _from_local(
-    local: Tensor,
-    device_mesh: DeviceMesh | Mesh | None,
-    placements: Sequence[AnyPlacement] | None,
-    run_check: bool,
-    shape: Sequence[int] | None,
-    stride: Sequence[int] | None,
-    grad_placements: Sequence[AnyPlacement] | None,
-) -> DTensor:
-    mesh = as_mesh(device_mesh)
-    if isinstance(local, TorchDTensor):
-        raise MixedError(
-            "from_local takes this rank's plain local tensor, not a DTensor: use redistribute to change placements"
-        )
-    check_strided(local, "from_local", "this rank's local tensor")
-    refuse_wrapped(local, "from_local")
-    dual: DTensor | None = with_tangent(
-        local, lambda x: _from_local(x, mesh, placements, run_check, shape, stride, grad_placements)
-    )
-    if dual is not None:
-        return dual
-    shape = None if shape is None else as_shape(shape, "from_local: shape", ShapeError)
-    ndim = local.ndim if shape is None else len(shape)
-    layout = replicated(mesh) if placements is None else layout_of(mesh, placements, ndim)
-    grad_layout, compared = _checked(layout, local.dtype)
-    if grad_placements is not None:
-        grad_layout = layout_of(mesh, grad_placements, ndim)
-    stride = None if stride is None else _strides(stride, ndim)
-    if compared and not traced(local):
-        call = f"from_local of {local.ndim} dims, {local.dtype}, [{layout}], {shape=}"
-        call += f", {run_check=}, {grad_placements=}" + ", requires_grad" * local.requires_grad
-        comm.compare_calls(call, mesh)
-    if shape is not None:
-        global_shape = comm.checked_shape(local, layout, shape)
-    else:
-        global_shape = gathered_shape(local, layout) if run_check else comm.even_shape(local, layout, compared)
-        stride = _stride_in_order_of(local, global_shape) if stride is None else stride
-    if compared and not run_check:
-        way_out = (
-            "give the same on all, Partial() where each rank has a term, or run_check=True to take the first rank's"
-        )
-        comm.compare_replicas(local, layout, "the local tensor given to from_local", way_out)
-    spec = _spec_of_local(layout, global_shape, stride, local.dtype, local.device)
-    if run_check and OBSERVERS:
-        decision = sending("from_local", [spec], replica_broadcasts(spec), explicit=True)
-        local = observed(decision, comm.same_replicas, (local, layout))
-    elif run_check:
-        local = comm.same_replicas(local, layout)
-    if comm.is_outside(mesh):
-        local = WithoutData.apply(local, layout.local_shape(global_shape, (0,) * mesh.ndim))  # type: ignore[no-untyped-call]
-    if not (torch.is_grad_enabled() and local.requires_grad):
-        return DTensor._wrap(local.detach(), spec)
-    out: DTensor = FromLocal.apply(local, spec, grad_layout)  # type: ignore[no-untyped-call]
-    return out
-
-
-def _compare_gradients(layout: Layout, grad: Tensor) -> None:
-    """The hook of a local tensor, in the debug mode."""
-    way_out = "each rank has a term of it, so give to_local(grad_placements=...) with Partial() there"
-    comm.compare_replicas(grad, layout, "the gradient of what to_local returned", way_out)
-
-
-@cached("local specs", 4096)
-def _spec_of_local(
-    layout: Layout, shape: Shape, stride: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
-) -> Spec:
-    """The spec of local tensors; kept, for a program that makes tensors of alike ones holds none of them for long."""
-    return spec_of(layout, shape, contiguous_stride(shape) if stride is None else stride, dtype, device)
-
-
-def check_strided(x: object, what: str, kind: str) -> None:
-    """Refuse what is no tensor of torch's, and tensors of another layout than the strided one.
-
-    Raises:
-        ArgumentError: no tensor.
-        LayoutError: a sparse, quantized or nested one.
-    """
-    if not isinstance(x, Tensor):
-        raise ArgumentError(
-            f"{what} takes {kind}, a torch.Tensor, not {shown(x)}, {article(x)}: make one, as by torch.as_tensor"
-        )
-    if isinstance(x, DTensor):
-        return
-    if x.layout is not torch.strided or x.is_quantized or x.is_nested:
-        actual = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
-        raise LayoutError(f"{what} of a tensor that is {actual}: a DTensor is strided; make it dense first")
-
-
-def _strides(stride: Sequence[int], ndim: int) -> tuple[int, ...]:
-    strides = as_shape(stride, "from_local: stride", ShapeError)
-    if len(strides) != ndim:
-        raise ShapeError(
-            f"from_local: {len(strides)} strides {strides} for a tensor of {ndim} dims: give one for each dim"
-        )
-    return strides
-
-
-@cached("local layouts", 4096)
-def _checked(layout: Layout, dtype: torch.dtype) -> tuple[Layout, bool]:
-    """The layout of the gradient of a local tensor, and whether the ranks compare what they give, as in debug mode.
-
-    Raises:
-        LayoutError: a partial placement whose reduction the dtype does not have.
-    """
-    for placement in layout.placements:
-        if isinstance(placement, Partial) and (
-            (placement.reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex))
-            or (placement.reduce_op in ("max", "min") and dtype.is_complex)
-        ):
-            why = "a mean of whole numbers is none" if placement.reduce_op == "avg" else "complex numbers have no order"
-            raise LayoutError(f"{placement} of {dtype}: {why}; convert with .to(dtype), or use another reduction")
-    return layout.cotangent(), comm.comparing()
-
-
-def _stride_in_order_of(local: Tensor, shape: Shape) -> tuple[int, ...] | None:
-    """The strides of a dense tensor of `shape` whose dims lie in memory in the order of `local`'s; None: contiguous."""
-    if local.is_contiguous():
-        return None
-    strides, step = [0] * local.ndim, 1
-    for dim in sorted(range(local.ndim), key=local.stride().__getitem__):
-        strides[dim], step = step, step * max(shape[dim], 1)
-    return tuple(strides)
-
-
-def gathered_shape(local: Tensor, layout: Layout) -> Shape:
-    """The global shape of the ranks' local tensors, which may be uneven: they exchange their shapes."""
-    exchange = comm.shape_exchange(local, layout) if OBSERVERS else []
-    if not exchange:
-        return comm.global_shape(local, layout)
-    shape = tuple(local.shape)
-    spec = spec_of(layout, shape, contiguous_stride(shape), local.dtype, local.device)
-    return observed(sending("from_local", [spec], exchange, explicit=True), comm.global_shape, (local, layout))  # type: ignore[no-any-return]
-
-
-def _scattered(tensor: Tensor, layout: Layout, source: int | None) -> Tensor:
-    """The local tensor of this rank, sent by the rank `source`, or cut out of this rank's own copy."""
-    if not (OBSERVERS and comm.scatters(tensor, layout, source)):
-        return comm.scatter_shards(tensor, layout, source)
-    shape = tuple(tensor.shape)
-    spec = spec_of(layout, shape, contiguous_stride(shape), tensor.dtype, tensor.device)
-    nbytes = layout.local_numel(shape) * tensor.itemsize
-    decision = sending("distribute_tensor", [spec], [("scatter", layout.mesh.names, nbytes)], explicit=True)
-    return observed(decision, comm.scatter_shards, (tensor, layout, source))  # type: ignore[no-any-return]
-
-
 @traceable
 def distribute_tensor(
     tensor: Tensor,
@@ -602,7 +356,7 @@ def distribute_tensor(
         LayoutError: a dim out of range, or not one placement for each mesh axis; a tensor that autograd has recorded.
         MeshError: no process group, or a mesh larger than the world.
     """
-    mesh = as_mesh(device_mesh)
+    mesh = comm.as_mesh(device_mesh)
     if isinstance(tensor, TorchDTensor) and not isinstance(tensor, DTensor):
         tensor = from_torch(tensor)
     check_strided(tensor, "distribute_tensor", "the whole tensor")
@@ -625,8 +379,8 @@ def distribute_tensor(
         call = f"distribute_tensor of {tuple(tensor.shape)}, {tensor.dtype}, [{layout}], src_data_rank={src_data_rank}"
         call += ", requires_grad" * tensor.requires_grad
         comm.compare_calls(call, mesh, contents=tensor if src_data_rank is None else None)
-    whole_terms = _checked(layout, tensor.dtype)[0]
-    local = _scattered(tensor.detach(), whole_terms, src_data_rank)
+    whole_terms = checked(layout, tensor.dtype)[0]
+    local = scattered(tensor.detach(), whole_terms, src_data_rank)
     device = tensor.device if comm.is_outside(mesh) else local.device
     if local.is_meta and device.type == "meta" and not tensor.is_meta and tensor.numel():
         warn(

@@ -17,9 +17,9 @@ from dshard import comm
 from dshard.autograd.accumulation import stays_partial
 from dshard.autograd.joined_gradients import Leaf, join
 from dshard.autograd.sole_owner import is_sole_owner
-from dshard.core.context import planning_context
+from dshard.core.mesh_moves import reshard_local, without_data
 from dshard.core.moves import LocalRedistribution, counting_as, local_redistribution
-from dshard.core.observe import ASKED, OBSERVERS, Decision, observed
+from dshard.core.observe import OBSERVERS, Decision, observed
 from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, spec_of
 from dshard.core.transforms import is_batched, refuse_batched, with_tangent
@@ -27,8 +27,6 @@ from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, interned, replicated
 from dshard.placements import Partial, Replicate
-from dshard.reshard import plan_reshard
-from dshard.rules.expand import Operand
 from dshard.torch_private import no_torch_function, tensor_references
 
 
@@ -259,7 +257,7 @@ class Reshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Wrapper, layout: Layout) -> Any:
         ctx.source, ctx.target = x._spec.layout.cotangent(), layout.cotangent()
-        return wrap(_reshard_local(x._local_tensor, x._spec, layout), x._spec.with_layout(layout))
+        return wrap(reshard_local(x._local_tensor, x._spec, layout), x._spec.with_layout(layout))
 
     @staticmethod
     def backward(ctx: Context, grad: Any) -> tuple[Any, None]:
@@ -267,7 +265,7 @@ class Reshard(torch.autograd.Function):
             _refuse_second_order(ctx.source, ctx.target)
         grad = as_distributed(grad, ctx.target)
         if comm.is_outside(ctx.target.mesh):
-            grad = _without_data(grad._spec.with_layout(ctx.target))
+            grad = without_data(grad._spec.with_layout(ctx.target))
         return redistribute(redistribute(grad, ctx.target), ctx.source), None
 
 
@@ -283,30 +281,6 @@ def _refuse_second_order(layout: Layout, other: Layout) -> None:
             "second derivatives need both meshes to be of the same ranks; take the second derivative on one mesh, or "
             "leave out create_graph"
         )
-
-
-def _without_data(spec: Spec) -> Any:
-    """The distributed tensor of this spec on a rank outside its mesh."""
-    mesh = spec.layout.mesh
-    shape = spec.layout.local_shape(spec.shape, (0,) * mesh.ndim)
-    return wrap(torch.empty(shape, dtype=spec.dtype, device="meta"), spec)
-
-
-def _reshard_local(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
-    """The local tensor under a layout on another mesh; without data where this rank is outside it."""
-    outside = comm.is_outside(spec.layout.mesh)
-    if outside and comm.is_outside(layout.mesh):
-        return _without_data(spec.with_layout(layout))._local_tensor  # type: ignore[no-any-return]
-    topology = planning_context().topology_of(spec.layout.mesh)
-    crossing = plan_reshard(spec.layout, layout, spec.shape, spec.itemsize, topology)
-    typed = torch.empty(0, dtype=spec.dtype, device=comm.device_of(layout.mesh)) if outside else local
-    if OBSERVERS:
-        operand = Operand(spec.layout, spec.shape, spec.itemsize)
-        decision = Decision("redistribute", (operand,), (), None, None, (), topology, why=ASKED, crossing=crossing)
-        out = observed(decision, comm.reshard, (crossing, typed))
-    else:
-        out = comm.reshard(crossing, typed)
-    return _without_data(spec.with_layout(layout))._local_tensor if out is None else out  # type: ignore[no-any-return]
 
 
 def as_distributed(grad: Any, layout: Layout) -> Any:

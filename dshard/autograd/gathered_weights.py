@@ -17,7 +17,8 @@ from torch import Tensor
 from dshard.autograd.accumulation import accumulating
 from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.autograd.joined_gradients import has_steps
-from dshard.core.moves import Ends, LocalRedistribution, begin_together, local_redistribution
+from dshard.core.joined_moves import Ends, begin_together
+from dshard.core.moves import LocalRedistribution, local_redistribution
 from dshard.core.signature import Context
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight

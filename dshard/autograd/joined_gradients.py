@@ -23,7 +23,8 @@ from torch import Tensor
 from dshard import comm
 from dshard.caches import Cache
 from dshard.core.context import planning_context
-from dshard.core.moves import LocalRedistribution, begin_together, count_write
+from dshard.core.joined_moves import begin_together
+from dshard.core.moves import LocalRedistribution, count_write
 from dshard.core.observe import OBSERVERS
 from dshard.core.wrapper import Wrapper, wrap_in_flight
 from dshard.cost import predicted_seconds

@@ -320,6 +320,22 @@ def current_mesh() -> DeviceMesh:
     return device_mesh
 
 
+def as_mesh(mesh: DeviceMesh | Mesh | None) -> Mesh:
+    """The pure mesh of `mesh`, or without one of the `with mesh:` block around the call.
+
+    Raises:
+        MeshError: it is no mesh, or has no process group; or there is no such block.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    mesh = current_mesh() if mesh is None else mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"{mesh!r} is no mesh: give a DeviceMesh from init_device_mesh, or a dshard.Mesh to plan without processes"
+        )
+    return bind(mesh)
+
+
 def ranks_per_host(mesh: Mesh) -> int | None:
     """The number of ranks on each host, from torchrun's LOCAL_WORLD_SIZE, where the world has several hosts.
 

@@ -8,6 +8,9 @@ executable.py       what a call runs as: redistribute, run the local operator, w
 local_results.py    what local operators computed in the first run of a call, given again while it is specialised
 call_key.py         the key under which a call is cached
 moves.py            redistribution of local tensors, local operators on every rank
+joined_moves.py     redistribution of several local tensors by one collective
+mesh_moves.py       redistribution of local tensors to another mesh
+local_checks.py     what distributed tensors are made of: checked, and exchanged between the ranks
 observe.py          decisions, calls and memory, as `trace`, `explain`, `strict` and the fast path observe them
 view_sync.py        views with memory of their own, kept equal to their base
 plain_tensors.py    plain tensors among distributed ones

@@ -30,7 +30,8 @@ from dshard.core.executable import Executable
 from dshard.core.observe import CALL_LOGS, OBSERVERS, CallRecord, observed
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
-from dshard.dispatch.shortcuts import BY_KIND, Shortcut, is_one_operator, shortcut_of
+from dshard.dispatch.logged_call import Shortcut
+from dshard.dispatch.shortcuts import BY_KIND, is_one_operator, shortcut_of
 from dshard.ops.matmul.options import ASKING, current_options
 from dshard.torch_private import (
     is_autocasting,

@@ -7,31 +7,38 @@ operand's gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dshard.autograd.crossing import LocalGraph, local_graph_of, tracked_local, wrap_tracked
+from dshard.autograd.crossing import tracked_local, wrap_tracked
 from dshard.comm import LocalTensor
-from dshard.core.call import views_first, writes_first
+from dshard.core.call import views_first
 from dshard.core.executable import Executable
-from dshard.core.moves import sharing_version, tensors_in
-from dshard.core.observe import CallRecord, OperatorMode
+from dshard.core.moves import tensors_in
+from dshard.core.observe import CallRecord
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper
+from dshard.dispatch.logged_call import (
+    Shortcut,
+    distributed_operands,
+    has_operands,
+    is_first,
+    is_itself,
+    is_local,
+    is_uneven,
+    sends,
+)
 from dshard.dispatch.registry import known
+from dshard.dispatch.view_shortcuts import view_shortcut
 from dshard.layout import Layout, interned
-from dshard.placements import Partial
-from dshard.torch_private import OpOverload, is_view_replay_enabled, no_torch_dispatch, set_view_replay_enabled
 from dshard.torch_private import make_wrapper_subclass as make
 
-Shortcut: TypeAlias = Callable[[Args, Kwargs], Any]
 _ATEN = torch.ops.aten
 _STRIDED = torch.strided
-_is_recording = torch.is_grad_enabled
 _DETACH = _ATEN.detach.default
 BY_KIND: set[object] = set()
 """Functions that run one operator whatever the values of their numbers: only the types are part of the key."""
@@ -105,7 +112,7 @@ def is_one_operator(args: Args, kwargs: Kwargs, out: Any, records: Sequence[Call
     records = [each for each in records if each.op is not _DETACH]
     if len(records) != 1 or records[0].op is None or out is not records[0].result or out._is_view():
         return False
-    return _has_operands(records[0], args, kwargs)
+    return has_operands(records[0], args, kwargs)
 
 
 def _unrecorded_shortcut(
@@ -113,10 +120,10 @@ def _unrecorded_shortcut(
 ) -> Shortcut | None:
     record = records[0]
     executable = record.executable
-    if len(records) > 1 or not (out is record.result or _is_first(out, record)) or executable.compared:
+    if len(records) > 1 or not (out is record.result or is_first(out, record)) or executable.compared:
         return None
     if record.op is not None and views_first(record.op):
-        return None if func in BY_KIND else _view_shortcut(func, args, kwargs, out, records)
+        return None if func in BY_KIND else view_shortcut(func, args, kwargs, out, records)
     if executable.operator is None:
         return None if func in BY_KIND else _run_again(args, kwargs, record, out)
     is_whole = not executable.moves and executable.end is None
@@ -132,58 +139,20 @@ def _recorded_shortcut(
     func: Function, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]
 ) -> Shortcut | None:
     is_alone = len(records) == 1
-    if func in _BY_ROWS and not _is_uneven(records, out) and not any(map(_moves, records)):
+    if func in _BY_ROWS and not is_uneven(records, out) and not any(map(sends, records)):
         operands = _operands_of(args, kwargs, records)
         return None if operands is None else _recorded([Step(func, None, {}, operands, first=False)], out._spec)
-    if _is_uneven(records, out) or not all(map(_is_local, records)):
+    if is_uneven(records, out) or not all(map(is_local, records)):
         return _run_again(args, kwargs, records[0], out) if is_alone and func not in BY_KIND else None
     if out._is_view():
-        return None if func in BY_KIND else _view_shortcut(func, args, kwargs, out, records)
+        return None if func in BY_KIND else view_shortcut(func, args, kwargs, out, records)
     steps = _itself(func, args, kwargs, records[0]) if is_alone else None
     if steps is None and func not in BY_KIND:
         steps = _steps(args, kwargs, records, out)
     return None if steps is None else _recorded(steps, out._spec)
 
 
-def _is_first(out: object, record: CallRecord) -> bool:
-    return isinstance(record.result, tuple) and out is record.result[0]
-
-
-def _is_uneven(records: Sequence[CallRecord], out: Wrapper) -> bool:
-    """Whether some rank has an empty local tensor of a tensor with elements.
-
-    Some of torch's formulas for gradients differ where there are no elements, and need other operands: ranks that ran
-    them on their local tensors would not meet in a backward pass through a gradient.
-    """
-    tensors = [x for each in records for x in (*each.args, *each.kwargs.values()) if isinstance(x, Tensor)]
-    specs = {x._spec for x in (*tensors, out) if isinstance(x, Wrapper)}
-    return any(spec.layout.leaves_empty(spec.shape) for spec in specs)
-
-
-def _moves(record: CallRecord) -> bool:
-    """Whether a call sends anything, or is no operator on the local tensors."""
-    executable: Executable = record.executable
-    return executable.operator is None or bool(executable.moves) or executable.end is not None or executable.compared
-
-
-def _is_local(record: CallRecord) -> bool:
-    """Whether a call and its gradient run on the local tensors alone: of partial reductions only sums do."""
-    executable: Executable = record.executable
-    if _moves(record) or not executable.differentiable or (record.op is not None and writes_first(record.op)):
-        return False
-    layouts = [layout for plan in executable.plans for layout in (plan.src, plan.dst)]
-    layouts += [spec.layout for spec in executable.specs]
-    return not any(isinstance(p, Partial) and p.reduce_op != "sum" for layout in layouts for p in layout.placements)
-
-
 # -- steps
-
-
-def _distributed_operands(args: Args, kwargs: Kwargs) -> list[tuple[int | str, Any]]:
-    """The distributed arguments, each with its position or name."""
-    cls = Wrapper.public
-    everything: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    return [(at, x) for at, x in everything if type(x) is cls]
 
 
 def _operand(to: int | str, source: int | str, x: Wrapper, gradient: Layout) -> Operand:
@@ -194,16 +163,16 @@ def _operand(to: int | str, source: int | str, x: Wrapper, gradient: Layout) -> 
 
 def _itself(func: Function, args: Args, kwargs: Kwargs, record: CallRecord) -> list[Step] | None:
     """The function itself as one step, if it runs just the logged operator on operands in the same order."""
-    if not _has_operands(record, args, kwargs) or not is_itself(func, args, kwargs, record):
+    if not has_operands(record, args, kwargs) or not is_itself(func, args, kwargs, record):
         return None
-    pairs = zip(_distributed_operands(args, kwargs), record.executable.gradients, strict=True)
+    pairs = zip(distributed_operands(args, kwargs), record.executable.gradients, strict=True)
     return [Step(func, None, {}, [_operand(at, at, x, gradient) for (at, x), gradient in pairs], first=False)]
 
 
 def _operands_of(args: Args, kwargs: Kwargs, records: Sequence[CallRecord]) -> list[Operand] | None:
     """The distributed arguments as operands, each with the one layout in which all logged operators give gradients."""
     operands: list[Operand] = []
-    for at, x in _distributed_operands(args, kwargs):
+    for at, x in distributed_operands(args, kwargs):
         gradients = {
             gradient
             for record in records
@@ -216,15 +185,9 @@ def _operands_of(args: Args, kwargs: Kwargs, records: Sequence[CallRecord]) -> l
     return operands
 
 
-def _has_operands(record: CallRecord, args: Args, kwargs: Kwargs) -> bool:
-    """Whether the distributed arguments of the call are the operands of the logged operator, in the same order."""
-    op_operands = [x for x in record.args if isinstance(x, Tensor)]
-    return [*map(id, op_operands)] == [id(x) for _, x in _distributed_operands(args, kwargs)]
-
-
 def _steps(args: Args, kwargs: Kwargs, records: Sequence[CallRecord], out: Any) -> list[Step] | None:
     """The logged operators as steps on arguments of the call and results of earlier ones, or None."""
-    places = {id(x): place for place, x in _distributed_operands(args, kwargs)}
+    places = {id(x): place for place, x in distributed_operands(args, kwargs)}
     values: dict[int, int] = {}
     steps: list[Step] = []
     for i, record in enumerate(records):
@@ -307,7 +270,7 @@ def _recorded(steps: Sequence[Step], spec: Spec) -> Shortcut:
 
 def _run_again(args: Args, kwargs: Kwargs, record: CallRecord, out: Any) -> Shortcut | None:
     """Run the matmul or composite operator again that the call is; None where it is none on the call's arguments."""
-    run, places = record.call, {id(x): place for place, x in _distributed_operands(args, kwargs)}
+    run, places = record.call, {id(x): place for place, x in distributed_operands(args, kwargs)}
     sources = [places.get(id(x)) for x in record.args]
     if record.op is not None or run is None or out is not record.result or None in sources:
         return None
@@ -323,90 +286,3 @@ def _run_again(args: Args, kwargs: Kwargs, record: CallRecord, out: Any) -> Shor
 
 
 # -- views
-
-
-def _view_shortcut(
-    func: Function, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]
-) -> Shortcut | None:
-    """The shortcut of a view of one tensor, or None where the log allows none.
-
-    torch itself makes the view of the distributed tensor, without dispatch, so that autograd knows its base. The local
-    view is made when it is first used.
-    """
-    cls = Wrapper.public
-    executable, op, op_args, op_kwargs, *_ = records[0]
-    if len(records) > 1 or op is None or not views_first(op) or out._spec is not executable.specs[0]:
-        return None
-    if executable.operator is None or executable.moves:
-        return None
-    if not out._is_view() or out._view_sync is not None:  # detached, or a view of a copy
-        return None
-    operands = _distributed_operands(args, kwargs)
-    if len(operands) != 1 or operands[0][0] != 0 or op_args[0] is not args[0]:
-        return None
-    take_view: Any = executable.operator.above_autograd
-    rest, options = op_args[1:], op_kwargs
-    if is_itself(func, args, kwargs, records[0]):
-        # torch finds its own functions faster than operators
-        take_view, rest, options = func, args[1:], kwargs
-    spec, recorded = out._spec, torch.is_grad_enabled() and out.requires_grad
-    take_view_below_autograd = sharing_version(take_view)
-
-    def call(args: Args, kwargs: Kwargs) -> Any:
-        x = args[0]
-        if x._view_sync is not None:
-            return func(*args, **kwargs)
-        if recorded or _is_recording():  # it may be written to; see `dshard.dispatch.fast_path`
-            before = is_view_replay_enabled()
-            set_view_replay_enabled(True)
-            try:
-                with no_torch_dispatch():
-                    out = func(*args, **kwargs).as_subclass(cls)
-            finally:
-                set_view_replay_enabled(before)
-        else:
-            with no_torch_dispatch():
-                out = func(*args, **kwargs).as_subclass(cls)
-        out._spec = spec
-        source = local_graph_of(x) if recorded else None
-        if source is None:
-            out._local_tensor = take_view(x._local_tensor, *rest, **options)
-        else:  # later operators continue from the local graph
-            out._lazy_local = lambda: take_view_below_autograd(x._local_tensor, *rest, **options)
-            out._local_graph = LocalGraph(out._version, make=lambda: take_view(source.at_home(), *rest, **options))
-        return out
-
-    return call
-
-
-def is_itself(func: Function, args: Args, kwargs: Kwargs, record: CallRecord) -> bool:
-    """Whether `func` on the local tensors runs just the logged operator, not a kernel, with equal further arguments."""
-    cls = Wrapper.public
-    _, op, op_args, op_kwargs, *_ = record
-    rule = None if op is None else known(op).op
-    if rule is None or rule.kernel is not None:
-        return False
-    local = [arg._local_tensor if type(arg) is cls else arg for arg in args]
-    local_kwargs = {name: arg._local_tensor if type(arg) is cls else arg for name, arg in kwargs.items()}
-    calls: list[tuple[OpOverload, Args, Kwargs]] = []
-
-    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        calls.append((func, args, kwargs))
-        return record.computed.result_of(func, args, kwargs)
-
-    try:
-        with torch.no_grad(), OperatorMode(run):
-            func(*local, **local_kwargs)
-    except (RuntimeError, IndexError):  # arguments that fit the global tensor, not this rank's local one
-        return False
-    if len(calls) != 1:
-        return False
-    local_op, local_op_args, local_op_kwargs = calls[0]
-    expected = [arg._local_tensor if isinstance(arg, Wrapper) else arg for arg in op_args]
-    return local_op is op and _are_equal([*local_op_args, local_op_kwargs], [*expected, op_kwargs])
-
-
-def _are_equal(a: Sequence[object], b: Sequence[object]) -> bool:
-    return len(a) == len(b) and all(
-        x is y if isinstance(x, Tensor) else type(x) is type(y) and x == y for x, y in zip(a, b, strict=True)
-    )

@@ -10,7 +10,7 @@ import torch
 
 from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator
 from dshard.core.checks import check_dim
-from dshard.core.moves import reduced_together
+from dshard.core.joined_moves import reduced_together
 from dshard.core.signature import Args, Kwargs
 from dshard.mesh import Coordinate
 from dshard.ops.lookup import rows_held

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dshard.autograd.leaf_gradients import keep_gradient_layout
 from dshard.comm import compare_calls, runtime_of, simulated_ranks
 from dshard.core.moves import replace_leaves, tensors_in
 from dshard.core.plain_tensors import implicit_replication
@@ -20,7 +21,7 @@ from dshard.parallel.gather_groups import gather_in_groups
 from dshard.parallel.plan_values import Placements, Plan
 from dshard.placements import Replicate, Shard
 from dshard.rules.matmul_loops import Schedule
-from dshard.tensor import DTensor, distribute_tensor, keep_gradient_layout
+from dshard.tensor import DTensor, distribute_tensor
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:

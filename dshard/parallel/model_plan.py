@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from dshard.comm import DeviceMesh
+from dshard.comm import DeviceMesh, as_mesh
 from dshard.core.signature import Args, Kwargs
 from dshard.errors import ArgumentError, LayoutError, MeshError
 from dshard.layout import layout_of
@@ -27,7 +27,6 @@ from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import price
 from dshard.parallel.strategies import axes_of, check_units
 from dshard.placements import Placement, Replicate
-from dshard.tensor import as_mesh
 from dshard.validate import check_type, shown
 
 AUTO = "auto"

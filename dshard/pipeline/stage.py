@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from dshard.comm import DeviceMesh
+from dshard.comm import DeviceMesh, as_mesh
 from dshard.core.signature import Function
 from dshard.errors import LayoutError, MeshError, MixedError, ScheduleError
 from dshard.layout import Layout, layout_of, placements_on, replicated
 from dshard.mesh import Mesh
 from dshard.pipeline.flow import names_of
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.tensor import DTensor, as_mesh
+from dshard.tensor import DTensor
 from dshard.validate import check_callable, check_one_of, check_type
 
 

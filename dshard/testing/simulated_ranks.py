@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard import comm
+from dshard.core.local_checks import check_strided
 from dshard.core.spec import contiguous_stride, spec_of
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout
 from dshard.mesh import Coordinate, Mesh
-from dshard.tensor import DTensor, check_strided
+from dshard.tensor import DTensor
 from dshard.testing.terms import Parts, joined, parted
 from dshard.torch_private import LocalTensorMode, current_mode, pop_mode, push_mode
 from dshard.validate import as_int, check_type

@@ -17,11 +17,10 @@ from torch.func import functional_call
 
 import dshard
 from dshard import Mesh, Placement, Replicate, Shard, distribute_tensor, parallelize, use_strategy
-from dshard.comm import WORKSPACE, Program, Session, plain, run_without_data, unstack
+from dshard.comm import WORKSPACE, Program, Session, as_mesh, plain, run_without_data, unstack
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.panel_executor import PanelExecutor
 from dshard.simulate.recording import record
-from dshard.tensor import as_mesh
 from dshard.testing import RankPool, simulated, whole
 
 

@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard import DeviceMesh, Mesh, Replicate, Shard, parallelize
-from dshard.comm import plain
+from dshard.comm import as_mesh, plain
 from dshard.errors import StrategyError
 from dshard.parallel.strategies import axes_of
 from dshard.pipeline import Pipeline, Stage
 from dshard.simulate import FORMS, Model, Setup
 from dshard.simulate.setup_files import setup_data
 from dshard.simulate.setup_search import MOST_TENSOR, setups
-from dshard.tensor import as_mesh
 from dshard.testing import rank_pool, simulated, whole
 
 MODEL = Model(layers=2, hidden=16, heads=8, sequence=4, ffn=24)

@@ -1,0 +1,145 @@
+"""Make a distributed tensor of the local tensors that the ranks give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dshard import comm
+from dshard.autograd.crossing import FromLocal
+from dshard.autograd.outside import WithoutData
+from dshard.caches import cached
+from dshard.comm import DeviceMesh, traced
+from dshard.core.local_checks import check_strided, checked, gathered_shape
+from dshard.core.moves import replica_broadcasts, sending
+from dshard.core.observe import OBSERVERS, observed
+from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.transforms import refuse_wrapped, with_tangent
+from dshard.core.wrapper import Wrapper, wrap
+from dshard.errors import MixedError, ShapeError
+from dshard.layout import Layout, Shape, layout_of, replicated
+from dshard.mesh import Mesh
+from dshard.placements import Placement
+from dshard.torch_dtensor import TorchDTensor, TorchPlacement
+from dshard.validate import as_shape
+
+AnyPlacement: TypeAlias = Placement | TorchPlacement
+"""A placement of dshard's classes or of torch's."""
+
+
+def from_local(
+    local: Tensor,
+    device_mesh: DeviceMesh | Mesh | None,
+    placements: Sequence[AnyPlacement] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: Sequence[AnyPlacement] | None,
+) -> Any:
+    """The distributed tensor of which each rank gives its local tensor; the arguments are those of the public method.
+
+    Raises:
+        LayoutError: placements that do not fit the tensor or the mesh.
+        MixedError: `local` is distributed, or a transform of torch.func follows it.
+        ShapeError: local shapes that do not make up one global tensor.
+    """
+    mesh = comm.as_mesh(device_mesh)
+    if isinstance(local, TorchDTensor):
+        raise MixedError(
+            "from_local takes this rank's plain local tensor, not a DTensor: use redistribute to change placements"
+        )
+    check_strided(local, "from_local", "this rank's local tensor")
+    refuse_wrapped(local, "from_local")
+    dual: Wrapper | None = with_tangent(
+        local, lambda x: from_local(x, mesh, placements, run_check, shape, stride, grad_placements)
+    )
+    if dual is not None:
+        return dual
+    shape = None if shape is None else as_shape(shape, "from_local: shape", ShapeError)
+    ndim = local.ndim if shape is None else len(shape)
+    layout = replicated(mesh) if placements is None else layout_of(mesh, placements, ndim)
+    grad_layout, compared = checked(layout, local.dtype)
+    if grad_placements is not None:
+        grad_layout = layout_of(mesh, grad_placements, ndim)
+    stride = None if stride is None else _strides(stride, ndim)
+    if compared and not traced(local):
+        call = f"from_local of {local.ndim} dims, {local.dtype}, [{layout}], {shape=}"
+        call += f", {run_check=}, {grad_placements=}" + ", requires_grad" * local.requires_grad
+        comm.compare_calls(call, mesh)
+    spec = _global_spec(local, layout, shape, stride, run_check, compared)
+    if run_check:
+        local = _of_first_ranks(local, spec)
+    if comm.is_outside(mesh):
+        local = WithoutData.apply(local, layout.local_shape(spec.shape, (0,) * mesh.ndim))  # type: ignore[no-untyped-call]
+    if not (torch.is_grad_enabled() and local.requires_grad):
+        return wrap(local.detach(), spec)
+    return FromLocal.apply(local, spec, grad_layout)  # type: ignore[no-untyped-call]
+
+
+def _global_spec(
+    local: Tensor,
+    layout: Layout,
+    shape: Shape | None,
+    stride: tuple[int, ...] | None,
+    run_check: bool,
+    compared: bool,
+) -> Spec:
+    """The spec of the global tensor, of the `shape` given or of that which the local ones make up.
+
+    In the debug mode, `compared`, the ranks compare replicated local tensors, unless `run_check` makes them equal.
+    """
+    if shape is not None:
+        global_shape = comm.checked_shape(local, layout, shape)
+    else:
+        global_shape = gathered_shape(local, layout) if run_check else comm.even_shape(local, layout, compared)
+        stride = _stride_in_order_of(local, global_shape) if stride is None else stride
+    if compared and not run_check:
+        way_out = (
+            "give the same on all, Partial() where each rank has a term, or run_check=True to take the first rank's"
+        )
+        comm.compare_replicas(local, layout, "the local tensor given to from_local", way_out)
+    return _spec_of_local(layout, global_shape, stride, local.dtype, local.device)
+
+
+def _of_first_ranks(local: Tensor, spec: Spec) -> Tensor:
+    """The local tensor with that of the first rank where it is replicated: ranks exchange it."""
+    if not OBSERVERS:
+        return comm.same_replicas(local, spec.layout)
+    decision = sending("from_local", [spec], replica_broadcasts(spec), explicit=True)
+    return observed(decision, comm.same_replicas, (local, spec.layout))  # type: ignore[no-any-return]
+
+
+def compare_gradients(layout: Layout, grad: Tensor) -> None:
+    """The hook of a local tensor, in the debug mode."""
+    way_out = "each rank has a term of it, so give to_local(grad_placements=...) with Partial() there"
+    comm.compare_replicas(grad, layout, "the gradient of what to_local returned", way_out)
+
+
+@cached("local specs", 4096)
+def _spec_of_local(
+    layout: Layout, shape: Shape, stride: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
+) -> Spec:
+    """The spec of local tensors; kept, for a program that makes tensors of alike ones holds none of them for long."""
+    return spec_of(layout, shape, contiguous_stride(shape) if stride is None else stride, dtype, device)
+
+
+def _strides(stride: Sequence[int], ndim: int) -> tuple[int, ...]:
+    strides = as_shape(stride, "from_local: stride", ShapeError)
+    if len(strides) != ndim:
+        raise ShapeError(
+            f"from_local: {len(strides)} strides {strides} for a tensor of {ndim} dims: give one for each dim"
+        )
+    return strides
+
+
+def _stride_in_order_of(local: Tensor, shape: Shape) -> tuple[int, ...] | None:
+    """The strides of a dense tensor of `shape` whose dims lie in memory in the order of `local`'s; None: contiguous."""
+    if local.is_contiguous():
+        return None
+    strides, step = [0] * local.ndim, 1
+    for dim in sorted(range(local.ndim), key=local.stride().__getitem__):
+        strides[dim], step = step, step * max(shape[dim], 1)
+    return tuple(strides)

@@ -1,0 +1,116 @@
+"""Redistribute several local tensors together: those of one lane by one collective."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from dshard import comm
+from dshard.core.context import planning_context
+from dshard.core.moves import LocalRedistribution, local_redistribution, with_partials_reduced
+from dshard.core.observe import NEEDED, OBSERVERS, Decision, Members, observed
+from dshard.core.wrapper import Wrapper, wrap
+from dshard.cost import planned_collective
+from dshard.rules.expand import Operand
+from dshard.rules.strategy import completed_layout
+
+Ends: TypeAlias = list[Callable[[], Tensor]]
+"""Functions that each wait for a result and return it."""
+
+
+def reduced_together(xs: Sequence[Wrapper], op: str) -> list[Any]:
+    """The distributed tensors with their partial sums reduced, in one collective where all need the same."""
+    moves = [local_redistribution(x._spec, completed_layout(x._spec.layout)) for x in xs]
+    if any(comm.traced(x._local_tensor) for x in xs):
+        return [with_partials_reduced(x, op) for x in xs]
+    ends = begin_together(moves, [x._local_tensor for x in xs], op)
+    return [wrap(end(), move.spec) for end, move in zip(ends, moves, strict=True)]
+
+
+def begin_together(
+    moves: Sequence[LocalRedistribution], local: Sequence[Tensor], op: str, members: tuple[int, ...] = ()
+) -> Ends:
+    """Begin redistributions of several local tensors, those of one lane as one; the first use of a result waits.
+
+    `members` are the ids of the parameters whose values or gradients they are.
+    """
+    lanes: defaultdict[object, list[int]] = defaultdict(list)
+    for i, move in enumerate(moves):
+        lane = move.lane
+        lanes[i if lane is None else (lane, move.spec.dtype, move.spec.device)].append(i)
+    ends: dict[int, Callable[[], Tensor]] = {}
+    for together in lanes.values():
+        some, tensors = [moves[i] for i in together], [local[i] for i in together]
+        leaves_of = tuple(members[i] for i in together) if members else ()
+        ends |= zip(together, _begin_lane(some, tensors, op, leaves_of), strict=True)
+    return [ends[i] for i in range(len(moves))]
+
+
+def _begin_lane(
+    moves: Sequence[LocalRedistribution], local: Sequence[Tensor], op: str, members: tuple[int, ...]
+) -> Ends:
+    if len(moves) == 1:
+        ((move,), (tensor,)) = moves, local
+        if OBSERVERS and move.plan.steps:
+            decision = replace(move.decision(op), why=_why(moves, members))
+            return [observed(decision, move.begin_or_run, (tensor,))]
+        return [move.begin_or_run(tensor)]
+    plans = [move.plan for move in moves]
+    args = (plans, local, _joined(moves, local[0]))
+    finish = observed(decision_together(moves, op, members), comm.begin_joined, args) if OBSERVERS else None
+    results = _Once(comm.begin_joined(*args) if finish is None else finish)
+    return [partial(results, i) for i in range(len(moves))]
+
+
+def _joined(moves: Sequence[LocalRedistribution], local: Tensor) -> comm.Joined | None:
+    """What `comm.begin_joined` runs on this rank, from the cache of the topology in use."""
+    if type(local) is not Tensor or local.is_meta:
+        return None
+    cache = planning_context().moves
+    joined: comm.Joined | None = cache.get(tuple(moves))
+    if joined is None:
+        return cache.add(tuple(moves), comm.joined_of([move.plan for move in moves], local.dtype))  # type: ignore[no-any-return]
+    cache.hits += 1
+    return joined
+
+
+class _Once:
+    """The results of a collective, for which the first use waits."""
+
+    __slots__ = ("_finish", "_results")
+
+    def __init__(self, finish: Callable[[], Sequence[Tensor]]) -> None:
+        self._finish: Callable[[], Sequence[Tensor]] | None = finish
+        self._results: Sequence[Tensor] = ()
+
+    def __call__(self, i: int) -> Tensor:
+        if self._finish is not None:
+            self._results, self._finish = self._finish(), None
+        return self._results[i]
+
+
+def decision_together(moves: Sequence[LocalRedistribution], op: str, members: tuple[int, ...] = ()) -> Decision:
+    """The decision to redistribute several tensors by one collective.
+
+    `members` are the ids of parameters whose values or gradients they are: the user asked for their layouts.
+    """
+    sources = [move.source for move in moves]
+    operands = tuple(Operand(source.layout, source.shape, source.itemsize) for source in sources)
+    plans = tuple(move.plan for move in moves)
+    mesh = plans[0].src.mesh
+    topology = planning_context().topology_of(mesh)
+    sent = tuple(
+        planned_collective(kind, mesh, axes, elements * sources[0].itemsize, topology)
+        for kind, axes, elements in comm.joined_received(plans)
+    )
+    return Decision(op, operands, (), None, None, (), topology, exchanges=sent, why=_why(moves, members))
+
+
+def _why(moves: Sequence[LocalRedistribution], members: tuple[int, ...]) -> str | Members:
+    pairs = zip(members, moves, strict=False)
+    return Members(tuple((id_, move.plan.busiest() * move.spec.itemsize) for id_, move in pairs)) if members else NEEDED

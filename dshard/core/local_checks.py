@@ -1,0 +1,73 @@
+"""What is checked of the tensors that a distributed tensor is made of, and what the ranks exchange to make it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dshard import comm
+from dshard.caches import cached
+from dshard.core.moves import sending
+from dshard.core.observe import OBSERVERS, observed
+from dshard.core.spec import contiguous_stride, spec_of
+from dshard.core.wrapper import Wrapper
+from dshard.errors import ArgumentError, LayoutError
+from dshard.layout import Layout, Shape
+from dshard.placements import Partial
+from dshard.validate import article, shown
+
+
+def check_strided(x: object, what: str, kind: str) -> None:
+    """Refuse what is no tensor of torch's, and tensors of another layout than the strided one.
+
+    Raises:
+        ArgumentError: no tensor.
+        LayoutError: a sparse, quantized or nested one.
+    """
+    if not isinstance(x, Tensor):
+        raise ArgumentError(
+            f"{what} takes {kind}, a torch.Tensor, not {shown(x)}, {article(x)}: make one, as by torch.as_tensor"
+        )
+    if isinstance(x, Wrapper):
+        return
+    if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+        actual = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
+        raise LayoutError(f"{what} of a tensor that is {actual}: a DTensor is strided; make it dense first")
+
+
+@cached("local layouts", 4096)
+def checked(layout: Layout, dtype: torch.dtype) -> tuple[Layout, bool]:
+    """The layout of the gradient of a local tensor, and whether the ranks compare what they give, as in debug mode.
+
+    Raises:
+        LayoutError: a partial placement whose reduction the dtype does not have.
+    """
+    for placement in layout.placements:
+        if isinstance(placement, Partial) and (
+            (placement.reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex))
+            or (placement.reduce_op in ("max", "min") and dtype.is_complex)
+        ):
+            why = "a mean of whole numbers is none" if placement.reduce_op == "avg" else "complex numbers have no order"
+            raise LayoutError(f"{placement} of {dtype}: {why}; convert with .to(dtype), or use another reduction")
+    return layout.cotangent(), comm.comparing()
+
+
+def gathered_shape(local: Tensor, layout: Layout) -> Shape:
+    """The global shape of the ranks' local tensors, which may be uneven: they exchange their shapes."""
+    exchange = comm.shape_exchange(local, layout) if OBSERVERS else []
+    if not exchange:
+        return comm.global_shape(local, layout)
+    shape = tuple(local.shape)
+    spec = spec_of(layout, shape, contiguous_stride(shape), local.dtype, local.device)
+    return observed(sending("from_local", [spec], exchange, explicit=True), comm.global_shape, (local, layout))  # type: ignore[no-any-return]
+
+
+def scattered(tensor: Tensor, layout: Layout, source: int | None) -> Tensor:
+    """The local tensor of this rank, sent by the rank `source`, or cut out of this rank's own copy."""
+    if not (OBSERVERS and comm.scatters(tensor, layout, source)):
+        return comm.scatter_shards(tensor, layout, source)
+    shape = tuple(tensor.shape)
+    spec = spec_of(layout, shape, contiguous_stride(shape), tensor.dtype, tensor.device)
+    nbytes = layout.local_numel(shape) * tensor.itemsize
+    decision = sending("distribute_tensor", [spec], [("scatter", layout.mesh.names, nbytes)], explicit=True)
+    return observed(decision, comm.scatter_shards, (tensor, layout, source))  # type: ignore[no-any-return]
