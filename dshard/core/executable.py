@@ -26,6 +26,7 @@ from dshard.core.moves import (
     replace_leaves,
     replace_tensors,
     run_on_ranks,
+    tensors_in,
 )
 from dshard.core.observe import CALL_LOG, NEEDED, OBSERVERS, CallRecord, Decision, log, observed
 from dshard.core.operands import operand_of, plan_to
@@ -257,6 +258,9 @@ def watched(executable: Executable, op: Any, args: Values, kwargs: Kwargs, call:
     """
     computed = LocalResults()
     is_kept = CALL_LOG and executable.is_local() and not (op is not None and views_first(op))
+    if is_kept:
+        for x in tensors_in((args, kwargs)):  # what is made in the mode does not share its memory's version counter
+            getattr(x, "_local_tensor", None)
     with computed.recording() if is_kept else nullcontext():
         out = observed(executable.decision, call, call_args) if OBSERVERS else call(*call_args)
     log(CallRecord(executable, op, args, kwargs, out, call, computed))

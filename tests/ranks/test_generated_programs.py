@@ -112,9 +112,20 @@ ONCE_WRONG = {
         "t2[1:, 1:2].mul_(3)",
         "t2.chunk(2)[0].mT[-1].zero_()",
     ), runs=2),
+    "saved, then written by a view in a first call": Program((2, 2), (
+        "t1 = leaf((6, 11), 'x:R y:R', 830)",
+        "t2 = t1.sigmoid()",
+        "t2.mT.mul_(3)",
+        "t2.sum().backward()",
+    ), runs=2),
 }  # fmt: skip
 """Programs of a few lines that gave something else than one device, or raised on some ranks alone."""
-RAISED = {"a partial operand written", "overwritten", "saved, then written by views"}
+RAISED = {
+    "a partial operand written",
+    "overwritten",
+    "saved, then written by views",
+    "saved, then written by a view in a first call",
+}
 """Those that torch refuses on one device."""
 
 
