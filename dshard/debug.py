@@ -8,25 +8,26 @@ from collections import Counter, defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dshard.comm import Event, listen
+from dshard.core.signature import Args, Kwargs
+from dshard.placements import Placement
 from dshard.report.console import show, table
 from dshard.report.visualize import parts_of
 from dshard.tables import human_bytes, text_table
 from dshard.tensor import DTensor
-from dshard.torch_private import TorchDispatchMode, graph_task_id
+from dshard.torch_private import OpOverload, TorchDispatchMode, graph_task_id
 from dshard.trace import Trace, trace
 from dshard.validate import check_type
 
 __all__ = ["CommDebugMode", "visualize_sharding"]
 
 _OPS = torch.ops.c10d_functional
-NAMES: dict[str, Any] = {
+NAMES: dict[str, object] = {
     "all_gather": _OPS.all_gather_into_tensor,
     "reduce_scatter": _OPS.reduce_scatter_tensor,
     "all_reduce": _OPS.all_reduce,
@@ -48,9 +49,11 @@ class _Sent(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[Any] = Counter()
+        self.counts: Counter[object] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         packet = func.overloadpacket
         if func.namespace in ("c10d", *_FUNCTIONAL) and packet.__name__ not in _NO_COLLECTIVES and not _by_dshard():
             self.counts[packet if func.namespace == "c10d" else getattr(_OPS, packet.__name__)] += 1
@@ -97,7 +100,7 @@ class CommDebugMode:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def _note(self, module: nn.Module, args: Any) -> None:
+    def _note(self, module: nn.Module, args: object) -> None:
         if not any(module is known for known in self._modules.values()):
             self._modules |= dict(module.named_modules(prefix=type(module).__name__))
 
@@ -105,9 +108,9 @@ class CommDebugMode:
         self._directions.append("forward" if graph_task_id() == -1 else "backward")
 
     @property
-    def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
+    def comm_module_counts(self) -> dict[str, dict[str, dict[object, int]]]:
         """How many of each collective of dshard ran "forward" and "backward" in each module, by path, and "Global"."""
-        counts: dict[str, dict[str, dict[Any, int]]] = defaultdict(
+        counts: dict[str, dict[str, dict[object, int]]] = defaultdict(
             lambda: {"forward": defaultdict(int), "backward": defaultdict(int)}
         )
         for event, direction in zip(self.trace.events, self._directions, strict=True):
@@ -116,21 +119,21 @@ class CommDebugMode:
                 counts[path][direction][NAMES.get(event.collective, event.collective)] += 1
         return counts
 
-    def get_comm_counts(self) -> dict[Any, int]:
+    def get_comm_counts(self) -> dict[object, int]:
         """How many of each collective ran."""
-        own: Counter[Any] = Counter(NAMES.get(event.collective, event.collective) for event in self.trace.events)
+        own: Counter[object] = Counter(NAMES.get(event.collective, event.collective) for event in self.trace.events)
         return defaultdict(int, own + self._sent.counts)
 
     def get_total_counts(self) -> int:
         """How many collectives ran."""
         return len(self.trace.events) + self._sent.counts.total()
 
-    def get_parameter_info(self) -> dict[str, dict[str, Any]]:
+    def get_parameter_info(self) -> dict[str, dict[str, Tensor]]:
         """The parameters of each module that ran, by its path and their names."""
         parameters = {path: dict(module.named_parameters(recurse=False)) for path, module in self._modules.items()}
         return {path: {name: p.data for name, p in own.items()} for path, own in parameters.items() if own}
 
-    def get_sharding_info(self) -> dict[str, Any]:
+    def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
         """The placements of each distributed parameter, by its path."""
         return {
             f"{path}.{name}": p.placements

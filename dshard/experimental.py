@@ -117,8 +117,8 @@ def _varying(out_entries: tuple[Placements, ...]) -> frozenset[int]:
 
 
 def _in_all_placements(
-    flat: Sequence[Any], in_placements: tuple[Placements, ...] | None, redistribute_inputs: bool
-) -> list[Any]:
+    flat: Sequence[object], in_placements: tuple[Placements, ...] | None, redistribute_inputs: bool
+) -> list[object]:
     _check_count("in_placements", in_placements, len(flat), "arguments")
     entries = in_placements or (None,) * len(flat)
     return [_in_placements(arg, i, entries[i], redistribute_inputs) for i, arg in enumerate(flat)]
@@ -157,14 +157,14 @@ def _check_entries(name: str, entries: object) -> None:
         )
 
 
-def _check_count(name: str, entries: Any, n: int, what: str) -> None:
+def _check_count(name: str, entries: Sequence[object] | None, n: int, what: str) -> None:
     if entries is not None and len(entries) != n:
         raise ShapeError(
             f"local_map: {name} has {len(entries)} entries for {n} {what}: give one for each, None for no tensor"
         )
 
 
-def _in_placements(arg: object, i: int, placements: Placements, move: bool) -> Any:
+def _in_placements(arg: object, i: int, placements: Placements, move: bool) -> object:
     """An argument in the placements that it must have."""
     if placements is None or not isinstance(arg, Tensor):
         if placements is not None:
@@ -188,7 +188,9 @@ def _is_uneven(spec: Spec) -> bool:
     )
 
 
-def _wrap_output(x: Any, i: int, placements: Placements, mesh: Mesh, uneven: bool, varying: frozenset[int]) -> Any:
+def _wrap_output(
+    x: object, i: int, placements: Placements, mesh: Mesh, uneven: bool, varying: frozenset[int]
+) -> object:
     if not isinstance(x, Tensor):
         if placements is not None:
             raise LayoutError(f"local_map: output {i} is no tensor, but out_placements lay it out: give None for it")

@@ -15,7 +15,7 @@ from dshard import comm
 from dshard.autograd.crossing import redistribute
 from dshard.comm import DeviceMesh, as_mesh
 from dshard.compile.graph_functions import traceable
-from dshard.core.signature import Args
+from dshard.core.signature import Args, Function
 from dshard.core.spec import contiguous_stride, spec_of
 from dshard.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from dshard.layout import Layout, layout_of, replicated
@@ -317,7 +317,7 @@ _DISTRIBUTED = "_distribute_module_applied"
 """The attribute, torch's too, of a module that `distribute_module` was called for."""
 
 
-def _hook(what: str, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+def _hook(what: str, function: Function | None) -> Function | None:
     """The function of a module, values and the mesh; one of the values and the mesh alone is taken with a warning."""
     try:
         taken = 3 if function is None else len(signature(function).parameters)

@@ -22,7 +22,7 @@ from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes
 from dshard.core.local_checks import check_strided, checked, scattered
 from dshard.core.plain_tensors import from_torch
-from dshard.core.signature import Function
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.transforms import is_differentiating_forward, refuse_wrapped, with_tangent
 from dshard.core.wrapper import Wrapper, is_leaf, wrap
@@ -219,7 +219,7 @@ class DTensor(Wrapper):
     # -- what torch asks of a tensor subclass
 
     @classmethod
-    def __torch_function__(cls, func: Function, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if func in QUERIES and type(args[0]) is DTensor and args[0]._local_graph is None:
             with no_torch_function():  # optimisers ask these of each parameter in each step
                 return func(*args)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 
@@ -67,7 +66,7 @@ class _ReduceOnce:
         if accumulating() or not self.leaf.has_partial_sum:
             return
         self.leaf.has_partial_sum = False
-        grad: Any = x.grad
+        grad = x.grad
         if isinstance(grad, Wrapper) and grad._spec.layout is not self.leaf.layout:
             move = local_redistribution(grad._spec, self.leaf.layout)
             with no_torch_function():

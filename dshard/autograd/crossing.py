@@ -41,7 +41,7 @@ class ToLocal(torch.autograd.Function):
         return local.detach()
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Any, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         if is_batched(grad):
             refuse_batched(grad, "the backward pass")
         if grad._is_zerotensor():  # torch's zeros without memory, which no collective can send
@@ -65,7 +65,7 @@ class FromLocal(torch.autograd.Function):
         return wrap(local.detach(), spec)
 
     @staticmethod
-    def backward(ctx: Context, grad: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         redistributed = redistribute(as_distributed(grad, ctx.grad_layout), ctx.grad_layout)
         if not torch.is_grad_enabled():
             return redistributed._local_tensor, None, None
@@ -78,11 +78,11 @@ class OperandFromLocal(FromLocal):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Context, local: Tensor, spec: Spec, grad_layout: Layout, operand: list[Wrapper]
-    ) -> Any:
+    ) -> object:
         return _with_versions_of(operand[0], FromLocal.forward(ctx, local, spec, grad_layout))
 
     @staticmethod
-    def backward(ctx: Context, grad: Any) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         return (*FromLocal.backward(ctx, grad), None)
 
 
@@ -200,13 +200,15 @@ class Redistribute(torch.autograd.Function):
     """One layout -> another; backward: the gradient in the operand's, or partial where that is replicated."""
 
     @staticmethod
-    def forward(ctx: Context, x: Wrapper, layout: Layout, op: str | None, asynchronous: bool, as_operand: bool) -> Any:
+    def forward(
+        ctx: Context, x: Wrapper, layout: Layout, op: str | None, asynchronous: bool, as_operand: bool
+    ) -> object:
         ctx.move, ctx.asynchronous = local_redistribution(x._spec, layout), asynchronous
         out = _redistribute_unrecorded(x, ctx.move, op, asynchronous)
         return _with_versions_of(x, out) if as_operand else out
 
     @staticmethod
-    def backward(ctx: Context, grad: Any) -> tuple[Any, None, None, None, None]:
+    def backward(ctx: Context, grad: Any) -> tuple[Tensor, None, None, None, None]:
         move: LocalRedistribution = ctx.move
         grad = as_distributed(grad, move.source_grad)
         target = move.targets.get(grad._spec)
@@ -215,7 +217,7 @@ class Redistribute(torch.autograd.Function):
         return redistribute(grad, target, asynchronous=ctx.asynchronous), None, None, None, None
 
 
-def _with_versions_of(x: Wrapper, moved: Wrapper) -> Any:
+def _with_versions_of(x: Wrapper, moved: Wrapper) -> object:
     """The distributed tensor `moved` with the version counters of `x`, of which it is a copy in another layout."""
     if comm.traced(moved._local_tensor) or x._view_sync is not None:  # an alias of a view would be written to with it
         return moved
@@ -235,7 +237,7 @@ class RedistributeInDtypes(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, x: Wrapper, layout: Layout, asynchronous: bool, dtype: torch.dtype, grad_dtype: torch.dtype
-    ) -> Any:
+    ) -> object:
         ctx.layout, ctx.asynchronous = x._spec.layout.cotangent(), asynchronous
         ctx.dtype, ctx.grad_dtype = x._spec.dtype, grad_dtype
         sent: Any = x.detach().to(dtype)
@@ -243,7 +245,7 @@ class RedistributeInDtypes(torch.autograd.Function):
         return out.detach() if out._local_tensor is x._local_tensor else out
 
     @staticmethod
-    def backward(ctx: Context, grad: Any) -> tuple[Any, None, None, None, None]:
+    def backward(ctx: Context, grad: Any) -> tuple[Tensor, None, None, None, None]:
         grad = as_distributed(grad, ctx.layout).to(ctx.grad_dtype)
         return redistribute(grad, ctx.layout, asynchronous=ctx.asynchronous).to(ctx.dtype), None, None, None, None
 
@@ -255,12 +257,12 @@ class Reshard(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Context, x: Wrapper, layout: Layout) -> Any:
+    def forward(ctx: Context, x: Wrapper, layout: Layout) -> object:
         ctx.source, ctx.target = x._spec.layout.cotangent(), layout.cotangent()
         return wrap(reshard_local(x._local_tensor, x._spec, layout), x._spec.with_layout(layout))
 
     @staticmethod
-    def backward(ctx: Context, grad: Any) -> tuple[Any, None]:
+    def backward(ctx: Context, grad: Any) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             _refuse_second_order(ctx.source, ctx.target)
         grad = as_distributed(grad, ctx.target)

@@ -183,7 +183,7 @@ class GatherTogether(torch.autograd.Function):
         return tuple(wrap(local[i].detach(), use.moves[i].spec) for i in needs)
 
     @staticmethod
-    def backward(ctx: Context, *grads: Any) -> tuple[Any, ...]:
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Wrapper | None, ...]:
         use: GatheredUse = ctx.use
         use.free()
         moves = [use.moves[i] for i in ctx.needs]

@@ -170,7 +170,7 @@ class Executable:
 def _without_data(operator: LocalOp) -> LocalOp:
     """The local operator of a rank outside the mesh, whose results have no data on whatever device they are asked."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         args, kwargs = replace_tensors((args, kwargs), lambda x: x if x.is_meta or x.dim() == 0 else x.to("meta"))
         return replace_tensors(operator(*args, **kwargs), lambda x: x if x.is_meta else x.to("meta"))
 

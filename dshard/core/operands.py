@@ -59,7 +59,7 @@ def on_one_mesh(func: object, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     mesh = common_mesh(func, tensors if recorded else [t for t in tensors if t.dim()] or tensors[:1])
 
-    def moved(leaf: Any) -> Any:
+    def moved(leaf: object) -> object:
         if not isinstance(leaf, Wrapper) or leaf._spec.layout.mesh == mesh:
             return leaf
         return wrap(number_on(func, leaf, mesh), leaf._spec.with_layout(replicated(mesh)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.compiler import is_dynamo_compiling
@@ -72,7 +71,7 @@ class Modules:
             out.append((path, share))
         return tuple(out)
 
-    def _enter(self, module: Module, args: Any) -> None:
+    def _enter(self, module: Module, args: object) -> None:
         if is_dynamo_compiling():  # which traces hooks, too; a graph has no modules
             return
         if module not in self._names:
@@ -82,7 +81,7 @@ class Modules:
                 self._owners |= {id(parameter): path for parameter in child.parameters(recurse=False)}
         self._move([*self._stack, self._names[module]])
 
-    def _leave(self, module: Module, args: Any, output: Any) -> None:
+    def _leave(self, module: Module, args: object, output: object) -> None:
         if is_dynamo_compiling():
             return
         self._move(self._stack[:-1])

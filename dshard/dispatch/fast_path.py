@@ -12,7 +12,7 @@ All of this is for speed alone: with DSHARD_FAST=0 in the environment every call
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeAlias
@@ -119,16 +119,16 @@ def _with_view_replay(run: Function, *args: object) -> Any:
         set_view_replay_enabled(before)
 
 
-def _observed_shortcut(shortcut: Shortcut, args: Args, kwargs: Kwargs) -> Any:
+def _observed_shortcut(shortcut: Shortcut, args: Args, kwargs: Kwargs) -> object:
     """Run a shortcut within the observers, given the decisions of the operators in it."""
     run: Function = shortcut
-    run_args: tuple[Any, ...] = (args, kwargs)
+    run_args: Args = (args, kwargs)
     for decision in getattr(shortcut, "decisions", ()):
         run, run_args = partial(observed, decision, run), (run_args,)
     return run(*run_args)
 
 
-def _packs(hooks: Any) -> bool:
+def _packs(hooks: Sequence[object] | None) -> bool:
     """Whether there are hooks for saved tensors that want them distributed."""
     return hooks is not None and not is_local(hooks)
 

@@ -143,7 +143,7 @@ def _build(func: OpOverload, op: Operator | None, args: Args, kwargs: Kwargs) ->
     return operator_executable(op, call, result, positions_of(args, kwargs))
 
 
-def _on_one_mesh(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def _on_one_mesh(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     return dispatch(func, (), *on_one_mesh(func, args, kwargs))
 
 

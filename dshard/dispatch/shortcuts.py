@@ -70,7 +70,7 @@ class Step(NamedTuple):
     """
 
     run: Function
-    template: list[Any] | None
+    template: list[object] | None
     kwargs: Kwargs
     operands: Sequence[Operand]
     first: bool
@@ -85,7 +85,7 @@ class Step(NamedTuple):
 
 
 def shortcut_of(
-    func: Function, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord], recorded: bool
+    func: Function, args: Args, kwargs: Kwargs, out: Wrapper, records: Sequence[CallRecord], recorded: bool
 ) -> Shortcut | None:
     """The shortcut for `func` on operands of these specs, or None where the log of its first call allows none.
 
@@ -107,7 +107,7 @@ def shortcut_of(
     return shortcut  # type: ignore[no-any-return]
 
 
-def is_one_operator(args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]) -> bool:
+def is_one_operator(args: Args, kwargs: Kwargs, out: Wrapper, records: Sequence[CallRecord]) -> bool:
     """Whether the call is, to autograd, one operator on its own operands, whose result is no view."""
     records = [each for each in records if each.op is not _DETACH]
     if len(records) != 1 or records[0].op is None or out is not records[0].result or out._is_view():
@@ -116,7 +116,7 @@ def is_one_operator(args: Args, kwargs: Kwargs, out: Any, records: Sequence[Call
 
 
 def _unrecorded_shortcut(
-    func: Function, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]
+    func: Function, args: Args, kwargs: Kwargs, out: Wrapper, records: Sequence[CallRecord]
 ) -> Shortcut | None:
     record = records[0]
     executable = record.executable
@@ -136,7 +136,7 @@ def _unrecorded_shortcut(
 
 
 def _recorded_shortcut(
-    func: Function, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]
+    func: Function, args: Args, kwargs: Kwargs, out: Wrapper, records: Sequence[CallRecord]
 ) -> Shortcut | None:
     is_alone = len(records) == 1
     if func in _BY_ROWS and not is_uneven(records, out) and not any(map(sends, records)):
@@ -185,7 +185,7 @@ def _operands_of(args: Args, kwargs: Kwargs, records: Sequence[CallRecord]) -> l
     return operands
 
 
-def _steps(args: Args, kwargs: Kwargs, records: Sequence[CallRecord], out: Any) -> list[Step] | None:
+def _steps(args: Args, kwargs: Kwargs, records: Sequence[CallRecord], out: Wrapper) -> list[Step] | None:
     """The logged operators as steps on arguments of the call and results of earlier ones, or None."""
     places = {id(x): place for place, x in distributed_operands(args, kwargs)}
     values: dict[int, int] = {}
@@ -219,7 +219,7 @@ def _unrecorded(step: Step, spec: Spec, redistributing: Function | None) -> Shor
     positional = [(k, i) for k, i, _, _ in step.positional()]
     named = [(x.to, x.source) for x in step.others()]
 
-    def call(args: Args, kwargs: Kwargs) -> Any:
+    def call(args: Args, kwargs: Kwargs) -> object:
         local: Any = list(args) if template is None else template.copy()
         for k, i in positional:
             local[k] = args[i]._local_tensor
@@ -242,8 +242,8 @@ def _recorded(steps: Sequence[Step], spec: Spec) -> Shortcut:
     cotangent = interned(spec.layout.cotangent())
     prepared = [(step, step.positional(), step.others()) for step in steps]
 
-    def call(args: Args, kwargs: Kwargs) -> Any:
-        results: list[Any] = []
+    def call(args: Args, kwargs: Kwargs) -> object:
+        results: list[Tensor] = []
         for (operator, template, options, _, first), positional, others in prepared:
             if template is None:
                 local, options = list(args), kwargs
@@ -268,7 +268,7 @@ def _recorded(steps: Sequence[Step], spec: Spec) -> Shortcut:
     return call
 
 
-def _run_again(args: Args, kwargs: Kwargs, record: CallRecord, out: Any) -> Shortcut | None:
+def _run_again(args: Args, kwargs: Kwargs, record: CallRecord, out: Wrapper) -> Shortcut | None:
     """Run the matmul or composite operator again that the call is; None where it is none on the call's arguments."""
     run, places = record.call, {id(x): place for place, x in distributed_operands(args, kwargs)}
     sources = [places.get(id(x)) for x in record.args]
@@ -277,7 +277,7 @@ def _run_again(args: Args, kwargs: Kwargs, record: CallRecord, out: Any) -> Shor
     if record.executable.compared:
         return None
 
-    def call(args: Args, kwargs: Kwargs) -> Any:
+    def call(args: Args, kwargs: Kwargs) -> object:
         return run(*[kwargs[at] if isinstance(at, str) else args[at] for at in sources])  # type: ignore[index]
 
     again: Any = call

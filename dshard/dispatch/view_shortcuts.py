@@ -20,7 +20,7 @@ _is_recording = torch.is_grad_enabled
 
 
 def view_shortcut(
-    func: Function, args: Args, kwargs: Kwargs, out: Any, records: Sequence[CallRecord]
+    func: Function, args: Args, kwargs: Kwargs, out: Wrapper, records: Sequence[CallRecord]
 ) -> Shortcut | None:
     """The shortcut of a view of one tensor, or None where the log allows none.
 
@@ -39,7 +39,7 @@ def view_shortcut(
     spec, recorded = out._spec, torch.is_grad_enabled() and out.requires_grad
     take_view_below_autograd = sharing_version(take_view)
 
-    def call(args: Args, kwargs: Kwargs) -> Any:
+    def call(args: Args, kwargs: Kwargs) -> object:
         x = args[0]
         if x._view_sync is not None:
             return func(*args, **kwargs)

@@ -83,8 +83,15 @@ def _accepted(query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> None:
 
 
 def _attention_with_dropout(
-    query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool
-) -> Any:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+) -> Tensor:
     """Attention by operators on distributed tensors: torch's kernels would draw another dropout mask on each rank."""
     if gqa:
         groups = query.shape[-3] // key.shape[-3]

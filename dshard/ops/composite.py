@@ -74,7 +74,7 @@ def _choose_composite(
     return Executable(decision, local_op, results, positions, wrap_as(results[0]), gradients=strategy.gradients)
 
 
-def _run_unrecorded(executable: Executable, *tensors: Any) -> Any:
+def _run_unrecorded(executable: Executable, *tensors: object) -> object:
     return executable(tensors)
 
 
@@ -119,7 +119,7 @@ class Simulated(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         local_op: Callable[[Coordinate], Locals],
         outs: Sequence[Spec],
         cotangents: Sequence[Layout],

@@ -17,7 +17,7 @@ from dshard.core.executable import ComposedExecutable, decision_of
 from dshard.core.moves import count_write, redistribute_local, run_on_ranks, write_local
 from dshard.core.observe import ASKED
 from dshard.core.operands import number_on, plain_number
-from dshard.core.signature import Args, Kwargs
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
@@ -51,7 +51,7 @@ def one_by_one(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutab
     return ComposedExecutable(None, partial(_one_by_one, func))
 
 
-def _one_by_one(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def _one_by_one(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
@@ -65,7 +65,7 @@ def counted(plan: ForEach) -> ForEach:
     return planned
 
 
-def _counted(run: Callable[[Args, Kwargs], Any], args: Args, kwargs: Kwargs) -> Any:
+def _counted(run: Function, args: Args, kwargs: Kwargs) -> object:
     out = run(args, kwargs)
     for t in args[0]:
         if isinstance(t, Wrapper) and not traced(t._local_tensor):
@@ -89,12 +89,12 @@ def by_mesh(plan: ForEach) -> ForEach:
     return planned
 
 
-def _by_mesh(func: OpOverload, positions: dict[Mesh | None, list[int]], args: Args, kwargs: Kwargs) -> Any:
+def _by_mesh(func: OpOverload, positions: dict[Mesh | None, list[int]], args: Args, kwargs: Kwargs) -> object:
     n = sum(map(len, positions.values()))
-    results: dict[int, Any] = {}
+    results: dict[int, object] = {}
     for mesh, entries in positions.items():
 
-        def of_mesh(arg: Any, entries: list[int] = entries, mesh: Mesh | None = mesh) -> Any:
+        def of_mesh(arg: object, entries: list[int] = entries, mesh: Mesh | None = mesh) -> object:
             if isinstance(arg, list | tuple):
                 return [arg[i] for i in entries] if len(arg) == n else arg
             return plain_number(func, arg) if mesh is None and isinstance(arg, Wrapper) else arg
@@ -112,7 +112,7 @@ def elementwise(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecuta
     return ComposedExecutable(decision_of(func, args, kwargs), partial(_elementwise, func, specs))
 
 
-def _elementwise(func: OpOverload, specs: Sequence[Spec], args: Args, kwargs: Kwargs) -> Any:
+def _elementwise(func: OpOverload, specs: Sequence[Spec], args: Args, kwargs: Kwargs) -> object:
     mesh = specs[0].layout.mesh
     local_args = [_local(func, arg, mesh) for arg in args]
     local_kwargs = {name: _local(func, arg, mesh) for name, arg in kwargs.items()}
@@ -134,9 +134,9 @@ def norms(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
     return ComposedExecutable(asked, partial(_norms_of_groups, func, groups))
 
 
-def _norms_of_groups(func: OpOverload, groups: dict[_NormGroup, list[int]], args: Args, kwargs: Kwargs) -> list[Any]:
+def _norms_of_groups(func: OpOverload, groups: dict[_NormGroup, list[int]], args: Args, kwargs: Kwargs) -> list[object]:
     tensors, ord, _ = _norm_arguments(*args, **kwargs)
-    results: dict[int, Any] = {}
+    results: dict[int, object] = {}
     for (layout, kind), positions in groups.items():
         results |= zip(positions, _norms(func, [tensors[i] for i in positions], ord, layout, kind), strict=True)
     return [results[i] for i in range(len(tensors))]
@@ -152,7 +152,7 @@ def _terms_layout(layout: Layout, ord: float) -> Layout:
     return Layout(layout.mesh, tuple(reduction if isinstance(p, Shard) else Replicate() for p in layout.placements))
 
 
-def _norms(func: OpOverload, tensors: Sequence[Any], ord: float, layout: Layout, dtype: torch.dtype) -> list[Any]:
+def _norms(func: OpOverload, tensors: Sequence[Any], ord: float, layout: Layout, dtype: torch.dtype) -> list[object]:
     mesh, n, spec, kind = layout.mesh, len(tensors), tensors[0]._spec, real_dtype(dtype)
     parts = [redistribute_local(t._local_tensor, t._spec, completed_layout(t._spec.layout), func) for t in tensors]
     terms = run_on_ranks(mesh, lambda coordinate: partial(_terms, ord=ord, dtype=dtype), (parts,), {})
@@ -219,7 +219,7 @@ def _without_partial(func: OpOverload, layout: Layout) -> Layout:
     return layout
 
 
-def _write_back(func: OpOverload, given: Sequence[Any], local: Sequence[Any], layouts: Sequence[Layout]) -> None:
+def _write_back(func: OpOverload, given: Sequence[object], local: Sequence[Any], layouts: Sequence[Layout]) -> None:
     """Write back what the operator wrote into redistributed copies of its arguments."""
     for t, written, layout in zip(given, local, layouts, strict=True):
         if isinstance(t, Wrapper) and written is not t._local_tensor:
@@ -278,7 +278,7 @@ def _spec_alike(row: tuple[Any, ...], is_linear: bool) -> Spec | None:
     return first
 
 
-def _adds_up(spec: Spec, row: tuple[Any, ...]) -> bool:
+def _adds_up(spec: Spec, row: Sequence[object]) -> bool:
     """Whether all partial placements are sums, of tensors of one dtype that has fractions."""
     partials = {spec.layout.placements[axis] for axis in spec.layout.partial_axes()}
     alike = all(isinstance(t, Wrapper) and t.dtype == spec.dtype for t in row)

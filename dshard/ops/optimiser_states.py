@@ -29,13 +29,13 @@ def support_states() -> None:
 
 def _distributed_as_the_parameter(process: Function) -> Function:
     @wraps(process)
-    def processed(param: Tensor, value: Tensor, *rest: object, **named: object) -> Any:
+    def processed(param: Tensor, value: Tensor, *rest: object, **named: object) -> object:
         return _like(param, process(param, value, *rest, **named))
 
     return processed
 
 
-def _like(param: Any, value: Any) -> Any:
+def _like(param: object, value: object) -> object:
     """`value`, a state of `param`: of the same class, and cut where it is whole."""
     if not isinstance(value, Tensor):
         return value

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dshard.core.signature import Function
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.errors import LayoutError
 from dshard.ops.vocab_parallel import LOSS_ARGUMENTS, cross_entropy, log_softmax
 from dshard.placements import Placement, Replicate, Shard
@@ -44,7 +44,7 @@ def loss_parallel() -> Iterator[None]:
 class _LossMode(TorchFunctionMode):
     """Calls the functions of `_ALONG_CLASSES` there, with plain targets and class weights as distributed tensors."""
 
-    def __torch_function__(self, func: Function, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         handler = _ALONG_CLASSES.get(func)
         if handler is None:
