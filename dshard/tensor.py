@@ -27,8 +27,8 @@ from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.transforms import is_differentiating_forward, refuse_wrapped, with_tangent
 from dshard.core.wrapper import Wrapper, is_leaf, wrap
 from dshard.dispatch import fast_path
+from dshard.dispatch.fast_path import QUERIES, through
 from dshard.dispatch.operator import dispatch
-from dshard.dispatch.torch_functions import QUERIES, through
 from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
 from dshard.layout import Layout, Shape, layout_of, replicated
 from dshard.mesh import Mesh

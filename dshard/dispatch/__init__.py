@@ -4,7 +4,6 @@ fast_path.py         `__torch_function__`, warm: the call's key -> a shortcut
 shortcuts.py         functions on the local tensors, made from the log of a call's first run
 view_shortcuts.py    the same for views, which torch itself makes
 logged_call.py       questions to that log
-torch_functions.py   `__torch_function__`, cold: by a handler, as a composite operator, or as torch's operators
 composite_table.py   `__torch_function__`, cold: functions that run as one composite operator
 operator.py          `__torch_dispatch__`: the call's key -> its executable: redistribute, run, wrap
 registry.py          the row of an operator in the families' tables
