@@ -40,7 +40,10 @@ def call_key(
             if recording and arg.requires_grad:
                 parts[1] = True
                 leaf = arg._leaf  # of the tensor that it stands for in a trace
-                parts.append(arg.is_leaf if leaf is None else leaf)
+                try:
+                    parts.append(arg.is_leaf if leaf is None else leaf)
+                except RuntimeError:  # one of several views, of which another was written to: it may be detached still
+                    parts.append(False)
         elif kind in _NUMBERS:
             parts.append((kind, arg) if values else kind)  # 1, 1.0 and True are equal
         elif kind in _VALUES:

@@ -112,6 +112,13 @@ ONCE_WRONG = {
         "t2[1:, 1:2].mul_(3)",
         "t2.chunk(2)[0].mT[-1].zero_()",
     ), runs=2),
+    "one of several views, written and detached": Program((2, 1, 2), (
+        "t1 = leaf((7, 6, 3), 'x:R y:R z:R', 398)",
+        "t2 = t1 * 1",
+        "t3 = t2.chunk(1, -1)[0]",
+        "with no_grad(): t3.cumsum_(-1)",
+        "t4 = t3.detach()",
+    )),
     "saved, then written by a view in a first call": Program((2, 2), (
         "t1 = leaf((6, 11), 'x:R y:R', 830)",
         "t2 = t1.sigmoid()",
