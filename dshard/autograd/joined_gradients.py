@@ -242,7 +242,7 @@ def add_later(total: Wrapper, grad: Wrapper) -> bool:
     torch accumulates a gradient in place as soon as it arises, which would wait for its collective.
     """
     pending = grad.__dict__.get("_lazy_local")
-    if not isinstance(pending, Pending) or total._spec.layout is not grad._spec.layout:
+    if not isinstance(pending, Pending) or graph_task_id() < 0 or total._spec.layout is not grad._spec.layout:
         return False
     if total._spec.dtype != grad._spec.dtype or total._view_sync is not None:
         return False

@@ -112,7 +112,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
 
     A plain tensor is written to from distributed numbers, tensors without dims, as it is, and what is written is plain.
 
-    They are wrapped within `implicit_replication`, and within torch's,, and as what `copy_` copies into a
+    They are wrapped within `implicit_replication`, and within torch's, and as what `copy_` copies into a
     distributed tensor, as `load_state_dict` does: each rank takes its part.
 
     Raises:
@@ -165,6 +165,10 @@ def _writes_numbers_to_plain(func: Function, args: Args, kwargs: Kwargs) -> bool
     return not recorded and all(x.dim() == 0 for x in numbers)
 
 
+_BY_INDICES = ("index_", "gather", "scatter", "take")
+"""What functions are called that take indices, of which one is not a number to compute with."""
+
+
 def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:
     """Refuse plain tensors of several elements: only the user knows whether one is a local or the global tensor.
 
@@ -174,8 +178,10 @@ def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:
         MixedError: a plain tensor of other than one element is among the arguments.
     """
     for t in leaves((args, kwargs)):
-        if isinstance(t, Tensor) and not isinstance(t, Wrapper) and t.numel() != 1:
+        if isinstance(t, Tensor) and not isinstance(t, Wrapper) and (t.numel() != 1 or t.dim()):
             name = getattr(func, "__name__", str(func))
+            if t.numel() == 1 and not name.startswith(_BY_INDICES):
+                continue
             if name in _HARMLESS or _calling_module().startswith("torch.masked.") or graph_task_id() != -1:
                 return
             if name.startswith(_ON_LISTS) and _are_apart(args):

@@ -77,7 +77,7 @@ def dispatch(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | 
             return wrap(
                 x._local_tensor, x._spec
             )  # not a view of `_local_tensor`, which would have a version counter of its own
-    elif func is _ADD and "_lazy_local" in getattr(args[1], "__dict__", ()) and add_later(args[0], args[1]):
+    elif func is _ADD and not kwargs and "_lazy_local" in getattr(args[1], "__dict__", ()) and add_later(*args):
         return args[0]
     number = id(func)  # the hash of an operator is slow; `FACTS` keeps it alive, so no other gets its id
     facts = FACTS.get(number) or known(func)
