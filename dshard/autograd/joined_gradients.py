@@ -56,7 +56,8 @@ class Leaf:
 class Pending:
     """A gradient to be redistributed by `move`, of which this rank has `local`: the first use of its result waits.
 
-    One whose bucket has not begun is then redistributed alone. `own` says that nobody else holds the local tensor.
+    One whose bucket has not begun is then redistributed alone. `own` says that nobody else holds the local tensor. That
+    is dropped once its collective has begun.
     """
 
     __slots__ = ("_finish", "_value", "leaf", "local", "move", "own", "owner")
@@ -66,11 +67,6 @@ class Pending:
         self.local: Tensor | None = local
         self._finish: Callable[[], Tensor] | None = None
         self._value: Tensor | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether its collective has begun."""
-        return self.local is None
 
     def begun(self, finish: Callable[[], Tensor]) -> None:
         """Its collective has begun; `finish` waits for its end."""

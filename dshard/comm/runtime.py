@@ -257,8 +257,13 @@ def _mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def runtime_of(mesh: Mesh) -> Runtime | None:
-    """The runtime of `mesh`, or None for a mesh without processes."""
-    return None if _is_planning() else _RUNTIMES.get(mesh)
+    """The runtime of `mesh`, or None for a mesh without processes, or whose process groups have been destroyed."""
+    return None if _is_planning() else _with_processes(mesh)
+
+
+def _with_processes(mesh: Mesh) -> Runtime | None:
+    runtime = _RUNTIMES.get(mesh)
+    return None if runtime is None or runtime.world is not dist.group.WORLD else runtime
 
 
 def own_runtime(mesh: Mesh) -> tuple[Runtime, Coordinate]:
@@ -289,7 +294,7 @@ def own_coordinate(mesh: Mesh) -> Coordinate:
 
 def ranks_of_root(mesh: Mesh) -> frozenset[int]:
     """The ranks of the mesh that `mesh` is a slice of, each of which has such a slice of its own."""
-    runtime = _RUNTIMES.get(mesh)
+    runtime = _with_processes(mesh)
     return frozenset((mesh if runtime is None else _mesh_of(runtime.device_mesh._get_root_mesh())).ranks)
 
 
@@ -341,7 +346,7 @@ def ranks_per_host(mesh: Mesh) -> int | None:
 
     None without processes, on one host, or where the hosts have not all the same number of ranks.
     """
-    runtime, local_size = _RUNTIMES.get(mesh), os.environ.get("LOCAL_WORLD_SIZE", "")
+    runtime, local_size = _with_processes(mesh), os.environ.get("LOCAL_WORLD_SIZE", "")
     if runtime is None or not local_size.isdecimal():
         return None
     local, world = int(local_size), dist.get_world_size(runtime.world)
@@ -352,7 +357,7 @@ def ranks_per_host(mesh: Mesh) -> int | None:
 
 def device_mesh_of(mesh: Mesh) -> DeviceMesh | Mesh:
     """torch's DeviceMesh from which `mesh` was made, or `mesh` itself where there is none."""
-    runtime = _RUNTIMES.get(mesh)
+    runtime = _with_processes(mesh)
     return mesh if runtime is None else runtime.device_mesh
 
 

@@ -209,7 +209,7 @@ def all_reduce_sizes(size: int, ranks: Sequence[int], rank: int) -> list[int]:
     A reduce_scatter and an all_gather of flat chunks, which a process group deals out to its sorted ranks.
 
     >>> all_reduce_sizes(10, (0, 1, 2), 0)
-    [4, 4, 3, 3]
+    [4, 4, 4, 2]
     """
     n, here = len(ranks), sorted(ranks).index(rank)
     sizes = [len(chunk(size, n, i)) for i in range(n)]

@@ -95,11 +95,18 @@ def second_order(model: nn.Module, reference: nn.Module, ids: Tensor) -> None:
         torch.testing.assert_close(mine.full_tensor(), expected, rtol=1e-8, atol=1e-11)
 
 
-@pytest.mark.parametrize("strategy", MESHES)
-@pytest.mark.parametrize("net", NETS)
+QUICK = {("fsdp", "tied"), ("fsdp", "recomputed"), ("fsdp x megatron", "twice")}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "net"),
+    [
+        pytest.param(strategy, net, marks=[] if (strategy, net) in QUICK else pytest.mark.thorough)
+        for strategy in MESHES
+        for net in NETS
+    ],
+)
 def test_training_is_that_of_one_device(ranks: RankPool, strategy: str, net: str):
-    if net in ("twice", "recomputed") and strategy == "data x fsdp":
-        pytest.skip("as fsdp")
     ranks.run(trained, strategy, NETS[net])
 
 
