@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from dshard.autograd.joined_gradients import Leaf, join
 from dshard.comm import Scoped, outside_graphs
-from dshard.core.moves import local_redistribution
+from dshard.core.moves import local_redistribution, redistributed
 from dshard.core.wrapper import Wrapper
 from dshard.torch_private import current_autograd_node, no_torch_function
 
@@ -51,24 +52,27 @@ def stays_partial(leaf: Leaf) -> bool:
         if x is None:  # nothing is accumulated: torch.autograd.grad wants the gradient itself
             return False
         leaf.has_partial_sum = True
+        once = _ReduceOnce(leaf)
         with no_torch_function():
-            x.register_post_accumulate_grad_hook(_ReduceOnce(leaf))
+            once.handle = x.register_post_accumulate_grad_hook(once)
     return True
 
 
 class _ReduceOnce:
     """Hook of a leaf: after the first backward pass outside `accumulate` reduce the sum of its gradients."""
 
+    handle: RemovableHandle
+
     def __init__(self, leaf: Leaf) -> None:
         self.leaf = leaf
 
     def __call__(self, x: Tensor) -> None:
-        if accumulating() or not self.leaf.has_partial_sum:
+        if accumulating():
             return
+        self.handle.remove()
         self.leaf.has_partial_sum = False
-        grad = x.grad
-        if isinstance(grad, Wrapper) and grad._spec.layout is not self.leaf.layout:
-            move = local_redistribution(grad._spec, self.leaf.layout)
+        grad, layout = x.grad, self.leaf.layout
+        if isinstance(grad, Wrapper) and grad._spec.layout is not layout:
+            joined = join(self.leaf, grad, local_redistribution(grad._spec, layout), False)
             with no_torch_function():
-                x.grad = None
-                x.grad = join(self.leaf, grad, move, False)
+                x.grad = redistributed(grad, layout, "accumulate") if joined is None else joined

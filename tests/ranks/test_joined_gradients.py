@@ -233,6 +233,7 @@ def accumulated_in_parts(strategy: str) -> None:
         for x in batches[start : start + 3]:
             reference(x).square().sum().backward()
         compare(model, reference)
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters()), "none is left behind"
         for each in (model, reference):
             each.zero_grad()
     with accumulate():
