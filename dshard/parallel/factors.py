@@ -28,6 +28,7 @@ from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.mesh import Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
+from dshard.parallel.asked_values import ForwardValues, named_inputs
 from dshard.rules.rule import Rule, Term, factor_sizes
 from dshard.torch_private import OpOverload, disable_modes
 
@@ -84,7 +85,7 @@ class TracedForward:
 
     `parameters` are the factors of each parameter's dims, `uses` how each was used, `outputs` and `shapes` the factors,
     and shape and itemsize, of what modules returned, `given` a number for the first tensor that each module was given,
-    and `order` the modules in the order in which they began.
+    `order` the modules in the order in which they began, and `answers` the values that the pass asked for.
     """
 
     classes: Classes
@@ -95,6 +96,7 @@ class TracedForward:
     given: dict[str, int] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     shapes: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    answers: list[Any] = field(default_factory=list)
 
     def class_of(self, nodes: Nodes) -> int | None:
         """The class of a dim with these factors: that of its major factor."""
@@ -130,7 +132,8 @@ class Tracer:
 
     def run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator without data, and join the factors of its tensors."""
-        args, kwargs = replace_tensors((args, kwargs), _abstract)  # constants of the model, too
+        if any(x.is_meta for x in tensors_in((args, kwargs))):
+            args, kwargs = replace_tensors((args, kwargs), _abstract)  # constants of the model, too
         op = find(func)
         tensors = tensors_in((args, kwargs))
         if op is None and tensors:
@@ -258,14 +261,19 @@ def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     traced = TracedForward(classes, {})
     tracer = Tracer(traced, {id(p): name for name, p in parameters.items()})
     traced.parameters = {name: tracer.nodes(p) for name, p in parameters.items()}
+    example = named_inputs(model, tuple(args), kwargs)
     args, kwargs = replace_tensors((tuple(args), dict(kwargs)), without_data)
-    traced.inputs = [tracer.nodes(t) for t in tensors_in((args, kwargs))]
+    inputs = tensors_in((args, kwargs))
+    traced.inputs = [tracer.nodes(t) for t in inputs]
+    own = dict((*model.named_parameters(), *model.named_buffers()))
+    given = [(x, data, name) for x, (data, name) in zip(inputs, example, strict=True)]
+    values = ForwardValues(model, [*given, *((x, own[name], None) for name, x in state.items())])
     hooks = [hook for name, module in model.named_modules() for hook in _followed(tracer, name, module)]
     try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), OperatorMode(tracer.run):
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), OperatorMode(tracer.run), values:
             functional_call(model, state, tuple(args), dict(kwargs))
     except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error):
+        if isinstance(error, LayoutError) or "meta" not in str(error):
             raise
         raise LayoutError(
             f"the forward pass of {type(model).__name__} depends on the values of its tensors ({error}): "
@@ -274,6 +282,7 @@ def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     finally:
         for hook in hooks:
             hook.remove()
+    traced.answers = values.answers
     return traced
 
 

@@ -17,7 +17,8 @@ from dshard.core.signature import Function
 from dshard.core.spec import Spec, is_for_shapes
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import applied
-from dshard.parallel.factors import without_data
+from dshard.parallel.asked_values import NoAnswers, Replies
+from dshard.parallel.factors import trace_factors, without_data
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
 from dshard.placements import Replicate
 from dshard.tensor import distribute_tensor
@@ -37,6 +38,16 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
     No mode around the call sees it: planning is nobody's work.
     `seconds` are those of the topology in use.
     """
+    try:
+        return _priced(model, plan, args, kwargs, None)
+    except NoAnswers:
+        return _priced(model, plan, args, kwargs, trace_factors(model, args, kwargs).answers)
+
+
+def _priced(
+    model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], answers: Sequence[Any] | None
+) -> Cost:
+    """The cost of a step in which the forward pass gets `answers` to its questions about values."""
     state = _state(model, plan, plan.mesh)
     args, kwargs = _meta(args), dict(zip(kwargs, _meta(kwargs.values()), strict=True))
     allocations = Allocations(
@@ -45,7 +56,8 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
     work = _Work(allocations)
     with applied(model, plan):
         with trace() as sent:
-            out = functional_call(model, state, tuple(args), kwargs)
+            with Replies(answers):
+                out = functional_call(model, state, tuple(args), kwargs)
             forward = len(sent.events)
             _backward(out)
             del out
@@ -55,7 +67,8 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
             OperatorMode(work.run),
             observing(work.count),
         ):  # with which each operator is decided by itself, whatever ran before
-            out = functional_call(model, state, tuple(args), kwargs)
+            with Replies(answers):
+                out = functional_call(model, state, tuple(args), kwargs)
             activations = allocations.alive()
             _backward(out)
             del out

@@ -166,8 +166,11 @@ def test_a_forward_pass_that_looks_at_values() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(x) if x.sum().item() > 0 else x
 
-    with pytest.raises(LayoutError, match="Looks depends on the values of its tensors"):
-        plan_model(Looks(), Mesh((2,), ("tp",)), "data", torch.ones(2, 2))
+    mesh = Mesh((2,), ("tp",))
+    assert plan_model(Looks(), mesh, "data", torch.ones(2, 2)).cost.nbytes > 0
+    assert plan_model(Looks(), mesh, "data", -torch.ones(2, 2)).cost.nbytes == 0, "the layer is left out"
+    with pytest.raises(LayoutError, match=r"Looks depends on the values of its tensors.*give an example of x with"):
+        plan_model(Looks(), mesh, "data", torch.ones(2, 2, device="meta"))
 
 
 # -- what is sent

@@ -1,0 +1,120 @@
+"""Models whose forward pass asks for the values of masks and other inputs are traced, priced, and equal one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.real_models import InDouble, batch_of, build, weights_for
+from torch import Tensor, nn
+
+import dshard
+from dshard import LayoutError, Mesh, Shard, distribute_tensor, plan_model
+from dshard.comm import plain
+from dshard.parallel import parallelize
+from dshard.testing import RankPool, simulated, whole
+
+FAMILIES = ("bert", "llama", "t5")
+TOLERANCE = 1e-9
+
+
+@plain()
+def masked_batch(family: str) -> dict[str, Tensor]:
+    batch = batch_of(family)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[1, 5:] = mask[3, 2:] = 0
+    return {**batch, "attention_mask": mask}
+
+
+def errors(family: str, strategy: str, mesh: Any) -> float:
+    """The largest error of logits and gradients against one device, with padded sequences in the batch."""
+    with plain():
+        alone, model = build(family), build(family)
+        with InDouble():
+            expected = alone(**masked_batch(family)).logits
+            (expected * weights_for(expected)).sum().backward()
+    parallelize(model, mesh, strategy, **masked_batch(family))
+    with InDouble():
+        logits = model(**masked_batch(family)).logits
+        (logits * distribute_tensor(weights_for(logits), mesh, src_data_rank=None)).sum().backward()
+    found = [(whole(logits.detach()) - expected.detach()).abs().max().item()]
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            found.append((whole(mine.grad) - theirs.grad).abs().max().item())
+    return max(found)
+
+
+@pytest.mark.thorough
+def test_a_padding_mask_in_the_example() -> None:
+    mesh = Mesh((2, 2), ("dp", "tp"))
+    with simulated(mesh):
+        assert errors("bert", "megatron", mesh) < TOLERANCE
+
+
+def errors_on_ranks(cases: list[tuple[str, str]]) -> dict[str, float]:
+    mesh = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    return {f"{family} {strategy}": errors(family, strategy, mesh) for family, strategy in cases}
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["megatron", "fsdp", "optimus", "atp", "megatron-sp"])
+def test_a_padding_mask_in_the_example_on_real_ranks(ranks: RankPool, strategy: str) -> None:
+    for found in ranks.run(errors_on_ranks, [(family, strategy) for family in FAMILIES], timeout=300.0):
+        assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("family", ["bert", *(pytest.param(f, marks=pytest.mark.thorough) for f in FAMILIES[1:])])
+def test_a_mask_does_not_change_the_plan_of_parameters(family: str) -> None:
+    model, mesh = build(family), Mesh((2, 2), ("dp", "tp"))
+    plan = plan_model(model, mesh, "megatron", **batch_of(family))
+    masked = plan_model(model, mesh, "megatron", **masked_batch(family))
+
+    assert masked.parameters == plan.parameters
+    assert any(Shard(0) in placements for placements in masked.parameters.values())
+    again = plan_model(model, mesh, masked, **masked_batch(family))
+    assert again.cost == masked.cost, "a plan is priced without the trace that made it"
+
+
+def test_a_mask_without_data_is_named() -> None:
+    model, batch = build("bert"), masked_batch("bert")
+    batch["attention_mask"] = batch["attention_mask"].to("meta")
+    with pytest.raises(LayoutError, match="attention_mask with data, leave it out of the example, or give the pla"):
+        plan_model(model, Mesh((2,), ("tp",)), "megatron", **batch)
+
+
+class Steered(nn.Module):
+    """Asks for values of inputs, of what is computed from them in place and not, and of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("limit", torch.tensor(3))
+
+    def forward(self, x: Tensor, *, lengths: Tensor, written: bool = False, weighs: bool = False) -> Tensor:
+        longest = int(lengths.max()) if int(self.limit) < 10 else 0
+        positions = torch.arange(longest, device=x.device)
+        keep = positions < lengths[:, None]
+        if written:
+            keep[0] = True
+        if weighs and self.up(x).sum() > 1e9:
+            return x
+        x = x[:, :longest]
+        for _ in range(2 if keep.all() else 1):
+            x = x + self.down(self.up(x).relu())
+        return x
+
+
+def test_questions_about_anything_that_has_data() -> None:
+    mesh, x = Mesh((2,), ("tp",)), torch.randn(4, 6, 8)
+    model, full, short = Steered(), torch.tensor([5, 5, 5, 5]), torch.tensor([5, 2, 3, 1])
+    sent = [plan_model(model, mesh, "megatron", x, lengths=n).cost.nbytes for n in (full, short)]
+
+    assert sent[0] > sent[1] > 0, "two layers or one"
+    assert plan_model(model, mesh, "megatron", x, lengths=short, weighs=True).cost.nbytes > 0
+    with pytest.raises(LayoutError, match="a value that depends on lengths"):  # nothing is known of what is written to
+        plan_model(model, mesh, "megatron", x, lengths=short, written=True)
+    with pytest.raises(LayoutError, match="which have no data here"):
+        plan_model(Steered().to("meta"), mesh, "megatron", x, lengths=short, weighs=True)
