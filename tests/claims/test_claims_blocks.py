@@ -161,6 +161,7 @@ def stepped_in_panels() -> tuple[int, int, int, int]:
 
 
 @pytest.mark.ranks
+@pytest.mark.thorough
 def test_s11_a_step_in_panels_takes_all_its_buffers_from_those_of_the_first(ranks: RankPool) -> None:
     for made, more, peak, promised in ranks.run(stepped_in_panels):
         assert made > 0

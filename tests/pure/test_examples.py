@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SLOW = ("tensor_parallel", "pipeline_unet", "parallelize_gpt2")
-"""What they run is tested by test_style.py, test_pipeline.py and test_parallelize.py, too."""
+SLOW = ("tensor_parallel", "pipeline_unet", "parallelize_gpt2", "custom_op", "plan_before_launch")
+"""What they run is tested elsewhere, too; `.ci/run` runs these as well."""
 EXAMPLES = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem in SLOW))
     for path in sorted((ROOT / "examples").glob("*.py"))

@@ -172,7 +172,7 @@ def test_the_table_fits_a_terminal() -> None:
 @pytest.mark.parametrize(
     ("chosen", "meshes"),
     [
-        (["--strategy", "summa"], ["1 device", "r=2 c=2"]),
+        pytest.param(["--strategy", "summa"], ["1 device", "r=2 c=2"], marks=pytest.mark.thorough),
         pytest.param([], ["1 device", "dp=4", "tp=4", "dp=2 tp=2", "r=2 c=2", "d1=2 d2=2"], marks=pytest.mark.thorough),
     ],
 )

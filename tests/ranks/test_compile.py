@@ -114,10 +114,8 @@ def compiled_block(name: str, layout: str, backend: str, batch: int = 4) -> None
         assert not torch._dynamo.utils.counters["graph_break"]
 
 
-QUICK = [("gpt", "megatron with data"), pytest.param("llama", "atp", marks=pytest.mark.thorough)]
-
-
-@pytest.mark.parametrize(("name", "layout"), QUICK)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "layout"), [("gpt", "megatron with data"), ("llama", "atp")])
 def test_blocks_compiled_are_as_on_one_device(ranks: RankPool, name: str, layout: str) -> None:
     ranks.run(compiled_block, name, layout, "aot_eager")
 

@@ -68,7 +68,7 @@ def real_mesh(shape: tuple[int, ...]) -> Mesh:
 @pytest.mark.parametrize("shape", [pytest.param((4,), marks=pytest.mark.thorough), (2, 2)])
 @pytest.mark.parametrize("seed", range(20 if THOROUGH else 1))
 def test_operators_on_real_ranks(ranks: RankPool, shape: tuple[int, ...], seed: int) -> None:
-    names = list(SAMPLES)[:: 1 if THOROUGH else 7]
+    names = list(SAMPLES)[:: 1 if THOROUGH else 12]
 
     assert ranks.run(check_on_ranks, names, shape, seed, timeout=600.0) == [[]] * 4
 

@@ -228,8 +228,8 @@ def check_batch(pool: RankPool, batch: list[Run], meshes: tuple[Mesh, ...]) -> N
 
 
 @pytest.mark.ranks
-@settings(max_examples=3, phases=[Phase.generate])
-@given(st.lists(runs(st.sampled_from(MESHES[4])), min_size=20, max_size=20))
+@settings(max_examples=2, phases=[Phase.generate])
+@given(st.lists(runs(st.sampled_from(MESHES[4])), min_size=12, max_size=12))
 def test_real_ranks_cross(ranks: RankPool, cases_run: Counter[str], batch: list[Run]) -> None:
     cases_run["reshards on real ranks"] += len(batch)
     check_batch(ranks, batch, MESHES[4])

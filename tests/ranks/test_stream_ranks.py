@@ -196,7 +196,11 @@ def test_what_buffers_may_take_bounds_the_panels(schedule: Schedule) -> None:
         assert fits or chosen.buffer_bytes == min(each.buffer_bytes for each in found)
 
 
-@pytest.mark.parametrize("schedule", [SUMMA, ABT, Schedule(("n", "k"), ("k", "R"))], ids=str)
+@pytest.mark.parametrize(
+    "schedule",
+    [SUMMA, *(pytest.param(each, marks=pytest.mark.thorough) for each in (ABT, Schedule(("n", "k"), ("k", "R"))))],
+    ids=str,
+)
 def test_the_number_of_panels_chosen_is_the_cheapest_of_all(schedule: Schedule) -> None:
     mesh, shape = Mesh((2, 2), ("x", "y")), (16, 24, 32)
     slow = Topology.flat(

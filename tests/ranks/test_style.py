@@ -58,6 +58,7 @@ def losses_of(source: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.thorough
 def test_the_tutorial_trains_as_with_torch_when_its_imports_alone_change(ranks: RankPool) -> None:
     source = EXAMPLE.read_text()
     for_torch = source.replace("from dshard.parallel import", "from torch.distributed.tensor.parallel import")

@@ -197,12 +197,12 @@ def on_ranks(shape: tuple[int, ...], share: float, seed: int, uses: Iterable[str
 
 @pytest.mark.ranks
 def test_what_was_overwritten_is_refused_where_one_device_refuses_it(ranks: RankPool) -> None:
-    assert ranks.run(on_ranks, (4,), 0.04, 0) == [[]] * 4
+    assert ranks.run(on_ranks, (4,), 0.02, 0) == [[]] * 4
 
 
 @pytest.mark.ranks
 def test_a_redistributed_operand_of_attention_is_refused_as_the_operand(ranks: RankPool) -> None:
-    assert ranks.run(on_ranks, (2, 2), 0.2, 0, tuple(ATTENTION)) == [[]] * 4
+    assert ranks.run(on_ranks, (2, 2), 0.1, 0, tuple(ATTENTION)) == [[]] * 4
 
 
 @pytest.mark.ranks
@@ -215,6 +215,6 @@ def test_all_writes_between_forward_and_backward(ranks: RankPool, shape: tuple[i
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_simulated_ranks_refuse_the_same(shape: tuple[int, ...]) -> None:
-    mesh, expected = Mesh(shape), on_one_device(0.6 if THOROUGH else 0.03, 1)
+    mesh, expected = Mesh(shape), on_one_device(0.6 if THOROUGH else 0.02, 1)
     with simulated(mesh):
         assert differences(mesh, expected, 1) == []
