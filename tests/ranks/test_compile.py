@@ -204,6 +204,7 @@ def flipped_topology() -> None:
     assert layouts[0] != layouts[1]
 
 
+@pytest.mark.thorough
 def test_a_topology_that_flips_the_choice_compiles_anew(ranks: RankPool) -> None:
     ranks.run(flipped_topology)
 
@@ -262,7 +263,7 @@ def other_sizes(sizes: tuple[int, ...]) -> None:
     assert counter.frame_count == len(set(sizes))
 
 
-@pytest.mark.parametrize("sizes", [(5, 8, 5, 1), pytest.param((8, 5, 3, 8, 5, 1), marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.parametrize("sizes", [(5, 8, 1), pytest.param((8, 5, 3, 8, 5, 1), marks=pytest.mark.thorough)], ids=str)
 def test_each_size_has_its_graph(ranks: RankPool, sizes: tuple[int, ...]) -> None:
     ranks.run(other_sizes, sizes)
 

@@ -75,7 +75,7 @@ def wrong_on_ranks(shape: tuple[int, ...]) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("shape", [(4,), pytest.param((2, 2), marks=pytest.mark.thorough)])
 def test_values_and_gradients_on_real_ranks_with_few_rows(ranks: RankPool, shape: tuple[int, ...]) -> None:
     assert ranks.run(wrong_on_ranks, shape) == [[]] * 4
 

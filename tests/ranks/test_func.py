@@ -255,7 +255,7 @@ def followed(layouts: Layouts) -> dict[str, str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layouts", [LAYOUTS[1:3], pytest.param(LAYOUTS, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("layouts", [LAYOUTS[1:2], pytest.param(LAYOUTS, marks=pytest.mark.thorough)])
 def test_transforms_and_tangents_follow_distributed_tensors(ranks: RankPool, layouts: Layouts) -> None:
     for found in ranks.run(followed, layouts, timeout=120):
         assert {name: wrong for name, wrong in found.items() if wrong} == {}

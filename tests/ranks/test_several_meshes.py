@@ -126,7 +126,7 @@ def apart() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("program", [clipped, trained, apart])
+@pytest.mark.parametrize("program", [clipped, pytest.param(trained, marks=pytest.mark.thorough), apart])
 def test_parameters_on_several_meshes(ranks: RankPool, program: Callable[[], None]) -> None:
     ranks.run(program)
 

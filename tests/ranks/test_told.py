@@ -118,7 +118,7 @@ def laid(sample: tuple[Any, ...], layouts: Sequence[Layout]) -> Make:
 def test_a_program_is_explained_traced_and_refused_alike(name: str) -> None:
     at = list(PROGRAMS).index(name)
     with simulated(MESH):
-        for layout in LAYOUTS if THOROUGH else (LAYOUTS * 2)[at % len(LAYOUTS) :][:2]:
+        for layout in LAYOUTS if THOROUGH else LAYOUTS[at % len(LAYOUTS) :][:1]:
             told = story(PROGRAMS[name], laid((torch.rand(SHAPE),), [layout]))
 
             assert not list(told.disagreements()), layout
@@ -130,7 +130,7 @@ def test_every_operator_is_explained_traced_and_refused_alike(family: str) -> No
     names = [name for name in SAMPLES if name.startswith(family)]
     for i, mesh in enumerate((Mesh((3,)), Mesh((2, 2)))):
         with simulated(mesh):
-            for name in names if THOROUGH else names[i::2]:
+            for name in names if THOROUGH else names[i::4]:
                 function, sample = SAMPLES[name]
                 for _ in range(10 if THOROUGH else 1):
                     tensors = [leaf for leaf in leaves(list(sample)) if isinstance(leaf, Tensor)]
@@ -239,7 +239,9 @@ class TestAlternatives:
         missing = ", ".join(f"{name} ({other})" for name, other in sorted(every - listed))
         assert not missing, f"no call of along_split_dims() shows these alternatives: {missing}; add one for each"
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize(
+        "dtype", [pytest.param(torch.float32, marks=pytest.mark.thorough), torch.bfloat16], ids=str
+    )
     def test_what_they_plan_runs_in_half_precision_and_gives_the_layouts_that_it_says(self, dtype: torch.dtype) -> None:
         for mesh, placements in (
             (Mesh((4,)), (Shard(1),)),
