@@ -8,7 +8,6 @@ from datetime import date
 from itertools import combinations
 from math import inf
 from statistics import median
-from typing import get_args
 
 from dshard.calibrate.device import measure_device
 from dshard.calibrate.fit import fit, spread, typical
@@ -164,8 +163,7 @@ def _checked(sizes: Sequence[int], seconds: float, collectives: Sequence[Collect
 
 def _backend(clock: Clock, known: Topology) -> Backend:
     """The backend whose algorithms run, if `dshard.cost` knows it."""
-    name = clock.everyone.backend if clock.mesh.size > 1 else known.backend
-    return next((backend for backend in get_args(Backend) if backend == name), known.backend)
+    return (clock.everyone.backend.algorithms if clock.mesh.size > 1 else None) or known.backend
 
 
 def _has(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Collective) -> bool:

@@ -9,6 +9,7 @@ A plan is run in these stages, each in a file:
   ranks in one process.
 - `joined`: several plans of one collective each, as one collective.
 - `transport`: launches a collective by one of the primitives in `collectives`, and tells listeners (`events`).
+- `backends`: what each backend can do, the one table that all of these ask.
 - `peer_failure`: waits for it, unless another rank has failed or is in `deadlock`.
 
 `runtime` binds meshes to `process_groups`. `reshard` runs plans between meshes, in sends and receives. `agreement` and
@@ -29,6 +30,7 @@ from dshard.comm.agreement import (
     share,
 )
 from dshard.comm.async_local import AsyncLocal, LazyLocal, Start, async_start
+from dshard.comm.backends import NCCL_CONTRACT, default_backend
 from dshard.comm.cpu_scheduling import share_cores
 from dshard.comm.drive import InFlight, Program, Request, begin, finish, flat, same_memory
 from dshard.comm.events import Event, listen
@@ -77,6 +79,7 @@ from dshard.comm.workspace import WORKSPACE, Session
 
 __all__ = [
     "FORGET",
+    "NCCL_CONTRACT",
     "WORKSPACE",
     "AsyncLocal",
     "DeviceMesh",
@@ -110,6 +113,7 @@ __all__ = [
     "comparing",
     "crossing_event",
     "current_mesh",
+    "default_backend",
     "device_mesh_of",
     "device_of",
     "device_of_result",

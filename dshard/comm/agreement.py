@@ -91,7 +91,7 @@ def _exchanges_shapes(local: Tensor, runtime: Runtime) -> bool:
     mesh = runtime.mesh
     if runtime.coordinate is None or mesh.size == 1 or traced(local):
         return False
-    return runtime.group(mesh.names).backend != "fake"
+    return runtime.group(mesh.names).backend.carries_data
 
 
 def checked_shape(local: Tensor, layout: Layout, shape: Shape) -> Shape:
@@ -166,7 +166,7 @@ def same_topology(topology: Topology, mesh: Mesh) -> Topology:
     if simulated_ranks() is not None or runtime is None or runtime.coordinate is None or mesh.size == 1:
         return topology
     group = runtime.group(mesh.names)
-    if group.backend == "fake":
+    if not group.backend.carries_data:
         return topology
     device, first = device_of(mesh), group.index == 0
     text = torch.frombuffer(bytearray(topology.to_json().encode()), dtype=torch.uint8).to(device)

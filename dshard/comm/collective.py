@@ -9,15 +9,13 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from dshard.comm.backends import HALF, Backend
 from dshard.errors import ShapeError
 from dshard.mesh import Mesh
 from dshard.placements import ReduceOp, chunk
 
 T = TypeVar("T")
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "scatter"]
-SIMULATED = "simulated"
-"""The backend of ranks that are simulated in one process."""
-HALF = {torch.float16, torch.bfloat16}
 # dtypes that every backend moves; the others travel as bytes
 MOVES = {
     torch.float64,
@@ -29,8 +27,6 @@ MOVES = {
     torch.uint8,
     torch.int8,
 }
-_SCATTERS = {"nccl"}  # backends whose reduce_scatter takes equal pieces of one tensor
-_SUMS = {torch.float64, torch.float32, torch.int64, torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +63,7 @@ class Collective:
         return replace(self, send=send, recv=recv)
 
 
-def collectives_for(collective: Collective, dtype: torch.dtype, backend: str) -> list[tuple[Collective, int]]:
+def collectives_for(collective: Collective, dtype: torch.dtype, backend: Backend) -> list[tuple[Collective, int]]:
     """The collectives by which a backend runs `collective`, each with the number of equal terms in what it receives.
 
     Terms are reduced locally; 0 says that there are none. Where the backend cannot reduce, or pieces differ in size,
@@ -87,21 +83,21 @@ def collectives_for(collective: Collective, dtype: torch.dtype, backend: str) ->
     return [(exchange, n), (gather, 0)]
 
 
-def native(collective: Collective, dtype: torch.dtype, backend: str) -> bool:
+def native(collective: Collective, dtype: torch.dtype, backend: Backend) -> bool:
     """Whether a backend runs this reduction itself."""
-    if backend == SIMULATED:
+    if backend.reduces_all:
         return True
     assert collective.op is not None
-    if collective.kind == "reduce_scatter" and (backend not in _SCATTERS or len(set(collective.send)) > 1):
+    if collective.kind == "reduce_scatter" and (not backend.scatters or len(set(collective.send)) > 1):
         return False
     return reduces(dtype, collective.op, backend)
 
 
-def reduces(dtype: torch.dtype, op: ReduceOp, backend: str) -> bool:
+def reduces(dtype: torch.dtype, op: ReduceOp, backend: Backend) -> bool:
     """Whether the backend itself reduces as torch does on one device: in this dtype, and keeping NaNs."""
     if op in ("max", "min") or (op == "avg" and not dtype.is_floating_point):
         return False
-    return dtype in _SUMS or (backend == "nccl" and dtype in HALF)
+    return dtype in backend.sums
 
 
 def reduce(terms: Tensor, op: ReduceOp) -> Tensor:

@@ -16,7 +16,8 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from dshard.comm.collective import HALF, reduce
+from dshard.comm.backends import HALF
+from dshard.comm.collective import reduce
 from dshard.comm.collectives import Wait
 from dshard.comm.pieces import view_of
 from dshard.comm.program_steps import Fill, Narrow, ProgramStep, Transfer

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dshard.caches import cached
 from dshard.comm import rank_checks
-from dshard.comm.collective import SIMULATED, Collective, Kind
+from dshard.comm.backends import SIMULATED, Backend, default_backend
+from dshard.comm.collective import Collective, Kind
 from dshard.comm.drive import Program, Request, Results, begun
 from dshard.comm.events import LISTENERS, emit
 from dshard.comm.pieces import view_of
@@ -58,7 +59,7 @@ class Joined:
 
     __slots__ = ("steps",)
 
-    def __init__(self, plans: Sequence[Plan], at: Coordinate, dtype: torch.dtype, backend: str) -> None:
+    def __init__(self, plans: Sequence[Plan], at: Coordinate, dtype: torch.dtype, backend: Backend) -> None:
         moved = [moved_in(plan, at) or [] for plan in plans]
         self.steps = [JoinedStep(members, dtype, backend) for members in zip(*moved, strict=True)]
 
@@ -78,7 +79,7 @@ class JoinedStep:
 
     __slots__ = ("gathers", "members", "parts", "received", "sizes")
 
-    def __init__(self, members: Sequence[Moved], dtype: torch.dtype, backend: str) -> None:
+    def __init__(self, members: Sequence[Moved], dtype: torch.dtype, backend: Backend) -> None:
         self.members = members
         self.sizes = [numel(region) for regions in self._by_rank("sent") for region in regions]
         self.received = [numel(region) for regions in self._by_rank("received") for region in regions]
@@ -178,8 +179,7 @@ def begin_joined(plans: Sequence[Plan], tensors: Sequence[Tensor], joined: Joine
             if LISTENERS:
                 for kind, axes, elements in joined_received(tuple(plans)):
                     emit(kind, mesh, axes, elements * dtype.itemsize)
-            backend = "gloo" if mesh.device_type == "cpu" else "nccl"
-            joined = Joined(plans, own_coordinate(mesh), dtype, backend)
+            joined = Joined(plans, own_coordinate(mesh), dtype, default_backend(mesh.device_type))
             return begun(joined.program(list(tensors)), received_at_once)  # whose buffers are there until the end
         if type(tensors[0]) is LocalTensor:
 

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm import store_messages
+from dshard.comm.backends import waits_on_host
 from dshard.comm.deadlock import Waiting, stuck
 from dshard.comm.process_groups import Group, disconnect, this_world
 from dshard.comm.runtime import simulated_ranks
@@ -86,7 +87,7 @@ def _has_others() -> bool:
     """Whether there are other ranks that read the records of this one."""
     if simulated_ranks() is not None or not dist.is_initialized():
         return False
-    return dist.get_world_size() > 1 and "gloo" in dist.get_backend()
+    return dist.get_world_size() > 1 and waits_on_host(dist.get_backend())
 
 
 def watch_backward(x: Tensor, ranks: Collection[int]) -> None:
@@ -178,7 +179,7 @@ def wait_for(work: dist.Work, group: Group) -> None:
         Exception: of the kind that was raised on another rank.
         PeerError: a rank has ended, or waits for this one in another collective.
     """
-    if group.backend != "gloo":
+    if not group.backend.waits_on_host:
         work.wait()
         return
     group.waits[0] += 1
@@ -196,7 +197,7 @@ def wait_for_pairs(works: list[dist.Work], group: Group, kind: str = "exchange i
 
     The list is empty afterwards, which releases the tensors sent.
     """
-    if group.backend != "gloo":
+    if not group.backend.waits_on_host:
         _wait_all(works)
         return
     group.waits[0] += 1

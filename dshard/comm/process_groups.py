@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from dshard.comm.backends import Backend
 from dshard.errors import MeshError
 from dshard.torch_private import SEEN
 
@@ -23,17 +24,17 @@ class Group:
     """The ranks of one collective, in the order of the mesh, and their process group.
 
     torch sorts the ranks of a process group: `slots` are the positions of `ranks` there, or None where both orders
-    agree. `hosts` is the number of hosts that have some of the ranks, one where it is unknown. `backend` is torch's
-    name: gloo, nccl, fake, ... `waits` has one item, which counts the waits of this process on the process group.
+    agree. `hosts` is the number of hosts that have some of the ranks, one where it is unknown. `backend` says
+    what the process group can do. `waits` has one item, which counts the waits of this process on it.
     """
 
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
     index: int
     process_group: dist.ProcessGroup
+    backend: Backend
     slots: tuple[int, ...] | None = None
     hosts: int = 1
-    backend: str = ""
     waits: list[int] = field(default_factory=lambda: [0], compare=False, repr=False)
 
     @property
@@ -99,11 +100,12 @@ def group_with_shared_waits(
     ranks: tuple[int, ...],
     rank: int,
     process_group: dist.ProcessGroup,
+    backend: Backend,
     slots: tuple[int, ...] | None = None,
     hosts: int = 1,
 ) -> Group:
     """A group whose counter of waits is shared by the groups of all meshes that have its process group."""
-    group = Group(axes, ranks, ranks.index(rank), process_group, slots, hosts, dist.get_backend(process_group))
+    group = Group(axes, ranks, ranks.index(rank), process_group, backend, slots, hosts)
     return replace(group, waits=this_world().waits.setdefault(group.key, group.waits))
 
 

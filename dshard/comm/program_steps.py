@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dshard.caches import cached
+from dshard.comm.backends import Backend
 from dshard.comm.collective import Collective, Kind, Report, collectives_for, reduce
 from dshard.comm.pieces import Local, Pieces
 from dshard.layout import Layout, Region, Shape
@@ -109,7 +110,7 @@ def flat_exchange(mesh: Mesh, axes: tuple[str, ...], at: Coordinate, send: Shape
 
 
 @cached("stages", 65536)
-def steps_of(plan: Plan, panel: Panel | None, at: Coordinate, dtype: torch.dtype, backend: str) -> Steps:
+def steps_of(plan: Plan, panel: Panel | None, at: Coordinate, dtype: torch.dtype, backend: Backend) -> Steps:
     """The steps of the rank at `at` that redistribute a panel, or the whole tensor for None, by `plan`.
 
     Axes of one rank have none. `backend` is that of the process groups, or `SIMULATED`.
@@ -126,7 +127,7 @@ def steps_of(plan: Plan, panel: Panel | None, at: Coordinate, dtype: torch.dtype
 
 
 def _compile(
-    step: Step, layout: Layout, shape: Shape, panel: Panel | None, at: Coordinate, dtype: torch.dtype, backend: str
+    step: Step, layout: Layout, shape: Shape, panel: Panel | None, at: Coordinate, dtype: torch.dtype, backend: Backend
 ) -> list[ProgramStep]:
     alone = len(layout.mesh.group(axes_of(step), at)) == 1
     match step:
@@ -185,7 +186,7 @@ def lowered(
     unpacked: Pieces | None,
     shape: Shape,
     dtype: torch.dtype,
-    backend: str,
+    backend: Backend,
 ) -> tuple[Transfer, ...]:
     """A collective as the transfers by which the backend runs it; the local tensor has `shape` afterwards."""
     parts = collectives_for(collective, dtype, backend)

@@ -138,7 +138,7 @@ def _digests(x: Tensor, mesh: Mesh) -> dict[int, tuple[float, float]]:
             return {rank: _digest(local) for rank, local in unstack(x).items()}
     runtime = runtime_of(mesh)
     group = None if runtime is None or runtime.coordinate is None else runtime.group(mesh.names)
-    if group is None or group.backend == "fake":
+    if group is None or not group.backend.carries_data:
         return {}
     texts = _gather_texts("{} {}".format(*_digest(x)), group, device_of(mesh))
     return {rank: _pair(text) for text, ranks in texts.items() for rank in ranks}
@@ -174,7 +174,7 @@ def _mesh_differences(text: str, mesh: Mesh, verb: str) -> str:
     if runtime is None or runtime.coordinate is None or mesh.size == 1:
         return ""
     group = runtime.group(mesh.names)
-    return "" if group.backend == "fake" else _differences(text, group, device_of(mesh), verb)
+    return _differences(text, group, device_of(mesh), verb) if group.backend.carries_data else ""
 
 
 def _differences(text: str, group: Group, device: torch.device, verb: str) -> str:

@@ -98,7 +98,7 @@ class Resharding:
         self._timeout = timeout
         self._arriving: dict[tuple[int, int, int], _InFlight] = {}
         self._works: list[_InFlight] = []
-        self._in_step = group.backend == "nccl"
+        self._in_step = not group.backend.tags
         self._ops = ops_of(plan, rank, self._in_step)
         if self._in_step:
             self._run_in_step()

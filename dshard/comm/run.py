@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dshard.comm import rank_checks, simulated
-from dshard.comm.collective import SIMULATED, Report
+from dshard.comm.backends import SIMULATED
+from dshard.comm.collective import Report
 from dshard.comm.collectives import Wait
 from dshard.comm.drive import Make, Program, Request, Results, advance, redistributed
 from dshard.comm.events import LISTENERS, emit
@@ -201,7 +202,7 @@ def run_number(plan: Plan, x: Tensor) -> Tensor:
     if not isinstance(step, AllReduce) or rank_checks.enabled():
         return run(plan, x)
     group = runtime.group(step.axes)
-    if group.backend != "gloo" or not 1 < len(group.ranks) <= _FEW_RANKS:
+    if not group.backend.waits_on_host or not 1 < len(group.ranks) <= _FEW_RANKS:
         return run(plan, x)
     what = Report("all_reduce", plan.src.mesh, plan.received(runtime.coordinate))
     with torch.no_grad():

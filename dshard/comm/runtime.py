@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
 from dshard.caches import Cache
+from dshard.comm.backends import Backend, backend_of
 from dshard.comm.process_groups import (
     WORLDS,
     Group,
@@ -70,8 +71,8 @@ class Runtime:
         return group
 
     @property
-    def backend(self) -> str:
-        """torch's name of the backend of the mesh's process groups."""
+    def backend(self) -> Backend:
+        """The backend of the mesh's process groups."""
         return self.group(self.mesh.names[:1]).backend
 
     def group_names(self) -> tuple[str, ...]:
@@ -94,7 +95,10 @@ class Runtime:
         slots = tuple(map(sorted_ranks.index, ranks))
         in_order = slots == tuple(range(len(ranks)))
         hosts = hosts_of(ranks, os.environ.get("LOCAL_WORLD_SIZE", ""))
-        return group_with_shared_waits(axes, ranks, self.rank, process_group, None if in_order else slots, hosts)
+        backend = backend_of(dist.get_backend(process_group), self.mesh.device_type)
+        return group_with_shared_waits(
+            axes, ranks, self.rank, process_group, backend, None if in_order else slots, hosts
+        )
 
 
 _UNIONS: dict[tuple[tuple[int, ...], int], tuple[Any, Group]] = {}  # no cache: all ranks make a group together
@@ -108,12 +112,13 @@ def group_of(ranks: tuple[int, ...], runtime: Runtime, tag: int = 0) -> Group:
     has other users.
     """
     broken = WORLDS.of(runtime.world).broken
-    tag = tag if dist.get_backend() == "nccl" else _OWN + broken[ranks]
+    backend = backend_of(dist.get_backend(), runtime.mesh.device_type)
+    tag = _OWN + broken[ranks] if backend.tags else tag
     cached_group = _UNIONS.get((ranks, tag))
     if cached_group is None or cached_group[0] is not runtime.world:
         process_group = process_group_of(ranks, runtime.world, tag)
-        group = group_with_shared_waits((), ranks, runtime.rank, process_group)
-        if group.backend == "nccl":
+        group = group_with_shared_waits((), ranks, runtime.rank, process_group, backend)
+        if not backend.tags:
             dist.barrier(group.process_group)  # the first call on a group must be one that all its ranks make
         cached_group = _UNIONS[ranks, tag] = (runtime.world, group)
     return cached_group[1]
@@ -128,7 +133,7 @@ def break_off(ranks: tuple[int, ...], runtime: Runtime) -> None:
     if (
         cached_group is None
         or cached_group[0] is not runtime.world
-        or cached_group[1].backend != "gloo"
+        or not cached_group[1].backend.waits_on_host
         or len(ranks) == 1
     ):
         return

@@ -95,12 +95,12 @@ def primitive(c: Collective, dtype: torch.dtype, group: Group, *, is_traced: boo
 
 def _all_gather(c: Collective, dtype: torch.dtype, group: Group) -> Begin:
     n, sizes, equal = len(c.recv), c.recv, len(set(c.recv)) == 1
-    if equal and (group.backend == "nccl" or group.spread):
+    if equal and (group.backend.gathers_in_place or group.spread):
         return _in_slot_order(c, group, lambda c: partial(collectives.gather, n, group))
     if _sends_in_pairs(group):
         return lambda x, out: _exchange_in_pairs([x] * n, x, out, sizes, group)
     by_broadcasts = partial(collectives.gather_by_broadcasts, sizes, group)
-    if group.backend == "nccl":
+    if group.backend.gathers_in_place:
         return by_broadcasts
     if equal and sizes[0]:  # as every rank then finds, so all may leave the sizes out
         by_copies = _in_slot_order(c, group, lambda c: partial(collectives.share, n, group))
@@ -120,7 +120,7 @@ def _exchange_in_pairs(
 def _sends_in_pairs(group: Group) -> bool:
     """Whether an all_gather or all_to_all of the group is sent in point-to-point messages: see `exchange`."""
     # gloo's own collectives would need copies where the process group has another order than the group
-    return group.backend == "gloo" and (group.hosts > 1 or group.slots is not None)
+    return group.backend.pairs_between_hosts and (group.hosts > 1 or group.slots is not None)
 
 
 def _in_bytes(begin: Begin, dtype: torch.dtype, x: Tensor, out: Tensor | None) -> Wait:

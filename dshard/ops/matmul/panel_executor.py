@@ -15,6 +15,7 @@ from dshard.comm import (
     Session,
     Steps,
     begin,
+    default_backend,
     finish,
     run_program,
     run_without_data,
@@ -120,7 +121,7 @@ class PanelExecutor:
         return compiled
 
     def _compile(self, at: Coordinate, runtime: Runtime | None) -> Compiled:
-        backend = "gloo" if runtime is None else runtime.backend
+        backend = default_backend(self.mesh.device_type) if runtime is None else runtime.backend
 
         def steps(plan: Plan, panel: Panel | None) -> Steps:
             return steps_of(plan, panel, at, self.dtype, backend)

@@ -1,0 +1,83 @@
+"""What the backends of torch.distributed can do: the one table that the library asks.
+
+| | gloo | nccl | fake | simulated |
+|---|---|---|---|---|
+| a wait | stops the host, and can be given up | stops the stream alone | ends at once | ends at once |
+| messages between two ranks | have tags, begin one by one | have no tags, begin in groups | - | - |
+| reduce_scatter into one tensor | exchanged instead | of equal pieces | exchanged instead | in one process |
+| all_gather into one tensor | copies once more | in place | copies once more | in one process |
+| sums in half precision | rounded at every step | in single precision | - | as torch |
+
+Other backends count as the last but one: they get the ways that every backend has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+HALF = frozenset({torch.float16, torch.bfloat16})
+_SUMS = frozenset({torch.float64, torch.float32, torch.int64, torch.int32})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Backend:
+    """What one backend of torch.distributed can do.
+
+    Attributes:
+        name: torch's name of the backend.
+        sums: The dtypes whose sums, averages and products it reduces as torch does on one device.
+        reduces_all: It takes every reduction, of whatever sizes: all ranks are in one process.
+        scatters: Its reduce_scatter takes equal pieces of one tensor.
+        gathers_in_place: Its all_gather of equal pieces writes them into one tensor.
+        pairs_between_hosts: An all_gather or all_to_all between hosts is better sent in messages between two ranks.
+        tags: Messages between two ranks have tags, so that plans in flight share a process group. Without them messages
+            that wait for each other begin in groups, in the same order on all ranks.
+        waits_on_host: A wait stops the host, which can look after the other ranks meanwhile.
+        carries_data: Something is sent.
+        algorithms: The column of the table in `dshard.cost` by which its collectives are priced.
+    """
+
+    name: str
+    sums: frozenset[torch.dtype] = _SUMS
+    reduces_all: bool = False
+    scatters: bool = False
+    gathers_in_place: bool = False
+    pairs_between_hosts: bool = False
+    tags: bool = True
+    waits_on_host: bool = False
+    carries_data: bool = True
+    algorithms: Literal["gloo", "nccl"] | None = None
+
+
+GLOO = Backend("gloo", pairs_between_hosts=True, waits_on_host=True, algorithms="gloo")
+NCCL = Backend("nccl", _SUMS | HALF, scatters=True, gathers_in_place=True, tags=False, algorithms="nccl")
+NCCL_CONTRACT = replace(NCCL, name="nccl_contract")
+"""`dshard.testing`'s process group on CPU tensors, which keeps NCCL's contract."""
+FAKE = Backend("fake", carries_data=False)
+SIMULATED = Backend("simulated", reduces_all=True)
+"""Ranks that are simulated in one process."""
+_BACKENDS = {backend.name: backend for backend in (GLOO, NCCL, NCCL_CONTRACT, FAKE)}
+
+
+def backend_of(name: str, device_type: str) -> Backend:
+    """The backend that a process group called `name` uses on a type of device.
+
+    >>> backend_of("cpu:gloo,cuda:nccl", "cuda").name
+    'nccl'
+    """
+    by_device = dict(pair.split(":", 1) for pair in name.split(",") if ":" in pair)
+    name = by_device.get(device_type, name)
+    return _BACKENDS.get(name) or _BACKENDS.setdefault(name, Backend(name))
+
+
+def default_backend(device_type: str) -> Backend:
+    """The backend that tensors without processes are planned for."""
+    return GLOO if device_type == "cpu" else NCCL
+
+
+def waits_on_host(name: str) -> bool:
+    """Whether waits on some device of a process group called `name` stop the host."""
+    return any(backend_of(name, device.split(":", 1)[0]).waits_on_host for device in name.split(","))
