@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -82,7 +83,7 @@ class GatherGroup:
             return
         is_recomputed = graph_task_id() >= 0  # within a backward pass, in which modules run in the other direction
         recorded = torch.is_grad_enabled() and not self.keeps
-        before = self.order.last if recorded and not is_recomputed else None
+        before = self.order.last() if recorded and not is_recomputed and self.order.last else None
         use = GatheredUse(stored, self.moves(stored), partial(self.whole, stored), before)
         self.running.append((use, stored, stack))
         for places, x in zip(self.places, use.tensors(), strict=True):
@@ -117,7 +118,7 @@ class GatherOrder:
         self.following: dict[int, GatherGroup] = {}
         self.ended: GatherGroup | None = None
         self.previous: GatherGroup | None = None
-        self.last: GatheredUse | None = None
+        self.last: ReferenceType[GatheredUse] | None = None  # the graph holds it, if anything does
 
     def expects(self, group: GatherGroup) -> None:
         """Until the model has run, groups are expected in the order in which they are made."""
@@ -128,7 +129,7 @@ class GatherOrder:
     def runs(self, group: GatherGroup, use: GatheredUse | None) -> None:
         """A group runs: note that it followed the previous one, and begin to gather the one that followed it."""
         if use is not None:
-            self.last = use
+            self.last = ref(use)
         if self.previous is not None and self.previous is not group:
             self.following[id(self.previous)] = group
         self.previous = group

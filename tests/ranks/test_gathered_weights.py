@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from dshard import Mesh, init_device_mesh, parallelize, plan_model, trace
+from dshard.autograd.gathered_weights import Whole
 from dshard.parallel.gather_groups import blocks_of
 from dshard.simulate import record
 from dshard.testing import RankPool
@@ -202,3 +204,20 @@ def test_a_plan_counts_what_is_gathered_together():
     assert plan.cost is not None
     gathers = [move for move in plan.cost.moves if move.collective == "all_gather"]
     assert sum(move.count for move in gathers) == 1 + 2 * 4 - 1, "the model's own and the last block's once"
+
+
+def whole_after(recorded: bool) -> int:
+    """The sets of whole weights that are there once the result of a forward pass is gone."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    model, ids = Net(), torch.arange(8).view(8, 1)
+    parallelize(model, mesh, "fsdp", ids)
+    for _ in range(2):
+        with torch.set_grad_enabled(recorded):
+            model(ids)
+    gc.collect()
+    return sum(isinstance(x, Whole) for x in gc.get_objects())
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_no_weights_stay_whole_after_a_forward_pass(ranks: RankPool, recorded: bool):
+    assert ranks.run(whole_after, recorded) == [0] * 4
