@@ -150,7 +150,9 @@ class GatheredUse:
             local = x._local_tensor if isinstance(x, Wrapper) else x
             spec = x._spec if isinstance(x, Wrapper) else None
             return Saved(self, i, tuple(local.shape), local.stride(), int(local.storage_offset()), spec)
-        return x if self.outer is None else Outer(self.outer[0](x))
+        if self.outer is not None:
+            return Outer(self.outer[0](x))
+        return x.detach()  # an operator that saves its result would hold its own node, which nothing would free
 
     def unpack(self, packed: object) -> Any:
         """The tensor that autograd saved: a whole weight is gathered again, and those of the use before it begin."""
