@@ -68,6 +68,8 @@ __all__ = [
     "accumulate",
     "cache_info",
     "clear_caches",
+    "data_ranks",
+    "distribute_batch",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -107,7 +109,7 @@ if _TYPE_CHECKING:
     from dshard.functional import linear, matmul
     from dshard.ops.matmul.options import use_strategy
     from dshard.ops.random.state import get_rng_state, manual_seed, set_rng_state
-    from dshard.parallel import parallelize, plan_model
+    from dshard.parallel import data_ranks, distribute_batch, parallelize, plan_model
     from dshard.tensor import DTensor, distribute_tensor
     from dshard.trace import strict, trace
 
@@ -123,7 +125,7 @@ _LATE = {
     "dshard.functional": ("linear", "matmul"),
     "dshard.ops.matmul.options": ("use_strategy",),
     "dshard.ops.random.state": ("get_rng_state", "manual_seed", "set_rng_state"),
-    "dshard.parallel": ("parallel", "parallelize", "plan_model"),
+    "dshard.parallel": ("data_ranks", "distribute_batch", "parallel", "parallelize", "plan_model"),
     "dshard.report.visualize": ("visualize",),
     "dshard.tensor": ("DTensor", "distribute_tensor"),
     "dshard.trace": ("strict", "trace"),

@@ -20,6 +20,7 @@ from dshard.comm.agreement import (
     checked_shape,
     even_shape,
     gather_objects,
+    gather_rows,
     global_shape,
     group_rank,
     ranks_in,
@@ -45,7 +46,7 @@ from dshard.comm.peer_failure import (
     watch_backward,
 )
 from dshard.comm.program_steps import Steps, Transfer, send_receive, steps_of
-from dshard.comm.rank_checks import compare_calls, compare_draws, compare_replicas
+from dshard.comm.rank_checks import checksum, compare_calls, compare_draws, compare_replicas
 from dshard.comm.rank_checks import enabled as comparing
 from dshard.comm.reshard import Resharding, begin_reshard, crossing_event, reshard
 from dshard.comm.run import collectives_of, run, run_number, run_program, run_without_data, runner, swap
@@ -106,6 +107,7 @@ __all__ = [
     "bind",
     "break_off",
     "checked_shape",
+    "checksum",
     "collectives_of",
     "compare_calls",
     "compare_draws",
@@ -122,6 +124,7 @@ __all__ = [
     "finish",
     "flat",
     "gather_objects",
+    "gather_rows",
     "global_shape",
     "group_of",
     "group_rank",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 from zlib import crc32
@@ -110,6 +110,24 @@ def checked_shape(local: Tensor, layout: Layout, shape: Shape) -> Shape:
         local_shapes = {} if coordinate is None else {coordinate: _shape(local)}
     _check(local_shapes, layout, shape)
     return shape
+
+
+def gather_rows(row: Sequence[int], mesh: Mesh, is_check: bool = False) -> dict[Coordinate, tuple[int, ...]]:
+    """The numbers that each rank of the mesh gives, equally many on all, by one all_gather of them.
+
+    Listeners hear of it, unless it is a mere check. Where ranks are simulated, or there are no processes, all give the
+    same ones, and nothing is sent.
+    """
+    runtime = runtime_of(mesh)
+    if simulated_ranks() is None and runtime is not None and runtime.coordinate is not None and mesh.size > 1:
+        group = runtime.group(mesh.names)
+        if group.backend.carries_data:
+            own = torch.tensor(row, dtype=torch.int64, device=device_of(mesh))
+            gathered = transport.all_gather(own, [len(row)] * mesh.size, group, None if is_check else mesh).view(
+                mesh.size, -1
+            )
+            return {at: tuple(each) for at, each in zip(mesh.coordinates(), gathered.tolist(), strict=True)}
+    return dict.fromkeys(mesh.coordinates(), tuple(row))
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:

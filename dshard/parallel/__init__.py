@@ -2,6 +2,7 @@
 
 from dshard.parallel.atp_search import MeshChoice, Move, Transformer, rank_meshes
 from dshard.parallel.auto import Auto
+from dshard.parallel.boundary import data_ranks, distribute_batch
 from dshard.parallel.checkpoint import checkpoint
 from dshard.parallel.loss import loss_parallel
 from dshard.parallel.model_plan import parallelize, plan_model
@@ -27,6 +28,8 @@ __all__ = [
     "SequenceParallel",
     "Transformer",
     "checkpoint",
+    "data_ranks",
+    "distribute_batch",
     "loss_parallel",
     "parallelize",
     "parallelize_module",

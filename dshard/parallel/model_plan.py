@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dshard.comm import DeviceMesh, as_mesh
 from dshard.core.signature import Args, Kwargs
@@ -19,6 +19,7 @@ from dshard.layout import layout_of
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import apply_plan, distribute_parameters
 from dshard.parallel.auto import Auto, cheapest
+from dshard.parallel.boundary import Boundary, end_boundary, set_boundary
 from dshard.parallel.build_plan import lay_out
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.plan_files import strategy_of
@@ -58,7 +59,14 @@ def plan_model(
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /, *args: object, **kwargs: object
+    model: nn.Module,
+    mesh: DeviceMesh | Mesh,
+    plan: Asked = AUTO,
+    /,
+    *args: object,
+    inputs: object = "global",
+    outputs: object = None,
+    **kwargs: object,
 ) -> nn.Module:
     """Lay out `model` in place and return it: its parameters become DTensors, and it takes plain tensors as before.
 
@@ -67,20 +75,33 @@ def parallelize(
     `dshard plan model --out` wrote. `args` and `kwargs` are an example
     batch, by which the model is traced; a model with `dummy_inputs`, and placements by name, need none.
 
-    Inputs are plain global tensors, equal on all ranks, or DTensors; outputs are DTensors. Plain tensors that the model
-    makes on its way count as replicated. Every rank must have the same parameters; nothing is sent. Parameters without
-    data get their local tensor alone.
+    Inputs are DTensors, or plain tensors: with `inputs="global"` whole batches, equal on all ranks, which compare them
+    at the first call; with "per-data-rank" each data rank (`data_ranks`) gives its own rows, as many as it has.
+    `outputs` are "distributed", of the placements given, or "plain": whole, or the rows of this data rank, whose
+    gradients are those of the mean over all rows of the losses of the data ranks. By default they are distributed, but
+    plain where a library gets a `ModelOutput` of Hugging Face. A model with a parameter called `inputs` or `outputs` is
+    given a tensor for it by that name as before.
+
+    Plain tensors that the model makes on its way count as replicated. Every rank must have the same parameters; nothing
+    is sent, but a digest of the plan with "per-data-rank". Parameters without data get their local tensor alone.
 
     Raises:
         StrategyError: no such strategy, a mesh that it cannot use, or more ranks than there are heads.
         LayoutError: a forward pass that depends on the values of tensors; a pattern that matches no parameter.
     """
+    if isinstance(inputs, Tensor):
+        inputs, kwargs = "global", {**kwargs, "inputs": inputs}
+    if isinstance(outputs, Tensor):
+        outputs, kwargs = None, {**kwargs, "outputs": outputs}
     pure = as_mesh(mesh)
     chosen = _plan_for(model, pure, _asked(model, plan, pure, kwargs), args, kwargs)
     if chosen.mesh != pure:
         chosen = replace(chosen, mesh=_folded(mesh, chosen.mesh))
+    boundary = Boundary(chosen, inputs, outputs)
     distribute_parameters(model, chosen)
+    set_boundary(model, boundary)
     apply_plan(model, chosen)
+    end_boundary(model, boundary)
     return model
 
 

@@ -1,0 +1,113 @@
+"""Rows of a batch on the data ranks of a mesh: its coordinates on the axes that shard the batch, the first one slowest.
+
+Each data rank has as many rows as it likes. Together, in their order, they are the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard.comm import own_coordinate
+from dshard.core.plain_tensors import implicit_replication
+from dshard.core.signature import Context
+from dshard.layout import Layout, replicated
+from dshard.mesh import Coordinate
+from dshard.parallel.plan_values import Plan
+from dshard.placements import Partial, Replicate, Shard
+from dshard.tensor import DTensor
+
+
+def data_axes(plan: Plan) -> tuple[str, ...]:
+    """The mesh axes that shard the batch."""
+    return tuple(name for name, p in zip(plan.mesh.names, plan.batch, strict=True) if isinstance(p, Shard))
+
+
+def data_coordinate(plan: Plan, at: Coordinate) -> Coordinate:
+    """The first coordinate of the data rank that `at` belongs to."""
+    return tuple(i if isinstance(p, Shard) else 0 for i, p in zip(at, plan.batch, strict=True))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The number of rows, `counts`, that the rank at each coordinate of the plan's mesh has of a batch."""
+
+    plan: Plan
+    counts: Mapping[Coordinate, int]
+
+    @cached_property
+    def by_data_rank(self) -> list[int]:
+        """The rows of each data rank."""
+        mesh = self.plan.mesh
+        return [self.counts[at] for at in mesh.peers(data_axes(self.plan), (0,) * mesh.ndim)]
+
+    @cached_property
+    def total(self) -> int:
+        """The rows of the global batch."""
+        return sum(self.by_data_rank)
+
+    @cached_property
+    def own(self) -> int:
+        """The rows of this rank."""
+        return self.counts[own_coordinate(self.plan.mesh)]
+
+    @cached_property
+    def are_chunks(self) -> bool:
+        """Whether each rank has the rows that it holds of the global batch laid out by the plan."""
+        layout = Layout(self.plan.mesh, self.plan.batch)
+        return all(layout.local_shape((self.total,), at) == (n,) for at, n in self.counts.items())
+
+    def join(self, x: Tensor) -> DTensor:
+        """The global batch of which `x` are the rows of this rank. Differentiable; only uneven rows are sent."""
+        mesh, batch = self.plan.mesh, self.plan.batch
+        if self.are_chunks:
+            return DTensor.from_local(x, mesh, batch, shape=(self.total, *x.shape[1:]))
+        most = max(self.by_data_rank)
+        filled = F.pad(x, [0, 0] * (x.dim() - 1) + [0, most - len(x)])
+        padded = DTensor.from_local(filled, mesh, batch, shape=(most * len(self.by_data_rank), *x.shape[1:]))
+        places = [i * most + j for i, n in enumerate(self.by_data_rank) for j in range(n)]
+        return self._chosen(padded, places).redistribute(placements=batch)
+
+    def part(self, x: DTensor) -> Tensor:
+        """This rank's rows of the global batch `x`, plain: its gradient counts by its share of the rows."""
+        batch = self.plan.batch
+        if not self.are_chunks:
+            most = max(self.by_data_rank)
+            starts = [sum(self.by_data_rank[:i]) for i in range(len(self.by_data_rank))]
+            last = max(self.total - 1, 0)
+            x = self._chosen(x, [min(start + j, last) for start in starts for j in range(most)])
+        local = x.redistribute(placements=batch).to_local()[: self.own]
+        return self._weighed(local)
+
+    def whole(self, x: DTensor) -> Tensor:
+        """All of `x`, plain, which has no rows: the gradients of the data ranks count by their shares of the rows."""
+        mesh, batch = self.plan.mesh, self.plan.batch
+        terms = [Partial() if isinstance(p, Shard) else Replicate() for p in batch]
+        return self._weighed(x.redistribute(placements=replicated(mesh).placements).to_local(grad_placements=terms))
+
+    def _weighed(self, local: Tensor) -> Tensor:
+        """`local`, with a gradient times this rank's share of the rows: losses are means over the rows of a rank."""
+        if not (torch.is_grad_enabled() and local.requires_grad):
+            return local
+        return _WeighGradient.apply(local, self.own / max(self.total, 1))  # type: ignore[no-any-return, no-untyped-call]
+
+    def _chosen(self, x: DTensor, places: list[int]) -> DTensor:
+        with implicit_replication():
+            return x.index_select(0, torch.tensor(places, device=x.to_local().device))  # type: ignore[return-value]
+
+
+class _WeighGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Any) -> Any:
+        return grads[0] * ctx.weight, None

@@ -1,0 +1,105 @@
+"""The boundary of a parallelized module: what it takes from ordinary PyTorch code, and what it gives back."""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from dshard.comm import gather_rows, own_coordinate
+from dshard.errors import ArgumentError, LayoutError
+from dshard.parallel.apply_plan import distribute_inputs
+from dshard.parallel.asked_values import named_inputs
+from dshard.parallel.batch_rows import data_axes, data_coordinate
+from dshard.parallel.inputs import MODES, Inputs
+from dshard.parallel.outputs import Outputs, checked_outputs
+from dshard.parallel.plan_values import Plan
+from dshard.validate import check_one_of, check_type
+
+
+class Boundary:
+    """How one model takes inputs and gives outputs; kept by the model, and one for its copies."""
+
+    def __init__(self, plan: Plan, inputs: object, outputs: object) -> None:
+        check_one_of(inputs, MODES, "inputs", LayoutError)
+        self.plan, self.inputs = plan, Inputs(plan, inputs == "per-data-rank")
+        self.outputs = Outputs(plan, checked_outputs(plan, outputs))
+        if self.inputs.per_data_rank:
+            _compare_plans(plan)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Boundary:
+        return self
+
+
+def _compare_plans(plan: Plan) -> None:
+    """Go on only if all ranks have made the same plan, which each made of an example of its own.
+
+    Raises:
+        LayoutError: the plans differ.
+    """
+    text = str(
+        (plan.strategy, plan.mesh, plan.batch, *sorted(map(str, (*plan.parameters.items(), *plan.outputs.items()))))
+    )
+    if len(set(gather_rows([crc32(text.encode())], plan.mesh, is_check=True).values())) > 1:
+        raise LayoutError(
+            f"the examples of the ranks lead to different plans, here {plan.strategy!r}: give the same one on all ranks"
+        )
+
+
+def set_boundary(model: nn.Module, boundary: Boundary) -> None:
+    """Register the hook that lays out what the model is given; before those of its plan."""
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if is_dynamo_compiling() and not boundary.inputs.per_data_rank:
+            return None
+        return boundary.inputs((args, kwargs), lambda: [name for _, name in named_inputs(module, args, kwargs)])
+
+    model._dshard_boundary = boundary  # type: ignore[assignment]
+    model.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def end_boundary(model: nn.Module, boundary: Boundary) -> None:
+    """Register the hook that turns what the model returns into what was asked for; after those of its plan."""
+    model.register_forward_hook(lambda module, args, out: boundary.outputs(out, boundary.inputs.rows))
+
+
+def boundary_of(model: nn.Module) -> Boundary:
+    """The boundary of a model that `parallelize` has laid out, or of the only one among its modules that it has.
+
+    Raises:
+        ArgumentError: `parallelize` has not laid out the model.
+    """
+    check_type(model, nn.Module, "the model", "give what parallelize returned")
+    for module in model.modules():  # the model itself comes first
+        boundary = getattr(module, "_dshard_boundary", None)
+        if isinstance(boundary, Boundary):
+            return boundary
+    raise ArgumentError(f"{type(model).__name__} is not laid out by parallelize: give what that returned")
+
+
+def data_ranks(model: nn.Module) -> tuple[int, int]:
+    """The number of data ranks of a parallelized model, and which of them this rank belongs to.
+
+    A data rank is a coordinate on the mesh axes that shard the batch. In the order of torch's sampler:
+
+        sampler = DistributedSampler(dataset, *dshard.data_ranks(model))
+    """
+    plan = boundary_of(model).plan
+    mesh = plan.mesh
+    coordinates = mesh.peers(data_axes(plan), (0,) * mesh.ndim)
+    return len(coordinates), coordinates.index(data_coordinate(plan, own_coordinate(mesh)))
+
+
+def distribute_batch(model: nn.Module, batch: Any) -> Any:
+    """Plain tensors, nested in tuples, lists and dicts, as DTensors laid out as the inputs of a parallelized model.
+
+    They are whole batches, or with `parallelize(..., inputs="per-data-rank")` the rows of this data rank. So targets
+    lie as the outputs of the model do:
+
+        x, y = dshard.distribute_batch(model, (x, y))
+        loss = F.cross_entropy(model(x), y)
+    """
+    boundary = boundary_of(model)
+    return distribute_inputs(boundary.inputs(batch), boundary.plan)

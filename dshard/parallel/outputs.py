@@ -1,0 +1,120 @@
+"""What a parallelized module returns: distributed tensors, distributed ones of given placements, or plain ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from types import FrameType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from dshard.errors import LayoutError
+from dshard.layout import layout_of
+from dshard.parallel.batch_rows import Rows
+from dshard.parallel.plan_values import Plan
+from dshard.placements import Placement
+from dshard.tensor import DTensor
+from dshard.validate import shown
+
+Asked: TypeAlias = str | Sequence[Placement] | None
+"""What was asked for: "distributed", "plain", placements, or None, plain where a library calls that knows no other."""
+
+LIBRARIES = ("transformers", "trl")
+"""Libraries whose code computes with the outputs of a model beside plain tensors."""
+_PASSED = ("dshard", "torch", "accelerate", "peft", "contextlib", "functools")
+"""Libraries whose code hands on what a model returns."""
+
+
+def checked_outputs(plan: Plan, asked: object) -> Asked:
+    """What was asked for, once checked.
+
+    Raises:
+        LayoutError: neither placements for the mesh of the plan nor one of the names.
+    """
+    if asked is None or asked in ("distributed", "plain"):
+        return asked
+    way_out = "give 'distributed', 'plain' or placements, one for each mesh axis"
+    if isinstance(asked, str) or not isinstance(asked, Sequence):
+        raise LayoutError(f"outputs={shown(asked)}: {way_out}")
+    return layout_of(plan.mesh, asked, sys.maxsize).placements
+
+
+class Outputs:
+    """Turns the outputs of a model into what was `asked` for."""
+
+    def __init__(self, plan: Plan, asked: Asked) -> None:
+        self.plan, self.asked = plan, asked
+
+    def __call__(self, out: Any, rows: Rows | None) -> Any:
+        """The outputs `out` of a call whose inputs were `rows` of each data rank, None where they were global."""
+        if self.asked == "distributed":
+            return out
+        if self.asked is None:
+            return _for_caller(out, rows)
+        if self.asked == "plain":
+            return map_tensors(out, lambda x: plain(x, rows))
+        return map_tensors(out, self._placed)
+
+    def _placed(self, x: Tensor) -> Tensor:
+        if not isinstance(x, DTensor):
+            return x
+        return x.redistribute(placements=self.asked)  # type: ignore[arg-type]
+
+
+def plain(x: Tensor, rows: Rows | None) -> Tensor:
+    """A distributed tensor as a plain one: the whole, or of one with the rows of a batch this rank's `rows`."""
+    if not isinstance(x, DTensor):
+        return x
+    if rows is None:
+        return x.full_tensor()
+    return rows.part(x) if x.dim() and x.shape[0] == rows.total else rows.whole(x)
+
+
+def _for_caller(out: Any, rows: Rows | None) -> Any:
+    """The outputs as the caller needs them: plain where code of `LIBRARIES` is given a Hugging Face `ModelOutput`.
+
+    Such code indexes and concatenates them with plain tensors, as `generate` does. Of a training step with a loss it
+    uses that alone, so the rest is not gathered.
+    """
+    if is_dynamo_compiling() or not _is_model_output(out) or not _is_for_library():
+        return out
+    loss = out.get("loss")
+    if torch.is_grad_enabled() and isinstance(loss, DTensor) and loss.requires_grad:
+        given = copy(out)
+        given["loss"] = plain(loss, rows)
+        return given
+    return map_tensors(out, lambda x: plain(x, rows))
+
+
+def _is_model_output(out: object) -> bool:
+    return any(c.__name__ == "ModelOutput" and c.__module__.startswith("transformers.") for c in type(out).__mro__)
+
+
+def _is_for_library() -> bool:
+    """Whether the innermost code that does more than hand on what it is given is of one of `LIBRARIES`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        library = frame.f_globals.get("__name__", "").partition(".")[0]
+        if library not in _PASSED:
+            return library in LIBRARIES
+        frame = frame.f_back
+    return False
+
+
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`tree`, nested sequences and mappings of any class, with `change` applied to each tensor."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, tuple | list):
+        items = [map_tensors(item, change) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, Mapping):
+        mapped: Any = copy(tree)
+        for name, item in tree.items():
+            mapped[name] = map_tensors(item, change)
+        return mapped
+    return tree

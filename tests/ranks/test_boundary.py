@@ -1,0 +1,203 @@
+"""What a parallelized module takes and gives: rows of each data rank, plain outputs, gradients of plain tensors."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dshard
+from dshard import LayoutError, Mesh, Replicate, Shard, parallelize
+from dshard.testing import RankPool, simulated
+
+WIDTH, CLASSES = 8, 5
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)) for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x).relu()
+        logits = self.head(x)
+        return logits if y is None else F.cross_entropy(logits, y)
+
+
+@cache
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    return dshard.init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+
+
+def data(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 6, dtype=torch.float64, generator=generator).to(dtype)
+    return x, torch.randint(CLASSES, (rows,), generator=generator)
+
+
+def nets(dtype: torch.dtype = torch.float64) -> tuple[Net, Net]:
+    return Net().to(dtype), Net().to(dtype)
+
+
+def assert_gradients_equal(model: nn.Module, alone: nn.Module, tolerance: float = 1e-12) -> None:
+    for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        grad = mine.grad.full_tensor() if isinstance(mine.grad, dshard.DTensor) else mine.grad
+        torch.testing.assert_close(grad, theirs.grad, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def rows_of_data_ranks(strategy: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> None:
+    """Steps on rows of each data rank, even and not, equal one device on all of them."""
+    tolerance = 1e-12 if dtype == torch.float64 else 3e-2
+    model, alone = nets(dtype)
+    parallelize(model, mesh_of(shape), strategy, *data(4, dtype), inputs="per-data-rank")
+    local = copy.deepcopy(alone)
+    parallelize(local, mesh_of(shape), strategy, data(4, dtype)[0], inputs="per-data-rank", outputs="plain")
+    n, mine = dshard.data_ranks(model)
+    for counts in ([3] * n, [5, 1, 2, 4][:n], [2] * (n - 1) + [1], [1] * n):
+        x, y = data(sum(counts), dtype)
+        with dshard.trace() as sent:
+            dshard.distribute_batch(model, x.split(counts)[mine])
+        assert [event.collective for event in sent.events[:1]] == ["all_gather"]
+        assert (len(sent.events) == 1) == (counts[0] != 5), "uneven rows alone are sent, but where they are chunks"
+        x_rows, y_rows = x.split(counts)[mine].clone().requires_grad_(), y.split(counts)[mine]
+        x.requires_grad_()
+        for each in (model, alone, local):
+            each.zero_grad()
+        expected = alone(x, y)
+        expected.backward()
+        loss = model(x_rows, y_rows)
+        loss.backward()
+        torch.testing.assert_close(loss.full_tensor(), expected, rtol=tolerance, atol=tolerance)
+        assert_gradients_equal(model, alone, tolerance)
+        torch.testing.assert_close(x_rows.grad, x.grad.split(counts)[mine], rtol=tolerance, atol=tolerance)
+
+        logits = local(x_rows.detach())  # the same rows, plain, and a loss of each rank's own
+        assert type(logits) is Tensor
+        torch.testing.assert_close(logits, alone(x).split(counts)[mine], rtol=tolerance, atol=tolerance)
+        F.cross_entropy(logits, y_rows).backward()
+        assert_gradients_equal(local, alone, tolerance)
+
+        outside = F.cross_entropy(model(x_rows.detach()), dshard.distribute_batch(model, y_rows))
+        torch.testing.assert_close(outside.full_tensor(), expected, rtol=tolerance, atol=tolerance)
+
+
+ROWS = [("data", (4,)), ("megatron", (2, 2)), ("fsdp", (4,)), ("fsdp x megatron-sp", (2, 2)), ("optimus", (2, 2))]
+
+
+def each_strategy(cases: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> None:
+    torch.set_num_threads(1)
+    for strategy, shape in cases:
+        rows_of_data_ranks(strategy, shape, dtype)
+
+
+@pytest.mark.ranks
+def test_rows_of_each_data_rank_equal_one_device(ranks: RankPool) -> None:
+    ranks.run(each_strategy, ROWS[1:2], torch.float64)
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_of_each_data_rank_under_all_strategies(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(each_strategy, [*ROWS, ("atp", (2, 2)), ("fsdp x data", (2, 2))], dtype, timeout=300.0)
+
+
+def whole_batches() -> None:
+    """Plain outputs and placements of whole batches, inputs that need gradients, and parameters added later."""
+    torch.set_num_threads(1)
+    x, y = data(7, torch.float64)
+    for strategy, shape in (("megatron", (2, 2)), ("fsdp", (4,))):
+        mesh = mesh_of(shape)
+        model, alone = nets()
+        parallelize(model, mesh, strategy, x, outputs="plain")
+        mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        logits = model(mine * 2)
+        assert type(logits) is Tensor
+        F.cross_entropy(logits, y).backward()
+        F.cross_entropy(alone(theirs * 2), y).backward()
+        assert_gradients_equal(model, alone)
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+        model.head, alone.head = (nn.Sequential(net.head, nn.Linear(CLASSES, 3).double()) for net in (model, alone))
+        for net in (model, alone):
+            nn.init.constant_(net.head[1].weight, 0.5)
+            net.head[1].bias.data.zero_()
+            net.zero_grad()
+            net(x).square().mean().backward()
+        assert_gradients_equal(model, alone)
+
+        model, alone = nets()
+        parallelize(model, mesh, strategy, x, outputs=[Shard(0)] + [Replicate()] * (len(shape) - 1))
+        assert model(x).placements[0] == Shard(0)
+
+
+@pytest.mark.ranks
+def test_whole_batches_and_plain_outputs(ranks: RankPool) -> None:
+    ranks.run(whole_batches)
+
+
+def given_different_data() -> str:
+    mesh, rank = mesh_of((2, 2)), torch.distributed.get_rank()
+    x, y = data(4, torch.float64)
+    model, rows = nets()
+    parallelize(model, mesh, "megatron", x)
+    parallelize(rows, mesh, "megatron", x, inputs="per-data-rank")
+    with pytest.raises(
+        LayoutError, match=r"different data, y, on ranks \[0, 1, 2\] and ranks \[3\]: each is given the"
+    ):
+        model(x, y=y + (rank == 3))
+    with pytest.raises(LayoutError, match=r"other tensors, or tensors of other dtypes or sizes, on ranks \[0, 2, 3\]"):
+        model(x[:, : 6 - (rank == 1)])
+    with pytest.raises(
+        LayoutError, match=r"different data, x, on ranks \[2\] and ranks \[3\]: with inputs='per-data-rank'"
+    ):
+        rows(x + (rank == 3), y)
+    with pytest.raises(LayoutError, match=r"different data, x, on ranks \[0\] and ranks \[1\]"):
+        rows(x[: 4 - (rank == 1)])
+    model(x, y)  # raised on all ranks: they are still in step
+    return "raised"
+
+
+@pytest.mark.ranks
+def test_different_data_on_the_ranks_is_refused(ranks: RankPool) -> None:
+    assert ranks.run(given_different_data) == ["raised"] * 4
+
+
+def test_what_parallelize_is_asked_for() -> None:
+    mesh, x = Mesh((2,), ("tp",)), torch.randn(4, 6)
+    with simulated(mesh):
+        with pytest.raises(LayoutError, match="inputs: 'per_data_rank' is none: use global, per-data-rank"):
+            parallelize(Net(), mesh, "megatron", x, inputs="per_data_rank")
+        with pytest.raises(LayoutError, match="outputs='whole': give 'distributed', 'plain' or placements"):
+            parallelize(Net(), mesh, "megatron", x, outputs="whole")
+        with pytest.raises(LayoutError, match=r"2 placements .* give 1"):
+            parallelize(Net(), mesh, "megatron", x, outputs=[Shard(0), Shard(0)])
+        assert dshard.data_ranks(parallelize(Net(), mesh, "data", x)) == (2, 0)
+        assert dshard.data_ranks(nn.Sequential(parallelize(Net(), mesh, "megatron", x))) == (1, 0)
+    with pytest.raises(dshard.ArgumentError, match="Net is not laid out by parallelize"):
+        dshard.data_ranks(Net())
+
+
+class TakesInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.fc(inputs)
+
+
+def test_a_model_whose_parameter_is_called_inputs() -> None:
+    mesh, x = Mesh((2,), ("dp",)), torch.randn(4, 6)
+    with simulated(mesh):
+        assert parallelize(TakesInputs(), mesh, "data", inputs=x)(inputs=x).placements == (Shard(0),)
