@@ -365,15 +365,18 @@ def gradient_in_layout(grad: Any, leaf: Leaf, references: int) -> Any:
         return grad
     if not torch.is_grad_enabled() and stays_partial(leaf):
         return grad
-    move = local_redistribution(spec, layout)
+    sent = leaf.reduced(spec)
+    move = local_redistribution(sent, layout)
     asynchronous = len(move.plan.steps) == 1  # of several the first would hold its buffers until the end
     if torch.is_grad_enabled():
-        return redistribute(grad, layout, asynchronous=asynchronous)
+        return redistribute(grad.to(sent.dtype), layout, asynchronous=asynchronous).to(spec.dtype)
     own = asynchronous and is_sole_owner(grad, references)
     if leaf.accumulates:
         joined = join(leaf, grad, move, own)
         if joined is not None:
             return joined
+    if sent is not spec:
+        return _redistribute_unrecorded(grad.to(sent.dtype), move, None, False).to(spec.dtype)
     return _redistribute_unrecorded(grad, move, None, asynchronous, own)
 
 

@@ -2,12 +2,13 @@
 
 In the forward pass a module works on whole weights, which one collective has gathered. Autograd saves none of them: it
 saves where they belong, and the backward pass gathers them again when it first asks for one. Their gradients are
-reduced to the layouts of the stored weights together.
+reduced to the layouts of the stored weights together. Weights may be used in another dtype than the stored one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -131,6 +132,25 @@ class GatheredUse:
         """Hold the whole weights no longer: the backward pass gathers them again."""
         self.whole = None
 
+    def reduce(
+        self, grads: list[Any], stored: Sequence[Wrapper], moves: Sequence[LocalRedistribution]
+    ) -> Iterator[Wrapper]:
+        """Begin to reduce gradients of whole weights to the layouts of the stored ones; the list is emptied."""
+        specs = [_reduced(grad._spec, x) for grad, x in zip(grads, stored, strict=True)]
+        reductions = [local_redistribution(spec, move.source_grad) for spec, move in zip(specs, moves, strict=True)]
+        local, leaves = [grad._local_tensor for grad in grads], tuple(map(id, stored))
+        grads.clear()
+        ends = begin_together(reductions, local, f"gradients of {len(leaves)} leaves", leaves)
+        del local
+        self.finish_reductions_after()
+        self.reductions = ends
+        if any(map(has_steps, reductions)):
+            autograd_engine.queue_callback(self.finish_reductions)
+        for end, reduction, x in zip(ends, reductions, stored, strict=True):
+            dtype = x._spec.dtype
+            whole = end if reduction.spec.dtype is dtype else partial(_cast_end, end, dtype)
+            yield wrap_in_flight(whole, reduction.spec.with_dtype(dtype))
+
     def finish_reductions(self) -> None:
         """Wait for the gradients whose reduction has begun."""
         for end in self.reductions:
@@ -174,7 +194,10 @@ class GatheredUse:
 
 
 class GatherTogether(torch.autograd.Function):
-    """Stored weights -> whole ones; backward: their gradients, reduced together to the stored layouts."""
+    """Stored weights -> whole ones; backward: their gradients, reduced together to the stored layouts.
+
+    Those of weights that are cast alone, and not gathered, their leaves reduce with others.
+    """
 
     @staticmethod
     def forward(ctx: Context, use: GatheredUse, needs: list[int], *stored: Wrapper) -> tuple[Wrapper, ...]:
@@ -188,31 +211,49 @@ class GatherTogether(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Wrapper | None, ...]:
         use: GatheredUse = ctx.use
         use.free()
-        moves = [use.moves[i] for i in ctx.needs]
-        given: list[Wrapper | None] = [
+        stored, moves = [use.stored[i] for i in ctx.needs], [use.moves[i] for i in ctx.needs]
+        given: list[Any] = [
             None if g is None else as_distributed(g, move.grad) for g, move in zip(grads, moves, strict=True)
         ]
         if torch.is_grad_enabled():
-            pairs = zip(given, moves, strict=True)
-            return None, None, *[None if g is None else redistribute(g, move.source_grad) for g, move in pairs]
-        leaves_of = [use.stored[i]._gradient_leaf for i in ctx.needs]
-        if accumulating() or any(leaf is not None and leaf.has_partial_sum for leaf in leaves_of):
-            return None, None, *given
-        present = [(i, g) for i, g in enumerate(given) if g is not None]
-        reductions = [local_redistribution(g._spec, moves[i].source_grad) for i, g in present]
-        local, leaves = [g._local_tensor for _, g in present], tuple(id(use.stored[ctx.needs[i]]) for i, _ in present)
-        out: list[Wrapper | None] = [None] * len(given)
-        places = [i for i, _ in present]
-        del grads, given, present  # which would hold the whole gradients while they are reduced
-        ends = begin_together(reductions, local, f"gradients of {len(places)} leaves", leaves)
-        del local
-        use.finish_reductions_after()
-        use.reductions = ends
-        if any(map(has_steps, reductions)):
-            autograd_engine.queue_callback(use.finish_reductions)
-        for i, end, reduction in zip(places, ends, reductions, strict=True):
-            out[i] = wrap_in_flight(end, reduction.spec)
+            every = zip(given, stored, moves, strict=True)
+            return None, None, *[None if g is None else _reduced_recorded(g, x, move) for g, x, move in every]
+        stays = accumulating() or any(x._gradient_leaf is not None and x._gradient_leaf.has_partial_sum for x in stored)
+        places = [
+            i
+            for i, (g, move) in enumerate(zip(given, moves, strict=True))
+            if not stays and g is not None and move.gathers
+        ]
+        out: list[Wrapper | None] = [
+            None if g is None or i in places else _cast(g, x._spec.dtype)
+            for i, (g, x) in enumerate(zip(given, stored, strict=True))
+        ]
+        gradients = [given[i] for i in places]
+        del grads, given  # which would hold the whole gradients while they are reduced
+        if gradients:
+            reduced = use.reduce(gradients, [stored[i] for i in places], [moves[i] for i in places])
+            for i, gradient in zip(places, reduced, strict=True):
+                out[i] = gradient
         return None, None, *out
+
+
+def _reduced(grad: Spec, x: Wrapper) -> Spec:
+    """The spec of a gradient of the stored weight `x` as it is reduced."""
+    return grad if x._gradient_leaf is None else x._gradient_leaf.reduced(grad)
+
+
+def _reduced_recorded(grad: Any, x: Wrapper, move: LocalRedistribution) -> Any:
+    """The gradient of the stored weight `x`, for a backward pass that is recorded."""
+    return redistribute(grad.to(_reduced(grad._spec, x).dtype), move.source_grad).to(x._spec.dtype)
+
+
+def _cast(grad: Wrapper, dtype: torch.dtype) -> Any:
+    """A gradient in the dtype of its weight."""
+    return grad if grad._spec.dtype is dtype else wrap(grad._local_tensor.to(dtype), grad._spec.with_dtype(dtype))
+
+
+def _cast_end(end: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+    return end().to(dtype)
 
 
 def is_local(hooks: Sequence[object]) -> bool:

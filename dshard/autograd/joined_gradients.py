@@ -26,6 +26,7 @@ from dshard.core.context import planning_context
 from dshard.core.joined_moves import begin_together
 from dshard.core.moves import LocalRedistribution, count_write
 from dshard.core.observe import OBSERVERS
+from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap_in_flight
 from dshard.cost import predicted_seconds
 from dshard.layout import interned
@@ -41,29 +42,36 @@ class Leaf:
     """A tensor whose gradients are redistributed to `layout`; `number` is its place among all of them.
 
     A leaf of autograd `accumulates` them: nothing in the backward pass waits for one. `has_partial_sum` says that those
-    of earlier passes were added without a reduction.
+    of earlier passes were added without a reduction. They are reduced in `reduce_dtype`; None: in their own.
     """
 
-    __slots__ = ("accumulates", "has_partial_sum", "layout", "number", "of")
+    __slots__ = ("accumulates", "has_partial_sum", "layout", "number", "of", "reduce_dtype")
 
     def __init__(self, x: Wrapper) -> None:
         self.layout, self.accumulates = interned(x._spec.layout.cotangent()), x.is_leaf
         # for observers: a weak reference would keep torch from swapping it for another
         self.of, self.number = (id(x), next(_NUMBERS)) if self.accumulates else (0, 0)
         self.has_partial_sum = False
+        self.reduce_dtype: torch.dtype | None = None
+
+    def reduced(self, spec: Spec) -> Spec:
+        """The spec of a gradient as it is reduced."""
+        return spec if self.reduce_dtype is None else spec.with_dtype(self.reduce_dtype)
 
 
 class Pending:
     """A gradient to be redistributed by `move`, of which this rank has `local`: the first use of its result waits.
 
     One whose bucket has not begun is then redistributed alone. `own` says that nobody else holds the local tensor. That
-    is dropped once its collective has begun.
+    is dropped once its collective has begun. The result has the dtype of `local`, whatever that of the move.
     """
 
-    __slots__ = ("_finish", "_value", "leaf", "local", "move", "own", "owner")
+    __slots__ = ("_finish", "_value", "dtype", "leaf", "local", "move", "own", "owner")
 
     def __init__(self, leaf: Leaf, local: Tensor, move: LocalRedistribution, own: bool, owner: BackwardPass) -> None:
-        self.leaf, self.move, self.own, self.owner = leaf, move, own, owner
+        self.leaf, self.move, self.own, self.owner, self.dtype = leaf, move, own, owner, local.dtype
+        if self.dtype is not move.spec.dtype:
+            local, self.own = local.to(move.spec.dtype), True
         self.local: Tensor | None = local
         self._finish: Callable[[], Tensor] | None = None
         self._value: Tensor | None = None
@@ -77,7 +85,7 @@ class Pending:
             if self._finish is None:
                 _begin([self])
             assert self._finish is not None
-            self._value, self._finish = self._finish(), None
+            self._value, self._finish = self._finish().to(self.dtype), None
         assert self._value is not None
         return self._value
 
@@ -229,7 +237,7 @@ def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Any
         autograd_engine.queue_callback(running.end)
     pending = Pending(leaf, local, move, own, running)
     running.add(pending)
-    return wrap_in_flight(pending, move.spec)
+    return wrap_in_flight(pending, move.spec.with_dtype(grad._spec.dtype))
 
 
 def add_later(total: Wrapper, grad: Wrapper) -> bool:

@@ -77,10 +77,10 @@ class JoinedStep:
     second, and `received` those in the buffer that arrives, after its terms are reduced.
     """
 
-    __slots__ = ("gathers", "members", "parts", "received", "sizes")
+    __slots__ = ("dtype", "gathers", "members", "parts", "received", "sizes")
 
     def __init__(self, members: Sequence[Moved], dtype: torch.dtype, backend: Backend) -> None:
-        self.members = members
+        self.members, self.dtype = members, dtype
         self.sizes = [numel(region) for regions in self._by_rank("sent") for region in regions]
         self.received = [numel(region) for regions in self._by_rank("received") for region in regions]
         self.gathers = members[0].collective.kind == "all_gather"
@@ -117,7 +117,7 @@ class JoinedStep:
         return self._unpack(flat)
 
     def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        flat = tensors[0].new_empty(sum(self.sizes))
+        flat = tensors[0].new_empty(sum(self.sizes), dtype=self.dtype)
         by_rank = self._by_rank("sent")
         pieces = [view_of(x, region) for regions in by_rank for x, region in zip(tensors, regions, strict=True)]
         places = [place.view(x.shape) for place, x in zip(flat.split(self.sizes), pieces, strict=True)]
@@ -165,15 +165,18 @@ def joined_of(plans: Sequence[Plan], dtype: torch.dtype) -> Joined:
     return joined
 
 
-def begin_joined(plans: Sequence[Plan], tensors: Sequence[Tensor], joined: Joined | None = None) -> Finish:
+def begin_joined(
+    plans: Sequence[Plan], tensors: Sequence[Tensor], dtype: torch.dtype, joined: Joined | None = None
+) -> Finish:
     """Begin plans of one lane, on a local tensor each, as one collective; the function returned waits for its end.
 
-    `joined` is `joined_of(plans)`, if it is at hand. On simulated ranks it has ended on return.
+    What is sent has `dtype`: tensors of another are cast. `joined` is `joined_of(plans, dtype)`, if it is at hand. On
+    simulated ranks it has ended on return.
 
     Raises:
         MeshError: the mesh has no processes.
     """
-    mesh, dtype = plans[0].src.mesh, tensors[0].dtype
+    mesh = plans[0].src.mesh
     with torch.no_grad():
         if tensors[0].is_meta:
             if LISTENERS:

@@ -37,7 +37,8 @@ def begin_together(
 ) -> Ends:
     """Begin redistributions of several local tensors, those of one lane as one; the first use of a result waits.
 
-    `members` are the ids of the parameters whose values or gradients they are.
+    Local tensors of another dtype than the redistribution's are cast. `members` are the ids of the parameters whose
+    values or gradients they are.
     """
     lanes: defaultdict[object, list[int]] = defaultdict(list)
     for i, move in enumerate(moves):
@@ -55,13 +56,15 @@ def _begin_lane(
     moves: Sequence[LocalRedistribution], local: Sequence[Tensor], op: str, members: tuple[int, ...]
 ) -> Ends:
     if len(moves) == 1:
-        ((move,), (tensor,)) = moves, local
+        move, tensor = moves[0], local[0]
+        if tensor.dtype is not move.spec.dtype:
+            tensor = tensor.to(move.spec.dtype)
         if OBSERVERS and move.plan.steps:
             decision = replace(move.decision(op), why=_why(moves, members))
             return [observed(decision, move.begin_or_run, (tensor,))]
         return [move.begin_or_run(tensor)]
     plans = [move.plan for move in moves]
-    args = (plans, local, _joined(moves, local[0]))
+    args = (plans, local, moves[0].spec.dtype, _joined(moves, local[0]))
     finish = observed(decision_together(moves, op, members), comm.begin_joined, args) if OBSERVERS else None
     results = _Once(comm.begin_joined(*args) if finish is None else finish)
     return [partial(results, i) for i in range(len(moves))]
@@ -74,7 +77,7 @@ def _joined(moves: Sequence[LocalRedistribution], local: Tensor) -> comm.Joined 
     cache = planning_context().moves
     joined: comm.Joined | None = cache.get(tuple(moves))
     if joined is None:
-        return cache.add(tuple(moves), comm.joined_of([move.plan for move in moves], local.dtype))  # type: ignore[no-any-return]
+        return cache.add(tuple(moves), comm.joined_of([move.plan for move in moves], moves[0].spec.dtype))  # type: ignore[no-any-return]
     cache.hits += 1
     return joined
 

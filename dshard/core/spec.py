@@ -87,6 +87,10 @@ class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is impor
         """The spec of this tensor under `layout`."""
         return spec_of(layout, self.shape, self.stride, self.dtype, self.device)
 
+    def with_dtype(self, dtype: torch.dtype) -> Spec:
+        """The spec of this tensor cast to `dtype`."""
+        return self if dtype is self.dtype else spec_of(self.layout, self.shape, self.stride, dtype, self.device)
+
     def meta(self) -> torch.Tensor:
         """A meta tensor of the global shape, strides and dtype."""
         with plain(), for_shapes():  # one tensor for all ranks where they are simulated

@@ -119,7 +119,7 @@ def _elementwise(func: OpOverload, specs: Sequence[Spec], args: Args, kwargs: Kw
     out = run_on_ranks(mesh, lambda coordinate: func, tuple(local_args), local_kwargs)
     if out is None:
         return None
-    return [wrap(t, _retyped(spec, t.dtype)) for t, spec in zip(out, specs, strict=True)]
+    return [wrap(t, spec.with_dtype(t.dtype)) for t, spec in zip(out, specs, strict=True)]
 
 
 def norms(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
@@ -294,10 +294,6 @@ def _local(func: OpOverload, arg: object, mesh: Mesh) -> Any:
     if isinstance(arg, list | tuple):
         return [t._local_tensor if isinstance(t, Wrapper) else t for t in arg]
     return number_on(func, arg, mesh) if isinstance(arg, Wrapper) else arg
-
-
-def _retyped(spec: Spec, dtype: torch.dtype) -> Spec:
-    return spec if spec.dtype == dtype else spec_of(spec.layout, spec.shape, spec.stride, dtype, spec.device)
 
 
 LINEAR = frozenset(

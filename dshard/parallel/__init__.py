@@ -7,6 +7,7 @@ from dshard.parallel.checkpoint import checkpoint
 from dshard.parallel.loss import loss_parallel
 from dshard.parallel.model_plan import parallelize, plan_model
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
+from dshard.parallel.precision import Precision
 from dshard.parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from dshard.parallel.style_apply import parallelize_module
 from dshard.parallel.style_io import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
@@ -21,6 +22,7 @@ __all__ = [
     "Moves",
     "ParallelStyle",
     "Plan",
+    "Precision",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",

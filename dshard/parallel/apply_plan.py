@@ -31,11 +31,13 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         stack.append(ExitStack())
         stack[-1].enter_context(implicit_replication())
-        return distribute_inputs((args, kwargs), plan)
+        given = distribute_inputs((args, kwargs), plan)
+        return given if plan.precision is None else plan.precision.inputs(given)
 
-    def leave(module: nn.Module, args: Any, out: Any) -> None:
+    def leave(module: nn.Module, args: Any, out: Any) -> Any:
         if stack:
             stack.pop().close()
+        return out if plan.precision is None else plan.precision.outputs(out)
 
     hooks: list[Any] = [
         model.register_forward_pre_hook(enter, with_kwargs=True),

@@ -10,11 +10,8 @@ The path is then traced as a whole, and taken only if that is cheaper than every
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import nn
 
 from dshard.core.context import planning_context
 from dshard.errors import StrategyError
@@ -22,8 +19,8 @@ from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.parallel.build_plan import lay_out
 from dshard.parallel.plan_values import Cost, Placements, Plan
+from dshard.parallel.precision import Precision
 from dshard.parallel.roles import Roles
-from dshard.parallel.step_price import price
 from dshard.parallel.strategies import STRATEGIES, axes_of, check_units
 from dshard.redistribute import plan as plan_moves
 from dshard.rules.matmul_loops import Schedule
@@ -46,25 +43,24 @@ class Auto:
             as_number(self.memory, "memory", StrategyError)
 
 
-def cheapest(
-    model: nn.Module, mesh: Mesh, roles: Roles, args: Sequence[Any], kwargs: Mapping[str, Any], auto: Auto
-) -> Plan:
-    """The plan of the fewest seconds that fits in memory.
+def cheapest(mesh: Mesh, roles: Roles, auto: Auto, precision: Precision | None, price: Callable[[Plan], Cost]) -> Plan:
+    """The plan of the fewest seconds, by `price`, that fits in memory.
 
     A mesh of one axis is folded into two in every way; of others the axes stay.
 
     Raises:
         StrategyError: no plan fits; names the one that needs the least.
     """
-    plans = [
-        replace(plan, cost=price(model, plan, args, kwargs))
-        for folded in foldings(mesh)
-        for plan in uniform(roles, folded)
-    ]
+
+    def priced(plan: Plan) -> Plan:
+        plan = replace(plan, precision=precision)
+        return replace(plan, cost=price(plan))
+
+    plans = [priced(plan) for folded in foldings(mesh) for plan in uniform(roles, folded)]
     for folded in foldings(mesh):
         mixed = mixture(roles, [plan for plan in plans if plan.mesh == folded])
         if mixed is not None:
-            plans.append(replace(mixed, cost=price(model, mixed, args, kwargs)))
+            plans.append(priced(mixed))
     fitting = [plan for plan in plans if auto.memory is None or _cost(plan).memory.total <= auto.memory]
     if not fitting:
         least = min(plans, key=lambda plan: _cost(plan).memory.total)

@@ -1,15 +1,16 @@
-"""Groups of parameters that are stored split and gathered together, for the module in which they are used."""
+"""Groups of parameters that are gathered, or cast, together for the module in which they are used."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
@@ -17,6 +18,7 @@ from dshard.autograd.gathered_weights import GatheredUse, Whole, gathered_layout
 from dshard.core.moves import LocalRedistribution, local_redistribution
 from dshard.core.wrapper import Wrapper
 from dshard.parallel.plan_values import Plan
+from dshard.parallel.precision import Precision
 from dshard.placements import Shard
 from dshard.tensor import DTensor
 from dshard.torch_private import graph_task_id, is_transforming
@@ -50,7 +52,7 @@ class GatherGroup:
     """
 
     def __init__(self, places: list[list[Place]], plan: Plan, order: GatherOrder, keeps: bool) -> None:
-        self.places, self.axes, self.order, self.keeps = places, plan.gathered, order, keeps
+        self.places, self.plan, self.order, self.keeps = places, plan, order, keeps
         self.ahead: Whole | None = None
         self.running: list[tuple[GatheredUse | None, list[Wrapper], ExitStack]] = []
 
@@ -59,13 +61,15 @@ class GatherGroup:
         return [places[0][0]._parameters[places[0][1]] for places in self.places]  # type: ignore[misc]
 
     def moves(self, stored: list[Wrapper]) -> list[LocalRedistribution]:
-        """How each parameter is gathered."""
-        return [local_redistribution(x._spec, gathered_layout(x._spec.layout, self.axes)) for x in stored]
+        """How each parameter is gathered, in the dtype in which it is used."""
+        axes, precision = self.plan.gathered, self.plan.precision
+        specs = [x._spec if precision is None else x._spec.with_dtype(precision.used(x._spec.dtype)) for x in stored]
+        return [local_redistribution(spec, gathered_layout(spec.layout, axes)) for spec in specs]
 
     def begin(self) -> None:
         """Begin to gather the parameters, ahead of their use."""
         stored = self.stored()
-        if self.ahead is None and all(type(x) is DTensor for x in stored):
+        if self.ahead is None and self.plan.gathered and all(type(x) is DTensor for x in stored):
             self.ahead = Whole(stored, self.moves(stored))
 
     def whole(self, stored: list[Wrapper]) -> Whole:
@@ -80,15 +84,15 @@ class GatherGroup:
         stored, stack = self.stored(), ExitStack()
         if torch.compiler.is_compiling() or is_transforming() or not all(type(x) is DTensor for x in stored):
             self.running.append((None, stored, stack))
+            if self.plan.precision is not None:
+                self._put([x.to(self.plan.precision.used(x.dtype)) for x in stored])
             return
         is_recomputed = graph_task_id() >= 0  # within a backward pass, in which modules run in the other direction
         recorded = torch.is_grad_enabled() and not self.keeps
         before = self.order.last() if recorded and not is_recomputed and self.order.last else None
         use = GatheredUse(stored, self.moves(stored), partial(self.whole, stored), before)
         self.running.append((use, stored, stack))
-        for places, x in zip(self.places, use.tensors(), strict=True):
-            for owner, name in places:
-                owner._parameters[name] = x  # type: ignore[assignment]
+        self._put(use.tensors())
         if recorded:
             stack.enter_context(saved_tensors_hooks(use.pack, use.unpack))
         if not is_recomputed:
@@ -100,15 +104,19 @@ class GatherGroup:
             return
         use, stored, stack = self.running.pop()
         stack.close()
+        self._put(stored)
         if use is None:
             return
-        for places, x in zip(self.places, stored, strict=True):
-            for owner, name in places:
-                owner._parameters[name] = x  # type: ignore[assignment]
         if graph_task_id() >= 0:
             self.ahead = use.whole  # the backward pass wants them next
         if not torch.is_grad_enabled() or not (self.keeps or self.order.ends_with(self)):
             use.free()
+
+    def _put(self, parameters: Sequence[Tensor]) -> None:
+        """Have the modules use these in the places of their parameters."""
+        for places, x in zip(self.places, parameters, strict=True):
+            for owner, name in places:
+                owner._parameters[name] = x  # type: ignore[assignment]
 
 
 class GatherOrder:
@@ -147,30 +155,40 @@ class GatherOrder:
 
 
 def gather_in_groups(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
-    """Register hooks that gather the parameters that `plan.gathered` axes shard, a block at a time; return them."""
-    if not plan.gathered:
-        return []
+    """Register hooks that gather parameters, or cast them, a block at a time, as the plan asks; return them."""
     blocks = list(blocks_of(model))
     places: defaultdict[int, list[Place]] = defaultdict(list)
     groups_of: defaultdict[int, set[str]] = defaultdict(set)
-    mesh_axes = [plan.mesh.axis(name) for name in plan.gathered]
     for path, module in model.named_modules():
         for own, parameter in module._parameters.items():
-            placements = plan.parameters.get(f"{path}.{own}".lstrip("."))
-            if parameter is None or placements is None:
+            if parameter is None or (id(parameter) not in places and not _changes(f"{path}.{own}", parameter, plan)):
                 continue
-            if any(isinstance(placements[i], Shard) for i in mesh_axes) or id(parameter) in places:
-                places[id(parameter)].append((module, own))
-                groups_of[id(parameter)].add(next((b for b in blocks if path == b or _is_within(path, b)), ""))
+            places[id(parameter)].append((module, own))
+            groups_of[id(parameter)].add(next((b for b in blocks if path == b or _is_within(path, b)), ""))
     members: defaultdict[str, list[list[Place]]] = defaultdict(list)
     for number, where in places.items():
         groups = groups_of[number]
         members[next(iter(groups)) if len(groups) == 1 else ""].append(where)
     order = GatherOrder()
-    hooks: list[RemovableHandle] = [model.register_forward_pre_hook(order.restart)]
+    hooks: list[RemovableHandle] = [model.register_forward_pre_hook(order.restart)] if members else []
     for path in sorted(members, key=lambda path: path != ""):  # the model's own first, then blocks as they are listed
         group, module = GatherGroup(members[path], plan, order, keeps=path == ""), model.get_submodule(path)
         order.expects(group)
         hooks.append(module.register_forward_pre_hook(group.enter))
         hooks.append(module.register_forward_hook(group.leave, always_call=True))
+        if plan.precision is not None and path:
+            hooks.append(module.register_forward_pre_hook(partial(_cast_inputs, plan.precision), with_kwargs=True))
     return hooks
+
+
+def _changes(name: str, parameter: Tensor, plan: Plan) -> bool:
+    """Whether the plan has this parameter used in another layout or dtype than it is stored in."""
+    placements = plan.parameters.get(name.lstrip("."))
+    if placements is None:
+        return False
+    is_gathered = any(isinstance(placements[plan.mesh.axis(axis)], Shard) for axis in plan.gathered)
+    return is_gathered or (plan.precision is not None and plan.precision.used(parameter.dtype) is not parameter.dtype)
+
+
+def _cast_inputs(precision: Precision, module: nn.Module, args: object, kwargs: object) -> Any:
+    return precision.inputs((args, kwargs))

@@ -24,6 +24,7 @@ from dshard.parallel.build_plan import lay_out
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.plan_files import strategy_of
 from dshard.parallel.plan_values import Plan
+from dshard.parallel.precision import Precision, as_precision
 from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import price
 from dshard.parallel.strategies import axes_of, check_units
@@ -36,12 +37,18 @@ Asked: TypeAlias = Checked | Path
 
 
 def plan_model(
-    model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked = AUTO, /, *args: object, **kwargs: object
+    model: nn.Module,
+    mesh: DeviceMesh | Mesh,
+    plan: Asked = AUTO,
+    /,
+    *args: object,
+    precision: object = None,
+    **kwargs: object,
 ) -> Plan:
     """Plan what `parallelize` would do, and the cost of a training step under it; `model` is not changed.
 
     `args` and `kwargs` are an example batch: only shapes and dtypes matter. Parameters may be without data. The mesh
-    may be pure, so that no process is needed.
+    may be pure, so that no process is needed. `precision` is as of `parallelize`.
 
     Raises:
         StrategyError: no such strategy, a mesh that it cannot use, or more ranks than there are heads.
@@ -50,7 +57,7 @@ def plan_model(
     pure = as_mesh(mesh)
     asked = _asked(model, plan, pure, kwargs)
     args, kwargs = _example(model, args, kwargs)
-    chosen = _plan_for(model, pure, asked, args, kwargs)
+    chosen = _plan_for(model, pure, asked, as_precision(precision), args, kwargs)
     if isinstance(asked, Plan):
         if chosen.mesh.ranks != pure.ranks:
             raise _other_mesh(chosen.mesh, pure)
@@ -66,6 +73,7 @@ def parallelize(
     *args: object,
     inputs: object = "global",
     outputs: object = None,
+    precision: object = None,
     **kwargs: object,
 ) -> nn.Module:
     """Lay out `model` in place and return it: its parameters become DTensors, and it takes plain tensors as before.
@@ -85,7 +93,11 @@ def parallelize(
     Plain tensors that the model makes on its way count as replicated. Every rank must have the same parameters; nothing
     is sent, but a digest of the plan with "per-data-rank". Parameters without data get their local tensor alone.
 
+    `precision`, a `dshard.parallel.Precision` or torch's `MixedPrecisionPolicy`, has weights used, and gradients
+    reduced, in other dtypes than those in which parameters are stored.
+
     Raises:
+        ArgumentError: a `precision` that is neither.
         StrategyError: no such strategy, a mesh that it cannot use, or more ranks than there are heads.
         LayoutError: a forward pass that depends on the values of tensors; a pattern that matches no parameter.
     """
@@ -94,26 +106,30 @@ def parallelize(
     if isinstance(outputs, Tensor):
         outputs, kwargs = None, {**kwargs, "outputs": outputs}
     pure = as_mesh(mesh)
-    chosen = _plan_for(model, pure, _asked(model, plan, pure, kwargs), args, kwargs)
+    chosen = _plan_for(model, pure, _asked(model, plan, pure, kwargs), as_precision(precision), args, kwargs)
     if chosen.mesh != pure:
         chosen = replace(chosen, mesh=_folded(mesh, chosen.mesh))
     boundary = Boundary(chosen, inputs, outputs)
     distribute_parameters(model, chosen)
+    if chosen.precision is not None:
+        chosen.precision.reduce(model.parameters())
     set_boundary(model, boundary)
     apply_plan(model, chosen)
     end_boundary(model, boundary)
     return model
 
 
-def _plan_for(model: nn.Module, mesh: Mesh, asked: Checked, args: Args, kwargs: Kwargs) -> Plan:
+def _plan_for(
+    model: nn.Module, mesh: Mesh, asked: Checked, precision: Precision | None, args: Args, kwargs: Kwargs
+) -> Plan:
     """The plan that was asked for, made of an example batch unless it is one, or is by name."""
     match asked:
         case Plan():
-            return asked
+            return asked if precision is None else replace(asked, precision=precision)
         case str() | Auto():
-            return planned(model, mesh, asked, *_example(model, args, kwargs))
+            return planned(model, mesh, asked, precision, *_example(model, args, kwargs))
         case _:
-            return by_name(model, mesh, asked)
+            return replace(by_name(model, mesh, asked), precision=precision)
 
 
 def _asked(model: nn.Module, plan: Asked, mesh: Mesh, kwargs: Mapping[str, Any]) -> Checked:
@@ -148,14 +164,22 @@ def _other_mesh(planned_for: Mesh, given: Mesh) -> MeshError:
     )
 
 
-def planned(model: nn.Module, mesh: Mesh, plan: str | Auto, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+def planned(
+    model: nn.Module,
+    mesh: Mesh,
+    plan: str | Auto,
+    precision: Precision | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Plan:
     """The plan of the strategy of this name, or the cheapest plan for `Auto`."""
     roles = roles_of(trace_factors(model, args, kwargs))
     if plan == AUTO or isinstance(plan, Auto):
-        return cheapest(model, mesh, roles, args, kwargs, plan if isinstance(plan, Auto) else Auto())
+        auto = plan if isinstance(plan, Auto) else Auto()
+        return cheapest(mesh, roles, auto, precision, lambda plan: price(model, plan, args, kwargs))
     axes = axes_of(plan, mesh)
     check_units(roles, axes, mesh)
-    return lay_out(roles, plan, axes, mesh)
+    return replace(lay_out(roles, plan, axes, mesh), precision=precision)
 
 
 def _folded(mesh: DeviceMesh | Mesh, folded: Mesh) -> Mesh:

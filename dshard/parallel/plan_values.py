@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from dshard.errors import LayoutError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
+from dshard.parallel.precision import Precision
 from dshard.placements import Placement
 from dshard.rules.matmul_loops import Schedule
 from dshard.tables import human_bytes, text_table
@@ -92,8 +93,8 @@ class Plan:
     Made by `plan_model`, run by `parallelize`. `parameters` are the placements of each by name; `batch` those of inputs
     whose first dim is the batch, other inputs are replicated; `outputs` those of what modules return, and `products`
     the loops of the product within a module; `shared` are modules that move what they are given once, for others want
-    it, too; `gathered` are the mesh axes whose shards of parameters are gathered a block at a time. What a plan does
-    not name is replicated, or decided by cost.
+    it, too; `gathered` are the mesh axes whose shards of parameters are gathered a block at a time; `precision` are the
+    dtypes in which weights are used and gradients reduced. What a plan does not name is replicated, or decided by cost.
     """
 
     strategy: str
@@ -105,6 +106,7 @@ class Plan:
     shared: frozenset[str] = frozenset()
     cost: Cost | None = None
     gathered: tuple[str, ...] = ()
+    precision: Precision | None = None
 
     def placements(self, parameter: str) -> Placements:
         """The placements of the parameter of this name.

@@ -93,6 +93,8 @@ def _state(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         empty = nn.Parameter(without_data(parameter), parameter.requires_grad)
         made[name] = distribute_tensor(empty, mesh, plan.parameters.get(name, replicated))
+    if plan.precision is not None:
+        plan.precision.reduce(made.values())
     for name, buffer in model.named_buffers():
         made[name] = distribute_tensor(without_data(buffer), mesh, replicated)
     return made

@@ -1,0 +1,81 @@
+"""The dtypes in which a model's weights are used and its gradients reduced, beside those in which they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.core.wrapper import Wrapper
+from dshard.errors import ArgumentError
+from dshard.torch_private import pytree
+from dshard.validate import article, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes of a parallelized model, as torch's `MixedPrecisionPolicy` has them; None leaves what is there.
+
+    Parameters are stored, and stepped by optimisers, as they are. `param_dtype` is that in which they are gathered and
+    used, `reduce_dtype` that in which their gradients are reduced, `param_dtype` by default. Inputs of the model, and
+    of modules that are gathered together, are cast to `param_dtype` if `cast_forward_inputs`; outputs of the model are
+    cast to `output_dtype`. Only tensors of floating-point numbers are cast; buffers stay.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ArgumentError(
+                    f"precision: {name} is {shown(dtype)}: give a dtype such as torch.bfloat16, or None"
+                )
+
+    def used(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter that is stored in `stored` is used."""
+        return self.param_dtype if self.param_dtype is not None and stored.is_floating_point else stored
+
+    def inputs(self, given: object) -> Any:
+        """The inputs of a module as it takes them."""
+        return _cast(given, self.param_dtype) if self.cast_forward_inputs else given
+
+    def outputs(self, out: object) -> Any:
+        """The outputs of the model as they are given."""
+        return _cast(out, self.output_dtype)
+
+    def reduce(self, parameters: Iterable[object]) -> None:
+        """Have the gradients of these parameters reduced in their dtype."""
+        dtype = self.reduce_dtype or self.param_dtype
+        for x in parameters:
+            if isinstance(x, Wrapper) and x._gradient_leaf is not None and x._spec.dtype.is_floating_point:
+                x._gradient_leaf.reduce_dtype = dtype
+
+
+def as_precision(given: object) -> Precision | None:
+    """The precision that the `precision` argument asks for: one of ours, or torch's `MixedPrecisionPolicy`.
+
+    Raises:
+        ArgumentError: neither.
+    """
+    if given is None or isinstance(given, Precision):
+        return given
+    names = [field.name for field in fields(Precision)]
+    if isinstance(given, type) or not all(hasattr(given, name) for name in names):
+        raise ArgumentError(
+            f"precision: {shown(given)} is {article(given)}: give dshard.parallel.Precision(torch.bfloat16, "
+            "torch.float32), say, or torch's MixedPrecisionPolicy"
+        )
+    return Precision(*(getattr(given, name) for name in names))
+
+
+def _cast(tree: object, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return tree
+    return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
