@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dshard.comm import LocalTensor, device_of, device_of_result, ranks_of_group, same_replicas, unstack
 from dshard.core.call import views_first, writes_first
+from dshard.core.checks import with_meta_form
 from dshard.core.context import planning_context
 from dshard.core.executable import Executable, Values, positions_of
 from dshard.core.moves import redistribute_local, replace_tensors, replica_broadcasts, sending, tensors_in, write_local
@@ -52,7 +53,7 @@ def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Execu
     plans = tuple(plan_to(spec, layout) for spec in specs)
     topology, why = planning_context().topology_of(mesh), "no rule: every rank computes all of it"
     decision = Decision(str(func), tuple(map(operand_of, specs)), (), None, None, plans, topology, why=why)
-    local_op = seeded_op(func, mesh, device_of(mesh), kwargs) if random else func
+    local_op = seeded_op(func, mesh, device_of(mesh), kwargs) if random else with_meta_form(func)
     return Executable(decision, lambda at: local_op, (), positions_of(args, kwargs), partial(_finish, func, layout))
 
 

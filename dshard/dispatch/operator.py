@@ -16,7 +16,7 @@ from torch import Tensor
 from dshard.autograd.joined_gradients import add_later
 from dshard.core.call import Call, LocalOp, Operator, views_first, writes_first
 from dshard.core.call_key import call_key
-from dshard.core.checks import infer
+from dshard.core.checks import infer, with_meta_form
 from dshard.core.context import planning_context
 from dshard.core.executable import (
     AlternativeExecutable,
@@ -208,7 +208,7 @@ def operator_executable(
 
 def _local_op(op: Operator, call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     """The local operator of the rank at `coordinate`: the rule's kernel, or the operator itself."""
-    operator = call.func if op.kernel is None else op.kernel(call, strategy, coordinate)
+    operator = with_meta_form(call.func) if op.kernel is None else op.kernel(call, strategy, coordinate)
     if writes_first(call.func) and _may_look_shared(call, strategy, coordinate):
         return giving_same_memory_once(operator)
     return sharing_version(operator) if views_first(call.func) else operator

@@ -12,7 +12,7 @@ from torch import Tag
 
 from dshard.caches import Cache, cached, clear_caches
 from dshard.core.call import Call, Composed, Operator, writes_first
-from dshard.core.checks import CHECKS
+from dshard.core.checks import CHECKS, META
 from dshard.core.signature import Args, Kwargs
 from dshard.dispatch.composed_operators import CHECKS_WITHOUT_RULE, COMPOSED
 from dshard.errors import NotationError
@@ -22,6 +22,7 @@ from dshard.ops import (
     concat,
     convolution,
     distances,
+    grouped_matmul,
     indexing,
     losses,
     nn,
@@ -56,7 +57,9 @@ TABLES: tuple[dict[str, Operator], ...] = (
     convolution.RULES,
     batched.RULES,
     distances.RULES,
+    grouped_matmul.RULES,
 )
+META.update(grouped_matmul.META)
 _USER: dict[str | OpOverload, Operator] = {}
 _TEXTS: dict[str, str] = {}
 

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dshard.comm import plain
 from dshard.core.call import Call
+from dshard.core.checks import META
 from dshard.core.moves import replace_tensors, tensors_in
 from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Kwargs
@@ -143,7 +144,7 @@ class Tracer:
                     out = function(*args, **kwargs)
                 if out is not NotImplemented:
                     return out
-        out = func(*args, **kwargs)
+        out = META.get(func, func)(*args, **kwargs)
         outs = tensors_in(out)
         if tensors and outs and out is not args[0]:
             rule = None if op is None else _rule(op.rule, func, args, kwargs, tensors, outs)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.real_models import InDouble, batch_of, build, weights_for
+from helpers.real_models import SIZES, InDouble, batch_of, build, weights_for
 from torch import Tensor, nn
 
 import dshard
@@ -118,3 +118,45 @@ def test_questions_about_anything_that_has_data() -> None:
         plan_model(model, mesh, "megatron", x, lengths=short, written=True)
     with pytest.raises(LayoutError, match="which have no data here"):
         plan_model(Steered().to("meta"), mesh, "megatron", x, lengths=short, weighs=True)
+
+
+# -- experts as Hugging Face has them, by grouped matmuls
+
+
+def experts(family: str, dtype: torch.dtype) -> nn.Module:
+    import transformers  # noqa: PLC0415 - takes seconds
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    common = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 16, "num_experts_per_tok": 2}
+    heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "q_lora_rank": 8, "kv_lora_rank": 8}
+    routed = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    name, own = {
+        "mixtral": ("Mixtral", {"num_local_experts": 4}),
+        "gpt_oss": ("GptOss", {"num_local_experts": 4, "head_dim": 4}),
+        "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 4}),
+        "deepseek_v3": ("DeepseekV3", {**heads, **routed, "moe_intermediate_size": 16, "num_key_value_heads": 4}),
+    }[family]
+    config = getattr(transformers, f"{name}Config")(**{**common, **own})
+    return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)  # type: ignore[no-any-return]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_experts_as_they_come(family: str, dtype: torch.dtype) -> None:
+    mesh, batch = Mesh((2, 2), ("dp", "tp")), masked_batch("llama")
+    alone, model = experts(family, dtype), experts(family, dtype)
+    expected = alone(**batch, labels=batch["input_ids"]).loss
+    expected.backward()
+    plan = plan_model(model, mesh, "megatron", **batch)
+    assert plan.parameters["model.layers.1.mlp.experts.down_proj"][1] != dshard.Replicate()
+    with simulated(mesh):
+        loss = parallelize(model, mesh, plan)(**batch, labels=batch["input_ids"]).loss
+        loss.backward()
+        limit = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(whole(loss.detach()), expected.detach(), rtol=limit, atol=0)
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            if theirs.grad is not None:
+                scale = theirs.grad.abs().max().item()
+                torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=0, atol=limit * scale)

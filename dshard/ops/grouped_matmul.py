@@ -1,0 +1,94 @@
+"""Grouped matmuls: one matmul for each group of rows, such as the tokens of an expert, or for each group of a sum.
+
+`offs` are where the groups end, along the dim that the operands of two dims have in place of a batch dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.core.call import Call, LocalOp, Operator
+from dshard.core.signature import Function
+from dshard.mesh import Coordinate
+from dshard.rules.rule import Rule, linear
+from dshard.rules.strategy import Strategy
+
+_GROUPED = torch.ops.aten._grouped_mm.default
+_TERMS = {
+    (2, 3): ("[t] k", "[e] k n", "[t] n"),
+    (3, 2): ("[e] m k", "k [t]", "m [t]"),
+    (2, 2): ("m [t]", "[t] n", "[e] m n"),
+    (3, 3): ("b m k", "b k n", "b m n"),
+}
+"""The terms of both operands and the result, by the numbers of dims of the operands."""
+
+
+def grouped(call: Call) -> Rule:
+    """Any dim may be sharded but those of groups and of what is grouped; a sharded contraction leaves a partial sum."""
+    a, b, out = _TERMS[len(call.shapes[0]), len(call.shapes[1])]
+    offs = ", [e]" if len(call.shapes) > 2 else ""
+    return call.rule(f"{a}, {b}{offs} -> {out}", passes=linear(0, 1))
+
+
+def without_data(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """The result for meta tensors of every dtype: torch's own form refuses those that its kernels of GPUs do."""
+    match a.dim(), b.dim():
+        case 2, 2:
+            shape = [0 if offs is None else offs.shape[0], a.shape[0], b.shape[1]]
+        case 2, 3:
+            shape = [a.shape[0], b.shape[2]]
+        case 3, 2:
+            shape = [a.shape[1], b.shape[1]]
+        case _:
+            shape = [a.shape[0], a.shape[1], b.shape[2]]
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+META: dict[Any, Function] = {_GROUPED: without_data}
+
+
+def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """The operator, one matmul after the other where it refuses the strides of local tensors, or without data."""
+
+    def run(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if a.is_meta:
+            return without_data(a, b, *args, **kwargs)
+        if a.numel() and b.numel() and _is_aligned(a) and _is_aligned(b):
+            return call.func(a, b, *args, **kwargs)  # type: ignore[no-any-return]
+        return one_by_one(a, b, *args, **kwargs)
+
+    return run
+
+
+def one_by_one(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """The grouped matmul as one matmul for each group: rows behind the last group are zero."""
+    out = without_data(a, b, offs, bias, out_dtype).zero_()
+    start = 0
+    for i, end in enumerate([] if offs is None else offs.tolist()):
+        match a.dim(), b.dim():
+            case 2, 2:
+                out[i] = a[:, start:end] @ b[start:end]
+            case 2, _:
+                out[start:end] = a[start:end] @ b[i]
+            case _:
+                out[:, start:end] = a[i] @ b[:, start:end]
+        start = end
+    return out if offs is not None else torch.bmm(a, b)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether the rows or the columns lie as torch's kernels want them: dense, and begin at multiples of 16 bytes."""
+    row, column = x.stride()[-2:]
+    rows, columns = x.shape[-2:]
+    ways = ((column, row, columns), (row, column, rows))
+    return any(dense == 1 and step >= max(1, n) and step * x.itemsize % 16 == 0 for dense, step, n in ways)
+
+
+RULES: dict[str, Operator] = {"aten::_grouped_mm": Operator(grouped, kernel)}

@@ -1,0 +1,68 @@
+"""Grouped matmuls, such as those of experts: values and gradients of one device in all layouts, and without data."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard import DTensor, Layout, Mesh, Replicate, Shard
+from dshard.layout import replicated
+from dshard.testing import distribute, simulated, whole
+
+MESH = Mesh((2, 2), ("a", "b"))
+OFFS = torch.tensor([2, 2, 5, 8], dtype=torch.int32)
+SHAPES = {
+    "rows": ((8, 12), (4, 12, 20)),
+    "columns": ((4, 12, 20), (20, 8)),
+    "sums": ((12, 8), (8, 20)),
+    "batches": ((4, 8, 12), (4, 12, 20)),
+}
+
+
+def grouped(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+    return F.grouped_mm(a, b, offs=offs)
+
+
+@pytest.mark.parametrize("form", SHAPES)
+def test_a_grouped_matmul_equals_one_device_in_all_layouts(form: str) -> None:
+    torch.manual_seed(0)
+    a, b = (torch.randn(shape) for shape in SHAPES[form])
+    offs = None if form == "batches" else OFFS
+    expected = [t.requires_grad_() for t in (a, b)]
+    out = grouped(*expected, offs)
+    weights = torch.randn(out.shape)
+    (out * weights).sum().backward()
+    with simulated(MESH):
+        for dims in product((0, a.ndim - 1), (0, b.ndim - 1)):
+            x, y = (
+                distribute(t.detach(), Layout(MESH, (Replicate(), Shard(dim)))).requires_grad_()
+                for t, dim in zip((a, b), dims, strict=True)
+            )
+            z = grouped(x, y, None if offs is None else distribute(offs, replicated(MESH)))
+            torch.testing.assert_close(whole(z.detach()), out.detach(), rtol=1e-5, atol=1e-5)
+            (z * distribute(weights, replicated(MESH))).sum().backward()
+            for mine, theirs in zip((x, y), expected, strict=True):
+                torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_grouped_matmul_without_data_takes_every_dtype(dtype: torch.dtype) -> None:
+    x, w = (torch.empty(shape, dtype=dtype, device="meta") for shape in SHAPES["rows"])
+    offs = torch.empty(4, dtype=torch.int32, device="meta")
+    layouts = ((Replicate(), Replicate()), (Replicate(), Shard(2)), (Replicate(), Replicate()))
+    out = grouped(
+        *(DTensor.from_local(*_local(t, p), shape=t.shape) for t, p in zip((x, w, offs), layouts, strict=True))
+    )
+
+    assert out.shape == (8, 20)
+    assert out.dtype == dtype
+    assert out.placements == (Replicate(), Shard(1))
+
+
+def _local(t: Tensor, placements: tuple[Replicate | Shard, ...]) -> tuple[Tensor, Mesh, tuple[Replicate | Shard, ...]]:
+    shape = Layout(MESH, placements).local_shape(tuple(t.shape), (0, 0))
+    return torch.empty(shape, dtype=t.dtype, device="meta"), MESH, placements
