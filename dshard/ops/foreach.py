@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from dshard.comm import traced
+from dshard.core.call import LocalOp
 from dshard.core.executable import ComposedExecutable, decision_of
 from dshard.core.moves import count_write, redistribute_local, run_on_ranks, write_local
 from dshard.core.observe import ASKED
@@ -22,7 +23,7 @@ from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import Layout, replicated
-from dshard.mesh import Mesh
+from dshard.mesh import Coordinate, Mesh
 from dshard.ops.decompositions import power_sum, real_dtype, root, widened
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.strategy import completed_layout
@@ -30,9 +31,6 @@ from dshard.torch_private import DispatchKey, OpOverload, list_types, optimizer_
 
 ForEach: TypeAlias = Callable[[OpOverload, Args, Kwargs], ComposedExecutable]
 """Plans the calls of an operator with arguments like these."""
-
-
-_NormGroup: TypeAlias = tuple[Layout, torch.dtype]
 
 
 def support() -> None:
@@ -123,22 +121,24 @@ def _elementwise(func: OpOverload, specs: Sequence[Spec], args: Args, kwargs: Kw
 
 
 def norms(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
-    """The norm of each tensor: partial norms of all tensors sharded over the same mesh axes are reduced together."""
+    """The norm of each tensor: the terms of all tensors of one dtype are reduced by one collective."""
     asked = decision_of(func, args, kwargs, why=ASKED)  # clipping needs them of all gradients
-    tensors, ord, dtype = _norm_arguments(*args, **kwargs)
+    tensors, _, dtype = _norm_arguments(*args, **kwargs)
     if not all(isinstance(t, Wrapper) and t.numel() for t in tensors):
         return ComposedExecutable(asked, partial(_one_by_one, func))
-    groups: dict[_NormGroup, list[int]] = {}
+    groups: dict[torch.dtype, list[int]] = {}
     for i, t in enumerate(tensors):
-        groups.setdefault((_terms_layout(t._spec.layout, ord), t.dtype if dtype is None else dtype), []).append(i)
+        groups.setdefault(t.dtype if dtype is None else dtype, []).append(i)
     return ComposedExecutable(asked, partial(_norms_of_groups, func, groups))
 
 
-def _norms_of_groups(func: OpOverload, groups: dict[_NormGroup, list[int]], args: Args, kwargs: Kwargs) -> list[object]:
+def _norms_of_groups(
+    func: OpOverload, groups: dict[torch.dtype, list[int]], args: Args, kwargs: Kwargs
+) -> list[object]:
     tensors, ord, _ = _norm_arguments(*args, **kwargs)
     results: dict[int, object] = {}
-    for (layout, kind), positions in groups.items():
-        results |= zip(positions, _norms(func, [tensors[i] for i in positions], ord, layout, kind), strict=True)
+    for kind, positions in groups.items():
+        results |= zip(positions, _norms(func, [tensors[i] for i in positions], ord, kind), strict=True)
     return [results[i] for i in range(len(tensors))]
 
 
@@ -146,27 +146,43 @@ def _norm_arguments(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype |
     return tensors, ord, dtype
 
 
-def _terms_layout(layout: Layout, ord: float) -> Layout:
-    """The layout of the terms of a norm: one term for each local tensor."""
+def _terms_layout(layouts: Sequence[Layout], ord: float) -> Layout:
+    """The layout of the terms of norms, one for each local tensor: partial along the axes that shard any tensor."""
     reduction: Placement = Partial("max" if ord == inf else "min" if ord == -inf else "sum")
-    return Layout(layout.mesh, tuple(reduction if isinstance(p, Shard) else Replicate() for p in layout.placements))
+    sharded = [any(isinstance(p, Shard) for p in axis) for axis in zip(*(x.placements for x in layouts), strict=True)]
+    return Layout(layouts[0].mesh, tuple(reduction if shards else Replicate() for shards in sharded))
 
 
-def _norms(func: OpOverload, tensors: Sequence[Any], ord: float, layout: Layout, dtype: torch.dtype) -> list[object]:
-    mesh, n, spec, kind = layout.mesh, len(tensors), tensors[0]._spec, real_dtype(dtype)
-    parts = [redistribute_local(t._local_tensor, t._spec, completed_layout(t._spec.layout), func) for t in tensors]
-    terms = run_on_ranks(mesh, lambda coordinate: partial(_terms, ord=ord, dtype=dtype), (parts,), {})
+def _norms(func: OpOverload, tensors: Sequence[Any], ord: float, dtype: torch.dtype) -> list[object]:
+    mesh, n, spec, kind = tensors[0]._spec.layout.mesh, len(tensors), tensors[0]._spec, real_dtype(dtype)
+    layouts = [completed_layout(t._spec.layout) for t in tensors]
+    parts = [redistribute_local(t._local_tensor, t._spec, to, func) for t, to in zip(tensors, layouts, strict=True)]
+    layout = _terms_layout(layouts, ord)
+
+    def make_terms(coordinate: Coordinate) -> LocalOp:
+        gives = [_gives_term(each, layout, coordinate) for each in layouts]
+        return partial(_terms, gives=gives, ord=ord, dtype=dtype)
+
+    terms = run_on_ranks(mesh, make_terms, (parts,), {})
     gathered = redistribute_local(terms, spec_of(layout, (n,), (1,), terms.dtype, spec.device), replicated(mesh), func)
     norms = run_on_ranks(mesh, lambda coordinate: partial(_roots, ord=ord, dtype=kind), (gathered,), {})
     out = spec_of(replicated(mesh), (), (), kind, spec.device)
     return [wrap(norm, out) for norm in norms]
 
 
-def _terms(parts: Sequence[Tensor], ord: float, dtype: torch.dtype) -> Tensor:
-    return torch.stack([_term(widened(part.to(dtype)), ord) for part in parts])
+def _gives_term(layout: Layout, terms: Layout, coordinate: Coordinate) -> bool:
+    """Whether this rank adds a term of a tensor: of copies along an axis that others shard, the first one does."""
+    axes = zip(layout.placements, terms.placements, coordinate, strict=True)
+    return all(i == 0 for placement, term, i in axes if isinstance(term, Partial) and placement == Replicate())
 
 
-def _term(part: Tensor, ord: float) -> Tensor:
+def _terms(parts: Sequence[Tensor], gives: Sequence[bool], ord: float, dtype: torch.dtype) -> Tensor:
+    return torch.stack([_term(widened(part.to(dtype)), gives, ord) for part, gives in zip(parts, gives, strict=True)])
+
+
+def _term(part: Tensor, gives: bool, ord: float) -> Tensor:
+    if not gives and ord not in (inf, -inf):
+        return part.new_zeros((), dtype=real_dtype(part.dtype))
     if ord not in (inf, -inf):
         return power_sum(part, ord)
     if not part.numel():

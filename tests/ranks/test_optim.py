@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from dshard import DTensor, Layout, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dshard.comm import Event, listen
+from dshard.core import wrapper
 from dshard.testing import RankPool, distribute, parts, simulated, whole
 
 LINE = Mesh((3,), ("x",))
@@ -143,6 +145,36 @@ def test_the_norm_of_all_gradients_is_one_reduction(kind: float) -> None:
             clip_grad_norm_(params, 1.0, kind)
 
     assert [(event.collective, event.nbytes) for event in events] == [("all_reduce", events[0].nbytes)]
+
+
+@pytest.mark.parametrize("kind", [1.0, 2.0, inf])
+def test_the_norm_of_gradients_in_several_layouts_is_reduced_once(kind: float) -> None:
+    layouts = [LAYOUTS["blocks"], LAYOUTS["rows and whole"], Layout(SQUARE, (Replicate(), Replicate()))]
+    plain, events = parameters(), list[Event]()
+    loss(plain).backward()
+    expected = clip_grad_norm_(plain, 1.0, kind)
+    with simulated(SQUARE):
+        params = [Parameter(distribute(rows(*shape), layout)) for shape, layout in zip(SHAPES, layouts, strict=True)]
+        loss(params).backward()
+        with listen(events.append):
+            found = clip_grad_norm_(params, 1.0, kind)
+
+        assert_equal([found], [expected])
+        assert_equal([p.grad for p in params], [p.grad for p in plain])
+    assert [(event.collective, event.axis) for event in events] == [("all_reduce", "x"), ("all_reduce", "y")]
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adamw"])
+def test_a_step_makes_no_tensor_for_a_parameter(name: str) -> None:
+    with simulated(LINE):
+        params = [p for _ in range(2) for p in parameters(LAYOUTS["rows"])]
+        optimiser = OPTIMISERS[name](params)
+        for step in range(3):
+            loss(params).backward()
+            with patch.object(wrapper, "make", side_effect=wrapper.make) as made:
+                optimiser.step()
+            optimiser.zero_grad(set_to_none=step == 0)
+    assert made.call_count == 0
 
 
 def test_parameters_on_different_layouts() -> None:
