@@ -18,8 +18,8 @@ from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.parallel.build_plan import lay_out
+from dshard.parallel.plan_options import PlanOptions
 from dshard.parallel.plan_values import Cost, Placements, Plan
-from dshard.parallel.precision import Precision
 from dshard.parallel.roles import Roles
 from dshard.parallel.strategies import STRATEGIES, axes_of, check_units
 from dshard.redistribute import plan as plan_moves
@@ -43,7 +43,7 @@ class Auto:
             as_number(self.memory, "memory", StrategyError)
 
 
-def cheapest(mesh: Mesh, roles: Roles, auto: Auto, precision: Precision | None, price: Callable[[Plan], Cost]) -> Plan:
+def cheapest(mesh: Mesh, roles: Roles, auto: Auto, options: PlanOptions, price: Callable[[Plan], Cost]) -> Plan:
     """The plan of the fewest seconds, by `price`, that fits in memory.
 
     A mesh of one axis is folded into two in every way; of others the axes stay.
@@ -53,7 +53,7 @@ def cheapest(mesh: Mesh, roles: Roles, auto: Auto, precision: Precision | None, 
     """
 
     def priced(plan: Plan) -> Plan:
-        plan = replace(plan, precision=precision)
+        plan = options.of(plan)
         return replace(plan, cost=price(plan))
 
     plans = [priced(plan) for folded in foldings(mesh) for plan in uniform(roles, folded)]

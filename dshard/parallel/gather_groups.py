@@ -156,7 +156,7 @@ class GatherOrder:
 
 def gather_in_groups(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
     """Register hooks that gather parameters, or cast them, a block at a time, as the plan asks; return them."""
-    blocks = list(blocks_of(model))
+    blocks = sorted(blocks_of(model) if plan.groups is None else plan.groups, key=len, reverse=True)  # innermost first
     places: defaultdict[int, list[Place]] = defaultdict(list)
     groups_of: defaultdict[int, set[str]] = defaultdict(set)
     for path, module in model.named_modules():
@@ -171,8 +171,10 @@ def gather_in_groups(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
         members[next(iter(groups)) if len(groups) == 1 else ""].append(where)
     order = GatherOrder()
     hooks: list[RemovableHandle] = [model.register_forward_pre_hook(order.restart)] if members else []
-    for path in sorted(members, key=lambda path: path != ""):  # the model's own first, then blocks as they are listed
-        group, module = GatherGroup(members[path], plan, order, keeps=path == ""), model.get_submodule(path)
+    for path, module in model.named_modules():  # the model's own first, then blocks as they are listed
+        if path not in members:
+            continue
+        group = GatherGroup(members[path], plan, order, keeps=path == "")
         order.expects(group)
         hooks.append(module.register_forward_pre_hook(group.enter))
         hooks.append(module.register_forward_hook(group.leave, always_call=True))

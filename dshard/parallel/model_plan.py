@@ -23,8 +23,8 @@ from dshard.parallel.boundary import Boundary, end_boundary, set_boundary
 from dshard.parallel.build_plan import lay_out
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.plan_files import strategy_of
+from dshard.parallel.plan_options import PlanOptions, plan_options
 from dshard.parallel.plan_values import Plan
-from dshard.parallel.precision import Precision, as_precision
 from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import price
 from dshard.parallel.strategies import axes_of, check_units
@@ -43,12 +43,13 @@ def plan_model(
     /,
     *args: object,
     precision: object = None,
+    group: object = None,
     **kwargs: object,
 ) -> Plan:
     """Plan what `parallelize` would do, and the cost of a training step under it; `model` is not changed.
 
     `args` and `kwargs` are an example batch: only shapes and dtypes matter. Parameters may be without data. The mesh
-    may be pure, so that no process is needed. `precision` is as of `parallelize`.
+    may be pure, so that no process is needed. `precision` and `group` are as of `parallelize`.
 
     Raises:
         StrategyError: no such strategy, a mesh that it cannot use, or more ranks than there are heads.
@@ -57,7 +58,7 @@ def plan_model(
     pure = as_mesh(mesh)
     asked = _asked(model, plan, pure, kwargs)
     args, kwargs = _example(model, args, kwargs)
-    chosen = _plan_for(model, pure, asked, as_precision(precision), args, kwargs)
+    chosen = _plan_for(model, pure, asked, plan_options(model, precision, group), args, kwargs)
     if isinstance(asked, Plan):
         if chosen.mesh.ranks != pure.ranks:
             raise _other_mesh(chosen.mesh, pure)
@@ -74,6 +75,7 @@ def parallelize(
     inputs: object = "global",
     outputs: object = None,
     precision: object = None,
+    group: object = None,
     **kwargs: object,
 ) -> nn.Module:
     """Lay out `model` in place and return it: its parameters become DTensors, and it takes plain tensors as before.
@@ -94,10 +96,11 @@ def parallelize(
     is sent, but a digest of the plan with "per-data-rank". Parameters without data get their local tensor alone.
 
     `precision`, a `dshard.parallel.Precision` or torch's `MixedPrecisionPolicy`, has weights used, and gradients
-    reduced, in other dtypes than those in which parameters are stored.
+    reduced, in other dtypes than those in which parameters are stored. `group` are modules that each have
+    theirs gathered together, as patterns of paths or themselves; by default the entries of the outermost module lists.
 
     Raises:
-        ArgumentError: a `precision` that is neither.
+        ArgumentError: a `precision` or a `group` that is none.
         StrategyError: no such strategy, a mesh that it cannot use, or more ranks than there are heads.
         LayoutError: a forward pass that depends on the values of tensors; a pattern that matches no parameter.
     """
@@ -106,7 +109,8 @@ def parallelize(
     if isinstance(outputs, Tensor):
         outputs, kwargs = None, {**kwargs, "outputs": outputs}
     pure = as_mesh(mesh)
-    chosen = _plan_for(model, pure, _asked(model, plan, pure, kwargs), as_precision(precision), args, kwargs)
+    options = plan_options(model, precision, group)
+    chosen = _plan_for(model, pure, _asked(model, plan, pure, kwargs), options, args, kwargs)
     if chosen.mesh != pure:
         chosen = replace(chosen, mesh=_folded(mesh, chosen.mesh))
     boundary = Boundary(chosen, inputs, outputs)
@@ -119,17 +123,15 @@ def parallelize(
     return model
 
 
-def _plan_for(
-    model: nn.Module, mesh: Mesh, asked: Checked, precision: Precision | None, args: Args, kwargs: Kwargs
-) -> Plan:
+def _plan_for(model: nn.Module, mesh: Mesh, asked: Checked, options: PlanOptions, args: Args, kwargs: Kwargs) -> Plan:
     """The plan that was asked for, made of an example batch unless it is one, or is by name."""
     match asked:
         case Plan():
-            return asked if precision is None else replace(asked, precision=precision)
+            return options.of(asked)
         case str() | Auto():
-            return planned(model, mesh, asked, precision, *_example(model, args, kwargs))
+            return planned(model, mesh, asked, options, *_example(model, args, kwargs))
         case _:
-            return replace(by_name(model, mesh, asked), precision=precision)
+            return options.of(by_name(model, mesh, asked))
 
 
 def _asked(model: nn.Module, plan: Asked, mesh: Mesh, kwargs: Mapping[str, Any]) -> Checked:
@@ -168,7 +170,7 @@ def planned(
     model: nn.Module,
     mesh: Mesh,
     plan: str | Auto,
-    precision: Precision | None,
+    options: PlanOptions,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Plan:
@@ -176,10 +178,10 @@ def planned(
     roles = roles_of(trace_factors(model, args, kwargs))
     if plan == AUTO or isinstance(plan, Auto):
         auto = plan if isinstance(plan, Auto) else Auto()
-        return cheapest(mesh, roles, auto, precision, lambda plan: price(model, plan, args, kwargs))
+        return cheapest(mesh, roles, auto, options, lambda plan: price(model, plan, args, kwargs))
     axes = axes_of(plan, mesh)
     check_units(roles, axes, mesh)
-    return replace(lay_out(roles, plan, axes, mesh), precision=precision)
+    return options.of(lay_out(roles, plan, axes, mesh))
 
 
 def _folded(mesh: DeviceMesh | Mesh, folded: Mesh) -> Mesh:

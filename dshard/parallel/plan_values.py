@@ -94,7 +94,8 @@ class Plan:
     whose first dim is the batch, other inputs are replicated; `outputs` those of what modules return, and `products`
     the loops of the product within a module; `shared` are modules that move what they are given once, for others want
     it, too; `gathered` are the mesh axes whose shards of parameters are gathered a block at a time; `precision` are the
-    dtypes in which weights are used and gradients reduced. What a plan does not name is replicated, or decided by cost.
+    dtypes in which weights are used and gradients reduced, `groups` the modules that have weights gathered or cast
+    together, None for the model's blocks. What a plan does not name is replicated, or decided by cost.
     """
 
     strategy: str
@@ -107,6 +108,7 @@ class Plan:
     cost: Cost | None = None
     gathered: tuple[str, ...] = ()
     precision: Precision | None = None
+    groups: tuple[str, ...] | None = None
 
     def placements(self, parameter: str) -> Placements:
         """The placements of the parameter of this name.

@@ -11,11 +11,11 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from dshard import Mesh, init_device_mesh, parallelize, plan_model, trace
+from dshard import DShardError, Mesh, init_device_mesh, parallelize, plan_model, trace
 from dshard.autograd.gathered_weights import Whole
 from dshard.parallel.gather_groups import blocks_of
 from dshard.simulate import record
-from dshard.testing import RankPool
+from dshard.testing import RankPool, simulated, whole
 
 
 class Block(nn.Module):
@@ -229,3 +229,43 @@ def whole_after() -> list[int]:
 
 def test_no_weights_stay_whole_after_a_forward_pass(ranks: RankPool):
     assert ranks.run(whole_after) == [[0, 0]] * 4
+
+
+def gathers_of(**options: Any) -> list[int]:
+    """How many collectives gather in a plan, forward and backward."""
+    plan = plan_model(Net(3, width=8), Mesh((4,), ("d",)), "fsdp", torch.zeros(8, 3, dtype=torch.long), **options)
+    assert plan.cost is not None
+    moves = [move for move in plan.cost.moves if move.collective == "all_gather"]
+    return [sum(m.count for m in moves if m.direction == way) for way in ("forward", "backward")]
+
+
+def test_groups_that_are_asked_for():
+    mesh, ids = Mesh((4,), ("d",)), torch.arange(8).view(8, 1)
+    assert gathers_of() == [1 + 3, 2]
+    assert gathers_of(group=["blocks.[01]"]) == [1 + 2, 1], "the third block's are the model's own"
+    assert gathers_of(group=["blocks.*", "blocks.*.up"])[0] == 1 + 2 * 3
+    model, reference = Net(), Net()
+    with simulated(mesh):
+        parallelize(model, mesh, "fsdp", ids, group=[*model.blocks, model.blocks[1].up])
+        for each in (model, reference):
+            for _ in range(2):
+                each(ids).square().mean().backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (
+            ["layers.*"],
+            r"group: 'layers.\*' is no module of Net with parameters: give .* there are embed, blocks, blocks.0",
+        ),
+        ([nn.Linear(2, 2)], "group: a Linear is no module of Net with parameters"),
+        ("blocks.*", "group: 'blocks.*' is no sequence: give patterns of their paths"),
+        ([3], "group: 3 is an int: give patterns of their paths"),
+    ],
+)
+def test_groups_that_are_none(group: Any, message: str):
+    with pytest.raises(DShardError, match=message):
+        parallelize(Net(), Mesh((4,), ("d",)), "fsdp", torch.zeros(8, 3, dtype=torch.long), group=group)

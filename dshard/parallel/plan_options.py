@@ -1,0 +1,62 @@
+"""What one may ask of a plan beside its strategy: dtypes, and the modules whose weights are gathered together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from dshard.errors import ArgumentError, LayoutError
+from dshard.parallel.plan_values import Plan
+from dshard.parallel.precision import Precision, as_precision
+from dshard.validate import article, as_tuple, shown
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """The options given to `parallelize` or `plan_model`; None leaves what a plan has."""
+
+    precision: Precision | None
+    groups: tuple[str, ...] | None
+
+    def of(self, plan: Plan) -> Plan:
+        """`plan` with these options."""
+        precision = plan.precision if self.precision is None else self.precision
+        return replace(plan, precision=precision, groups=plan.groups if self.groups is None else self.groups)
+
+
+def plan_options(model: nn.Module, precision: object, group: object) -> PlanOptions:
+    """The options that the arguments `precision` and `group` ask for.
+
+    Raises:
+        ArgumentError: a `precision` that is none; a `group` of other things than patterns and modules.
+        LayoutError: a pattern that matches no module with parameters, or a module of another model.
+    """
+    if group is None:
+        return PlanOptions(as_precision(precision), None)
+    modules = {path: m for path, m in model.named_modules() if path and next(m.parameters(), None) is not None}
+    way_out = 'give patterns of their paths, such as ["layers.*"], or the modules themselves'
+    asked = as_tuple(group, "group", way_out)
+    paths = dict.fromkeys(path for each in asked for path in _matches(each, modules, type(model).__name__, way_out))
+    return PlanOptions(as_precision(precision), tuple(path for path in modules if path in paths))
+
+
+def _matches(asked: object, modules: dict[str, nn.Module], model: str, way_out: str) -> list[str]:
+    if isinstance(asked, str):
+        found = [path for path in modules if _is_like(path.split("."), asked.split("."))]
+    elif isinstance(asked, nn.Module):
+        found = [path for path, module in modules.items() if module is asked]
+    else:
+        raise ArgumentError(f"group: {shown(asked)} is {article(asked)}: {way_out}")
+    if not found:
+        name = repr(asked) if isinstance(asked, str) else article(asked)
+        raise LayoutError(
+            f"group: {name} is no module of {model} with parameters: {way_out}; there are {', '.join([*modules][:3])}"
+        )
+    return found
+
+
+def _is_like(names: list[str], patterns: list[str]) -> bool:
+    """Whether each name of a path matches a pattern: "layers.*" are the layers, and not what is in them."""
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
