@@ -96,8 +96,10 @@ class Decision:
 
     def collectives(self) -> tuple[PlannedCollective, ...]:
         """The collectives that this decision runs, in order, without those of decisions made within it."""
-        redistributions = [sent for plan, itemsize in self.moves() for sent in planned(plan, itemsize, self.topology)]
-        return (*redistributions, *self.exchanges, *self._crossing())
+        moves = [[*planned(plan, itemsize, self.topology)] for plan, itemsize in self.moves()]
+        n = len(moves) - sum(bool(end.steps) for end in self.ends)
+        before, after = ((sent for each in part for sent in each) for part in (moves[:n], moves[n:]))
+        return (*before, *self.exchanges, *after, *self._crossing())
 
     def _crossing(self) -> Iterator[PlannedCollective]:
         if self.crossing is None:

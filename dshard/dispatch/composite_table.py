@@ -19,7 +19,7 @@ from dshard.core.torch_function import bind_arguments, call_torch
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import replicated
-from dshard.ops.attention_call import attention
+from dshard.ops.attention.attention_call import attention
 from dshard.ops.custom import accept_call
 from dshard.ops.embedding import embedding
 from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, rmatmul

@@ -73,7 +73,8 @@ def explanation(decision: Decision, topology_why: str, within: tuple[Decision, .
         chosen = _add_decisions(_chosen_candidate(decision, ruled), within)
         every = tuple(chosen if strategy == decision.strategy else priced for strategy, priced in ruled.items())
         every = every if chosen in every else (chosen, *every)
-        why = _why_alternative(ruled) if decision.is_alternative else why_chosen(chosen, every)
+        in_place = decision.is_alternative and not all(each.name for each in ruled)
+        why = _why_alternative(ruled) if in_place else why_chosen(chosen, every)
     else:
         chosen = _add_decisions(_without_strategy(decision), within)
         every = (chosen,)

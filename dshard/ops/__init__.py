@@ -3,7 +3,8 @@
 pointwise reductions views slicing concat indexing nn losses convolution batched distances addmm   tables of rules
 matmul/              matmuls: chosen by loops, run whole or in panels, differentiated as matmuls
 random/              random values that do not depend on the mesh
-attention embedding vocab_parallel   functions of torch that are planned jointly; composite.py runs them
+attention/           attention: loops b, h, q and k, merged partial results
+embedding vocab_parallel   functions of torch that are planned jointly; composite.py runs them
 scans exchange move_split split_pieces small_reductions   alternatives that need not gather a sharded dim
 foreach out_argument decompositions custom   lists of tensors, `out=`, operators made of others
 """

@@ -18,9 +18,9 @@ from dshard.autograd.crossing import FromLocal, ToLocal, as_distributed, redistr
 from dshard.comm import LocalTensor, own_coordinate, traced
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
-from dshard.core.executable import Executable, decide, result_specs, watched, wrap_as
+from dshard.core.executable import ComposedExecutable, Executable, decide, result_specs, watched, wrap_as
 from dshard.core.moves import counting_as, run_on_ranks
-from dshard.core.observe import CALL_LOG, OBSERVERS
+from dshard.core.observe import CALL_LOG, OBSERVERS, observed
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, for_shapes
@@ -45,13 +45,25 @@ def run_composite(
     `key` tells calls apart whose rule or local operator differ though the specs are alike; `kernel`, where there is
     one, gives the local operator of each rank. Both are cached, and so must hold no tensor.
     """
+    return run_chosen(key, lambda: _choose_composite(rule, local, tensors, key[0], kernel), tensors)
+
+
+def run_chosen(
+    key: tuple[Any, ...], choose: Callable[[], Executable | ComposedExecutable], tensors: Sequence[Any]
+) -> Any:
+    """Run a composite operator as what `choose` makes of the first call with these specs and this `key`."""
     full_key = call_key(key, tensors)
     choices = planning_context().choices
-    executable: Executable | None = choices.get(full_key)
+    executable: Executable | ComposedExecutable | None = choices.get(full_key)
     if executable is None:
-        executable = choices.add(full_key, _choose_composite(rule, local, tensors, key[0], kernel))
+        executable = choices.add(full_key, choose())
     else:
         choices.hits += 1
+    if isinstance(executable, ComposedExecutable):
+        run: Function = executable
+        return (
+            observed(executable.decision, run, (tensors, {})) if OBSERVERS and executable.decision else run(tensors, {})
+        )
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     call: Function = partial(run_recorded if recorded else _run_unrecorded, executable)
     if CALL_LOG or OBSERVERS:
@@ -81,22 +93,63 @@ def _run_unrecorded(executable: Executable, *tensors: object) -> object:
 def run_recorded(executable: Executable, *tensors: Any) -> Any:
     """Run a composite operator on distributed tensors so that autograd records its local operator."""
     executable.compare(tensors)
-    (out,), local_op = executable.specs, executable.local_op
+    local_op, ends = executable.local_op, executable.decision.ends
     plans, gradients = executable.plans, executable.gradients
+    computed = executable.specs
+    if ends:
+        computed = [spec.with_layout(end.src) for spec, end in zip(executable.specs, ends, strict=True)]
     with no_torch_function():
         redistributed = [redistribute(t, p.dst) for t, p in zip(tensors, plans, strict=True)]
         if any(type(t._local_tensor) is LocalTensor for t in redistributed):
             specs = [t._spec.with_layout(layout) for t, layout in zip(redistributed, gradients, strict=True)]
-            return Simulated.apply(_alone(local_op), (out,), (out.layout.cotangent(),), specs, *redistributed)[0]  # type: ignore[no-untyped-call]
-        for t, copy in zip(tensors, redistributed, strict=True):
-            if copy is not t and not traced(copy._local_tensor):
-                copy._local_tensor = counting_as(t._local_tensor, copy._local_tensor)
-        parts = [
-            ToLocal.apply(t, t._spec.with_layout(layout)) if t.requires_grad else t._local_tensor  # type: ignore[no-untyped-call]
-            for t, layout in zip(redistributed, gradients, strict=True)
-        ]
-        result = _depending_on_all(local_op(own_coordinate(executable.mesh))(*parts), parts)
-        return FromLocal.apply(result, out, out.layout.cotangent())  # type: ignore[no-untyped-call]
+            cotangents = [out.layout.cotangent() for out in computed]
+            results = Simulated.apply(_as_tuples(local_op), computed, cotangents, specs, *redistributed)  # type: ignore[no-untyped-call]
+        else:
+            for t, copy in zip(tensors, redistributed, strict=True):
+                if copy is not t and not traced(copy._local_tensor):
+                    copy._local_tensor = counting_as(t._local_tensor, copy._local_tensor)
+            parts = [
+                ToLocal.apply(t, t._spec.with_layout(layout)) if t.requires_grad else t._local_tensor  # type: ignore[no-untyped-call]
+                for t, layout in zip(redistributed, gradients, strict=True)
+            ]
+            local = _as_tuples(local_op)(own_coordinate(executable.mesh))(*parts)
+            results = [
+                FromLocal.apply(_depending_on_all(x, parts), out, out.layout.cotangent())  # type: ignore[no-untyped-call]
+                for x, out in zip(local, computed, strict=True)
+            ]
+        results = [_moved_to(x, out.layout) for x, out in zip(results, executable.specs, strict=True)]
+        if isinstance(executable, SavingExecutable):
+            results = [Saved.apply(x, *tensors) for x in results]  # type: ignore[no-untyped-call]
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def _moved_to(x: Any, layout: Layout) -> Any:
+    """`x` in another layout; a write to it counts as one to `x`, which the local operator may have saved."""
+    moved = redistribute(x, layout)
+    if moved is not x and type(moved._local_tensor) is not LocalTensor and not traced(moved._local_tensor):
+        moved._local_tensor = counting_as(x._local_tensor, moved._local_tensor)
+    return moved
+
+
+class SavingExecutable(Executable):
+    """A composite operator whose local operator saves copies: its operands and its result are saved as well."""
+
+    __slots__ = ()
+
+
+class Saved(torch.autograd.Function):
+    """The result of a composite operator, with its operands saved: a write to any of them is refused in backward."""
+
+    @staticmethod
+    def forward(ctx: Context, out: Any, *operands: Any) -> Any:
+        result = wrap(out._local_tensor, out._spec)
+        ctx.save_for_backward(*operands, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Context, grad: Any) -> Any:
+        operands = ctx.saved_tensors[:-1]
+        return (grad, *(None for _ in operands))
 
 
 def _depending_on_all(out: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -152,9 +205,19 @@ class Simulated(torch.autograd.Function):
         return (None,) * 4 + tuple(out)
 
 
-def _alone(local_op: Callable[[Coordinate], Local]) -> Callable[[Coordinate], Locals]:
-    """Wrap a local operator with one output as one that returns a tuple."""
-    return lambda at: lambda *parts: (local_op(at)(*parts),)
+def _as_tuples(local_op: Callable[[Coordinate], Any]) -> Callable[[Coordinate], Locals]:
+    """Wrap a local operator so that it returns a tuple, of one output too."""
+
+    def at(coordinate: Coordinate) -> Locals:
+        local = local_op(coordinate)
+
+        def run(*parts: Tensor) -> tuple[Tensor, ...]:
+            out = local(*parts)
+            return out if isinstance(out, tuple) else (out,)
+
+        return run
+
+    return at
 
 
 def _pull_back(local: Locals, n: int, needed: Sequence[bool]) -> Locals:

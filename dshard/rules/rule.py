@@ -30,7 +30,8 @@ class Rule:
     `unsharded` factors may not be sharded. A sharded factor that an output lacks leaves it partial: with `reduce[i]`
     for output `i`, or `reduce[0]` where all are alike. `passes` are partial operands that leave the outputs partial. Of
     `unread` operands only the layout matters: they are not redistributed. `sizes` are those of factors that stand alone
-    in no dim. With `loops` a mesh axis may shard any factor, even one that no operand has sharded.
+    in no dim. With `loops` a mesh axis may shard any factor, even one that no operand has sharded. The local work is
+    one matmul over all factors, or several, each with one of the factors `apart`.
     """
 
     inputs: tuple[Term, ...]
@@ -41,6 +42,7 @@ class Rule:
     unread: frozenset[int] = frozenset()
     sizes: tuple[tuple[str, int], ...] = ()
     loops: bool = False
+    apart: tuple[str, ...] = ()
 
     def reduce_of(self, output: int) -> ReduceOp:
         """The reduction with which a sharded factor that output `i` lacks leaves it partial."""

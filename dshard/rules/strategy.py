@@ -27,7 +27,7 @@ class Constraints:
     output. `gradients`: which operands get a gradient, so that the backward pass counts; `kept`: of which the
     redistributed copy is kept for it. `among`: the rows that each mesh axis may have, in alternatives. `reduced`: for
     each mesh axis the placement of a sum that a matmul leaves partial there: P, R, or sharded over the dim of loop m or
-    n.
+    n. `returned`: the layout whose shards the first output takes again, where the strategy has others or a sum there.
     """
 
     keep: Layout | None = None
@@ -36,6 +36,7 @@ class Constraints:
     kept: tuple[bool, ...] = ()
     among: tuple[Allowed, ...] | None = None
     reduced: tuple[str, ...] | None = None
+    returned: Layout | None = None
 
 
 ANY = Constraints()
@@ -367,11 +368,12 @@ class _Price:
         )
         for (shape, itemsize), layout in zip(self.outputs, expansion.outputs, strict=True):
             nbytes += layout.local_numel(shape) * itemsize
-        local = (
-            -(-size // prod(self.mesh.shape[a] for a in expansion.order.get(factor, ())))
+        local = {
+            factor: -(-size // prod(self.mesh.shape[a] for a in expansion.order.get(factor, ())))
             for factor, size in self.sizes.items()
-        )
-        return work_seconds(2.0 * prod(local), nbytes, self.topology)
+        }
+        matmuls = sum(local.pop(factor) for factor in self.rule.apart) if self.rule.apart else 1
+        return work_seconds(2.0 * matmuls * prod(local.values()), nbytes, self.topology)
 
     def end(self, i: int, expansion: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:
         """The layout to which the price redistributes output `i`: the cheapest of its ends."""
@@ -386,7 +388,9 @@ class _Price:
         if i == 0 and (self.wanted.result is not None or self.wanted.reduced is not None):
             return (requested_layout(self.rule, self.wanted, expansion, shape),)
         if (i, layout) not in self.known_ends:
-            self.known_ends[i, layout] = self._ends(layout, shape)
+            returned = self.wanted.returned if i == 0 else None
+            end = layout if returned is None else returned_layout(layout, returned)
+            self.known_ends[i, layout] = self._ends(end, shape)
         return self.known_ends[i, layout]
 
     def _ends(self, layout: Layout, shape: Shape) -> tuple[Layout, ...]:
@@ -424,6 +428,14 @@ def requested_layout(rule: Rule, wanted: Constraints, expansion: Expansion, shap
         at = max(candidates, key=lambda dim: (shape[dim], -dim), default=None)
         layout = layout.replace(axis, Replicate() if at is None else Shard(at))
     return layout
+
+
+def returned_layout(layout: Layout, like: Layout) -> Layout:
+    """The layout with the shards of `like` wherever that has any."""
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard) and layout.placements[axis] != placement:
+            layout = layout.replace(axis, placement)
+    return like if layout.placements == like.placements else layout
 
 
 def completed_layout(layout: Layout) -> Layout:

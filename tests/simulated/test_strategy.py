@@ -18,10 +18,10 @@ from dshard.core.observe import Decision
 from dshard.core.operands import operand_of, plan_to
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.layout import Shape, parse_layout
-from dshard.ops.attention import attention_rule
 from dshard.ops.composite import run_recorded
 from dshard.ops.matmul.rules import linear_rule, matmul_rule
 from dshard.placements import Replicate, Shard, chunk
+from dshard.rules.attention_loops import attention_rule
 from dshard.rules.expand import Operand, merges
 from dshard.rules.rule import Rule
 from dshard.rules.rule_notation import parse_rule

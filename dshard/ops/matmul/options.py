@@ -12,6 +12,7 @@ from dshard.core.context import SETTINGS
 from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
+from dshard.rules.attention_loops import AttentionLoop, check_attention
 from dshard.rules.matmul_loops import Schedule
 from dshard.rules.matmul_strategies import allowed_rows, strategy_named
 from dshard.rules.panel_stream import Auto, Stream
@@ -30,6 +31,7 @@ class MatmulOptions:
     result: Layout | None = None
     saved: Saved = "auto"
     stream: Stream | Auto | None = None
+    attention: str | tuple[AttentionLoop, ...] | None = None
 
     def streamed(self) -> Stream | Auto | None:
         """The panels asked for, or those of the strategy."""
@@ -87,7 +89,8 @@ def _asked(changes: Sequence[MatmulOptions]) -> MatmulOptions:
     for change in changes:
         strategy = options.strategy if change.strategy is None else change.strategy
         stream = options.stream if change.stream is None else change.stream
-        options = replace(change, strategy=strategy, stream=stream)
+        attention = options.attention if change.attention is None else change.attention
+        options = replace(change, strategy=strategy, stream=stream, attention=attention)
     return _ALL.setdefault(options, options)
 
 
@@ -122,8 +125,12 @@ def use_strategy(
     saved: Saved = "auto",
     panels: int | Literal["auto"] | Stream | None = None,
     buffer_bytes: int | None = None,
+    attention: str | Sequence[AttentionLoop] | None = None,
 ) -> Iterator[None]:
-    """Within the block matmuls use this strategy instead of the cheapest, and run in `panels` panels.
+    """Within the block matmuls and attention use these strategies instead of the cheapest; matmuls run in `panels`.
+
+    `attention` is a name, such as "ulysses", "context" or "split-keys", or a loop for each mesh axis: "b", "h", "q" or
+    "k" (`dshard.rules.attention_loops` has the table).
 
     With `panels` "auto" each matmul runs in the number of panels that is priced to take the fewest seconds, or in bulk;
     `buffer_bytes` limits the choice to numbers whose buffers take at most that on a rank, or else to the smallest.
@@ -141,7 +148,8 @@ def use_strategy(
     if matmul is not None:
         check_strategy(matmul)
     check_saved(saved)
-    asked = MatmulOptions(matmul, saved=saved, stream=stream_of(panels, buffer_bytes))
+    loops = None if attention is None else check_attention(attention)
+    asked = MatmulOptions(matmul, saved=saved, stream=stream_of(panels, buffer_bytes), attention=loops)
     try:
         with _ASKED.entered(asked):
             Guarded.asked = current_options()

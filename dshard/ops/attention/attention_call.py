@@ -1,0 +1,114 @@
+"""The entry of `torch.nn.functional.scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard.comm import plain
+from dshard.core.call import LocalOp
+from dshard.core.executable import ComposedExecutable, Executable, wrap_as
+from dshard.core.operands import common_mesh, spec_like
+from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.spec import Spec, for_shapes, spec_of
+from dshard.core.torch_function import autocast, bind_arguments
+from dshard.core.wrapper import Wrapper
+from dshard.mesh import Coordinate
+from dshard.ops.attention.attention_choice import Asked, Choice, chosen
+from dshard.ops.attention.local_attention import Options, of_key_heads, of_queries, whole
+from dshard.ops.attention.split_keys import SplitKeys
+from dshard.ops.composite import SavingExecutable, run_chosen
+from dshard.ops.matmul.options import current_options
+from dshard.ops.matmul.rules import same_dtype
+
+
+def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`scaled_dot_product_attention`: local for each head and each batch entry."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    query, k, v, mask, dropout, causal, scale, gqa = bind_arguments(names, args, kwargs)
+    causal, gqa = bool(causal), bool(gqa)
+    if dropout:
+        _accepted(query, k, v, mask, dropout, causal, scale, gqa)
+        return _attention_with_dropout(query, k, v, mask, dropout, causal, scale, gqa)
+    tensors = autocast((query, k, v) if mask is None else (query, k, v, mask))
+    options, asked = Options(causal, scale, gqa), current_options().attention
+    needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
+    return run_chosen(
+        ("attention", causal, scale, gqa, asked, needed), partial(_executable, tensors, options, asked, needed), tensors
+    )
+
+
+def _executable(
+    tensors: Sequence[Tensor], options: Options, asked: Asked, needed: tuple[bool, ...]
+) -> Executable | ComposedExecutable:
+    """The cheapest way to run attention on operands like these."""
+    mesh = common_mesh("attention", list(tensors))
+    same_dtype("attention", [t.dtype for t in tensors[:3]])
+    specs = [spec_like(t, mesh) for t in tensors]
+    attend = whole(options)
+    with torch.no_grad(), for_shapes():
+        out = attend(*(spec.meta() for spec in specs))
+    choice = chosen(specs, out, options.gqa, asked, needed)
+    if choice.keys == "split":
+        return SplitKeys(choice, specs, out, options)
+    result = spec_of(choice.end, tuple(out.shape), out.stride(), out.dtype, specs[0].device)
+    positions = [i for i, t in enumerate(tensors) if isinstance(t, Wrapper)]
+    kernel = partial(_kernel, choice, specs, options)
+    gradients = choice.strategy.gradients
+    saves_copies = choice.keys == "every head" or choice.strategy.outputs[0].leaves_empty(tuple(out.shape))
+    make = SavingExecutable if saves_copies else Executable
+    return make(choice.decision, kernel, [result], positions, wrap_as(result), gradients=gradients)
+
+
+def _kernel(choice: Choice, specs: Sequence[Spec], options: Options, at: Coordinate) -> LocalOp:
+    """Attention of the rank at a coordinate: of its queries, with the heads of the keys that are theirs."""
+    layout, shape = choice.strategy.inputs[0], specs[0].shape
+    queries = layout.dim_range(len(shape) - 2, shape[-2], at)
+    attend = of_queries(queries, options) if options.causal and len(queries) < shape[-2] else whole(options)
+    if choice.keys == "whole":
+        return attend
+    heads = layout.dim_range(len(shape) - 3, shape[-3], at)
+    return of_key_heads(heads, shape[-3] // specs[1].shape[-3], attend)
+
+
+def _accepted(query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> None:
+    """Let torch refuse arguments that it would refuse on one device."""
+    tensors = [t._spec.meta() if isinstance(t, Wrapper) else t for t in (query, key, value, mask)]
+    common_mesh("attention", [t for t in (query, key, value, mask) if t is not None])
+    dropout, causal, scale, gqa = rest
+    q, k, v, m = tensors
+    with torch.no_grad(), plain():
+        F.scaled_dot_product_attention(q, k, v, m, dropout, causal, scale=scale, enable_gqa=gqa)
+
+
+def _attention_with_dropout(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+) -> Tensor:
+    """Attention by operators on distributed tensors: torch's kernels would draw another dropout mask on each rank."""
+    if gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query * factor) @ key.transpose(-2, -1)
+    if causal:
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -inf)
+    if mask is not None:
+        scores = scores.masked_fill(mask.logical_not(), -inf) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1)
+    if mask is not None:  # a query that sees no key at all gets zeros
+        weights = weights.masked_fill((scores == -inf).all(-1, keepdim=True), 0.0)
+    return F.dropout(weights, dropout) @ value

@@ -1,0 +1,132 @@
+"""The candidates of attention, priced: loops b, h and q by the rule; loop k, and heads of queries alone, beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dshard.core.context import planning_context
+from dshard.core.observe import Decision, planned
+from dshard.core.operands import operand_of, plan_to
+from dshard.core.spec import Spec
+from dshard.errors import StrategyError
+from dshard.layout import Layout, Shape
+from dshard.placements import Partial, Placement, Replicate
+from dshard.redistribute import Plan, plan
+from dshard.rules.attention_loops import (
+    AttentionLoop,
+    Keys,
+    allowed_loops,
+    attention_rule,
+    axes_of_row,
+    is_grouped,
+    with_row,
+    without_row,
+)
+from dshard.rules.expand import Allowed, expansions
+from dshard.rules.rule import Rule
+from dshard.rules.strategy import Constraints, Strategy, cheapest, choose, completed_layout, returned_layout
+from dshard.topology import Topology
+
+Asked = str | tuple[AttentionLoop, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The cheapest way to run a call of attention: its decision and strategy, and what a rank has of the keys."""
+
+    decision: Decision
+    strategy: Strategy
+    keys: Keys
+    end: Layout
+
+
+def chosen(specs: Sequence[Spec], out: Tensor, gqa: bool, asked: Asked, needed: tuple[bool, ...]) -> Choice:
+    """The cheapest candidate for operands of these specs, of which those `needed` get a gradient.
+
+    Raises:
+        StrategyError: what is asked for cannot be, for these heads or on this mesh.
+    """
+    shapes, layouts = [spec.shape for spec in specs], [spec.layout for spec in specs]
+    topology = planning_context().topology_of(layouts[0].mesh)
+    rules: dict[Keys, Rule] = {"whole": attention_rule(shapes, gqa), "split": attention_rule(shapes, gqa, "split")}
+    allowed = allowed_loops(asked, rules["split"], layouts)
+    if len(shapes[0]) < 3 or shapes[0][-3] == 1:
+        allowed = without_row(allowed, "h")
+    ways: dict[Keys, tuple[Allowed, ...]] = {"whole": allowed, "split": with_row(allowed, "k")}
+    if is_grouped(shapes, gqa):
+        rules["every head"], ways["every head"] = attention_rule(shapes, gqa, "every head"), with_row(allowed, "h")
+    operands, outputs = tuple(map(operand_of, specs)), ((tuple(out.shape), out.itemsize),)
+    wanted = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0])
+    found: dict[Strategy, Keys] = {}
+    for keys, rule in rules.items():
+        constraints = replace(wanted, among=ways[keys])
+        if next(expansions(rule, operands, outputs, ways[keys]), None) is not None:
+            strategy = choose(rule, operands, outputs, topology, constraints)
+            found[_named(strategy, keys, specs, tuple(out.shape), topology)] = keys
+    if not found:
+        raise StrategyError(_impossible(asked, specs))
+    base, *others = found
+    strategy = cheapest(base, others)
+    plans = tuple(plan_to(spec, layout) for spec, layout in zip(specs, strategy.inputs, strict=True))
+    end = returned_layout(strategy.outputs[0], layouts[0])
+    return Choice(
+        Decision(
+            *("attention", operands, outputs, rules["whole"], strategy, plans, topology),
+            wanted=replace(wanted, among=ways["whole"]),
+            exchanges=strategy.exchanges,
+            alternatives=tuple(each for each, keys in found.items() if keys != "whole"),
+            ends=(plan(strategy.outputs[0], end, tuple(out.shape), out.itemsize, topology),),
+        ),
+        strategy,
+        found[strategy],
+        end,
+    )
+
+
+def _named(strategy: Strategy, keys: Keys, specs: Sequence[Spec], shape: Shape, topology: Topology) -> Strategy:
+    """The strategy as an alternative, where it is none of the rule; with loop k it sends what merges the results.
+
+    In half precision the result is reduced in single precision, and rounded after it.
+    """
+    if keys == "whole":
+        return strategy
+    if keys == "every head":
+        return replace(strategy, name="heads of queries")
+    query = specs[0]
+    itemsize = max(query.itemsize, torch.float32.itemsize)
+    plans = _statistics(strategy, query, itemsize, topology)
+    gather = strategy.gather + sum(each.seconds for each in plans)
+    if itemsize > query.itemsize:
+        end = completed_layout(returned_layout(strategy.outputs[0], query.layout))
+        plans = (*plans, plan(strategy.outputs[0], end, shape, itemsize, topology))
+        strategy = replace(strategy, outputs=(end,), ends=(end,), reduce=plans[-1].seconds)
+    sent = tuple(collective for each in plans for collective in planned(each, itemsize, topology))
+    return replace(strategy, name="split keys", exchanges=sent, gather=gather)
+
+
+def _statistics(strategy: Strategy, query: Spec, itemsize: int, topology: Topology) -> tuple[Plan, ...]:
+    """The reductions of a number for each row of the scores: its maximum, and the sum of exponentials."""
+    layout, axes = strategy.inputs[0], axes_of_row(strategy.rows, "k")
+    whole = _layout_with(layout, axes, Replicate())
+    parts = (_layout_with(layout, axes, Partial(op)) for op in ("max", "sum"))
+    return tuple(plan(part, whole, query.shape[:-1], itemsize, topology) for part in parts)
+
+
+def _layout_with(layout: Layout, axes: Sequence[int], placement: Placement) -> Layout:
+    """The layout with this placement on these mesh axes."""
+    for axis in axes:
+        layout = layout.replace(axis, placement)
+    return layout
+
+
+def _impossible(asked: Asked, specs: Sequence[Spec]) -> str:
+    query, key = specs[0].shape, specs[1].shape
+    heads = f"{query[-3]} query and {key[-3]} key heads" if len(query) > 2 and len(key) > 2 else "no heads"
+    return (
+        f"attention={asked!r} of {heads}, {query[-2]} queries and {key[-2]} keys on the mesh ({specs[0].layout.mesh}): "
+        "no mesh axis can be given these loops; 'context' and 'split-keys' need no heads, or leave the choice to dshard"
+    )

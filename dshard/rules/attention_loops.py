@@ -1,0 +1,168 @@
+"""Attention as a product: O[b, h, q] = softmax(Q[b, h, q] K[b, h, k]^T) V[b, h, k], with one loop for each mesh axis.
+
+Loops b and h move nothing where the operands are stored by batch or heads; where they are stored split over the
+sequence, an all_to_all takes them to loop h and the result back. Loop q moves K and V. Loop k moves O: each rank has a
+partial result, and these are merged by the log-sum-exp of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import Literal, TypeAlias
+
+from dshard.errors import StrategyError
+from dshard.layout import Layout, Shape
+from dshard.placements import Replicate
+from dshard.rules.expand import Allowed, Row
+from dshard.rules.rule import Rule
+from dshard.rules.rule_notation import parse_rule
+from dshard.validate import suggestion
+
+AttentionLoop: TypeAlias = Literal["b", "h", "q", "k"]
+LOOPS: tuple[AttentionLoop, ...] = ("b", "h", "q", "k")
+Keys: TypeAlias = Literal["whole", "split", "every head"]
+"""Of the keys a rank has those of its heads, a range of those, or all of every head."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAttention:
+    """A named choice of loops, with the roles of its mesh axes and its source."""
+
+    name: str
+    roles: tuple[str, ...]
+    loops: tuple[AttentionLoop, ...]
+    source: str
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{role}:{loop}" for role, loop in zip(self.roles, self.loops, strict=True))
+        return f"{self.name:20} {axes:12} {self.source}"
+
+
+def _named(name: str, roles: str, loops: str, source: str) -> NamedAttention:
+    letters: tuple[AttentionLoop, ...] = tuple(loops)  # type: ignore[arg-type]  # letters of the table below
+    return NamedAttention(name, tuple(roles.split()), letters, source)
+
+
+ATTENTIONS: dict[str, NamedAttention] = {
+    row.name: row
+    for row in (
+        _named("batch", "x", "b", "data parallel"),
+        _named("heads", "x", "h", "Megatron; stored by heads"),
+        _named("ulysses", "x", "h", "DeepSpeed-Ulysses; stored split over the sequence"),
+        _named("context", "x", "q", "context parallel: K and V gathered"),
+        _named("split-keys", "x", "k", "flash-decoding, Helix: partial results merged by their log-sum-exp"),
+        _named("ulysses x context", "u c", "hq", "USP, with K and V gathered"),
+        _named("heads x split-keys", "h k", "hk", "a cache split by heads and by sequence"),
+    )
+}
+
+
+def attention_rule(shapes: Sequence[Shape], gqa: bool, keys: Keys = "whole") -> Rule:
+    """`scaled_dot_product_attention` of query, key, value and perhaps a mask that is broadcast to the scores.
+
+    A causal mask is about absolute positions: where queries are sharded, each rank's kernel knows where its own begin.
+    With grouped queries, the heads of the query are those of the key times the group that shares one, and sharded with
+    those; where every rank has "every head" of the keys, the heads of the query are sharded alone. Where keys are
+    "split", loop k is one of the loops, and leaves a partial sum.
+
+    >>> print(attention_rule([(2, 4, 8, 16), (2, 4, 6, 16), (2, 4, 6, 16)], False))
+    b h q [d], b h [k] [d], b h [k] [e] -> b h q [e]
+    """
+    grouped, k = is_grouped(shapes, gqa), "k" if keys == "split" else "[k]"
+    heads, key_heads = "h", "h"
+    if grouped:
+        heads, key_heads = ("h", "[]") if keys == "every head" else ("(h [g])", "h")
+    terms = [
+        _term(shapes[0], heads, "q [d]"),
+        _term(shapes[1], key_heads, f"{k} [d]"),
+        _term(shapes[2], key_heads, f"{k} [e]"),
+        *(
+            _term(shape, "1" if grouped and len(shape) > 2 and shape[-3] == 1 else heads, f"q {k}")
+            for shape in shapes[3:]
+        ),
+    ]
+    rule = parse_rule(f"{', '.join(terms)} -> {_term(shapes[0], heads, 'q [e]')}", shapes, loops=True)
+    sizes = (("g", shapes[0][-3] // shapes[1][-3]),) if grouped and keys != "every head" else ()
+    return replace(rule, sizes=sizes, apart=("d", "e"))
+
+
+def is_grouped(shapes: Sequence[Shape], gqa: bool) -> bool:
+    """Whether several heads of the query share one of the key."""
+    return gqa and shapes[0][-3] != shapes[1][-3]
+
+
+def _term(shape: Shape, heads: str, rest: str) -> str:
+    """The term of a tensor of this shape: batch dims, heads, and the last two dims as in `rest`."""
+    leading = ["...", "b", heads] if len(shape) > 4 else ["b", heads][4 - len(shape) :]
+    return " ".join([*leading, rest])
+
+
+def allowed_loops(
+    asked: str | tuple[AttentionLoop, ...] | None, rule: Rule, layouts: Sequence[Layout]
+) -> tuple[Allowed, ...]:
+    """The rows that each mesh axis may have, in alternatives; axes without a role may have any.
+
+    Where nothing is asked for, an axis on which all operands are replicated stays so.
+
+    Raises:
+        StrategyError: no such name or loop, or more loops than mesh axes.
+    """
+    mesh = layouts[0].mesh
+    if asked is None:
+        idle = [all(layout.placements[axis] == Replicate() for layout in layouts) for axis in range(mesh.ndim)]
+        return (tuple(frozenset[Row]({None}) if each else None for each in idle),)
+    rows = {loop: frozenset[Row]({loop}) for loop in LOOPS}
+    rows["b"] |= {name for dim in rule.outputs[0][:-3] for name in dim}
+    if isinstance(asked, tuple):
+        if len(asked) != mesh.ndim:
+            raise StrategyError(f"attention={asked}: {len(asked)} loops for the mesh ({mesh}); give one for each axis")
+        return (tuple(rows[loop] for loop in asked),)
+    loops = ATTENTIONS[asked].loops
+    if len(loops) > mesh.ndim:
+        raise StrategyError(
+            f"attention={asked!r} needs {len(loops)} mesh axes ({', '.join(ATTENTIONS[asked].roles)}), but the mesh "
+            f"({mesh}) has {mesh.ndim}"
+        )
+    axes = range(mesh.ndim)
+    return tuple(
+        tuple(rows[loops[picked.index(axis)]] if axis in picked else None for axis in axes)
+        for picked in permutations(axes, len(loops))
+    )
+
+
+def check_attention(asked: object) -> str | tuple[AttentionLoop, ...]:
+    """The name of a choice of loops, or loops, one for each mesh axis.
+
+    Raises:
+        StrategyError: neither, with the names there are.
+    """
+    if isinstance(asked, str) and asked in ATTENTIONS:
+        return asked
+    if isinstance(asked, tuple | list) and asked and all(loop in LOOPS for loop in asked):
+        return tuple(asked)
+    known = f"use {', '.join(ATTENTIONS)}, or a loop ({', '.join(LOOPS)}) for each mesh axis, such as ('b', 'h')"
+    raise StrategyError(
+        f"attention={asked!r}: {known}{suggestion(asked, ATTENTIONS) if isinstance(asked, str) else ''}"
+    )
+
+
+def with_row(alternatives: Sequence[Allowed], row: Row) -> tuple[Allowed, ...]:
+    """Those of the alternatives in which some mesh axis has this row."""
+    return tuple(
+        (*allowed[:axis], frozenset[Row]({row}), *allowed[axis + 1 :])
+        for allowed in alternatives
+        for axis, rows in enumerate(allowed)
+        if rows is None or row in rows
+    )
+
+
+def without_row(alternatives: Sequence[Allowed], row: Row) -> tuple[Allowed, ...]:
+    """Those of the alternatives in which no mesh axis must have this row."""
+    return tuple(allowed for allowed in alternatives if frozenset[Row]({row}) not in allowed)
+
+
+def axes_of_row(rows: Sequence[Row], row: Row) -> list[int]:
+    """The mesh axes that have this row."""
+    return [axis for axis, each in enumerate(rows) if each == row]

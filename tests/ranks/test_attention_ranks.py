@@ -1,0 +1,58 @@
+"""Attention by loops on real ranks: equal to one device, and what is sent is what was planned."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard import Layout, Shard, explain, init_device_mesh, trace, use_strategy
+from dshard.comm import bind
+from dshard.testing import RankPool, distribute, whole
+
+LOOPS = ["batch", "ulysses", "context", "split-keys", None]
+
+
+def operands(heads: int, key_heads: int, queries: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = (2, heads, queries, 4), (2, key_heads, 8, 4), (2, key_heads, 8, 4)
+    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def forced() -> list[tuple[str, float, list[tuple[str, int]], list[tuple[str, int]]]]:
+    """Of each call: how far it is from one device, what this rank received, and what is planned for the busiest one."""
+    mesh, found = bind(init_device_mesh("cpu", (4,), mesh_dim_names=("x",))), []
+    for loops, (heads, key_heads), causal in product(LOOPS, [(4, 4), (8, 2)], [False, True]):
+        given = operands(heads, key_heads)
+        options: dict[str, Any] = {"is_causal": causal, "enable_gqa": heads != key_heads}
+        leaves = [x.clone().requires_grad_() for x in given]
+        right = F.scaled_dot_product_attention(*leaves, **options)
+        right.backward(torch.ones_like(right))
+        expected = [right.detach(), *(x.grad for x in leaves)]
+        for _ in range(2):  # cold and warm
+            laid = [distribute(x, Layout(mesh, (Shard(2),))).requires_grad_() for x in given]
+            with use_strategy(attention=loops):
+                with trace() as sent:
+                    out = F.scaled_dot_product_attention(*laid, **options)
+                report = explain(lambda laid=laid, options=options: F.scaled_dot_product_attention(*laid, **options))
+            assert out.placements == (Shard(2),)
+            out.backward(distribute(torch.ones_like(right), out.layout.cotangent()))
+            mine = [out.detach(), *(x.grad for x in laid)]
+            far = max((whole(x) - y).abs().max().item() for x, y in zip(mine, expected, strict=True))
+            received = [(event.collective, event.nbytes) for event in sent.events]
+            planned = [(each.collective, each.nbytes) for call in report.operators for each in call.collectives]
+            found.append((f"{loops} {heads} {key_heads} {causal}", far, received, planned))
+    return found
+
+
+@pytest.mark.ranks
+def test_loops_are_what_one_device_computes_and_send_what_is_planned(ranks: RankPool) -> None:
+    for of_ranks in zip(*ranks.run(forced), strict=True):
+        name, _, _, planned = of_ranks[0]
+        assert max(far for _, far, _, _ in of_ranks) < 1e-11, name
+        busiest = [max(each) for each in zip(*(received for _, _, received, _ in of_ranks), strict=True)]
+        assert busiest == planned, name

@@ -1,0 +1,171 @@
+"""Attention by loops: each of them forced, in any layout, is what one device computes; the choice is the cheapest."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.default_cases import THOROUGH
+from torch import Tensor
+
+from dshard import (
+    DTensor,
+    Layout,
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    StrategyError,
+    distribute_tensor,
+    explain,
+    use_strategy,
+)
+from dshard.rules.attention_loops import LOOPS
+from dshard.testing import distribute, simulated, whole
+from dshard.testing.choices import layouts_of
+
+MESHES = [Mesh((2,), ("x",)), Mesh((3,), ("x",)), Mesh((2, 2), ("x", "y")), Mesh((2, 1, 2), ("x", "y", "z"))]
+
+
+def drawn(draw: Random) -> tuple[list[Tensor], dict[str, Any]]:
+    """Query, key, value and perhaps a mask, of any sizes, and the options of a call."""
+    generator = torch.Generator().manual_seed(draw.randrange(1000))
+
+    def reals(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    heads, groups = draw.choice([1, 2, 3, 4]), draw.choice([1, 1, 2, 4])
+    queries, keys, batch = draw.choice([1, 3, 4, 5]), draw.choice([1, 2, 4, 7]), draw.choice([1, 2, 3])
+    lead = draw.choice([(), (batch,)]) if groups == 1 else (batch,)
+    given = [reals(*lead, heads * groups, queries, 4), reals(*lead, heads, keys, 4), reals(*lead, heads, keys, 6)]
+    options: dict[str, Any] = {"scale": draw.choice([None, 0.3]), "enable_gqa": groups > 1}
+    kind = draw.choice(["none", "causal", "bool", "float"])
+    if kind == "causal":
+        options["is_causal"] = True
+    elif kind != "none":
+        shape = draw.choice([(queries, keys), (1, queries, keys), (*lead, heads * groups, queries, keys)])
+        mask = reals(*shape)
+        given.append(mask if kind == "float" else mask > -0.5)
+    return given, options
+
+
+def run(given: list[Any], options: dict[str, Any], grad: Any) -> list[Any]:
+    q, k, v, *mask = given
+    out = F.scaled_dot_product_attention(q, k, v, *mask, **options)
+    if grad is None:
+        return [out]
+    leaves = [x for x in given if x.is_floating_point()]
+    return [out, *torch.autograd.grad(out, leaves, grad if not isinstance(out, DTensor) else laid(grad, out))]
+
+
+def laid(grad: Tensor, out: DTensor) -> Any:
+    return distribute(grad, out.layout.cotangent())
+
+
+def differences(seed: int) -> tuple[list[str], str]:
+    """Where one call on one mesh, in any layout and with any loops, is not what one device gives; and which it was."""
+    draw = Random(seed)
+    given, options = drawn(draw)
+    mesh = draw.choice(MESHES)
+    loops = tuple(draw.choice(LOOPS) for _ in mesh.shape) if draw.random() < 0.8 else None
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in given]
+    recorded = draw.random() < 0.8
+    grad = torch.randn(*leaves[0].shape[:-1], 6, dtype=torch.float64)
+    expected = run(leaves, options, grad if recorded else None)
+    layouts = [draw.choice([one for one in layouts_of(x, mesh) if not one.partial_axes()]) for x in given]
+    text = f"seed {seed}: {mesh} {loops} {options} {[tuple(x.shape) for x in given]} {list(map(str, layouts))}"
+    wrong = []
+    with simulated(mesh):
+        for how in ("cold", "warm"):
+            tensors = [distribute(x, layout) for x, layout in zip(given, layouts, strict=True)]
+            if recorded:
+                tensors = [x.requires_grad_(x.is_floating_point()) for x in tensors]
+            try:
+                with use_strategy(attention=loops):
+                    found = run(tensors, options, grad if recorded else None)
+            except StrategyError:
+                return [], "refused"
+            for i, (mine, right) in enumerate(zip(found, expected, strict=True)):
+                if not torch.allclose(whole(mine.detach()), right.detach(), atol=1e-11):
+                    wrong.append(f"{how}, {'result' if not i else 'gradient ' + str(i)}: {text}")
+    return wrong, str(loops)
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, 50))])
+def test_any_loops_of_any_layouts_are_what_one_device_computes(first: int) -> None:
+    seeds = range(100 * first, 100 * first + (100 if THOROUGH else 40))
+    told = [differences(seed) for seed in seeds]
+
+    assert [text for wrong, _ in told for text in wrong] == []
+    assert sum(kind == "refused" for _, kind in told) < len(seeds) / 2
+
+
+def without_data(mesh: Mesh, shape: tuple[int, ...], placement: Placement) -> Any:
+    return distribute_tensor(torch.empty(shape, dtype=torch.bfloat16, device="meta"), mesh, [placement])
+
+
+def test_long_sequences_that_are_split_come_to_the_heads_and_back() -> None:
+    mesh, shape = Mesh((8,), ("cp",)), (1, 8, 65536, 128)
+    report = explain(F.scaled_dot_product_attention, *(without_data(mesh, shape, Shard(2)) for _ in range(3)))
+
+    lacked = 2**20 * 128 // 8 * 7 // 8  # of its eighth of a tensor a rank keeps an eighth, and receives the rest
+    assert report.chosen.name == "cp:h"
+    assert report.chosen.bytes_moved == 4 * lacked == 56 * 2**20
+    assert {each.name: each.bytes_moved for each in report.candidates}["cp:q"] == 224 * 2**20
+
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_heads_of_queries_find_theirs_among_replicated_key_heads(key_heads: int) -> None:
+    mesh = Mesh((4,), ("tp",))
+    q, kv = without_data(mesh, (1, 8, 64, 16), Shard(1)), (1, key_heads, 64, 16)
+    report = explain(
+        lambda: F.scaled_dot_product_attention(q, *(without_data(mesh, kv, Replicate()),) * 2, enable_gqa=True)
+    )
+    assert report.chosen.bytes_moved == 0
+
+    stored = explain(
+        lambda: F.scaled_dot_product_attention(q, *(without_data(mesh, kv, Shard(1)),) * 2, enable_gqa=True)
+    )
+    assert stored.chosen.bytes_moved <= 2 * key_heads * 64 * 16 * 2
+
+
+def test_one_query_and_a_split_cache_move_the_result_alone() -> None:
+    mesh = Mesh((8,), ("x",))
+    q, kv = without_data(mesh, (1, 32, 1, 128), Replicate()), without_data(mesh, (1, 8, 65536, 128), Shard(2))
+    report = explain(lambda: F.scaled_dot_product_attention(q, kv, kv, enable_gqa=True))
+
+    result, statistics = 32 * 128 * 4, 2 * 32 * 4  # bytes, in single precision
+    assert report.chosen.name == "split keys"
+    assert report.chosen.bytes_moved <= 2 * (result + statistics)
+
+
+@pytest.mark.parametrize(
+    ("asked", "heads", "message"),
+    [
+        ("ulysses", 1, "attention='ulysses' of 1 query and 1 key heads, .*: no mesh axis can be given these loops"),
+        ("ulises", 2, "attention='ulises': use batch, heads, ulysses, .*did you mean 'ulysses'"),
+        (("h", "q"), 2, "2 loops for the mesh .*; give one for each axis"),
+        ("ulysses x context", 2, "needs 2 mesh axes .u, c., but the mesh"),
+        (("z",), 2, "use batch, heads, .* or a loop .b, h, q, k. for each mesh axis"),
+    ],
+)
+def test_loops_that_cannot_be_say_so(asked: Any, heads: int, message: str) -> None:
+    x = without_data(Mesh((4,), ("x",)), (2, heads, 8, 4), Shard(2))
+    with pytest.raises(StrategyError, match=message), use_strategy(attention=asked):
+        F.scaled_dot_product_attention(x, x, x)
+
+
+def test_half_precision_is_as_near_as_on_one_device() -> None:
+    torch.manual_seed(0)
+    mesh, exact = Mesh((4,), ("x",)), [torch.randn(2, 4, 16, 8, dtype=torch.float64) for _ in range(3)]
+    halves = [x.bfloat16() for x in exact]
+    right = F.scaled_dot_product_attention(*exact)
+    alone = (F.scaled_dot_product_attention(*halves) - right).abs().max()
+    for asked in ("ulysses", "context", "split-keys"):
+        with simulated(mesh), use_strategy(attention=asked):
+            out = whole(F.scaled_dot_product_attention(*(distribute(x, Layout(mesh, (Shard(2),))) for x in halves)))
+        assert out.dtype == torch.bfloat16
+        assert (out - right).abs().max() <= 2 * alone
