@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SLOW = ("tensor_parallel", "pipeline_unet", "parallelize_gpt2", "custom_op", "plan_before_launch")
+SLOW = ("tensor_parallel", "pipeline_unet", "parallelize_gpt2", "custom_op", "plan_before_launch", "train")
 """What they run is tested elsewhere, too; `.ci/run` runs these as well."""
 EXAMPLES = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem in SLOW))
     for path in sorted((ROOT / "examples").glob("*.py"))
 ]
-LONGEST = {"tensor_parallel": 110}
-"""Lines of an example: 80, but for one that follows a program written for another library."""
+LONGEST = {"tensor_parallel": 110, "train": 125}
+"""Lines of an example: 80, but for a program that follows one for another library, and a training program."""
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
