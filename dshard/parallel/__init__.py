@@ -4,6 +4,7 @@ from dshard.parallel.atp_search import MeshChoice, Move, Transformer, rank_meshe
 from dshard.parallel.auto import Auto
 from dshard.parallel.boundary import data_ranks, distribute_batch
 from dshard.parallel.checkpoint import checkpoint
+from dshard.parallel.load_pretrained import from_pretrained
 from dshard.parallel.loss import loss_parallel
 from dshard.parallel.model_plan import parallelize, plan_model
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
@@ -32,6 +33,7 @@ __all__ = [
     "checkpoint",
     "data_ranks",
     "distribute_batch",
+    "from_pretrained",
     "loss_parallel",
     "parallelize",
     "parallelize_module",

@@ -26,6 +26,15 @@ from dshard.tensor import DTensor, distribute_tensor
 
 def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
     """Register hooks that lay out inputs and outputs of `model` and its modules by `plan`, and return them."""
+    hooks = take_inputs(model, plan)
+    hooks += [model.get_submodule(name).register_forward_hook(_output_hook(plan, name)) for name in plan.outputs]
+    for name, schedule in plan.products.items():
+        hooks += _schedule_hooks(model.get_submodule(name), schedule, name in plan.shared)
+    return hooks + gather_in_groups(model, plan)
+
+
+def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
+    """Register hooks that lay out what `model` is given, and count plain tensors within as replicated; return them."""
     stack: list[ExitStack] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -39,14 +48,10 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
             stack.pop().close()
         return out if plan.precision is None else plan.precision.outputs(out)
 
-    hooks: list[Any] = [
+    return [
         model.register_forward_pre_hook(enter, with_kwargs=True),
         model.register_forward_hook(leave, always_call=True),
     ]
-    hooks += [model.get_submodule(name).register_forward_hook(_output_hook(plan, name)) for name in plan.outputs]
-    for name, schedule in plan.products.items():
-        hooks += _schedule_hooks(model.get_submodule(name), schedule, name in plan.shared)
-    return hooks + gather_in_groups(model, plan)
 
 
 def _schedule_hooks(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any]:

@@ -22,6 +22,7 @@ from dshard.parallel.auto import Auto, cheapest
 from dshard.parallel.boundary import Boundary, end_boundary, set_boundary
 from dshard.parallel.build_plan import lay_out
 from dshard.parallel.factors import trace_factors
+from dshard.parallel.huggingface import adopt
 from dshard.parallel.plan_files import strategy_of
 from dshard.parallel.plan_options import PlanOptions, plan_options
 from dshard.parallel.plan_values import Plan
@@ -108,11 +109,7 @@ def parallelize(
         inputs, kwargs = "global", {**kwargs, "inputs": inputs}
     if isinstance(outputs, Tensor):
         outputs, kwargs = None, {**kwargs, "outputs": outputs}
-    pure = as_mesh(mesh)
-    options = plan_options(model, precision, group)
-    chosen = _plan_for(model, pure, _asked(model, plan, pure, kwargs), options, args, kwargs)
-    if chosen.mesh != pure:
-        chosen = replace(chosen, mesh=_folded(mesh, chosen.mesh))
+    chosen = chosen_plan(model, mesh, plan, plan_options(model, precision, group), args, kwargs)
     boundary = Boundary(chosen, inputs, outputs)
     distribute_parameters(model, chosen)
     if chosen.precision is not None:
@@ -120,7 +117,17 @@ def parallelize(
     set_boundary(model, boundary)
     apply_plan(model, chosen)
     end_boundary(model, boundary)
+    adopt(model, boundary)
     return model
+
+
+def chosen_plan(
+    model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked, options: PlanOptions, args: Args, kwargs: Kwargs
+) -> Plan:
+    """The plan by which `parallelize` lays out `model`, on a mesh that has the processes of `mesh`."""
+    pure = as_mesh(mesh)
+    chosen = _plan_for(model, pure, _asked(model, plan, pure, kwargs), options, args, kwargs)
+    return chosen if chosen.mesh == pure else replace(chosen, mesh=_folded(mesh, chosen.mesh))
 
 
 def _plan_for(model: nn.Module, mesh: Mesh, asked: Checked, options: PlanOptions, args: Args, kwargs: Kwargs) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -278,12 +278,21 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+def _seed_of(draw: Draw) -> int:
+    """The seed for torch's generators that stands for a draw."""
+    with plain():
+        block = words(torch.zeros(1, dtype=torch.int64), draw.number, draw.seed)
+    return int(block[0]) << 30 | int(block[1]) >> 2
+
+
+def seeded_alike(what: str, mesh: Mesh, device: torch.device) -> AbstractContextManager[None]:
+    """Within the block torch's generators draw the same on all ranks of `mesh`: they begin with a seed of dshard's."""
+    return seeded(_seed_of(draw_for(mesh, what)), device)
+
+
 def seeded_op(func: OpOverload, mesh: Mesh, device: torch.device, kwargs: Kwargs) -> LocalOp:
     """Run `func` by torch's generator, seeded alike on every rank: for operators that dshard does not draw itself."""
-    call_draw = draw_for(mesh, func, kwargs.get("generator"))
-    with plain():
-        block = words(torch.zeros(1, dtype=torch.int64), call_draw.number, call_draw.seed)
-    seed = int(block[0]) << 30 | int(block[1]) >> 2
+    seed = _seed_of(draw_for(mesh, func, kwargs.get("generator")))
 
     def call(*args: object, **kwargs: object) -> Any:
         kwargs.pop("generator", None)

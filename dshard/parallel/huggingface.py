@@ -1,0 +1,216 @@
+"""Parallelized models of Hugging Face's transformers and peft: `generate`, `save_pretrained`, the Trainer, accelerate.
+
+transformers has hooks for models that were laid out when they were loaded; a parallelized model answers them by a class
+that derives from its own. Nothing of transformers is replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dshard.comm import group_rank, runtime_of
+from dshard.core.moves import replace_leaves
+from dshard.core.plain_tensors import implicit_replication
+from dshard.errors import LayoutError
+from dshard.ops.random import seeded_alike
+from dshard.parallel.apply_plan import take_inputs
+from dshard.parallel.batch_rows import Rows, data_axes
+from dshard.parallel.boundary import Boundary, boundary_of, data_ranks, end_boundary, set_boundary
+from dshard.parallel.inputs import Inputs
+from dshard.parallel.outputs import Outputs, map_tensors
+from dshard.tensor import DTensor
+
+if TYPE_CHECKING:
+
+    class _Model(nn.Module):
+        device: torch.device
+        config: Any
+        base_model: nn.Module
+
+        def generate(self, *args: Any, **kwargs: Any) -> Any: ...
+
+        def save_pretrained(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def initialize_weights(self, *args: Any, **kwargs: Any) -> None: ...
+else:
+    _Model = object
+
+
+class ParallelizedModel(_Model):
+    """What a parallelized model of transformers does otherwise: a base of its class, before the one it was made of."""
+
+    accepts_loss_kwargs = False  # a loss is the mean over the rows of all data ranks; the Trainer scales nothing
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; all ranks call it, and each gets the tokens for what it gave, as plain tensors.
+
+        Sampled tokens follow `dshard.manual_seed`, and are the same on every mesh.
+        """
+        boundary = boundary_of(self)
+        mesh = boundary.plan.mesh
+        args, kwargs = replace_leaves((args, kwargs), whole)
+        rows = None
+        if boundary.inputs.per_data_rank:
+            args, kwargs = replace_leaves(boundary.inputs((args, kwargs)), whole)
+            rows = boundary.inputs.rows
+        with whole_batches(boundary), implicit_replication(), seeded_alike("generate", mesh, self.device):
+            out = super().generate(*args, **kwargs)
+        if rows is None:
+            return out
+        first = sum(rows.by_data_rank[: data_ranks(self)[1]])
+        return map_tensors(out, lambda x: _own_part(x, rows, first))
+
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """Whether the Trainer and accelerate leave the model and its gradients alone: they do.
+
+        Raises:
+            LayoutError: the Trainer asks, and would give the ranks other data than the model takes.
+        """
+        _check_data_of_trainer(boundary_of(self))
+        return True
+
+    def gather_sharded_state_dict_for_save(
+        self, model_to_save: nn.Module, state_dict: dict[str, Any], *args: Any, save_on_this_rank: bool = True
+    ) -> dict[str, Any]:
+        """The whole tensors of a state on the CPU, on the rank that writes them; the others get nothing."""
+        return gathered(model_to_save, state_dict, save_on_this_rank)
+
+
+class ParallelizedAdapters(_Model):
+    """What a parallelized model of peft does otherwise."""
+
+    def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
+        """As in peft; all ranks call it, and the first writes the whole adapters."""
+        writes = kwargs.pop("is_main_process", True) and group_rank() == 0
+        state = kwargs.pop("state_dict", None)
+        if state is None:
+            trained = {name for name, p in self.named_parameters(remove_duplicate=False) if p.requires_grad}
+            prefix, every = getattr(self.base_model, "prefix", ""), kwargs.get("save_embedding_layers") is True
+            state = {n: x for n, x in self.state_dict().items() if every or n in trained or prefix in n}
+        state = gathered(self, state, writes)
+        if writes:
+            super().save_pretrained(save_directory, *args, is_main_process=True, state_dict=state, **kwargs)
+
+
+def _check_data_of_trainer(boundary: Boundary) -> None:
+    """Refuse the Trainer, which loads other rows on each rank, where ranks must be given the same ones.
+
+    Raises:
+        LayoutError: naming what to change.
+    """
+    mesh, shared = boundary.plan.mesh, _ranks_per_batch(boundary)
+    if runtime_of(mesh) is None or mesh.size == 1 or shared == 1 or mesh.device_type != "cpu":
+        return
+    if not boundary.inputs.per_data_rank:
+        raise LayoutError(
+            "the Trainer gives each rank rows of its own, and this model takes whole batches, alike on all ranks: "
+            "parallelize(..., inputs='per-data-rank')"
+        )
+    raise LayoutError(
+        f"the Trainer gives each rank of a CPU rows of its own, and {boundary.plan.strategy!r} on ({mesh}) wants the "
+        f"same ones on {shared} ranks each: use 'data' or 'fsdp', or write the loop, with a sampler of "
+        "dshard.data_ranks(model)"
+    )
+
+
+def _ranks_per_batch(boundary: Boundary) -> int:
+    """The number of ranks that are given the same rows."""
+    mesh = boundary.plan.mesh
+    axes = data_axes(boundary.plan) if boundary.inputs.per_data_rank else ()
+    rest = mesh.size
+    for name in axes:
+        rest //= mesh.shape[mesh.axis(name)]
+    return rest
+
+
+@contextmanager
+def whole_batches(boundary: Boundary) -> Iterator[None]:
+    """Within the block the model takes whole batches and returns plain tensors."""
+    before, plan = (boundary.inputs, boundary.outputs), boundary.plan
+    boundary.inputs, boundary.outputs = Inputs(plan, False), Outputs(plan, "plain")
+    try:
+        yield
+    finally:
+        boundary.inputs, boundary.outputs = before
+
+
+def _own_part(x: Tensor, rows: Rows, first: int) -> Tensor:
+    """The part of a result for the rows of all data ranks, some for each row, that is of this rank's rows."""
+    each, rest = divmod(x.shape[0], max(rows.total, 1)) if x.dim() else (0, 0)
+    return x[first * each : (first + rows.own) * each] if each and not rest else x
+
+
+def whole(x: object) -> Any:
+    """A distributed tensor as a plain one, whole on every rank; anything else as it is."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def gathered(model: nn.Module, state: dict[str, Any], kept: bool) -> dict[str, Any]:
+    """The state of a model with whole tensors on the CPU, tied ones once; nothing where it is not `kept`.
+
+    One tensor after the other is whole on a rank that does not keep it. All ranks call it.
+    """
+    parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    out: dict[str, Any] = {}
+    by_parameter: dict[object, Any] = {}
+    for name, value in state.items():
+        key = parameters.get(name, name)
+        if key not in by_parameter:
+            tensor = whole(value)
+            tensor = tensor.detach().cpu().contiguous() if isinstance(tensor, Tensor) else tensor
+            by_parameter[key] = tensor if kept else None
+        if kept:
+            out[name] = by_parameter[key]
+    return out
+
+
+def adopt(model: nn.Module, boundary: Boundary) -> None:
+    """Let the models of transformers and peft in `model` know that they are parallelized."""
+    library, peft = sys.modules.get("transformers"), sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        model.__class__ = derived(ParallelizedAdapters, type(model))
+    if library is None:
+        return
+    inner: set[nn.Module] = set()
+    for module in model.modules():  # the outer ones first
+        if isinstance(module, library.PreTrainedModel) and module not in inner:
+            inner |= set(module.modules())
+            if not isinstance(module, ParallelizedModel):
+                _adopt_one(module, library, boundary)
+
+
+def _adopt_one(model: Any, library: Any, boundary: Boundary) -> None:
+    model.__class__ = derived(ParallelizedModel, type(model))
+    if "_dshard_boundary" not in model.__dict__:  # it is called by itself, too, as by `generate` of peft
+        set_boundary(model, boundary)
+        take_inputs(model, boundary.plan)
+        end_boundary(model, boundary)
+    shared, plan = _ranks_per_batch(boundary), boundary.plan
+    if runtime_of(plan.mesh) is not None:
+        sizes = {"tp_size": shared, "fsdp_size": plan.mesh.size // shared}
+        model.config.distributed_config = library.distributed.DistributedConfig(**sizes)
+        if shared > 1 and plan.mesh.device_type != "cpu":
+            model._tp_size = shared  # for which accelerate loads the same rows; it knows no such groups on a CPU
+
+
+_DERIVED: dict[tuple[type, type], type] = {}
+
+
+def derived(base: type, cls: type) -> type:
+    """The class of the name of `cls` that derives from `base` and `cls`, the same one each time."""
+    if (base, cls) not in _DERIVED:
+        _DERIVED[base, cls] = newly_derived(base, cls)
+    return _DERIVED[base, cls]
+
+
+def newly_derived(base: type, cls: type) -> type:
+    """A class of the name of `cls` that derives from `base` and `cls`."""
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (base, cls), names)

@@ -1,0 +1,133 @@
+"""`from_pretrained` onto a mesh: each rank reads its own part of each file, and no rank has the whole model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from dshard.comm import DeviceMesh, as_mesh
+from dshard.core.plain_tensors import from_torch, implicit_replication, is_torchs
+from dshard.errors import ArgumentError, MeshError
+from dshard.parallel.huggingface import ParallelizedModel, newly_derived
+from dshard.parallel.model_plan import Asked, chosen_plan, parallelize
+from dshard.parallel.plan_options import plan_options
+from dshard.parallel.plan_values import Plan
+from dshard.placements import Replicate
+from dshard.tensor import distribute_tensor
+from dshard.torch_dtensor import TorchDTensor
+from dshard.validate import shown
+
+
+def from_pretrained(
+    model_class: Any,
+    name: str | os.PathLike[str],
+    mesh: DeviceMesh,
+    plan: Asked = "auto",
+    *,
+    example: Mapping[str, Any] | None = None,
+    inputs: object = "global",
+    outputs: object = None,
+    **options: Any,
+) -> Any:
+    """The model that transformers' `model_class.from_pretrained(name, **options)` gives, parallelized on `mesh`.
+
+    It is made without data; then each rank reads from the files the part of each parameter that it holds. The class
+    may be one of `AutoModelFor...`. `plan`, `inputs` and `outputs` are those of `parallelize`; `example` is a batch by
+    which the model is traced, by default its `dummy_inputs`. All ranks call it.
+
+    Raises:
+        ArgumentError: no class of models of transformers.
+        MeshError: a mesh without processes.
+        StrategyError, LayoutError: as `parallelize`.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"from_pretrained on the mesh ({mesh}), which has no processes to read files: make it by init_device_mesh"
+        )
+    library = import_module("transformers")
+    made_of, plans = _class_of(model_class, name, library, options), []
+
+    class Loading(ParallelizedModel):
+        """The class while it is loaded, in which transformers asks how the model is laid out."""
+
+        @classmethod
+        def prepare_distribute_model(cls, config: Any, device_map: Any = None) -> Any:
+            return config, _device(mesh), None
+
+        @classmethod
+        def maybe_distribute_model(cls, model: Any, *args: Any) -> Any:
+            plans.append(_lay_out(model, mesh, plan, dict(example or {})))
+            return model
+
+        def initialize_weights(self, *args: Any, **kwargs: Any) -> None:
+            _adopt_tensors(self)
+            with implicit_replication():
+                super().initialize_weights(*args, **kwargs)
+
+    config = library.distributed.DistributedConfig(tp_size=as_mesh(mesh).size)
+    loading: Any = newly_derived(Loading, made_of)
+    model = loading.from_pretrained(name, distributed_config=config, **options)
+    model.__class__ = made_of
+    _adopt_tensors(model)
+    return parallelize(model, mesh, plans[0], inputs=inputs, outputs=outputs)
+
+
+def _class_of(asked: Any, name: Any, library: Any, options: Mapping[str, Any]) -> Any:
+    """The class of the model, also where `asked` chooses one by the configuration.
+
+    Raises:
+        ArgumentError: neither.
+    """
+    if hasattr(asked, "from_config"):
+        taken = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "trust_remote_code")
+        config = options.get("config") or library.AutoConfig.from_pretrained(
+            name, **{key: value for key, value in options.items() if key in taken}
+        )
+        with torch.device("meta"):
+            asked = type(asked.from_config(config))
+    if not (isinstance(asked, type) and issubclass(asked, library.PreTrainedModel)):
+        raise ArgumentError(
+            f"from_pretrained of {shown(asked)}: give a class of models of transformers, such as AutoModelForCausalLM"
+        )
+    return asked
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _lay_out(model: nn.Module, mesh: DeviceMesh, plan: Asked, example: dict[str, Any]) -> Plan:
+    """Give the parameters of a model without data their layouts by the plan, and return it."""
+    chosen = chosen_plan(model, mesh, plan, plan_options(model, None, None), (), example)
+    replicated = (Replicate(),) * chosen.mesh.ndim
+    laid_out: dict[int, Any] = {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    for module in model.modules():
+        for own, p in module._parameters.items():
+            if p is None:
+                continue
+            if id(p) not in laid_out:
+                placements = chosen.parameters.get(names[id(p)], replicated)
+                laid_out[id(p)] = distribute_tensor(p, chosen.mesh, placements, src_data_rank=None)
+            module._parameters[own] = laid_out[id(p)]
+    return chosen
+
+
+def _adopt_tensors(model: nn.Module) -> None:
+    """Make the tensors of torch's class, in which transformers loads, those of dshard, of the same memory."""
+    adopted: dict[int, Any] = {}
+    for module in model.modules():
+        for own, p in module._parameters.items():
+            if isinstance(p, TorchDTensor) and is_torchs(p):
+                if id(p) not in adopted:
+                    adopted[id(p)] = nn.Parameter(from_torch(p.detach()), p.requires_grad)
+                    adopted[id(p)].__dict__.update(p.__dict__)
+                module._parameters[own] = adopted[id(p)]
