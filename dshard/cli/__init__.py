@@ -12,6 +12,7 @@ from dshard import __version__, report
 from dshard.cli.completion import add_completion
 from dshard.cli.demo_command import add_demo
 from dshard.cli.plan_commands import add_explain, add_plan
+from dshard.cli.selftest_command import add_selftest
 from dshard.cli.simulate_commands import add_simulate
 from dshard.cli.topology_commands import add_topology
 from dshard.errors import DShardError
@@ -46,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dshard {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
     add_demo(commands)
+    add_selftest(commands)
     add_plan(commands)
     add_explain(commands)
     add_topology(commands)

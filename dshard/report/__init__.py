@@ -32,6 +32,8 @@ from dshard.report.progress import demo_progress as demo_progress
 from dshard.report.progress import measure_progress as measure_progress
 from dshard.report.progress import search_progress as search_progress
 from dshard.report.progress import waiting as waiting
+from dshard.report.selftest_tables import selftest_failures as selftest_failures
+from dshard.report.selftest_tables import selftest_table as selftest_table
 from dshard.reshard import ReshardPlan
 from dshard.reshard.plan_rows import chain_rows, summary_lines
 from dshard.tables import human_bytes

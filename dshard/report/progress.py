@@ -62,9 +62,9 @@ def demo_progress(settings: Settings, visible: bool) -> Iterator[Callable[[Progr
 
 
 @contextmanager
-def measure_progress(visible: bool) -> Iterator[Callable[[tuple[float, str]], None]]:
+def measure_progress(visible: bool, verb: str = "measuring") -> Iterator[Callable[[tuple[float, str]], None]]:
     """One bar; the function given moves it to how much is done, and says what is being measured."""
-    columns = (TextColumn("measuring"), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
+    columns = (TextColumn(verb), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
     with Bars(*columns, console=Console(stderr=True), disable=not visible) as bars:
         task = bars.add_task("", total=1.0)
         yield lambda done: bars.update(task, completed=done[0], description=done[1])

@@ -3,21 +3,28 @@
 Needs the extra `testing`: pip install "dshard[testing]". See docs/testing.md.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from dshard.errors import RuleError
 from dshard.testing.check import check_call, check_rule
 from dshard.testing.counter import Collective, Traffic, count_traffic
-from dshard.testing.generators import (
-    Redistribution,
-    dtensors,
-    layouts,
-    meshes,
-    placements,
-    redistributions,
-    shapes,
-    whole_numbers,
-)
 from dshard.testing.pool import RankPool, rank_pool
 from dshard.testing.simulated_ranks import distribute, parts, simulated, whole
+
+if TYPE_CHECKING:
+    from dshard.testing.generators import (
+        Redistribution,
+        dtensors,
+        layouts,
+        meshes,
+        placements,
+        redistributions,
+        shapes,
+        whole_numbers,
+    )
 
 __all__ = [
     "Collective",
@@ -41,3 +48,21 @@ __all__ = [
     "whole",
     "whole_numbers",
 ]
+
+_GENERATORS = {
+    "Redistribution",
+    "dtensors",
+    "layouts",
+    "meshes",
+    "placements",
+    "redistributions",
+    "shapes",
+    "whole_numbers",
+}
+
+
+def __getattr__(name: str) -> object:
+    """The generators, for which alone hypothesis is needed."""
+    if name not in _GENERATORS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("dshard.testing.generators"), name)

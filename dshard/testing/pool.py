@@ -26,6 +26,7 @@ from torch.distributed import Backend, TCPStore  # type: ignore[attr-defined]
 from dshard.comm import share_cores
 from dshard.errors import RankError
 from dshard.launch.processes import Answer, Failure, Kind, Processes, failures_of, request
+from dshard.testing import nccl_contract
 from dshard.torch_private import c10d_world
 from dshard.validate import as_int, as_number, check_callable, check_one_of
 
@@ -41,15 +42,23 @@ class RankPool:
     """`n_ranks` processes that stay alive between calls, with one process group over all of them.
 
     The first call starts them (seconds: each imports torch), and so does the first after a failure that left a rank
-    dead, stuck or out of step. `timeout` is the limit in seconds of one call. One call at a time.
+    dead, stuck or out of step. `backend` is torch's name of one, or "nccl_contract" (`dshard.testing.nccl_contract`);
+    the default is that of DSHARD_TEST_BACKEND, or gloo. `timeout` is the limit in seconds of one call. One call at a
+    time.
     """
 
-    def __init__(self, n_ranks: int, backend: str = "gloo", timeout: float = 60.0) -> None:
+    def __init__(self, n_ranks: int, backend: str | None = None, timeout: float = 60.0) -> None:
+        backend = default_backend() if backend is None else backend
         n_ranks = as_int(n_ranks, "n_ranks", RankError)
         if n_ranks < 1:
             raise RankError(f"a pool of {n_ranks} ranks: it needs at least one")
         as_number(timeout, "timeout", RankError, infinite=True)
-        check_one_of(backend, sorted({*Backend.backend_list, *Backend.backend_type_map}), "backend", RankError)
+        check_one_of(
+            backend,
+            sorted({*Backend.backend_list, *Backend.backend_type_map, nccl_contract.BACKEND}),
+            "backend",
+            RankError,
+        )
         self.n_ranks = n_ranks
         self.backend = backend
         self.timeout = timeout
@@ -107,22 +116,30 @@ class RankPool:
         return len(counts) == self.n_ranks and len(begun) == len({group for group, _ in begun})
 
 
-_shared: dict[int, RankPool] = {}
+_shared: dict[tuple[int, str], RankPool] = {}
 
 
-def rank_pool(n_ranks: int) -> RankPool:
-    """The pool of `n_ranks` gloo ranks that all callers share; the least recently asked for is closed beyond two."""
-    pool = _shared.pop(n_ranks, None) or RankPool(n_ranks)
-    _shared[n_ranks] = pool
+def rank_pool(n_ranks: int, backend: str | None = None) -> RankPool:
+    """The pool of `n_ranks` ranks that all callers share; the least recently asked for is closed beyond two."""
+    key = n_ranks, default_backend() if backend is None else backend
+    pool = _shared.pop(key, None) or RankPool(*key)
+    _shared[key] = pool
     if len(_shared) > _MAX_SHARED:
         _shared.pop(next(iter(_shared))).close()
     return pool
 
 
+def default_backend() -> str:
+    """The backend of pools for which none is named: that of the variable DSHARD_TEST_BACKEND, or gloo."""
+    return os.environ.get("DSHARD_TEST_BACKEND") or "gloo"
+
+
 def _join(rank: int, n_ranks: int, backend: str, port: int) -> None:
     """Initialise torch.distributed over the loopback, meeting the others at the store on `port`."""
     share_cores()
-    if "nccl" in backend:
+    if backend == nccl_contract.BACKEND:
+        nccl_contract.register()
+    elif "nccl" in backend:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):

@@ -18,7 +18,7 @@ from dshard.report import progress
 
 MODEL = '{"layers": 2, "hidden": 64, "heads": 4, "sequence": 16}'
 ENDS = ["--shape", "8x8", "--from", "S(0)", "--to", "R"]
-STARTS = ("demo", "topology measure")
+STARTS = ("demo", "selftest", "topology measure")
 """They start ranks: `--json` of these is tested beside them."""
 
 CALLS = {

@@ -1,0 +1,290 @@
+"""What the self-test checks on every rank: results against one device, on tensors of the device under test.
+
+Each check returns what it has compared, and raises where something differs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dshard import checkpoint, factories, functional
+from dshard.comm import DeviceMesh, gather_objects, group_rank, init_device_mesh
+from dshard.errors import LayoutError, MeshError, StrategyError
+from dshard.ops.random import manual_seed
+from dshard.parallel import parallelize
+from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.rules.matmul_strategies import strategies
+from dshard.tensor import distribute_tensor
+from dshard.trace import trace
+
+MOVED = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex64)
+"""The dtypes that are redistributed."""
+PLANS: dict[str, tuple[str, ...]] = {
+    "data": ("dp",),
+    "fsdp": ("x",),
+    "megatron": ("dp", "tp"),
+    "optimus": ("r", "c"),
+    "tesseract": ("d", "r", "c"),
+    "atp": ("d1", "d2"),
+}
+"""The plans of training steps, and the axes of their meshes."""
+
+
+_PARTIAL: list[list[Placement]] = [[Partial(), Replicate()], [Replicate(), Partial()], [Partial(), Partial()]]
+_COMPLETE: list[list[Placement]] = [[Replicate(), Replicate()], [Shard(0), Shard(1)], [Shard(1), Replicate()]]
+
+
+class Differs(AssertionError):
+    """A result that is not that of one device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the checks run: the type of device, and how many ranks there are."""
+
+    device: str
+    ranks: int
+
+    def mesh(self, *names: str) -> DeviceMesh:
+        """A mesh of all ranks with these axes: two ranks along the first, all others along the next."""
+        first = 2 if len(names) > 1 and self.ranks % 2 == 0 else self.ranks if len(names) == 1 else 1
+        shape = (first, *[self.ranks // first, *[1] * len(names)][: len(names) - 1])
+        return init_device_mesh(self.device, shape, mesh_dim_names=names)
+
+    def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The same random numbers on all ranks, made on the CPU."""
+        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).mul(8).to(self.device, dtype)
+
+
+def redistributions(place: Place) -> str:
+    """Tensors of all dtypes from every layout of a mesh of two axes to every other."""
+    mesh, count = place.mesh("a", "b"), 0
+    options: list[Placement] = [Replicate(), Shard(0), Shard(1)]
+    layouts = [(a, b) for a in options for b in options]
+    for i, dtype in enumerate(MOVED):
+        whole = place.randn(7, 5, dtype=dtype)
+        for src in layouts:
+            x = distribute_tensor(whole, mesh, src, src_data_rank=None)
+            for dst in layouts[i % 3 :: 3]:
+                _same(x.redistribute(mesh, dst).full_tensor(), whole, f"{dtype} from {src} to {dst}")
+                count += 1
+    return f"{count} between layouts, {len(MOVED)} dtypes, uneven"
+
+
+def reductions(place: Place) -> str:
+    """Partial sums of several dtypes to every other layout."""
+    mesh, count = place.mesh("a", "b"), 0
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        whole = place.randn(7, 6, dtype=dtype)
+        for source in _PARTIAL:
+            for target in _COMPLETE:
+                x = distribute_tensor(whole, mesh, source, src_data_rank=None)
+                _same(x.redistribute(mesh, target).full_tensor(), whole, f"{dtype} from {source} to {target}", 1e-1)
+                count += 1
+    return f"{count} from partial layouts"
+
+
+def products(place: Place) -> str:
+    """A product and its gradients under every named strategy that a mesh of these ranks has."""
+    done = []
+    for name in strategies():
+        for mesh in (place.mesh("x"), place.mesh("x", "y"), place.mesh("x", "y", "z")):
+            try:
+                _product(place, mesh, name)
+            except (StrategyError, LayoutError, MeshError):  # not on a mesh of this form
+                continue
+            done.append(name)
+            break
+    if not done:
+        raise Differs("no strategy has run")
+    return ", ".join(done)
+
+
+def _product(place: Place, mesh: DeviceMesh, name: str) -> None:
+    x, w = place.randn(12, 16).requires_grad_(), place.randn(16, 8).requires_grad_()
+    expected = x @ w
+    expected.square().sum().backward()
+    everywhere = [Replicate()] * mesh.ndim
+    dx, dw = (distribute_tensor(t.detach(), mesh, everywhere, src_data_rank=None).requires_grad_() for t in (x, w))
+    out = functional.matmul(dx, dw, strategy=name)
+    out.square().sum().backward()
+    pairs = {"product": (out, expected), "gradient of x": (dx.grad, x.grad), "gradient of w": (dw.grad, w.grad)}
+    for what, (found, right) in pairs.items():
+        assert found is not None
+        assert right is not None
+        _same(_whole(found), right, f"{name}: {what}", 1e-3)
+
+
+class Block(nn.Module):
+    """A transformer block: causal attention and a perceptron, each normalised before."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens -> tokens, [batch, tokens, width]."""
+        y = self.norm1(x)
+        q, k, v = (f(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return out
+
+
+def model_of(place: Place, width: int, heads: int = 4, blocks: int = 2) -> nn.Sequential:
+    """A stack of blocks, the same on all ranks."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(*(Block(width, heads) for _ in range(blocks))).to(place.device)
+
+
+def training_steps(place: Place) -> str:
+    """Two training steps of a small model under every plan: losses and parameters as on one device."""
+    return trained_under(place, *PLANS)
+
+
+def trained_under(place: Place, *plans: str) -> str:
+    """Two training steps under each of these plans."""
+    x = place.randn(4 * place.ranks, 6, 32).div(8)
+    expected, right = _train(model_of(place, 32), x)
+    for name in plans:
+        model = parallelize(model_of(place, 32), place.mesh(*PLANS[name]), name, x)
+        losses, parameters = _train(model, x)
+        _same(losses, expected, f"{name}: the losses", 1e-4)
+        for key, value in right.items():
+            _same(parameters[key], value, f"{name}: {key} after two steps", 1e-4)
+    return ", ".join(plans)
+
+
+def _train(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(2):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(_whole(loss.detach()))
+    return torch.stack(losses), {name: _whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def resharding(place: Place) -> str:
+    """A tensor to another mesh of the same ranks, and to one of half of them."""
+    first, whole = place.mesh("a", "b"), place.randn(9, 7)
+    x = distribute_tensor(whole, first, [Shard(0), Shard(1)], src_data_rank=None)
+    second = place.mesh("c")
+    _same(x.redistribute(second, [Shard(1)]).full_tensor(), whole, "to a mesh of other axes")
+    if place.ranks % 2:
+        return "to a mesh of other axes"
+    half = first["b"] if isinstance(first, DeviceMesh) else first
+    y = distribute_tensor(whole, half, [Shard(0)], src_data_rank=None)
+    _same(y.full_tensor(), whole, "on a slice of the mesh")
+    return "to a mesh of other axes; on a slice"
+
+
+def random_numbers(place: Place) -> str:
+    """The same random numbers whatever the layout."""
+    mesh, draws = place.mesh("a", "b"), []
+    for layout in ([Replicate(), Replicate()], [Shard(0), Shard(1)], [Shard(1), Shard(0)]):
+        manual_seed(7)
+        draws.append(factories.randn(9, 6, device_mesh=mesh, placements=layout).full_tensor())
+    for draw in draws[1:]:
+        if not torch.equal(draw, draws[0]):
+            raise Differs("random numbers depend on the layout")
+    return f"{len(draws)} layouts"
+
+
+def checkpoints(place: Place) -> str:
+    """A checkpoint written in one layout and read in another."""
+    (path,) = set(gather_objects(tempfile.mkdtemp(prefix="dshard-selftest-") if group_rank() == 0 else None)) - {None}
+    mesh, whole = place.mesh("a", "b"), place.randn(9, 6)
+    try:
+        source = distribute_tensor(whole, mesh, [Shard(0), Shard(1)], src_data_rank=None)
+        checkpoint.save({"w": source}, Path(path) / "state")
+        target = distribute_tensor(torch.zeros_like(whole), mesh, [Shard(1), Replicate()], src_data_rank=None)
+        checkpoint.load({"w": target}, Path(path) / "state")
+        _same(target.full_tensor(), whole, "what is read back")
+        gather_objects(None)  # nobody removes what another still reads
+    finally:
+        if group_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+    return "saved in one layout, loaded in another"
+
+
+def overhead(place: Place) -> str:
+    """Seconds of a forward and backward pass of a block: plain torch, and under "data"; no check, a figure to see."""
+    figures = []
+    for width in (1024, 2048, 4096, 8192) if place.device == "cuda" else (256,):
+        x = place.randn(2, 64, width).div(8)
+        plain = _seconds(place, model_of(place, width, blocks=1), x)
+        mesh = place.mesh("tp", "one") if place.ranks == 1 else place.mesh("dp")
+        block = parallelize(model_of(place, width, blocks=1), mesh, "data", x.repeat(place.ranks, 1, 1))
+        figures.append(f"{width}: {_seconds(place, block, x.repeat(place.ranks, 1, 1)) / plain:.2f}x")
+    return "time of a block, dshard to plain torch, hidden " + ", ".join(figures)
+
+
+def _seconds(place: Place, model: nn.Module, x: Tensor) -> float:
+    times = []
+    for _ in range(5):
+        _synchronize(place)
+        begin = perf_counter()
+        model(x).square().mean().backward()
+        _synchronize(place)
+        times.append(perf_counter() - begin)
+    return min(times)
+
+
+def _synchronize(place: Place) -> None:
+    if place.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def traffic(place: Place) -> str:
+    """The collectives of a training step, as `trace` counts them; the same on every rank."""
+    x = place.randn(4 * place.ranks, 6, 32).div(8)
+    model = parallelize(model_of(place, 32), place.mesh("x"), "fsdp", x)
+    with trace() as traced:
+        model(x).square().mean().backward()
+    counts = gather_objects([(event.collective, event.axis) for event in traced.events])
+    if any(count != counts[0] for count in counts):
+        raise Differs(f"the ranks ran different collectives: {[len(count) for count in counts]}")
+    return f"{len(counts[0])} collectives in a step of fsdp, {sum(event.nbytes for event in traced.events):,} bytes"
+
+
+def _whole(x: Tensor) -> Tensor:
+    full = getattr(x, "full_tensor", None)
+    out: Tensor = x if full is None else full()
+    return out
+
+
+def _same(found: Tensor, expected: Tensor, what: str, tolerance: float = 0.0) -> None:
+    try:
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    except AssertionError as error:
+        raise Differs(f"{what}: {error}") from error
+
+
+CHECKS: dict[str, Callable[[Place], str]] = {
+    "redistributions": redistributions,
+    "reductions": reductions,
+    "products": products,
+    "training steps": training_steps,
+    "collectives of a step": traffic,
+    "other meshes": resharding,
+    "random numbers": random_numbers,
+    "checkpoints": checkpoints,
+    "overhead": overhead,
+}
+"""The checks, in the order in which they run."""

@@ -1,0 +1,390 @@
+"""A process group on CPU tensors that keeps NCCL's contract: what it refuses, and when things are done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dshard.comm.user_code import user_line
+from dshard.testing.nccl_contract import transfers
+from dshard.testing.nccl_contract.communicator_stream import Channel
+from dshard.testing.nccl_contract.contract_rules import (
+    check_overlap,
+    check_peer,
+    check_reduction,
+    check_root,
+    check_tensors,
+    reduction_name,
+    refuse,
+)
+from dshard.testing.nccl_contract.launch_order import Communicator, Ranks, messages_between
+from dshard.testing.nccl_contract.operation import Bytes, Call, Message, Operation, Part
+from dshard.testing.nccl_contract.process_state import CURRENT, ProcessState
+from dshard.testing.nccl_contract.work import ContractWork, GroupedWork
+
+_ProcessGroup: Any = dist.ProcessGroup  # whose stubs name other arguments than torch calls it with
+
+
+class NcclContract(_ProcessGroup):  # type: ignore[misc]
+    """A process group that refuses what NCCL refuses, and completes nothing before it is waited for.
+
+    It has the methods of torch's own process groups, and is made by `init_process_group` and `new_group`.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: Ranks, name: str, timeout: timedelta) -> None:
+        super().__init__(rank, len(ranks))
+        if not dist.is_initialized():  # the first group of a world
+            CURRENT.state = ProcessState()
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+        # collectives in compiled graphs come from C++, which does not ask the methods below
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._ranks, self._begun = ranks, 0
+        self._communicator = f"group {name!r} of ranks {', '.join(map(str, ranks))}"
+        self._channels: dict[int | None, Channel] = {}
+        self._group: list[Part] | None = None
+
+    def getBackendName(self) -> str:  # torch's name
+        """The name of the backend."""
+        return "nccl_contract"
+
+    def _get_backend_name(self) -> str:
+        return "nccl_contract"
+
+    def _get_sequence_number_for_group(self) -> int:
+        CURRENT.state.check()
+        return self._begun
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._begun = 0
+
+    def shutdown(self) -> None:
+        """End the threads."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+
+    def abort(self) -> None:
+        """End the threads."""
+        self.shutdown()
+
+    # -- collectives
+
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Terms -> their reduction, in place."""
+        return self._begin("all_reduce", [self._all_reduce(x, _op(opts)) for x in _listed(tensors)])
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Several all_reduces as one."""
+        return self._begin("all_reduce_coalesced", [self._all_reduce(x, _op(opts)) for x in tensors])
+
+    def _all_reduce(self, x: Tensor, op: dist.ReduceOp) -> Part:
+        check_tensors("all_reduce", [x])
+        check_reduction("all_reduce", x.dtype, op)
+
+        def run(read: list[Bytes]) -> list[Bytes]:
+            return [transfers.reduce(transfers.gather(self._gloo, read[0], self.size()), x.dtype, op)]
+
+        return Part(_call("all_reduce", x, reduction_name(op)), [x], [x], run)
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Terms -> their reduction on the root, in place."""
+        (x,), op, root = tensors, _op(opts), opts.rootRank
+        check_tensors("reduce", [x])
+        check_reduction("reduce", x.dtype, op)
+        check_root("reduce", root, self.size())
+
+        def run(read: list[Bytes]) -> list[Bytes]:
+            terms = transfers.gather(self._gloo, read[0], self.size())
+            return [transfers.reduce(terms, x.dtype, op)] if self.rank() == root else []
+
+        return self._begin(
+            "reduce", [Part(_call("reduce", x, reduction_name(op), root), [x], [x] * (self.rank() == root), run)]
+        )
+
+    def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any = 0, timeout: Any = None) -> dist.Work:
+        """The root's tensor, on all ranks."""
+        (x,), root = _listed(tensors), opts if isinstance(opts, int) else opts.rootRank
+        check_tensors("broadcast", [x])
+        check_root("broadcast", root, self.size())
+        sends = self.rank() == root
+
+        def run(read: list[Bytes]) -> list[Bytes]:
+            data = read[0] if sends else torch.empty(x.numel() * x.element_size(), dtype=torch.uint8)
+            out = transfers.broadcast(self._gloo, data, root)
+            return [] if sends else [out]
+
+        return self._begin("broadcast", [Part(_call("broadcast", x, root), [x] * sends, [x] * (not sends), run)])
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """One tensor of one size -> those of all ranks, in one tensor."""
+        return self._begin("all_gather_into_tensor", [self._gather_into(output, input)])
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return self.all_gather_single(output, input)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """Several all_gathers as one."""
+        parts = [self._gather_into(out, x) for out, x in zip(outputs, inputs, strict=True)]
+        return self._begin("all_gather_into_tensor_coalesced", parts)
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Several all_gathers as one."""
+        return self.all_gather_single_coalesced(outputs, inputs)
+
+    def _gather_into(self, out: Tensor, x: Tensor) -> Part:
+        what = "all_gather_into_tensor"
+        check_tensors(what, [x, out])
+        if out.numel() != self.size() * x.numel():
+            refuse("gathered_size", f"{what} of {x.numel()} elements into {out.numel()} on {self.size()} ranks")
+        check_overlap(what, x, out, self.rank() * x.numel())
+
+        def run(read: list[Bytes]) -> list[Bytes]:
+            return [torch.cat(transfers.gather(self._gloo, read[0], self.size()))]
+
+        return Part(_call(what, x), [x], [out], run)
+
+    def allgather(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """The tensors of all ranks, in a list. Their sizes may differ: torch then broadcasts each."""
+        (outs,), (x,) = output_lists, inputs
+        check_tensors("all_gather", [x, *outs])
+        if len(outs) != self.size() or outs[self.rank()].numel() != x.numel():
+            refuse("gathered_size", f"all_gather of {x.numel()} elements into {[out.numel() for out in outs]}")
+        for out in outs:
+            check_overlap("all_gather", x, out)
+        sizes = tuple(out.numel() * out.element_size() for out in outs)
+
+        def run(read: list[Bytes]) -> list[Bytes]:
+            return transfers.exchange(self._gloo, read * self.size(), sizes)
+
+        call = Call(("all_gather", str(x.dtype), sizes))
+        return self._begin("all_gather", [Part(call, [x], outs, run)])
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """Terms for all ranks in one tensor -> the reduction of this rank's piece; all of one size."""
+        return self._begin("reduce_scatter_tensor", [self._scatter_from(output, input, _op(opts))])
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return self.reduce_scatter_single(output, input, opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Several reduce_scatters as one."""
+        parts = [self._scatter_from(out, x, _op(opts)) for out, x in zip(outputs, inputs, strict=True)]
+        return self._begin("reduce_scatter_tensor_coalesced", parts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Several reduce_scatters as one."""
+        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
+
+    def _scatter_from(self, out: Tensor, x: Tensor, op: dist.ReduceOp) -> Part:
+        what = "reduce_scatter_tensor"
+        check_tensors(what, [x, out])
+        check_reduction(what, x.dtype, op)
+        if x.numel() != self.size() * out.numel():
+            refuse("scattered_size", f"{what} of {x.numel()} elements into {out.numel()} on {self.size()} ranks")
+        check_overlap(what, x, out, -self.rank() * out.numel())
+        sizes = [out.numel() * out.element_size()] * self.size()
+        run = partial(self._run_scatter, sizes, x.dtype, op)
+        return Part(_call(what, x, reduction_name(op)), [x], [out], run)
+
+    def _run_scatter(self, sizes: list[int], dtype: torch.dtype, op: dist.ReduceOp, read: list[Bytes]) -> list[Bytes]:
+        terms = transfers.exchange(self._gloo, torch.cat(read).split(sizes), [sizes[self.rank()]] * self.size())
+        return [transfers.reduce(terms, dtype, op)]
+
+    def reduce_scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any = None) -> dist.Work:
+        """Terms for each rank -> the reduction of this rank's. Their sizes may differ: torch then reduces each."""
+        (out,), (terms,), op = outputs, input_lists, _op(opts)
+        check_tensors("reduce_scatter", [out, *terms])
+        check_reduction("reduce_scatter", out.dtype, op)
+        if len(terms) != self.size() or terms[self.rank()].numel() != out.numel():
+            refuse("scattered_size", f"reduce_scatter of {[x.numel() for x in terms]} elements into {out.numel()}")
+        sizes = [x.numel() * x.element_size() for x in terms]
+        run = partial(self._run_scatter, sizes, out.dtype, op)
+        call = Call(("reduce_scatter", str(out.dtype), tuple(sizes), reduction_name(op)))
+        return self._begin("reduce_scatter", [Part(call, terms, [out], run)])
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        """Pieces for each rank in one tensor -> pieces from each rank in one; their sizes may differ."""
+        check_tensors("all_to_all_single", [input, output])
+        check_overlap("all_to_all_single", input, output, -1)
+        send, receive = self._splits(input, input_split_sizes), self._splits(output, output_split_sizes)
+
+        def run(read: list[Bytes]) -> list[Bytes]:
+            return [torch.cat(transfers.exchange(self._gloo, read[0].split(list(send)), receive))]
+
+        call = Call(("all_to_all_single", str(input.dtype)), send, receive)
+        return self._begin("all_to_all_single", [Part(call, [input], [output], run)])
+
+    def alltoall_base(self, output: Tensor, input: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
+        """Pieces for each rank in one tensor -> pieces from each rank in one."""
+        return self.all_to_all_single(output, input, out_sizes, in_sizes)
+
+    def _splits(self, x: Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The bytes of the pieces of `x` along its first dim."""
+        rows = x.shape[0] if x.ndim else 1
+        if not (sum(sizes) == rows and len(sizes) == self.size() if sizes else rows % self.size() == 0):
+            refuse("split_sizes", f"all_to_all_single of {rows} rows in {list(sizes) or self.size()} pieces")
+        nbytes = x.numel() * x.element_size() // rows if rows else 0
+        return tuple(size * nbytes for size in (sizes or [rows // self.size()] * self.size()))
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """A tensor for each rank -> one from each; their sizes may differ."""
+        check_tensors("all_to_all", [*inputs, *outputs])
+        send, receive = (tuple(x.numel() * x.element_size() for x in xs) for xs in (inputs, outputs))
+        if len(inputs) != self.size() or len(outputs) != self.size():
+            refuse("split_sizes", f"all_to_all of {len(inputs)} into {len(outputs)} tensors on {self.size()} ranks")
+
+        def run(read: list[Bytes]) -> list[Bytes]:
+            return transfers.exchange(self._gloo, read, receive)
+
+        return self._begin(
+            "all_to_all", [Part(Call(("all_to_all", str(inputs[0].dtype)), send, receive), inputs, outputs, run)]
+        )
+
+    def gather(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        """A tensor of one size on all ranks -> all of them on the root."""
+        (x,), root = inputs, opts.rootRank
+        outs = output_lists[0] if output_lists and self.rank() == root else []
+        check_tensors("gather", [x, *outs])
+        check_root("gather", root, self.size())
+        if any(out.numel() != x.numel() for out in outs):
+            refuse("gathered_size", f"gather of {x.numel()} elements into {[out.numel() for out in outs]}")
+
+        def run(read: list[Bytes]) -> list[Bytes]:
+            return transfers.gather(self._gloo, read[0], self.size()) if outs else self._only_send(read[0])
+
+        return self._begin("gather", [Part(_call("gather", x, root), [x], outs, run)])
+
+    def _only_send(self, x: Bytes) -> list[Bytes]:
+        transfers.gather(self._gloo, x, self.size())
+        return []
+
+    def scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> dist.Work:
+        """A tensor of one size for each rank on the root -> one on each."""
+        (out,), root = outputs, opts.rootRank
+        pieces = input_lists[0] if input_lists and self.rank() == root else []
+        check_tensors("scatter", [out, *pieces])
+        check_root("scatter", root, self.size())
+        if any(x.numel() != out.numel() for x in pieces):
+            refuse("scattered_size", f"scatter of {[x.numel() for x in pieces]} elements into {out.numel()}")
+        nbytes, starts = out.numel() * out.element_size(), list(accumulate([0] * self.size()))
+
+        def run(read: list[Bytes]) -> list[Bytes]:
+            send = read or [torch.empty(0, dtype=torch.uint8) for _ in starts]
+            sizes = [nbytes if rank == root else 0 for rank in range(self.size())]
+            return [transfers.exchange(self._gloo, send, sizes)[root]]
+
+        return self._begin("scatter", [Part(_call("scatter", out, root), pieces, [out], run)])
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for all ranks: an all_reduce of one element, for whose end the host waits, too."""
+        x = torch.empty(1, dtype=torch.uint8)
+        part = Part(Call(("barrier",)), [], [], lambda read: transfers.gather(self._gloo, x, self.size())[:0])
+        return self._begin("barrier", [part], stops_host=True)
+
+    def monitored_barrier(self, *args: object, **kwargs: object) -> None:
+        """Refuse: gloo alone has it."""
+        refuse("unsupported", "monitored_barrier", RuntimeError)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
+        """Refuse: NCCL has no receives from any rank."""
+        refuse("unsupported", "recv from any rank", RuntimeError)
+
+    # -- messages, and groups of them
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
+        """Send to a rank of the group; tags are ignored."""
+        return self._message("send to", tensors, peer, sends=True)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
+        """Receive from a rank of the group; tags are ignored."""
+        return self._message("recv from", tensors, peer, sends=False)
+
+    def _message(self, verb: str, tensors: list[Tensor], peer: int, *, sends: bool) -> dist.Work:
+        (x,) = tensors
+        check_peer(verb, peer, self.rank(), self.size())
+        what = f"{verb} rank {self._ranks[peer]}"
+        check_tensors(what, [x], message=True)
+        message = Message(sends, peer, x.numel() * x.element_size(), str(x.dtype))
+        return self._begin(what, [Part(None, [x] * sends, [x] * (not sends), message=message)], peer=peer)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if self._group is not None:
+            refuse("coalescing", "a group within a group", RuntimeError)
+        self._group = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work | None:
+        parts, self._group = self._group, None
+        if parts is None:
+            refuse("coalescing", "the end of a group that has not begun", RuntimeError)
+        kinds = {part.message is not None for part in parts}
+        if len(kinds) > 1:
+            refuse("coalescing", "a group of messages and collectives", RuntimeError)
+        return self._begin("group of messages" if True in kinds else "group of collectives", parts) if parts else None
+
+    # -- their begin
+
+    def _begin(self, what: str, parts: list[Part], *, peer: int | None = None, stops_host: bool = False) -> dist.Work:
+        """Begin an operation of the group's communicator, or of that of this rank and `peer`; in a group keep it."""
+        if self._group is not None:
+            CURRENT.state.check()
+            self._group += parts
+            return GroupedWork(what)
+        state, communicator, ranks = CURRENT.state, self._communicator, self._ranks
+        peers = {part.message.peer for part in parts if part.message is not None}
+        if peer is not None:
+            communicator = self._between(peer, alone=True)
+            ranks = tuple(sorted((self._ranks[self.rank()], self._ranks[peer])))
+        before = state.launches.before()
+        number = 1 + (before[communicator].count if communicator in before else 0)
+        operation = Operation(f"{what} at {user_line()}", communicator, ranks, number, parts, before, stops_host)
+        state.begin(operation)
+        self._begun += 1
+        for each in (part.message.peer for part in parts if part.message is not None):
+            name = self._between(each, alone=peer is not None)
+            state.launches.add(name, tuple(sorted((self._ranks[self.rank()], self._ranks[each]))), operation.what)
+        if not peers:
+            state.launches.add(communicator, self._ranks, operation.what)
+        self._channel(peer).submit(operation)
+        return ContractWork(operation)
+
+    def _between(self, peer: int, *, alone: bool) -> Communicator:
+        return messages_between(self._communicator, self._ranks[self.rank()], self._ranks[peer], alone=alone)
+
+    def _channel(self, peer: int | None) -> Channel:
+        channel = self._channels.get(peer)
+        if channel is None:
+            channel = self._channels[peer] = Channel(
+                self._communicator, self._gloo, self.rank(), self._ranks, alone=peer is not None
+            )
+        return channel
+
+
+def _listed(tensors: list[Tensor] | Tensor) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _op(opts: Any) -> dist.ReduceOp:
+    if opts is None:
+        return dist.ReduceOp(dist.ReduceOp.SUM)
+    op: dist.ReduceOp = getattr(opts, "reduceOp", opts)
+    return op
+
+
+def _call(kind: str, x: Tensor, *others: object) -> Call:
+    return Call((kind, str(x.dtype), x.numel(), *others))

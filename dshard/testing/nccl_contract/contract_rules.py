@@ -1,0 +1,193 @@
+"""The rules of NCCL and of torch's ProcessGroupNCCL that the contract group keeps, each with its source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_GUIDE = "docs.nvidia.com/deeplearning/nccl/user-guide/docs"
+_TORCH = "torch/csrc/distributed/c10d"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What NCCL asks of a program, and where that is written."""
+
+    says: str
+    source: str
+
+
+RULES = {
+    "dense": Rule("tensors must be dense", f"{_TORCH}/ProcessGroupNCCL.cpp, check_gpu_single_tensor"),
+    "contiguous": Rule("tensors must be contiguous", f"{_TORCH}/ProcessGroupNCCL.cpp, check_gpu_single_tensor"),
+    "contiguous_message": Rule(
+        "the memory of a tensor that is not contiguous is sent as it lies there, other elements with it; torch warns "
+        "once and sends it",
+        f"{_TORCH}/ProcessGroupNCCL.cpp, check_gpu_single_tensor with p2p",
+    ),
+    "dtype": Rule("NCCL has no such dtype: send its bytes, view(torch.uint8)", f"{_TORCH}/NCCLUtils.hpp, ncclDataType"),
+    "one_dtype": Rule(
+        "input and output must have one dtype", f"{_TORCH}/ProcessGroupNCCL.cpp, _allgather_base and others"
+    ),
+    "reduction": Rule("NCCL has no such reduction", f"{_TORCH}/ProcessGroupNCCL.cpp, getNcclReduceOp"),
+    "bool_avg": Rule("truth values have no average", f"{_TORCH}/ProcessGroupNCCL.cpp, getNcclReduceOp"),
+    "complex": Rule(
+        "complex numbers are reduced as pairs of real ones, which is right for sums and averages alone",
+        f"{_TORCH}/ProcessGroupNCCL.cpp, complexViewAsRealAllowed",
+    ),
+    "float8": Rule("float8 is moved, never reduced", f"{_TORCH}/ProcessGroupNCCL.cpp, allreduce and others"),
+    "gathered_size": Rule(
+        "the output must have world size times the elements of the input, the same on all ranks",
+        f"{_TORCH}/ProcessGroupNCCL.cpp, _allgather_base; {_GUIDE}/api/colls.html#ncclallgather",
+    ),
+    "scattered_size": Rule(
+        "the input must have world size times the elements of the output, the same on all ranks",
+        f"{_TORCH}/ProcessGroupNCCL.cpp, _reduce_scatter_base; {_GUIDE}/api/colls.html#ncclreducescatter",
+    ),
+    "split_sizes": Rule(
+        "the splits must add up to the first dim; without splits it must divide by the number of ranks",
+        f"{_TORCH}/Utils.hpp, checkSplitSizes",
+    ),
+    "root": Rule("the root must be a rank of the group", f"{_TORCH}/Utils.hpp, assertRootRank"),
+    "peer": Rule(
+        "a message goes to another rank of the group", "torch/distributed/distributed_c10d.py, isend and irecv"
+    ),
+    "overlap": Rule(
+        "input and output must not share memory, unless the operation is in place: the same pointer, or for gathers "
+        "and scatters this rank's piece of the larger one",
+        f"{_GUIDE}/usage/inplace.html",
+    ),
+    "one_call": Rule(
+        "all ranks of a communicator make the same calls in the same order, with the same count, dtype, reduction and "
+        "root; where they differ NCCL hangs, crashes or corrupts data",
+        f"{_GUIDE}/usage/collectives.html",
+    ),
+    "message": Rule(
+        "every send needs a receive of the same count and dtype on the other rank, in the same order",
+        f"{_GUIDE}/usage/p2p.html",
+    ),
+    "grouped": Rule(
+        "sends and receives that must progress together belong in one group, dist.batch_isend_irecv; without one a "
+        "send waits for its receive before anything later between the two ranks begins",
+        f"{_GUIDE}/usage/p2p.html; {_TORCH}/ProcessGroupNCCL.cpp, getKeySendRecv",
+    ),
+    "order": Rule(
+        "operations on different communicators are submitted in the same order on all ranks, or can wait for each "
+        "other forever",
+        f"{_GUIDE}/usage/communicators.html#using-multiple-nccl-communicators-concurrently",
+    ),
+    "coalescing": Rule(
+        "a group begins once, ends once, and is waited for once, by the work that its end returns",
+        f"{_GUIDE}/usage/groups.html; {_TORCH}/ProcessGroupNCCL.cpp, startCoalescing and endCoalescing",
+    ),
+    "buffer": Rule(
+        "an operation runs some time before its wait ends, on a stream of its own: until then its input must not be "
+        "written, nor its memory used by operations of other communicators",
+        f"{_GUIDE}/usage/streams.html; torch.distributed, synchronous and asynchronous collective operations",
+    ),
+    "unsupported": Rule(
+        "torch has this for gloo or MPI alone", f"{_TORCH}/Backend.hpp, whose default raises; ProcessGroup.hpp"
+    ),
+}
+"""The rules by name."""
+
+_TYPES = {
+    torch.int8,
+    torch.uint8,
+    torch.float32,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.bool,
+}
+FLOAT8 = {torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.float8_e4m3fnuz}
+_REDUCTIONS = (
+    dist.ReduceOp.SUM,
+    dist.ReduceOp.AVG,
+    dist.ReduceOp.PRODUCT,
+    dist.ReduceOp.MIN,
+    dist.ReduceOp.MAX,
+)
+_LINEAR = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+
+
+def reduction_name(op: Any) -> str:
+    """The name of a reduction."""
+    return next((name for name, known in dist.ReduceOp.RedOpType.__members__.items() if op == known), str(op))
+
+
+def refuse(rule: str, what: str, error: type[Exception] = ValueError) -> NoReturn:
+    """Raise an error that says what was asked, the rule, and its source."""
+    raise error(refusal(rule, what))
+
+
+def refusal(rule: str, what: str) -> str:
+    """The text of a refusal: what was asked, the rule, and its source."""
+    return f"{what}: {RULES[rule].says} [NCCL contract: {rule}; {RULES[rule].source}]"
+
+
+def check_tensors(what: str, tensors: Sequence[Tensor], *, message: bool = False) -> None:
+    """Refuse tensors that NCCL does not take."""
+    for x in tensors:
+        if x.layout != torch.strided:
+            refuse("dense", f"{what} of a {x.layout} tensor")
+        if not (x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))):
+            shown = f"{what} of a tensor of shape {tuple(x.shape)} and strides {x.stride()}"
+            refuse("contiguous_message" if message else "contiguous", shown)
+        if x.dtype not in _TYPES and x.dtype not in FLOAT8 and not x.is_complex():
+            refuse("dtype", f"{what} of {x.dtype}", TypeError)
+    if len({x.dtype for x in tensors}) > 1:
+        refuse("one_dtype", f"{what} of {' and '.join(sorted(str(x.dtype) for x in tensors))}", TypeError)
+
+
+def check_reduction(what: str, dtype: torch.dtype, op: Any) -> None:
+    """Refuse reductions that NCCL, or torch's process group of it, does not have."""
+    if not any(op == known for known in _REDUCTIONS):
+        refuse("reduction", f"{what} by {reduction_name(op)}")
+    if dtype in FLOAT8:
+        refuse("float8", f"{what} of {dtype}", TypeError)
+    if dtype == torch.bool and op == dist.ReduceOp.AVG:
+        refuse("bool_avg", f"{what} of {dtype} by {reduction_name(op)}", TypeError)
+    if dtype.is_complex and not any(op == linear for linear in _LINEAR):
+        refuse("complex", f"{what} of {dtype} by {reduction_name(op)}")
+
+
+def check_root(what: str, root: int, size: int) -> None:
+    """Refuse a root that is no rank of the group."""
+    if not 0 <= root < size:
+        refuse("root", f"{what} with root {root} in a group of {size} ranks")
+
+
+def check_peer(what: str, peer: int, rank: int, size: int) -> None:
+    """Refuse messages to this rank itself, and to ranks that are not of the group."""
+    if not 0 <= peer < size or peer == rank:
+        refuse("peer", f"{what} rank {peer} on rank {rank} of a group of {size} ranks")
+
+
+def check_overlap(what: str, source: Tensor, out: Tensor, offset: int = 0) -> None:
+    """Refuse an input and an output in the same memory, but `source` in place: `offset` elements into `out`.
+
+    A negative offset is that of `out` in `source`.
+    """
+    first, second = memory(source), memory(out)
+    if not meet(first, second):
+        return
+    if first.start != second.start + offset * source.element_size():
+        refuse("overlap", what)
+
+
+def memory(x: Tensor) -> range:
+    """The addresses of the bytes of a contiguous tensor."""
+    return range(x.data_ptr(), x.data_ptr() + x.numel() * x.element_size())
+
+
+def meet(a: range, b: range) -> bool:
+    """Whether two ranges of addresses have a byte in common."""
+    return max(a.start, b.start) < min(a.stop, b.stop)

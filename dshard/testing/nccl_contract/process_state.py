@@ -1,0 +1,146 @@
+"""What one process knows of all its communicators: launches, operations in flight, counts, and what has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+
+import torch.distributed as dist
+
+from dshard.comm import peek, put
+from dshard.testing.nccl_contract.contract_rules import meet, refusal, refuse
+from dshard.testing.nccl_contract.launch_order import LaunchLog
+from dshard.testing.nccl_contract.operation import Operation
+from dshard.testing.nccl_contract.waiting import Waiting, deadlock, publish
+
+_FAILED = "dshard/nccl_contract/failed"
+_LOOK = 0.2  # seconds between two looks whether another rank has failed
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a program has asked of its communicators.
+
+    Attributes:
+        kernels: Operations begun; a group of them is one.
+        nbytes: Bytes of their inputs, or of what they receive where they send nothing.
+        stream_waits: Waits that stop the stream, and would let the host go on.
+        host_waits: Waits that stop the host: barriers, waits with a time limit, questions whether something has ended.
+    """
+
+    kernels: int = 0
+    nbytes: int = 0
+    stream_waits: int = 0
+    host_waits: int = 0
+
+
+@dataclass(slots=True)
+class ProcessState:
+    """The communicators of this process."""
+
+    launches: LaunchLog = field(default_factory=LaunchLog)
+    usage: Usage = field(default_factory=Usage)
+    in_flight: list[Operation] = field(default_factory=list)
+    error: str | None = None
+
+    def begin(self, operation: Operation) -> None:
+        """Note an operation; one on other communicators that uses its memory must have been waited for.
+
+        Raises:
+            DistBackendError: this process has failed before, as NCCL's watchdog would have ended it.
+            ValueError: the memory is used by an operation of another communicator that nobody has waited for.
+        """
+        self.check()
+        self.in_flight = [x for x in self.in_flight if not (x.dropped and x.done.is_set())]
+        reads, writes = operation.reads(), operation.writes()
+        for other in tuple(self.in_flight):
+            theirs = other.writes()
+            clash = any(meet(a, b) for a in reads for b in theirs)
+            if clash or any(meet(a, b) for a in writes for b in (*theirs, *other.reads())):
+                if other.communicator != operation.communicator:
+                    refuse("buffer", f"{operation.what} uses memory of {other.what}, not waited for")
+                self.end(other)  # one stream runs both, one after the other
+        self.in_flight.append(operation)
+        self.usage.kernels += 1
+        for part in operation.parts:
+            part.begin()
+        self.usage.nbytes += operation.nbytes
+
+    def check(self) -> None:
+        """Raise the error of an earlier operation, if there is one.
+
+        Raises:
+            DistBackendError: an operation of this process has failed.
+        """
+        if self.error is not None:
+            raise dist.DistBackendError(f"an earlier operation has failed, and its communicator with it: {self.error}")
+
+    def end(self, operation: Operation, limit: float | None = None) -> None:
+        """Wait until an operation has run, and write its outputs.
+
+        Raises:
+            DistBackendError: it has failed, here or on another rank; or not all ranks came to it.
+            ValueError: its input was written before this wait.
+        """
+        if operation.delivered:
+            return
+        if not operation.done.wait(_LOOK):
+            self._wait_long(operation, None if limit is None else monotonic() + limit)
+        if operation.error is not None:
+            raise dist.DistBackendError(str(operation.error)) from operation.error
+        operation.delivered = True
+        self.in_flight.remove(operation)
+        for part in operation.parts:
+            if part.overwritten():
+                refuse("buffer", f"the input of {operation.what} was written before it was waited for")
+            part.deliver()
+
+    def _wait_long(self, operation: Operation, end: float | None) -> None:
+        """Wait on, and look whether this can ever end."""
+        here = Waiting(operation.what, operation.communicator, operation.ranks, operation.number, self.launches.begun)
+        publish(here)
+        try:
+            while not operation.done.wait(_LOOK):
+                text = _failure_elsewhere()
+                if text is not None:
+                    self.error = text
+                    raise dist.DistBackendError(f"{operation.what}: another rank has failed: {text}")
+                stuck = deadlock(here)
+                if stuck:
+                    self.fail(operation, RuntimeError(refusal("order", f"{operation.what}: {stuck}")))
+                    raise dist.DistBackendError(str(operation.error))
+                if end is not None and monotonic() > end:
+                    raise dist.DistBackendError(f"{operation.what}: not ended within the time limit of this wait")
+        finally:
+            publish(None)
+
+    def fail(self, operation: Operation, error: BaseException) -> None:
+        """Note that an operation has failed, here and for all ranks that wait."""
+        operation.error = error
+        if self.error is None:
+            self.error = str(error)
+            if dist.is_initialized():
+                _quietly(lambda: put(_FAILED, f"rank {dist.get_rank()}: {error}"))
+
+
+def _failure_elsewhere() -> str | None:
+    text: str | None = peek(_FAILED) if dist.is_initialized() else None
+    return text
+
+
+def _quietly(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except RuntimeError:  # the store ends with the process that has it
+        return
+
+
+class _Current:
+    """The state of this process; a new one for each world."""
+
+    def __init__(self) -> None:
+        self.state = ProcessState()
+
+
+CURRENT = _Current()

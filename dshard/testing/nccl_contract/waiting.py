@@ -1,0 +1,45 @@
+"""Ranks that wait for each other on different communicators, found by what each publishes where it waits long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from dshard.comm import peek, put
+from dshard.testing.nccl_contract.launch_order import Communicator, Launches, Ranks
+
+_KEY = "dshard/nccl_contract/waiting"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """An operation that a rank waits in, the `number`th on its communicator, and all that the rank has begun."""
+
+    what: str
+    communicator: Communicator
+    ranks: Ranks
+    number: int
+    begun: Launches
+
+
+def publish(waiting: Waiting | None) -> None:
+    """Tell the other ranks where this one waits, or that it goes on."""
+    put(f"{_KEY}/{dist.get_rank()}", waiting)
+
+
+def deadlock(here: Waiting) -> str:
+    """What another rank waits in that this one has not begun, while it has not begun what this one waits in; or ""."""
+    for rank in here.ranks:
+        there: Waiting | None = None if rank == dist.get_rank() else peek(f"{_KEY}/{rank}")
+        if there is None or dist.get_rank() not in there.ranks or there.communicator == here.communicator:
+            continue
+        if not _has_begun(there.begun, here) and not _has_begun(here.begun, there):
+            return f"rank {rank} waits in {there.what}, on {there.communicator}, which this rank has not begun"
+    return ""
+
+
+def _has_begun(begun: Mapping[Communicator, object], waiting: Waiting) -> bool:
+    count = getattr(begun.get(waiting.communicator), "count", 0)
+    return bool(count >= waiting.number)

@@ -1,0 +1,76 @@
+"""The self-test, and with it the library under NCCL's contract.
+
+All tests of ranks run under the contract with DSHARD_TEST_BACKEND=nccl_contract; this is a cut of them.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from dshard.cli import main
+from dshard.report import selftest_failures, selftest_table
+from dshard.report.console import show
+from dshard.selftest import Result, selftest_checks, selftest_run
+from dshard.selftest.selftest_checks import CHECKS, PLANS, Place, trained_under
+from dshard.testing import nccl_contract, rank_pool
+
+PLACE = Place("cpu", 4)
+
+
+def cut() -> int:
+    """Some of the checks; returns the waits of the host that they needed."""
+    for name in ("reductions", "collectives of a step", "other meshes", "random numbers", "products"):
+        CHECKS[name](PLACE)
+    trained_under(PLACE, "fsdp")
+    return nccl_contract.usage().stream_waits
+
+
+@pytest.mark.ranks
+def test_the_library_keeps_the_contract_of_nccl() -> None:
+    assert all(waits > 100 for waits in rank_pool(4, nccl_contract.BACKEND).run(cut))
+
+
+def wrong(place: Place) -> str:
+    selftest_checks._same(torch.ones(2), torch.zeros(2), "a product")
+    return "never said"
+
+
+def test_what_differs_is_an_error_that_says_what() -> None:
+    with pytest.raises(AssertionError, match="a product: Tensor-likes are not equal"):
+        wrong(PLACE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_meshes_have_all_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(selftest_checks, "init_device_mesh", lambda _, shape, **__: shapes.append(shape))
+    for axes in PLANS.values():
+        Place("cpu", ranks).mesh(*axes)
+        assert len(shapes[-1]) == len(axes)
+        assert torch.Size(shapes[-1]).numel() == ranks
+
+
+def test_a_failure_is_reported_with_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    results = [Result("gloo", "products", True, 1.0, "summa"), Result("gloo", "checkpoints", False, 2.0, "why\nwhere")]
+    machine = selftest_run.environment("cpu")
+
+    show(selftest_table(results, machine))
+    text = selftest_failures(results[1:], machine)
+
+    assert "FAILED" in capsys.readouterr().out
+    assert text.splitlines()[0] == "1 check failed; please open an issue with what follows"
+    assert f"torch: {torch.__version__}" in text
+    assert text.endswith("--- gloo, checkpoints\nwhy\nwhere")
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_the_command_passes_over_gloo_and_under_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest", "--device", "cpu", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert {row["backend"] for row in value["results"]} == {"gloo", nccl_contract.BACKEND}
+    assert all(row["passed"] for row in value["results"])
+    assert value["machine"]["ranks"] == "4"
