@@ -31,7 +31,7 @@ from dshard.comm.agreement import (
     share,
 )
 from dshard.comm.async_local import AsyncLocal, LazyLocal, Start, async_start
-from dshard.comm.backends import NCCL_CONTRACT, default_backend
+from dshard.comm.backends import NCCL_CONTRACT
 from dshard.comm.cpu_scheduling import share_cores
 from dshard.comm.drive import InFlight, Program, Request, begin, finish, flat, same_memory
 from dshard.comm.events import Event, listen
@@ -64,6 +64,7 @@ from dshard.comm.runtime import (
     init_device_mesh,
     is_outside,
     own_coordinate,
+    planned_backend,
     planning,
     ranks_of_root,
     ranks_per_host,
@@ -115,7 +116,6 @@ __all__ = [
     "comparing",
     "crossing_event",
     "current_mesh",
-    "default_backend",
     "device_mesh_of",
     "device_of",
     "device_of_result",
@@ -144,6 +144,7 @@ __all__ = [
     "own_coordinate",
     "peek",
     "plain",
+    "planned_backend",
     "planning",
     "publish_failure",
     "put",

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from dshard.caches import cached
 from dshard.comm import rank_checks
-from dshard.comm.backends import SIMULATED, Backend, default_backend
+from dshard.comm.backends import SIMULATED, Backend
 from dshard.comm.collective import Collective, Kind
 from dshard.comm.drive import Program, Request, Results, begun
 from dshard.comm.events import LISTENERS, emit
 from dshard.comm.pieces import view_of
 from dshard.comm.program_steps import Moved, Transfer, lowered, moved_in
 from dshard.comm.run import launch_on, received_at_once, run_program
-from dshard.comm.runtime import LocalTensor, own_coordinate, own_runtime
+from dshard.comm.runtime import LocalTensor, own_coordinate, own_runtime, planned_backend
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.workspace import Session
 from dshard.layout import Region, Shape
@@ -182,7 +182,7 @@ def begin_joined(
             if LISTENERS:
                 for kind, axes, elements in joined_received(tuple(plans)):
                     emit(kind, mesh, axes, elements * dtype.itemsize)
-            joined = Joined(plans, own_coordinate(mesh), dtype, default_backend(mesh.device_type))
+            joined = Joined(plans, own_coordinate(mesh), dtype, planned_backend(mesh))
             return begun(joined.program(list(tensors)), received_at_once)  # whose buffers are there until the end
         if type(tensors[0]) is LocalTensor:
 

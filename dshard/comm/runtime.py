@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
 from dshard.caches import Cache
-from dshard.comm.backends import Backend, backend_of
+from dshard.comm.backends import Backend, backend_of, default_backend
 from dshard.comm.process_groups import (
     WORLDS,
     Group,
@@ -269,6 +269,13 @@ def runtime_of(mesh: Mesh) -> Runtime | None:
 def _with_processes(mesh: Mesh) -> Runtime | None:
     runtime = _RUNTIMES.get(mesh)
     return None if runtime is None or runtime.world is not dist.group.WORLD else runtime
+
+
+def planned_backend(mesh: Mesh) -> Backend:
+    """The backend that plans on the mesh are for: that of its processes, or of its type of device where it has none."""
+    if _with_processes(mesh) is None:
+        return default_backend(mesh.device_type)
+    return backend_of(dist.get_backend(), mesh.device_type)
 
 
 def own_runtime(mesh: Mesh) -> tuple[Runtime, Coordinate]:

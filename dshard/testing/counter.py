@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.core.observe import OperatorMode
+from dshard.testing.nccl_contract.operation import Operation, Part
+from dshard.testing.nccl_contract.process_state import CURRENT
 from dshard.torch_private import resolve_process_group
 
 
@@ -53,15 +55,30 @@ def count_traffic() -> Iterator[Traffic]:
     It shares no arithmetic with dshard, so plans and events can be tested against it. Real process groups only; an
     unknown collective is an AssertionError, not a zero.
     """
-    traffic = Traffic()
+    traffic, within = Traffic(), list[Any]()
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
-        if func.namespace in _NAMESPACES and func not in _SILENT:
-            traffic.collectives.append(_collective(func, _arguments(func, args, kwargs)))
-        return func(*args, **kwargs)
+        if func.namespace not in _NAMESPACES or func in _SILENT:
+            return func(*args, **kwargs)
+        traffic.collectives.append(_collective(func, _arguments(func, args, kwargs)))
+        within.append(func)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            within.pop()
 
-    with OperatorMode(run):
-        yield traffic
+    def note(operation: Operation) -> None:
+        if within:
+            return
+        traffic.collectives += [_under_contract(part, operation.ranks) for part in operation.parts if _sends(part)]
+
+    listeners = CURRENT.state.listeners
+    listeners.append(note)  # the calls of that group, which is Python, are no operators
+    try:
+        with OperatorMode(run):
+            yield traffic
+    finally:
+        listeners.remove(note)
 
 
 Arguments = dict[str, Any]
@@ -88,6 +105,29 @@ def _group(bound: Arguments) -> dist.ProcessGroup:
         group: dist.ProcessGroup = resolve_process_group(bound["group_name"])
         return group
     return dist.ProcessGroup.unbox(bound["process_group"])
+
+
+def _sends(part: Part) -> bool:
+    return part.call is None or part.call.same[0] != "barrier"
+
+
+def _under_contract(part: Part, ranks: Sequence[int]) -> Collective:
+    """A collective or message of `nccl_contract` under torch's name."""
+    rank, n, bound = ranks.index(dist.get_rank()), len(ranks), Arguments()
+    count: Count
+    if part.message is not None:
+        (name, count), n = ("send", _sent) if part.message.sends else ("recv_", _received), part.message.ranks
+    else:
+        assert part.call is not None
+        kind, _, *others = part.call.same
+        assert kind in _CONTRACT, f"{kind} is a collective that count_traffic does not know"
+        name, count = _CONTRACT[str(kind)]
+        bound["src"] = others[-1] if others else None
+    x = bound["input"] = bound["tensors"] = (part.inputs or part.outputs)[0]
+    if count is _pairwise and part.call is not None:
+        bound["input"], bound["output_split_sizes"] = x.flatten(), [size // x.itemsize for size in part.call.receive]
+    sizes, itemsize = count(bound, rank, n)
+    return Collective(name, n, sum(sizes) * itemsize, sum(size > 0 for size in sizes))
 
 
 def _ring_gather(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
@@ -150,6 +190,13 @@ _SILENT = {
     _functional._wrap_tensor_autograd.default,
     _c10d.barrier.default,
     _c10d.monitored_barrier_.default,
+}
+_CONTRACT: dict[str, tuple[str, Count]] = {
+    "all_gather_into_tensor": ("_allgather_base_", _ring_gather),
+    "reduce_scatter_tensor": ("_reduce_scatter_base_", _ring_reduce_scatter),
+    "all_reduce": ("allreduce_", _ring_all_reduce),
+    "all_to_all_single": ("alltoall_base_", _pairwise),
+    "broadcast": ("broadcast_", _broadcast),
 }
 _COUNTS: dict[Any, Count] = {
     _functional.all_gather_into_tensor.default: _ring_gather,

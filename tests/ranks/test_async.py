@@ -165,7 +165,7 @@ class Broken:
     def _get_op_type(self) -> int:
         return 1  # an all_reduce
 
-    def wait(self, patience: timedelta) -> None:
+    def wait(self, patience: timedelta | None = None) -> None:
         raise RuntimeError("connection closed by peer")
 
     def is_completed(self) -> bool:

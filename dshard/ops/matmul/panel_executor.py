@@ -15,8 +15,8 @@ from dshard.comm import (
     Session,
     Steps,
     begin,
-    default_backend,
     finish,
+    planned_backend,
     run_program,
     run_without_data,
     same_memory,
@@ -121,7 +121,7 @@ class PanelExecutor:
         return compiled
 
     def _compile(self, at: Coordinate, runtime: Runtime | None) -> Compiled:
-        backend = default_backend(self.mesh.device_type) if runtime is None else runtime.backend
+        backend = planned_backend(self.mesh) if runtime is None else runtime.backend
 
         def steps(plan: Plan, panel: Panel | None) -> Steps:
             return steps_of(plan, panel, at, self.dtype, backend)

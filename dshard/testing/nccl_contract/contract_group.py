@@ -320,7 +320,7 @@ class NcclContract(_ProcessGroup):  # type: ignore[misc]
         check_peer(verb, peer, self.rank(), self.size())
         what = f"{verb} rank {self._ranks[peer]}"
         check_tensors(what, [x], message=True)
-        message = Message(sends, peer, x.numel() * x.element_size(), str(x.dtype))
+        message = Message(sends, self.size(), peer, x.numel() * x.element_size(), str(x.dtype))
         return self._begin(what, [Part(None, [x] * sends, [x] * (not sends), message=message)], peer=peer)
 
     def _start_coalescing(self, device: torch.device) -> None:

@@ -35,9 +35,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A send or receive: to or from which rank of the group, and what must be the same there."""
+    """A send or receive: to or from which rank of a group of so many, and what must be the same there."""
 
     sends: bool
+    ranks: int
     peer: int
     nbytes: int
     dtype: str

@@ -43,6 +43,7 @@ class ProcessState:
     usage: Usage = field(default_factory=Usage)
     in_flight: list[Operation] = field(default_factory=list)
     error: str | None = None
+    listeners: list[Callable[[Operation], object]] = field(default_factory=list)
 
     def begin(self, operation: Operation) -> None:
         """Note an operation; one on other communicators that uses its memory must have been waited for.
@@ -63,6 +64,8 @@ class ProcessState:
                 self.end(other)  # one stream runs both, one after the other
         self.in_flight.append(operation)
         self.usage.kernels += 1
+        for listener in self.listeners:
+            listener(operation)
         for part in operation.parts:
             part.begin()
         self.usage.nbytes += operation.nbytes
@@ -98,15 +101,16 @@ class ProcessState:
 
     def _wait_long(self, operation: Operation, end: float | None) -> None:
         """Wait on, and look whether this can ever end."""
+        messages = any(part.message is not None for part in operation.parts)  # of which not all ranks have as many
         here = Waiting(operation.what, operation.communicator, operation.ranks, operation.number, self.launches.begun)
-        publish(here)
+        publish(None if messages else here)
         try:
             while not operation.done.wait(_LOOK):
                 text = _failure_elsewhere()
                 if text is not None:
                     self.error = text
                     raise dist.DistBackendError(f"{operation.what}: another rank has failed: {text}")
-                stuck = deadlock(here)
+                stuck = "" if messages else deadlock(here)
                 if stuck:
                     self.fail(operation, RuntimeError(refusal("order", f"{operation.what}: {stuck}")))
                     raise dist.DistBackendError(str(operation.error))
