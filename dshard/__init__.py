@@ -80,6 +80,8 @@ __all__ = [
     "implicit_replication",
     "init_device_mesh",
     "linear",
+    "linspace",
+    "logspace",
     "manual_seed",
     "matmul",
     "ones",
@@ -105,7 +107,19 @@ if _TYPE_CHECKING:
     from dshard.core.plain_tensors import from_torch, implicit_replication
     from dshard.dispatch.registry import register_rule, rules
     from dshard.explain import explain
-    from dshard.factories import distribute_module, empty, full, ones, rand, randint, randn, randperm, zeros
+    from dshard.factories import (
+        distribute_module,
+        empty,
+        full,
+        linspace,
+        logspace,
+        ones,
+        rand,
+        randint,
+        randn,
+        randperm,
+        zeros,
+    )
     from dshard.functional import linear, matmul
     from dshard.ops.matmul.options import use_strategy
     from dshard.ops.random.state import get_rng_state, manual_seed, set_rng_state
@@ -120,7 +134,8 @@ _LATE = {
     "dshard.dispatch.registry": ("register_rule", "rules"),
     "dshard.explain": ("explain",),
     "dshard.factories": (
-        *("distribute_module", "empty", "full", "ones", "rand", "randint", "randn", "randperm", "zeros"),
+        *("distribute_module", "empty", "full", "linspace", "logspace", "ones"),
+        *("rand", "randint", "randn", "randperm", "zeros"),
     ),
     "dshard.functional": ("linear", "matmul"),
     "dshard.ops.matmul.options": ("use_strategy",),

@@ -152,6 +152,62 @@ def randperm(
     return _wrap_local(comm.local_of(layout, local_of_rank), layout, shape, **options)
 
 
+@traceable
+def linspace(
+    start: Any,
+    end: Any,
+    steps: int,
+    *,
+    device_mesh: DeviceMesh | Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: Any,
+) -> DTensor:
+    """`steps` numbers evenly spaced from `start` to `end`, to the bit those of `torch.linspace`.
+
+    `start` and `end` may be DTensors without dims. Each rank makes all numbers and keeps its own.
+    """
+    return _spaced(torch.linspace, (start, end), steps, device_mesh, placements, **options)
+
+
+@traceable
+def logspace(
+    start: Any,
+    end: Any,
+    steps: int,
+    base: float = 10.0,
+    *,
+    device_mesh: DeviceMesh | Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: Any,
+) -> DTensor:
+    """`steps` powers of `base` whose exponents are evenly spaced from `start` to `end`: those of `torch.logspace`.
+
+    `start` and `end` may be DTensors without dims. Each rank makes all numbers and keeps its own.
+    """
+    return _spaced(partial(torch.logspace, base=base), (start, end), steps, device_mesh, placements, **options)
+
+
+def _spaced(
+    make: Callable[..., Tensor],
+    ends: tuple[Any, Any],
+    steps: int,
+    device_mesh: DeviceMesh | Mesh | None,
+    placements: Sequence[Placement] | None,
+    /,
+    **options: Any,
+) -> DTensor:
+    _check_options("linspace", options, {"dtype", "requires_grad"})
+    shape, layout = _shape_and_layout((as_int(steps, "steps", ShapeError, least=0),), device_mesh, placements)
+    first, last = (x.item() if isinstance(x, Tensor) else x for x in ends)
+    with comm.plain():
+        numbers = make(first, last, *shape, dtype=options.pop("dtype", None))
+
+    def local_of_rank(coordinate: Coordinate, device: torch.device) -> Tensor:
+        return comm.local_shard(numbers, layout.region(shape, coordinate)).to(device)
+
+    return _wrap_local(comm.local_of(layout, local_of_rank), layout, shape, **options)
+
+
 def _new(
     make: Callable[..., Tensor],
     size: tuple[Any, ...],

@@ -36,7 +36,7 @@ from dshard.ops.foreach import support
 from dshard.ops.fused_steps import support_fused_steps
 from dshard.ops.optimiser_states import support_states
 from dshard.placements import Placement
-from dshard.torch_dtensor import DTensorSpec, TorchDTensor
+from dshard.torch_dtensor import IS_TORCHS, DTensorSpec, TorchDTensor
 from dshard.torch_private import TracingContext, no_torch_function
 
 dispatch.__func__ = dispatch  # type: ignore[attr-defined]  # torch compares it with that of its own class
@@ -233,7 +233,7 @@ class DTensor(Wrapper):
         # Dynamo wants the mesh among the parts of torch's class. In graphs it would be one more input and output of
         # each tensor, so the tensors that AOTAutograd takes apart have the local tensor alone.
         names = ["_local_tensor"]
-        if TracingContext.try_get() is not None and not traced(self._local_tensor):
+        if IS_TORCHS and TracingContext.try_get() is not None and not traced(self._local_tensor):
             names.append("device_mesh")
         return names, compile_metadata(self._spec, is_leaf(self), self.requires_grad)
 

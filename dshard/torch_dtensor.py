@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from dshard.torch_private import late
+from dshard.torch_private import late, make_wrapper_subclass
 
 DTensorSpec: Any = late("torch.distributed.tensor._dtensor_spec.DTensorSpec")
 ShardOrderEntry: Any = late("torch.distributed.tensor._dtensor_spec.ShardOrderEntry")
@@ -18,6 +20,8 @@ TensorMeta: Any = late("torch.distributed.tensor._dtensor_spec.TensorMeta")
 TorchStridedShard: Any = late("torch.distributed.tensor.placement_types._StridedShard")
 
 __all__ = [
+    "IS_TORCHS",
+    "Base",
     "DTensorSpec",
     "ShardOrderEntry",
     "TensorMeta",
@@ -31,6 +35,35 @@ __all__ = [
     "strided_placements",
     "with_placements_of_dshard",
 ]
+
+
+class _Probe(TorchDTensor):
+    """A subclass that answers every operator itself."""
+
+    _spec: Any = None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return torch.ones(1)
+
+
+def _carries_subclasses() -> bool:
+    """Whether torch sends the operators of a subclass of its class there, and not to its own dispatch.
+
+    torch 2.11 takes every instance of its class for its own: its C++ code reads a spec that it did not make.
+    """
+    try:
+        return bool(make_wrapper_subclass(_Probe, (1,)).neg())
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
+IS_TORCHS = _carries_subclasses()
+"""Whether `dshard.DTensor` can be torch's, too; of a torch that cannot carry it, it is a plain subclass of `Tensor`."""
+if TYPE_CHECKING:
+    Base = TorchDTensor
+else:
+    Base = TorchDTensor if IS_TORCHS else Tensor
 
 
 def counts_plain_as_replicated() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -78,7 +80,7 @@ class Scoped(Generic[E, T]):
     def _set(self, state: State[E, T] | None) -> None:
         self._var.set(state)
         if self._backward_caller_state() is None:
-            stash_in_tls(self._key, (get_ident(), state))
+            _stash(self._key, (get_ident(), state))
 
     def _backward_caller_state(self) -> State[E, T] | None:
         """The state of the thread that called the backward pass which runs on this one, or None."""
@@ -86,3 +88,25 @@ class Scoped(Generic[E, T]):
             return None
         thread, state = get_from_tls(self._key)
         return None if thread == get_ident() else state
+
+
+def _stash(key: str, kept: object) -> None:
+    """Keep an object in the state that torch copies to autograd's threads."""
+    if _STASH_STEALS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    stash_in_tls(key, kept)
+
+
+def _stash_steals() -> bool:
+    """Whether torch takes the caller's reference to what it keeps, as 2.11 does, in place of one of its own."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    stash_in_tls("dshard.probe", probe)
+    steals = sys.getrefcount(probe) == before
+    if steals:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    stash_in_tls("dshard.probe", None)
+    return steals
+
+
+_STASH_STEALS = _stash_steals()

@@ -11,11 +11,11 @@ from torch import Tensor
 from dshard.comm import LazyLocal
 from dshard.core.spec import Spec
 from dshard.core.torch_wrappers import FlattenedByFSDP
-from dshard.torch_dtensor import TorchDTensor
+from dshard.torch_dtensor import Base
 from dshard.torch_private import make_wrapper_subclass as make
 
 
-class Wrapper(TorchDTensor):
+class Wrapper(Base):
     """A tensor without memory of its own: this rank's local tensor, and the spec of the global tensor.
 
     `public` is the one class that derives from it, `dshard.DTensor`: every wrapper is made of that.

@@ -45,8 +45,12 @@ from dshard.compile.metadata import compile_metadata
 from dshard.core.context import planning_context
 from dshard.testing import RankPool, rank_pool
 from dshard.topology import Layer
+from dshard.torch_dtensor import IS_TORCHS
 
-pytestmark = pytest.mark.ranks
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not IS_TORCHS, reason="torch.compile of DTensors needs torch 2.12"),
+]
 GRID = Mesh((2, 2), ("x", "y"))
 R = Replicate()
 

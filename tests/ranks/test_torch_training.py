@@ -20,6 +20,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from dshard import DTensor, MeshError, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
 from dshard.comm import DeviceMesh, listen
 from dshard.testing import RankPool
+from dshard.torch_dtensor import IS_TORCHS
+
+pytestmark = pytest.mark.skipif(not IS_TORCHS, reason="torch 2.11 cannot carry a subclass of its DTensor")
 
 MEGATRON = {"0.weight": Shard(0), "0.bias": Shard(0), "2.weight": Shard(1), "2.bias": Replicate()}
 
