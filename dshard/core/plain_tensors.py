@@ -12,18 +12,22 @@ from contextlib import contextmanager
 from threading import local
 from types import FrameType
 from typing import Any
+from weakref import WeakValueDictionary
+from zlib import crc32
 
 from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from dshard.comm import LocalTensor, compare_calls, comparing
+from dshard.comm import LocalTensor, checksum, compare_calls, comparing, gather_rows, simulated_ranks, traced
 from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in
 from dshard.core.operands import plain_number
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import contiguous_stride, spec_of
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.errors import MixedError
+from dshard.errors import LayoutError, MixedError
 from dshard.layout import replicated
+from dshard.mesh import Mesh
 from dshard.torch_dtensor import (
     TorchDTensor,
     counts_plain_as_replicated,
@@ -139,6 +143,8 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
         if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper) or leaf.numel() == 1:
             return leaf
         shape = tuple(leaf.shape)
+        if isinstance(leaf, Parameter) and not (meta or is_copied):
+            _compare_parameter(leaf, layout.mesh)
         leaf = leaf.to("meta") if meta else leaf
         if comparing():
             what = f"{getattr(func, '__name__', func)} with a plain tensor that counts as replicated"
@@ -151,6 +157,28 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
 
     wrapped: tuple[Args, Kwargs] = replace_leaves((args, kwargs), as_replicated)
     return wrapped
+
+
+_COMPARED: WeakValueDictionary[int, Parameter] = WeakValueDictionary()
+"""The plain parameters that the ranks have compared, by their ids."""
+
+
+def _compare_parameter(x: Parameter, mesh: Mesh) -> None:
+    """Go on only if a plain parameter, such as that of a module added later, is the same on all ranks at its first use.
+
+    Raises:
+        LayoutError: the ranks have other values.
+    """
+    if _COMPARED.get(id(x)) is x or x.is_meta or is_compiling() or traced(x) or simulated_ranks() is not None:
+        return
+    _COMPARED[id(x)] = x
+    of_rank = gather_rows([crc32(str((x.shape, x.dtype)).encode()), checksum(x) - 2**63], mesh, is_check=True)
+    if len(set(of_rank.values())) > 1:
+        raise LayoutError(
+            f"a plain parameter of shape {tuple(x.shape)} among distributed tensors counts as replicated, but the "
+            "ranks have other values: make it after torch.manual_seed with one seed on all ranks, or lay it out with "
+            "distribute_tensor, which sends that of the first rank"
+        )
 
 
 def _writes_numbers_to_plain(func: Function, args: Args, kwargs: Kwargs) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from functools import cache
 from typing import Any
 
@@ -165,6 +166,10 @@ def given_different_data() -> str:
     with pytest.raises(LayoutError, match=r"different data, x, on ranks \[0\] and ranks \[1\]"):
         rows(x[: 4 - (rank == 1)])
     model(x, y)  # raised on all ranks: they are still in step
+    torch.manual_seed(rank)
+    model.head = nn.Linear(WIDTH, CLASSES).double()
+    with pytest.raises(LayoutError, match=r"a plain parameter of shape \(5, 8\) .* the ranks have other values"):
+        model(x, y)
     return "raised"
 
 
@@ -186,6 +191,38 @@ def test_what_parallelize_is_asked_for() -> None:
         assert dshard.data_ranks(nn.Sequential(parallelize(Net(), mesh, "megatron", x))) == (1, 0)
     with pytest.raises(dshard.ArgumentError, match="Net is not laid out by parallelize"):
         dshard.data_ranks(Net())
+
+
+ModelOutput: Any = type("ModelOutput", (OrderedDict,), {"__module__": "transformers.utils.generic"})
+CALLERS = {name: {"__name__": name} for name in ("transformers.generation", "peft.model", "mine")}
+for caller in CALLERS.values():
+    exec("def call(model, *args, **kwargs): return model(*args, **kwargs)", caller)
+
+
+class LikeHuggingFace(Net):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        logits = super().forward(x)
+        out = ModelOutput(logits=logits, others=(logits, None))
+        return out if y is None else ModelOutput(loss=F.cross_entropy(logits, y), **out)
+
+
+def test_outputs_are_plain_where_a_library_calls() -> None:
+    mesh, (x, y) = Mesh((2, 2), ("a", "b")), data(5, torch.float32)
+    with simulated(mesh):
+        model = parallelize(LikeHuggingFace(), mesh, "megatron", x, y)
+        mine, handed_on, library = (CALLERS[name]["call"] for name in ("mine", "peft.model", "transformers.generation"))
+        for call in (mine, handed_on):  # `peft` hands on to this test
+            assert isinstance(call(model, x)["logits"], dshard.DTensor)
+        with torch.no_grad():
+            out = library(model, x, y=y)
+        assert type(out) is ModelOutput
+        assert not any(isinstance(t, dshard.DTensor) for t in (out["loss"], out["logits"], out["others"][0]))
+        trained = library(model, x, y=y)  # of a step the loss alone is wanted
+        assert not isinstance(trained["loss"], dshard.DTensor)
+        assert isinstance(trained["logits"], dshard.DTensor)
+        trained["loss"].backward()
+        assert model.head.weight.grad is not None
+        assert not isinstance(library(model, x)["logits"], dshard.DTensor)
 
 
 class TakesInputs(nn.Module):
