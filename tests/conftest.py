@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from dshard.testing import RankPool, rank_pool
+from dshard.testing import RankPool, nccl_contract, rank_pool
 
 settings.register_profile("default", max_examples=16, deadline=None, derandomize=True, database=None)
 settings.register_profile(
@@ -25,6 +25,17 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )
+NOT_UNDER_THE_CONTRACT = {
+    "test_failing_ranks.py": "errors of one rank are heard by the others over gloo alone",
+    "test_debug_mode.py": "a rank that leaves out a call is found over gloo alone",
+    "test_compile": "torch calls the collectives of compiled graphs from C++, past the contract group",
+    "test_pool.py": "about the pool itself",
+    "test_pipeline": "neighbouring stages use communicators in different orders: docs/gpu.md",
+    "test_several_tensors_are_under_way_at_once": "plans with tags begin in any order over gloo alone: docs/gpu.md",
+    "test_errors_are_raised_at_once_or_at_the_first_use": "errors of one rank are heard over gloo alone",
+    "test_a_collective_that_is_not_known_is_no_zero": "about the operators of torch's own process groups",
+}
+"""Tests that say nothing under `DSHARD_TEST_BACKEND=nccl_contract`, by a part of their names, and why."""
 CASES: Counter[str] = Counter()
 COUNTED: set[int] = set()
 
@@ -42,6 +53,10 @@ def profile_of(config: pytest.Config) -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        if os.environ.get("DSHARD_TEST_BACKEND") == nccl_contract.BACKEND:
+            for part, why in NOT_UNDER_THE_CONTRACT.items():
+                if part in item.nodeid:
+                    item.add_marker(pytest.mark.skip(reason=why))
         generated = getattr(getattr(item, "obj", None), "hypothesis", None)
         if generated is not None:
             count_cases(generated, item.nodeid.partition("[")[0])
@@ -91,5 +106,5 @@ def cases_run() -> Counter[str]:
 
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
-    """Four gloo ranks, shared by all tests."""
+    """Four ranks, shared by all tests; over gloo, unless DSHARD_TEST_BACKEND names another backend."""
     return rank_pool(4)

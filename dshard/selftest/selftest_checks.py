@@ -95,8 +95,13 @@ def reductions(place: Place) -> str:
 
 def products(place: Place) -> str:
     """A product and its gradients under every named strategy that a mesh of these ranks has."""
+    return multiplied_under(place, *strategies())
+
+
+def multiplied_under(place: Place, *names: str) -> str:
+    """A product and its gradients under each of these strategies, where a mesh of these ranks has it."""
     done = []
-    for name in strategies():
+    for name in names:
         for mesh in (place.mesh("x"), place.mesh("x", "y"), place.mesh("x", "y", "z")):
             try:
                 _product(place, mesh, name)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dshard.errors import RuleError
 from dshard.testing.check import check_call, check_rule
 from dshard.testing.counter import Collective, Traffic, count_traffic
+from dshard.testing.host_sync import HostSyncError, no_host_sync
 from dshard.testing.pool import RankPool, rank_pool
 from dshard.testing.simulated_ranks import distribute, parts, simulated, whole
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Collective",
+    "HostSyncError",
     "RankPool",
     "Redistribution",
     "RuleError",
@@ -39,6 +41,7 @@ __all__ = [
     "dtensors",
     "layouts",
     "meshes",
+    "no_host_sync",
     "parts",
     "placements",
     "rank_pool",
