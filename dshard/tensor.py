@@ -24,6 +24,7 @@ from dshard.core.local_checks import check_strided, checked, scattered
 from dshard.core.plain_tensors import from_torch
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.torch_wrappers import UNNAMED
 from dshard.core.transforms import is_differentiating_forward, refuse_wrapped, with_tangent
 from dshard.core.wrapper import Wrapper, is_leaf, wrap
 from dshard.dispatch import fast_path
@@ -93,6 +94,8 @@ class DTensor(Wrapper):
     @property
     def device_mesh(self) -> DeviceMesh | Mesh:  # type: ignore[override]  # torch has no pure mesh
         """torch's mesh behind the tensor, or the pure mesh where there are no processes."""
+        if sys._getframe(1).f_globals.get("__name__") == "peft.tuners.tuners_utils":
+            return UNNAMED  # type: ignore[return-value]  # by names it tells whether layers compute with local weights
         return comm.device_mesh_of(self._spec.layout.mesh)
 
     # -- to and from local tensors

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from dshard.comm import ranks_in
@@ -19,6 +19,10 @@ _WAY_OUT = (
     'fully_shard(model, mesh=mesh["dp"]) or DistributedDataParallel(model, process_group=mesh["dp"].get_group()); or '
     'let parallelize do it all, with "data" or "fsdp"'
 )
+
+
+UNNAMED = SimpleNamespace(mesh_dim_names=None)
+"""The mesh of layers that compute with whole weights, as peft knows them."""
 
 
 def refuse_shared_ranks(what: str, ranks: Iterable[int], mesh: Mesh) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,12 +15,14 @@ from helpers.hugging_face import CONFIGS, language_model, mesh_for, parallel, pr
 from torch import Tensor
 
 import dshard
+from dshard import LayoutError
 from dshard.ops.random import seeded_alike
 from dshard.parallel import from_pretrained
 from dshard.parallel.boundary import boundary_of
 from dshard.testing import RankPool
 
 transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -125,3 +131,151 @@ def loaded(folder: str, family: str, strategies: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_from_pretrained_reads_each_rank_its_part(ranks: RankPool, family: str, tmp_path: Path) -> None:
     ranks.run(loaded, str(tmp_path), family, STRATEGIES, timeout=300)
+
+
+def rows(n: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(3, 32, (n, 6), generator=generator)
+    return [{"input_ids": row, "labels": row.clone()} for row in tokens]
+
+
+def trained(model: Any, folder: str, batch: int, **options: Any) -> list[float]:
+    """Losses and gradient norms of four steps of the Trainer, and the loss of an evaluation."""
+    sizes = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch, "max_steps": 4}
+    quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no", "use_cpu": True}
+    asked = transformers.TrainingArguments(folder, learning_rate=1e-2, **sizes, **quiet, **options)
+    trainer = transformers.Trainer(model, asked, train_dataset=rows(24), eval_dataset=rows(8))
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return [entry[name] for name in ("loss", "grad_norm") for entry in steps] + [trainer.evaluate()["eval_loss"]]
+
+
+@contextmanager
+def as_torchrun() -> Iterator[None]:
+    """What a launcher tells accelerate, which is asked anew."""
+    names = {"RANK": torch.distributed.get_rank(), "WORLD_SIZE": torch.distributed.get_world_size()}
+    told = {**names, "LOCAL_RANK": names["RANK"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
+        yield
+
+
+def trains_under_the_trainer(folder: str, expected: list[list[float]], options: list[dict[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    tokens = prompt()["input_ids"]
+    with as_torchrun():
+        for strategy in ("data", "fsdp"):
+            for losses, asked in zip(expected, options, strict=True):
+                model = dshard.parallelize(
+                    language_model("llama"), mesh_for(strategy), strategy, input_ids=tokens, inputs="per-data-rank"
+                )
+                found = trained(model, folder, 1, **asked)
+                assert found == pytest.approx(losses, rel=1e-4), (strategy, asked)
+        with pytest.raises(LayoutError, match=r"the Trainer gives each rank rows of its own.*inputs='per-data-rank'"):
+            trained(parallel("llama", "fsdp"), folder, 1)
+        model = dshard.parallelize(
+            language_model("llama"), mesh_for("megatron"), "megatron", input_ids=tokens, inputs="per-data-rank"
+        )
+        with pytest.raises(LayoutError, match=r"'megatron' on .* wants the same ones on 2 ranks each: use 'data' or"):
+            trained(model, folder, 1)
+        accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+        with pytest.raises(dshard.MeshError, match="DistributedDataParallel"):
+            accelerator.prepare(parallel("llama", "fsdp"))
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_the_trainer_trains_as_on_one_device_or_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    options: list[dict[str, Any]] = [{}, {"gradient_accumulation_steps": 2}]
+    expected = [trained(language_model("llama"), str(tmp_path), 4, **asked) for asked in options]
+    ranks.run(trains_under_the_trainer, str(tmp_path), expected, options, timeout=300)
+
+
+# -- adapters
+
+
+def with_adapters(model: Any) -> Any:
+    torch.manual_seed(11)  # on all ranks
+    modules = ["q_proj", "v_proj", "down_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=modules, task_type="CAUSAL_LM"))
+    generator = torch.Generator().manual_seed(12)
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if "lora_B" in name:  # which begins with zeros
+                p.copy_(torch.randn(p.shape, generator=generator) / 10)
+    return adapted
+
+
+def steps(model: Any) -> list[float]:
+    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(3):
+        tokens = prompt(step)["input_ids"]
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trains_adapters(folder: str) -> None:
+    torch.set_num_threads(1)
+    tokens = prompt()["input_ids"]
+    alone = with_adapters(language_model("llama"))
+    losses, tokens_of_one = steps(alone), alone.eval().generate(input_ids=tokens, max_new_tokens=4, do_sample=False)
+    for strategy in ("megatron", "fsdp"):
+        before = with_adapters(language_model("llama"))
+        dshard.parallelize(before, mesh_for(strategy), strategy, input_ids=tokens)
+        assert all(isinstance(p, dshard.DTensor) for p in before.parameters())
+        after = with_adapters(parallel("llama", strategy))
+        for model in (before, after):
+            assert steps(model) == pytest.approx(losses, rel=1e-4), strategy
+            assert torch.equal(
+                model.eval().generate(input_ids=tokens, max_new_tokens=4, do_sample=False), tokens_of_one
+            )
+        path = f"{folder}/{strategy}"
+        before.save_pretrained(path)
+        torch.distributed.barrier()
+        again = peft.PeftModel.from_pretrained(language_model("llama"), path).state_dict()
+        for name, value in before.state_dict().items():
+            assert torch.equal(value.full_tensor(), again[name]) or "lora_" not in name
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_adapters_before_and_after_parallelize_train_as_on_one_device(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(trains_adapters, str(tmp_path), timeout=300)
+
+
+# -- experts
+
+
+def experts(family: str, strategies: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
+        alone, tokens = language_model(family).to(dtype), prompt()["input_ids"]
+        expected = alone(input_ids=tokens, labels=tokens)
+        expected.loss.backward()
+        for strategy in strategies:
+            model = parallel(family, strategy, language_model(family).to(dtype))
+            found = model(input_ids=tokens, labels=tokens)
+            found.loss.backward()
+            assert relative(found.logits.full_tensor(), expected.logits) < tolerance, (strategy, dtype)
+            assert relative(found.loss.full_tensor(), expected.loss) < tolerance, (strategy, dtype)
+            for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+                assert (mine.grad is None) == (theirs.grad is None), name
+                if theirs.grad is not None:
+                    assert relative(mine.grad.full_tensor(), theirs.grad) < tolerance, (name, strategy, dtype)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """How far apart tensors are, as a part of their size."""
+    return float((found - expected).float().norm() / expected.float().norm().clamp(min=1e-9))
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt-oss", "deepseek"])
+def test_experts_as_they_come_equal_one_device(ranks: RankPool, family: str) -> None:
+    ranks.run(experts, family, ("megatron", "fsdp"), timeout=300)
