@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 class _Block(Generic[E]):
-    """One block that was entered, with its change."""
+    """One block that was entered, with its change; `is_first` says that the context was never changed before."""
 
-    __slots__ = ("change",)
+    __slots__ = ("change", "is_first")
 
-    def __init__(self, change: E) -> None:
-        self.change = change
+    def __init__(self, change: E, is_first: bool) -> None:
+        self.change, self.is_first = change, is_first
 
 
 class State(Generic[E, T]):
@@ -63,16 +63,26 @@ class Scoped(Generic[E, T]):
     @contextmanager
     def entered(self, change: E) -> Iterator[None]:
         """Add `change` to the value within the block."""
-        block, before = _Block(change), self.here()
-        self.anywhere.append(block)
-        self._set(self._state((*(before or self.outer()).blocks, block)))
+        block = self.enter(change)
         try:
             yield
         finally:
-            self.anywhere.remove(block)
-            remaining = tuple(other for other in (self.here() or self._none).blocks if other is not block)
-            outside = before is None and remaining == self.outer().blocks
-            self._set(None if outside else self._state(remaining))
+            self.leave(block)
+
+    def enter(self, change: E) -> _Block[E]:
+        """Begin a block, which `leave` ends."""
+        before = self.here()
+        block = _Block(change, before is None)
+        self.anywhere.append(block)
+        self._set(self._state((*(before or self.outer()).blocks, block)))
+        return block
+
+    def leave(self, block: _Block[E]) -> None:
+        """End a block that was begun by `enter`."""
+        self.anywhere.remove(block)
+        remaining = tuple([other for other in (self.here() or self._none).blocks if other is not block])
+        outside = block.is_first and remaining == self.outer().blocks
+        self._set(None if outside else self._state(remaining))
 
     def _state(self, blocks: tuple[_Block[E], ...]) -> State[E, T]:
         return State(blocks, self._fold([block.change for block in blocks])) if blocks else self._none

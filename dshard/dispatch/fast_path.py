@@ -82,7 +82,7 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
             if key is not None and (_packs(saved_tensor_hooks(True)) if key[1] else OBSERVERS):
                 key = None  # saved-tensor hooks get distributed tensors, and observers of what is not recorded see all
             if ASKING and key is not None:
-                key = (*key, current_options())
+                key = (*key, id(current_options()))  # equal options are one object, which is kept
             if key is not None:
                 shortcuts = planning_context().shortcuts
                 shortcut = shortcuts.get(key)

@@ -58,7 +58,7 @@ from dshard.ops.foreach import FOREACH
 from dshard.ops.random import is_random
 from dshard.ops.views import in_memory_of
 from dshard.rules.strategy import ANY, Constraints, Strategy, cheapest
-from dshard.torch_private import OpOverload
+from dshard.torch_private import OpOverload, no_torch_function
 
 Executor = Callable[[Args, Kwargs], Any]
 _DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
@@ -273,7 +273,8 @@ def _finish_view(call: Call, result: object, strategy: Strategy, specs: Sequence
 
     def finish(out: Any, args: Values, local: Values) -> Any:
         base = args[0]
-        start = base.storage_offset()
+        with no_torch_function():
+            start = base.storage_offset()
         if leaves_terms and offset is not None:
             return part_of(base, out, specs[0], start + offset, call.func, tuple(args[1:]))
         views = _wrap_nested(out, result, specs, start) if offset is None else wrap(out, specs[0], start + offset)

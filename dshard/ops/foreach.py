@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from dshard.comm import traced
+from dshard.comm import LocalTensor, own_coordinate, traced
 from dshard.core.call import LocalOp
 from dshard.core.executable import ComposedExecutable, decision_of
 from dshard.core.moves import count_write, redistribute_local, run_on_ranks, write_local
@@ -114,10 +114,19 @@ def _elementwise(func: OpOverload, specs: Sequence[Spec], args: Args, kwargs: Kw
     mesh = specs[0].layout.mesh
     local_args = [_local(func, arg, mesh) for arg in args]
     local_kwargs = {name: _local(func, arg, mesh) for name, arg in kwargs.items()}
-    out = run_on_ranks(mesh, lambda coordinate: func, tuple(local_args), local_kwargs)
+    out = _run_on_lists(mesh, func, local_args, local_kwargs)
     if out is None:
         return None
     return [wrap(t, spec.with_dtype(t.dtype)) for t, spec in zip(out, specs, strict=True)]
+
+
+def _run_on_lists(mesh: Mesh, func: OpOverload, args: Sequence[Any], kwargs: Kwargs) -> Any:
+    """Run an operator on lists of local tensors; those of the first list tell whether all ranks are simulated."""
+    first = next(arg[0] for arg in args if isinstance(arg, list | tuple))
+    if type(first) is LocalTensor:
+        return run_on_ranks(mesh, lambda coordinate: func, tuple(args), kwargs)
+    own_coordinate(mesh)  # refuses a mesh without processes
+    return func(*args, **kwargs)
 
 
 def norms(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
@@ -206,12 +215,14 @@ def fused(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
 
 def _fused(func: OpOverload, layouts: Sequence[Layout], args: Args, kwargs: Kwargs) -> None:
     mesh = layouts[0].mesh
-    shapes = [t.shape for t in args[0]]
+    shapes = [t._spec.shape for t in args[0]]
 
     def redistributed(i: int, t: object, explicit: bool) -> Any:
         if not isinstance(t, Wrapper):
             return t
-        layout = layouts[i] if t.shape == shapes[i] else replicated(mesh)
+        layout = layouts[i] if t._spec.shape == shapes[i] else replicated(mesh)
+        if t._spec.layout is layout:
+            return t._local_tensor
         return redistribute_local(t._local_tensor, t._spec, layout, func, explicit)
 
     local_args = [  # gradients come to their parameters as after backward
@@ -221,7 +232,7 @@ def _fused(func: OpOverload, layouts: Sequence[Layout], args: Args, kwargs: Kwar
         for arg in args
     ]
     local_kwargs = {name: _local(func, arg, mesh) for name, arg in kwargs.items()}
-    run_on_ranks(mesh, lambda coordinate: func, tuple(local_args), local_kwargs)
+    _run_on_lists(mesh, func, local_args, local_kwargs)
     for argument, given, local in zip(func._schema.arguments, args, local_args, strict=False):
         if given and argument.alias_info is not None and argument.alias_info.is_write:
             _write_back(func, given, local, layouts)

@@ -27,7 +27,8 @@ def _leaves_open(group: dict[str, Any]) -> bool:
     if group.get("differentiable") or group.get("capturable"):
         return False
     cls = Wrapper.public
-    return all(type(p) is cls and p.is_cpu and p.is_floating_point() for p in group["params"])
+    specs = [p._spec if type(p) is cls else None for p in group["params"]]  # torch would ask each tensor anew
+    return all(s is not None and s.device.type == "cpu" and s.dtype.is_floating_point for s in specs)
 
 
 def _before(optimizer: Optimizer, args: object, kwargs: object) -> None:

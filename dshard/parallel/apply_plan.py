@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import nan
 from typing import Any
@@ -16,12 +16,13 @@ from dshard.core.moves import replace_leaves, tensors_in
 from dshard.core.plain_tensors import implicit_replication
 from dshard.errors import LayoutError
 from dshard.factories import full
-from dshard.ops.matmul.options import use_strategy
+from dshard.ops.matmul.options import MatmulOptions, enter_options
 from dshard.parallel.gather_groups import gather_in_groups
 from dshard.parallel.plan_values import Placements, Plan
 from dshard.placements import Replicate, Shard
 from dshard.rules.matmul_loops import Schedule
 from dshard.tensor import DTensor, distribute_tensor
+from dshard.torch_private import no_torch_function
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
@@ -56,19 +57,21 @@ def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
 
 def _schedule_hooks(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any]:
     """Register hooks within which matmuls run by `schedule`; the gradient of their first operand is reduced once."""
-    stack: list[ExitStack] = []
+    stack: list[Callable[[], None]] = []
+    options = MatmulOptions(schedule)
 
     def enter(module: nn.Module, args: Any) -> Any:
-        stack.append(ExitStack())
-        stack[-1].enter_context(use_strategy(matmul=schedule))
-        for x in () if torch.compiler.is_compiling() else args:  # a graph has no hooks on tensors in its middle
-            if isinstance(x, DTensor) and x.requires_grad and not x.is_leaf:
-                keep_gradient_layout(x)
+        stack.append(enter_options(options))
+        if not torch.compiler.is_compiling():  # a graph has no hooks on tensors in its middle
+            with no_torch_function():
+                for x in args:
+                    if isinstance(x, DTensor) and x._gradient_leaf is None and x.requires_grad and not x.is_leaf:
+                        keep_gradient_layout(x)
         return tuple(_redistribute_once(x, schedule) if isinstance(x, DTensor) else x for x in args) if shared else args
 
     def leave(module: nn.Module, args: Any, out: Any) -> None:
         if stack:
-            stack.pop().close()
+            stack.pop()()
 
     return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 

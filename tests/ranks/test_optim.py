@@ -20,6 +20,7 @@ from torch.optim.optimizer import _foreach_supported_types
 from dshard import DTensor, Layout, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dshard.comm import Event, listen
 from dshard.core import wrapper
+from dshard.ops import foreach
 from dshard.testing import RankPool, distribute, parts, simulated, whole
 
 LINE = Mesh((3,), ("x",))
@@ -165,16 +166,19 @@ def test_the_norm_of_gradients_in_several_layouts_is_reduced_once(kind: float) -
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adamw"])
-def test_a_step_makes_no_tensor_for_a_parameter(name: str) -> None:
+def test_a_step_makes_and_moves_nothing_for_a_parameter(name: str) -> None:
     with simulated(LINE):
         params = [p for _ in range(2) for p in parameters(LAYOUTS["rows"])]
         optimiser = OPTIMISERS[name](params)
         for step in range(3):
             loss(params).backward()
-            with patch.object(wrapper, "make", side_effect=wrapper.make) as made:
+            with (
+                patch.object(wrapper, "make", side_effect=wrapper.make) as made,
+                patch.object(foreach, "redistribute_local", side_effect=foreach.redistribute_local) as moved,
+            ):
                 optimiser.step()
             optimiser.zero_grad(set_to_none=step == 0)
-    assert made.call_count == 0
+    assert made.call_count == moved.call_count == 0
 
 
 def test_parameters_on_different_layouts() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -85,8 +85,8 @@ def _asked(changes: Sequence[MatmulOptions]) -> MatmulOptions:
 
     Equal options are one object, so that a compiled graph can be guarded by its identity.
     """
-    options = NO_OPTIONS
-    for change in changes:
+    options = changes[0] if changes else NO_OPTIONS
+    for change in changes[1:]:
         strategy = options.strategy if change.strategy is None else change.strategy
         stream = options.stream if change.stream is None else change.stream
         attention = options.attention if change.attention is None else change.attention
@@ -150,12 +150,24 @@ def use_strategy(
     check_saved(saved)
     loops = None if attention is None else check_attention(attention)
     asked = MatmulOptions(matmul, saved=saved, stream=stream_of(panels, buffer_bytes), attention=loops)
+    leave = enter_options(asked)
     try:
-        with _ASKED.entered(asked):
-            Guarded.asked = current_options()
-            yield
+        yield
     finally:
+        leave()
+
+
+def enter_options(asked: MatmulOptions) -> Callable[[], None]:
+    """Begin a block of `use_strategy` with these options; the function returned ends it."""
+    outside_graphs("use_strategy")
+    block = _ASKED.enter(asked)
+    Guarded.asked = current_options()
+
+    def leave() -> None:
+        _ASKED.leave(block)
         Guarded.asked = current_options()
+
+    return leave
 
 
 def check_strategy(strategy: object) -> None:
