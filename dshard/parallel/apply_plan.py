@@ -117,17 +117,21 @@ def _output_hook(plan: Plan, name: str) -> Any:
 def distribute_inputs(given: object, plan: Plan) -> Any:
     """The inputs of a model as distributed tensors: those with the batch as first dim by the plan, others replicated.
 
-    The batch is the first dim of the first tensor. Plain tensors must be equal on all ranks; nothing is sent.
-    Distributed ones stay as they are, but those on a mesh that the plan folds take the layout of plain ones.
+    The batch is the first dim of the first tensor, the sequence the second one of the first that has two. Plain tensors
+    must be equal on all ranks; nothing is sent. Distributed ones stay as they are, but those on a mesh that the plan
+    folds take the layout of plain ones.
     """
     tensors = tensors_in(given)
     size = next((t.shape[0] for t in tensors if t.dim()), None)
+    length = next((t.shape[1] for t in tensors if t.dim() > 1), None)
 
     def distributed(leaf: object) -> Any:
         if not isinstance(leaf, Tensor) or (isinstance(leaf, DTensor) and not _unfolded(leaf, plan)):
             return leaf
         other = leaf.dim() == 0 or leaf.shape[0] != size
         placements = (Replicate(),) * plan.mesh.ndim if other else plan.batch
+        if leaf.dim() < 2 or leaf.shape[1] != length:
+            placements = tuple(Replicate() if p == Shard(1) else p for p in placements)
         if isinstance(leaf, DTensor):
             return leaf.redistribute(plan.mesh, placements)
         compare_calls(f"a parallelized module with a plain input {tuple(leaf.shape)}", plan.mesh, contents=leaf)

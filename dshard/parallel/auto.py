@@ -92,12 +92,14 @@ def foldings(mesh: Mesh) -> Iterator[Mesh]:
 
 
 def names(axes: int) -> Iterator[str]:
-    """Names of all combinations of strategies that use `axes` mesh axes.
+    """Names of all combinations of strategies that use `axes` mesh axes, but for those that split sequences.
 
     >>> list(names(1))
     ['data', 'fsdp', 'megatron', 'megatron-sp']
     """
     for name, parts in STRATEGIES.items():
+        if any(axis.sequence for axis in parts):
+            continue
         if len(parts) == axes:
             yield name
         elif len(parts) < axes:

@@ -20,18 +20,23 @@ from dshard.core.signature import Context
 from dshard.layout import Layout, replicated
 from dshard.mesh import Coordinate
 from dshard.parallel.plan_values import Plan
-from dshard.placements import Partial, Replicate, Shard
+from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor
 
 
 def data_axes(plan: Plan) -> tuple[str, ...]:
     """The mesh axes that shard the batch."""
-    return tuple(name for name, p in zip(plan.mesh.names, plan.batch, strict=True) if isinstance(p, Shard))
+    return tuple(name for name, p in zip(plan.mesh.names, plan.batch, strict=True) if p == Shard(0))
+
+
+def rows_alone(plan: Plan) -> tuple[Placement, ...]:
+    """The placements of a batch of which the rows alone are split."""
+    return tuple(p if p == Shard(0) else Replicate() for p in plan.batch)
 
 
 def data_coordinate(plan: Plan, at: Coordinate) -> Coordinate:
     """The first coordinate of the data rank that `at` belongs to."""
-    return tuple(i if isinstance(p, Shard) else 0 for i, p in zip(at, plan.batch, strict=True))
+    return tuple(i if p == Shard(0) else 0 for i, p in zip(at, plan.batch, strict=True))
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,12 @@ class Rows:
     @cached_property
     def are_chunks(self) -> bool:
         """Whether each rank has the rows that it holds of the global batch laid out by the plan."""
-        layout = Layout(self.plan.mesh, self.plan.batch)
+        layout = Layout(self.plan.mesh, rows_alone(self.plan))
         return all(layout.local_shape((self.total,), at) == (n,) for at, n in self.counts.items())
 
     def join(self, x: Tensor) -> DTensor:
         """The global batch of which `x` are the rows of this rank. Differentiable; only uneven rows are sent."""
-        mesh, batch = self.plan.mesh, self.plan.batch
+        mesh, batch = self.plan.mesh, rows_alone(self.plan)
         if self.are_chunks:
             return DTensor.from_local(x, mesh, batch, shape=(self.total, *x.shape[1:]))
         most = max(self.by_data_rank)
@@ -76,7 +81,7 @@ class Rows:
 
     def part(self, x: DTensor) -> Tensor:
         """This rank's rows of the global batch `x`, plain: its gradient counts by its share of the rows."""
-        batch = self.plan.batch
+        batch = rows_alone(self.plan)
         if not self.are_chunks:
             most = max(self.by_data_rank)
             starts = [sum(self.by_data_rank[:i]) for i in range(len(self.by_data_rank))]
@@ -87,7 +92,7 @@ class Rows:
 
     def whole(self, x: DTensor) -> Tensor:
         """All of `x`, plain, which has no rows: the gradients of the data ranks count by their shares of the rows."""
-        mesh, batch = self.plan.mesh, self.plan.batch
+        mesh, batch = self.plan.mesh, rows_alone(self.plan)
         terms = [Partial() if isinstance(p, Shard) else Replicate() for p in batch]
         return self._weighed(x.redistribute(placements=replicated(mesh).placements).to_local(grad_placements=terms))
 

@@ -9,7 +9,7 @@ from dshard.parallel.factors import Use
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.roles import Role, Roles
 from dshard.parallel.strategies import Axis
-from dshard.placements import Placement, Replicate, Shard
+from dshard.placements import Placement, Shard
 from dshard.rules.matmul_loops import Schedule
 
 
@@ -20,7 +20,7 @@ def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
     products = {
         module: schedule for module, use in roles.products.items() if (schedule := _schedule(roles, module, use, axes))
     }
-    batch = tuple(Shard(0) if axis.batch else Replicate() for axis in axes)
+    batch = tuple(axis.inputs for axis in axes)
     gathered = tuple(own for own, axis in zip(mesh.names, axes, strict=True) if axis.weights == "first")
     return Plan(name, mesh, parameters, batch, outputs, products, roles.shared, gathered=gathered)
 

@@ -51,7 +51,8 @@ class Roles:
     """The roles of all parameters' dims by name, what modules with residual outputs return, and of modules with one
     product how it uses its weight; which of these
     share what they are given with another. Modules in the order of the forward pass, cut
-    into `blocks` after each that adds to the residual stream."""
+    into `blocks` after each that adds to the residual stream. With `has_sequence` the second dim of the first input is
+    the sequence of the residual stream."""
 
     parameters: dict[str, tuple[Role, ...]]
     outputs: dict[str, Output]
@@ -59,6 +60,7 @@ class Roles:
     shared: frozenset[str]
     width: int
     blocks: tuple[tuple[str, ...], ...]
+    has_sequence: bool = False
 
 
 def roles_of(traced: TracedForward) -> Roles:
@@ -82,7 +84,10 @@ def roles_of(traced: TracedForward) -> Roles:
     given = Counter(traced.given.get(module) for module in products)
     shared = frozenset(module for module in products if given[traced.given.get(module)] > 1)
     outputs = _outputs(traced, residual, parameters)
-    return Roles(parameters, outputs, products, shared, width, _blocks(traced, outputs))
+    second = traced.class_of(traced.inputs[0][1]) if traced.inputs and len(traced.inputs[0]) > 1 else None
+    sequences = {traced.class_of(traced.outputs[name][out.sequence]) for name, out in outputs.items() if out.sequence}
+    has_sequence = second is not None and second in sequences
+    return Roles(parameters, outputs, products, shared, width, _blocks(traced, outputs), has_sequence)
 
 
 def _blocks(traced: TracedForward, outputs: Mapping[str, Output]) -> tuple[tuple[str, ...], ...]:

@@ -20,7 +20,7 @@ or the first dim that has a size and that no other axis splits, whatever it is."
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The use of one mesh axis: the batch, the weights, and the dim of the residual stream that it shards, if any.
+    """The use of one mesh axis: the batch or the sequence, the weights, and the dim of the residual stream it shards.
 
     A parameter that no matmul uses, such as a bias or a norm's, is sharded by "made" and by its own kind of features.
     """
@@ -29,6 +29,7 @@ class Axis:
     batch: bool = False
     weights: Weights | None = None
     residual: Literal["features", "sequence"] | None = None
+    sequence: bool = False
 
     def place(self, roles: tuple[Role, ...], rather_not: Collection[int] = ()) -> Placement:
         """The placement of a parameter on this axis: sharded by the first dim that fits, avoiding `rather_not`."""
@@ -57,7 +58,7 @@ class Axis:
         A sum takes the layout of the module's output, or is replicated; but the columns of a table that is summed
         over, a tied head, leave it sharded like the rows.
         """
-        if self.batch:
+        if self.batch or self.sequence:
             return "m", "R"
         match self.place(roles):
             case Shard(dim) if dim in use.summed:
@@ -67,6 +68,11 @@ class Axis:
             case _:
                 return None
 
+    @property
+    def inputs(self) -> Placement:
+        """The placement, on this axis, of inputs whose first dims are the batch and the sequence."""
+        return Shard(0) if self.batch else Shard(1) if self.sequence else Replicate()
+
     def keep(self, output: Output) -> Placement:
         """The placement, on this axis, of what a module adds to the residual stream."""
         dim = None
@@ -74,7 +80,7 @@ class Axis:
             dim = output.batch
         elif self.residual == "features":
             dim = output.residual
-        elif self.residual == "sequence":
+        elif self.residual == "sequence" or self.sequence:
             dim = output.sequence
         return Replicate() if dim is None else Shard(dim)
 
@@ -88,6 +94,7 @@ DATA = Axis("data", batch=True)
 TENSOR = Axis("tensor", weights="inner")
 SEQUENCE = Axis("tensor", weights="inner", residual="sequence")
 GATHERED = Axis("fsdp", batch=True, weights="first")
+CONTEXT = Axis("sequence", sequence=True)
 FEATURES = Axis("features", weights="residual", residual="features")
 ROWS = Axis("rows", batch=True, weights="summed")
 COLUMNS = Axis("columns", weights="made", residual="features")
@@ -97,6 +104,7 @@ STRATEGIES: dict[str, tuple[Axis, ...]] = {
     "fsdp": (GATHERED,),
     "megatron": (TENSOR,),
     "megatron-sp": (SEQUENCE,),
+    "context": (CONTEXT,),
     "atp": (TENSOR, FEATURES),
     "optimus": (ROWS, COLUMNS),
     "tesseract": (DATA, ROWS, COLUMNS),
@@ -144,8 +152,14 @@ def check_units(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> None:
     """Refuse to shard heads over more ranks than there are heads: some would have nothing to do.
 
     Raises:
-        StrategyError: too few heads, or inner features; names the parameter and the largest mesh that would do.
+        StrategyError: too few heads, or inner features; names the parameter and the largest mesh that would do. No
+            sequence for an axis that shards it.
     """
+    if not roles.has_sequence and any(axis.sequence for axis in axes):
+        raise StrategyError(
+            "context splits the second dim of the first input, which the modules of this model do not keep as the "
+            "sequence: use another strategy, or give placements by name"
+        )
     for name, dims in roles.parameters.items():
         for i, role in enumerate(dims):
             ranks = 1

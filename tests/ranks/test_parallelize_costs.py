@@ -132,6 +132,12 @@ def test_a_mesh_of_too_few_axes() -> None:
         demo_plan("optimus", Mesh((4,), ("tp",)))
 
 
+def test_sequences_that_are_not_there_are_not_split() -> None:
+    mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    with pytest.raises(StrategyError, match=r"context splits the second dim of the first input, which .* do not keep"):
+        plan_model(mlp, Mesh((4,), ("x",)), "context", torch.empty(4, 8, device="meta"))
+
+
 def test_more_ranks_than_heads() -> None:
     with pytest.raises(StrategyError, match=r"has 8 heads in dim 0, split over 16 ranks .* use at most 8 ranks there"):
         demo_plan("megatron", Mesh((16,), ("tp",)))
