@@ -63,7 +63,7 @@ def scatters(x: Tensor, layout: Layout, source: int | None) -> bool:
     runtime = runtime_of(layout.mesh)
     if source is None or simulated_ranks() is not None or runtime is None or runtime.coordinate is None:
         return False
-    return layout.mesh.size > 1 and x.numel() > 0
+    return layout.mesh.size > 1 and x.numel() > 0 and not x.is_meta
 
 
 def _scatter(x: Tensor, layout: Layout, source: int) -> Tensor:

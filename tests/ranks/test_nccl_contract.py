@@ -64,6 +64,7 @@ def overlapping(group: Group, rank: int) -> None:
 REFUSED: list[tuple[str, str, Program]] = [
     ("contiguous", "all_reduce of a tensor of shape", reduced(zeros(3, 4).t())),
     ("contiguous_message", "send to", lambda g, r: g.send([zeros(3, 4).t()], (r + 1) % 4, 0)),
+    ("memory", "all_reduce of a Tensor on meta", reduced(torch.empty(2, device="meta"))),
     ("dense", "all_reduce", lambda g, r: g.allreduce([torch.eye(3).to_sparse()])),
     ("dtype", "torch.int16", reduced(zeros(2, dtype=torch.int16))),
     ("dtype", "torch.uint32", lambda g, r: g.broadcast(zeros(2, dtype=torch.uint32), 0)),
@@ -192,8 +193,8 @@ WRONG: list[tuple[str, Program, str, set[int]]] = [
     ("message", message_of_another_size,
      r"between ranks \d and \d: (8|12) bytes of torch.float32 in .*at .*:\d+, (8|12) of", {0, 1}),
     ("buffer", memory_of_two_communicators, r"uses memory of all_reduce at .*:\d+, not waited for", {0, 1, 2, 3}),
-    ("", left_out_by_one, "not all came within the time limit", {0, 1, 2}),
     ("", calls_after_an_error, "an earlier operation has failed", {0, 1, 2, 3}),
+    ("", left_out_by_one, "not all came within the time limit", {0, 1, 2}),
 ]  # fmt: skip
 
 

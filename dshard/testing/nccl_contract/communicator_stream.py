@@ -37,6 +37,7 @@ class Channel:
         self, name: Communicator, gloo: transfers.Gloo, rank: int, ranks: Sequence[int], *, alone: bool
     ) -> None:
         self._name, self._gloo, self._rank, self._ranks, self._alone = name, gloo, rank, tuple(ranks), alone
+        self._state = CURRENT.state
         self._queue: SimpleQueue[Operation | None] = SimpleQueue()
         self._thread: Thread | None = None
 
@@ -54,11 +55,12 @@ class Channel:
     def _serve(self) -> None:
         while (operation := self._queue.get()) is not None:
             try:
-                CURRENT.state.check()
+                self._state.check()
                 self._run(operation)
             except Exception as error:  # whatever it is, those who wait must hear of it
-                CURRENT.state.fail(operation, error)
+                self._state.fail(operation, error)
             operation.done.set()
+            del operation  # and its tensors, for as long as there is no other
 
     def _run(self, operation: Operation) -> None:
         messages = [(part, part.message) for part in operation.parts if part.message is not None]

@@ -24,6 +24,11 @@ class Rule:
 
 RULES = {
     "dense": Rule("tensors must be dense", f"{_TORCH}/ProcessGroupNCCL.cpp, check_gpu_single_tensor"),
+    "memory": Rule(
+        "tensors must have memory of their own, here that of the CPU, and be of no subclass: give a DTensor's "
+        "to_local()",
+        f"{_TORCH}/ProcessGroupNCCL.cpp, check_gpu_single_tensor, which asks for CUDA",
+    ),
     "contiguous": Rule("tensors must be contiguous", f"{_TORCH}/ProcessGroupNCCL.cpp, check_gpu_single_tensor"),
     "contiguous_message": Rule(
         "the memory of a tensor that is not contiguous is sent as it lies there, other elements with it; torch warns "
@@ -136,6 +141,8 @@ def refusal(rule: str, what: str) -> str:
 def check_tensors(what: str, tensors: Sequence[Tensor], *, message: bool = False) -> None:
     """Refuse tensors that NCCL does not take."""
     for x in tensors:
+        if type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu":
+            refuse("memory", f"{what} of a {type(x).__name__} on {x.device}")
         if x.layout != torch.strided:
             refuse("dense", f"{what} of a {x.layout} tensor")
         if not (x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))):

@@ -98,6 +98,7 @@ class ProcessState:
             if part.overwritten():
                 refuse("buffer", f"the input of {operation.what} was written before it was waited for")
             part.deliver()
+        operation.parts.clear()  # whose tensors the program may be rid of
 
     def _wait_long(self, operation: Operation, end: float | None) -> None:
         """Wait on, and look whether this can ever end."""
@@ -124,7 +125,7 @@ class ProcessState:
         operation.error = error
         if self.error is None:
             self.error = str(error)
-            if dist.is_initialized():
+            if dist.is_initialized() and CURRENT.state is self:
                 _quietly(lambda: put(_FAILED, f"rank {dist.get_rank()}: {error}"))
 
 
