@@ -69,7 +69,9 @@ def rows_of_data_ranks(strategy: str, shape: tuple[int, ...], dtype: torch.dtype
         with dshard.trace() as sent:
             dshard.distribute_batch(model, x.split(counts)[mine])
         assert [event.collective for event in sent.events[:1]] == ["all_gather"]
-        assert (len(sent.events) == 1) == (n == 1 or counts[0] != 5), "uneven rows alone are sent, but where they are chunks"
+        assert (len(sent.events) == 1) == (n == 1 or counts[0] != 5), (
+            "uneven rows alone are sent, but where they are chunks"
+        )
         x_rows, y_rows = x.split(counts)[mine].clone().requires_grad_(), y.split(counts)[mine]
         x.requires_grad_()
         for each in (model, alone, local):

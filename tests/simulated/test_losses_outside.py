@@ -1,0 +1,70 @@
+"""Losses and metrics outside a parallelized model, of plain targets and masks that are alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dshard
+from dshard import Mesh, parallelize
+from dshard.testing import simulated, whole
+
+ROWS, CLASSES = 7, 5
+Y, MASK = torch.arange(ROWS) * 3 % CLASSES, torch.arange(ROWS) % 3 > 0
+X = torch.randn(ROWS, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+LOSSES: dict[str, Callable[[Any], Any]] = {
+    "cross_entropy": lambda out: F.cross_entropy(out, Y),
+    "smoothed": lambda out: F.cross_entropy(out, Y, label_smoothing=0.1, ignore_index=2),
+    "masked mean": lambda out: (F.cross_entropy(out, Y, reduction="none") * MASK).sum() / MASK.sum(),
+    "masked rows": lambda out: F.cross_entropy(out, Y, reduction="none")[MASK].mean(),
+    "nll_loss": lambda out: F.nll_loss(out.log_softmax(-1), Y),
+    "mse_loss": lambda out: F.mse_loss(out, X[:, :CLASSES]),
+    "with_logits": lambda out: F.binary_cross_entropy_with_logits(out, (X[:, :CLASSES] > 0).to(out.dtype)),
+    "kl_div": lambda out: F.kl_div(out.log_softmax(-1), X[:, :CLASSES].softmax(-1), reduction="batchmean"),
+    "smooth_l1": lambda out: F.smooth_l1_loss(out, X[:, :CLASSES]),
+    "masked_fill": lambda out: out.masked_fill(~MASK[:, None], 0).square().mean(),
+    "where": lambda out: torch.where(MASK[:, None], out, 0.0).square().mean(),
+    "gather": lambda out: out.gather(1, Y[:, None]).mean(),
+    "one_hot": lambda out: (out * F.one_hot(Y, CLASSES)).sum(),
+    "accuracy": lambda out: (out.argmax(-1) == Y).double().mean(),
+    "best two": lambda out: (out.topk(2).indices == Y[:, None]).any(-1).double().mean(),
+    "indexed": lambda out: out[torch.arange(ROWS), Y].mean(),
+    "rows": lambda out: out[MASK].square().mean(),
+    "cosine": lambda out: F.cosine_similarity(out, X[:, :CLASSES]).mean(),
+    "joined": lambda out: torch.cat([out, X[:, :CLASSES]]).square().mean(),
+}
+MESHES = {"data": Mesh((4,), ("a",)), "megatron": Mesh((2, 2), ("a", "b")), "optimus": Mesh((2, 2), ("a", "b"))}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, CLASSES)).double()
+
+
+def gradient(loss: Tensor, model: nn.Module) -> Tensor | None:
+    if not loss.requires_grad:
+        return None
+    (found,) = torch.autograd.grad(loss, [model.get_parameter("2.weight")], retain_graph=True)
+    return whole(found) if isinstance(found, dshard.DTensor) else found
+
+
+@pytest.mark.parametrize("strategy", MESHES)
+def test_losses_of_plain_targets_are_those_of_one_device(strategy: str) -> None:
+    model, alone = net(), net()
+    expected = {name: loss(alone(X)) for name, loss in LOSSES.items()}
+    with simulated(MESHES[strategy]):
+        parallelize(model, MESHES[strategy], strategy, X)
+        with dshard.implicit_replication():
+            out = model(X)
+            for name, loss in LOSSES.items():
+                found, right = loss(out), expected[name]
+                torch.testing.assert_close(found.item(), right.item(), rtol=0, atol=1e-12, msg=name)
+                mine, other = gradient(found, model), gradient(right, alone)
+                assert (mine is None) == (other is None), name
+                if mine is not None:
+                    torch.testing.assert_close(mine, other, rtol=0, atol=1e-12, msg=name)
