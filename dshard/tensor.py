@@ -19,7 +19,7 @@ from dshard.autograd.local_tensors import AnyPlacement, compare_gradients, from_
 from dshard.autograd.outside import Emptied
 from dshard.comm import DeviceMesh, stored_chunks, traced
 from dshard.compile.graph_functions import skip_frames, traceable
-from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes
+from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes, with_concrete_sizes
 from dshard.core.local_checks import check_strided, checked, scattered
 from dshard.core.plain_tensors import from_torch
 from dshard.core.signature import Args, Function, Kwargs
@@ -128,6 +128,8 @@ class DTensor(Wrapper):
             ShapeError: local shapes that do not make up one global tensor.
             MeshError: there is no process group.
         """
+        if traced(local_tensor):
+            local_tensor = with_concrete_sizes(local_tensor)
         return from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)  # type: ignore[no-any-return]
 
     def to_local(self, *, grad_placements: Sequence[AnyPlacement] | None = None) -> Tensor:
@@ -382,8 +384,10 @@ def distribute_tensor(
         call = f"distribute_tensor of {tuple(tensor.shape)}, {tensor.dtype}, [{layout}], src_data_rank={src_data_rank}"
         call += ", requires_grad" * tensor.requires_grad
         comm.compare_calls(call, mesh, contents=tensor if src_data_rank is None else None)
-    whole_terms = checked(layout, tensor.dtype)[0]
-    local = scattered(tensor.detach(), whole_terms, src_data_rank)
+    whole_terms, whole = checked(layout, tensor.dtype)[0], tensor.detach()
+    if traced(whole):
+        whole = with_concrete_sizes(whole)
+    local, shape = scattered(whole, whole_terms, src_data_rank), tuple(whole.shape)
     device = tensor.device if comm.is_outside(mesh) else local.device
     if local.is_meta and device.type == "meta" and not tensor.is_meta and tensor.numel():
         warn(
@@ -391,7 +395,7 @@ def distribute_tensor(
             "no data; give a tensor on device='meta' if that is meant, else a DeviceMesh from init_device_mesh",
             stacklevel=3,
         )
-    spec = spec_of(whole_terms, tuple(tensor.shape), contiguous_stride(tuple(tensor.shape)), tensor.dtype, device)
+    spec = spec_of(whole_terms, shape, contiguous_stride(shape), tensor.dtype, device)
     out: DTensor = DTensor._wrap(local, spec) if whole_terms == layout else redistribute(wrap(local, spec), layout)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(out, tensor.requires_grad)  # type: ignore[return-value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -16,8 +16,29 @@ from dshard.torch_private import FrameAction, FrameExecStrategy, register_opaque
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., object])
 FUNCTIONS: dict[str, Callable[..., object]] = {}
 """Functions that stand in a graph as one call, by name."""
+
+
+_NAMES: dict[tuple[Callable[..., object], tuple[object, ...]], str] = {}
+
+
+def bound(function: Callable[..., object], *values: object) -> str:
+    """The name under which a graph may call `function` with these first arguments, which are values."""
+    name = _NAMES.setdefault((function, values), f"{function.__name__} {len(_NAMES)}")
+    FUNCTIONS[name] = partial(function, *values)
+    return name
+
+
+def call_in_graph(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call the function of `FUNCTIONS` called `name`: as one call in the graph where torch.compile traces."""
+    if is_dynamo_compiling():
+        from dshard.compile import graph  # noqa: PLC0415  # it imports torch._dynamo, which takes long
+
+        graph.guard()
+        return graph.call(name, *args, **kwargs)
+    return FUNCTIONS[name](*args, **kwargs)
 
 
 def traceable(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -28,29 +49,31 @@ def traceable(function: Callable[_P, _T]) -> Callable[_P, _T]:
     @wraps(function)
     def front(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if is_dynamo_compiling():
-            from dshard.compile import graph  # noqa: PLC0415  # it imports torch._dynamo, which takes long
-
-            graph.guard()
-            out: _T = graph.call(name, *args, **kwargs)
+            out: _T = call_in_graph(name, *args, **kwargs)
             return out
         return function(*args, **kwargs)
 
     return front
 
 
-def skip_frames(cls: type[Any]) -> None:
-    """Leave the methods of `cls`, and all that they call, to Python where their caller is not compiled.
+def skip_frame(function: _F) -> _F:
+    """`function`, left to Python with all that it calls where its caller is not compiled.
 
-    Otherwise torch.compile would try to compile each of them by itself after a graph break. torch.compiler.disable says
-    the same, but wraps each method, and imports torch._dynamo, which takes long.
+    Otherwise torch.compile would try to compile it by itself after a graph break. torch.compiler.disable says the same,
+    but wraps the function, and imports torch._dynamo, which takes long.
     """
-    if set_code_exec_strategy is None:
-        return
-    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    if set_code_exec_strategy is not None:
+        code = function.__code__
+        set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    return function
+
+
+def skip_frames(cls: type[Any]) -> None:
+    """Leave the methods of `cls` to Python, as `skip_frame` does."""
     for member in vars(cls).values():
         function = getattr(member, "__func__", member)
         if isinstance(function, FunctionType) and function.__code__ is not _FRONT:
-            set_code_exec_strategy(function.__code__, strategy)
+            skip_frame(function)
 
 
 _FRONT = traceable(skip_frames).__code__  # shared by all fronts, which torch.compile must trace

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dshard.caches import cached
 from dshard.comm import runtime_of
@@ -15,6 +16,7 @@ from dshard.core.spec import Spec, spec_of
 from dshard.layout import Layout, Shape
 from dshard.ops.matmul.options import MatmulOptions, current_options
 from dshard.topology import Topology
+from dshard.validate import is_symbolic
 
 _SPECS = 4096
 """How many specs have their metadata kept."""
@@ -93,3 +95,8 @@ def concrete_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     Plans are for one size: for another size another graph is compiled.
     """
     return tuple(map(int, sizes))
+
+
+def with_concrete_sizes(x: Tensor) -> Tensor:
+    """`x`, of whose sizes a traced graph then leaves none open: where a tensor is cut depends on them."""
+    return x.view(concrete_sizes(x.shape)) if any(map(is_symbolic, x.shape)) else x

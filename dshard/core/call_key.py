@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dshard.core.signature import Kwargs
 from dshard.core.wrapper import Wrapper
+from dshard.validate import is_symbolic
 
 _NUMBERS = frozenset({int, float, bool, complex})
 _VALUES = frozenset({type(None), str, torch.dtype})
@@ -73,4 +74,6 @@ def _nested_key(arg: Any, values: bool) -> Any:
         return tuple([item._spec if type(item) is cls else _nested_key(item, values) for item in arg])
     if isinstance(arg, Wrapper):
         return arg._spec
-    return (Tensor, arg.dtype, arg.shape) if isinstance(arg, Tensor) else arg
+    if isinstance(arg, Tensor):
+        return Tensor, arg.dtype, tuple(map(int, arg.shape))  # a graph is for the sizes that it is traced with
+    return int(arg) if is_symbolic(arg) else arg

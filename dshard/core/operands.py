@@ -90,7 +90,8 @@ def spec_like(t: Any, mesh: Mesh) -> Spec:
     """The spec of an operand; a plain tensor, which a composite operator made on all ranks, counts as replicated."""
     if isinstance(t, Wrapper):
         return t._spec
-    return spec_of(replicated(mesh), tuple(t.shape), contiguous_stride(tuple(t.shape)), t.dtype, t.device)
+    shape = tuple(map(int, t.shape))  # of sizes that a traced graph leaves open those that they have now
+    return spec_of(replicated(mesh), shape, contiguous_stride(shape), t.dtype, t.device)
 
 
 def plan_to(spec: Spec, layout: Layout) -> Plan:

@@ -142,7 +142,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     def as_replicated(leaf: object) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper) or leaf.numel() == 1:
             return leaf
-        shape = tuple(leaf.shape)
+        shape = tuple(map(int, leaf.shape))  # in a graph those that it is traced with
         if isinstance(leaf, Parameter) and not (meta or is_copied):
             _compare_parameter(leaf, layout.mesh)
         leaf = leaf.to("meta") if meta else leaf

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import nan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
 
 from dshard.autograd.leaf_gradients import keep_gradient_layout
 from dshard.comm import compare_calls, runtime_of, simulated_ranks
+from dshard.compile.graph_functions import skip_frame
 from dshard.core.moves import replace_leaves, tensors_in
 from dshard.core.plain_tensors import implicit_replication
 from dshard.errors import LayoutError
 from dshard.factories import full
 from dshard.ops.matmul.options import MatmulOptions, enter_options
 from dshard.parallel.gather_groups import gather_in_groups
+from dshard.parallel.in_graphs import InputsInGraph, by_schedule, plain_replicated
+from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Placements, Plan
 from dshard.placements import Replicate, Shard
 from dshard.rules.matmul_loops import Schedule
@@ -28,7 +34,7 @@ from dshard.torch_private import no_torch_function
 def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
     """Register hooks that lay out inputs and outputs of `model` and its modules by `plan`, and return them."""
     hooks = take_inputs(model, plan)
-    hooks += [model.get_submodule(name).register_forward_hook(_output_hook(plan, name)) for name in plan.outputs]
+    hooks += [after(model.get_submodule(name), _output_hook(plan, name)) for name in plan.outputs]
     for name, schedule in plan.products.items():
         hooks += _schedule_hooks(model.get_submodule(name), schedule, name in plan.shared)
     return hooks + gather_in_groups(model, plan)
@@ -36,32 +42,30 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
 
 def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
     """Register hooks that lay out what `model` is given, and count plain tensors within as replicated; return them."""
-    stack: list[ExitStack] = []
+    enter_block, leave_block = _around(_replicating, plain_replicated(plan.mesh))
+    in_graph = InputsInGraph(plan)
 
+    @skip_frame
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        stack.append(ExitStack())
-        stack[-1].enter_context(implicit_replication())
-        given = distribute_inputs((args, kwargs), plan)
+        enter_block()
+        given = in_graph((args, kwargs)) if is_dynamo_compiling() else distribute_inputs((args, kwargs), plan)
         return given if plan.precision is None else plan.precision.inputs(given)
 
+    @skip_frame
     def leave(module: nn.Module, args: Any, out: Any) -> Any:
-        if stack:
-            stack.pop().close()
+        leave_block(module, args, out)
         return out if plan.precision is None else plan.precision.outputs(out)
 
-    return [
-        model.register_forward_pre_hook(enter, with_kwargs=True),
-        model.register_forward_hook(leave, always_call=True),
-    ]
+    return [before(model, enter, with_kwargs=True), after(model, leave, always=True)]
 
 
 def _schedule_hooks(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any]:
     """Register hooks within which matmuls run by `schedule`; the gradient of their first operand is reduced once."""
-    stack: list[Callable[[], None]] = []
-    options = MatmulOptions(schedule)
+    enter_block, leave = _around(partial(enter_options, MatmulOptions(schedule)), by_schedule(schedule))
 
+    @skip_frame
     def enter(module: nn.Module, args: Any) -> Any:
-        stack.append(enter_options(options))
+        enter_block()
         if not torch.compiler.is_compiling():  # a graph has no hooks on tensors in its middle
             with no_torch_function():
                 for x in args:
@@ -69,11 +73,37 @@ def _schedule_hooks(module: nn.Module, schedule: Schedule, shared: bool) -> list
                         keep_gradient_layout(x)
         return tuple(_redistribute_once(x, schedule) if isinstance(x, DTensor) else x for x in args) if shared else args
 
+    return [before(module, enter), after(module, leave, always=True)]
+
+
+def _around(block: Callable[[], Callable[[], None]], traced: TorchFunctionMode) -> tuple[Any, Any]:
+    """A function that enters a block, and a hook that leaves it; `traced` is the block as a graph has it.
+
+    `block` enters it, and returns what leaves it.
+    """
+    stack: list[Callable[[], None]] = []
+
+    def enter() -> None:
+        if is_dynamo_compiling():
+            traced.__enter__()
+        else:
+            stack.append(block())
+
+    @skip_frame
     def leave(module: nn.Module, args: Any, out: Any) -> None:
         if stack:
             stack.pop()()
+        elif is_dynamo_compiling():
+            traced.__exit__(None, None, None)
 
-    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+    return enter, leave
+
+
+def _replicating() -> Callable[[], None]:
+    """Enter `implicit_replication`; what leaves it."""
+    stack = ExitStack()
+    stack.enter_context(implicit_replication())
+    return stack.close
 
 
 def _redistribute_once(x: DTensor, schedule: Schedule) -> DTensor:
@@ -106,6 +136,7 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
 def _output_hook(plan: Plan, name: str) -> Any:
     placements = plan.outputs[name]
 
+    @skip_frame
     def place(module: nn.Module, args: Any, out: Any) -> Any:
         if not isinstance(out, DTensor) or out.placements == placements:
             return out

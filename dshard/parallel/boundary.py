@@ -9,6 +9,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from dshard.comm import gather_rows, own_coordinate
+from dshard.compile.graph_functions import skip_frame
 from dshard.errors import ArgumentError, LayoutError
 from dshard.parallel.apply_plan import distribute_inputs
 from dshard.parallel.asked_values import named_inputs
@@ -51,6 +52,7 @@ def _compare_plans(plan: Plan) -> None:
 def set_boundary(model: nn.Module, boundary: Boundary) -> None:
     """Register the hook that lays out what the model is given; before those of its plan."""
 
+    @skip_frame
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling() and not boundary.inputs.per_data_rank:
             return None
@@ -62,7 +64,12 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
 
 def end_boundary(model: nn.Module, boundary: Boundary) -> None:
     """Register the hook that turns what the model returns into what was asked for; after those of its plan."""
-    model.register_forward_hook(lambda module, args, out: boundary.outputs(out, boundary.inputs.rows))
+
+    @skip_frame
+    def leave(module: nn.Module, args: Any, out: Any) -> Any:
+        return boundary.outputs(out, boundary.inputs.rows)
+
+    model.register_forward_hook(leave)
 
 
 def boundary_of(model: nn.Module) -> Boundary:

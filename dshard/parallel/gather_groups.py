@@ -12,11 +12,14 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from dshard.autograd.gathered_weights import GatheredUse, Whole, gathered_layout, versions_of
+from dshard.compile.graph_functions import skip_frames
 from dshard.core.moves import LocalRedistribution, local_redistribution
 from dshard.core.wrapper import Wrapper
+from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.precision import Precision
 from dshard.placements import Shard
@@ -54,7 +57,7 @@ class GatherGroup:
     def __init__(self, places: list[list[Place]], plan: Plan, order: GatherOrder, keeps: bool) -> None:
         self.places, self.plan, self.order, self.keeps = places, plan, order, keeps
         self.ahead: Whole | None = None
-        self.running: list[tuple[GatheredUse | None, list[Wrapper], ExitStack]] = []
+        self.running: list[tuple[GatheredUse | None, list[Wrapper], ExitStack | None]] = []
 
     def stored(self) -> list[Wrapper]:
         """The parameters now."""
@@ -81,7 +84,13 @@ class GatherGroup:
 
     def enter(self, module: nn.Module, args: object) -> None:
         """Put whole weights into the modules; before their forward pass."""
-        stored, stack = self.stored(), ExitStack()
+        stored = self.stored()
+        if is_dynamo_compiling():
+            if self.plan.precision is not None:
+                self.running.append((None, stored, None))
+                self._put([x.to(self.plan.precision.used(x.dtype)) for x in stored])
+            return
+        stack = ExitStack()
         if torch.compiler.is_compiling() or is_transforming() or not all(type(x) is DTensor for x in stored):
             self.running.append((None, stored, stack))
             if self.plan.precision is not None:
@@ -103,7 +112,8 @@ class GatherGroup:
         if not self.running:
             return
         use, stored, stack = self.running.pop()
-        stack.close()
+        if stack is not None:
+            stack.close()
         self._put(stored)
         if use is None:
             return
@@ -151,6 +161,8 @@ class GatherOrder:
 
     def restart(self, module: nn.Module, args: object) -> None:
         """The model begins: nothing ran before."""
+        if is_dynamo_compiling():  # a graph gathers operator by operator
+            return
         self.ended, self.previous, self.last = self.previous, None, None
 
 
@@ -170,16 +182,16 @@ def gather_in_groups(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
         groups = groups_of[number]
         members[next(iter(groups)) if len(groups) == 1 else ""].append(where)
     order = GatherOrder()
-    hooks: list[RemovableHandle] = [model.register_forward_pre_hook(order.restart)] if members else []
+    hooks: list[RemovableHandle] = [before(model, order.restart)] if members else []
     for path, module in model.named_modules():  # the model's own first, then blocks as they are listed
         if path not in members:
             continue
         group = GatherGroup(members[path], plan, order, keeps=path == "")
         order.expects(group)
-        hooks.append(module.register_forward_pre_hook(group.enter))
-        hooks.append(module.register_forward_hook(group.leave, always_call=True))
+        hooks.append(before(module, group.enter))
+        hooks.append(after(module, group.leave, always=True))
         if plan.precision is not None and path:
-            hooks.append(module.register_forward_pre_hook(partial(_cast_inputs, plan.precision), with_kwargs=True))
+            hooks.append(before(module, partial(_cast_inputs, plan.precision), with_kwargs=True))
     return hooks
 
 
@@ -194,3 +206,7 @@ def _changes(name: str, parameter: Tensor, plan: Plan) -> bool:
 
 def _cast_inputs(precision: Precision, module: nn.Module, args: object, kwargs: object) -> Any:
     return precision.inputs((args, kwargs))
+
+
+skip_frames(GatherGroup)
+skip_frames(GatherOrder)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from dshard.core.signature import Args, Function, Kwargs
+from dshard.compile.graph_functions import bound
+from dshard.compile.modes import Instead
+from dshard.core.signature import Function
 from dshard.errors import LayoutError
 from dshard.ops.vocab_parallel import LOSS_ARGUMENTS, cross_entropy, log_softmax
 from dshard.placements import Placement, Replicate, Shard
@@ -37,30 +38,30 @@ def loss_parallel() -> Iterator[None]:
     Raises:
         LayoutError: a plain target for logits whose batch is sharded.
     """
-    with _LossMode():
+    with _ALONG_CLASSES:
         yield
 
 
-class _LossMode(TorchFunctionMode):
-    """Calls the functions of `_ALONG_CLASSES` there, with plain targets and class weights as distributed tensors."""
-
-    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        kwargs = kwargs or {}
-        handler = _ALONG_CLASSES.get(func)
-        if handler is None:
-            return func(*args, **kwargs)
-        if func in (F.cross_entropy, F.nll_loss):
-            args, kwargs = (), _with_distributed_targets(dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs)
-        with no_torch_function():
-            out = handler(func, args, kwargs)
-        return func(*args, **kwargs) if out is None else out
+def _along_classes(func: Function, handler: Function, *args: Any, **kwargs: Any) -> Any:
+    """Call `func` by `handler`, which answers calls that are not along sharded classes with None."""
+    if func in (F.cross_entropy, F.nll_loss):
+        args, kwargs = (), _with_distributed_targets(dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs)
+    with no_torch_function():
+        out = handler(func, args, kwargs)
+    return func(*args, **kwargs) if out is None else out
 
 
-_ALONG_CLASSES: dict[Any, Any] = {
-    **dict.fromkeys((F.cross_entropy, F.nll_loss), partial(cross_entropy, always=True)),
-    **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), log_softmax),
-}
-"""The functions of sharded classes, which answer any other call with None."""
+_LOSS = partial(cross_entropy, always=True)
+_ALONG_CLASSES = Instead(
+    {
+        **{func: bound(_along_classes, func, _LOSS) for func in (F.cross_entropy, F.nll_loss)},
+        **{
+            func: bound(_along_classes, func, log_softmax)
+            for func in (F.log_softmax, torch.log_softmax, Tensor.log_softmax)
+        },
+    }
+)
+"""The mode in which the functions of sharded classes run along them."""
 
 
 def _with_distributed_targets(arguments: dict[str, Any]) -> dict[str, Any]:

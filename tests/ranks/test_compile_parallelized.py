@@ -1,7 +1,9 @@
-"""`torch.compile` of what `parallelize` made, each block or the whole model: equal to one device."""
+"""`torch.compile` of what `parallelize` made, each block or the whole model, as one graph: equal to one device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,8 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dshard import init_device_mesh, parallelize
+from dshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, parallelize
+from dshard.core import plain_tensors
+from dshard.ops.matmul.options import has_no_options
+from dshard.parallel import loss_parallel
 from dshard.testing import RankPool
+
+WORDS = 16
 
 
 class Block(nn.Module):
@@ -30,18 +37,25 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, width: int = 32, words: int = 16) -> None:
+    """It makes positions, a mask and a first token on its way, which are plain tensors."""
+
+    def __init__(self, width: int = 32, layers: int = 2, breaks: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, words, bias=False)
+        self.embed, self.positions = nn.Embedding(WORDS, width), nn.Embedding(8, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, WORDS, bias=False)
+        self.breaks = breaks
 
     def forward(self, ids: Tensor) -> Any:
-        x = self.embed(ids)
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
+        first = torch.ones(1, 1, x.shape[2]).expand(ids.shape[0], 1, -1)
+        x = torch.cat([first, x], 1)[:, :-1].view(ids.shape[0], ids.shape[1], -1)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+            if self.breaks:
+                torch._dynamo.graph_break()
+        return self.head(self.norm(x)) * torch.ones(ids.shape[1], WORDS).triu(-2)
 
 
 MESHES: dict[str, tuple[int, ...]] = {
@@ -52,32 +66,147 @@ MESHES: dict[str, tuple[int, ...]] = {
     "optimus": (2, 2),
     "atp": (2, 2),
     "fsdp x megatron": (2, 2),
+    "tesseract": (1, 2, 2),
 }
 
 
-def compiled(strategy: str, how: str) -> None:
-    torch._dynamo.reset()  # which remembers sizes of other meshes
-    shape = MESHES[strategy]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
-    model, reference, ids = Llama(), Llama(), torch.arange(48).view(8, 6) % 16
-    parallelize(model, mesh, strategy, ids)
-    run: Any = model
-    if how == "blocks":
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-    else:
-        run = torch.compile(model, backend="aot_eager")
+class Case:
+    """A parallelized model and the same on one device, and their training in step."""
+
+    def __init__(self, strategy: str, **kwargs: Any) -> None:
+        torch.set_num_threads(1)
+        torch._dynamo.reset()  # which remembers sizes of other meshes
+        torch._dynamo.utils.counters.clear()
+        shape = MESHES[strategy]
+        self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
+        self.models = Llama(**kwargs), Llama(**kwargs)
+        parallelize(self.models[0], self.mesh, strategy, numbers(8, 6))
+        self.steps = [torch.optim.SGD(model.parameters(), lr=0.01) for model in self.models]
+
+    def laid(self, x: Tensor, *placements: Any) -> Any:
+        return distribute_tensor(x, self.mesh, placements or [Replicate()] * self.mesh.ndim, src_data_rank=None)
+
+    def train(self, run: Callable[[Any], Any], given: Any, loss: Callable[[Any], Any] | None = None) -> None:
+        """A step of both, whose losses, gradients and then parameters are equal."""
+        model, single = self.models
+        whole = given.full_tensor() if isinstance(given, DTensor) else given
+        losses = [run(given), (loss or (lambda ids: single(ids).square().mean()))(whole)]
+        for one, step in zip(losses, self.steps, strict=True):
+            step.zero_grad()
+            one.backward()
+        torch.testing.assert_close(losses[0].full_tensor(), losses[1], rtol=1e-4, atol=1e-5)
+        pairs = list(zip(model.parameters(), single.parameters(), strict=True))
+        for p, q in pairs:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-3, atol=1e-4)
+            assert p.grad.layout == p.layout
+        for step in self.steps:
+            step.step()
+        for p, q in pairs:
+            torch.testing.assert_close(p.full_tensor(), q, rtol=1e-4, atol=1e-5)
+        assert plain_tensors._COUNTED_AS_REPLICATED.depth == 0
+        assert has_no_options()
+        assert not torch.overrides._get_current_function_mode_stack()
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.arange(shape[0] * shape[1]).view(shape) % WORDS
+
+
+def compiled(strategy: str, how: str, backend: str = "aot_eager") -> None:
+    case = Case(strategy, breaks=how == "breaks")
+    model: Any = case.models[0]
+    plain = numbers(8, 6)
+    match how:
+        case "blocks":
+            for block in model.blocks:
+                block.compile(backend=backend, fullgraph=True)
+            run = model
+        case "whole":
+            run = torch.compile(model, backend=backend, fullgraph=True)
+        case "breaks":
+            run = torch.compile(model, backend=backend)
+        case _:
+            run = torch.compile(lambda ids: model(ids), backend=backend, fullgraph=True)
+    inputs = [plain, plain]
+    if how == "distributed":
+        inputs = [case.laid(plain), case.laid(plain, *[Shard(0)] * case.mesh.ndim)]
+    for given in inputs:
+        case.train(lambda ids: run(ids).square().mean(), given)
+
+
+def compiled_within_a_loss(strategy: str, inside: bool, backend: str = "aot_eager", layers: int = 1) -> None:
+    """The loss in the graph, too, along sharded classes, with the block around the call or within."""
+    case = Case(strategy, layers=layers)
+    model, single = case.models
+    target = numbers(8, 6).add(1) % WORDS
+    laid = case.laid(target)
+
+    def loss(model: Any, ids: Any, target: Any) -> Any:
+        return F.cross_entropy(model(ids).flatten(0, 1), target.flatten())
+
+    def within(ids: Any) -> Any:
+        with loss_parallel():
+            return loss(model, ids, laid)
+
+    run = torch.compile(within if inside else lambda ids: loss(model, ids, laid), backend=backend, fullgraph=True)
+
+    def around(ids: Any) -> Any:
+        with nullcontext() if inside else loss_parallel():
+            return run(ids)
+
     for _ in range(2):
-        out, expected = run(ids), reference(ids)
-        out.square().sum().backward()
-        expected.square().sum().backward()
-    torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-4, atol=1e-5)
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-3, atol=1e-4)
+        case.train(around, numbers(8, 6), lambda ids: loss(single, ids, target))
+
+
+def compiled_at_sizes(strategy: str, dynamic: bool | None, backend: str = "aot_eager") -> None:
+    case = Case(strategy, layers=1)
+    model: Any = case.models[0]
+    run = torch.compile(lambda ids: model(ids), backend=backend, fullgraph=True, dynamic=dynamic)
+    for sizes in ((8, 6), (4, 6), (12, 4), (8, 6)):
+        case.train(lambda ids: run(ids).square().mean(), numbers(*sizes))
+
+
+def blocks_alike() -> int:
+    """How many graphs serve a model of many blocks."""
+    model: Any = Case("megatron", layers=12).models[0]
+    for block in model.blocks:
+        block.compile(backend="eager", fullgraph=True)
+    model(numbers(8, 6)).square().mean().backward()
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_a_model_and_its_loss_are_one_graph(ranks: RankPool) -> None:
+    ranks.run(compiled_within_a_loss, "megatron", False, "eager", 0, timeout=300.0)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", ["blocks", "whole"])
+def test_blocks_share_graphs(ranks: RankPool) -> None:
+    """The first block's input is laid out otherwise than that of the rest."""
+    assert max(ranks.run(blocks_alike, timeout=300.0)) <= 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["blocks", "whole", "one graph", "distributed"])
 @pytest.mark.parametrize("strategy", MESHES)
 def test_compiled_models_are_those_of_one_device(ranks: RankPool, strategy: str, how: str) -> None:
     ranks.run(compiled, strategy, how, timeout=300.0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["megatron", "optimus", "fsdp"])
+def test_models_whose_graph_breaks_are_those_of_one_device(ranks: RankPool, strategy: str) -> None:
+    ranks.run(compiled, strategy, "breaks", timeout=300.0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("strategy", ["megatron", "optimus", "fsdp"])
+def test_other_sizes_are_those_of_one_device(ranks: RankPool, strategy: str, dynamic: bool | None) -> None:
+    ranks.run(compiled_at_sizes, strategy, dynamic, timeout=300.0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("strategy", ["megatron", "optimus", "fsdp"])
+def test_losses_along_classes_compile(ranks: RankPool, strategy: str, inside: bool) -> None:
+    ranks.run(compiled_within_a_loss, strategy, inside, timeout=300.0)

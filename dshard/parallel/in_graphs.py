@@ -1,0 +1,72 @@
+"""What the hooks of a plan do where torch.compile traces them: blocks as modes, and calls that stand in the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard.compile.graph_functions import bound, call_in_graph
+from dshard.compile.metadata import with_concrete_sizes
+from dshard.compile.modes import Instead, PlainReplicated
+from dshard.core.moves import replace_leaves, tensors_in
+from dshard.core.signature import Function
+from dshard.layout import Layout, replicated
+from dshard.mesh import Mesh
+from dshard.ops.matmul.options import use_strategy
+from dshard.parallel.plan_values import Plan
+from dshard.rules.matmul_loops import Schedule
+from dshard.tensor import DTensor, distribute_tensor
+
+_PRODUCTS: tuple[Function, ...] = (
+    *(F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum, torch.functional.einsum),
+    *(Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.addmm),
+)
+
+
+def plain_replicated(mesh: Mesh) -> PlainReplicated:
+    """The mode in which plain tensors count as replicated on `mesh`."""
+    return PlainReplicated(bound(_as_replicated, mesh))
+
+
+def by_schedule(schedule: Schedule) -> Instead:
+    """The mode in which matmuls run by `schedule`."""
+    return Instead({function: bound(_scheduled, schedule, function) for function in _PRODUCTS})
+
+
+class InputsInGraph:
+    """Lays out the inputs of a model as `distribute_inputs` does, by calls in the graph that is traced."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.batch = bound(_distributed, Layout(plan.mesh, plan.batch))
+        self.other = bound(_distributed, replicated(plan.mesh))
+        self.differentiable = bound(_as_replicated, plan.mesh)
+
+    def __call__(self, given: object) -> Any:
+        """The inputs `given`, with distributed tensors for plain ones. Traced."""
+        size = next((t.shape[0] for t in tensors_in(given) if t.dim()), None)
+
+        def distributed(leaf: object) -> Any:
+            if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+                return leaf
+            if leaf.requires_grad:
+                return call_in_graph(self.differentiable, leaf)
+            return call_in_graph(self.other if leaf.dim() == 0 or leaf.shape[0] != size else self.batch, leaf)
+
+        return replace_leaves(given, distributed)
+
+
+def _as_replicated(mesh: Mesh, x: Tensor) -> DTensor:
+    x = with_concrete_sizes(x)
+    return DTensor.from_local(x, mesh, replicated(mesh).placements, shape=tuple(x.shape))
+
+
+def _distributed(layout: Layout, x: Tensor) -> DTensor:
+    return distribute_tensor(x, layout.mesh, layout.placements, src_data_rank=None)
+
+
+def _scheduled(schedule: Schedule, function: Function, *args: object, **kwargs: object) -> Any:
+    with use_strategy(matmul=schedule):
+        return function(*args, **kwargs)

@@ -1,0 +1,33 @@
+"""Hooks of modules that are numbered alike in modules that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+def before(module: nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> RemovableHandle:
+    """Register a hook that runs before the forward pass of `module`."""
+    return _renumbered(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs))
+
+
+def after(module: nn.Module, hook: Callable[..., Any], *, always: bool = False) -> RemovableHandle:
+    """Register a hook that runs after the forward pass of `module`; `always`: however it ended."""
+    return _renumbered(module.register_forward_hook(hook, always_call=always))
+
+
+def _renumbered(handle: RemovableHandle) -> RemovableHandle:
+    """The hook under the next free number below zero of its module, the same in each block of a model.
+
+    torch numbers hooks as they are made, all over the program, and compiles a block anew for each other number.
+    """
+    hooks: Any = [handle.hooks_dict_ref(), *(ref() for ref in handle.extra_dict_ref)]
+    number = min(0, *hooks[0]) - 1
+    for numbered in hooks:
+        if handle.id in numbered:
+            numbered[number] = numbered.pop(handle.id)
+    handle.id = number
+    return handle
