@@ -6,6 +6,12 @@ from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+if _sys.argv[0].rpartition("/")[2] == "dshard" or _sys.orig_argv[1:3] == ["-m", "dshard.cli"]:
+    import signal as _signal
+
+    # Ctrl-C ends the command without a traceback while torch is imported; `dshard.cli.script` takes it back
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
 from torch.serialization import add_safe_globals as _add_safe_globals
 
 from dshard.caches import CacheInfo, cache_info, clear_caches

@@ -10,6 +10,7 @@ from typing import Any
 from dshard.caches import cached
 from dshard.errors import LayoutError, NotationError
 from dshard.mesh import Coordinate, Mesh
+from dshard.notebook import Drawn
 from dshard.placements import (
     Partial,
     Placement,
@@ -30,7 +31,7 @@ DimOrder = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class Layout(Drawn):
     """The layout of a tensor of any shape: a mesh, and a placement for each of its axes.
 
     Where several axes shard one tensor dim, the first of them splits it, the next splits each chunk, and so on: left to

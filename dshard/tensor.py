@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any, ClassVar
 from warnings import warn
 
@@ -41,6 +42,10 @@ from dshard.torch_dtensor import IS_TORCHS, DTensorSpec, TorchDTensor
 from dshard.torch_private import TracingContext, no_torch_function
 
 dispatch.__func__ = dispatch  # type: ignore[attr-defined]  # torch compares it with that of its own class
+
+
+LONGEST = 100
+"""Characters of the longest local tensor that the text of a distributed one shows."""
 
 
 class DTensor(Wrapper):
@@ -273,7 +278,14 @@ class DTensor(Wrapper):
         grad = f", grad_fn={type(self.grad_fn).__name__}" if self.grad_fn is not None else ""
         leaf = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
         where = f"[{self._spec.layout}] on ({self._spec.layout.mesh})"
-        return f"DTensor({tuple(self.shape)}, {self.dtype}, {where}, local={self._local_tensor}{grad}{leaf})"
+        local = f"local={self._local_tensor}"
+        if len(local) > LONGEST:
+            local = f"local of shape {tuple(self._local_tensor.shape)}"
+        return f"DTensor({tuple(self.shape)}, {self.dtype}, {where}, {local}{grad}{leaf})"
+
+    def _repr_html_(self) -> str:
+        html: str = import_module("dshard.report.notebook_html").html(self)
+        return html
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.ndim == 0 else object.__format__(self, spec)

@@ -18,6 +18,7 @@ from dshard.core.observe import Decision, observing
 from dshard.core.provenance import Modules
 from dshard.cost import predicted_seconds
 from dshard.errors import LayoutError
+from dshard.notebook import Tabled
 from dshard.tables import human_bytes, text_table
 from dshard.validate import check_one_of
 
@@ -49,8 +50,8 @@ class Traced:
 HEADINGS = ("operator", "collective", "axis", "count", "received", "predicted ms", "measured ms", "module", "line")
 
 
-@dataclass(slots=True)
-class Trace:
+@dataclass(slots=True, repr=False)
+class Trace(Tabled):
     """The collectives that ran within a `trace()` block, in order, and the operators that were called.
 
     `rank` is the one that recorded it; 0 where all ranks are simulated.

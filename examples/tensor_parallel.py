@@ -3,6 +3,7 @@
 Only the imports from dshard differ from a program for torch's own DTensor: python examples/tensor_parallel.py
 """
 
+import os
 import tempfile
 
 import torch
@@ -101,5 +102,7 @@ def main(rank, store):
 
 
 if __name__ == "__main__":
+    if "RANK" in os.environ:
+        raise SystemExit("this example starts its own ranks: run it by python, not by torchrun")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(main, (f"file://{folder}/store",), RANKS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import signal
 from collections.abc import Sequence
 
 import torch
@@ -21,13 +22,17 @@ from dshard.errors import DShardError
 def script() -> int:
     """A process of one command: what is loaded stays until it ends, so the collector need not look through it."""
     gc.freeze()
-    return main()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # importing dshard left it to the system
+    try:
+        return main()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to do
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    arguments = _parser().parse_args(argv)
     try:
+        arguments = _parser().parse_args(argv)
         status: int = arguments.command(arguments)
     except DShardError as error:
         report.error(str(error))

@@ -31,7 +31,7 @@ def add_plan_model(kinds: Commands) -> None:
     summary = "every way to spread a transformer over devices, the fastest that fit in memory first"
     parser = add_command(kinds, "model", summary)
     parser.add_argument("--devices", type=parse_positive, required=True, metavar="N", help="how many")
-    parser.add_argument("--memory", type=parse_bytes, metavar="SIZE", help="of each device, such as 80GB")
+    parser.add_argument("--memory", type=parse_bytes, metavar="SIZE", help="of each device (the preset's)")
     parser.add_argument("--form", action="append", choices=FORMS, help="forms of tensor parallelism to try; repeatable")
     parser.add_argument("--top", type=parse_positive, default=12, metavar="N", help="how many to show (12)")
     parser.add_argument("--runnable", action="store_true", help="only what parallelize runs by itself")
@@ -70,7 +70,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _plan_model(arguments: argparse.Namespace) -> int:
     model = _model(arguments)
     topology, why = planned_on(arguments, arguments.devices)
-    with report.search_progress(visible=not arguments.json) as tell:
+    with report.search_progress(visible=True) as tell:
         setups = search(
             model,
             arguments.devices,
@@ -87,7 +87,7 @@ def _plan_model(arguments: argparse.Namespace) -> int:
         arguments.out.write_text(json.dumps(setup_data(setups.steps[0].setup), indent=2) + "\n")
     rows = [step_data(step) for step in setups.steps[: arguments.top]]
     front = [step_data(step) for step in setups.front]
-    value = {"tried": setups.tried, "fitting": setups.fitting, "setups": rows, "front": front}
+    value = {"tried": setups.tried, "fitting": setups.fitting, "memory": setups.memory, "setups": rows, "front": front}
     return print_result(
         arguments, value | topology_data(topology, why), setups_table(setups, topology, why, arguments.top)
     )

@@ -24,6 +24,7 @@ from dshard.pipeline import (
     rank_schedules,
     simulate,
 )
+from dshard.report.console import columns
 from dshard.report.timelines import schedules_table, simulation_table
 
 AUTO, ALL = "auto", "all"
@@ -88,7 +89,7 @@ def _simulate_pipeline(arguments: argparse.Namespace) -> int:
         choice = Choice(program, simulate(program, costs))
     if arguments.trace is not None:
         arguments.trace.write_text(choice.timeline.to_chrome())
-    return print_result(arguments, _figures(choice) | choice.timeline.data(), simulation_table(choice))
+    return print_result(arguments, _figures(choice) | choice.timeline.data(), simulation_table(choice, columns()))
 
 
 def _figures(choice: Choice) -> dict[str, Any]:

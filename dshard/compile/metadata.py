@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class CompileMetadata(tuple[Any, ...]):
         """A hash that two processes share only where the graph of one may run in the other."""
         spec, mesh = self.origin, self.origin.layout.mesh
         runtime = runtime_of(mesh)
-        parts = spec.layout, spec.dtype, spec.device, self.leaf, self.asked, self.settings.topology_of(mesh)
+        parts = spec.layout, spec.dtype, spec.device, self.leaf, self.asked, astuple(self.settings.topology_of(mesh))
         place = None if runtime is None else (runtime.rank, runtime.coordinate, runtime.group_names())
         return hashlib.blake2b(repr((parts, place)).encode(), digest_size=16).hexdigest()
 

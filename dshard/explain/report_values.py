@@ -10,6 +10,7 @@ from typing import Any
 from dshard.core.panel_cost import PanelCost
 from dshard.cost import PlannedCollective
 from dshard.errors import MixedError
+from dshard.notebook import Tabled
 from dshard.tables import human_bytes, text_table
 from dshard.validate import as_int
 
@@ -56,8 +57,8 @@ HEADINGS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation(Tabled):
     """One operator: its operands, the candidates from cheapest to dearest, the chosen one, and why.
 
     `topology` is the name of the one that priced them, `network` what it joins, `topology_why` how it came to be used.
@@ -135,8 +136,8 @@ def figures(priced: Candidate) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+@dataclass(frozen=True, slots=True, repr=False)
+class Report(Tabled):
     """The explanations of `explain`, one for each operator that was called, in order."""
 
     operators: tuple[Explanation, ...]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from dshard.errors import LayoutError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
+from dshard.notebook import Tabled
 from dshard.parallel.precision import Precision
 from dshard.placements import Placement
 from dshard.rules.matmul_loops import Schedule
@@ -86,8 +87,8 @@ class Cost:
         return self.communication + self.work
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan(Tabled):
     """The placements of a model's parameters and inputs on a mesh, and of the outputs of some modules.
 
     Made by `plan_model`, run by `parallelize`. `parameters` are the placements of each by name; `batch` those of inputs

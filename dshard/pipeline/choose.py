@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dshard.errors import ScheduleError
+from dshard.notebook import Drawn
 from dshard.pipeline.actions import Edge
 from dshard.pipeline.costs import Costs
 from dshard.pipeline.program import Program
@@ -17,12 +18,15 @@ from dshard.validate import as_number, as_tuple, check_type
 DELAYS = (None, 0, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+@dataclass(frozen=True, slots=True, repr=False)
+class Choice(Drawn):
     """A program and its simulated timeline."""
 
     program: Program
     timeline: Timeline
+
+    def __repr__(self) -> str:
+        return f"Choice({self.program.schedule}, {self.timeline!r})"
 
     @property
     def peak_bytes(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from dshard.chrome import Slice, to_chrome
 from dshard.errors import ScheduleError
+from dshard.notebook import Drawn
 from dshard.pipeline.actions import Backward, BackwardInput, BackwardWeight, Compute, Edge, Forward
 from dshard.pipeline.costs import Costs
 from dshard.validate import as_int
@@ -33,13 +34,16 @@ class Crossing:
     posted: float
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
+@dataclass(frozen=True, slots=True, repr=False)
+class Timeline(Drawn):
     """A step of a pipeline, stage by stage: computations in order, values sent, and the costs behind them."""
 
     spans: tuple[tuple[Span, ...], ...]
     crossings: tuple[Crossing, ...]
     costs: Costs
+
+    def __repr__(self) -> str:
+        return f"Timeline({len(self.spans)} stages, {self.makespan:g} s)"
 
     @property
     def makespan(self) -> float:

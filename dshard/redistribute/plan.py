@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from dshard.caches import cached
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape, interned
+from dshard.notebook import Tabled
 from dshard.redistribute.layout_state import Begins, Load, Reached, State, changed
 from dshard.redistribute.price import load_of, step_seconds
 from dshard.redistribute.space import Space, space_of
@@ -25,8 +26,8 @@ MAX_STATES = 4000
 """A search that has settled this many layouts gives up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan(Tabled):
     """The steps that redistribute a tensor of global `shape` from `src` to `dst`: a value, priced, printed and run."""
 
     src: Layout

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from io import StringIO
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -20,6 +20,7 @@ from dshard.explain.report_values import NOTHING, figures
 from dshard.parallel import Plan as ModelPlan
 from dshard.parallel.atp_search import MeshChoice
 from dshard.parallel.plan_values import HEADINGS as PLAN_HEADINGS
+from dshard.pipeline import Choice, Timeline
 from dshard.redistribute import Plan, plan
 from dshard.redistribute.price import step_seconds
 from dshard.report.console import WIDE, Drawing, count, table, title
@@ -34,16 +35,18 @@ from dshard.report.progress import search_progress as search_progress
 from dshard.report.progress import waiting as waiting
 from dshard.report.selftest_tables import selftest_failures as selftest_failures
 from dshard.report.selftest_tables import selftest_table as selftest_table
+from dshard.report.timelines import simulation_table, timeline_table
 from dshard.reshard import ReshardPlan
 from dshard.reshard.plan_rows import chain_rows, summary_lines
 from dshard.tables import human_bytes
 from dshard.topology import BYTES, Topology
 from dshard.trace import HEADINGS, Trace
 
+Exported: TypeAlias = Report | Explanation | Trace | ModelPlan | Topology | Choice | Timeline
+"""What has a table."""
 
-def export(
-    value: Report | Explanation | Trace | ModelPlan | Drawing, path: str | PathLike[str], *, form: str | None = None
-) -> None:
+
+def export(value: Exported | Drawing, path: str | PathLike[str], *, form: str | None = None) -> None:
     """Write an explanation, a trace or a table to a file: "html", "svg" or "txt", or "json" for machines.
 
     The form is the file's ending unless given.
@@ -69,8 +72,8 @@ def export(
             raise NotationError(f"cannot write {str(file)!r}: use a name that ends in .html, .svg, .txt or .json")
 
 
-def drawn(value: Report | Explanation | Trace | ModelPlan | Drawing) -> Drawing:
-    """The table of an explanation, a trace or a model's plan."""
+def drawn(value: Exported | Drawing) -> Drawing:
+    """The table of a value; a drawing as it is."""
     match value:
         case Report(operators):
             return Group(*map(explanation_table, operators)) if operators else Text(NOTHING)
@@ -80,6 +83,12 @@ def drawn(value: Report | Explanation | Trace | ModelPlan | Drawing) -> Drawing:
             return trace_table(value)
         case ModelPlan():
             return model_table(value)
+        case Topology():
+            return measured_table(value) if value.measured else topology_table(value)
+        case Choice():
+            return simulation_table(value)
+        case Timeline():
+            return timeline_table(value)
         case _:
             return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
@@ -21,11 +22,16 @@ WIDE = 128
 
 
 def show(value: Drawing) -> None:
-    """Print to the user; in colour on a terminal only, and never folded where there is none."""
+    """Print to the user, in colour on a terminal only."""
     console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, WIDE)
+    console.width = columns()
     console.print(value)
+
+
+def columns() -> int:
+    """The columns of what is printed: those of the terminal or of COLUMNS, else `WIDE`."""
+    console = Console()
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else max(console.width, WIDE)
 
 
 def error(message: str) -> None:

@@ -33,7 +33,10 @@ def setups_table(setups: SearchResult, topology: Topology, why: str, top: int) -
         for i, step in enumerate(setups.steps)
         if i < top or id(step) in front
     ]
-    counts = f"{setups.tried} setups, {setups.fitting} fit in memory, {len(setups.steps)} simulated"
+    limit = "no memory limit is known: give --memory"
+    if setups.memory is not None:
+        limit = f"{setups.fitting} fit in {human_bytes(setups.memory)} of each {topology.device.name}"
+    counts = f"{setups.tried} setups, {limit}, {len(setups.steps)} simulated"
     note = (
         "* no other setup is both faster and smaller; + asks for more than parallelize does by itself; "
         "idle: what the pipeline waits"

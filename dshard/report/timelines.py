@@ -5,19 +5,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
-from dshard.pipeline import Backward, BackwardInput, BackwardWeight, Choice, Compute, Forward, Program, Span, simulate
-from dshard.report.console import count, table, title
+from dshard.pipeline import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Choice,
+    Compute,
+    Forward,
+    Program,
+    Span,
+    Timeline,
+    simulate,
+)
+from dshard.report.console import WIDE, count, table, title
 from dshard.tables import human_bytes
 
-COLUMNS = 72
-"""Columns of a timeline."""
+COLUMNS, LEAST = 72, 16
+"""Columns of a timeline, and of one in a narrow terminal."""
+BESIDE = 40
+"""Columns of what stands beside it."""
 
 
-def simulation_table(choice: Choice, columns: int = COLUMNS) -> Group:
-    """The computations of each stage, to scale, with its idle time and its memory."""
+def simulation_table(choice: Choice, width: int = WIDE) -> Group:
+    """The computations of each stage, to scale, with its idle time and its memory, in `width` columns."""
+    columns = max(LEAST, min(COLUMNS, width - BESIDE))
     program, timeline = choice.program, choice.timeline
+    signals = simulate(program, timeline.costs.signals()).makespan
+    over = f", {timeline.makespan / signals - 1:.1%} above that" if signals else ""
+    foot = f"{timeline.makespan:g} s; with messages of one byte {signals:g} s{over}"
+    parts = timeline_table(timeline, columns), Text(foot), Text(_legend(program, columns), style="dim")
+    return Group(title(_title(program)), *parts)
+
+
+def timeline_table(timeline: Timeline, columns: int = COLUMNS) -> Table:
+    """The computations of each stage, to scale."""
     rows = [
         (
             str(stage),
@@ -28,11 +52,7 @@ def simulation_table(choice: Choice, columns: int = COLUMNS) -> Group:
         )
         for stage, spans in enumerate(timeline.spans)
     ]
-    signals = simulate(program, timeline.costs.signals()).makespan
-    over = f", {timeline.makespan / signals - 1:.1%} above that" if signals else ""
-    foot = f"{timeline.makespan:g} s; with messages of one byte {signals:g} s{over}"
-    drawn = table((">stage", "timeline", ">idle", ">in flight", ">peak"), rows, no_wrap=True)
-    return Group(title(_title(program)), drawn, Text(foot), Text(_legend(program), style="dim"))
+    return table((">stage", "timeline", ">idle", ">in flight", ">peak"), rows, no_wrap=True)
 
 
 def schedules_table(ranked: Sequence[Choice], budget: int | None = None) -> Group:
@@ -62,9 +82,9 @@ def _size(program: Program) -> str:
     return f"{count(program.n_stages, 'stage')}, {program.n_microbatches} microbatch{many}"
 
 
-def _legend(program: Program) -> str:
+def _legend(program: Program, columns: int) -> str:
     backward = "B backward" if program.delay is None else "I gradients of inputs, W of weights"
-    return f"F forward, {backward}, each with its microbatch; a column is 1/{COLUMNS} of the whole"
+    return f"F forward, {backward}, each with its microbatch; a column is 1/{columns} of the whole"
 
 
 def _bar(spans: Sequence[Span], makespan: float, columns: int) -> Text:

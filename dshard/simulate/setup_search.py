@@ -13,6 +13,7 @@ from dshard.simulate.setup import Setup, Sharded
 from dshard.simulate.tensor_forms import FORMS, Form, form_of
 from dshard.simulate.training_step import Step, dtype_name, simulate_step
 from dshard.simulate.transformer import Model
+from dshard.tables import human_bytes
 from dshard.topology import Topology
 from dshard.topology.network import check_topology
 from dshard.validate import as_int, as_number, as_tuple, check_callable, check_type
@@ -28,13 +29,14 @@ MOST_TENSOR = 64
 class SearchResult:
     """The setups that fit, the fastest first, and how many were considered.
 
-    `tried` are those enumerated, `fitting` those whose memory fits, `steps` those simulated; the others cannot be
-    faster than the fastest by their operations alone.
+    `tried` are those enumerated, `fitting` those that fit in `memory`, bytes of each device or None without limit;
+    `steps` those simulated: the others cannot be faster than the fastest by their operations alone.
     """
 
     steps: tuple[Step, ...]
     tried: int
     fitting: int
+    memory: float | None = None
 
     @property
     def front(self) -> tuple[Step, ...]:
@@ -64,8 +66,8 @@ def search(
     """The fastest `keep` setups of `model` on `devices` devices for a batch of `batch` sequences.
 
     Setups are simulated in the order of the seconds that their operations alone take, until those are more than the
-    slowest one kept. `memory` is in bytes for each device; with `runnable`, only those that `dshard.parallelize` lays
-    out by itself are tried (`Setup.beyond`).
+    slowest one kept. `memory` is in bytes for each device, by default that of the topology's device; with `runnable`,
+    only those that `dshard.parallelize` lays out by itself are tried (`Setup.beyond`).
 
     Raises:
         StrategyError: no setup fits; the message says what came nearest.
@@ -77,7 +79,9 @@ def search(
     dtype = dtype_name(dtype, topology)
     counts = {"devices": devices, "batch": batch, "itemsize": itemsize, "keep": keep, "most_tensor": most_tensor}
     devices, batch, itemsize, keep, most_tensor = (as_int(n, name, ShapeError, least=1) for name, n in counts.items())
-    if memory is not None:
+    if memory is None:
+        memory = topology.device.memory
+    else:
         as_number(memory, "memory", ShapeError)
     if tell is not None:
         check_callable(tell, "tell", "give a function of two numbers")
@@ -93,7 +97,7 @@ def search(
             f"use another number of devices, or a batch that more ranks divide"
         )
     fitting = _fitting(task, candidates, memory)
-    return SearchResult(_fastest(task, fitting, keep, tell), len(candidates), len(fitting))
+    return SearchResult(_fastest(task, fitting, keep, tell), len(candidates), len(fitting), memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +147,9 @@ def _fitting(task: _Task, candidates: Sequence[Setup], memory: float | None) -> 
     if not fitting:
         least = min(sizes)
         raise StrategyError(
-            f"nothing fits in {memory} bytes on {candidates[0].devices} devices: the least is {least} bytes, "
-            f"with {candidates[sizes.index(least)]}"
+            f"nothing fits in {human_bytes(memory or 0)} on {candidates[0].devices} devices: the least is "
+            f"{least} bytes ({human_bytes(least)}) on each, with {candidates[sizes.index(least)]}; use more devices, "
+            "or a smaller batch"
         )
     return fitting
 

@@ -33,6 +33,8 @@ def dumps(fields: Fields, size: int | None) -> str:
     device["flops"] = dict(device["flops"])
     if device["memory_bandwidth"] == inf:
         device["memory_bandwidth"] = None
+    if device["memory"] is None:
+        del device["memory"]
     for measured in fields["measured"]:
         if measured["mesh"]["ranks"] == tuple(range(prod(measured["mesh"]["shape"]))):
             measured["mesh"]["ranks"] = ()
@@ -75,7 +77,7 @@ def _layer(path: str, value: object) -> Layer:
 
 
 def _device(path: str, value: object) -> Device:
-    fields = _fields(path, value, ("name", "flops", "memory_bandwidth", "launch"), ("dispatch", "in_place"))
+    fields = _fields(path, value, ("name", "flops", "memory_bandwidth", "launch"), ("dispatch", "in_place", "memory"))
     return _build(path, Device, fields, flops=_rates, memory_bandwidth=lambda _, given: inf if given is None else given)
 
 

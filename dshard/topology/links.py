@@ -129,6 +129,7 @@ class Device:
         dispatch: Seconds that one operator of a distributed program takes beyond its bytes and operations, launches
             included; 0 where that is not known, or the host runs ahead of the device.
         in_place: Seconds, as `dispatch`, of an operator that writes to its operand, as those of an optimiser.
+        memory: Bytes of the rank's memory; None where they are not known.
 
     Raises:
         TopologyError: a value that no device has, with the field's name.
@@ -140,6 +141,7 @@ class Device:
     launch: float
     dispatch: float = 0.0
     in_place: float = 0.0
+    memory: float | None = None
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -153,6 +155,8 @@ class Device:
         check_number("launch", self.launch, zero=True)
         check_number("dispatch", self.dispatch, zero=True)
         check_number("in_place", self.in_place, zero=True)
+        if self.memory is not None:
+            check_number("memory", self.memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from dshard.caches import cached
 from dshard.errors import TopologyError
 from dshard.mesh import Mesh
+from dshard.notebook import Drawn
 from dshard.topology import json_files
 from dshard.topology.links import COLLECTIVES, Collective, Device, Layer, Link, Measured, check_name
 from dshard.topology.presets import CPU, PRESETS, Backend, parts_of, torus_layers
@@ -19,8 +20,8 @@ from dshard.topology.sharing import groups_of, measured_link, shared_link
 from dshard.validate import as_int, as_tuple, check_type, shown, suggestion
 
 
-@dataclass(frozen=True)
-class Topology:
+@dataclass(frozen=True, repr=False)
+class Topology(Drawn):
     """The network between the ranks and the device of each: all figures of a machine.
 
     Rank r is the r-th of the innermost units, counted from the first unit of each layer: with layers of 4 nodes and 8
@@ -230,6 +231,10 @@ class Topology:
         )
         measured = f", {len(self.measured)} measured figures" if self.measured else ""
         return f"{self.name}: {levels}{measured}"
+
+    def __repr__(self) -> str:
+        text = str(self)
+        return f"Topology({text if len(text) < 180 else text[:177] + '...'!r})"
 
     def _ranks_text(self) -> str:
         factors = " x ".join(str(layer.ranks) for layer in self.layers)

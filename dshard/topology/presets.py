@@ -39,9 +39,10 @@ A100 = Device(
     flops=(("bfloat16", 312e12), ("float16", 312e12), ("tf32", 156e12), ("float32", 19.5e12), ("float64", 19.5e12)),
     memory_bandwidth=2.039e12,
     launch=5e-6,
+    memory=80e9,
 )
 # NVIDIA A100 80GB datasheet, PCIe column: 1,935 GB/s.
-A100_PCIE = Device("NVIDIA A100 80GB PCIe", A100.flops, memory_bandwidth=1.935e12, launch=5e-6)
+A100_PCIE = Device("NVIDIA A100 80GB PCIe", A100.flops, memory_bandwidth=1.935e12, launch=5e-6, memory=80e9)
 # NVIDIA H100 SXM datasheet and architecture white paper: dense rates; 3.35 TB/s.
 H100 = Device(
     "NVIDIA H100 80GB SXM",
@@ -55,9 +56,10 @@ H100 = Device(
     ),
     memory_bandwidth=3.35e12,
     launch=5e-6,
+    memory=80e9,
 )
 # NVIDIA GB200 NVL72 specifications, a 72nd of the rack, half of the rates with sparsity: 360 PFLOPS FP16, 720 FP8, 180
-# TF32; 5,760 TFLOPS FP32, 2,880 FP64; 576 TB/s.
+# TF32; 5,760 TFLOPS FP32, 2,880 FP64; 13.4 TB of 576 TB/s.
 GB200 = Device(
     "NVIDIA GB200 (one GPU)",
     flops=(
@@ -70,9 +72,10 @@ GB200 = Device(
     ),
     memory_bandwidth=8e12,
     launch=5e-6,
+    memory=186e9,
 )
-# Jouppi et al., TPU v4 (arXiv 2304.01433), table 4: 275 TFLOPS bfloat16, 1,200 GB/s.
-TPU_V4 = Device("TPU v4", flops=(("bfloat16", 275e12),), memory_bandwidth=1.2e12, launch=1e-6)
+# Jouppi et al., TPU v4 (arXiv 2304.01433), table 4: 275 TFLOPS bfloat16, 32 GiB of 1,200 GB/s.
+TPU_V4 = Device("TPU v4", flops=(("bfloat16", 275e12),), memory_bandwidth=1.2e12, launch=1e-6, memory=2**35)
 
 
 def ring(n: int, bandwidth: float) -> Matrix:

@@ -1,0 +1,98 @@
+"""Commands in narrow terminals, on devices of known memory, and interrupted."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dshard.cli import main
+from dshard.simulate import Model
+
+
+@pytest.fixture(name="model")
+def model_file(tmp_path: Path) -> str:
+    """A model whose weights, gradients and optimiser take 40 GB."""
+    file = tmp_path / "config.json"
+    config = {
+        "num_hidden_layers": 12,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "intermediate_size": 16384,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+    }
+    file.write_text(json.dumps({"model_type": "llama", **config}))
+    assert Model.load(str(file)).layers == 12
+    return str(file)
+
+
+def planned(model: str, *more: str) -> int:
+    return main(["plan", "model", "--devices", "2", "--model", model, "--batch", "64", *more])
+
+
+def test_plan_model_keeps_within_the_memory_of_a_presets_devices(model: str, capsys: Any) -> None:
+    assert planned(model, "--topology", "dgx-h100", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"] == 80e9
+    assert found["fitting"] < found["tried"]
+    assert all(row["memory"]["total"] <= 80e9 for row in found["setups"])
+
+    assert planned(model, "--topology", "dgx-h100") == 0
+    assert "fit in 74.51 GiB of each NVIDIA H100 80GB SXM" in " ".join(capsys.readouterr().out.split())
+
+
+def test_plan_model_says_where_no_limit_is_known_and_what_does_not_fit(model: str, capsys: Any) -> None:
+    assert planned(model, "--topology", "cpu") == 0
+    assert "no memory limit is known: give --memory" in " ".join(capsys.readouterr().out.split())
+
+    assert planned(model, "--topology", "dgx-h100", "--memory", "1GB") == 1
+    told = capsys.readouterr().err
+    assert "nothing fits in 953.7 MiB on 2 devices: the least is" in told
+    assert "use more devices, or a smaller batch" in told
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_tables_fit_the_columns(model: str, capsys: Any, monkeypatch: Any, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+    planned(model, "--topology", "dgx-h100")
+    main(["simulate", "pipeline", "--stages", "4", "--microbatches", "16", "--schedule", "1f1b"])
+    main(["plan", "matmul", "--m", "512", "--k", "512", "--n", "512", "--mesh", "2x4"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert not any("…" in line for line in lines)
+
+
+def test_an_interrupt_while_torch_is_imported_leaves_no_traceback() -> None:
+    with subprocess.Popen([sys.executable, "-m", "dshard.cli", "plan", "--help"], stderr=subprocess.PIPE) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        while process.poll() is None and "libtorch" not in maps.read_text():
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+
+    assert told == b""
+    assert process.returncode == -signal.SIGINT
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seconds", [2.0, 3.0, 4.0])
+def test_an_interrupted_command_leaves_no_traceback(seconds: float) -> None:
+    command = [sys.executable, "-m", "dshard.cli", "plan", "mesh", "--devices", "4096", "--hidden", "8192"]
+    with subprocess.Popen(
+        [*command, "--tokens", "65536"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    ) as process:
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+
+    assert b"Traceback" not in told
+    assert process.returncode in (0, 130, -signal.SIGINT)
