@@ -7,8 +7,9 @@ on many more cases, new ones each time.
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from dshard.testing import RankPool, nccl_contract, rank_pool
+from dshard.testing.pool import shared_pools
 
 settings.register_profile("default", max_examples=16, deadline=None, derandomize=True, database=None)
 settings.register_profile(
@@ -105,6 +107,29 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def cases_run() -> Counter[str]:
     """How many generated cases each test has run: for tests that run several at once."""
     return CASES
+
+
+@pytest.fixture(autouse=True)
+def as_wide_as_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command line prints is as wide as without a terminal, whatever started the tests says."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+MAX_THREADS = 60
+"""Of a rank: gloo has three for each process group, which wake a hundred times a second, as long as the group lives."""
+
+
+def threads() -> int:
+    return threading.active_count() if not os.path.isdir("/proc/self/task") else len(os.listdir("/proc/self/task"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_process_groups() -> Iterator[None]:
+    """Start ranks anew, after the tests of a file, that have come to have many process groups."""
+    yield
+    for pool in shared_pools():
+        if max(pool.run(threads)) > MAX_THREADS:
+            pool.close()
 
 
 @pytest.fixture(scope="session")

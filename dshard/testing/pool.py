@@ -119,6 +119,11 @@ class RankPool:
 _shared: dict[tuple[int, str], RankPool] = {}
 
 
+def shared_pools() -> list[RankPool]:
+    """The shared pools whose ranks have been started."""
+    return [pool for pool in _shared.values() if pool._processes is not None]
+
+
 def rank_pool(n_ranks: int, backend: str | None = None) -> RankPool:
     """The pool of `n_ranks` ranks that all callers share; the least recently asked for is closed beyond two."""
     key = n_ranks, default_backend() if backend is None else backend

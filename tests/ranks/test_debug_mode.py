@@ -61,6 +61,13 @@ def parallel(bias: float) -> Any:
     return parallelize(model(bias), grid(), {"0.weight": [Replicate(), Shard(0)]})
 
 
+def second_input(odd: bool) -> None:
+    """Inputs of two calls: of the first ranks are compared without the debug mode, too."""
+    module = parallel(0.0)
+    for value in (1.0, 1.0 + odd):
+        module(torch.full((2, 3), value))
+
+
 def warm_matmul(odd: bool) -> Any:
     """A matmul that was called before, and redistributes; another operator on the odd rank."""
     x = laid(True)
@@ -128,7 +135,7 @@ DIFFERENT: dict[str, tuple[Program, str, str]] = {
         "checksum",
     ),
     "a plain input": (
-        lambda odd: parallel(0.0)(torch.full((2, 3), 1.0 + odd)),
+        second_input,
         r"a parallelized module with a plain input \(2, 3\), checksum",
         "checksum",
     ),
