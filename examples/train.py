@@ -95,6 +95,8 @@ def main(options):
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
     if (Path(options.folder) / ".metadata").exists():
         load(state, options.folder)  # whatever mesh and strategy saved it
+        if dist.get_rank() == 0:
+            print(f"resumed after step {state['step']}", flush=True)
 
     stream = batches(loader_of(model, train, BATCH // MICROBATCHES, True), state["step"] * MICROBATCHES)
     for step in range(state["step"] + 1, options.steps + 1):

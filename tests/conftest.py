@@ -115,7 +115,7 @@ def as_wide_as_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
-MAX_THREADS = 60
+MAX_THREADS = 24
 """Of a rank: gloo has three for each process group, which wake a hundred times a second, as long as the group lives."""
 
 

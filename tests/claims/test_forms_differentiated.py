@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.default_cases import one_in
 from helpers.measured_matmuls import ITEMSIZE, measure, reals
 from torch import Tensor
 
@@ -124,7 +123,8 @@ def numerically(name: str) -> bool:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", one_in(3, SUMMA))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SUMMA)
 def test_gradcheck_agrees(ranks: RankPool, name: str) -> None:
     """Claim S2, numerically, on real ranks."""
     assert ranks.run(numerically, name) == [True] * 4

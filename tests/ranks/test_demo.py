@@ -179,7 +179,7 @@ class TestLayouts:
     @pytest.mark.parametrize(
         ("chosen", "dtype", "tolerance"),
         [
-            (("single", "data x tensor"), torch.float64, 1e-12),
+            pytest.param(("single", "data x tensor"), torch.float64, 1e-12, marks=pytest.mark.thorough),
             pytest.param(tuple(names(4)), torch.float64, 1e-12, marks=pytest.mark.thorough),
             pytest.param(tuple(names(4)), torch.float32, 1e-5, marks=pytest.mark.thorough),
         ],

@@ -76,6 +76,7 @@ def small_run(folder: str) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.thorough  # test_docs.py runs as much by default
 def test_a_model_generates_and_is_saved_as_on_one_device(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(small_run, str(tmp_path), timeout=120)
     assert (tmp_path / "model.safetensors").is_file()

@@ -222,6 +222,7 @@ def test_styles_send_what_they_send_in_torch(ranks: RankPool) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.thorough
 @pytest.mark.skipif(not IS_TORCHS, reason="torch.compile of DTensors needs torch 2.12")
 def test_styled_blocks_compile_into_one_graph(ranks: RankPool) -> None:
     ranks.run(compared_steps, ("sequence",), "eager", timeout=WAIT)

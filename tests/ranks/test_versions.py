@@ -197,12 +197,12 @@ def on_ranks(shape: tuple[int, ...], share: float, seed: int, uses: Iterable[str
 
 @pytest.mark.ranks
 def test_what_was_overwritten_is_refused_where_one_device_refuses_it(ranks: RankPool) -> None:
-    assert ranks.run(on_ranks, (4,), 0.02, 0) == [[]] * 4
+    assert ranks.run(on_ranks, (4,), 0.01, 0) == [[]] * 4
 
 
 @pytest.mark.ranks
 def test_a_redistributed_operand_of_attention_is_refused_as_the_operand(ranks: RankPool) -> None:
-    assert ranks.run(on_ranks, (2, 2), 0.1, 0, tuple(ATTENTION)) == [[]] * 4
+    assert ranks.run(on_ranks, (2, 2), 0.05, 0, tuple(ATTENTION)) == [[]] * 4
 
 
 @pytest.mark.ranks
