@@ -173,6 +173,7 @@ def tables_norms_and_losses() -> list[str]:
     return [event.collective for event in seen.events]
 
 
+@pytest.mark.thorough
 def test_split_tables_norms_and_classes(ranks: RankPool) -> None:
     told = ranks.run(tables_norms_and_losses)[0]
     assert told.count("all_reduce") > 3  # of split rows and classes, that is: nothing was gathered first

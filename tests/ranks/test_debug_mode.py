@@ -255,6 +255,7 @@ def test_what_is_alike_runs_as_without(ranks: RankPool) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.thorough
 def test_ranks_that_do_not_come_to_compare_are_named_soon() -> None:
     with RankPool(4, timeout=120) as pool:
         ranks = pool.run(failures, {one_more: "2", failed_alone: "300"})

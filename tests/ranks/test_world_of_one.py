@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ print(dist.get_world_size(), dist.get_backend())
 """
 
 
+@pytest.mark.thorough
 def test_a_program_runs_alone():
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
