@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.token_net import Net
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import functional_call
@@ -16,29 +17,6 @@ from dshard.parallel import Precision
 from dshard.testing import simulated, whole
 
 IDS = torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(1))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.blocks = nn.Embedding(11, 16), nn.ModuleList(Block(16) for _ in range(2))
-        self.head = nn.Linear(16, 11, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)  # type: ignore[no-any-return]
 
 
 def by_hand(parts: int, reduce_dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:

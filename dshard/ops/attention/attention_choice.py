@@ -61,15 +61,15 @@ def chosen(specs: Sequence[Spec], out: Tensor, gqa: bool, asked: Asked, needed: 
         rules["every head"], ways["every head"] = attention_rule(shapes, gqa, "every head"), with_row(allowed, "h")
     operands, outputs = tuple(map(operand_of, specs)), ((tuple(out.shape), out.itemsize),)
     wanted = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0])
-    found: dict[Strategy, Keys] = {}
+    candidates: dict[Strategy, Keys] = {}
     for keys, rule in rules.items():
         constraints = replace(wanted, among=ways[keys])
         if next(expansions(rule, operands, outputs, ways[keys]), None) is not None:
             strategy = choose(rule, operands, outputs, topology, constraints)
-            found[_named(strategy, keys, specs, tuple(out.shape), topology)] = keys
-    if not found:
+            candidates[_named(strategy, keys, specs, tuple(out.shape), topology)] = keys
+    if not candidates:
         raise StrategyError(_impossible(asked, specs))
-    base, *others = found
+    base, *others = candidates
     strategy = cheapest(base, others)
     plans = tuple(plan_to(spec, layout) for spec, layout in zip(specs, strategy.inputs, strict=True))
     end = returned_layout(strategy.outputs[0], layouts[0])
@@ -78,11 +78,11 @@ def chosen(specs: Sequence[Spec], out: Tensor, gqa: bool, asked: Asked, needed: 
             *("attention", operands, outputs, rules["whole"], strategy, plans, topology),
             wanted=replace(wanted, among=ways["whole"]),
             exchanges=strategy.exchanges,
-            alternatives=tuple(each for each, keys in found.items() if keys != "whole"),
+            alternatives=tuple(each for each, keys in candidates.items() if keys != "whole"),
             ends=(plan(strategy.outputs[0], end, tuple(out.shape), out.itemsize, topology),),
         ),
         strategy,
-        found[strategy],
+        candidates[strategy],
         end,
     )
 
