@@ -30,11 +30,10 @@ from dshard.torch_private import autograd_engine, saved_tensor_hooks
 
 def gathered_layout(layout: Layout, axes: Sequence[str]) -> Layout:
     """`layout` with the dims that these mesh axes shard gathered."""
-    placements = tuple(
-        Replicate() if name in axes and isinstance(placement, Shard) else placement
-        for name, placement in zip(layout.mesh.names, layout.placements, strict=True)
-    )
-    return interned(Layout(layout.mesh, placements, layout.order))
+    for axis, name in enumerate(layout.mesh.names):
+        if name in axes and isinstance(layout.placements[axis], Shard):
+            layout = layout.replace(axis, Replicate())
+    return interned(layout)
 
 
 class Whole:

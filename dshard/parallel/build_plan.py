@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dshard.core.torch_placements import torch_placements
+from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.parallel.factors import Use
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.roles import Role, Roles
 from dshard.parallel.strategies import Axis
-from dshard.placements import Placement, Shard
+from dshard.placements import Placement, Replicate, Shard
 from dshard.rules.matmul_loops import Schedule
 
 
 def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
     """The plan in which each mesh axis does what its entry of `axes` says."""
-    parameters = {name: _placed(dims, axes) for name, dims in roles.parameters.items()}
+    parameters = {name: _placed(dims, axes, mesh) for name, dims in roles.parameters.items()}
     outputs = {name: tuple(axis.keep(output) for axis in axes) for name, output in roles.outputs.items()}
     products = {
         module: schedule for module, use in roles.products.items() if (schedule := _schedule(roles, module, use, axes))
@@ -25,14 +27,20 @@ def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
     return Plan(name, mesh, parameters, batch, outputs, products, roles.shared, gathered=gathered)
 
 
-def _placed(dims: tuple[Role, ...], axes: Sequence[Axis]) -> tuple[Placement, ...]:
+def _placed(dims: tuple[Role, ...], axes: Sequence[Axis], mesh: Mesh) -> tuple[Placement, ...]:
     """The placements of a parameter with these dims.
 
-    An axis that gathers it for use shards another dim than the rest, if there is one: then it is gathered along its own
-    axes alone.
+    An axis that gathers it for use shards another dim than the rest, if there is one, and else splits what the rest
+    have made of it: then it is gathered along its own axes alone.
     """
-    split = {p.dim for axis in axes if axis.weights != "first" and isinstance(p := axis.place(dims), Shard)}
-    return tuple(axis.place(dims, split if axis.weights == "first" else ()) for axis in axes)
+    gathers = [axis.weights == "first" for axis in axes]
+    used = tuple(Replicate() if last else axis.place(dims) for last, axis in zip(gathers, axes, strict=True))
+    split = {placement.dim for placement in used if isinstance(placement, Shard)}
+    layout = Layout(mesh, used)
+    for i, axis in enumerate(axes):
+        if gathers[i]:
+            layout = layout.replace(i, axis.place(dims, split))
+    return torch_placements(layout) if layout.order else layout.placements
 
 
 def _schedule(roles: Roles, module: str, use: Use, axes: Sequence[Axis]) -> Schedule | None:

@@ -15,7 +15,7 @@ from helpers.demo_model import demo_plan, images
 from torch import Tensor, nn
 
 import dshard
-from dshard import LayoutError, Mesh, Placement, Replicate, Shard, StrategyError, distribute_tensor, trace
+from dshard import Layout, LayoutError, Mesh, Placement, Replicate, Shard, StrategyError, distribute_tensor, trace
 from dshard.comm import WORKSPACE, planning
 from dshard.demo.vit import build as build_demo
 from dshard.parallel import Auto, Cost, Memory, Moves, Plan, parallelize, plan_model
@@ -117,6 +117,15 @@ def test_a_mixture_follows_the_cheapest_path() -> None:
         name: (dear if name.rpartition(".")[0] in last else cheap).parameters[name] for name in mixed.parameters
     }
     assert mixture(roles, [priced(dear, [3.0] * n), priced(cheap, [1.0] * n)]) is None  # one is cheapest throughout
+
+
+def test_weights_are_gathered_along_their_own_axis_alone() -> None:
+    """Biases too, of which both axes shard the one dim: the gathering axis splits what the other has made of it."""
+    plan = demo_plan("fsdp x megatron", Mesh((2, 2), ("dp", "tp")))
+    assert plan.cost is not None
+    assert {move.axis for move in plan.cost.moves} == {"dp", "tp"}
+    bias = Layout(plan.mesh, plan.placements("blocks.0.up.bias"))
+    assert bias.axes_of(0) == (1, 0)
 
 
 # -- errors
