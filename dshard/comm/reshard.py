@@ -69,9 +69,13 @@ def begin_reshard(plan: ReshardPlan, x: Tensor, *, tag: int = 0, timeout: float 
     """Begin to run a plan: this rank's own chunks are sent, and its receives are posted.
 
     `finish` forwards the chunks of other ranks; until then `x` must not change. Several plans may be in flight between
-    the same ranks, each with its own `tag`, and begin in any order (on NCCL, which has no tags, each tag has a process
-    group, and the plans of one tag begin in the same order on all ranks). A chunk that does not arrive within `timeout`
-    seconds, or those of the process group, is an error.
+    the same ranks, each with its own `tag`. Over gloo they begin in any order; a chunk that does not arrive within
+    `timeout` seconds, or those of the process group, is an error.
+
+    NCCL has no tags, and asks for one order of all communication on all ranks: there plans begin in the same order on
+    all ranks that they share, also those of different tags, and it is `begin_reshard` that forwards chunks. Each tag
+    has a process group, so that a plan does not wait for the end of another's. Waits have no time limit, since one
+    would stop the host: what does not arrive ends at that of the process group, by torch's watchdog.
 
     Raises:
         MeshError: a mesh has no processes, or this rank is in neither.

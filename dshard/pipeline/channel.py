@@ -45,11 +45,15 @@ class Channels:
     """The sends and receives of this rank for its stage.
 
     Both ends of an edge begin their transfers in the same order. What a receiver cannot know, it is told once for each
-    shape of a microbatch, by a `Header` left under `name`: only then does receiving wait for sending to begin.
+    shape of a microbatch, by a `Header` left under `name`: only then does receiving wait for sending to begin. A
+    receive that keeps its place among other messages, `in_order`, waits for it at once.
     """
 
-    def __init__(self, name: str, rank: int, layout_at: Callable[[Edge, int], Layout], timeout: float) -> None:
+    def __init__(
+        self, name: str, rank: int, layout_at: Callable[[Edge, int], Layout], timeout: float, *, in_order: bool
+    ) -> None:
         self._name, self._rank, self._layout_at, self.timeout = name, rank, layout_at, timeout
+        self._in_order = in_order
         self._headers: dict[Hashable, Header] = {}
         self._shapes: Sequence[Hashable] = ()
         self._queue: defaultdict[tuple[int, int], deque[Item]] = defaultdict(deque)
@@ -66,17 +70,17 @@ class Channels:
         return self._headers.get(self._key(item))
 
     def begin_receive(self, item: Item) -> None:
-        """Begin to receive `item` into memory if its header is known."""
+        """Begin to receive `item` into memory if its header is known, or as soon as it is."""
         self._queue[_pair(item)].append(item)
+        if self._in_order:
+            self._learn(item)
         self._begin_receives(_pair(item))
 
     def receive(self, item: Item) -> DTensor | None:
         """Wait for an expected value and return it; None for the gradient of a value that needs none."""
         queue = self._queue[_pair(item)]
         while item in queue:
-            first = queue[0]
-            if self.header(first) is None:
-                self._headers[self._key(first)] = fetch(self._post(first), self.timeout, f"{self._name}/failed")
+            self._learn(queue[0])
             self._begin_receives(_pair(item))
         header = self.header(item)
         assert header is not None
@@ -138,6 +142,11 @@ class Channels:
                 "each other may depend on the shape of the batch alone"
             )
         return header
+
+    def _learn(self, item: Item) -> None:
+        """Wait for the header of `item` unless it is known."""
+        if self.header(item) is None:
+            self._headers[self._key(item)] = fetch(self._post(item), self.timeout, f"{self._name}/failed")
 
     def _begin_receives(self, pair: tuple[int, int]) -> None:
         queue = self._queue[pair]

@@ -29,6 +29,7 @@ from dshard.pipeline.actions import (
 )
 from dshard.pipeline.backward import backward, backward_input
 from dshard.pipeline.channel import Channels
+from dshard.pipeline.message_order import in_one_order
 from dshard.pipeline.microbatches import TARGET, Microbatch
 from dshard.pipeline.program import Program
 from dshard.pipeline.stage import Stage
@@ -74,7 +75,8 @@ class Runner:
         runtime = runtime_of(self.stage.layout_mesh)
         assert runtime is not None
         self.rank, self._name = runtime.rank, name
-        self.channels = Channels(name, runtime.rank, self._layout_at, timeout)
+        self._in_order = not runtime.backend.tags
+        self.channels = Channels(name, runtime.rank, self._layout_at, timeout, in_order=self._in_order)
         self.seconds: list[tuple[Compute, float]] = []
         self.tied: tuple[Tied, ...] = ()
         self.groups: tuple[tuple[int, ...], ...] = ()
@@ -97,7 +99,8 @@ class Runner:
         self.seconds = []
         for tied in self.tied:
             tied.set_aside()
-        for action in program.actions(self.number):
+        actions = in_one_order(program)[self.number] if self._in_order else program.actions(self.number)
+        for action in actions:
             with self._naming(action):
                 self._do(action)
         with self._naming("the end of the step"):

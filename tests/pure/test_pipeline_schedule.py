@@ -32,6 +32,7 @@ from dshard.pipeline import (
     simulate,
     uniform,
 )
+from dshard.pipeline.message_order import in_one_order
 
 DELAYS = st.one_of(st.none(), st.integers(0, 3))
 SECONDS = st.integers(0, 40).map(lambda n: n / 8)
@@ -298,3 +299,70 @@ def test_a_timeline_can_be_read_by_machines(case):
     assert len(events) == sum(map(len, timeline.spans)) + len(timeline.crossings)
     assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(timeline.makespan * 1e6)
     assert json.loads(json.dumps(timeline.data()))["makespan"] == timeline.makespan
+
+
+# -- messages in one order, as NCCL asks
+
+
+def messages(actions):
+    """The messages among actions, whether sent or received."""
+    return [(action.edge, action.microbatch) for action in actions if isinstance(action, Receive | Send)]
+
+
+def run_one_by_one(stages):
+    """Run the actions of stages each of which waits for the end of every action: a message takes both ends at once.
+
+    Returns the number of actions that are left where all stages wait for each other.
+    """
+    left = [list(reversed(actions)) for actions in stages]
+    moved = True
+    while moved:
+        moved = False
+        for stage, todo in enumerate(left):
+            while todo and not messages(todo[-1:]):
+                todo.pop()
+                moved = True
+            for item in messages(todo[-1:]):
+                peer = left[item[0].dst if item[0].src == stage else item[0].src]
+                if messages(peer[-1:]) == [item]:
+                    todo.pop()
+                    peer.pop()
+                    moved = True
+    return sum(map(len, left))
+
+
+@given(programs())
+def test_stages_begin_their_messages_in_one_order_and_never_wait_in_a_circle(program):
+    ordered = in_one_order(program)
+
+    for stage, actions in enumerate(ordered):
+        assert Counter(actions) == Counter(program.actions(stage))
+        own = [
+            [action for action in each if not isinstance(action, Receive)] for each in (actions, program.actions(stage))
+        ]
+        assert own[0] == own[1]
+        for other in range(stage):
+            pair = {stage, other}
+            here, there = (
+                [item for item in messages(ordered[i]) if {item[0].src, item[0].dst} == pair] for i in (stage, other)
+            )
+            assert here == there
+    assert run_one_by_one(ordered) == 0
+
+
+def test_receives_posted_early_would_wait_in_a_circle_if_stages_waited_for_every_action():
+    program = Program("1f1b", 2, 4, chain(2))
+
+    assert run_one_by_one([program.actions(stage) for stage in range(2)]) > 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.0])
+def test_one_order_of_messages_costs_no_time_and_no_more_memory(schedule, seconds):
+    program = Program(schedule, 4, 8, chain(4))
+    costs = uniform(4, chain(4), StageCost(activation=2), seconds, nbytes=1)
+
+    early, ordered = simulate(program, costs), play(in_one_order(program), costs)
+
+    assert ordered.makespan == early.makespan
+    assert all(ordered.peak_bytes(stage) <= early.peak_bytes(stage) for stage in range(4))
