@@ -20,12 +20,14 @@ from dshard.core.moves import replace_leaves, tensors_in
 from dshard.core.plain_tensors import implicit_replication
 from dshard.errors import LayoutError
 from dshard.factories import full
-from dshard.ops.matmul.options import MatmulOptions, enter_options
+from dshard.ops.matmul.options import MatmulOptions, current_options, enter_options
+from dshard.parallel.batch_rows import has_of_batch, rows_alone, sizes_of_batch
 from dshard.parallel.gather_groups import gather_in_groups
-from dshard.parallel.in_graphs import InputsInGraph, by_schedule, plain_replicated
+from dshard.parallel.in_graphs import InputsInGraph, by_loops, by_schedule, plain_replicated
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Placements, Plan
 from dshard.placements import Replicate, Shard
+from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
 from dshard.tensor import DTensor, distribute_tensor
 from dshard.torch_private import no_torch_function
@@ -41,19 +43,26 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
 
 
 def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
-    """Register hooks that lay out what `model` is given, and count plain tensors within as replicated; return them."""
-    enter_block, leave_block = _around(_replicating, plain_replicated(plan.mesh))
+    """Register hooks that lay out what `model` is given, and count plain tensors within as replicated; return them.
+
+    Attention within has the loops of the plan.
+    """
+    blocks = [_around(_replicating, plain_replicated(plan.mesh))]
+    if plan.attention is not None:
+        blocks.append(_around(partial(_by_loops, plan.attention), by_loops(plan.attention)))
     in_graph = InputsInGraph(plan)
 
     @skip_frame
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        enter_block()
+        for enter_block, _ in blocks:
+            enter_block()
         given = in_graph((args, kwargs)) if is_dynamo_compiling() else distribute_inputs((args, kwargs), plan)
         return given if plan.precision is None else plan.precision.inputs(given)
 
     @skip_frame
     def leave(module: nn.Module, args: Any, out: Any) -> Any:
-        leave_block(module, args, out)
+        for _, leave_block in reversed(blocks):
+            leave_block(module, args, out)
         return out if plan.precision is None else plan.precision.outputs(out)
 
     return [before(model, enter, with_kwargs=True), after(model, leave, always=True)]
@@ -106,6 +115,11 @@ def _replicating() -> Callable[[], None]:
     return stack.close
 
 
+def _by_loops(loops: AttentionLoops) -> Callable[[], None]:
+    """Enter a block in which attention has these loops; what leaves it."""
+    return enter_options(MatmulOptions(saved=current_options().saved, attention=loops))
+
+
 def _redistribute_once(x: DTensor, schedule: Schedule) -> DTensor:
     """`x` redistributed as the first operand of `schedule`, features last; cached for all modules that share it."""
     placements = tuple(
@@ -152,17 +166,14 @@ def distribute_inputs(given: object, plan: Plan) -> Any:
     must be equal on all ranks; nothing is sent. Distributed ones stay as they are, but those on a mesh that the plan
     folds take the layout of plain ones.
     """
-    tensors = tensors_in(given)
-    size = next((t.shape[0] for t in tensors if t.dim()), None)
-    length = next((t.shape[1] for t in tensors if t.dim() > 1), None)
+    sizes = sizes_of_batch(tensors_in(given))
+    replicated = (Replicate(),) * plan.mesh.ndim
+    placements_of = {"rows and sequence": plan.batch, "rows": rows_alone(plan), "neither": replicated}
 
     def distributed(leaf: object) -> Any:
         if not isinstance(leaf, Tensor) or (isinstance(leaf, DTensor) and not _unfolded(leaf, plan)):
             return leaf
-        other = leaf.dim() == 0 or leaf.shape[0] != size
-        placements = (Replicate(),) * plan.mesh.ndim if other else plan.batch
-        if leaf.dim() < 2 or leaf.shape[1] != length:
-            placements = tuple(Replicate() if p == Shard(1) else p for p in placements)
+        placements = placements_of[has_of_batch(leaf, sizes)]
         if isinstance(leaf, DTensor):
             return leaf.redistribute(plan.mesh, placements)
         compare_calls(f"a parallelized module with a plain input {tuple(leaf.shape)}", plan.mesh, contents=leaf)

@@ -5,10 +5,10 @@ Each data rank has as many rows as it likes. Together, in their order, they are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,20 @@ def data_axes(plan: Plan) -> tuple[str, ...]:
 def rows_alone(plan: Plan) -> tuple[Placement, ...]:
     """The placements of a batch of which the rows alone are split."""
     return tuple(p if p == Shard(0) else Replicate() for p in plan.batch)
+
+
+def sizes_of_batch(tensors: Sequence[Tensor]) -> tuple[int | None, int | None]:
+    """The sizes of batch and sequence: the first dim of the first tensor, the second of the first that has two."""
+    rows = next((t.shape[0] for t in tensors if t.dim()), None)
+    return rows, next((t.shape[1] for t in tensors if t.dim() > 1), None)
+
+
+def has_of_batch(x: Tensor, sizes: tuple[int | None, int | None]) -> Literal["rows and sequence", "rows", "neither"]:
+    """What of a batch of these sizes an input has as its first dims."""
+    rows, length = sizes
+    if x.dim() == 0 or x.shape[0] != rows:
+        return "neither"
+    return "rows and sequence" if x.dim() > 1 and x.shape[1] == length else "rows"
 
 
 def data_coordinate(plan: Plan, at: Coordinate) -> Coordinate:

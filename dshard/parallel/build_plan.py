@@ -22,9 +22,12 @@ def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
     products = {
         module: schedule for module, use in roles.products.items() if (schedule := _schedule(roles, module, use, axes))
     }
-    batch = tuple(axis.inputs for axis in axes)
+    batch = tuple(axis.inputs if axis.batch or roles.of_inputs else Replicate() for axis in axes)
     gathered = tuple(own for own, axis in zip(mesh.names, axes, strict=True) if axis.weights == "first")
-    return Plan(name, mesh, parameters, batch, outputs, products, roles.shared, gathered=gathered)
+    attention = tuple(axis.attention for axis in axes) if any(axis.attention for axis in axes) else None
+    return Plan(
+        *(name, mesh, parameters, batch, outputs, products, roles.shared), gathered=gathered, attention=attention
+    )
 
 
 def _placed(dims: tuple[Role, ...], axes: Sequence[Axis], mesh: Mesh) -> tuple[Placement, ...]:

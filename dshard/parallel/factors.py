@@ -13,16 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from dshard.comm import plain
 from dshard.core.call import Call
 from dshard.core.checks import META
 from dshard.core.moves import replace_tensors, tensors_in
 from dshard.core.observe import OperatorMode
-from dshard.core.signature import Args, Kwargs
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
 from dshard.dispatch.registry import find
 from dshard.errors import LayoutError
@@ -86,7 +88,8 @@ class TracedForward:
 
     `parameters` are the factors of each parameter's dims, `uses` how each was used, `outputs` and `shapes` the factors,
     and shape and itemsize, of what modules returned, `given` a number for the first tensor that each module was given,
-    `order` the modules in the order in which they began, and `answers` the values that the pass asked for.
+    `order` the modules in the order in which they began, `answers` the values that the pass asked for, and `heads` the
+    number of heads of each attention.
     """
 
     classes: Classes
@@ -98,6 +101,7 @@ class TracedForward:
     order: list[str] = field(default_factory=list)
     shapes: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     answers: list[Any] = field(default_factory=list)
+    heads: list[int] = field(default_factory=list)
 
     def class_of(self, nodes: Nodes) -> int | None:
         """The class of a dim with these factors: that of its major factor."""
@@ -271,7 +275,7 @@ def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     values = ForwardValues(model, [*given, *((x, own[name], None) for name, x in state.items())])
     hooks = [hook for name, module in model.named_modules() for hook in _followed(tracer, name, module)]
     try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), OperatorMode(tracer.run), values:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), OperatorMode(tracer.run), values, _Heads(traced.heads):
             functional_call(model, state, tuple(args), dict(kwargs))
     except (NotImplementedError, RuntimeError) as error:
         if isinstance(error, LayoutError) or "meta" not in str(error):
@@ -285,6 +289,23 @@ def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
             hook.remove()
     traced.answers = values.answers
     return traced
+
+
+class _Heads(TorchFunctionMode):
+    """Notes the number of heads of each attention."""
+
+    def __init__(self, heads: list[int]) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            query = args[0] if args else kwargs["query"]
+            self.heads.append(query.shape[-3] if query.dim() > 2 else 1)
+        elif func is F.multi_head_attention_forward:  # which calls that, unseen
+            self.heads.append(args[4] if len(args) > 4 else kwargs["num_heads"])
+        return func(*args, **kwargs)
 
 
 def _abstract(x: Tensor) -> Tensor:

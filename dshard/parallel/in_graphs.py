@@ -16,7 +16,9 @@ from dshard.core.signature import Function
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.ops.matmul.options import use_strategy
+from dshard.parallel.batch_rows import has_of_batch, rows_alone, sizes_of_batch
 from dshard.parallel.plan_values import Plan
+from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
 from dshard.tensor import DTensor, distribute_tensor
 
@@ -36,24 +38,33 @@ def by_schedule(schedule: Schedule) -> Instead:
     return Instead({function: bound(_scheduled, schedule, function) for function in _PRODUCTS})
 
 
+def by_loops(loops: AttentionLoops) -> Instead:
+    """The mode in which attention has these loops."""
+    return Instead({F.scaled_dot_product_attention: bound(_with_loops, loops)})
+
+
 class InputsInGraph:
     """Lays out the inputs of a model as `distribute_inputs` does, by calls in the graph that is traced."""
 
     def __init__(self, plan: Plan) -> None:
-        self.batch = bound(_distributed, Layout(plan.mesh, plan.batch))
-        self.other = bound(_distributed, replicated(plan.mesh))
+        layouts = {
+            "rows and sequence": plan.batch,
+            "rows": rows_alone(plan),
+            "neither": replicated(plan.mesh).placements,
+        }
+        self.distribute = {has: bound(_distributed, Layout(plan.mesh, each)) for has, each in layouts.items()}
         self.differentiable = bound(_as_replicated, plan.mesh)
 
     def __call__(self, given: object) -> Any:
         """The inputs `given`, with distributed tensors for plain ones. Traced."""
-        size = next((t.shape[0] for t in tensors_in(given) if t.dim()), None)
+        sizes = sizes_of_batch(tensors_in(given))
 
         def distributed(leaf: object) -> Any:
             if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
                 return leaf
             if leaf.requires_grad:
                 return call_in_graph(self.differentiable, leaf)
-            return call_in_graph(self.other if leaf.dim() == 0 or leaf.shape[0] != size else self.batch, leaf)
+            return call_in_graph(self.distribute[has_of_batch(leaf, sizes)], leaf)
 
         return replace_leaves(given, distributed)
 
@@ -65,6 +76,11 @@ def _as_replicated(mesh: Mesh, x: Tensor) -> DTensor:
 
 def _distributed(layout: Layout, x: Tensor) -> DTensor:
     return distribute_tensor(x, layout.mesh, layout.placements, src_data_rank=None)
+
+
+def _with_loops(loops: AttentionLoops, *args: object, **kwargs: Any) -> Any:
+    with use_strategy(attention=loops):
+        return F.scaled_dot_product_attention(*args, **kwargs)  # type: ignore[arg-type]
 
 
 def _scheduled(schedule: Schedule, function: Function, *args: object, **kwargs: object) -> Any:

@@ -11,6 +11,7 @@ from dshard.mesh import Mesh
 from dshard.notebook import Tabled
 from dshard.parallel.precision import Precision
 from dshard.placements import Placement
+from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
 from dshard.tables import human_bytes, text_table
 from dshard.validate import suggestion
@@ -96,7 +97,8 @@ class Plan(Tabled):
     the loops of the product within a module; `shared` are modules that move what they are given once, for others want
     it, too; `gathered` are the mesh axes whose shards of parameters are gathered a block at a time; `precision` are the
     dtypes in which weights are used and gradients reduced, `groups` the modules that have weights gathered or cast
-    together, None for the model's blocks. What a plan does not name is replicated, or decided by cost.
+    together, None for the model's blocks; `attention` is the loop of attention on each mesh axis, None for the
+    cheapest. What a plan does not name is replicated, or decided by cost.
     """
 
     strategy: str
@@ -110,6 +112,7 @@ class Plan(Tabled):
     gathered: tuple[str, ...] = ()
     precision: Precision | None = None
     groups: tuple[str, ...] | None = None
+    attention: AttentionLoops | None = None
 
     def placements(self, parameter: str) -> Placements:
         """The placements of the parameter of this name.

@@ -48,11 +48,13 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The roles of all parameters' dims by name, what modules with residual outputs return, and of modules with one
-    product how it uses its weight; which of these
-    share what they are given with another. Modules in the order of the forward pass, cut
-    into `blocks` after each that adds to the residual stream. With `has_sequence` the second dim of the first input is
-    the sequence of the residual stream."""
+    """The roles of all parameters' dims by name, what modules with residual outputs return, and how products are used.
+
+    `products` says of modules with one product how it uses its weight, `shared` which of these share what they are
+    given with another; `blocks` are the modules in the order of the forward pass, cut after each that adds to the
+    residual stream. With `has_sequence` the residual stream has a sequence, with `of_inputs` it is the second dim of
+    the first input. `heads` are the fewest of any attention, None without attention.
+    """
 
     parameters: dict[str, tuple[Role, ...]]
     outputs: dict[str, Output]
@@ -61,6 +63,8 @@ class Roles:
     width: int
     blocks: tuple[tuple[str, ...], ...]
     has_sequence: bool = False
+    of_inputs: bool = False
+    heads: int | None = None
 
 
 def roles_of(traced: TracedForward) -> Roles:
@@ -86,8 +90,9 @@ def roles_of(traced: TracedForward) -> Roles:
     outputs = _outputs(traced, residual, parameters)
     second = traced.class_of(traced.inputs[0][1]) if traced.inputs and len(traced.inputs[0]) > 1 else None
     sequences = {traced.class_of(traced.outputs[name][out.sequence]) for name, out in outputs.items() if out.sequence}
-    has_sequence = second is not None and second in sequences
-    return Roles(parameters, outputs, products, shared, width, _blocks(traced, outputs), has_sequence)
+    of_inputs = second is not None and second in sequences
+    blocks, heads = _blocks(traced, outputs), min(traced.heads, default=None)
+    return Roles(parameters, outputs, products, shared, width, blocks, bool(sequences), of_inputs, heads)
 
 
 def _blocks(traced: TracedForward, outputs: Mapping[str, Output]) -> tuple[tuple[str, ...], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, TypeAlias
 
 from dshard.errors import StrategyError
@@ -11,6 +12,7 @@ from dshard.mesh import Mesh
 from dshard.parallel.factors import Use
 from dshard.parallel.roles import Kind, Output, Role, Roles
 from dshard.placements import Placement, Replicate, Shard
+from dshard.rules.attention_loops import AttentionLoop
 from dshard.rules.matmul_loops import Loop, Stored
 
 Weights: TypeAlias = Literal["inner", "residual", "summed", "made", "first"]
@@ -22,6 +24,7 @@ or the first dim that has a size and that no other axis splits, whatever it is."
 class Axis:
     """The use of one mesh axis: the batch or the sequence, the weights, and the dim of the residual stream it shards.
 
+    `attention` is the loop that attention has there, None for the cheapest.
     A parameter that no matmul uses, such as a bias or a norm's, is sharded by "made" and by its own kind of features.
     """
 
@@ -30,6 +33,7 @@ class Axis:
     weights: Weights | None = None
     residual: Literal["features", "sequence"] | None = None
     sequence: bool = False
+    attention: AttentionLoop | None = None
 
     def place(self, roles: tuple[Role, ...], rather_not: Collection[int] = ()) -> Placement:
         """The placement of a parameter on this axis: sharded by the first dim that fits, avoiding `rather_not`."""
@@ -95,6 +99,7 @@ TENSOR = Axis("tensor", weights="inner")
 SEQUENCE = Axis("tensor", weights="inner", residual="sequence")
 GATHERED = Axis("fsdp", batch=True, weights="first")
 CONTEXT = Axis("sequence", sequence=True)
+HEADS = Axis("heads", sequence=True, attention="h")
 FEATURES = Axis("features", weights="residual", residual="features")
 ROWS = Axis("rows", batch=True, weights="summed")
 COLUMNS = Axis("columns", weights="made", residual="features")
@@ -105,6 +110,7 @@ STRATEGIES: dict[str, tuple[Axis, ...]] = {
     "megatron": (TENSOR,),
     "megatron-sp": (SEQUENCE,),
     "context": (CONTEXT,),
+    "ulysses": (HEADS,),
     "atp": (TENSOR, FEATURES),
     "optimus": (ROWS, COLUMNS),
     "tesseract": (DATA, ROWS, COLUMNS),
@@ -153,13 +159,14 @@ def check_units(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> None:
 
     Raises:
         StrategyError: too few heads, or inner features; names the parameter and the largest mesh that would do. No
-            sequence for an axis that shards it.
+            sequence for an axis that shards it, or no attention to shard by heads.
     """
     if not roles.has_sequence and any(axis.sequence for axis in axes):
         raise StrategyError(
-            "context splits the second dim of the first input, which the modules of this model do not keep as the "
-            "sequence: use another strategy, or give placements by name"
+            "context and ulysses split the sequence of the residual stream, and the modules of this model keep none: "
+            "use another strategy, or give placements by name"
         )
+    _check_heads(roles, axes, mesh)
     for name, dims in roles.parameters.items():
         for i, role in enumerate(dims):
             ranks = 1
@@ -172,6 +179,25 @@ def check_units(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> None:
                     f"split over {ranks} ranks of the mesh ({mesh}): {ranks - role.units} would have none; "
                     f"use at most {_legal(role.units, ranks)} ranks there, and the other axes for the batch"
                 )
+
+
+def _check_heads(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> None:
+    """Refuse axes that take attention to its heads where there are none to take it to, or fewer than ranks."""
+    if not any(axis.attention == "h" for axis in axes):
+        return
+    if roles.heads is None:
+        raise StrategyError(
+            "ulysses splits attention by heads, and this model calls no scaled_dot_product_attention: have it call "
+            "that (attn_implementation='sdpa' in transformers), or use context"
+        )
+    pairs = zip(axes, mesh.shape, strict=True)
+    ranks = prod(size for axis, size in pairs if axis.attention == "h" or axis.weights in ("inner", "made"))
+    if roles.heads < ranks:
+        raise StrategyError(
+            f"ulysses splits the {roles.heads} heads of attention over {ranks} ranks of the mesh ({mesh}): "
+            f"{ranks - roles.heads} would have none; use at most {_legal(roles.heads, ranks)} ranks there, and "
+            "'context' on a further axis, which needs no heads"
+        )
 
 
 def _legal(units: int, ranks: int) -> int:

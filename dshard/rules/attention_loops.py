@@ -22,6 +22,10 @@ from dshard.validate import suggestion
 
 AttentionLoop: TypeAlias = Literal["b", "h", "q", "k"]
 LOOPS: tuple[AttentionLoop, ...] = ("b", "h", "q", "k")
+AttentionLoops: TypeAlias = tuple[AttentionLoop | None, ...]
+"""A loop for each mesh axis, None for any."""
+Asked: TypeAlias = str | AttentionLoops | None
+"""A name of the table below, loops, or None for the cheapest of all."""
 Keys: TypeAlias = Literal["whole", "split", "every head"]
 """Of the keys a rank has those of its heads, a range of those, or all of every head."""
 
@@ -99,26 +103,26 @@ def _term(shape: Shape, heads: str, rest: str) -> str:
     return " ".join([*leading, rest])
 
 
-def allowed_loops(
-    asked: str | tuple[AttentionLoop, ...] | None, rule: Rule, layouts: Sequence[Layout]
-) -> tuple[Allowed, ...]:
+def allowed_loops(asked: Asked, rule: Rule, layouts: Sequence[Layout]) -> tuple[Allowed, ...]:
     """The rows that each mesh axis may have, in alternatives; axes without a role may have any.
 
-    Where nothing is asked for, an axis on which all operands are replicated stays so.
+    Where nothing is asked for, or no loop of an axis, an axis on which all operands are replicated stays so.
 
     Raises:
         StrategyError: no such name or loop, or more loops than mesh axes.
     """
     mesh = layouts[0].mesh
+    idle = [all(layout.placements[axis] == Replicate() for layout in layouts) for axis in range(mesh.ndim)]
+    free = tuple(frozenset[Row]({None}) if each else None for each in idle)
     if asked is None:
-        idle = [all(layout.placements[axis] == Replicate() for layout in layouts) for axis in range(mesh.ndim)]
-        return (tuple(frozenset[Row]({None}) if each else None for each in idle),)
+        return (free,)
     rows = {loop: frozenset[Row]({loop}) for loop in LOOPS}
     rows["b"] |= {name for dim in rule.outputs[0][:-3] for name in dim}
     if isinstance(asked, tuple):
         if len(asked) != mesh.ndim:
             raise StrategyError(f"attention={asked}: {len(asked)} loops for the mesh ({mesh}); give one for each axis")
-        return (tuple(rows[loop] for loop in asked),)
+        pairs = zip(asked, free, strict=True)
+        return (tuple(any_row if loop is None else rows[loop] for loop, any_row in pairs),)
     loops = ATTENTIONS[asked].loops
     if len(loops) > mesh.ndim:
         raise StrategyError(
@@ -132,17 +136,18 @@ def allowed_loops(
     )
 
 
-def check_attention(asked: object) -> str | tuple[AttentionLoop, ...]:
-    """The name of a choice of loops, or loops, one for each mesh axis.
+def check_attention(asked: object) -> Asked:
+    """The name of a choice of loops, or loops, one for each mesh axis, None where any may be taken.
 
     Raises:
         StrategyError: neither, with the names there are.
     """
     if isinstance(asked, str) and asked in ATTENTIONS:
         return asked
-    if isinstance(asked, tuple | list) and asked and all(loop in LOOPS for loop in asked):
+    if isinstance(asked, tuple | list) and asked and all(loop is None or loop in LOOPS for loop in asked):
         return tuple(asked)
-    known = f"use {', '.join(ATTENTIONS)}, or a loop ({', '.join(LOOPS)}) for each mesh axis, such as ('b', 'h')"
+    loops = f"a loop ({', '.join(LOOPS)}) for each mesh axis, such as ('b', 'h'), or None for any"
+    known = f"use {', '.join(ATTENTIONS)}, or {loops}"
     raise StrategyError(
         f"attention={asked!r}: {known}{suggestion(asked, ATTENTIONS) if isinstance(asked, str) else ''}"
     )

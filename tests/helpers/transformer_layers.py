@@ -18,6 +18,7 @@ SHAPES = {
     "atp": Mesh((2, 2), ("d1", "d2")),
     "optimus": Mesh((2, 2), ("r", "c")),
     "tesseract": Mesh((2, 2, 2), ("d", "r", "c")),
+    "ulysses": Mesh((4,), ("cp",)),
 }
 """A small mesh for each strategy."""
 

@@ -67,6 +67,8 @@ MESHES: dict[str, tuple[int, ...]] = {
     "atp": (2, 2),
     "fsdp x megatron": (2, 2),
     "tesseract": (1, 2, 2),
+    "context": (4,),
+    "ulysses": (4,),
 }
 
 

@@ -27,6 +27,7 @@ MESHES = {
     "atp": Mesh((2, 2), ("d1", "d2")),
     "fsdp": Mesh((4,), ("x",)),
     "context": Mesh((2, 2), ("dp", "cp")),
+    "ulysses": Mesh((2, 2), ("dp", "cp")),
     "auto": Mesh((4,), ("x",)),
 }
 EIGHT = {
@@ -37,11 +38,20 @@ EIGHT = {
     "tesseract": Mesh((2, 2, 2), ("d", "r", "c")),
     "atp": Mesh((2, 2, 2), ("dp", "d1", "d2")),
     "fsdp": Mesh((8,), ("x",)),
+    "context": Mesh((2, 4), ("dp", "cp")),
+    "ulysses": Mesh((2, 4), ("dp", "cp")),
     "auto": Mesh((8,), ("x",)),
 }
-NOT_SPLIT = {("vit", "context")}  # it cuts images into patches, and has no sequence among its inputs
-ALL = [(family, strategy) for family in FAMILIES for strategy in MESHES if (family, strategy) not in NOT_SPLIT]
-SAMPLE = [("gpt2", "megatron"), ("llama", "context"), ("bert", "atp"), ("vit", "fsdp"), ("t5", "megatron-sp")]
+ALL = [(family, strategy) for family in FAMILIES for strategy in MESHES]
+SAMPLE = [
+    ("gpt2", "megatron"),
+    ("llama", "context"),
+    ("gpt2", "ulysses"),
+    ("vit", "context"),
+    ("bert", "atp"),
+    ("vit", "fsdp"),
+    ("t5", "megatron-sp"),
+]
 TOLERANCE = 1e-9
 
 single = cache(alone)

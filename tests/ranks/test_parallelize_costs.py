@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers.default_cases import one_in, one_way_each
 from helpers.demo_model import demo_plan, images
+from helpers.transformer_layers import middle, planned
 from torch import Tensor, nn
 
 import dshard
@@ -143,8 +144,33 @@ def test_a_mesh_of_too_few_axes() -> None:
 
 def test_sequences_that_are_not_there_are_not_split() -> None:
     mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-    with pytest.raises(StrategyError, match=r"context splits the second dim of the first input, which .* do not keep"):
+    with pytest.raises(StrategyError, match=r"context and ulysses split the sequence .* keep none"):
         plan_model(mlp, Mesh((4,), ("x",)), "context", torch.empty(4, 8, device="meta"))
+
+
+def test_attention_that_cannot_be_split_by_heads() -> None:
+    layer, x = Wide().to("meta"), torch.empty(4, 8, 16, device="meta")
+    with pytest.raises(StrategyError, match=r"ulysses splits attention by heads, .* calls no scaled_dot.* use context"):
+        plan_model(nn.Sequential(layer, layer), Mesh((4,), ("x",)), "ulysses", x)
+    for strategy, mesh in ("ulysses", Mesh((16,), ("cp",))), ("ulysses x megatron", Mesh((4, 4), ("cp", "tp"))):
+        with pytest.raises(
+            StrategyError, match=r"the 8 heads of attention over 16 ranks .* at most 8 ranks there, and"
+        ):
+            planned(strategy, mesh, 64, 8)
+
+
+def test_ulysses_takes_attention_to_its_heads_and_back() -> None:
+    """Of four tensors of a quarter of the tokens each rank keeps a quarter: DeepSpeed-Ulysses, section 3.2."""
+    tokens, hidden, batch, ranks = 32, 256, 4, 4
+    plan = planned("ulysses", Mesh((ranks,), ("cp",)), hidden, 64, batch, tokens)
+    nbytes = batch * tokens * hidden * 4
+
+    for direction in ("forward", "backward"):
+        moves = [move for move in middle(plan, direction) if move.module == "layers.1.attention"]
+        assert [(move.collective, move.count) for move in moves] == [("all_to_all", 4)]
+        assert moves[0].nbytes == 4 * nbytes // ranks * (ranks - 1) // ranks
+    assert plan.attention == ("h",)
+    assert planned("context x ulysses", Mesh((2, 2), ("a", "b")), hidden, 64, batch, tokens).attention == (None, "h")
 
 
 def test_more_ranks_than_heads() -> None:

@@ -20,12 +20,13 @@ from dshard.core.spec import Spec, for_shapes, spec_of
 from dshard.core.torch_function import autocast, bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
-from dshard.ops.attention.attention_choice import Asked, Choice, chosen
+from dshard.ops.attention.attention_choice import Choice, chosen
 from dshard.ops.attention.local_attention import Options, of_key_heads, of_queries, whole
 from dshard.ops.attention.split_keys import SplitKeys
 from dshard.ops.composite import SavingExecutable, run_chosen
 from dshard.ops.matmul.options import current_options
 from dshard.ops.matmul.rules import same_dtype
+from dshard.rules.attention_loops import Asked
 
 
 def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:

@@ -17,7 +17,7 @@ from dshard.layout import Layout, Shape
 from dshard.placements import Partial, Placement, Replicate
 from dshard.redistribute import Plan, plan
 from dshard.rules.attention_loops import (
-    AttentionLoop,
+    Asked,
     Keys,
     allowed_loops,
     attention_rule,
@@ -30,8 +30,6 @@ from dshard.rules.expand import Allowed, expansions
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints, Strategy, cheapest, choose, completed_layout, returned_layout
 from dshard.topology import Topology
-
-Asked = str | tuple[AttentionLoop, ...] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dshard.core.context import SETTINGS
 from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.rules.attention_loops import AttentionLoop, check_attention
+from dshard.rules.attention_loops import Asked, AttentionLoop, check_attention
 from dshard.rules.matmul_loops import Schedule
 from dshard.rules.matmul_strategies import allowed_rows, strategy_named
 from dshard.rules.panel_stream import Auto, Stream
@@ -31,7 +31,7 @@ class MatmulOptions:
     result: Layout | None = None
     saved: Saved = "auto"
     stream: Stream | Auto | None = None
-    attention: str | tuple[AttentionLoop, ...] | None = None
+    attention: Asked = None
 
     def streamed(self) -> Stream | Auto | None:
         """The panels asked for, or those of the strategy."""
@@ -125,12 +125,12 @@ def use_strategy(
     saved: Saved = "auto",
     panels: int | Literal["auto"] | Stream | None = None,
     buffer_bytes: int | None = None,
-    attention: str | Sequence[AttentionLoop] | None = None,
+    attention: str | Sequence[AttentionLoop | None] | None = None,
 ) -> Iterator[None]:
     """Within the block matmuls and attention use these strategies instead of the cheapest; matmuls run in `panels`.
 
-    `attention` is a name, such as "ulysses", "context" or "split-keys", or a loop for each mesh axis: "b", "h", "q" or
-    "k" (`dshard.rules.attention_loops` has the table).
+    `attention` is a name, such as "ulysses", "context" or "split-keys", or a loop for each mesh axis: "b", "h", "q",
+    "k", or None for the cheapest (`dshard.rules.attention_loops` has the table).
 
     With `panels` "auto" each matmul runs in the number of panels that is priced to take the fewest seconds, or in bulk;
     `buffer_bytes` limits the choice to numbers whose buffers take at most that on a rank, or else to the smallest.
