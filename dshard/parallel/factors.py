@@ -291,8 +291,11 @@ def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     return traced
 
 
+_PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
+
+
 class _Heads(TorchFunctionMode):
-    """Notes the number of heads of each attention."""
+    """Notes the number of heads of each attention, and of products that may be attention written out."""
 
     def __init__(self, heads: list[int]) -> None:
         super().__init__()
@@ -305,6 +308,8 @@ class _Heads(TorchFunctionMode):
             self.heads.append(query.shape[-3] if query.dim() > 2 else 1)
         elif func is F.multi_head_attention_forward:  # which calls that, unseen
             self.heads.append(args[4] if len(args) > 4 else kwargs["num_heads"])
+        elif func in _PRODUCTS and all(isinstance(x, Tensor) and x.dim() > 3 for x in args):
+            self.heads += {args[0].shape[-3]} & {args[1].shape[-3]}
         return func(*args, **kwargs)
 
 

@@ -187,8 +187,8 @@ def _check_heads(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> None:
         return
     if roles.heads is None:
         raise StrategyError(
-            "ulysses splits attention by heads, and this model calls no scaled_dot_product_attention: have it call "
-            "that (attn_implementation='sdpa' in transformers), or use context"
+            "ulysses splits attention by heads, and this model calls no scaled_dot_product_attention, nor products of "
+            "[batch, heads, queries, features] in its place: have it call that, or use context"
         )
     pairs = zip(axes, mesh.shape, strict=True)
     ranks = prod(size for axis, size in pairs if axis.attention == "h" or axis.weights in ("inner", "made"))

@@ -24,6 +24,14 @@ def build(family: str, **changes: Any) -> nn.Module:
     torch.manual_seed(0)
     bert = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 16}
     llama = {"num_key_value_heads": 2, "max_position_embeddings": 16}
+    heads = {"head_dim": 4}
+    gemma = {"sliding_window": 3, "query_pre_attn_scalar": 4, "use_cache": False}
+    whisper = {"vocab_size": 32, "d_model": 16, "num_mel_bins": 6, "eos_token_id": 1}
+    whisper |= dict.fromkeys(("encoder_layers", "decoder_layers"), 2)
+    whisper |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
+    whisper |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 32)
+    whisper |= dict.fromkeys(("max_source_positions", "max_target_positions"), TOKENS)
+    whisper |= dict.fromkeys(("pad_token_id", "bos_token_id", "decoder_start_token_id"), 0)
     make, config = {
         "gpt2": lambda: (
             transformers.GPT2LMHeadModel,
@@ -34,6 +42,15 @@ def build(family: str, **changes: Any) -> nn.Module:
             ),
         ),
         "llama": lambda: (transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES | llama | changes)),
+        "qwen3": lambda: (transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**SIZES | llama | heads | changes)),
+        "gemma2": lambda: (
+            transformers.Gemma2ForCausalLM,
+            transformers.Gemma2Config(**SIZES | llama | heads | gemma | changes),
+        ),
+        "whisper": lambda: (
+            transformers.WhisperForConditionalGeneration,
+            transformers.WhisperConfig(**whisper | changes),
+        ),
         "bert": lambda: (transformers.BertForMaskedLM, transformers.BertConfig(**SIZES | bert | changes)),
         "vit": lambda: (
             transformers.ViTForImageClassification,
@@ -72,6 +89,9 @@ def batch_of(family: str, seed: int = 1, size: int = BATCH) -> dict[str, Tensor]
     if family == "vit":
         return {"pixel_values": torch.randn(size, 3, 8, 8, generator=generator, dtype=torch.float64)}
     tokens = torch.randint(0, 32, (size, TOKENS), generator=generator)
+    if family == "whisper":  # two frames make one position
+        frames = torch.randn(size, 6, 2 * TOKENS, generator=generator, dtype=torch.float64)
+        return {"input_features": frames, "decoder_input_ids": tokens[:, :-1].contiguous()}
     if family == "t5":
         return {"input_ids": tokens, "decoder_input_ids": tokens.flip(1)[:, 1:].contiguous()}
     return {"input_ids": tokens}

@@ -13,6 +13,7 @@ from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.rules.attention_loops import Asked, AttentionLoop, check_attention
+from dshard.rules.expand import Allowed, Row
 from dshard.rules.matmul_loops import Schedule
 from dshard.rules.matmul_strategies import allowed_rows, strategy_named
 from dshard.rules.panel_stream import Auto, Stream
@@ -58,11 +59,21 @@ class MatmulOptions:
                 kept = (self.saved == "moved",) * 2
         if isinstance(stream, Stream):
             kept = (False, False)  # the whole operands are never there
-        among, reduced = None, None
+        among, reduced = self._by_heads(rule), None
         if self.strategy is not None:
             among = allowed_rows(self.strategy, rule, mesh)
             reduced = self._reduced(mesh) if self.result is None else None
         return Constraints(None, self.result, tuple(needs), kept, among, reduced)
+
+    def _by_heads(self, rule: Rule) -> tuple[Allowed, ...] | None:
+        """The rows of a product of [batch, heads, queries, features], which attention is written out of, by its loops.
+
+        Loop h is the heads that both operands and the result have; the other loops leave the product to its price.
+        """
+        if not isinstance(self.attention, tuple) or min(len(term) for term in rule.inputs[:2]) < 4:
+            return None
+        heads = frozenset[Row](set(rule.inputs[0][-3]) & set(rule.inputs[1][-3]) & set(rule.outputs[0][-3]))
+        return (tuple(heads if loop == "h" else None for loop in self.attention),) if heads else None
 
     def _reduced(self, mesh: Mesh) -> tuple[str, ...]:
         """For each mesh axis the placement requested for a sum that the contraction leaves partial there."""
