@@ -1,8 +1,8 @@
 """Gradients, nodes and hooks of tensors in the middle of autograd's graph.
 
-A tensor with operators recorded on its local tensor (`LocalGraph` in `crossing.py`) has its gradient there: it does not
-pass through the distributed tensor. Where nothing was recorded on the local tensor yet, torch asks the distributed one,
-and operators from then on are recorded through it. A view may be used both ways: its gradient is the sum of both.
+A tensor that operators on local tensors made (`LocalGraph` in `crossing.py`) has its gradient there: it does not pass
+through the distributed tensor. A view may be used both ways, and its gradient is the sum of both; where nothing was
+recorded on its local tensor yet, torch asks the distributed one, and operators from then on are recorded through it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ Handler = Callable[[Any, Args, Kwargs], Any]
 
 
 def _local_graph_in_use(x: Any) -> LocalGraph | None:
-    """The local graph of `x`, if operators were recorded on it; otherwise None, and the graph is dropped."""
+    """The local graph of `x`; None, and the graph is dropped, for a view on whose local tensor nothing was recorded.
+
+    The operator that made `x` may have saved its local result: in a backward pass of higher order a part of the
+    gradient comes from there, and does not pass through the distributed tensor.
+    """
     graph = local_graph_of(x) if isinstance(x, Wrapper) else None
-    if graph is None or graph.used:
+    if graph is None or graph.used or not _may_have_two_sources(x):
         return graph
     x._local_graph = None
     return None

@@ -20,6 +20,19 @@ from dshard.testing import RankPool
 
 RIGHT = {"equal", "raised"}
 ONCE_WRONG = {
+    "a hook on a saved result": Program((2, 2), (
+        "t1 = leaf((4,), 'x:R y:S(0)', 33)",
+        "t2 = (t1 * 0.5).exp()",
+        "t2.register_hook(lambda g: g * 2)",
+        "g, = grad(t2.sum().sin(), [t1], create_graph=True)",
+        "g.sin().sum().backward()",
+    )),
+    "a saved result asked for": Program((2, 2), (
+        "t1 = leaf((4,), 'x:R y:S(0)', 33)",
+        "t2 = (t1 * 0.5).exp()",
+        "g1, g2 = grad(t2.sum().sin(), [t1, t2], create_graph=True)",
+        "h2, = grad(g1.sin().sum() + g2.sum(), [t2])",
+    )),
     "second order": Program((4,), (
         "t1 = leaf((5,), 'x:S(0)', 743)",
         "g, = grad((t1 * t1).sum().sin(), [t1], create_graph=True)",
