@@ -179,8 +179,34 @@ def check_index_add(given: Kwargs) -> None:
 
 
 def check_index_select(given: Kwargs) -> None:
-    if given["index"].dim() > 1:
+    x, index, dim = given["self"], given["index"], given["dim"]
+    if index.dim() > 1:
         raise IndexError("index_select(): Index is supposed to be a vector")
+    if index.numel() and x.dim() and not x.shape[dim]:  # a rank that has no index would not see it
+        if x.dim() == 1:
+            raise IndexError("index out of range in self")
+        raise RuntimeError("index_select(): self indexing axis dim should be positive")
+
+
+def check_embedding(given: Kwargs) -> None:
+    has_rows = not given["indices"].numel() or given["weight"].shape[0] > 0
+    _require(has_rows, "index_select(): self indexing axis dim should be positive")
+
+
+def check_gather(given: Kwargs) -> None:
+    x, index, dim = given["self"], given["index"], given["dim"]
+    has_rows = not index.numel() or not x.dim() or x.shape[dim] > 0
+    _require(has_rows, f"an index is out of bounds for dimension {dim} with size 0")
+
+
+def check_index(given: Kwargs) -> None:
+    x, indices = given["self"], given["indices"]
+    at = 0
+    for index in indices:
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        if index is not None and not is_mask and index.numel() and at < x.dim() and not x.shape[at]:
+            raise IndexError("index is out of bounds for dimension with size 0")
+        at += index.dim() if is_mask else 1
 
 
 def check_masked_scatter(given: Kwargs) -> None:

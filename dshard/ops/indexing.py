@@ -131,7 +131,7 @@ _WRITES = (_ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_i
 _MASKED = dict.fromkeys((_ATEN.index.Tensor, *_WRITES), Composed(by_mask, has_mask))
 
 RULES: dict[str, Operator] = {
-    "aten::gather": Operator(gather, lookup.reading),
+    "aten::gather": Operator(gather, lookup.reading, check=checks.check_gather),
     "aten::scatter": Operator(scatter, lookup.writing, check=checks.check_scatter),
     "aten::scatter_add": Operator(scatter, lookup.writing, check=checks.check_scatter),
     "aten::scatter_reduce": Operator(scatter, lookup.writing),
@@ -139,7 +139,7 @@ RULES: dict[str, Operator] = {
     "aten::index_add": Operator(index_write, lookup.writing, check=checks.check_index_add),
     "aten::index_copy": Operator(index_write, lookup.writing),
     "aten::index_fill": Operator(index_fill, lookup.writing),
-    "aten::index": Operator(index, lookup.indexing, composed=_MASKED),
-    "aten::index_put": Operator(index_put, lookup.putting, composed=_MASKED),
-    "aten::_index_put_impl": Operator(index_put, lookup.putting, composed=_MASKED),
+    "aten::index": Operator(index, lookup.indexing, composed=_MASKED, check=checks.check_index),
+    "aten::index_put": Operator(index_put, lookup.putting, composed=_MASKED, check=checks.check_index),
+    "aten::_index_put_impl": Operator(index_put, lookup.putting, composed=_MASKED, check=checks.check_index),
 }

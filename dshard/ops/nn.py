@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator
-from dshard.core.checks import check_dim
+from dshard.core.checks import check_dim, check_embedding
 from dshard.core.joined_moves import reduced_together
 from dshard.core.signature import Args, Kwargs
 from dshard.mesh import Coordinate
@@ -160,7 +160,7 @@ RULES: dict[str, Operator] = {
     "aten::native_layer_norm_backward": Operator(
         layer_norm_backward, alternatives=(small_reductions("sum", "sum", operand=1),)
     ),
-    "aten::embedding": Operator(embedding, embedding_kernel),
+    "aten::embedding": Operator(embedding, embedding_kernel, check=check_embedding),
     "aten::embedding_dense_backward": Operator(embedding_backward),
     "aten::nll_loss_forward": Operator(nll_loss, nll_kernel(0), composed=_FORWARD),
     "aten::nll_loss2d_forward": Operator(nll_loss, nll_kernel(0), composed=_FORWARD),

@@ -88,6 +88,35 @@ def test_bad_arguments_are_refused_on_all_ranks_alike_and_nothing_is_sent(ranks:
         assert waits == (name == "chunks"), (name, layout)  # these torch counts before any operator is called
 
 
+LOOKUPS: dict[str, Callable[[Any, Any], object]] = {
+    "index_select": lambda x, i: x.index_select(1, i),
+    "gather": lambda x, i: x.gather(1, i.expand(3, 2)),
+    "indexing": lambda x, i: x[:, i],
+    "writing": lambda x, i: x.t().index_put_((i,), torch.tensor(1.0)),
+    "embedding": lambda x, i: F.embedding(i, x.t()),
+}
+
+
+def lookups_in_nothing() -> list[tuple[str, type | None]]:
+    """What each lookup in an empty dim meets on this rank, of which some have no index."""
+    mesh = bind(dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+    x = distribute(torch.ones(3, 0), Layout(mesh, (Shard(1), Shard(0))))
+    i = distribute(torch.zeros(2, dtype=torch.int64), Layout(mesh, (Shard(0), Shard(0))))
+    return [(name, outcome(lambda call=call: call(x, i))[0]) for name, call in LOOKUPS.items()]
+
+
+@pytest.mark.ranks
+def test_lookups_in_an_empty_dim_are_refused_on_all_ranks_alike(ranks: RankPool) -> None:
+    first, *others = ranks.run(lookups_in_nothing)
+
+    assert all(other == first for other in others)
+    for name, kind in first:
+        torchs, _ = outcome(lambda name=name: LOOKUPS[name](torch.ones(3, 0), torch.zeros(2, dtype=torch.int64)))
+        assert torchs is not None
+        assert kind is not None, name
+        assert issubclass(kind, torchs), (name, kind, torchs)
+
+
 def refusals_of_torch() -> dict[str, list[tuple[type | None, int]]]:
     """What torch's own list of refused arguments meets on this rank; runs on every rank.
 
