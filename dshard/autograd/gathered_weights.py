@@ -18,6 +18,7 @@ from torch import Tensor
 from dshard.autograd.accumulation import accumulating
 from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.autograd.joined_gradients import has_steps
+from dshard.autograd.sole_owner import give_up_local
 from dshard.core.joined_moves import Ends, begin_together
 from dshard.core.moves import LocalRedistribution, local_redistribution
 from dshard.core.signature import Context
@@ -97,7 +98,8 @@ class GatheredUse:
     """One run of a module on whole weights, and what its backward pass needs: the weights again.
 
     `begin` begins to gather them, or returns them where that has begun. `before` is the use that ran before it, whose
-    backward pass comes after this one's. `reductions` are those of its gradients that have begun.
+    backward pass comes after this one's, and `has_begun_before` says that its weights were asked for. `reductions` are
+    those of its gradients that have begun.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class GatheredUse:
         self.whole: Whole | None = begin()
         self.after: ReferenceType[GatheredUse] | None = None
         self.reductions: Ends = []
+        self.has_begun_before = False
         if before is not None:
             before.after = ref(self)
         self.outer: Any = saved_tensor_hooks(True)  # the user's, which see what is not ours
@@ -132,15 +135,19 @@ class GatheredUse:
         self.whole = None
 
     def reduce(
-        self, grads: list[Any], stored: Sequence[Wrapper], moves: Sequence[LocalRedistribution]
+        self, grads: Sequence[Wrapper], stored: Sequence[Wrapper], moves: Sequence[LocalRedistribution]
     ) -> Iterator[Wrapper]:
-        """Begin to reduce gradients of whole weights to the layouts of the stored ones; the list is emptied."""
+        """Begin to reduce gradients of whole weights to the layouts of the stored ones.
+
+        The weights that the backward pass wants next are unpacked first: while gradients are reduced, their buffers
+        take as much again as the gradients do.
+        """
+        if self.before is not None and self.before.whole is not None:
+            self.before.whole.local()
         specs = [_reduced(grad._spec, x) for grad, x in zip(grads, stored, strict=True)]
         reductions = [local_redistribution(spec, move.source_grad) for spec, move in zip(specs, moves, strict=True)]
-        local, leaves = [grad._local_tensor for grad in grads], tuple(map(id, stored))
-        grads.clear()
+        local, leaves = give_up_local(grads), tuple(map(id, stored))
         ends = begin_together(reductions, local, f"gradients of {len(leaves)} leaves", leaves)
-        del local
         self.finish_reductions_after()
         self.reductions = ends
         if any(map(has_steps, reductions)):
@@ -179,15 +186,17 @@ class GatheredUse:
             return self.outer[1](packed.packed)
         if not isinstance(packed, Saved):
             return packed
+        is_first = self.whole is None or not self.has_begun_before
         if self.whole is None:
             after = None if self.after is None else self.after()
             if after is not None:
                 after.free()  # its backward pass has ended
             self.whole = self.begin()
+        local = self.whole.local()  # before the next gather begins, so that both do not share the network
+        if is_first:
+            self.has_begun_before = True
             if self.before is not None and self.before.whole is None:
-                local = self.whole.local()  # before the next gather begins, so that both do not share the network
                 self.before.whole = self.before.begin()
-        local = self.whole.local()
         x = local[packed.i].as_strided(packed.size, packed.stride, packed.offset)
         return x if packed.spec is None else wrap(x, packed.spec)
 

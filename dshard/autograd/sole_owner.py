@@ -7,7 +7,7 @@ this torch and this Python; where they do not tell each kind of second holder, g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from sys import getrefcount
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dshard.caches import cached
+from dshard.core.signature import Context
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.torch_private import no_dispatch, storage_references, tensor_references
 
@@ -41,6 +42,56 @@ def is_sole_owner(x: Wrapper, references: int) -> bool:
     if references != _references_in_hook() or "_local_tensor" not in x.__dict__:  # in flight: its buffer may be in use
         return False
     return _reference_counts(x.__dict__) in _SOLE_OWNER
+
+
+def give_up_local(grads: Sequence[Wrapper]) -> list[Tensor]:
+    """The local tensors of gradients in the backward pass of an `autograd.Function`, which this list alone holds.
+
+    A gradient that no hook, and nobody who asked for it, holds as well has none afterwards. torch holds the arguments
+    of a backward pass until it returns, and so its memory, while a collective that has packed it takes its own.
+    """
+    alone, counts = _references_in_backward(), _references_to(grads)
+    local = [grad._local_tensor for grad in grads]
+    for grad, count in zip(grads, counts, strict=True):
+        if count == alone and "_local_tensor" in grad.__dict__:
+            del grad._local_tensor
+    return local
+
+
+def _references_to(grads: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """References to each gradient, in C++ and in Python."""
+    return [(tensor_references(grad), getrefcount(grad)) for grad in grads]
+
+
+class _Counting(torch.autograd.Function):
+    """Counts the references to its gradient in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, counts: list[tuple[int, int]]) -> Tensor:
+        ctx.counts = counts
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
+        held = [*grads]
+        del grads
+        ctx.counts += _references_to(held)
+        return held[0].clone(), None
+
+
+@cached("backward references", 1)
+def _references_in_backward() -> tuple[int, int] | None:
+    """The references to a gradient in a backward pass where nothing else holds it; None where they tell nothing."""
+    counts: list[tuple[int, int]] = []
+    kept: list[Tensor] = []
+    with torch.inference_mode(False), torch.enable_grad(), no_dispatch():
+        x = torch.zeros(2, device="cpu", requires_grad=True)
+        alone, hooked, asked = (_Counting.apply(x, counts) for _ in range(3))  # type: ignore[no-untyped-call]
+        hooked.register_hook(kept.append)
+        for y in (alone, hooked):
+            (2 * y).sum().backward()
+        torch.autograd.grad((2 * asked).sum(), [asked, x])
+    return counts[0] if counts[0] not in counts[1:] else None
 
 
 def _reference_counts(attributes: dict[str, Any]) -> tuple[int, ...]:

@@ -166,12 +166,13 @@ def joined_of(plans: Sequence[Plan], dtype: torch.dtype) -> Joined:
 
 
 def begin_joined(
-    plans: Sequence[Plan], tensors: Sequence[Tensor], dtype: torch.dtype, joined: Joined | None = None
+    plans: Sequence[Plan], tensors: list[Tensor], dtype: torch.dtype, joined: Joined | None = None
 ) -> Finish:
     """Begin plans of one lane, on a local tensor each, as one collective; the function returned waits for its end.
 
-    What is sent has `dtype`: tensors of another are cast. `joined` is `joined_of(plans, dtype)`, if it is at hand. On
-    simulated ranks it has ended on return.
+    What is sent has `dtype`: tensors of another are cast. The list is emptied once they are packed, so that they are
+    freed while the collective runs. `joined` is `joined_of(plans, dtype)`, if it is at hand. On simulated ranks it has
+    ended on return.
 
     Raises:
         MeshError: the mesh has no processes.
@@ -183,7 +184,7 @@ def begin_joined(
                 for kind, axes, elements in joined_received(tuple(plans)):
                     emit(kind, mesh, axes, elements * dtype.itemsize)
             joined = Joined(plans, own_coordinate(mesh), dtype, planned_backend(mesh))
-            return begun(joined.program(list(tensors)), received_at_once)  # whose buffers are there until the end
+            return begun(joined.program(tensors), received_at_once)  # whose buffers are there until the end
         if type(tensors[0]) is LocalTensor:
 
             def make(at: Coordinate, space: Session, parts: Sequence[Tensor]) -> Program[Results]:
@@ -195,7 +196,7 @@ def begin_joined(
         if rank_checks.enabled():
             text = f"{len(plans)} joined: " + "; ".join(f"{tuple(plan.shape)} {plan}" for plan in plans)
             rank_checks.compare_on(text, runtime.group(mesh.names), device_of(mesh))
-        return begun((joined or joined_of(plans, dtype)).program(list(tensors)), partial(launch_on, runtime))
+        return begun((joined or joined_of(plans, dtype)).program(tensors), partial(launch_on, runtime))
 
 
 @cached("joined bytes", 4096)

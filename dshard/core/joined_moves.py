@@ -33,30 +33,30 @@ def reduced_together(xs: Sequence[Wrapper], op: str) -> list[Any]:
 
 
 def begin_together(
-    moves: Sequence[LocalRedistribution], local: Sequence[Tensor], op: str, members: tuple[int, ...] = ()
+    moves: Sequence[LocalRedistribution], local: list[Tensor], op: str, members: tuple[int, ...] = ()
 ) -> Ends:
     """Begin redistributions of several local tensors, those of one lane as one; the first use of a result waits.
 
     Local tensors of another dtype than the redistribution's are cast. `members` are the ids of the parameters whose
-    values or gradients they are.
+    values or gradients they are. The list is emptied: what it alone holds is freed once it is packed.
     """
     lanes: defaultdict[object, list[int]] = defaultdict(list)
     for i, move in enumerate(moves):
         lane = move.lane
         lanes[i if lane is None else (lane, move.spec.dtype, move.spec.device)].append(i)
     ends: dict[int, Callable[[], Tensor]] = {}
-    for together in lanes.values():
-        some, tensors = [moves[i] for i in together], [local[i] for i in together]
+    parts = [[local[i] for i in together] for together in lanes.values()]
+    local.clear()
+    for together, tensors in zip(lanes.values(), parts, strict=True):
+        some = [moves[i] for i in together]
         leaves_of = tuple(members[i] for i in together) if members else ()
         ends |= zip(together, _begin_lane(some, tensors, op, leaves_of), strict=True)
     return [ends[i] for i in range(len(moves))]
 
 
-def _begin_lane(
-    moves: Sequence[LocalRedistribution], local: Sequence[Tensor], op: str, members: tuple[int, ...]
-) -> Ends:
+def _begin_lane(moves: Sequence[LocalRedistribution], local: list[Tensor], op: str, members: tuple[int, ...]) -> Ends:
     if len(moves) == 1:
-        move, tensor = moves[0], local[0]
+        move, tensor = moves[0], local.pop()
         if tensor.dtype is not move.spec.dtype:
             tensor = tensor.to(move.spec.dtype)
         if OBSERVERS and move.plan.steps:
