@@ -99,8 +99,16 @@ def is_grouped(shapes: Sequence[Shape], gqa: bool) -> bool:
 
 def _term(shape: Shape, heads: str, rest: str) -> str:
     """The term of a tensor of this shape: batch dims, heads, and the last two dims as in `rest`."""
-    leading = ["...", "b", heads] if len(shape) > 4 else ["b", heads][4 - len(shape) :]
-    return " ".join([*leading, rest])
+    return f"{leading_dims(len(shape), heads)} {rest}".lstrip()
+
+
+def leading_dims(ndim: int, heads: str = "h") -> str:
+    """The factors of the batch dims and the heads of a tensor with `ndim` dims in attention.
+
+    >>> [leading_dims(ndim) for ndim in (2, 3, 4, 5)]
+    ['', 'h', 'b h', '... b h']
+    """
+    return " ".join(["...", "b", heads] if ndim > 4 else ["b", heads][4 - ndim :])
 
 
 def allowed_loops(asked: Asked, rule: Rule, layouts: Sequence[Layout]) -> tuple[Allowed, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from math import inf
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from dshard.core.torch_function import autocast, bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
 from dshard.ops.attention.attention_choice import Choice, chosen
+from dshard.ops.attention.dropout import attention_with_dropout
 from dshard.ops.attention.local_attention import Options, of_key_heads, of_queries, whole
 from dshard.ops.attention.split_keys import SplitKeys
 from dshard.ops.composite import SavingExecutable, run_chosen
@@ -33,20 +33,18 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`scaled_dot_product_attention`: local for each head and each batch entry."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     query, k, v, mask, dropout, causal, scale, gqa = bind_arguments(names, args, kwargs)
-    causal, gqa = bool(causal), bool(gqa)
+    dropout, causal, gqa = float(dropout or 0.0), bool(causal), bool(gqa)
     if dropout:
         _accepted(query, k, v, mask, dropout, causal, scale, gqa)
-        return _attention_with_dropout(query, k, v, mask, dropout, causal, scale, gqa)
     tensors = autocast((query, k, v) if mask is None else (query, k, v, mask))
     options, asked = Options(causal, scale, gqa), current_options().attention
     needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
-    return run_chosen(
-        ("attention", causal, scale, gqa, asked, needed), partial(_executable, tensors, options, asked, needed), tensors
-    )
+    make = partial(_executable, tensors, options, dropout, asked, needed)
+    return run_chosen(("attention", causal, scale, gqa, dropout, asked, needed), make, tensors)
 
 
 def _executable(
-    tensors: Sequence[Tensor], options: Options, asked: Asked, needed: tuple[bool, ...]
+    tensors: Sequence[Tensor], options: Options, dropout: float, asked: Asked, needed: tuple[bool, ...]
 ) -> Executable | ComposedExecutable:
     """The cheapest way to run attention on operands like these."""
     mesh = common_mesh("attention", list(tensors))
@@ -56,6 +54,9 @@ def _executable(
     with torch.no_grad(), for_shapes():
         out = attend(*(spec.meta() for spec in specs))
     choice = chosen(specs, out, options.gqa, asked, needed)
+    if dropout:
+        run = partial(attention_with_dropout, choice.strategy, choice.end, options, dropout)
+        return ComposedExecutable(None, run)
     if choice.keys == "split":
         return SplitKeys(choice, specs, out, options)
     result = spec_of(choice.end, tuple(out.shape), out.stride(), out.dtype, specs[0].device)
@@ -86,30 +87,3 @@ def _accepted(query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> None:
     q, k, v, m = tensors
     with torch.no_grad(), plain():
         F.scaled_dot_product_attention(q, k, v, m, dropout, causal, scale=scale, enable_gqa=gqa)
-
-
-def _attention_with_dropout(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    gqa: bool,
-) -> Tensor:
-    """Attention by operators on distributed tensors: torch's kernels would draw another dropout mask on each rank."""
-    if gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query * factor) @ key.transpose(-2, -1)
-    if causal:
-        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, -inf)
-    if mask is not None:
-        scores = scores.masked_fill(mask.logical_not(), -inf) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1)
-    if mask is not None:  # a query that sees no key at all gets zeros
-        weights = weights.masked_fill((scores == -inf).all(-1, keepdim=True), 0.0)
-    return F.dropout(weights, dropout) @ value

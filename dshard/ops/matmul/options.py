@@ -26,13 +26,18 @@ Saved: TypeAlias = Literal["auto", "moved", "stored"]
 
 @dataclass(frozen=True, slots=True)
 class MatmulOptions:
-    """A strategy by name or as a schedule, the layout of the result, and what is saved for the backward pass."""
+    """A strategy by name or as a schedule, the layout of the result, and what is saved for the backward pass.
+
+    `attention` are loops of attention, and of the products that it is written out of; `among` the rows of a rule of the
+    caller's that each mesh axis may have, in alternatives.
+    """
 
     strategy: str | Schedule | None = None
     result: Layout | None = None
     saved: Saved = "auto"
     stream: Stream | Auto | None = None
     attention: Asked = None
+    among: tuple[Allowed, ...] | None = None
 
     def streamed(self) -> Stream | Auto | None:
         """The panels asked for, or those of the strategy."""
@@ -59,7 +64,7 @@ class MatmulOptions:
                 kept = (self.saved == "moved",) * 2
         if isinstance(stream, Stream):
             kept = (False, False)  # the whole operands are never there
-        among, reduced = self._by_heads(rule), None
+        among, reduced = self._by_heads(rule) if self.among is None else self.among, None
         if self.strategy is not None:
             among = allowed_rows(self.strategy, rule, mesh)
             reduced = self._reduced(mesh) if self.result is None else None

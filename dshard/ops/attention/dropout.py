@@ -1,0 +1,83 @@
+"""Attention with dropout, by its loops: operators on tensors that lie as the loops have them, which then move nothing.
+
+torch's kernels would draw another mask on each rank. Here the mask is drawn as that of any dropout, the same on every
+mesh, and of the scores a rank has those of its loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dshard.autograd.crossing import redistribute
+from dshard.core.signature import Kwargs
+from dshard.layout import Layout
+from dshard.ops.attention.local_attention import Options
+from dshard.ops.matmul.functions import matmul_of
+from dshard.ops.matmul.options import MatmulOptions
+from dshard.rules.attention_loops import leading_dims
+from dshard.rules.expand import Row
+from dshard.rules.rule import Rule, linear
+from dshard.rules.rule_notation import parse_rule
+from dshard.rules.strategy import Strategy, completed_layout
+
+
+def attention_with_dropout(
+    strategy: Strategy, end: Layout, options: Options, dropout: float, tensors: Sequence[Any], kwargs: Kwargs
+) -> Any:
+    """Attention of query, key, value and perhaps a mask, by the loops of a strategy; its result in the layout `end`.
+
+    A query that sees no key at all gets zeros.
+    """
+    query, key, value, *masks = (
+        redistribute(x, layout, "attention") for x, layout in zip(tensors, strategy.inputs, strict=True)
+    )
+    if options.gqa and query.shape[-3] != key.shape[-3]:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    factor = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    loops = MatmulOptions(among=(tuple(frozenset[Row]({row}) for row in strategy.rows),))
+    scores = _product("q d, d k -> q k", query * factor, key.transpose(-2, -1), loops)
+    if options.causal:
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -inf)
+    for mask in masks:
+        scores = scores.masked_fill(mask.logical_not(), -inf) if mask.dtype == torch.bool else scores + mask
+    if scores._spec.layout.axes_of(scores.dim() - 1):
+        weights, total = _exponentials(scores)
+        out = _product("q k, k e -> q e", F.dropout(weights, dropout), value, loops) / total
+        return redistribute(out, end, "attention")
+    weights = scores.softmax(-1)
+    if masks:
+        weights = weights.masked_fill((scores == -inf).all(-1, keepdim=True), 0.0)
+    return redistribute(_product("q k, k e -> q e", F.dropout(weights, dropout), value, loops), end, "attention")
+
+
+def _product(loops: str, a: Any, b: Any, asked: MatmulOptions) -> Any:
+    """One of the two products of attention, whose dims have the names of its loops."""
+    shapes = tuple(a.shape), tuple(b.shape)
+
+    def rule() -> Rule:
+        lead = leading_dims(a.dim())
+        terms, out = loops.split(" -> ")
+        left, right = terms.split(", ")
+        return parse_rule(f"{lead} {left}, {lead} {right} -> {lead} {out}", shapes, passes=linear(0, 1), loops=True)
+
+    return matmul_of("matmul", rule, torch.matmul, (a, b), asked, loops)
+
+
+def _exponentials(scores: Any) -> tuple[Any, Any]:
+    """The weights of rows whose keys are on several ranks, before they are divided by their sum; and that sum."""
+    most = _completed(scores.detach().amax(-1, keepdim=True))
+    weights = (scores - most.masked_fill(most == -inf, 0.0)).exp()
+    total = _completed(weights.sum(-1, keepdim=True))
+    return weights, total.masked_fill(total == 0, 1.0)
+
+
+def _completed(x: Any) -> Any:
+    """`x` with its reductions completed."""
+    return redistribute(x, completed_layout(x._spec.layout), "attention")
