@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from dshard.core.context import planning_context
 from dshard.errors import StrategyError
@@ -92,14 +93,12 @@ def foldings(mesh: Mesh) -> Iterator[Mesh]:
 
 
 def names(axes: int) -> Iterator[str]:
-    """Names of all combinations of strategies that use `axes` mesh axes, but for those that split sequences.
+    """Names of all combinations of strategies that use `axes` mesh axes.
 
     >>> list(names(1))
-    ['data', 'fsdp', 'megatron', 'megatron-sp']
+    ['data', 'fsdp', 'megatron', 'megatron-sp', 'context', 'ulysses']
     """
     for name, parts in STRATEGIES.items():
-        if any(axis.sequence for axis in parts):
-            continue
         if len(parts) == axes:
             yield name
         elif len(parts) < axes:
@@ -107,9 +106,16 @@ def names(axes: int) -> Iterator[str]:
 
 
 def uniform(roles: Roles, mesh: Mesh) -> Iterator[Plan]:
-    """The plans in which all blocks follow one strategy, without strategies that the model's heads do not allow."""
+    """The plans in which all blocks follow one strategy, without strategies that the model's heads do not allow.
+
+    Sequences are split where rows do not divide among the ranks: where they do, splitting them sends less, for
+    attention then moves nothing, and all else is the same.
+    """
     for name in names(mesh.ndim):
         axes = axes_of(name, mesh)
+        of_tokens = [size for axis, size in zip(axes, mesh.shape, strict=True) if axis.batch or axis.sequence]
+        if any(axis.sequence for axis in axes) and roles.rows % prod(of_tokens) == 0:
+            continue
         try:
             check_units(roles, axes, mesh)
         except StrategyError:
@@ -165,4 +171,9 @@ def _joined(roles: Roles, picked: Sequence[Plan]) -> Plan:
     name = ", ".join(f"{strategy} ({n} block{'s' if n > 1 else ''})" for strategy, n in counts.items())
     parameters = {own: parameters.get(own, placements) for own, placements in first.parameters.items()}
     gathered = tuple(axis for axis in first.mesh.names if all(axis in plan.gathered for plan in picked))
-    return Plan(name, first.mesh, parameters, first.batch, outputs, products, first.shared, gathered=gathered)
+    attention = first.attention if all(plan.attention == first.attention for plan in picked) else None
+    return Plan(
+        *(name, first.mesh, parameters, first.batch, outputs, products, first.shared),
+        gathered=gathered,
+        attention=attention,
+    )

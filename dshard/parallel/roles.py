@@ -52,8 +52,8 @@ class Roles:
 
     `products` says of modules with one product how it uses its weight, `shared` which of these share what they are
     given with another; `blocks` are the modules in the order of the forward pass, cut after each that adds to the
-    residual stream. With `has_sequence` the residual stream has a sequence, with `of_inputs` it is the second dim of
-    the first input. `heads` are the fewest of any attention, None without attention.
+    residual stream. `rows` are those of the batch. With `has_sequence` the residual stream has a sequence, with
+    `of_inputs` it is the second dim of the first input. `heads` are the fewest of any attention, None without one.
     """
 
     parameters: dict[str, tuple[Role, ...]]
@@ -62,6 +62,7 @@ class Roles:
     shared: frozenset[str]
     width: int
     blocks: tuple[tuple[str, ...], ...]
+    rows: int = 1
     has_sequence: bool = False
     of_inputs: bool = False
     heads: int | None = None
@@ -92,7 +93,9 @@ def roles_of(traced: TracedForward) -> Roles:
     sequences = {traced.class_of(traced.outputs[name][out.sequence]) for name, out in outputs.items() if out.sequence}
     of_inputs = second is not None and second in sequences
     blocks, heads = _blocks(traced, outputs), min(traced.heads, default=None)
-    return Roles(parameters, outputs, products, shared, width, blocks, bool(sequences), of_inputs, heads)
+    rows = next((dims[0][0] for dims in traced.inputs if dims and dims[0]), None)
+    n_rows = 1 if rows is None else traced.classes.size[rows]
+    return Roles(parameters, outputs, products, shared, width, blocks, n_rows, bool(sequences), of_inputs, heads)
 
 
 def _blocks(traced: TracedForward, outputs: Mapping[str, Output]) -> tuple[tuple[str, ...], ...]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers.default_cases import one_in, one_way_each
 from helpers.demo_model import demo_plan, images
-from helpers.transformer_layers import middle, planned
+from helpers.transformer_layers import Layer, Stack, middle, planned
 from torch import Tensor, nn
 
 import dshard
@@ -20,12 +20,14 @@ from dshard import Layout, LayoutError, Mesh, Placement, Replicate, Shard, Strat
 from dshard.comm import WORKSPACE, planning
 from dshard.demo.vit import build as build_demo
 from dshard.parallel import Auto, Cost, Memory, Moves, Plan, parallelize, plan_model
-from dshard.parallel.auto import foldings, mixture, uniform
+from dshard.parallel.auto import foldings, mixture, names, uniform
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.roles import roles_of
 from dshard.parallel.strategies import STRATEGIES
 from dshard.simulate.recording import record
 from dshard.testing import RankPool, simulated, whole
+
+SEQUENCES = {"context", "ulysses"}
 
 
 def thorough(*names: str) -> list[Any]:
@@ -47,7 +49,44 @@ def test_auto_is_never_worse_than_a_named_strategy(mesh: Mesh) -> None:
 
 
 def _fits(name: str, mesh: Mesh) -> bool:
-    return len(STRATEGIES[name]) <= mesh.ndim and not any(axis.sequence for axis in STRATEGIES[name])
+    return len(STRATEGIES[name]) <= mesh.ndim
+
+
+def long_sequence(plan: Any, rows: int, mesh: Mesh) -> Plan:
+    """The plan of a layer that is given long sequences."""
+    with torch.device("meta"):
+        return plan_model(nn.Sequential(nn.Linear(8, 64), Layer(64, 8)), mesh, plan, torch.empty(rows, 2048, 8))
+
+
+def test_auto_splits_a_sequence_that_no_other_rows_stand_beside() -> None:
+    mesh = Mesh((2,), ("x",))
+    plans = {name: long_sequence(name, 1, mesh) for name in names(1)}
+    limit = min(plan.cost.memory.total for name, plan in plans.items() if name not in SEQUENCES) - 1
+    found = long_sequence(Auto(memory=limit), 1, mesh)
+
+    assert set(SEQUENCES) < set(plans)
+    assert found.strategy in SEQUENCES
+    assert found.cost.memory.total <= limit
+    assert all(found.cost.seconds <= plan.cost.seconds for plan in plans.values())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_auto_is_never_worse_than_a_strategy_that_splits_sequences(rows: int) -> None:
+    mesh = Mesh((4,), ("x",))
+    found = long_sequence("auto", rows, mesh)
+
+    for folded in foldings(mesh):
+        for name in names(folded.ndim):
+            assert found.cost.seconds <= long_sequence(name, rows, folded).cost.seconds, name
+
+
+def test_sequences_of_rows_that_divide_are_not_split_by_auto() -> None:
+    with torch.device("meta"):
+        roles = roles_of(trace_factors(Stack(64, 8), (torch.empty(4, 16, 8),), {}))
+
+    assert not any(SEQUENCES & set(p.strategy.split(" x ")) for p in uniform(roles, Mesh((2, 2), ("a", "b"))))
+    assert any(SEQUENCES & set(p.strategy.split(" x ")) for p in uniform(roles, Mesh((2, 3), ("a", "b"))))
 
 
 @pytest.mark.thorough
