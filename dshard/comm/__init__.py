@@ -45,7 +45,7 @@ from dshard.comm.peer_failure import (
     publish_failure,
     watch_backward,
 )
-from dshard.comm.program_steps import Steps, Transfer, send_receive, steps_of
+from dshard.comm.program_steps import Steps, Transfer, flat_exchange, send_receive, steps_of
 from dshard.comm.rank_checks import checksum, compare_calls, compare_draws, compare_replicas
 from dshard.comm.rank_checks import enabled as comparing
 from dshard.comm.reshard import Resharding, begin_reshard, crossing_event, reshard
@@ -123,6 +123,7 @@ __all__ = [
     "fetch",
     "finish",
     "flat",
+    "flat_exchange",
     "gather_objects",
     "gather_rows",
     "global_shape",

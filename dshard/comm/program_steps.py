@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -101,11 +101,18 @@ def send_receive(mesh: Mesh, axis: int, at: Coordinate, to: int, source: int, si
     return Transfer(collective, None, None, shape)
 
 
-def flat_exchange(mesh: Mesh, axes: tuple[str, ...], at: Coordinate, send: Shape, recv: Shape) -> Transfer:
-    """Exchange flat pieces of these sizes with each rank of the group along `axes`."""
+def flat_exchange(
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    at: Coordinate,
+    send: Shape,
+    recv: Shape,
+    name: Literal["all_to_all", "permute"] = "all_to_all",
+) -> Transfer:
+    """Exchange flat pieces of these sizes with each rank of the group along `axes`, which is told of by this name."""
     ranks = mesh.group(axes, at)
     index = ranks.index(mesh.rank(at))
-    report = Report("all_to_all", mesh, sum(recv) - recv[index])
+    report = Report(name, mesh, sum(recv) - recv[index])
     return Transfer(Collective("all_to_all", axes, ranks, index, send, recv, report=report), None, None, (sum(recv),))
 
 

@@ -70,11 +70,18 @@ def resharded(reshard: ReshardPlan) -> Moved:
     )
 
 
-def exchanged(sent: PlannedCollective, mesh: Mesh) -> Moved:
-    """A collective that an operator runs beside its plans."""
-    peers = prod(mesh.shape[mesh.axis(name)] for name in sent.axis.split(",")) - 1
-    step = f"{sent.collective}  {sent.axis}  {human_bytes(sent.nbytes)}"
-    return Moved(sent.seconds, sent.nbytes, peers, 0, sent.nbytes, (step,))
+def exchanged(exchanges: Sequence[PlannedCollective], mesh: Mesh) -> list[Moved]:
+    """The collectives that an operator runs beside its plans. Around a ring two buffers are held, whatever arrives."""
+    sizes = sorted((sent.nbytes for sent in exchanges if sent.collective == "permute"), reverse=True)
+    held, moves = sizes[:2], []
+    for sent in exchanges:
+        messages = prod(mesh.shape[mesh.axis(name)] for name in sent.axis.split(",")) - 1
+        after = sent.nbytes
+        if sent.collective == "permute":
+            messages, after = 1, held.pop() if held else 0
+        step = f"{sent.collective}  {sent.axis}  {human_bytes(sent.nbytes)}"
+        moves.append(Moved(sent.seconds, sent.nbytes, messages, 0, after, (step,)))
+    return moves
 
 
 def rule_candidates(
@@ -100,7 +107,7 @@ def candidate(
         redistributed(plan(o.layout, layout, o.shape, o.itemsize, topology), o.itemsize)
         for o, layout in zip(operands, strategy.inputs, strict=True)
     ]
-    moves += [exchanged(sent, mesh) for sent in strategy.exchanges]
+    moves += exchanged(strategy.exchanges, mesh)
     moves += [
         redistributed(plan(layout, end, shape, itemsize, topology), itemsize)
         for (shape, itemsize), layout, end in zip(outputs, strategy.outputs, strategy.ends, strict=True)

@@ -137,4 +137,4 @@ def _add_decisions(extended: Candidate, within: tuple[Decision, ...]) -> Candida
 
 def _exchanges(decision: Decision) -> list[Moved]:
     """The collectives that a decision sends beside its plans."""
-    return [exchanged(sent, decision.operands[0].layout.mesh) for sent in decision.exchanges]
+    return exchanged(decision.exchanges, decision.operands[0].layout.mesh)

@@ -14,14 +14,16 @@ from typing import Literal, TypeAlias
 
 from dshard.errors import StrategyError
 from dshard.layout import Layout, Shape
-from dshard.placements import Replicate
+from dshard.placements import Replicate, Shard
 from dshard.rules.expand import Allowed, Row
 from dshard.rules.rule import Rule
 from dshard.rules.rule_notation import parse_rule
 from dshard.validate import suggestion
 
-AttentionLoop: TypeAlias = Literal["b", "h", "q", "k"]
+AttentionLoop: TypeAlias = Literal["b", "h", "q", "k", "ring", "balanced ring"]
 LOOPS: tuple[AttentionLoop, ...] = ("b", "h", "q", "k")
+RINGS: tuple[AttentionLoop, ...] = ("ring", "balanced ring")
+"""Loop q whose keys and values are not gathered, but go round."""
 AttentionLoops: TypeAlias = tuple[AttentionLoop | None, ...]
 """A loop for each mesh axis, None for any."""
 Asked: TypeAlias = str | AttentionLoops | None
@@ -41,29 +43,32 @@ class NamedAttention:
 
     def __str__(self) -> str:
         axes = " ".join(f"{role}:{loop}" for role, loop in zip(self.roles, self.loops, strict=True))
-        return f"{self.name:20} {axes:12} {self.source}"
+        return f"{self.name:20} {axes:16} {self.source}"
 
 
-def _named(name: str, roles: str, loops: str, source: str) -> NamedAttention:
-    letters: tuple[AttentionLoop, ...] = tuple(loops)  # type: ignore[arg-type]  # letters of the table below
-    return NamedAttention(name, tuple(roles.split()), letters, source)
+def _named(name: str, roles: str, loops: tuple[AttentionLoop, ...], source: str) -> NamedAttention:
+    return NamedAttention(name, tuple(roles.split()), loops, source)
 
 
 ATTENTIONS: dict[str, NamedAttention] = {
     row.name: row
     for row in (
-        _named("batch", "x", "b", "data parallel"),
-        _named("heads", "x", "h", "Megatron; stored by heads"),
-        _named("ulysses", "x", "h", "DeepSpeed-Ulysses; stored split over the sequence"),
-        _named("context", "x", "q", "context parallel: K and V gathered"),
-        _named("split-keys", "x", "k", "flash-decoding, Helix: partial results merged by their log-sum-exp"),
-        _named("ulysses x context", "u c", "hq", "USP, with K and V gathered"),
-        _named("heads x split-keys", "h k", "hk", "a cache split by heads and by sequence"),
+        _named("batch", "x", ("b",), "data parallel"),
+        _named("heads", "x", ("h",), "Megatron; stored by heads"),
+        _named("ulysses", "x", ("h",), "DeepSpeed-Ulysses; stored split over the sequence"),
+        _named("context", "x", ("q",), "context parallel: K and V gathered"),
+        _named("ring", "x", ("ring",), "Ring Attention: K and V in panels, from rank to rank"),
+        _named("balanced ring", "x", ("balanced ring",), "zigzag, Striped Attention: halves are swapped first"),
+        _named("split-keys", "x", ("k",), "flash-decoding, Helix: partial results merged by their log-sum-exp"),
+        _named("ulysses x context", "u c", ("h", "q"), "USP, with K and V gathered"),
+        _named("ulysses x ring", "u r", ("h", "ring"), "USP: heads inside, a ring on the slow axis"),
+        _named("ring x ring", "s f", ("ring", "ring"), "a ring around two axes, the slow one outside"),
+        _named("heads x split-keys", "h k", ("h", "k"), "a cache split by heads and by sequence"),
     )
 }
 
 
-def attention_rule(shapes: Sequence[Shape], gqa: bool, keys: Keys = "whole") -> Rule:
+def attention_rule(shapes: Sequence[Shape], gqa: bool, keys: Keys = "whole", causal: bool = False) -> Rule:
     """`scaled_dot_product_attention` of query, key, value and perhaps a mask that is broadcast to the scores.
 
     A causal mask is about absolute positions: where queries are sharded, each rank's kernel knows where its own begin.
@@ -89,7 +94,7 @@ def attention_rule(shapes: Sequence[Shape], gqa: bool, keys: Keys = "whole") -> 
     ]
     rule = parse_rule(f"{', '.join(terms)} -> {_term(shapes[0], heads, 'q [e]')}", shapes, loops=True)
     sizes = (("g", shapes[0][-3] // shapes[1][-3]),) if grouped and keys != "every head" else ()
-    return replace(rule, sizes=sizes, apart=("d", "e"))
+    return replace(rule, sizes=sizes, apart=("d", "e"), triangle=("q", "k") if causal else None)
 
 
 def is_grouped(shapes: Sequence[Shape], gqa: bool) -> bool:
@@ -111,37 +116,66 @@ def leading_dims(ndim: int, heads: str = "h") -> str:
     return " ".join(["...", "b", heads] if ndim > 4 else ["b", heads][4 - ndim :])
 
 
-def allowed_loops(asked: Asked, rule: Rule, layouts: Sequence[Layout]) -> tuple[Allowed, ...]:
-    """The rows that each mesh axis may have, in alternatives; axes without a role may have any.
+Way: TypeAlias = tuple[Allowed, tuple[int, ...]]
+"""The rows that each mesh axis may have, and the axes around which keys and values are sent."""
 
-    Where nothing is asked for, or no loop of an axis, an axis on which all operands are replicated stays so.
+
+def ways_of(asked: Asked, rule: Rule, layouts: Sequence[Layout]) -> tuple[tuple[Way, ...], bool | None]:
+    """The ways in which loops may be given to mesh axes, and whether rings are balanced: None for either.
+
+    Axes without a role may have any loop. Where nothing is asked for, or no loop of an axis, an axis on which all
+    operands are replicated stays so, and a ring goes round axes on which the sequence of keys is stored split.
 
     Raises:
-        StrategyError: no such name or loop, or more loops than mesh axes.
+        StrategyError: no such name or loop, more loops than mesh axes, or a ring around an axis of one rank.
     """
-    mesh = layouts[0].mesh
-    idle = [all(layout.placements[axis] == Replicate() for layout in layouts) for axis in range(mesh.ndim)]
-    free = tuple(frozenset[Row]({None}) if each else None for each in idle)
-    if asked is None:
-        return (free,)
-    rows = {loop: frozenset[Row]({loop}) for loop in LOOPS}
-    rows["b"] |= {name for dim in rule.outputs[0][:-3] for name in dim}
-    if isinstance(asked, tuple):
-        if len(asked) != mesh.ndim:
-            raise StrategyError(f"attention={asked}: {len(asked)} loops for the mesh ({mesh}); give one for each axis")
-        pairs = zip(asked, free, strict=True)
-        return (tuple(any_row if loop is None else rows[loop] for loop, any_row in pairs),)
-    loops = ATTENTIONS[asked].loops
+    mesh, axes = layouts[0].mesh, range(layouts[0].mesh.ndim)
+    if isinstance(asked, tuple) and len(asked) != mesh.ndim:
+        raise StrategyError(f"attention={asked}: {len(asked)} loops for the mesh ({mesh}); give one for each axis")
+    loops = ATTENTIONS[asked].loops if isinstance(asked, str) else asked or (None,) * mesh.ndim
     if len(loops) > mesh.ndim:
+        assert isinstance(asked, str)
         raise StrategyError(
             f"attention={asked!r} needs {len(loops)} mesh axes ({', '.join(ATTENTIONS[asked].roles)}), but the mesh "
             f"({mesh}) has {mesh.ndim}"
         )
-    axes = range(mesh.ndim)
-    return tuple(
-        tuple(rows[loops[picked.index(axis)]] if axis in picked else None for axis in axes)
-        for picked in permutations(axes, len(loops))
-    )
+    picks = permutations(axes, len(loops)) if isinstance(asked, str) else [tuple(axes)]
+    ways = [way for picked in picks if (way := _way(loops, picked, rule, layouts)) is not None]
+    if not ways:
+        raise StrategyError(
+            f"attention={asked!r} on the mesh ({mesh}): a ring goes round an axis of at least two ranks; use "
+            "'context', or a mesh with a larger axis"
+        )
+    if any(loop in RINGS for loop in loops):
+        return tuple(ways), "balanced ring" in loops
+    stored = Shard(len(rule.inputs[1]) - 2)
+    free = [axis for axis, loop in enumerate(loops) if loop is None and mesh.shape[axis] > 1]
+    split = [axis for axis in free if layouts[1].placements[axis] == stored]
+    rings = (ring for n in range(1, len(split) + 1) for ring in permutations(split, n))
+    return (*ways, *((_with_rings(ways[0][0], ring), ring) for ring in rings)), None
+
+
+def _way(
+    loops: Sequence[AttentionLoop | None], picked: Sequence[int], rule: Rule, layouts: Sequence[Layout]
+) -> Way | None:
+    """The loops given to these mesh axes, in this order; None where a ring has one rank."""
+    mesh, rows = layouts[0].mesh, {loop: frozenset[Row]({loop}) for loop in LOOPS}
+    rows["b"] |= {name for dim in rule.outputs[0][:-3] for name in dim}
+    given: dict[int, frozenset[Row] | None] = {}
+    for loop, axis in zip(loops, picked, strict=True):
+        if loop is None:
+            idle = all(layout.placements[axis] == Replicate() for layout in layouts)
+            given[axis] = frozenset[Row]({None}) if idle else None
+        else:
+            given[axis] = rows["q" if loop in RINGS else loop]
+    rings = tuple(axis for loop, axis in zip(loops, picked, strict=True) if loop in RINGS)
+    if any(mesh.shape[axis] == 1 for axis in rings):
+        return None
+    return tuple(given.get(axis) for axis in range(mesh.ndim)), rings
+
+
+def _with_rings(allowed: Allowed, rings: Sequence[int]) -> Allowed:
+    return tuple(frozenset[Row]({"q"}) if axis in rings else rows for axis, rows in enumerate(allowed))
 
 
 def check_attention(asked: object) -> Asked:
@@ -152,9 +186,9 @@ def check_attention(asked: object) -> Asked:
     """
     if isinstance(asked, str) and asked in ATTENTIONS:
         return asked
-    if isinstance(asked, tuple | list) and asked and all(loop is None or loop in LOOPS for loop in asked):
+    if isinstance(asked, tuple | list) and asked and all(loop in (None, *LOOPS, *RINGS) for loop in asked):
         return tuple(asked)
-    loops = f"a loop ({', '.join(LOOPS)}) for each mesh axis, such as ('b', 'h'), or None for any"
+    loops = f"a loop ({', '.join((*LOOPS, *RINGS))}) for each mesh axis, such as ('b', 'h'), or None for any"
     known = f"use {', '.join(ATTENTIONS)}, or {loops}"
     raise StrategyError(
         f"attention={asked!r}: {known}{suggestion(asked, ATTENTIONS) if isinstance(asked, str) else ''}"

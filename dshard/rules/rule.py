@@ -31,7 +31,8 @@ class Rule:
     for output `i`, or `reduce[0]` where all are alike. `passes` are partial operands that leave the outputs partial. Of
     `unread` operands only the layout matters: they are not redistributed. `sizes` are those of factors that stand alone
     in no dim. With `loops` a mesh axis may shard any factor, even one that no operand has sharded. The local work is
-    one matmul over all factors, or several, each with one of the factors `apart`.
+    one matmul over all factors, or several, each with one of the factors `apart`. Of the two factors of a `triangle`
+    only the pairs count in which the index of the second is at most that of the first.
     """
 
     inputs: tuple[Term, ...]
@@ -43,6 +44,7 @@ class Rule:
     sizes: tuple[tuple[str, int], ...] = ()
     loops: bool = False
     apart: tuple[str, ...] = ()
+    triangle: tuple[str, str] | None = None
 
     def reduce_of(self, output: int) -> ReduceOp:
         """The reduction with which a sharded factor that output `i` lacks leaves it partial."""

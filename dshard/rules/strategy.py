@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
 from dshard.cost import PlannedCollective, work_seconds
 from dshard.layout import Layout, Shape, interned
-from dshard.placements import Partial, Replicate, Shard
+from dshard.placements import Partial, Replicate, Shard, nested_chunk
 from dshard.redistribute import plan_price
 from dshard.redistribute.plan import PricedPlan, plan_price_within
 from dshard.redistribute.space import Space, space_of
+from dshard.rules.attention_blocks import visible_pairs
 from dshard.rules.expand import Allowed, Expansion, Operand, Order, Row, expansions, order_of, sizes_of
 from dshard.rules.rule import PassThrough, Rule
 from dshard.topology import Topology
@@ -138,9 +140,20 @@ def strategies(
     wanted: Constraints = ANY,
 ) -> Iterator[Strategy]:
     """Yield the candidate strategies of `rule`, priced."""
+    yield from priced(rule, operands, outputs, topology, wanted, candidate_expansions(rule, operands, outputs, wanted))
+
+
+def priced(
+    rule: Rule,
+    operands: Sequence[Operand],
+    outputs: Sequence[tuple[Shape, int]],
+    topology: Topology,
+    wanted: Constraints,
+    among: Iterable[Expansion],
+) -> Iterator[Strategy]:
+    """Yield the strategy of each of these expansions of `rule`, priced."""
     price = _Price(rule, operands, outputs, topology, wanted)
-    for expansion in candidate_expansions(rule, operands, outputs, wanted):
-        yield price.of(expansion)
+    yield from map(price.of, among)
 
 
 def alternative_strategy(
@@ -254,6 +267,7 @@ class _Price:
         self.plans: dict[tuple[object, ...], PricedPlan] = {}
         self.leasts: dict[tuple[object, ...], float] = {}
         self.end_leasts: dict[tuple[Layout, tuple[Layout, ...]], float] = {}
+        self.known_pairs: dict[tuple[tuple[int, ...], ...], int] = {}
         self.known_ends: dict[tuple[int, Layout], tuple[Layout, ...]] = {}
 
     # -- the least that an expansion takes
@@ -373,7 +387,27 @@ class _Price:
             for factor, size in self.sizes.items()
         }
         matmuls = sum(local.pop(factor) for factor in self.rule.apart) if self.rule.apart else 1
-        return work_seconds(2.0 * matmuls * prod(local.values()), nbytes, self.topology)
+        pairs = 1
+        if self.rule.triangle is not None:
+            rows, columns = self.rule.triangle
+            pairs = self.busiest_pairs(tuple(expansion.order.get(factor, ()) for factor in (rows, columns)))
+            del local[rows], local[columns]
+        return work_seconds(2.0 * matmuls * pairs * prod(local.values()), nbytes, self.topology)
+
+    def busiest_pairs(self, axes: tuple[tuple[int, ...], ...]) -> int:
+        """The most pairs of a triangle's factors that some rank has, where these mesh axes shard them."""
+        if axes not in self.known_pairs:
+            assert self.rule.triangle is not None
+            sizes = [self.sizes[factor] for factor in self.rule.triangle]
+            shape = self.mesh.shape
+            places = [product(*(range(shape[axis]) for axis in each)) for each in axes]
+            rows, columns = (
+                {nested_chunk(size, each, shape, dict(zip(each, at, strict=True))) or range(0) for at in places_of}
+                for size, each, places_of in zip(sizes, axes, places, strict=True)
+            )
+            pairs = (visible_pairs((row,), (column,), True) for row in rows for column in columns)
+            self.known_pairs[axes] = max(pairs, default=0)
+        return self.known_pairs[axes]
 
     def end(self, i: int, expansion: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:
         """The layout to which the price redistributes output `i`: the cheapest of its ends."""

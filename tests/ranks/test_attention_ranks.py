@@ -14,7 +14,7 @@ from dshard import Layout, Shard, explain, init_device_mesh, trace, use_strategy
 from dshard.comm import bind
 from dshard.testing import RankPool, distribute, whole
 
-LOOPS = ["batch", "ulysses", "context", "split-keys", None]
+LOOPS = ["batch", "ulysses", "context", "ring", "balanced ring", "split-keys", None]
 
 
 def operands(heads: int, key_heads: int, queries: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -47,6 +47,29 @@ def forced() -> list[tuple[str, float, list[tuple[str, int]], list[tuple[str, in
             planned = [(each.collective, each.nbytes) for call in report.operators for each in call.collectives]
             found.append((f"{loops} {heads} {key_heads} {causal}", far, received, planned))
     return found
+
+
+def compiled() -> tuple[float, str]:
+    """How far a compiled region is from one device, and what a ring within one says."""
+    mesh = bind(init_device_mesh("cpu", (4,), mesh_dim_names=("x",)))
+    attend = torch.compile(F.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+    given = operands(4, 4)
+    laid = [distribute(x, Layout(mesh, (Shard(2),))) for x in given]
+    far = (whole(attend(*laid)) - F.scaled_dot_product_attention(*given)).abs().max().item()
+    try:
+        with use_strategy(attention="ring"):
+            attend(*laid)
+    except Exception as error:  # torch's own, with ours in its message
+        return far, str(error)
+    return far, ""
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_compiled_regions_have_no_rings(ranks: RankPool) -> None:
+    for far, message in ranks.run(compiled):
+        assert far < 1e-11
+        assert "attention='ring' in a compiled region: a compiled graph keeps no exchange" in message
 
 
 @pytest.mark.ranks

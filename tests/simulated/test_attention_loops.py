@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.default_cases import THOROUGH
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dshard import (
     DTensor,
@@ -23,7 +24,7 @@ from dshard import (
     explain,
     use_strategy,
 )
-from dshard.rules.attention_loops import LOOPS
+from dshard.rules.attention_loops import LOOPS, RINGS
 from dshard.testing import distribute, simulated, whole
 from dshard.testing.choices import layouts_of
 
@@ -40,7 +41,11 @@ def drawn(draw: Random) -> tuple[list[Tensor], dict[str, Any]]:
     heads, groups = draw.choice([1, 2, 3, 4]), draw.choice([1, 1, 2, 4])
     queries, keys, batch = draw.choice([1, 3, 4, 5]), draw.choice([1, 2, 4, 7]), draw.choice([1, 2, 3])
     lead = draw.choice([(), (batch,)]) if groups == 1 else (batch,)
-    given = [reals(*lead, heads * groups, queries, 4), reals(*lead, heads, keys, 4), reals(*lead, heads, keys, 6)]
+    given = [
+        reals(*lead, heads * groups, queries, 4),
+        reals(*lead, heads, keys, 4),
+        reals(*lead, heads, keys, draw.choice([4, 6])),
+    ]
     options: dict[str, Any] = {"scale": draw.choice([None, 0.3]), "enable_gqa": groups > 1}
     kind = draw.choice(["none", "causal", "bool", "float"])
     if kind == "causal":
@@ -70,10 +75,10 @@ def differences(seed: int) -> tuple[list[str], str]:
     draw = Random(seed)
     given, options = drawn(draw)
     mesh = draw.choice(MESHES)
-    loops = tuple(draw.choice(LOOPS) for _ in mesh.shape) if draw.random() < 0.8 else None
+    loops = tuple(draw.choice((*LOOPS, *RINGS)) for _ in mesh.shape) if draw.random() < 0.8 else None
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in given]
     recorded = draw.random() < 0.8
-    grad = torch.randn(*leaves[0].shape[:-1], 6, dtype=torch.float64)
+    grad = torch.randn(*leaves[0].shape[:-1], given[2].shape[-1], dtype=torch.float64)
     expected = run(leaves, options, grad if recorded else None)
     layouts = [draw.choice([one for one in layouts_of(x, mesh) if not one.partial_axes()]) for x in given]
     text = f"seed {seed}: {mesh} {loops} {options} {[tuple(x.shape) for x in given]} {list(map(str, layouts))}"
@@ -142,14 +147,38 @@ def test_one_query_and_a_split_cache_move_the_result_alone() -> None:
     assert report.chosen.bytes_moved <= 2 * (result + statistics)
 
 
+@pytest.mark.parametrize("asked", ["split-keys", "ring", "balanced ring"])
+def test_gradients_have_gradients(asked: str) -> None:
+    mesh, generator = Mesh((3,), ("x",)), torch.Generator().manual_seed(0)
+    values = [torch.randn(1, 2, 4, 3, dtype=torch.float64, generator=generator) for _ in range(5)]
+
+    def second(tensors: list[Any], grad: Any, other: Any) -> Any:
+        out = F.scaled_dot_product_attention(tensors[0], tensors[1], tensors[2], is_causal=True)
+        found = torch.autograd.grad(out, tensors, grad, create_graph=True)
+        return torch.autograd.grad(sum((x * other).sum() for x in found), [*tensors, grad])
+
+    with sdpa_kernel(SDPBackend.MATH):  # the kernels that hold no scores have none on one device either
+        expected = second(*laid_out([x.clone() for x in values]))
+    with simulated(mesh), use_strategy(attention=asked), sdpa_kernel(SDPBackend.MATH):
+        found = second(*laid_out([distribute(x, Layout(mesh, (Shard(2),))) for x in values]))
+        for mine, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(whole(mine), right)
+
+
+def laid_out(values: list[Any]) -> tuple[list[Any], Any, Any]:
+    """The operands, the gradient of the result, and weights of the gradients."""
+    leaves = [x.requires_grad_() for x in values[:4]]
+    return leaves[:3], leaves[3], values[4]
+
+
 @pytest.mark.parametrize(
     ("asked", "heads", "message"),
     [
         ("ulysses", 1, "attention='ulysses' of 1 query and 1 key heads, .*: no mesh axis can be given these loops"),
         ("ulises", 2, "attention='ulises': use batch, heads, ulysses, .*did you mean 'ulysses'"),
-        (("h", "q"), 2, "2 loops for the mesh .*; give one for each axis"),
+        (("ring", "balanced ring"), 2, "2 loops for the mesh .*; give one for each axis"),
         ("ulysses x context", 2, "needs 2 mesh axes .u, c., but the mesh"),
-        (("z",), 2, "use batch, heads, .* or a loop .b, h, q, k. for each mesh axis"),
+        (("z",), 2, "use batch, heads, .* or a loop .b, h, q, k, ring, .* for each mesh axis"),
     ],
 )
 def test_loops_that_cannot_be_say_so(asked: Any, heads: int, message: str) -> None:
@@ -158,13 +187,34 @@ def test_loops_that_cannot_be_say_so(asked: Any, heads: int, message: str) -> No
         F.scaled_dot_product_attention(x, x, x)
 
 
+def test_rings_that_cannot_be_say_so() -> None:
+    x = without_data(Mesh((1,), ("x",)), (2, 2, 8, 4), Shard(2))
+    for asked in ("ring", ("ring",)):
+        with (
+            pytest.raises(StrategyError, match="a ring goes round an axis of at least two ranks; use 'context'"),
+            use_strategy(attention=asked),
+        ):
+            F.scaled_dot_product_attention(x, x, x)
+    x, mask = (without_data(Mesh((2,), ("x",)), shape, Replicate()) for shape in ((2, 2, 8, 4), (8, 8)))
+    with (
+        pytest.raises(StrategyError, match="attention='ring' with dropout: it needs whole scores; use 'context'"),
+        use_strategy(attention="ring"),
+    ):
+        F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+    with (
+        pytest.raises(StrategyError, match=r"'balanced ring' with attn_mask: .*; use 'ring'"),
+        use_strategy(attention="balanced ring"),
+    ):
+        F.scaled_dot_product_attention(x, x, x, mask)
+
+
 def test_half_precision_is_as_near_as_on_one_device() -> None:
     torch.manual_seed(0)
     mesh, exact = Mesh((4,), ("x",)), [torch.randn(2, 4, 16, 8, dtype=torch.float64) for _ in range(3)]
     halves = [x.bfloat16() for x in exact]
     right = F.scaled_dot_product_attention(*exact)
     alone = (F.scaled_dot_product_attention(*halves) - right).abs().max()
-    for asked in ("ulysses", "context", "split-keys"):
+    for asked in ("ulysses", "context", "ring", "balanced ring", "split-keys"):
         with simulated(mesh), use_strategy(attention=asked):
             out = whole(F.scaled_dot_product_attention(*(distribute(x, Layout(mesh, (Shard(2),))) for x in halves)))
         assert out.dtype == torch.bfloat16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dshard.comm import plain
+from dshard.comm import plain, traced
 from dshard.core.call import LocalOp
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
 from dshard.core.operands import common_mesh, spec_like
@@ -19,10 +20,10 @@ from dshard.core.spec import Spec, for_shapes, spec_of
 from dshard.core.torch_function import autocast, bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
-from dshard.ops.attention.attention_choice import Choice, chosen
+from dshard.ops.attention.attention_choice import Among, Choice, chosen
 from dshard.ops.attention.dropout import attention_with_dropout
 from dshard.ops.attention.local_attention import Options, of_key_heads, of_queries, whole
-from dshard.ops.attention.split_keys import SplitKeys
+from dshard.ops.attention.partial_attention import PartialAttention
 from dshard.ops.composite import SavingExecutable, run_chosen
 from dshard.ops.matmul.options import current_options
 from dshard.ops.matmul.rules import same_dtype
@@ -39,12 +40,17 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
     tensors = autocast((query, k, v) if mask is None else (query, k, v, mask))
     options, asked = Options(causal, scale, gqa), current_options().attention
     needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
-    make = partial(_executable, tensors, options, dropout, asked, needed)
-    return run_chosen(("attention", causal, scale, gqa, dropout, asked, needed), make, tensors)
+    among: Among = "all"
+    if dropout:
+        among = "with dropout"
+    elif any(isinstance(t, Wrapper) and traced(t._local_tensor) for t in tensors):
+        among = "in a graph"
+    make = partial(_executable, tensors, options, dropout, asked, needed, among)
+    return run_chosen(("attention", causal, scale, gqa, dropout, asked, needed, among), make, tensors)
 
 
 def _executable(
-    tensors: Sequence[Tensor], options: Options, dropout: float, asked: Asked, needed: tuple[bool, ...]
+    tensors: Sequence[Tensor], options: Options, dropout: float, asked: Asked, needed: tuple[bool, ...], among: Among
 ) -> Executable | ComposedExecutable:
     """The cheapest way to run attention on operands like these."""
     mesh = common_mesh("attention", list(tensors))
@@ -53,12 +59,12 @@ def _executable(
     attend = whole(options)
     with torch.no_grad(), for_shapes():
         out = attend(*(spec.meta() for spec in specs))
-    choice = chosen(specs, out, options.gqa, asked, needed)
+    choice = chosen(specs, out, options, asked, needed, among)
     if dropout:
         run = partial(attention_with_dropout, choice.strategy, choice.end, options, dropout)
         return ComposedExecutable(None, run)
-    if choice.keys == "split":
-        return SplitKeys(choice, specs, out, options)
+    if choice.keys == "split" or choice.ring.axes:
+        return PartialAttention(choice, specs, out, options, partial(_recorded, options, needed))
     result = spec_of(choice.end, tuple(out.shape), out.stride(), out.dtype, specs[0].device)
     positions = [i for i, t in enumerate(tensors) if isinstance(t, Wrapper)]
     kernel = partial(_kernel, choice, specs, options)
@@ -66,6 +72,12 @@ def _executable(
     saves_copies = choice.keys == "every head" or choice.strategy.outputs[0].leaves_empty(tuple(out.shape))
     make = SavingExecutable if saves_copies else Executable
     return make(choice.decision, kernel, [result], positions, wrap_as(result), gradients=gradients)
+
+
+def _recorded(options: Options, needed: tuple[bool, ...], tensors: Sequence[Tensor]) -> Any:
+    """Attention to whole keys, whose gradients can be differentiated themselves."""
+    make = partial(_executable, tensors, options, 0.0, None, needed, "whole keys")
+    return run_chosen(("attention", *astuple(options), "whole keys", needed), make, tensors)
 
 
 def _kernel(choice: Choice, specs: Sequence[Spec], options: Options, at: Coordinate) -> LocalOp:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,77 +13,142 @@ from dshard.core.context import planning_context
 from dshard.core.observe import Decision, planned
 from dshard.core.operands import operand_of, plan_to
 from dshard.core.spec import Spec
-from dshard.errors import StrategyError
+from dshard.errors import CompileError, StrategyError
 from dshard.layout import Layout, Shape
+from dshard.ops.attention.local_attention import Options
+from dshard.ops.attention.ring_price import RingCall, ring_strategies
 from dshard.placements import Partial, Placement, Replicate
 from dshard.redistribute import Plan, plan
 from dshard.rules.attention_loops import (
     Asked,
     Keys,
-    allowed_loops,
     attention_rule,
     axes_of_row,
     is_grouped,
+    ways_of,
     with_row,
     without_row,
 )
+from dshard.rules.attention_ring import Ring
 from dshard.rules.expand import Allowed, expansions
-from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints, Strategy, cheapest, choose, completed_layout, returned_layout
 from dshard.topology import Topology
+
+Among: TypeAlias = Literal["all", "in a graph", "with dropout", "whole keys"]
+"""The candidates: all; those without rings; and those of them in which every rank has all keys of its queries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The cheapest way to run a call of attention: its decision and strategy, and what a rank has of the keys."""
+    """The cheapest way to run a call of attention: its decision and strategy, and what a rank has of the keys.
+
+    Around the axes of the `ring` keys and values are sent; it has none where they are gathered.
+    """
 
     decision: Decision
     strategy: Strategy
     keys: Keys
     end: Layout
+    ring: Ring
 
 
-def chosen(specs: Sequence[Spec], out: Tensor, gqa: bool, asked: Asked, needed: tuple[bool, ...]) -> Choice:
+def chosen(
+    specs: Sequence[Spec],
+    out: Tensor,
+    options: Options,
+    asked: Asked,
+    needed: tuple[bool, ...],
+    among: Among = "all",
+) -> Choice:
     """The cheapest candidate for operands of these specs, of which those `needed` get a gradient.
 
     Raises:
         StrategyError: what is asked for cannot be, for these heads or on this mesh.
+        CompileError: a ring in a compiled region.
     """
     shapes, layouts = [spec.shape for spec in specs], [spec.layout for spec in specs]
     topology = planning_context().topology_of(layouts[0].mesh)
-    rules: dict[Keys, Rule] = {"whole": attention_rule(shapes, gqa), "split": attention_rule(shapes, gqa, "split")}
-    allowed = allowed_loops(asked, rules["split"], layouts)
+    kinds: tuple[Keys, ...] = (
+        ("whole", "split", "every head") if is_grouped(shapes, options.gqa) else ("whole", "split")
+    )
+    rules = {keys: attention_rule(shapes, options.gqa, keys, options.causal) for keys in kinds}
+    ways, balanced = ways_of(asked, rules["split"], layouts)
     if len(shapes[0]) < 3 or shapes[0][-3] == 1:
-        allowed = without_row(allowed, "h")
-    ways: dict[Keys, tuple[Allowed, ...]] = {"whole": allowed, "split": with_row(allowed, "k")}
-    if is_grouped(shapes, gqa):
-        rules["every head"], ways["every head"] = attention_rule(shapes, gqa, "every head"), with_row(allowed, "h")
+        ways = tuple((allowed, ring) for allowed, ring in ways if without_row([allowed], "h"))
+    allowed = tuple(rows for rows, ring in ways if not ring)
+    if ways and not allowed:
+        _refuse_ring(asked, among)
+    rows_of: dict[Keys, tuple[Allowed, ...]] = {
+        "whole": allowed,
+        "split": () if among == "whole keys" else with_row(allowed, "k"),
+        "every head": with_row(allowed, "h"),
+    }
     operands, outputs = tuple(map(operand_of, specs)), ((tuple(out.shape), out.itemsize),)
     wanted = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0])
-    candidates: dict[Strategy, Keys] = {}
+    candidates: dict[Strategy, tuple[Keys, Ring]] = {}
     for keys, rule in rules.items():
-        constraints = replace(wanted, among=ways[keys])
-        if next(expansions(rule, operands, outputs, ways[keys]), None) is not None:
+        constraints = replace(wanted, among=rows_of[keys])
+        if next(expansions(rule, operands, outputs, rows_of[keys]), None) is not None:
             strategy = choose(rule, operands, outputs, topology, constraints)
-            candidates[_named(strategy, keys, specs, tuple(out.shape), topology)] = keys
+            candidates[_named(strategy, keys, specs, tuple(out.shape), topology)] = keys, Ring(())
+    call = RingCall(rules["whole"], specs, outputs, options, wanted, topology)
+    for rows, axes in ways if among == "all" else ():
+        for ring in (Ring(axes, is_balanced) for is_balanced in _forms(balanced, specs, options) if axes):
+            candidates |= dict.fromkeys(ring_strategies(call, rows, ring), ("whole", ring))
     if not candidates:
         raise StrategyError(_impossible(asked, specs))
     base, *others = candidates
     strategy = cheapest(base, others)
+    keys, ring = candidates[strategy]
     plans = tuple(plan_to(spec, layout) for spec, layout in zip(specs, strategy.inputs, strict=True))
     end = returned_layout(strategy.outputs[0], layouts[0])
     return Choice(
         Decision(
             *("attention", operands, outputs, rules["whole"], strategy, plans, topology),
-            wanted=replace(wanted, among=ways["whole"]),
+            wanted=replace(wanted, among=allowed),
             exchanges=strategy.exchanges,
-            alternatives=tuple(each for each, keys in candidates.items() if keys != "whole"),
+            alternatives=tuple(each for each, how in candidates.items() if how != ("whole", Ring(()))),
             ends=(plan(strategy.outputs[0], end, tuple(out.shape), out.itemsize, topology),),
         ),
         strategy,
-        candidates[strategy],
+        keys,
         end,
+        ring,
     )
+
+
+def _refuse_ring(asked: Asked, among: Among) -> None:
+    """Refuse a ring where there is none.
+
+    Raises:
+        CompileError: in a compiled region.
+        StrategyError: with dropout.
+    """
+    match among:
+        case "in a graph":
+            raise CompileError(
+                f"attention={asked!r} in a compiled region: a compiled graph keeps no exchange whose result a rank "
+                "does not need; use 'context' or 'ulysses' there"
+            )
+        case "with dropout":
+            raise StrategyError(f"attention={asked!r} with dropout: it needs whole scores; use 'context' or 'ulysses'")
+        case "all" | "whole keys":
+            pass
+
+
+def _forms(balanced: bool | None, specs: Sequence[Spec], options: Options) -> tuple[bool, ...]:
+    """Whether halves are swapped: nothing is gained by it without a causal mask.
+
+    Raises:
+        StrategyError: a balanced ring with a mask, whose rows lie as those of the queries.
+    """
+    if balanced and len(specs) > 3:
+        raise StrategyError(
+            "attention='balanced ring' with attn_mask: halves are swapped where is_causal says what is seen; use 'ring'"
+        )
+    if balanced is not None:
+        return (balanced,)
+    return (False, True) if options.causal else (False,)
 
 
 def _named(strategy: Strategy, keys: Keys, specs: Sequence[Spec], shape: Shape, topology: Topology) -> Strategy:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
+from math import prod
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dshard.layout import Shape
 
 Attend: TypeAlias = Callable[..., Tensor]
 
@@ -64,35 +66,13 @@ def causal(queries: range, keys: range, device: torch.device) -> Tensor:
     return seen.tril(queries.start - keys.start)
 
 
-def with_statistics(queries: range, keys: range, options: Options) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Attention to a range of the keys: the result, and the log-sum-exp of each row's scores, in single precision.
-
-    A row that sees none of these keys is zero, and its log-sum-exp is minus infinity. Both have one more dim in front.
-    """
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        if options.gqa and q.shape[-3] != k.shape[-3]:
-            k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for x in (k, v))
-        factor = q.shape[-1] ** -0.5 if options.scale is None else options.scale
-        scores = (q.to(wide) * factor) @ k.to(wide).transpose(-2, -1)
-        if options.causal:
-            scores = scores.masked_fill(causal(queries, keys, q.device).logical_not(), -inf)
-        if mask is not None:
-            scores = scores.masked_fill(mask.logical_not(), -inf) if mask.dtype == torch.bool else scores + mask
-        if not len(keys):
-            nothing = scores.sum(-1) + q.to(wide).sum(-1) * 0
-            return (scores @ v.to(wide)).unsqueeze(0), (nothing - inf).unsqueeze(0)
-        most = scores.detach().amax(-1, keepdim=True)
-        weights = (scores - most.masked_fill(most == -inf, 0.0)).exp()
-        total = weights.sum(-1, keepdim=True)
-        empty = total == 0
-        total = total.masked_fill(empty, 1.0)
-        out = (weights / total) @ v.to(wide)
-        told = (total.log() + most.masked_fill(empty, 0.0)).squeeze(-1)
-        return out.unsqueeze(0), told.masked_fill(empty.squeeze(-1), -inf).unsqueeze(0)
-
-    return attend
+def four_dims(x: Tensor, batch: Shape = ()) -> Tensor:
+    """The tensor with the four dims of `block_kernels`: batch dims become one, which is first broadcast to `batch`."""
+    if x.dim() <= 4:
+        return x.reshape((1,) * (4 - x.dim()) + x.shape)
+    if batch and prod(x.shape[:-3]) > 1:
+        x = x.expand(*batch, *x.shape[-3:])
+    return x.flatten(0, -4)
 
 
 def _is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:

@@ -145,8 +145,8 @@ def use_strategy(
 ) -> Iterator[None]:
     """Within the block matmuls and attention use these strategies instead of the cheapest; matmuls run in `panels`.
 
-    `attention` is a name, such as "ulysses", "context" or "split-keys", or a loop for each mesh axis: "b", "h", "q",
-    "k", or None for the cheapest (`dshard.rules.attention_loops` has the table).
+    `attention` is a name, such as "ulysses", "context", "ring" or "split-keys", or a loop for each mesh axis: "b", "h",
+    "q", "k", "ring", "balanced ring", or None for the cheapest (`dshard.rules.attention_loops` has the table).
 
     With `panels` "auto" each matmul runs in the number of panels that is priced to take the fewest seconds, or in bulk;
     `buffer_bytes` limits the choice to numbers whose buffers take at most that on a rank, or else to the smallest.

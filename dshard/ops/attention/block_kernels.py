@@ -1,0 +1,299 @@
+"""Attention of local tensors to some blocks of the scores, with the log-sum-exp of each row.
+
+The kernels of the device hold no scores: flash attention on CPUs and CUDA, memory-efficient attention on CUDA. Where
+none serves, single operators do, in single precision at least. A backward kernel that is given the result and the
+log-sum-exp of the whole row, from however many blocks, gives the gradients of its own block (FlashAttention-2, Dao
+2023, section 3.2).
+
+Tensors have four dims here: query (batch, heads, queries, d), key (batch, key heads, keys, d), value (batch, key heads,
+keys, e), mask (batch, heads, queries, keys), of which any may be 1. Results and sums over blocks are wide: in single
+precision at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard.rules.attention_blocks import Block
+
+_HALF = (torch.float16, torch.bfloat16)
+_aten = torch.ops.aten
+
+
+class Panel(NamedTuple):
+    """Queries, keys, values and perhaps a mask, of which the `blocks` of scores count, times `scale`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    blocks: Sequence[Block]
+    scale: float
+
+
+class _Operands(NamedTuple):
+    """One block as kernels take it: as many key heads as query heads, and a mask that is added to the scores."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    scale: float
+    diagonal: bool
+
+
+_Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+class _Kernel(NamedTuple):
+    """Forward: the result and the log-sum-exp of each row.
+
+    Backward: the gradients, of the result's gradient, the operands, the former's product with the result, summed over
+    the last dim, and the log-sum-exp.
+    """
+
+    forward: Callable[[_Operands], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, _Operands, Tensor, Tensor], _Gradients]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of results and sums over blocks, which are rounded once, at the end."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def empty_result(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The result and the log-sum-exp of queries that have seen no key yet."""
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide(q.dtype))
+    return out, out.new_full(q.shape[:-1], -inf)
+
+
+def accumulate(out: Tensor, lse: Tensor, panel: Panel) -> None:
+    """Merge attention to the blocks of a panel into a result and its log-sum-exp, in place."""
+    for block in panel.blocks:
+        operands = _operands(panel, block)
+        part, told = _kernel_of(operands).forward(operands)
+        result, rows = _span(out, -2, block.queries), _span(lse, -1, block.queries)
+        told = told.reshape(rows.shape)
+        if operands.mask is not None:
+            told = told.masked_fill(_blind(operands.mask).expand(operands.q.shape[:-1]).reshape(rows.shape), -inf)
+        shares, most, total = merged_shares(torch.stack([rows, told]))
+        before, added = shares.unsqueeze(-1).unbind()
+        result.mul_(before).add_(part.reshape(result.shape) * added)
+        rows.copy_((most + total.log()).squeeze(0))
+
+
+def merged_shares(lse: Tensor, completed: Callable[[Any], Any] = lambda x: x) -> tuple[Tensor, Tensor, Tensor]:
+    """The shares of partial results, stacked in dim 0 with their log-sum-exps, in the merged one.
+
+    `completed` completes a reduction over dim 0 where other ranks have more of them. Also returns the maximum of each
+    row, and its sum of exponentials relative to that.
+    """
+    most = completed(lse.detach().amax(0, keepdim=True))
+    weights = (lse - most.masked_fill(most == -inf, 0.0)).exp()
+    total = completed(weights.sum(0, keepdim=True))
+    return weights / total.masked_fill(total == 0, 1.0), most, total
+
+
+def accumulate_gradients(
+    totals: Sequence[Tensor | None], grad: Tensor, panel: Panel, delta: Tensor, lse: Tensor
+) -> None:
+    """Add the gradients of query, key, value and mask by the blocks of a panel to `totals` in place; None: not wanted.
+
+    `grad` is the gradient of the result, `delta` its product with the result summed over the last dim, and `lse` the
+    log-sum-exp: all of the whole rows, whatever panels they come from.
+    """
+    # exp(score - inf) is no weight, even where the score is minus infinity
+    lse = lse.masked_fill(lse == -inf, inf)
+    for block in panel.blocks:
+        operands = _operands(panel, block)
+        lead = operands.q.shape[:-1]
+        above = _span(grad, -2, block.queries).reshape(*lead, grad.shape[-1])
+        products, told = (_span(x, -1, block.queries).reshape(lead) for x in (delta, lse))
+        if len(totals) > 3 and totals[3] is not None:
+            *found, scores = _gradients_by_operators(above, operands, products, told)
+            of_mask = _span(_span(totals[3], -2, block.queries), -1, block.keys)
+            heads = (*panel.q.shape[:2], *scores.shape[-2:])
+            of_mask.add_(scores.reshape(heads).sum_to_size(of_mask.shape))
+        else:
+            found = [*_kernel_of(operands).backward(above, operands, products, told)]
+        for total, part, span in zip(totals, found, (block.queries, block.keys, block.keys), strict=False):
+            if total is not None:
+                here = _span(total, -2, span)
+                fewer = here.shape[:2] != panel.q.shape[:2]  # heads of the query share one of the key
+                here.add_((part.sum(1) if fewer else part).reshape(here.shape))
+
+
+def _result_with(grad: Tensor, delta: Tensor) -> Tensor:
+    """A result whose product with its gradient is `delta`: kernels take it for that alone, and a row is short to send.
+
+    It is no longer than the result itself, so that it rounds no worse.
+    """
+    precise = grad.to(delta.dtype)
+    most = precise.abs().amax(-1, keepdim=True)
+    zero = most == 0
+    unit = precise / most.masked_fill(zero, 1.0)  # squares of tiny gradients would be zero
+    length = (unit.square().sum(-1, keepdim=True) * most).masked_fill(zero, 1.0)
+    return (unit * (delta.unsqueeze(-1) / length)).to(grad.dtype)
+
+
+# -- one block as kernels take it
+
+
+def _span(x: Tensor, dim: int, indices: range) -> Tensor:
+    return x if x.shape[dim] in (1, len(indices)) else x.narrow(dim, indices.start, len(indices))
+
+
+def _operands(panel: Panel, block: Block) -> _Operands:
+    q = _span(panel.q, -2, block.queries)
+    k, v = (_span(x, -2, block.keys) for x in (panel.k, panel.v))
+    mask = panel.mask
+    if mask is not None:
+        mask = _added(_span(_span(mask, -2, block.queries), -1, block.keys), panel.q.dtype)
+    batch, heads, key_heads = *q.shape[:2], k.shape[1]
+    if heads != key_heads:  # the heads that share one of the key become a dim in which that is expanded, not copied
+        groups = heads // key_heads
+        if mask is not None and mask.shape[:2] != (1, 1):
+            mask = mask.expand(batch, heads, -1, -1).reshape(batch * key_heads, groups, *mask.shape[2:])
+        q = q.reshape(batch * key_heads, groups, *q.shape[2:])
+        k, v = (x.reshape(batch * key_heads, 1, *x.shape[2:]).expand(-1, groups, -1, -1) for x in (k, v))
+    return _Operands(q, k, v, mask, panel.scale, block.diagonal)
+
+
+def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The mask as one that is added: minus infinity where a boolean one is false."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.logical_not(), -inf)
+
+
+def _blind(mask: Tensor) -> Tensor:
+    """The rows in which the mask lets no key be seen."""
+    return (mask == -inf).all(-1)
+
+
+# -- the kernels
+
+
+def _kernel_of(operands: _Operands) -> _Kernel:
+    """The kernel of the device that holds no scores, or single operators."""
+    q, k, v, mask = operands[:4]
+    if not all(x.numel() for x in (q, k, v)) or not q.is_floating_point():
+        return _OPERATORS
+    if q.device.type in ("cpu", "meta"):
+        return _FLASH_ON_CPU if torch.backends.cuda.flash_sdp_enabled() else _OPERATORS
+    if q.device.type != "cuda" or mask is not None or max(q.shape[-1], v.shape[-1]) > 256:
+        return _OPERATORS
+    if q.dtype in _HALF and torch.backends.cuda.flash_sdp_enabled():
+        return _FLASH_ON_CUDA
+    fits = q.dtype in (*_HALF, torch.float32) and torch.backends.cuda.mem_efficient_sdp_enabled()
+    return _EFFICIENT_ON_CUDA if fits else _OPERATORS
+
+
+def _of_one_size(operands: _Operands, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value with zeros appended to the last dim, until it is a `multiple` of one size."""
+    size = -(-max(operands.q.shape[-1], operands.v.shape[-1]) // multiple) * multiple
+    q, k, v = (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in operands[:3])
+    return q, k, v
+
+
+def _to_size(x: Tensor, size: int) -> Tensor:
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+
+
+def _cut(gradients: Sequence[Tensor], operands: _Operands) -> _Gradients:
+    q, k, v = (_span(g, -1, range(x.shape[-1])) for g, x in zip(gradients, operands[:3], strict=True))
+    return q, k, v
+
+
+def _flash_on_cpu(o: _Operands) -> tuple[Tensor, Tensor]:
+    kernel = _aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(*_of_one_size(o), 0.0, o.diagonal, attn_mask=o.mask, scale=o.scale)
+    return _span(out, -1, range(o.v.shape[-1])), lse
+
+
+def _flash_on_cpu_backward(grad: Tensor, o: _Operands, delta: Tensor, lse: Tensor) -> _Gradients:
+    q, k, v = _of_one_size(o)
+    grad, out = (_to_size(x, v.shape[-1]) for x in (grad, _result_with(grad, delta)))
+    kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return _cut(kernel(grad, q, k, v, out, lse, 0.0, o.diagonal, attn_mask=o.mask, scale=o.scale), o)
+
+
+def _flash_on_cuda(o: _Operands) -> tuple[Tensor, Tensor]:
+    kernel = _aten._scaled_dot_product_flash_attention
+    out, lse, *_ = kernel(*_of_one_size(o, 8), 0.0, o.diagonal, scale=o.scale)
+    return _span(out, -1, range(o.v.shape[-1])), lse
+
+
+def _flash_on_cuda_backward(grad: Tensor, o: _Operands, delta: Tensor, lse: Tensor) -> _Gradients:
+    q, k, v = _of_one_size(o, 8)
+    grad, out = (_to_size(x, v.shape[-1]) for x in (grad, _result_with(grad, delta)))
+    kernel, none = _aten._scaled_dot_product_flash_attention_backward, q.new_empty(2, dtype=torch.uint64)
+    sizes = q.shape[-2], k.shape[-2]
+    found = kernel(grad, q, k, v, out, lse, None, None, *sizes, 0.0, o.diagonal, none, none, scale=o.scale)
+    return _cut(found, o)
+
+
+def _efficient_on_cuda(o: _Operands) -> tuple[Tensor, Tensor]:
+    kernel = _aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = kernel(*_of_one_size(o, 8), None, True, 0.0, o.diagonal, scale=o.scale)
+    return _span(out, -1, range(o.v.shape[-1])), _span(lse, -1, range(o.q.shape[-2]))
+
+
+def _efficient_on_cuda_backward(grad: Tensor, o: _Operands, delta: Tensor, lse: Tensor) -> _Gradients:
+    q, k, v = _of_one_size(o, 8)
+    grad, out = (_to_size(x, v.shape[-1]) for x in (grad, _result_with(grad, delta)))
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=inf)  # the kernel reads rows in blocks of 32
+    kernel, none = _aten._scaled_dot_product_efficient_attention_backward, q.new_empty((), dtype=torch.int64)
+    wanted = [True, True, True, False]
+    found = kernel(grad, q, k, v, None, out, lse, none, none, 0.0, wanted, o.diagonal, scale=o.scale)
+    return _cut(found[:3], o)
+
+
+def _scores(o: _Operands) -> Tensor:
+    dtype = wide(o.q.dtype)
+    scores = (o.q.to(dtype) * o.scale) @ o.k.to(dtype).transpose(-2, -1)
+    if o.mask is not None:
+        scores = scores + o.mask
+    if o.diagonal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -inf)
+    return scores
+
+
+def _forward_by_operators(o: _Operands) -> tuple[Tensor, Tensor]:
+    scores = _scores(o)
+    most = scores.amax(-1, keepdim=True)
+    weights = (scores - most.masked_fill(most == -inf, 0.0)).exp()
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    lse = (total.log() + most.masked_fill(empty, 0.0)).masked_fill(empty, -inf)
+    return (weights / total) @ o.v.to(scores.dtype), lse.squeeze(-1)
+
+
+def _gradients_by_operators(
+    grad: Tensor, o: _Operands, delta: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key, value, and of the scores."""
+    dtype = lse.dtype
+    q, k, v, grad = (x.to(dtype) for x in (*o[:3], grad))
+    weights = (_scores(o) - lse.unsqueeze(-1)).exp()
+    scores = weights * (grad @ v.transpose(-2, -1) - delta.unsqueeze(-1))
+    turned = scores.transpose(-2, -1)
+    return scores @ k * o.scale, turned @ q * o.scale, weights.transpose(-2, -1) @ grad, scores
+
+
+def _backward_by_operators(grad: Tensor, o: _Operands, delta: Tensor, lse: Tensor) -> _Gradients:
+    return _gradients_by_operators(grad, o, delta, lse)[:3]
+
+
+_FLASH_ON_CPU = _Kernel(_flash_on_cpu, _flash_on_cpu_backward)
+_FLASH_ON_CUDA = _Kernel(_flash_on_cuda, _flash_on_cuda_backward)
+_EFFICIENT_ON_CUDA = _Kernel(_efficient_on_cuda, _efficient_on_cuda_backward)
+_OPERATORS = _Kernel(_forward_by_operators, _backward_by_operators)

@@ -1,0 +1,145 @@
+"""Attention whose keys are on several ranks: around a ring, or merged from each rank's range of the keys, or both.
+
+The ranks' results and statistics stand side by side in one more dim, which the axes of loop k shard. They are merged by
+operators on distributed tensors. The backward pass needs of the result its product with its own gradient alone, one
+number for each row, beside the log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.autograd.crossing import as_distributed, redistribute
+from dshard.comm import run_program
+from dshard.core.executable import ComposedExecutable
+from dshard.core.signature import Args, Context, Kwargs
+from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.wrapper import wrap
+from dshard.layout import Layout, Shape
+from dshard.ops.attention.attention_choice import Choice
+from dshard.ops.attention.block_kernels import merged_shares
+from dshard.ops.attention.local_attention import Options
+from dshard.ops.attention.ring_attention import RingAttention
+from dshard.ops.composite import Saved
+from dshard.placements import Replicate, Shard
+from dshard.rules.attention_loops import axes_of_row
+
+Recorded = Callable[[Sequence[Any]], Any]
+
+
+class PartialAttention(ComposedExecutable):
+    """Attention of keys on several ranks: its decision is complete, and what runs within repeats it.
+
+    `recorded` is attention by other loops, by which gradients are computed that are differentiated themselves.
+    """
+
+    def __init__(
+        self, choice: Choice, specs: Sequence[Spec], out: Tensor, options: Options, recorded: Recorded
+    ) -> None:
+        super().__init__(choice.decision, self._run)
+        self.specs, self.recorded, self.dtype, self.end = specs, recorded, out.dtype, choice.end
+        self.layouts, self.gradients = choice.strategy.inputs, choice.strategy.gradients
+        self.axes = axes_of_row(choice.strategy.rows, "k")
+        self.shape = tuple(out.shape)
+        self.ring = RingAttention(self.layouts, tuple(spec.shape for spec in specs), options, choice.ring)
+
+    def _run(self, tensors: Args, kwargs: Kwargs) -> Any:
+        moved = [redistribute(t, layout) for t, layout in zip(tensors, self.layouts, strict=True)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            out = _Attention.apply(self, *moved)  # type: ignore[no-untyped-call]
+            return Saved.apply(redistribute(out, self.end), *tensors)  # type: ignore[no-untyped-call]
+        return redistribute(self.forward(moved)[0], self.end)
+
+    @property
+    def computed(self) -> Layout:
+        """The layout in which the result is computed: that of the queries."""
+        return self.layouts[0]
+
+    def forward(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
+        """The result, and the log-sum-exp of its rows."""
+        mesh, (q, *_) = self.computed.mesh, self.specs
+        out, lse = run_program(mesh, self.ring.forward, [t._local_tensor for t in tensors])
+        if not self.axes:
+            local = out.to(self.dtype)
+            return wrap(local, self._spec(self.shape, self.dtype)), wrap(lse, self._spec(self.shape[:-1], lse.dtype))
+        layout, n = _in_front(self.computed, self.axes), prod(mesh.shape[axis] for axis in self.axes)
+        parts, told = (
+            wrap(x.unsqueeze(0), _spec(layout, (n, *shape), x.dtype, q))
+            for x, shape in ((out, self.shape), (lse, self.shape[:-1]))
+        )
+        complete = layout
+        for axis in self.axes:
+            complete = complete.replace(axis, Replicate())
+        shares, most, total = merged_shares(told, lambda x: redistribute(x, complete))
+        merged = redistribute((parts * shares.unsqueeze(-1)).sum(0), self.end).to(self.dtype)
+        return merged, (most + total.log()).squeeze(0)
+
+    def backward(self, grad: Any, tensors: Sequence[Any], needed: Sequence[bool]) -> list[Any]:
+        """The gradients of the operands in their layouts, None where they are not needed.
+
+        `tensors` are the operands, the result and the log-sum-exp.
+        """
+        *operands, out, lse = tensors
+        grad = redistribute(as_distributed(grad, out._spec.layout), out._spec.layout)
+        delta = (grad.to(lse._spec.dtype) * out).sum(-1)
+        given = redistribute(grad, self.computed), redistribute(delta, self.computed), lse, *operands
+        program = partial(_backward, self.ring, tuple(needed))
+        local = run_program(self.computed.mesh, program, [t._local_tensor for t in given])
+        return [
+            wrap(x, _spec(layout, spec.shape, spec.dtype, spec)) if is_needed else None
+            for x, layout, spec, is_needed in zip(local, self.gradients, self.specs, needed, strict=True)
+        ]
+
+    def _spec(self, shape: Shape, dtype: torch.dtype) -> Spec:
+        return _spec(self.computed, shape, dtype, self.specs[0])
+
+
+class _Attention(torch.autograd.Function):
+    """The autograd node of attention of keys on several ranks; the gradient has the layout of its result."""
+
+    @staticmethod
+    def forward(ctx: Context, attention: PartialAttention, *tensors: Any) -> Any:
+        out, lse = attention.forward(tensors)
+        ctx.attention = attention
+        ctx.save_for_backward(*tensors, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, grad: Any) -> Any:
+        attention: PartialAttention = ctx.attention
+        needed, tensors = ctx.needs_input_grad[1:], ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return (None, *attention.backward(grad, tensors, needed))
+        operands = tensors[:-2]
+        wanted = [x for x, is_needed in zip(operands, needed, strict=True) if is_needed]
+        with torch.enable_grad():
+            out = redistribute(attention.recorded(operands), tensors[-2]._spec.layout)
+        grad = redistribute(as_distributed(grad, out._spec.layout), out._spec.layout)
+        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+        return (None, *(next(found) if is_needed else None for is_needed in needed))
+
+
+def _backward(ring: RingAttention, needed: tuple[bool, ...], at: Any, space: Any, tensors: Sequence[Tensor]) -> Any:
+    return ring.backward(at, space, tensors, needed)
+
+
+def _spec(layout: Layout, shape: Shape, dtype: torch.dtype, like: Spec) -> Spec:
+    return spec_of(layout, shape, contiguous_stride(shape), dtype, like.device)
+
+
+def _in_front(layout: Layout, axes: Sequence[int]) -> Layout:
+    """The layout of a tensor with one more dim in front, which these mesh axes shard."""
+    placements = [
+        Shard(0) if axis in axes else Shard(p.dim + 1) if isinstance(p, Shard) else Replicate()
+        for axis, p in enumerate(layout.placements)
+    ]
+    order = tuple((dim + 1, each) for dim, each in layout.order)
+    if len(axes) > 1:
+        order = ((0, tuple(axes)), *order)
+    return Layout(layout.mesh, tuple(placements), order)

@@ -1,0 +1,297 @@
+"""The programs of attention around a ring: each rank attends to the panel that it holds while it sends that on.
+
+Keys and values travel as one flat buffer, of which at most two are held: that in use, which is being sent, and the next
+one. Results of panels are merged by their log-sum-exp. In the backward pass the gradients of a panel follow it from
+rank to rank, each of which adds its own while others are in flight, and end at the owner of the panel; they are summed
+in single precision at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from dshard.caches import cached
+from dshard.comm import InFlight, Program, Request, Session, finish, flat_exchange
+from dshard.layout import Layout, Shape
+from dshard.mesh import Coordinate
+from dshard.ops.attention.block_kernels import Panel, accumulate, accumulate_gradients, empty_result, wide
+from dshard.ops.attention.local_attention import Options, four_dims
+from dshard.rules.attention_ring import Messages, Ring, RingPlan, halved, ring_plan, swapped
+
+
+@dataclass(frozen=True, slots=True)
+class RingAttention:
+    """Attention of operands in these layouts around a ring; around no axis, of what each rank holds.
+
+    `layouts` and `shapes` are those of query, key, value and perhaps mask. Queries, keys and values are sharded over
+    the axes of the ring.
+    """
+
+    layouts: tuple[Layout, ...]
+    shapes: tuple[Shape, ...]
+    options: Options
+    ring: Ring
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the mesh axes of the ring."""
+        return tuple(self.layouts[0].mesh.names[axis] for axis in self.ring.axes)
+
+    @property
+    def scale(self) -> float:
+        """The factor of the scores."""
+        return float(self.shapes[0][-1] ** -0.5 if self.options.scale is None else self.options.scale)
+
+    def positions(self, operand: int, at: Coordinate) -> tuple[range, ...]:
+        """The rows of an operand that each rank of the ring of the one at `at` begins with."""
+        layout, shape = self.layouts[operand], self.shapes[operand]
+        peers = layout.mesh.peers(self.axes, at)
+        return tuple(layout.dim_range(len(shape) - 2, shape[-2], peer) for peer in peers)
+
+    def plan(self, at: Coordinate) -> RingPlan:
+        """The plan of the ring of the rank at `at`."""
+        return _plan(self, at)
+
+    def forward(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[tuple[Tensor, ...]]:
+        """The program of one rank, from local operands to the wide local result and the log-sum-exp of its rows."""
+        rank = _Rank(self, at, space)
+        q, k, v = yield from rank.swapped(tuple(map(four_dims, tensors[:3])), (0, 1, 2))
+        mask = rank.mask_of(tensors)
+        out, lse = empty_result(q, v)
+        panels = _Panels(rank, k, v)
+        for turn in range(rank.plan.ranks):
+            keys, values = yield from panels.of_turn(turn)
+            accumulate(out, lse, rank.panel(turn, q, keys, values, mask))
+        panels.end()
+        if self.ring.balanced:
+            (out,) = yield from rank.swapped((out.to(q.dtype),), (0,), back=True)
+            (lse,) = yield from rank.swapped((lse.unsqueeze(-1),), (0,), back=True)
+        shape = (*tensors[0].shape[:-1], v.shape[-1])
+        return out.reshape(shape), lse.reshape(shape[:-1])
+
+    def backward(
+        self, at: Coordinate, space: Session, tensors: Sequence[Tensor], needed: Sequence[bool]
+    ) -> Program[tuple[Tensor, ...]]:
+        """The program of one rank, to the local gradients of all operands; empty where they are not `needed`.
+
+        `tensors` are the gradient of the result, its product with the result summed over the last dim, the log-sum-exp,
+        and the operands.
+        """
+        rank, operands = _Rank(self, at, space), tensors[3:]
+        given = tuple(map(four_dims, (*operands[:3], tensors[0])))
+        q, k, v, grad = yield from rank.swapped(given, (0, 1, 2, 0))
+        statistics = tuple(four_dims(x.unsqueeze(-1)) for x in tensors[1:3])
+        delta, lse = (x.squeeze(-1) for x in (yield from rank.swapped(statistics, (0, 0))))
+        mask = rank.mask_of(operands)
+        of_q = torch.zeros_like(q, dtype=lse.dtype)
+        of_mask = None if mask is None or not needed[3] else mask.new_zeros(mask.shape, dtype=lse.dtype)
+        panels, sums = _Panels(rank, k, v), _Sums(rank, k, v, needed[1] or needed[2])
+        for turn in range(rank.plan.ranks):
+            keys, values = yield from panels.of_turn(turn)
+            columns = None if of_mask is None else rank.columns(of_mask, turn)
+            wanted = (of_q, *sums.of_turn(turn), columns)
+            accumulate_gradients(wanted, grad, rank.panel(turn, q, keys, values, mask), delta, lse)
+            yield from sums.sent(turn)
+        panels.end()
+        totals = (of_q, *(yield from sums.end()))
+        found = yield from rank.swapped(tuple(x.to(q.dtype) for x in totals), (0, 1, 2), back=True)
+        results = tuple(
+            x.reshape(operand.shape) if is_needed else x.new_empty(0)
+            for x, operand, is_needed in zip(found, operands, needed, strict=False)
+        )
+        if of_mask is None:
+            return (*results, *(x.new_empty(0) for x in operands[3:]))
+        return (*results, _sum_to(of_mask, operands[3], operands[0]))
+
+
+@cached("plans of rings of attention", 4096)
+def _plan(attention: RingAttention, at: Coordinate) -> RingPlan:
+    queries, keys = (attention.positions(i, at) for i in (0, 1))
+    of_ranks = [swapped(each) if attention.ring.balanced else tuple((one,) for one in each) for each in (queries, keys)]
+    mesh = attention.layouts[0].mesh
+    shape = tuple(mesh.shape[axis] for axis in attention.ring.axes)
+    return ring_plan(shape, of_ranks[0], of_ranks[1], attention.options.causal)
+
+
+class _Rank:
+    """The rank at a coordinate in one pass around the ring."""
+
+    def __init__(self, attention: RingAttention, at: Coordinate, space: Session) -> None:
+        self.attention, self.at, self.space = attention, at, space
+        self.mesh = attention.layouts[0].mesh
+        self.plan = attention.plan(at)
+        self.peers = self.mesh.peers(attention.axes, at)
+        self.index = self.peers.index(at)
+
+    def length(self, turn: int) -> int:
+        """The keys of the panel that this rank has in a turn; none of one that no rank sees any more."""
+        owner = self.plan.owners[turn][self.index]
+        return self.plan.lengths[owner] if self.plan.last[owner] >= turn else 0
+
+    def panel(self, turn: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Panel:
+        """What this rank computes in a turn."""
+        part = None if mask is None else self.columns(mask, turn)
+        return Panel(q, k, v, part, self.plan.blocks[turn][self.index], self.attention.scale)
+
+    def mask_of(self, operands: Sequence[Tensor]) -> Tensor | None:
+        """The local mask, with four dims."""
+        return four_dims(operands[3], operands[0].shape[:-3]) if len(operands) > 3 else None
+
+    def columns(self, mask: Tensor, turn: int) -> Tensor:
+        """The columns of the mask, or of its gradient, that a turn's panel has."""
+        shape, layout = self.attention.shapes[3], self.attention.layouts[3]
+        if shape[-1] == 1:
+            return mask
+        owner = self.plan.owners[turn][self.index]
+        keys = self.attention.positions(1, self.at)[owner]
+        first = layout.dim_range(len(shape) - 1, shape[-1], self.at).start
+        return mask.narrow(-1, min(keys.start - first, mask.shape[-1]), len(keys)) if len(keys) else mask[..., :0]
+
+    def begin(self, messages: Messages, buffer: Tensor, width: int, loan: Tensor | None) -> Program[InFlight]:
+        """Begin to send `buffer`, and to receive what `messages` say, of `width` elements for each key."""
+        axes = self.attention.axes if messages.axis is None else self.attention.axes[messages.axis : messages.axis + 1]
+        group = [self.peers.index(peer) for peer in self.mesh.peers(axes, self.at)]
+        lengths = self.plan.lengths
+        send, recv = (
+            tuple(sum(width * lengths[owner] for peer, owner in each if peer == index) for index in group)
+            for each in (messages.sent, messages.received)
+        )
+        return (yield from self.exchange(axes, send, recv, buffer[: sum(send)], loan))
+
+    def exchange(
+        self, axes: tuple[str, ...], send: Shape, recv: Shape, buffer: Tensor, loan: Tensor | None
+    ) -> Program[InFlight]:
+        """Begin to exchange flat pieces of these sizes; the buffer `loan` is freed when it finishes."""
+        step = flat_exchange(self.mesh, axes, self.at, send, recv, "permute")
+        request = Request(step, buffer, self.space.take((sum(recv),), buffer), loan)
+        wait = yield request
+        return InFlight(buffer, request, wait)
+
+    def swapped(
+        self, tensors: tuple[Tensor, ...], operands: Sequence[int], back: bool = False
+    ) -> Program[tuple[Tensor, ...]]:
+        """The tensors, of one dtype, with their second halves swapped in a balanced ring; rows are as of `operands`."""
+        if not self.attention.ring.balanced:
+            return tensors
+        other, rows = self.plan.ranks - 1 - self.index, [self.attention.positions(i, self.at) for i in operands]
+        firsts = [len(halved(each[self.index])[0]) for each in rows]
+        arriving = [len(halved(each[self.index if back else other])[1]) for each in rows]
+        shapes = [(*x.shape[:-2], n, x.shape[-1]) for x, n in zip(tensors, arriving, strict=True)]
+        buffer = self.packed([x[..., n:, :] for x, n in zip(tensors, firsts, strict=True)])
+        there = [index == other != self.index for index in range(self.plan.ranks)]
+        sizes = [prod(shape) for shape in shapes]
+        send, recv = (tuple(n if here else 0 for here in there) for n in (buffer.numel(), sum(sizes)))
+        sent = buffer[: sum(send)]
+        flight = yield from self.exchange(self.attention.axes, send, recv, sent, buffer)
+        arrived = yield from finish(flight, self.space)
+        if other == self.index:
+            return tensors
+        parts = [part.view(shape) for part, shape in zip(arrived.split(sizes), shapes, strict=True)]
+        whole = [torch.cat([x[..., :n, :], y], -2) for x, n, y in zip(tensors, firsts, parts, strict=True)]
+        self.space.give(arrived)
+        return tuple(whole)
+
+    def packed(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The elements of tensors one after the other, in a buffer."""
+        buffer = self.space.take((sum(x.numel() for x in tensors),), tensors[0])
+        for x, part in zip(tensors, buffer.split([x.numel() for x in tensors]), strict=True):
+            part.view(x.shape).copy_(x)
+        return buffer
+
+
+class _Panels:
+    """The keys and values of each turn: the rank's own, then those that arrive, each sent on while it is used."""
+
+    def __init__(self, rank: _Rank, k: Tensor, v: Tensor) -> None:
+        self.rank, self.own = rank, (k, v)
+        self.buffer: Tensor | None = None
+        self.arriving: InFlight | None = None
+
+    def of_turn(self, turn: int) -> Program[tuple[Tensor, Tensor]]:
+        """The keys and values of a turn; the next ones are in flight afterwards."""
+        rank, (k, v) = self.rank, self.own
+        if self.arriving is not None:
+            self.buffer = yield from finish(self.arriving, rank.space)
+            self.arriving = None
+        if turn + 1 < rank.plan.ranks:
+            buffer = rank.packed((k, v)) if self.buffer is None else self.buffer
+            messages, width = rank.plan.panels(rank.index, turn + 1), _width(k, v)
+            self.arriving = yield from rank.begin(messages, buffer, width, buffer)
+        return (k, v) if not turn or self.buffer is None else _keys_and_values(self.buffer, rank.length(turn), k, v)
+
+    def end(self) -> None:
+        """Return the last buffer."""
+        if self.buffer is not None:
+            self.rank.space.give(self.buffer)
+
+
+class _Sums:
+    """The gradients of keys and values: a rank's own, and those of the panel of a turn, which follow the panel."""
+
+    def __init__(self, rank: _Rank, k: Tensor, v: Tensor, needed: bool) -> None:
+        self.rank, self.like, self.needed = rank, (k, v), needed
+        self.own = k.new_zeros(_width(k, v) * k.shape[-2] * needed, dtype=wide(k.dtype))
+        self.buffer = self.own
+        self.arriving: InFlight | None = None
+
+    def of_turn(self, turn: int) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of a turn's keys and values, to which what this rank computes is to be added."""
+        k, v = self.like
+        if not self.needed:
+            return None, None
+        if turn:
+            self.buffer = self.rank.space.take((_width(k, v) * self.rank.length(turn),), self.own)
+            self.buffer.zero_()
+        return _keys_and_values(self.buffer, k.shape[-2] if not turn else self.rank.length(turn), k, v)
+
+    def sent(self, turn: int) -> Program[None]:
+        """Add what other ranks have computed of the panel, and send the sum to the next one, or to its owner."""
+        if turn and self.needed:
+            yield from self._added(turn)
+            messages, width = self.rank.plan.gradients(self.rank.index, turn), _width(*self.like)
+            self.arriving = yield from self.rank.begin(messages, self.buffer, width, self.buffer)
+
+    def end(self) -> Program[tuple[Tensor, Tensor]]:
+        """The gradients of a rank's own keys and values."""
+        yield from self._added(self.rank.plan.ranks)
+        k, v = self.like
+        return _keys_and_values(self.own, k.shape[-2], k, v) if self.needed else (k[..., :0, :], v[..., :0, :])
+
+    def _added(self, turn: int) -> Program[None]:
+        """Add the sums that were sent after the turn before."""
+        if self.arriving is None:
+            return
+        arrived, start = (yield from finish(self.arriving, self.rank.space)), 0
+        plan, width = self.rank.plan, _width(*self.like)
+        for _, owner in sorted(plan.gradients(self.rank.index, turn - 1).received):
+            part = arrived[start : start + width * plan.lengths[owner]]
+            (self.own if owner == self.rank.index else self.buffer).add_(part)
+            start += len(part)
+        self.rank.space.give(arrived)
+        self.arriving = None
+
+
+def _width(k: Tensor, v: Tensor) -> int:
+    """The elements that one key and its value have."""
+    return k.shape[0] * k.shape[1] * (k.shape[-1] + v.shape[-1])
+
+
+def _keys_and_values(buffer: Tensor, length: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values of a panel in a flat buffer, which are otherwise like `k` and `v`."""
+    shapes = [(*x.shape[:-2], length, x.shape[-1]) for x in (k, v)]
+    first, second = buffer[: sum(map(prod, shapes))].split([prod(shape) for shape in shapes])
+    return first.view(shapes[0]), second.view(shapes[1])
+
+
+def _sum_to(gradient: Tensor, mask: Tensor, q: Tensor) -> Tensor:
+    """The gradient of a mask, from that with four dims."""
+    if mask.dim() > 4:
+        gradient = gradient.reshape(*(q.shape[:-3] if gradient.shape[0] > 1 else mask.shape[:-3]), *gradient.shape[1:])
+    else:
+        gradient = gradient.reshape(gradient.shape[4 - mask.dim() :])
+    return gradient.sum_to_size(mask.shape).to(mask.dtype)

@@ -1,0 +1,156 @@
+"""Price attention around a ring: seconds of its critical path, and what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+from dshard.core.operands import operand_of
+from dshard.core.spec import Spec
+from dshard.cost import PlannedCollective, planned_collective, work_seconds
+from dshard.layout import Layout, Shape
+from dshard.mesh import Coordinate
+from dshard.ops.attention.block_kernels import wide
+from dshard.ops.attention.local_attention import Options
+from dshard.ops.attention.ring_attention import RingAttention
+from dshard.placements import Shard
+from dshard.rules.attention_blocks import Block
+from dshard.rules.attention_ring import Messages, Ring, RingPlan, halved
+from dshard.rules.expand import Allowed, Expansion, expansions
+from dshard.rules.rule import Rule
+from dshard.rules.strategy import Constraints, Strategy, priced
+from dshard.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RingCall:
+    """A call of attention as far as the price of a ring depends on it."""
+
+    rule: Rule
+    specs: Sequence[Spec]
+    outputs: tuple[tuple[Shape, int], ...]
+    options: Options
+    wanted: Constraints
+    topology: Topology
+
+
+def ring_strategies(call: RingCall, rows: Allowed, ring: Ring) -> Iterator[Strategy]:
+    """The strategies in which keys and values go round these mesh axes, with their prices."""
+    operands = tuple(map(operand_of, call.specs))
+    found = expansions(call.rule, operands, call.outputs, (rows,))
+    among = [_with_keys_split(expansion, call.specs, ring) for expansion in found]
+    for strategy in priced(call.rule, operands, call.outputs, call.topology, call.wanted, among):
+        yield _Price(call, strategy, ring).strategy()
+
+
+def _with_keys_split(expansion: Expansion, specs: Sequence[Spec], ring: Ring) -> Expansion:
+    """The expansion with keys and values, and their gradients, sharded over the axes of the ring."""
+
+    def split(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        out = list(layouts)
+        for i, axis in product((1, 2), ring.axes):
+            out[i] = out[i].replace(axis, Shard(len(specs[i].shape) - 2))
+        return tuple(out)
+
+    return replace(expansion, inputs=split(expansion.inputs), gradients=split(expansion.gradients))
+
+
+class _Price:
+    """The price of one strategy in which keys and values go round."""
+
+    def __init__(self, call: RingCall, strategy: Strategy, ring: Ring) -> None:
+        self.call, self.base, self.ring = call, strategy, ring
+        self.attention = RingAttention(strategy.inputs, tuple(spec.shape for spec in call.specs), call.options, ring)
+        self.mesh = strategy.inputs[0].mesh
+        self.dtype = call.specs[0].dtype
+        others = [range(1) if axis in ring.axes else range(n) for axis, n in enumerate(self.mesh.shape)]
+        self.rings: list[Coordinate] = list(product(*others))
+        self.plans = list({self.attention.plan(at): None for at in self.rings})
+        locals_ = [layout.local_shape(spec.shape, (0,) * self.mesh.ndim) for layout, spec in self._operands()]
+        self.heads = prod(locals_[0][:-2])
+        key_heads = prod(locals_[1][:-2])
+        d, e = locals_[1][-1], locals_[2][-1]
+        self.flops, self.width = 2.0 * self.heads * (d + e), key_heads * (d + e)
+        self.row, self.result = self.heads * d, self.heads * e
+
+    def _operands(self) -> Iterator[tuple[Layout, Spec]]:
+        return zip(self.base.inputs, self.call.specs, strict=True)
+
+    def strategy(self) -> Strategy:
+        """The strategy with the seconds of the ring, and what it sends in its forward pass."""
+        base, itemsize, sums = self.base, self.dtype.itemsize, wide(self.dtype).itemsize
+        turns = range(1, self.plans[0].ranks)
+        panels = [self._hop(lambda plan: plan.panels, turn, itemsize) for turn in turns]
+        swaps = self._swaps([(0, self.row, itemsize), (1, self.width, itemsize)])
+        results = [*self._swaps([(0, self.result, itemsize)]), *self._swaps([(0, self.heads, sums)])]
+        exchanges = (*swaps, *panels, *results)
+        compute, forward = self._seconds([each.seconds for each in panels], 1)
+        forward += sum(each.seconds for each in (*swaps, *results))
+        names = self.mesh.names
+        words = [
+            (name, ("balanced ring" if self.ring.balanced else "ring") if axis in self.ring.axes else row)
+            for axis, (name, row) in enumerate(zip(names, base.rows, strict=True))
+        ]
+        base = replace(
+            base,
+            name=" ".join(f"{name}:{row}" for name, row in words if row is not None),
+            exchanges=exchanges,
+            gather=base.gather + forward - compute,
+            compute=compute,
+        )
+        gradients = sum(self.call.wanted.gradients)
+        if not gradients:
+            return base
+        returns = [self._hop(lambda plan: plan.gradients, turn, sums) for turn in turns]
+        hops = [there.seconds + back.seconds for there, back in zip(panels, returns, strict=True)]
+        _, backward = self._seconds(hops, gradients)
+        twice = [*swaps, *swaps, *self._swaps([(0, self.result, itemsize)]), *results[1:], *results[1:]]
+        moved = self.base.backward - self.base.compute * gradients
+        return replace(base, backward=moved + backward + sum(each.seconds for each in twice))
+
+    def _seconds(self, sends: Sequence[float], times: int) -> tuple[float, float]:
+        """Seconds of the work of the busiest rank, and of the critical path, each block computed so many times."""
+        known: dict[int, float] = {}
+
+        def work(blocks: Sequence[Block]) -> float:
+            pairs = sum(block.pairs for block in blocks)
+            if pairs not in known:
+                rows, columns = (
+                    sum(len(each) for each in {getattr(b, n) for b in blocks}) for n in ("queries", "keys")
+                )
+                nbytes = (rows * (self.row + self.result) + columns * self.width) * self.dtype.itemsize
+                known[pairs] = work_seconds(self.flops * pairs, nbytes, self.call.topology) if pairs else 0.0
+            return known[pairs] * times
+
+        busiest = max(
+            sum(work(turn[index]) for turn in plan.blocks) for plan in self.plans for index in range(plan.ranks)
+        )
+        overlaps = self.call.topology.backend != "gloo"  # whose bytes are moved by the cores that compute
+        return busiest, max(plan.seconds(work, sends, overlaps) for plan in self.plans)
+
+    def _hop(
+        self, messages: Callable[[RingPlan], Callable[[int, int], Messages]], turn: int, itemsize: int
+    ) -> PlannedCollective:
+        keys = max(plan.busiest(messages(plan), turn) for plan in self.plans)
+        axis = messages(self.plans[0])(0, turn).axis
+        axes = self.attention.axes if axis is None else self.attention.axes[axis : axis + 1]
+        return self._sent(axes, keys * self.width * itemsize)
+
+    def _swaps(self, tensors: Sequence[tuple[int, int, int]]) -> list[PlannedCollective]:
+        """The swap of second halves of tensors: each has the rows of an operand, of so many elements of a size."""
+        if not self.ring.balanced:
+            return []
+        received = [0]
+        for at in self.rings:
+            halves = [[len(halved(each)[1]) for each in self.attention.positions(i, at)] for i, _, _ in tensors]
+            sizes = [
+                sum(half[i] * n * itemsize for half, (_, n, itemsize) in zip(halves, tensors, strict=True))
+                for i in range(len(halves[0]))
+            ]
+            received += [size for i, size in enumerate(sizes) if 2 * i + 1 != len(sizes)]
+        return [self._sent(self.attention.axes, max(received))]
+
+    def _sent(self, axes: tuple[str, ...], nbytes: int) -> PlannedCollective:
+        return planned_collective("permute", self.mesh, axes, nbytes, self.call.topology)

@@ -1,0 +1,170 @@
+"""Attention around a ring: which panel of keys and values each rank has in each turn, and what it sends on.
+
+Every rank of the ring begins with its own panel, and hands on the panel that it has to the rank after it. Around
+several mesh axes the innermost turns fastest: a panel goes round it, then one rank further on the next axis, and round
+again, so that it crosses a slow axis least often. A panel that no later rank may see is not sent on (Liu et al., Ring
+Attention, 2023).
+
+In a balanced ring each rank first swaps the second half of its queries, keys and values with the rank that is as far
+from the other end: then all ranks see equally much of a causal mask in every turn (Brandon et al., Striped Attention,
+2023; the halves are those of zigzag forms, of which these move least).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from dshard.caches import cached
+from dshard.rules.attention_blocks import Block, visible_blocks
+
+Positions = tuple[range, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The mesh axes around which keys and values are sent, the outermost first, and whether halves are swapped."""
+
+    axes: tuple[int, ...]
+    balanced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """What one index of a ring sends and receives in an exchange: of whose panel, to or from which index.
+
+    `axis` is the place, among those of the ring, of the one mesh axis along which all are sent; None for several.
+    """
+
+    axis: int | None
+    sent: tuple[tuple[int, int], ...]
+    received: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RingPlan:
+    """The turns of a ring of this shape, by the index of a rank in it.
+
+    `owners` are those of the panels that ranks have in each turn, `blocks` what they see of them, `last` is for each
+    owner the last turn in which a rank sees some of its panel; `lengths` are the keys in each panel.
+    """
+
+    shape: tuple[int, ...]
+    owners: tuple[tuple[int, ...], ...]
+    blocks: tuple[tuple[tuple[Block, ...], ...], ...]
+    last: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of the ring, and its turns."""
+        return len(self.lengths)
+
+    def holder(self, owner: int, turn: int) -> int:
+        """The index that has a panel in a turn."""
+        return self.owners[turn].index(owner)
+
+    def panels(self, index: int, turn: int) -> Messages:
+        """The panels that a rank sends and receives before `turn`."""
+        leaves, comes = self.owners[turn - 1][index], self.owners[turn][index]
+        sent = ((self.holder(leaves, turn), leaves),) if self.last[leaves] >= turn else ()
+        received = ((self.holder(comes, turn - 1), comes),) if self.last[comes] >= turn else ()
+        return Messages(_moving_axis(self.shape, turn), sent, received)
+
+    def gradients(self, index: int, turn: int) -> Messages:
+        """The gradients of panels that a rank sends and receives after `turn`: on with the panel, last to its owner."""
+        held = self.owners[turn][index]
+        sent: tuple[tuple[int, int], ...] = ()
+        received: tuple[tuple[int, int], ...] = ()
+        if self.last[held] >= turn:
+            sent = ((held if self.last[held] == turn else self.holder(held, turn + 1), held),)
+        if turn + 1 < self.ranks and self.last[comes := self.owners[turn + 1][index]] > turn:
+            received = ((self.holder(comes, turn), comes),)
+        if self.last[index] == turn:
+            received = (*received, (self.holder(index, turn), index))
+        return Messages(self._axis_of_gradients(turn), sent, received)
+
+    def _axis_of_gradients(self, turn: int) -> int | None:
+        if len(self.shape) == 1:
+            return 0
+        if turn + 1 == self.ranks or turn in self.last:
+            return None
+        return _moving_axis(self.shape, turn + 1)
+
+    def busiest(self, messages: Callable[[int, int], Messages], turn: int) -> int:
+        """The most keys that a rank receives in an exchange: `messages` is `panels` or `gradients`."""
+        return max(sum(self.lengths[o] for _, o in messages(i, turn).received) for i in range(self.ranks))
+
+    def seconds(self, work: Callable[[Sequence[Block]], float], sends: Sequence[float], overlaps: bool = True) -> float:
+        """Seconds of the critical path, where a rank sends a panel on while it computes with it.
+
+        `work` are the seconds of some blocks, `sends` those of the exchange before each turn but the first. Unless
+        sending `overlaps` computing, a rank does one after the other.
+        """
+        starts = [0.0] * self.ranks
+        works = [[work(blocks) for blocks in turn] for turn in self.blocks]
+        for turn, send in enumerate(sends, start=1):
+            before = starts
+            sources = [self.holder(owner, turn - 1) for owner in self.owners[turn]]
+            done = [start + work_of_turn for start, work_of_turn in zip(before, works[turn - 1], strict=True)]
+            starts = [
+                max(done[i], before[source] + send) if overlaps else max(done[i], before[source]) + send
+                for i, source in enumerate(sources)
+            ]
+        return max(start + last for start, last in zip(starts, works[-1], strict=True))
+
+
+@cached("rings of attention", 4096)
+def ring_plan(
+    shape: tuple[int, ...], queries: tuple[Positions, ...], keys: tuple[Positions, ...], causal: bool
+) -> RingPlan:
+    """The plan of a ring, given the positions of the queries and keys that each rank begins with.
+
+    >>> plan = ring_plan((2, 2), ((range(1),),) * 4, ((range(1),),) * 4, False)
+    >>> plan.owners
+    ((0, 1, 2, 3), (1, 0, 3, 2), (3, 2, 1, 0), (2, 3, 0, 1))
+    """
+    n = prod(shape)
+    owners = tuple(tuple(_owner(shape, index, turn) for index in range(n)) for turn in range(n))
+    blocks = tuple(
+        tuple(visible_blocks(queries[index], keys[owner], causal) for index, owner in enumerate(turn))
+        for turn in owners
+    )
+    last = tuple(
+        max((turn for turn in range(n) if blocks[turn][owners[turn].index(owner)]), default=0) for owner in range(n)
+    )
+    return RingPlan(shape, owners, blocks, last, tuple(sum(map(len, each)) for each in keys))
+
+
+def swapped(positions: Sequence[range]) -> tuple[Positions, ...]:
+    """The positions of each rank once second halves are swapped with the rank as far from the other end.
+
+    >>> swapped([range(0, 4), range(4, 8), range(8, 10)])
+    ((range(0, 2), range(9, 10)), (range(4, 6), range(6, 8)), (range(8, 9), range(2, 4)))
+    """
+    halves = [halved(each) for each in positions]
+    return tuple((first, halves[-1 - i][1]) for i, (first, _) in enumerate(halves))
+
+
+def halved(positions: range) -> tuple[range, range]:
+    """The two halves of a range; the first is the longer one."""
+    middle = positions.start + -(-len(positions) // 2)
+    return range(positions.start, middle), range(middle, positions.stop)
+
+
+def _moving_axis(shape: tuple[int, ...], turn: int) -> int:
+    """The axis of the ring along which panels are sent before a turn: the outermost that comes round."""
+    return next(axis for axis in range(len(shape)) if turn % prod(shape[axis + 1 :]) == 0)
+
+
+def _owner(shape: tuple[int, ...], index: int, turn: int) -> int:
+    """The owner of the panel that a rank has in a turn."""
+    owner = 0
+    for axis, n in enumerate(shape):
+        inner = prod(shape[axis + 1 :])
+        sent = turn // inner - turn // (inner * n)  # those times that `inner` divides and no outer axis moved
+        if axis == 0:
+            sent = turn // inner
+        owner += (index // inner - sent) % n * inner
+    return owner

@@ -1,0 +1,132 @@
+"""Attention by blocks of the scores: the blocks are what is seen, and merge into what one device computes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from math import inf
+from random import Random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dshard.core.observe import Allocations, OperatorMode
+from dshard.ops.attention import block_kernels
+from dshard.ops.attention.block_kernels import (
+    Panel,
+    accumulate,
+    accumulate_gradients,
+    empty_result,
+)
+from dshard.rules.attention_blocks import visible_blocks, visible_pairs
+
+
+def ranges_of(draw: Random, size: int) -> list[range]:
+    """Ranges without a common index, in any order, of which some are empty."""
+    points = sorted(draw.randrange(size + 1) for _ in range(draw.choice([2, 4, 6])))
+    ranges = [range(a, b) for a, b in zip(points[::2], points[1::2], strict=True)]
+    draw.shuffle(ranges)
+    return ranges
+
+
+def indices(ranges: list[range]) -> list[int]:
+    return [i for each in ranges for i in each]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_are_the_pairs_that_see_each_other(causal: bool) -> None:
+    draw = Random(0)
+    for _ in range(300):
+        queries, keys = ranges_of(draw, 9), ranges_of(draw, 9)
+        found = torch.zeros(len(indices(queries)), len(indices(keys)), dtype=torch.int)
+        for block in visible_blocks(queries, keys, causal):
+            part = torch.ones(len(block.queries), len(block.keys), dtype=torch.int)
+            here = found[block.queries.start : block.queries.stop, block.keys.start : block.keys.stop]
+            assert here.shape == part.shape
+            assert part.numel()
+            here += part.tril() if block.diagonal else part
+        right = [[int(k <= q or not causal) for k in indices(keys)] for q in indices(queries)]
+        assert found.tolist() == right
+        assert visible_pairs(queries, keys, causal) == found.sum()
+
+
+def reals(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("kernel", ["flash", "operators"])
+@pytest.mark.parametrize("kind", ["none", "causal", "bool", "float"])
+@pytest.mark.parametrize(("heads", "values"), [((4, 4), 8), ((4, 2), 8), ((4, 1), 5)])
+def test_blocks_merge_into_attention(kernel: str, kind: str, heads: tuple[int, int], values: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = reals(2, heads[0], 7, 8), reals(2, heads[1], 6, 8), reals(2, heads[1], 6, values)
+    mask = reals(1, heads[0], 7, 6) if kind == "float" else None
+    if kind == "bool":
+        mask = (torch.randn(7, 6) > 0).index_fill(0, torch.tensor([3]), False)  # a query that sees no key
+    causal, queries = kind == "causal", range(7)
+    grad = torch.randn(2, heads[0], 7, values, dtype=torch.float64)
+    right = F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, enable_gqa=True)
+    leaves = [x for x in (q, k, v, mask) if x is not None and x.requires_grad]
+    expected = torch.autograd.grad(right, leaves, grad)
+    with sdpa_kernel(SDPBackend.MATH) if kernel == "operators" else nullcontext(), torch.no_grad():
+        given = None if mask is None else mask.reshape(1, -1, 7, 6)
+        panels = []
+        out, lse = empty_result(q, v)
+        for keys in (range(2), range(5, 6), range(2, 5)):
+            span = slice(keys.start, keys.stop)
+            blocks = visible_blocks([queries], [keys], causal)
+            part = None if given is None else given[..., span]
+            panels.append((span, Panel(q, k[:, :, span], v[:, :, span], part, blocks, 8**-0.5)))
+            accumulate(out, lse, panels[-1][1])
+        torch.testing.assert_close(out, right)
+        scores = q @ k.repeat_interleave(4 // heads[1], 1).mT * 8**-0.5
+        if mask is not None:
+            scores = scores + mask if kind == "float" else scores.masked_fill(mask.logical_not(), -inf)
+        if causal:
+            scores = scores.masked_fill(torch.ones(7, 6, dtype=torch.bool).triu(1), -inf)
+        torch.testing.assert_close(lse, scores.logsumexp(-1))
+        totals = [torch.zeros_like(x) for x in leaves]
+        for span, panel in panels:
+            there = [totals[0], *(x[:, :, span] for x in totals[1:3]), *(x[..., span] for x in totals[3:])]
+            accumulate_gradients(there, grad, panel, (grad * out).sum(-1), lse)
+    for mine, gradient in zip(totals, expected, strict=True):
+        torch.testing.assert_close(mine, gradient)
+
+
+def test_blocks_hold_no_scores() -> None:
+    rows, memory = 1024, Allocations()
+    q, k, v = (torch.randn(1, 2, rows, 16) for _ in range(3))
+    panel = Panel(q, k, v, None, visible_blocks([range(rows)], [range(rows)], True), 0.25)
+
+    def counted(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        out = func(*args, **kwargs)  # type: ignore[operator]
+        memory.add([x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)])
+        memory.most = max(memory.most, memory.alive())
+        return out
+
+    with OperatorMode(counted), torch.no_grad():
+        out, lse = empty_result(q, v)
+        accumulate(out, lse, panel)
+        accumulate_gradients([torch.zeros_like(x) for x in (q, k, v)], out, panel, out.sum(-1), lse)
+
+    assert 0 < memory.most < 16 * q.nbytes < 2 * rows * rows * 4  # the scores of both heads
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_of_a_device_give_tensors_of_that_device(dtype: torch.dtype) -> None:
+    blocks = visible_blocks([range(5)], [range(3)], True)
+    shapes = (2, 4, 5, 6), (2, 2, 3, 6), (2, 2, 3, 7)
+    with FakeTensorMode(), torch.no_grad():
+        q, k, v = (torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes)
+        operands = block_kernels._operands(Panel(q, k, v, None, blocks, 1.0), blocks[0])
+        kernel = block_kernels._kernel_of(operands)
+        out, lse = kernel.forward(operands)
+        found = kernel.backward(out, operands, lse, lse)
+
+    assert kernel is (block_kernels._FLASH_ON_CUDA if dtype == torch.bfloat16 else block_kernels._EFFICIENT_ON_CUDA)
+    assert {x.device.type for x in (out, lse, *found)} == {"cuda"}
+    assert [x.shape for x in found] == [x.shape for x in operands[:3]]
+    assert (out.shape, lse.shape) == ((4, 2, 5, 7), (4, 2, 5))
