@@ -44,8 +44,7 @@ class ToLocal(torch.autograd.Function):
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         if is_batched(grad):
             refuse_batched(grad, "the backward pass")
-        if grad._is_zerotensor():  # torch's zeros without memory, which no collective can send
-            grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+        grad = _with_memory(grad)
         if torch.is_grad_enabled():
             return FromLocal.apply(grad, ctx.spec, ctx.layout), None  # type: ignore[no-untyped-call]
         stride = ctx.stride
@@ -289,7 +288,7 @@ def as_distributed(grad: Any, layout: Layout) -> Any:
     """A gradient as a distributed tensor: plain zeros, which autograd makes, count as replicated."""
     if isinstance(grad, Wrapper):
         return grad
-    layout_of_zeros = replicated(layout.mesh)
+    grad, layout_of_zeros = _with_memory(grad), replicated(layout.mesh)
     return wrap(grad, spec_of(layout_of_zeros, tuple(grad.shape), grad.stride(), grad.dtype, grad.device))
 
 
@@ -307,6 +306,11 @@ def _redistribute_unrecorded(
 
 def _decision(move: LocalRedistribution, op: str | None) -> Decision:
     return move.decision(op or "redistribute", explicit=op is None)
+
+
+def _with_memory(grad: Tensor) -> Tensor:
+    """A gradient, or where it is torch's zeros without memory, zeros that can be sent and computed with."""
+    return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device) if grad._is_zerotensor() else grad
 
 
 def redistribute(
@@ -334,7 +338,8 @@ def redistribute(
                     local = _redistribute_local(x._local_graph.at_home(), move, move.of_gradient(), op, as_operand)
                     return wrap_tracked(local, move.spec, move.grad, [x] if as_operand else None)
             return Redistribute.apply(x, layout, op, asynchronous, as_operand)  # type: ignore[no-untyped-call]
-        return _redistribute_unrecorded(x, local_redistribution(x._spec, layout), op, asynchronous)
+        out = _redistribute_unrecorded(x, local_redistribution(x._spec, layout), op, asynchronous)
+        return _with_versions_of(x, out) if as_operand and torch.is_grad_enabled() else out
 
 
 def in_layout(x: Any, layout: Layout, op: str | None = None, *, asynchronous: bool = False) -> Any:

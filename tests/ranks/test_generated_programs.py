@@ -27,6 +27,20 @@ ONCE_WRONG = {
         "g, = grad(t2.sum().sin(), [t1], create_graph=True)",
         "g.sin().sum().backward()",
     )),
+    "a hook given zeros without memory": Program((4,), (
+        "t1 = leaf((1, 5), 'x:P(sum)', 851)",
+        "t1.register_hook(lambda g: g * 3)",
+        "t2 = (torch.zeros_like(t1) + t1).abs()",
+        "g, = grad(t2, [t1], t2.detach(), create_graph=True)",
+        "h, = grad(g.sum(), [t1])",
+    )),
+    "a cut operand overwritten": Program((2, 1, 2), (
+        "t1 = leaf((2, 4), 'x:S(1) y:R z:S(0)', 131)",
+        "t2 = leaf((4, 7), 'x:S(0) y:S(0) z:S(1)', 721, False)",
+        "t3 = t1 @ t2",
+        "t2.neg_()",
+        "t3.sum().backward()",
+    )),
     "a saved result asked for": Program((2, 2), (
         "t1 = leaf((4,), 'x:R y:S(0)', 33)",
         "t2 = (t1 * 0.5).exp()",
@@ -141,6 +155,7 @@ ONCE_WRONG = {
 }  # fmt: skip
 """Programs of a few lines that gave something else than one device, or raised on some ranks alone."""
 RAISED = {
+    "a cut operand overwritten",
     "a partial operand written",
     "overwritten",
     "saved, then written by views",

@@ -136,7 +136,8 @@ def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Any] | None = N
         (a, b, *bias), (dim_a, dim_b) = tensors, cut.dims
         pair = a.unflatten(dim_a, cut.sizes), b.unflatten(dim_b, cut.sizes)
         # Of several dims of size one a reshape shards another than the cut, and of no elements it shards none.
-        tensors = (*(redistribute(x, spec.layout) for x, spec in zip(pair, matmul.specs, strict=False)), *bias)
+        specs = zip(pair, matmul.specs, strict=False)
+        tensors = (*(redistribute(x, spec.layout, as_operand=True) for x, spec in specs), *bias)
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     call = partial(_record, matmul) if recorded else partial(_multiply_unrecorded, matmul, local)
     if executable.compared or CALL_LOG or OBSERVERS:
