@@ -42,12 +42,17 @@ def from_pretrained(
 
     Raises:
         ArgumentError: no class of models of transformers.
-        MeshError: a mesh without processes.
+        MeshError: a mesh without processes, or of several axes without names.
         StrategyError, LayoutError: as `parallelize`.
     """
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
             f"from_pretrained on the mesh ({mesh}), which has no processes to read files: make it by init_device_mesh"
+        )
+    if mesh.ndim > 1 and mesh.mesh_dim_names is None:
+        raise MeshError(
+            f"from_pretrained on a mesh of {mesh.ndim} axes without names, by which transformers cuts what it reads: "
+            "init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
         )
     library = import_module("transformers")
     made_of, plans = _class_of(model_class, name, library, options), []

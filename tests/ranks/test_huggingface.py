@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
+import runpy
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,11 +18,11 @@ from helpers.hugging_face import CONFIGS, language_model, mesh_for, parallel, pr
 from torch import Tensor
 
 import dshard
-from dshard import LayoutError
+from dshard import LayoutError, MeshError
 from dshard.ops.random import seeded_alike
 from dshard.parallel import from_pretrained
 from dshard.parallel.boundary import boundary_of
-from dshard.testing import RankPool
+from dshard.testing import RankPool, rank_pool
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -132,6 +135,57 @@ def loaded(folder: str, family: str, strategies: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_from_pretrained_reads_each_rank_its_part(ranks: RankPool, family: str, tmp_path: Path) -> None:
     ranks.run(loaded, str(tmp_path), family, STRATEGIES, timeout=300)
+
+
+def refuses_axes_without_names(folder: str) -> None:
+    mesh = dshard.init_device_mesh("cpu", (2, 2))
+    with pytest.raises(MeshError, match=r"2 axes without names, .*mesh_dim_names=\('dp', 'tp'\)"):
+        from_pretrained(transformers.LlamaForCausalLM, folder, mesh, "megatron")
+
+
+@pytest.mark.ranks
+def test_from_pretrained_asks_for_the_names_of_axes(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(refuses_axes_without_names, str(tmp_path))
+
+
+PROGRAM = Path(__file__).parents[2] / "examples" / "finetune_llama.py"
+
+
+def printed(*options: str) -> str:
+    sys.argv = [str(PROGRAM), *options]
+    out = io.StringIO()
+    with redirect_stdout(out), as_torchrun():
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    return out.getvalue()
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize(("mesh", "strategy"), [(("2", "2"), "fsdp x megatron"), (("4",), "data")])
+def test_a_checkpoint_is_tuned_as_on_one_device(
+    ranks: RankPool, tmp_path: Path, mesh: tuple[str, ...], strategy: str
+) -> None:
+    alone = rank_pool(1).run(printed, "--folder", f"{tmp_path}/alone", timeout=300.0)[0]
+
+    first, *others = ranks.run(
+        printed, "--mesh", *mesh, "--strategy", strategy, "--folder", str(tmp_path), timeout=300.0
+    )
+
+    assert set(others) == {""}
+    assert first == alone  # losses to three digits, tokens
+    assert "continued 2 3 4 5 6 7 8 9 10\n" in first
+    assert "continues alike: True" in first
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_the_trainer_tunes_a_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    options = ("--mesh", "4", "--strategy", "fsdp", "--trainer", "--folder", str(tmp_path))
+
+    first, *_ = ranks.run(printed, *options, timeout=300.0)
+
+    assert "continued 2 3 4 5 6 7 8 9 10\n" in first
+    assert "continues alike: True" in first
 
 
 def rows(n: int) -> list[dict[str, Tensor]]:
