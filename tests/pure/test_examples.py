@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SLOW = ("tensor_parallel", "pipeline_unet", "parallelize_gpt2", "custom_op", "plan_before_launch", "train")
+SLOW = (
+    *("custom_op", "finetune_llama", "lightning_train", "parallelize_gpt2", "pipeline_unet", "plan_before_launch"),
+    *("tensor_parallel", "torchtitan_llama", "train"),
+)
 """What they run is tested elsewhere, too; `.ci/run` runs these as well."""
 EXAMPLES = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem in SLOW))
     for path in sorted((ROOT / "examples").glob("*.py"))
 ]
-LONGEST = {"tensor_parallel": 110, "train": 127}
+LONGEST = {"finetune_llama": 120, "lightning_train": 90, "tensor_parallel": 110, "train": 127}
 """Lines of an example: 80, but for a program that follows one for another library, and a training program."""
 
 
