@@ -1,13 +1,17 @@
-"""Writes the rules into docs/operators.md, each in the notation for an example.
+"""Writes the rules into docs/operators.md, each in the notation for an example, and the count on fake CUDA tensors.
 
-    PYTHONPATH=. python docs/make_operators.py
+    PYTHONPATH=. python docs/make_operators.py [--fake-cuda]
 
-The examples are those of tests/helpers/operator_samples.py, of which every registered operator has one.
+The examples are those of tests/helpers/operator_samples.py, of which every registered operator has one. The count on
+fake CUDA tensors takes minutes.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -60,6 +64,16 @@ def table() -> str:
     return "\n".join(rows)
 
 
+def fake_cuda() -> str:
+    """What was counted on fake CUDA tensors."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parent / "tests")])}
+    command = [sys.executable, "-m", "helpers.fake_cuda_operators"]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    told = json.loads(done.stdout.splitlines()[-1])
+    passed = f"**{told['passed']} of {told['counted']}** operators pass"
+    return f"{told['draws']:,} calls of {told['samples']} samples: {passed}."
+
+
 def put(text: str, name: str, body: str) -> str:
     """`text` with what stands between the markers of this name replaced."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
@@ -69,3 +83,5 @@ def put(text: str, name: str, body: str) -> str:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     PAGE.write_text(put(PAGE.read_text(), "rules", table()))
+    if "--fake-cuda" in sys.argv:
+        PAGE.write_text(put(PAGE.read_text(), "fake cuda", fake_cuda()))

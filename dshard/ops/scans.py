@@ -131,6 +131,14 @@ def _alternative(
     return AlternativePlan((layout,), outputs, run, tuple(map(blocks.plan, dtypes)))
 
 
+def _picked(blocks: Tensor, numbers: Sequence[int]) -> Tensor:
+    """The blocks of these numbers; the first few, which they mostly are, as a view."""
+    if list(numbers) == list(range(len(numbers))):
+        return blocks[: len(numbers)]
+    # a list as an index becomes a tensor on the CPU, for whose copy to a GPU the host waits
+    return torch.stack([blocks[number] for number in numbers])
+
+
 # -- scans
 
 
@@ -153,7 +161,7 @@ def scan(join: Callable[[Parts, Parts], Parts], positions: bool = False) -> Alte
             before = [i for i in blocks.filled(at) if i < blocks.number(at)]
             if not before or not blocks.held(at):
                 return lambda own, ends: own
-            return lambda own, ends: join(own, tuple(end[before] for end in ends))
+            return lambda own, ends: join(own, tuple(_picked(end, before) for end in ends))
 
         dtypes = [out.dtype for out in call.outs]
         return _alternative(call, rule, blocks, blocks.spec.layout, dtypes, local_op, join_op)
@@ -255,7 +263,7 @@ def _best(
     values: Tensor, indices: Tensor, filled: Sequence[int], largest: bool, gone: tuple[int, ...], both: bool
 ) -> Any:
     """The best extreme of the blocks that are not empty, and the first index that has it."""
-    values, indices = values[filled], indices[filled]
+    values, indices = _picked(values, filled), _picked(indices, filled)
     best = values.max(0).values if largest else values.min(0).values
     hits = (values == best) | (values.isnan() & best.isnan())
     first = torch.where(hits, indices, torch.iinfo(torch.int64).max).amin(0)

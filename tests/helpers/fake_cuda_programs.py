@@ -1,0 +1,194 @@
+"""Programs on fake CUDA tensors, whose warm run must not make a CPU tensor nor let the host wait.
+
+    PYTHONPATH=.:tests python -m helpers.fake_cuda_programs [PATTERN]
+
+prints what is wrong with each, as JSON: a list for each program, empty where all is well.
+"""
+
+from __future__ import annotations
+
+from helpers import fake_cuda
+
+if __name__ == "__main__":
+    fake_cuda.prepare()
+
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import permutations
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+import dshard
+from dshard import Partial, Replicate, Shard, init_device_mesh, parallelize
+from dshard.comm import DeviceMesh
+from dshard.parallel.strategies import STRATEGIES
+from dshard.pipeline import Pipeline, Stage
+from helpers.fake_cuda_world import fake_cuda_world
+from helpers.transformer_blocks import GPT, TOKENS, WIDTH, Llama
+from helpers.vision_transformer import Vision
+
+VOCABULARY, SAMPLES, RANKS = 32, 16, 8
+Step: TypeAlias = Callable[[], object]
+SHAPES = {1: (2, 4), 2: (2, 4), 3: (2, 2, 2)}
+
+
+class Language(nn.Module):
+    """An embedding, two blocks and a head."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+def words() -> Tensor:
+    return torch.zeros(SAMPLES, TOKENS, dtype=torch.long)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], Callable[[], Tensor]]] = {
+    "gpt": (partial(Language, GPT), words, words),
+    "llama": (partial(Language, Llama), words, words),
+    "vit": (Vision, lambda: torch.zeros(SAMPLES, 1, 4, 4), lambda: torch.zeros(SAMPLES, dtype=torch.long)),
+}
+
+
+def training(model: str, strategy: str) -> Step:
+    """A training step of a model under a named strategy."""
+    make, inputs_of, target_of = MODELS[model]
+    shape = SHAPES[len(STRATEGIES[strategy])]
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
+    with torch.device("cuda"):
+        net, x, target = make(), inputs_of(), target_of()
+    net = parallelize(net, mesh, strategy, x)
+    optimiser = torch.optim.AdamW(net.parameters(), fused=True)
+
+    def step() -> None:
+        out = net(x)
+        loss = F.cross_entropy(out.flatten(0, -2), target.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+
+    return step
+
+
+def grid() -> DeviceMesh:
+    return init_device_mesh("cuda", (2, 4), mesh_dim_names=("x", "y"))
+
+
+def redistributions() -> Step:
+    """Every pair of layouts of a matrix of sizes that do not divide, in three dtypes."""
+    mesh, options = grid(), [Replicate(), Shard(0), Shard(1)]
+    layouts = [[a, b] for a in options for b in options]
+    sources = [*layouts, [Partial(), Replicate()], [Shard(0), Partial()]]
+    dtypes = (torch.float32, torch.bfloat16, torch.int64)
+    wholes = [torch.zeros(7, 5, dtype=dtype, device="cuda") for dtype in dtypes]
+
+    def step() -> None:
+        for whole in wholes:
+            for source in sources:
+                x = dshard.distribute_tensor(whole, mesh, source, src_data_rank=None)
+                for layout in layouts:
+                    x.redistribute(placements=layout)
+                x.full_tensor()
+
+    return step
+
+
+def random_numbers() -> Step:
+    """Factories, dropout and initialisers."""
+    mesh, layouts = grid(), [[Shard(0), Shard(1)], [Replicate(), Shard(0)]]
+
+    def step() -> None:
+        for layout in layouts:
+            x = dshard.randn(9, 7, device_mesh=mesh, placements=layout)
+            F.dropout(x, 0.5)
+            nn.init.normal_(x)
+            torch.bernoulli(torch.sigmoid(x))
+            torch.rand_like(x)
+            dshard.rand(9, 7, device_mesh=mesh, placements=layout)
+
+    return step
+
+
+def other_meshes() -> Step:
+    """A tensor to every order of the ranks of a mesh, and to one of other axes."""
+    mesh, whole = grid(), torch.zeros(9, 7, device="cuda")
+    with unset_fake_temporarily():
+        others = [DeviceMesh("cuda", [*order, 4, 5, 6, 7]) for order in list(permutations(range(4)))[::7]]
+    x = dshard.distribute_tensor(whole, mesh, [Shard(0), Shard(1)], src_data_rank=None)
+
+    def step() -> None:
+        for other in others:
+            x.redistribute(other, [Shard(1)])
+
+    return step
+
+
+def pipeline() -> Step:
+    """The first of two stages: it sends activations, and receives their gradients."""
+    with unset_fake_temporarily():
+        meshes = [DeviceMesh("cuda", ranks, mesh_dim_names=("x",)) for ranks in ([0, 1, 2, 3], [4, 5, 6, 7])]
+    with torch.device("cuda"):
+        module, x = nn.Sequential(nn.Linear(6, 6), nn.GELU()), torch.zeros(12, 6)
+    dshard.distribute_module(module, meshes[0])
+    placements = {"x": [Shard(0)]}
+    stages = [Stage(module, meshes[0], placements=placements), Stage(None, meshes[1], placements=placements)]
+    pipe = Pipeline(stages, n_microbatches=3, schedule="1f1b", loss=F.mse_loss)
+    return lambda: pipe.step(x, x)
+
+
+def programs() -> Iterator[tuple[str, Callable[[], Step]]]:
+    """The programs by name."""
+    for model in MODELS:
+        for strategy in STRATEGIES:
+            if (model, strategy) == ("vit", "context"):
+                continue  # the strategy is refused: patches are no sequence of the input
+            yield f"{model} under {strategy}", partial(training, model, strategy)
+    for program in (redistributions, random_numbers, other_meshes, pipeline):
+        yield program.__name__, program
+
+
+def wrong_programs() -> Iterator[tuple[str, Callable[[], Step]]]:
+    """Programs that must be found wrong."""
+    yield "wrong: cpu", lambda: lambda: torch.ones(3)
+    yield "wrong: wait", lambda: lambda: torch.linalg.inv(torch.ones(2, 2, device="cuda"))
+    yield "wrong: mixed", lambda: lambda: dshard.ones(4, 4, device_mesh=grid()).to_local() + torch.ones(4, 4)
+
+
+def wrong_with(make: Callable[[], Step], rank: int) -> list[str]:
+    """What is wrong with a program on fake CUDA tensors, as one rank runs it for the third time."""
+    with fake_cuda_world(rank, RANKS) as mode:
+        try:
+            step = make()
+            step()
+            step()
+            with mode.watched() as noticed:
+                step()
+        except Exception:
+            return [traceback.format_exc()[-1500:]]
+        return [*(f"a CPU tensor of {name}" for name in noticed.on_cpu), *map(str, noticed.waits)]
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    pattern = sys.argv[1] if len(sys.argv) > 1 else ""
+    chosen = wrong_programs() if pattern.startswith("wrong") else programs()
+    print(json.dumps({name: wrong_with(make, 1) for name, make in chosen if pattern in name}))

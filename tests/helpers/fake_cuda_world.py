@@ -1,0 +1,86 @@
+"""A world of fake CUDA ranks in one process, and what is noticed there: new CPU tensors, and waits of the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+from dshard.comm import backends, traced_collectives
+from dshard.comm.workspace import WORKSPACE
+from dshard.testing.host_sync import _reason
+
+RANKS = 4
+
+
+@dataclass
+class Noticed:
+    """What a program on fake CUDA tensors did: operators that make CPU tensors, and those that make the host wait."""
+
+    on_cpu: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+
+    def beyond(self, allowed: Noticed) -> list[str]:
+        """What is not among the allowed."""
+        texts = [f"a CPU tensor of {name}" for name in self.on_cpu - allowed.on_cpu]
+        return texts + [f"a wait of the host: {name}" for name in self.waits - allowed.waits]
+
+
+class FakeCuda(FakeTensorMode):
+    """FakeTensorMode that notices what programs do."""
+
+    noticed: Noticed | None = None
+    _depth = 0
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on fake tensors."""
+        self._depth += 1
+        try:
+            out = super().dispatch(func, types, args, kwargs or {})
+        finally:
+            self._depth -= 1
+        if out is not NotImplemented and self.noticed is not None and self._depth == 0:
+            reason = _reason(func, args, kwargs or {})
+            if reason:
+                self.noticed.waits[f"{func}: {reason}"] += 1
+            # those without elements, by which arguments are checked, cost nothing
+            if any(isinstance(x, Tensor) and x.device.type == "cpu" and x.numel() for x in tree_leaves(out)):
+                self.noticed.on_cpu[str(func)] += 1
+        return out
+
+    @contextmanager
+    def watched(self) -> Iterator[Noticed]:
+        """Notice what runs within the block."""
+        before, self.noticed = self.noticed, Noticed()
+        try:
+            yield self.noticed
+        finally:
+            self.noticed = before
+
+
+@contextmanager
+def fake_cuda_world(rank: int = 0, ranks: int = RANKS) -> Iterator[FakeCuda]:
+    """One of several ranks on CUDA whose collectives, those of NCCL, send nothing, and where tensors have no numbers.
+
+    Fake tensors are taken for those of a program that runs, not for those of torch.compile, which traces with them.
+    """
+    without_data = replace(backends.NCCL, name="fake", carries_data=False)
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(backends._BACKENDS, {"fake": without_data}))
+        stack.enter_context(patch.object(traced_collectives, "_TRACED", frozenset()))
+        for name, value in {"current_device": 0, "is_available": True, "device_count": 1, "set_device": None}.items():
+            stack.enter_context(patch.object(torch.cuda, name, lambda *args, _value=value: _value))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)  # type: ignore[no-untyped-call]
+        stack.callback(dist.destroy_process_group)
+        stack.callback(WORKSPACE.clear)  # of tensors that no other FakeTensorMode takes
+        yield stack.enter_context(FakeCuda())

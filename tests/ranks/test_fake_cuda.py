@@ -1,0 +1,57 @@
+"""On CUDA tensors without numbers: no device is mixed, no CPU tensor made, and the host waits for nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import fake_cuda
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.thorough,  # minutes, in a process of its own
+    pytest.mark.skipif(bool(fake_cuda.why_not()), reason=fake_cuda.why_not()),
+]
+
+
+def told_by(program: str, *args: str) -> dict[str, Any]:
+    """What a program prints."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment.pop("DSHARD_TEST_BACKEND", None)
+    command = [sys.executable, "-m", f"helpers.{program}", *args]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def test_every_operator_that_torch_runs_on_fake_cuda_runs_distributed() -> None:
+    told = told_by("fake_cuda_operators")
+
+    assert told["failures"] == {}
+    assert told["draws"] > told["samples"]
+    assert told["passed"] == told["counted"]
+    page = (ROOT / "docs" / "operators.md").read_text()
+    assert f"**{told['passed']} of {told['counted']}**" in page, (
+        "run: PYTHONPATH=. python docs/make_operators.py --fake-cuda"
+    )
+
+
+def test_warm_programs_make_no_cpu_tensor_and_the_host_waits_for_nothing() -> None:
+    told = told_by("fake_cuda_programs")
+
+    assert {name: wrong for name, wrong in told.items() if wrong} == {}
+    assert sum(" under " in name for name in told) > 20
+
+
+def test_a_wait_a_cpu_tensor_and_a_mixed_device_are_noticed() -> None:
+    told = told_by("fake_cuda_programs", "wrong: ")
+
+    assert any("aten.ones" in text for text in told["wrong: cpu"])
+    assert any("whether the factorisation succeeded" in text for text in told["wrong: wait"])
+    assert any("FakeTensorDeviceMismatchError" in text for text in told["wrong: mixed"])
