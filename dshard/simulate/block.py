@@ -8,7 +8,9 @@ are the same with the roles of the tensors exchanged (Optimus equations 1-3). Al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from dshard.caches import cached
 from dshard.calibrate.block_program import operators_of_phases
@@ -195,7 +197,7 @@ def block_events(costs: BlockCosts, sequences: int) -> tuple[tuple[Event, ...], 
         *costs.hosted("forward"),
         *rest.norm("forward"),
         *qkv.forward(costs),
-        rest.attention("forward"),
+        *rest.attention("forward"),
         *out.forward(costs),
         *rest.norm("forward"),
         *up.forward(costs),
@@ -209,11 +211,53 @@ def block_events(costs: BlockCosts, sequences: int) -> tuple[tuple[Event, ...], 
         *up.backward(costs),
         *rest.norm("backward"),
         *out.backward(costs),
-        rest.attention("backward"),
+        *rest.attention("backward"),
         *qkv.backward(costs),
         *rest.norm("backward"),
     ]
     return tuple(forward), tuple(backward)
+
+
+Move: TypeAlias = tuple[Layout, Layout, Shape]
+"""A tensor of this shape that is redistributed from one layout to another."""
+
+
+def attention_moves(costs: BlockCosts, tokens: int) -> tuple[list[Move], list[Move]]:
+    """The moves before and after attention where ranks share sequences: of queries, keys and values, and of the result.
+
+    With loop h all are brought to the heads, and the result back; with loop q keys and values are gathered. Unless the
+    form says loop h, the one that takes fewer seconds there and back.
+    """
+    setup, model = costs.setup, costs.model
+    if setup.chunks_of_sequence == 1:
+        return [], []
+    here, keys = setup.activation(setup.form.inner), model.qkv - model.query
+    heads, gathered = setup.attention(Shard(2)), setup.attention(Replicate())
+    by_heads = [(here, heads, setup.shape(tokens, model.qkv))], [(heads, here, setup.shape(tokens, model.query))]
+    by_queries: tuple[list[Move], list[Move]] = [(here, gathered, setup.shape(tokens, keys))], []
+    ranks = setup.chunks_of_sequence * setup.chunks_of_heads
+    if setup.form.by_heads:
+        return by_heads
+    divide = not (model.heads % ranks or (model.kv_heads or model.heads) % ranks)
+    return min([by_queries, by_heads] if divide else [by_queries], key=lambda moves: _seconds(costs, moves))
+
+
+def _seconds(costs: BlockCosts, moves: tuple[list[Move], list[Move]]) -> float:
+    there = [*moves[0], *moves[1]]
+    return sum(costs.plan(*move).seconds for move in (*there, *_back(there)))
+
+
+def _back(moves: Sequence[Move]) -> list[Move]:
+    """The moves of the gradients: what was gathered comes back as a sum."""
+    return [(_summed(src, dst), src, shape) for src, dst, shape in reversed(moves)]
+
+
+def _summed(src: Layout, dst: Layout) -> Layout:
+    """The layout in which the gradient of a tensor arises that was redistributed from `src` to `dst`."""
+    for axis, (before, after) in enumerate(zip(src.placements, dst.placements, strict=True)):
+        if isinstance(before, Shard) and after == Replicate():
+            dst = dst.replace(axis, Partial())
+    return dst
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,14 +287,19 @@ class _Rest:
         nbytes = setup.activation(setup.form.inner).local_numel(setup.shape(tokens, features)) * costs.itemsize
         return costs.worked("activation", phase, 0.0, nbytes * (2 if phase == "forward" else 3))
 
-    def attention(self, phase: Phase) -> Event:
+    def attention(self, phase: Phase) -> list[Event]:
         """Scores, softmax and values; a fused backward pass computes the scores once more (2.5 times the forward)."""
         costs, setup, model = self.costs, self.costs.setup, self.costs.model
-        core = setup.activation(setup.form.inner)
-        share = core.local_numel(setup.shape(self.sequences, model.heads)) / (self.sequences * model.heads)
+        share = setup.scores(model, self.sequences)
         tokens = self.sequences * model.sequence
         nbytes = 2.0 * tokens * model.qkv * costs.itemsize
         if not model.fused:
             nbytes += 4.0 * self.sequences * model.heads * model.sequence**2 * costs.itemsize
         share *= 1.0 if phase == "forward" else 2.5 if model.fused else 2.0
-        return costs.worked("attention", phase, share * model.core_flops(self.sequences), share * nbytes)
+        work = costs.worked("attention", phase, share * model.core_flops(self.sequences), share * nbytes)
+        before, after = attention_moves(costs, self.sequences * model.sequence)
+        pair = (before, after) if phase == "forward" else (_back(after), _back(before))
+        return [*self._sent("attention", phase, pair[0]), work, *self._sent("attention", phase, pair[1])]
+
+    def _sent(self, name: str, phase: Phase, moves: Sequence[Move]) -> list[Event]:
+        return [event for move in moves for event in self.costs.moved(name, phase, *move)]

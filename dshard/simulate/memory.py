@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dshard.simulate.block import BlockCosts, Matmul, matmuls, worked_layouts
+from dshard.simulate.block import BlockCosts, Matmul, attention_moves, matmuls, worked_layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ def memory_of(costs: BlockCosts, sequences: int, *, state: int = 8, master: int 
 def kept_by_block(costs: BlockCosts, linears: tuple[Matmul, ...], sequences: int) -> int:
     """Bytes that one block keeps for its backward pass.
 
-    The inputs of both norms, of the four linear layers and of the activation function, queries, keys and values, and
-    the scores where attention is not fused. Inputs of matmuls are kept as they were gathered, unless they are gathered
-    again; weights as they are stored.
+    The inputs of both norms, of the four linear layers and of the activation function, queries, keys and values as
+    attention takes them, and the scores where it is not fused. Inputs of matmuls are kept as they were gathered, unless
+    they are gathered again; weights as they are stored.
     """
     model, setup = costs.model, costs.setup
     qkv, up = linears[0], linears[2]
@@ -67,8 +67,10 @@ def kept_by_block(costs: BlockCosts, linears: tuple[Matmul, ...], sequences: int
     numel += qkv.y.local_numel(qkv.shapes[2]) + up.y.local_numel(up.shapes[2])
     nbytes = numel * costs.itemsize + 2 * _residual(costs, sequences)
     if not model.fused:
-        scores = setup.activation(setup.form.inner).local_numel(setup.shape(sequences, model.heads)) * model.sequence**2
-        nbytes += 2 * scores * costs.itemsize
+        scores = setup.scores(model, sequences) * sequences * model.heads * model.sequence**2
+        nbytes += int(2 * scores * costs.itemsize)
+    for src, dst, shape in attention_moves(costs, sequences * model.sequence)[0]:
+        nbytes += (dst.local_numel(shape) - src.local_numel(shape)) * costs.itemsize
     return nbytes
 
 

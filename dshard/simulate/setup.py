@@ -125,15 +125,45 @@ class Setup:
             return f"{model.layers} layers do not divide into {self.stages} stages"
         if batch % self.microbatches:
             return f"a batch of {batch} sequences does not divide into {self.microbatches} microbatches"
-        ways = {"heads": self._ways(self.form.inner, 2), "sequences": self.data * self._ways(self.form.inner, 1)}
+        tokens = self.chunks_of_sequence
+        if model.sequence % tokens:
+            return f"{model.sequence} tokens of a sequence do not divide among {tokens} ranks"
+        columns, rows = self.chunks_of_heads, self._ways(self.form.inner, 1) // tokens
+        ways = {"heads": columns * (tokens if self.form.by_heads else 1), "sequences": self.data * rows}
         if model.heads % ways["heads"] or (model.kv_heads or model.heads) % ways["heads"]:
             heads = f"{model.heads} heads" + (f" ({model.kv_heads} of keys)" if model.kv_heads else "")
             return f"{heads} do not divide among {ways['heads']} ranks"
-        if model.width < (inner := self._ways(self.form.inner, 2)):
-            return f"a width of {model.width} is less than the {inner} ranks that share it"
+        if model.width < columns:
+            return f"a width of {model.width} is less than the {columns} ranks that share it"
         if batch // self.microbatches % ways["sequences"]:
             return f"{batch // self.microbatches} sequences at a time do not divide among {ways['sequences']} ranks"
         return ""
+
+    @property
+    def chunks_of_sequence(self) -> int:
+        """The number of ranks that share each sequence."""
+        return prod(size for size, of_sequence in zip(self.tensor, self.form.sequence, strict=True) if of_sequence)
+
+    @property
+    def chunks_of_heads(self) -> int:
+        """The number of ranks that share the heads, but for those that share each sequence."""
+        return self._ways(self.form.inner, 2)
+
+    def attention(self, placement: Placement) -> Layout:
+        """The layout of queries, keys and values; axes that split sequences have this placement, as minor ones."""
+        layout = self.activation(self.form.inner)
+        for axis, of_sequence in enumerate(self.form.sequence, start=2):
+            if of_sequence:
+                layout = layout.replace(axis, Replicate())
+                layout = layout.split(placement.dim, [axis]) if isinstance(placement, Shard) else layout
+        return layout
+
+    def scores(self, model: Model, sequences: int) -> float:
+        """The share of a rank in the scores of attention of all heads of `sequences` sequences."""
+        pairs = zip(self.form.inner, self.form.sequence, strict=True)
+        inner = tuple(Replicate() if of_sequence else placement for placement, of_sequence in pairs)
+        own = self.activation(inner).local_numel(self.shape(sequences, model.heads))
+        return own / (sequences * model.heads * self.chunks_of_sequence)
 
     def _ways(self, placements: Placements, dim: int) -> int:
         """The number of chunks into which these placements shard a dim."""

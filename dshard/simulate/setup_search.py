@@ -183,12 +183,18 @@ def setups(model: Model, devices: int, batch: int, forms: Sequence[Form], most_t
 
 
 def _kinds(model: Model, batch: int, form: Form, shape: tuple[int, ...], data: int, stages: int) -> Iterator[Setup]:
+    """The setups of a form of this shape; sequences are split only where the rows at a time do not suffice.
+
+    Where they do, more replicas send less: attention then moves nothing, and all else is the same.
+    """
     shares: tuple[Sharded, ...] = ("none", "optimizer", "all") if data > 1 else ("none",)
     for microbatches in _microbatches(batch, data, stages):
         for recompute in (False, True):
             for sharded in shares:
                 setup = Setup(form, shape, data, stages, microbatches, sharded, recompute)
-                if not setup.problem(model, batch):
+                chunks = setup.chunks_of_sequence
+                rows_suffice = chunks > 1 and batch // microbatches % (data * chunks) == 0
+                if not rows_suffice and not setup.problem(model, batch):
                     yield setup
 
 

@@ -26,7 +26,8 @@ class Form:
     """A form of tensor parallelism: the placements of a block's tensors on mesh axes with these roles.
 
     `first` and `second` are the weights of a pair, `first_loops` and `second_loops` what their matmuls split.
-    `gathered` says which axes share out all parameters, to be gathered for use, `source` where the form is from.
+    `gathered` says which axes share out all parameters, to be gathered for use, `sequence` which split the tokens
+    within a sequence, and `by_heads` whether attention then has loop h there; `source` is where the form is from.
     """
 
     name: str
@@ -38,11 +39,13 @@ class Form:
     first_loops: str
     second_loops: str
     gathered: tuple[bool, ...]
+    sequence: tuple[bool, ...]
+    by_heads: bool
     source: str
 
     def __post_init__(self) -> None:
         places = (self.residual, self.inner, self.first, self.second)
-        for part in (*places, self.first_loops, self.second_loops, self.gathered):
+        for part in (*places, self.first_loops, self.second_loops, self.gathered, self.sequence):
             if len(part) != len(self.roles):
                 raise StrategyError(f"the form {self.name!r} has {len(self.roles)} mesh axes: {part!r} says other")
 
@@ -78,7 +81,7 @@ def _placed(axis: Axis) -> tuple[Placement, ...]:
         "made": (columns, columns),
         "first": (rows, rows),
     }
-    if axis.batch:
+    if axis.batch or axis.sequence:
         return rows, rows, *weights[axis.weights]
     inner = columns if axis.weights in ("inner", "made") else Replicate()
     return kept[axis.residual], inner, *weights[axis.weights]
@@ -86,16 +89,19 @@ def _placed(axis: Axis) -> tuple[Placement, ...]:
 
 def _loops(axes: Sequence[Axis], weights: Placements) -> str:
     loops: dict[Placement, str] = {Shard(1): "k", Shard(2): "n"}
-    return "".join("m" if axis.batch else loops[weight] for axis, weight in zip(axes, weights, strict=True))
+    pairs = zip(axes, weights, strict=True)
+    return "".join("m" if axis.batch or axis.sequence else loops[weight] for axis, weight in pairs)
 
 
 def _form(name: str, roles: str, source: str) -> Form:
     """The form of a strategy; data parallelism is outside all forms, so its own has no axes."""
-    axes = STRATEGIES[name] if roles else ()
+    axes = tuple(axis for part in name.split(" x ") for axis in STRATEGIES[part]) if roles else ()
     residual, inner, first, second = zip(*map(_placed, axes), strict=True) if axes else ((),) * 4
     loops = _loops(axes, first), _loops(axes, second)
     gathered = tuple(axis.weights == "first" for axis in axes)
-    return Form(name, tuple(roles.split()), residual, inner, first, second, *loops, gathered, source)
+    sequence, by_heads = tuple(axis.sequence for axis in axes), any(axis.attention == "h" for axis in axes)
+    places = residual, inner, first, second
+    return Form(name, tuple(roles.split()), *places, *loops, gathered, sequence, by_heads, source)
 
 
 FORMS: dict[str, Form] = {
@@ -108,6 +114,10 @@ FORMS: dict[str, Form] = {
         _form("tesseract", "d r c", "Tesseract section 3"),
         _form("atp", "d1 d2", "ATP section 3.2"),
         _form("fsdp", "x", "FSDP, ZeRO-3"),
+        _form("context", "cp", "context parallelism, by the cheaper of two loops"),
+        _form("ulysses", "cp", "DeepSpeed-Ulysses"),
+        _form("context x megatron-sp", "cp tp", "Megatron-LM with context parallelism"),
+        _form("ulysses x megatron-sp", "cp tp", "DeepSpeed-Ulysses with Megatron-LM"),
     )
 }
 

@@ -80,6 +80,35 @@ def test_plans_without_a_search_are_never_cheaper(form: str, sharded: str) -> No
         assert exact <= straight * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("form", ["ulysses", "context", "ulysses x megatron-sp", "context x megatron-sp"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
+def test_attention_whose_sequences_are_split_sends_the_closed_form(form: str, heads: int, kv_heads: int) -> None:
+    """By loop h each of query, key, value and result (P - 1) / P of its chunk, by loop q what a rank lacks of two."""
+    cp, tp, sequences = 2, 2 if "megatron" in form else 1, 2
+    model = Model(layers=1, hidden=64, heads=heads, kv_heads=kv_heads, sequence=8)
+    costs = BlockCosts(model, Setup(form_of(form), (cp, tp)[: 1 + (tp > 1)]), BYTES, "float32", 1)
+    sent = [[e.nbytes for e in events if e.name == "attention"] for events in block_events(costs, sequences)]
+    chunk, keys = sequences * model.sequence / cp / tp, model.qkv - model.query
+    by_heads = [chunk * model.qkv * (cp - 1) / cp, chunk * model.query * (cp - 1) / cp]
+    by_queries = [chunk * keys * (cp - 1)]
+    divide = kv_heads % (cp * tp) == 0
+
+    if "ulysses" in form and not divide:
+        assert "do not divide" in costs.setup.problem(model, sequences)
+    elif "ulysses" in form or (divide and sum(by_heads) < sum(by_queries)):
+        assert [sorted(nbytes for nbytes in each if nbytes) for each in sent] == [sorted(by_heads)] * 2
+    else:
+        assert [sum(each) for each in sent] == [sum(by_queries)] * 2
+
+
+def test_a_long_sequence_is_split_and_many_are_not() -> None:
+    model = Model(layers=2, hidden=1024, heads=8, sequence=65536)
+    splits = [search(model, 8, DGX, batch, keep=1).steps[0].setup.chunks_of_sequence for batch in (1, 8)]
+
+    assert splits[0] > 1
+    assert splits[1] == 1
+
+
 def test_the_search_finds_the_fastest_of_all_setups() -> None:
     found = search(MODEL, 8, DGX, 16, keep=5)
     every = [

@@ -25,7 +25,7 @@ from dshard.testing import rank_pool, simulated, whole
 MODEL = Model(layers=2, hidden=16, heads=8, sequence=4, ffn=24)
 DEVICES, BATCH = 8, 8
 RANKED = list(setups(MODEL, DEVICES, BATCH, list(FORMS.values()), MOST_TENSOR))
-QUICK = {"tesseract, d=2 r=2 c=2"}
+QUICK = {"tesseract, d=2 r=2 c=2", "ulysses x megatron-sp, cp=4 tp=2, 4 microbatches"}
 
 
 class Block(nn.Module):
