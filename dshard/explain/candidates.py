@@ -14,6 +14,7 @@ from dshard.mesh import Mesh
 from dshard.placements import Shard
 from dshard.redistribute import Plan, plan
 from dshard.reshard import ReshardPlan
+from dshard.rules.attention_bound import attention_bytes_bound
 from dshard.rules.expand import Operand, Row
 from dshard.rules.matmul_bound import matmul_lower_bound
 from dshard.rules.rule import PassThrough, Rule, factor_sizes
@@ -117,7 +118,7 @@ def candidate(
         str(strategy),
         moves,
         (strategy.gather, strategy.compute, strategy.reduce, strategy.backward),
-        matmul_bytes_bound(rule, operands, outputs),
+        matmul_bytes_bound(rule, operands, outputs) or attention_bytes_bound(rule, operands, outputs),
         stored_once((*(o.layout for o in operands), *strategy.ends)),
     )
 

@@ -1,0 +1,109 @@
+"""Attention around a ring: what each rank sends and holds is the closed form, and all turns are as the plan says."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dshard import Layout, Mesh, Shard, trace, use_strategy
+from dshard.comm import run_without_data
+from dshard.ops.attention.local_attention import Options
+from dshard.ops.attention.ring_attention import RingAttention
+from dshard.rules.attention_ring import Ring, ring_plan, swapped
+from dshard.testing import distribute, simulated
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (2, 3), (3, 2), (2, 2, 2)])
+def test_every_rank_has_every_panel_once_and_sends_along_one_axis(shape: tuple[int, ...]) -> None:
+    n = prod(shape)
+    plan = ring_plan(shape, ((range(1),),) * n, ((range(1),),) * n, False)
+    coordinates = list(product(*map(range, shape)))
+
+    for index in range(n):
+        assert sorted(turn[index] for turn in plan.owners) == list(range(n))
+    crossings = [0] * len(shape)
+    for turn in range(1, n):
+        for index in range(n):
+            messages = plan.panels(index, turn)
+            ((to, _),) = messages.sent
+            moved = [
+                axis for axis, (a, b) in enumerate(zip(coordinates[index], coordinates[to], strict=True)) if a != b
+            ]
+            assert moved == [messages.axis]
+            assert (index, plan.owners[turn - 1][index]) in plan.panels(to, turn).received
+            for receiver, owner in plan.gradients(index, turn).sent:
+                assert (index, owner) in plan.gradients(receiver, turn).received
+        crossings[messages.axis or 0] += 1
+    assert crossings[0] == shape[0] - 1  # as seldom as can be along the outermost
+
+
+def pairs_of(plan: object, ranks: int) -> list[list[int]]:
+    return [[sum(block.pairs for block in turn[i]) for turn in plan.blocks] for i in range(ranks)]  # type: ignore[attr-defined]
+
+
+def test_a_causal_mask_is_skipped_and_balanced() -> None:
+    ranges = [range(4 * i, 4 * i + 4) for i in range(6)]
+    alone = tuple((each,) for each in ranges)
+    contiguous, halves = ring_plan((6,), alone, alone, True), ring_plan((6,), swapped(ranges), swapped(ranges), True)
+
+    assert contiguous.last == (5, 4, 3, 2, 1, 0)  # the first panel is seen by all, the last by its owner alone
+    sent = [sum(len(contiguous.panels(i, turn).sent) for i in range(6)) for turn in range(1, 6)]
+    assert sent == [5, 4, 3, 2, 1]
+    assert {sum(turns) for turns in pairs_of(halves, 6)} == {24 * 25 // 2 // 6}
+    assert all(len({turns[t] for turns in pairs_of(halves, 6)}) == 1 for t in range(6))
+
+    def work(blocks: object) -> float:
+        return float(sum(block.pairs for block in blocks))  # type: ignore[attr-defined]
+
+    assert contiguous.seconds(work, [0.0] * 5) == 10 + 5 * 16
+    assert halves.seconds(work, [0.0] * 5) == 24 * 25 // 2 // 6
+    assert contiguous.seconds(work, [1.0] * 5) == 10 + 5 * 16  # hidden
+    assert contiguous.seconds(work, [1.0] * 5, overlaps=False) == 10 + 5 * 16 + 5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 8), (4, 16), (4, 13), (3, 4)])
+def test_two_panels_are_held(ranks: int, rows: int, causal: bool) -> None:
+    mesh, shape = Mesh((ranks,), ("x",)), (2, 2, rows, 4)
+    layout = Layout(mesh, (Shard(2),))
+    ring = RingAttention((layout,) * 3, (shape,) * 3, Options(causal, None, False), Ring((0,)))
+    panel = 2 * layout.local_numel(shape) * 8
+
+    for at in range(ranks):
+        local = layout.local_shape(shape, (at,))
+        q, k, v, out = (torch.empty(local, dtype=torch.float64, device="meta") for _ in range(4))
+        _, peak = run_without_data(ring.forward, (q, k, v), (at,))
+        assert peak <= 2 * panel
+        if rows % ranks == 0 and (not causal or 0 < at < ranks - 1):
+            assert peak == 2 * panel
+        statistics = out[..., 0]
+
+        def backward(*args: object, needed: tuple[bool, ...] = (True,) * 3) -> object:
+            return ring.backward(*args, needed)  # type: ignore[arg-type]
+
+        _, peak = run_without_data(backward, (out, statistics, statistics, q, k, v), (at,))  # type: ignore[arg-type]
+        assert peak <= 5 * panel  # two of keys and values, and of their gradients that in use, and two in flight
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_ring_sends_its_closed_form(dtype: torch.dtype) -> None:
+    ranks, shape, key_shape = 4, (1, 4, 16, 8), (1, 2, 16, 8)
+    mesh = Mesh((ranks,), ("x",))
+    with simulated(mesh), use_strategy(attention="ring"):
+        q, k, v = (
+            distribute(torch.randn(each).to(dtype), Layout(mesh, (Shard(2),))).requires_grad_()
+            for each in (shape, key_shape, key_shape)
+        )
+        with trace() as sent:
+            out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        with trace() as sent_back:
+            out.backward(distribute(torch.ones(shape, dtype=dtype), out.layout.cotangent()))
+    panel = 2 * prod(key_shape) // ranks
+    sums = max(dtype.itemsize, 4)  # gradients of keys and values are summed in single precision at least
+
+    assert [(e.collective, e.nbytes) for e in sent.events] == [("permute", panel * dtype.itemsize)] * (ranks - 1)
+    assert sorted(e.nbytes for e in sent_back.events) == sorted([panel * dtype.itemsize, panel * sums] * (ranks - 1))
