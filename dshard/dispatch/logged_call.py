@@ -89,10 +89,18 @@ def sends(record: CallRecord) -> bool:
     return executable.operator is None or bool(executable.moves) or executable.end is not None or executable.compared
 
 
+def _is_differentiable(record: CallRecord) -> bool:
+    """Whether torch's gradient of the local operator is that of the call; it is not where a kernel does more."""
+    executable: Executable = record.executable
+    if executable.differentiable or record.op is None:
+        return executable.differentiable
+    return all(executable.local_op(at) is record.op for at in executable.mesh.coordinates())
+
+
 def is_local(record: CallRecord) -> bool:
     """Whether a call and its gradient run on the local tensors alone: of partial reductions only sums do."""
     executable: Executable = record.executable
-    if sends(record) or not executable.differentiable or (record.op is not None and writes_first(record.op)):
+    if sends(record) or not _is_differentiable(record) or (record.op is not None and writes_first(record.op)):
         return False
     layouts = [layout for plan in executable.plans for layout in (plan.src, plan.dst)]
     layouts += [spec.layout for spec in executable.specs]

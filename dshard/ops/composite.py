@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.autograd.crossing import FromLocal, ToLocal, as_distributed, redistribute
+from dshard.autograd.crossing import ToLocal, as_distributed, redistribute, tracked_local, wrap_tracked
 from dshard.comm import LocalTensor, own_coordinate, traced
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
@@ -108,19 +108,26 @@ def run_recorded(executable: Executable, *tensors: Any) -> Any:
             for t, copy in zip(tensors, redistributed, strict=True):
                 if copy is not t and not traced(copy._local_tensor):
                     copy._local_tensor = counting_as(t._local_tensor, copy._local_tensor)
-            parts = [
-                ToLocal.apply(t, t._spec.with_layout(layout)) if t.requires_grad else t._local_tensor  # type: ignore[no-untyped-call]
-                for t, layout in zip(redistributed, gradients, strict=True)
-            ]
+            parts = [_recorded(t, layout) for t, layout in zip(redistributed, gradients, strict=True)]
             local = _as_tuples(local_op)(own_coordinate(executable.mesh))(*parts)
             results = [
-                FromLocal.apply(_depending_on_all(x, parts), out, out.layout.cotangent())  # type: ignore[no-untyped-call]
+                wrap_tracked(_depending_on_all(x, parts), out, out.layout.cotangent())
                 for x, out in zip(local, computed, strict=True)
             ]
         results = [_moved_to(x, out.layout) for x, out in zip(results, executable.specs, strict=True)]
         if isinstance(executable, SavingExecutable):
             results = [Saved.apply(x, *tensors) for x in results]  # type: ignore[no-untyped-call]
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def _recorded(x: Wrapper, gradient: Layout) -> Tensor:
+    """The local tensor of `x`, recorded where `x` is: its gradient there has the layout `gradient`."""
+    if not x.requires_grad:
+        return x._local_tensor
+    spec = x._spec.with_layout(gradient)
+    if traced(x._local_tensor):
+        return ToLocal.apply(x, spec)  # type: ignore[no-any-return, no-untyped-call]
+    return tracked_local(x, spec, gradient == x._spec.layout.cotangent())
 
 
 def _moved_to(x: Any, layout: Layout) -> Any:

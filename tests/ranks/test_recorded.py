@@ -241,6 +241,25 @@ def test_a_chain_crosses_once_whether_met_before_or_not(ranks: RankPool) -> None
         assert first == again == expected
 
 
+def graphs_of_looked_up_rows() -> list[Counter[str]]:
+    table = distribute_tensor(torch.randn(16, 8), mesh(), WHOLE).requires_grad_()
+    at = distribute_tensor(torch.arange(12).view(4, 3), mesh(), SPLIT)
+    found = []
+    for _ in range(2):
+        rows = F.embedding(at, table).view(4, 3, 2, 4).transpose(1, 2)
+        found.append(nodes(F.scaled_dot_product_attention(rows, rows, rows).tanh()))
+    return found
+
+
+@pytest.mark.skipif(not FAST, reason="the fast path is off")
+@pytest.mark.ranks
+def test_attention_over_looked_up_rows_crosses_once(ranks: RankPool) -> None:
+    for found in ranks.run(graphs_of_looked_up_rows):
+        for each in found:
+            crossings = {name: n for name, n in each.items() if "Local" in name}
+            assert crossings == {"ToLocalBackward": 1}, each
+
+
 def sent() -> list[list[tuple[str, str, int]]]:
     """What a step sends at first, again, and while it is traced."""
     found: list[list[tuple[str, str, int]]] = []
