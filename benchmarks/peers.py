@@ -6,7 +6,8 @@ Four gloo ranks with one thread each train the same model with AdamW in both way
 batch; dshard lays it out by the strategy of the peer's name. Steps of both are interleaved in one run, and a step takes
 as long as its slowest rank; ratios are of medians, with the quartiles of the ratios of neighbouring steps. `cpu` is the
 ratio of the seconds of all processors, which other work on the machine disturbs less. Bytes and messages are counted
-below both, from the arguments of `torch.distributed`; peaks are those of torch's allocator, the least of three steps.
+below both, from the arguments of `torch.distributed`; peaks are all that torch's allocator has given out at once since
+before the model was made, parameters, states and buffers that stay among them: the least of three warm steps.
 
 Under `netlab`, which emulates hosts, start it with its ranks: `netlab.py run ... -- benchmarks/peers.py --join`.
 """
@@ -19,6 +20,7 @@ import os
 import statistics
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -34,7 +36,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate as TheirReplicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from training import peak_of
 
 import dshard
 from dshard.testing import count_traffic, rank_pool
@@ -193,13 +194,31 @@ def measure(strategy: str, model: str, width: int, rounds: int) -> Seen:
                 dist.all_reduce(whole)
                 whole = whole / dist.get_world_size()
             losses[name] = float(whole)
-    nbytes, messages, peaks = {}, {}, {}
+    nbytes, messages = {}, {}
     for name, step in steps.items():
         with count_traffic() as traffic:
             step()
         nbytes[name], messages[name] = traffic.nbytes, len(traffic.collectives)
-        peaks[name] = min(peak_of(step) for _ in range(3))
+    peaks = {name: peak_of(make, strategy, model, width) for name, make in (("peer", theirs), ("dshard", ours))}
     return Seen(wall, cpu, losses, nbytes, messages, peaks)
+
+
+def peak_of(make: Callable[..., Step], *case: object) -> int:
+    """The most bytes that torch's allocator has given out at once in a warm step, since before the model was made."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step = make(*case)
+        for number in range(6):
+            with torch.profiler.record_function(f"step {number}"):
+                step()
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    held, now, peaks = 0, -1, defaultdict(int)
+    for event in events:
+        if event.name().startswith("step "):
+            now = int(event.name().split()[1])
+        elif event.name() == "[memory]":
+            held += event.nbytes()
+            peaks[now] = max(peaks[now], held)
+    return min(peaks[number] for number in (3, 4, 5))
 
 
 @dataclass(frozen=True, slots=True)
