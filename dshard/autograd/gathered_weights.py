@@ -19,6 +19,7 @@ from dshard.autograd.accumulation import accumulating
 from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.autograd.joined_gradients import has_steps
 from dshard.autograd.sole_owner import give_up_local
+from dshard.comm import Stream, current_stream, follow
 from dshard.core.joined_moves import Ends, begin_together
 from dshard.core.moves import LocalRedistribution, local_redistribution
 from dshard.core.signature import Context
@@ -40,10 +41,10 @@ def gathered_layout(layout: Layout, axes: Sequence[str]) -> Layout:
 class Whole:
     """The whole local tensors of some stored weights, perhaps still on their way; `versions` are those of the weights.
 
-    The first look at one waits for all.
+    The first look at one waits for all, on the stream that is current then; a look on another stream follows that.
     """
 
-    __slots__ = ("__weakref__", "_ends", "_local", "_places", "versions")
+    __slots__ = ("__weakref__", "_ends", "_local", "_places", "_stream", "versions")
 
     def __init__(self, stored: Sequence[Wrapper], moves: Sequence[LocalRedistribution]) -> None:
         self.versions = versions_of(stored)
@@ -51,12 +52,16 @@ class Whole:
         self._ends: Ends | None = begin_together(moves, local, "gather weights", parameters)
         self._local: list[Tensor] = []
         self._places: dict[int, int] = {}
+        self._stream: Stream | None = None
 
     def local(self) -> list[Tensor]:
         """The local tensors."""
         if self._ends is not None:
             self._local, self._ends = [end() for end in self._ends], None
             self._places = {_storage(x): i for i, x in enumerate(self._local) if x.numel()}
+            self._stream = current_stream(self._local[0].device) if self._local else None
+        elif self._stream is not None:
+            follow(self._stream, self._local)
         return self._local
 
     def place(self, x: Tensor) -> int | None:

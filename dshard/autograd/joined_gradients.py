@@ -63,16 +63,18 @@ class Pending:
     """A gradient to be redistributed by `move`, of which this rank has `local`: the first use of its result waits.
 
     One whose bucket has not begun is then redistributed alone. `own` says that nobody else holds the local tensor. That
-    is dropped once its collective has begun. The result has the dtype of `local`, whatever that of the move.
+    is dropped once its collective has begun. The result has the dtype of `local`, whatever that of the move. `stream`
+    is the one on which the gradient arises: those of a bucket may come from several.
     """
 
-    __slots__ = ("_finish", "_value", "dtype", "leaf", "local", "move", "own", "owner")
+    __slots__ = ("_finish", "_value", "dtype", "leaf", "local", "move", "own", "owner", "stream")
 
     def __init__(self, leaf: Leaf, local: Tensor, move: LocalRedistribution, own: bool, owner: BackwardPass) -> None:
         self.leaf, self.move, self.own, self.owner, self.dtype = leaf, move, own, owner, local.dtype
         if self.dtype is not move.spec.dtype:
             local, self.own = local.to(move.spec.dtype), True
         self.local: Tensor | None = local
+        self.stream = comm.current_stream(local.device)
         self._finish: Callable[[], Tensor] | None = None
         self._value: Tensor | None = None
 
@@ -312,6 +314,9 @@ def bucket_bytes(total: int, lane: comm.Lane, topology: Topology) -> float:
 def _begin(members: Sequence[Pending]) -> None:
     """Begin the collective of gradients of one lane, but for those that were used before."""
     waiting = [pending for pending in members if pending.local is not None]
+    for pending in waiting:
+        if pending.stream is not None and pending.local is not None:
+            comm.follow(pending.stream, (pending.local,))
     if len(waiting) == 1 and not OBSERVERS:
         (pending,) = waiting
         assert pending.local is not None

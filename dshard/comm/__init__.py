@@ -75,6 +75,7 @@ from dshard.comm.scatter_shards import device_of, device_of_result, local_of, lo
 from dshard.comm.scoped import Scoped
 from dshard.comm.simulated import plain, stack, unstack
 from dshard.comm.store_messages import fetch, peek, put
+from dshard.comm.streams import Stream, current_stream, follow
 from dshard.comm.traced_collectives import outside_graphs, traced
 from dshard.comm.user_code import user_line
 from dshard.comm.workspace import WORKSPACE, Session
@@ -99,6 +100,7 @@ __all__ = [
     "Session",
     "Start",
     "Steps",
+    "Stream",
     "Transfer",
     "as_mesh",
     "async_start",
@@ -116,6 +118,7 @@ __all__ = [
     "comparing",
     "crossing_event",
     "current_mesh",
+    "current_stream",
     "device_mesh_of",
     "device_of",
     "device_of_result",
@@ -124,6 +127,7 @@ __all__ = [
     "finish",
     "flat",
     "flat_exchange",
+    "follow",
     "gather_objects",
     "gather_rows",
     "global_shape",

@@ -14,16 +14,17 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dshard.comm.runtime import Runtime
+from dshard.comm.streams import Stream, current_stream
 from dshard.layout import Shape
 
-Kind = tuple[torch.device, torch.dtype, bool]
+Kind = tuple[torch.device, torch.dtype, bool, Stream | None]
 WORKSPACES: WeakSet[Workspace] = WeakSet()
 """All workspaces: that of this process, and those of runs without data."""
 
 
 @dataclass(eq=False)
 class Workspace:
-    """Flat buffers by device and dtype.
+    """Flat buffers by device and dtype, and by stream: a buffer that is free on one may still be in use on another.
 
     `allocations` counts the buffers allocated, `held` is the bytes lent now, `peak` the most lent at once; `storages`
     are those of the allocated buffers.
@@ -82,7 +83,7 @@ class Session:
     def take(self, shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Borrow an uninitialised contiguous buffer on the device of `like`, of its dtype unless one is given."""
         size, dtype, pool = prod(shape), like.dtype if dtype is None else dtype, self.workspace
-        kind = (like.device, dtype, torch.is_inference_mode_enabled())
+        kind = (like.device, dtype, torch.is_inference_mode_enabled(), current_stream(like.device))
         fitting = [x for x in pool.free[kind] if x.numel() >= size]
         if fitting:
             storage = min(fitting, key=Tensor.numel)

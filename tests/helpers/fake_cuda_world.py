@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from dshard.comm import backends, traced_collectives
+from dshard.comm import backends, streams, traced_collectives
 from dshard.comm.workspace import WORKSPACE
 from dshard.testing.host_sync import _reason
 
@@ -78,6 +78,7 @@ def fake_cuda_world(rank: int = 0, ranks: int = RANKS) -> Iterator[FakeCuda]:
     with ExitStack() as stack:
         stack.enter_context(patch.dict(backends._BACKENDS, {"fake": without_data}))
         stack.enter_context(patch.object(traced_collectives, "_TRACED", frozenset()))
+        stack.enter_context(patch.dict(streams._CURRENT, clear=True))
         for name, value in {"current_device": 0, "is_available": True, "device_count": 1, "set_device": None}.items():
             stack.enter_context(patch.object(torch.cuda, name, lambda *args, _value=value: _value))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)  # type: ignore[no-untyped-call]
