@@ -1,4 +1,4 @@
-"""What callers pass, checked where it comes in: each message says what was given, the rule, and the way out."""
+"""Arguments of callers, checked where they come in: each message says what was given, the rule, and the way out."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Whole:
 
 
 def versions_of(stored: Sequence[Wrapper]) -> list[tuple[int, int, int]]:
-    """What tells whether a weight has been written to, or replaced."""
+    """The versions of weights: other ones once they have been written to, or replaced."""
     return [(id(x._local_tensor), x._local_tensor._version, x._version) for x in stored]
 
 
@@ -80,7 +80,7 @@ def _storage(x: Tensor) -> int:
 
 
 class Saved(NamedTuple):
-    """What autograd saves in place of a whole weight, or of a view of it: which, and where in its memory.
+    """A gathered weight, or a view of one, as autograd saves it: which, and where in its memory.
 
     `spec` is that of a distributed tensor, None for a local one.
     """
@@ -94,7 +94,7 @@ class Saved(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """What hooks that the user has put around a module have made of another saved tensor."""
+    """Another saved tensor, after the hooks that the user has put around a module."""
 
     packed: object
 
@@ -175,7 +175,7 @@ class GatheredUse:
             after.finish_reductions()
 
     def pack(self, x: Tensor) -> object:
-        """What autograd saves for `x`."""
+        """The value that autograd saves for `x`."""
         i = None if self.whole is None else self.whole.place(x)
         if i is not None:
             local = x._local_tensor if isinstance(x, Wrapper) else x

@@ -114,7 +114,7 @@ class Buckets:
 
 
 class MeshPasses:
-    """What is known of the passes over a mesh: the buckets of each, which followed which, and the last."""
+    """The backward passes over a mesh: the buckets of each, which followed which, and the last."""
 
     __slots__ = ("following", "known", "last")
 

@@ -25,7 +25,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     "broadcast",
     "permute",
 )
-"""What can be measured; an exchange is an all_to_all whose pieces differ in size."""
+"""Collectives that can be measured; an exchange is an all_to_all whose pieces differ in size."""
 
 SIZES = (1 << 12, 1 << 14, *(1 << power for power in range(16, 22)), *(int(2 ** (22 + i / 2)) for i in range(5)))
 """Bytes that the busiest rank receives, 4 KiB to 16 MiB; denser where they leave the caches and page faults begin."""
@@ -34,7 +34,7 @@ ROUNDS = 5
 """A budget is to allow about so many rounds."""
 
 MOMENT, MOST_TURNS = 0.005, 4
-"""What takes less than so many seconds has several turns in a round."""
+"""Seconds below which a collective has several turns in a round."""
 
 LEAST_ROUNDS, LEAST_SIZES = 3, 2
 ITEMSIZE = 4

@@ -67,7 +67,7 @@ SETTINGS: list[Callable[[], object]] = [planning_context]
 
 
 def settings_in_force() -> list[object]:
-    """What choices depend on in this thread and asynchronous task, beside the operands."""
+    """The settings on which choices depend in this thread and asynchronous task, beside the operands."""
     return [setting() for setting in SETTINGS]
 
 

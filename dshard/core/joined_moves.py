@@ -71,7 +71,7 @@ def _begin_lane(moves: Sequence[LocalRedistribution], local: list[Tensor], op: s
 
 
 def _joined(moves: Sequence[LocalRedistribution], local: Tensor) -> comm.Joined | None:
-    """What `comm.begin_joined` runs on this rank, from the cache of the topology in use."""
+    """The program that `comm.begin_joined` runs on this rank, from the cache of the topology in use."""
     if type(local) is not Tensor or local.is_meta:
         return None
     cache = planning_context().moves

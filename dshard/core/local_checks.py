@@ -1,4 +1,4 @@
-"""What is checked of the tensors that a distributed tensor is made of, and what the ranks exchange to make it."""
+"""Checks of the tensors that a distributed tensor is made of, and the exchange between ranks that makes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What local operators computed in the first run of a call, so that to specialise the call computes nothing again."""
+"""Results of local operators in the first run of a call, so that to specialise the call computes nothing again."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """What needs all of it, in words."""
+        """The consumer that needs all of it, in words."""
         return ASKED if isinstance(self.why, Members) else self.why
 
     @property

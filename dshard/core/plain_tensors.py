@@ -194,7 +194,7 @@ def _writes_numbers_to_plain(func: Function, args: Args, kwargs: Kwargs) -> bool
 
 
 _BY_INDICES = ("index_", "gather", "scatter", "take")
-"""What functions are called that take indices, of which one is not a number to compute with."""
+"""Names of functions that take indices, of which one is not a number to compute with."""
 
 
 def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:

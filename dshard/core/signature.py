@@ -12,4 +12,4 @@ Kwargs: TypeAlias = dict[str, Any]
 Function: TypeAlias = Callable[..., Any]
 """A function of torch, or one that is called as it is."""
 Context: TypeAlias = Any
-"""What autograd hands from the forward to the backward pass of a `torch.autograd.Function`: attributes of any name."""
+"""The `ctx` of a `torch.autograd.Function`, from its forward to its backward pass: attributes of any name."""

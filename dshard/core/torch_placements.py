@@ -11,7 +11,7 @@ from dshard.torch_dtensor import TorchPartial, TorchReplicate, TorchShard, Torch
 
 
 class _Both:
-    """What the classes below have in common: they answer as the placement of dshard that says the same."""
+    """The base of the classes below, which answer as the placement of dshard that says the same."""
 
     def own(self) -> Placement:
         """The placement in dshard's class alone."""

@@ -18,7 +18,7 @@ from dshard.placements import Partial
 from dshard.torch_private import OpOverload
 
 Shortcut: TypeAlias = Callable[[Args, Kwargs], Any]
-"""What a warm call runs on its arguments."""
+"""The function that a warm call runs on its arguments."""
 
 
 def distributed_operands(args: Args, kwargs: Kwargs) -> list[tuple[int | str, Any]]:

@@ -17,7 +17,7 @@ _FUSED: frozenset[type[Optimizer]] = frozenset({SGD, Adagrad, Adam, AdamW})
 
 
 _BY_DEFAULT = 1
-"""What stands for True where the user has not asked: it is taken back after the step."""
+"""A true value where the user has not asked: it is taken back after the step."""
 
 
 def _leaves_open(group: dict[str, Any]) -> bool:

@@ -100,7 +100,7 @@ def _decomposition(func: OpOverload) -> Function:
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """What a rank computes of its part, of the output's shape; how these are reduced; and what makes the output of it.
+    """The statistics of a local tensor, in the output's shape, their reductions, and the output computed from them.
 
     `part` takes the arguments of the call with local tensors, also of a rank without elements of the sharded dim.
     """

@@ -129,7 +129,7 @@ def _is_plain(call: Call) -> bool:
 
 
 def in_memory_of(call: Call, is_moved: bool) -> Callable[[Tensor], Tensor] | None:
-    """What gives the redistributed operand of a view the memory that its spec says; None where any memory will do.
+    """The function that gives the redistributed operand of a view the strides of its spec; None where any will do.
 
     Strides that are given count in it. Where the operand `is_moved` it is a copy, to which views write.
     """

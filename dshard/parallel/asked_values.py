@@ -156,7 +156,7 @@ class ForwardValues(TorchFunctionMode):
 
 
 def _value(leaf: object) -> Any:
-    """What stands for a leaf of the operands, with data and on the host."""
+    """The stand-in for a leaf of the operands, with data and on the host."""
     if isinstance(leaf, _Result):
         assert leaf.origin.results is not None
         leaf = leaf.origin.results[leaf.number]

@@ -41,7 +41,7 @@ def sizes_of_batch(tensors: Sequence[Tensor]) -> tuple[int | None, int | None]:
 
 
 def has_of_batch(x: Tensor, sizes: tuple[int | None, int | None]) -> Literal["rows and sequence", "rows", "neither"]:
-    """What of a batch of these sizes an input has as its first dims."""
+    """The first dims of an input that are those of a batch of these sizes."""
     rows, length = sizes
     if x.dim() == 0 or x.shape[0] != rows:
         return "neither"

@@ -43,7 +43,7 @@ else:
 
 
 class ParallelizedModel(_Model):
-    """What a parallelized model of transformers does otherwise: a base of its class, before the one it was made of."""
+    """A parallelized model of transformers: a base of its class, before the one it was made of."""
 
     accepts_loss_kwargs = False  # a loss is the mean over the rows of all data ranks; the Trainer scales nothing
 
@@ -84,7 +84,7 @@ class ParallelizedModel(_Model):
 
 
 class ParallelizedAdapters(_Model):
-    """What a parallelized model of peft does otherwise."""
+    """A parallelized model of peft."""
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
         """As in peft; all ranks call it, and the first writes the whole adapters."""

@@ -1,4 +1,4 @@
-"""What the hooks of a plan do where torch.compile traces them: blocks as modes, and calls that stand in the graph."""
+"""The hooks of a plan where torch.compile traces them: blocks as modes, and calls that stand in the graph."""
 
 from __future__ import annotations
 

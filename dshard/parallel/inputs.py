@@ -1,4 +1,4 @@
-"""What a parallelized module is given: global batches, alike on all ranks, or the rows of each data rank."""
+"""The inputs of a parallelized module: global batches, alike on all ranks, or the rows of each data rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parallelized module returns: distributed tensors, distributed ones of given placements, or plain ones."""
+"""The outputs of a parallelized module: distributed tensors, distributed ones of given placements, or plain ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dshard.tensor import DTensor
 from dshard.validate import shown
 
 Asked: TypeAlias = str | Sequence[Placement] | None
-"""What was asked for: "distributed", "plain", placements, or None, plain where a library calls that knows no other."""
+"""An argument `outputs`: a name, placements, or None, which is plain where a library calls that knows no other."""
 
 LIBRARIES = ("transformers", "trl")
 """Libraries whose code computes with the outputs of a model beside plain tensors."""
@@ -30,7 +30,7 @@ _PASSED = ("dshard", "torch", "accelerate", "peft", "contextlib", "functools")
 
 
 def checked_outputs(plan: Plan, asked: object) -> Asked:
-    """What was asked for, once checked.
+    """Check the argument `outputs` of `parallelize`, and return it with placements of dshard.
 
     Raises:
         LayoutError: neither placements for the mesh of the plan nor one of the names.

@@ -1,4 +1,4 @@
-"""What one may ask of a plan beside its strategy: dtypes, and the modules whose weights are gathered together."""
+"""Options of a plan beside its strategy: dtypes, and the modules whose weights are gathered together."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def plan_options(model: nn.Module, precision: object, group: object) -> PlanOpti
 
 def _matches(asked: object, modules: dict[str, nn.Module], model: str, way_out: str) -> list[str]:
     if isinstance(asked, str):
-        found = [path for path in modules if _is_like(path.split("."), asked.split("."))]
+        paths = [path for path in modules if _is_like(path.split("."), asked.split("."))]
     elif isinstance(asked, nn.Module):
-        found = [path for path, module in modules.items() if module is asked]
+        paths = [path for path, module in modules.items() if module is asked]
     else:
         raise ArgumentError(f"group: {shown(asked)} is {article(asked)}: {way_out}")
-    if not found:
+    if not paths:
         name = repr(asked) if isinstance(asked, str) else article(asked)
         raise LayoutError(
             f"group: {name} is no module of {model} with parameters: {way_out}; there are {', '.join([*modules][:3])}"
         )
-    return found
+    return paths
 
 
 def _is_like(names: list[str], patterns: list[str]) -> bool:

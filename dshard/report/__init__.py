@@ -43,7 +43,7 @@ from dshard.topology import BYTES, Topology
 from dshard.trace import HEADINGS, Trace
 
 Exported: TypeAlias = Report | Explanation | Trace | ModelPlan | Topology | Choice | Timeline
-"""What has a table."""
+"""Values that have a table."""
 
 
 def export(value: Exported | Drawing, path: str | PathLike[str], *, form: str | None = None) -> None:

@@ -26,7 +26,7 @@ def selftest_table(results: Sequence[Result], machine: Mapping[str, str]) -> Tab
 
 
 def selftest_failures(failed: Sequence[Result], machine: Mapping[str, str]) -> str:
-    """What to send to the maintainers, for those checks that failed."""
+    """Text to send to the maintainers, of those checks that failed."""
     lines = [f"{count(len(failed), 'check')} failed; please open an issue with what follows"]
     lines += [f"{name}: {value}" for name, value in machine.items()]
     for each in failed:

@@ -27,7 +27,7 @@ Choice: TypeAlias = tuple[int, int]
 """The number of a job, and that of its head."""
 
 NODES = 4000
-"""What the depth-first search visits at most."""
+"""The most nodes that the depth-first search visits."""
 
 DEEP = 10
 """The most jobs that are searched in depth."""

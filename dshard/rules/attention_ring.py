@@ -32,7 +32,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """What one index of a ring sends and receives in an exchange: of whose panel, to or from which index.
+    """The sends and receives of one index of a ring in an exchange: of whose panel, to or from which index.
 
     `axis` is the place, among those of the ring, of the one mesh axis along which all are sent; None for several.
     """

@@ -1,4 +1,4 @@
-"""What the self-test checks on every rank: results against one device, on tensors of the device under test.
+"""The checks of the self-test on every rank: results against one device, on tensors of the device under test.
 
 Each check returns what it has compared, and raises where something differs.
 """
@@ -61,7 +61,7 @@ class Place:
         return init_device_mesh(self.device, shape, mesh_dim_names=names)
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The same random numbers on all ranks, made on the CPU."""
+        """Random numbers, equal on all ranks, made on the CPU."""
         return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).mul(8).to(self.device, dtype)
 
 
@@ -123,10 +123,10 @@ def _product(place: Place, mesh: DeviceMesh, name: str) -> None:
     out = functional.matmul(dx, dw, strategy=name)
     out.square().sum().backward()
     pairs = {"product": (out, expected), "gradient of x": (dx.grad, x.grad), "gradient of w": (dw.grad, w.grad)}
-    for what, (found, right) in pairs.items():
-        assert found is not None
+    for what, (result, right) in pairs.items():
+        assert result is not None
         assert right is not None
-        _same(_whole(found), right, f"{name}: {what}", 1e-3)
+        _same(_whole(result), right, f"{name}: {what}", 1e-3)
 
 
 class Block(nn.Module):
@@ -200,7 +200,7 @@ def resharding(place: Place) -> str:
 
 
 def random_numbers(place: Place) -> str:
-    """The same random numbers whatever the layout."""
+    """Random numbers, equal in every layout."""
     mesh, draws = place.mesh("a", "b"), []
     for layout in ([Replicate(), Replicate()], [Shard(0), Shard(1)], [Shard(1), Shard(0)]):
         manual_seed(7)
@@ -274,9 +274,9 @@ def _whole(x: Tensor) -> Tensor:
     return out
 
 
-def _same(found: Tensor, expected: Tensor, what: str, tolerance: float = 0.0) -> None:
+def _same(result: Tensor, expected: Tensor, what: str, tolerance: float = 0.0) -> None:
     try:
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+        torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
     except AssertionError as error:
         raise Differs(f"{what}: {error}") from error
 

@@ -51,7 +51,7 @@ def backends_of(device: str) -> tuple[str, ...]:
 
 
 def environment(device: str) -> dict[str, str]:
-    """What a report says of the machine."""
+    """Describe the machine for a report: versions, devices, libraries."""
     names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
     return {

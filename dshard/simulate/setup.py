@@ -16,7 +16,7 @@ from dshard.simulate.transformer import Model
 from dshard.validate import as_int, as_tuple, check_one_of, check_type
 
 Sharded: TypeAlias = Literal["none", "optimizer", "all"]
-"""What the ranks of data parallelism share out: nothing, the optimiser's state, or weights and gradients as well."""
+"""State that is sharded over data parallelism: none, the optimiser's, or weights and gradients as well."""
 
 STAGES, DATA = "pp", "dp"
 

@@ -134,7 +134,7 @@ class _Rank:
         return self.plan.lengths[owner] if self.plan.last[owner] >= turn else 0
 
     def panel(self, turn: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Panel:
-        """What this rank computes in a turn."""
+        """The computation of this rank in a turn."""
         part = None if mask is None else self.columns(mask, turn)
         return Panel(q, k, v, part, self.plan.blocks[turn][self.index], self.attention.scale)
 
