@@ -1,4 +1,4 @@
-"""Draws the figures of docs/concepts.md, and lists the public names in docs/reference.md.
+"""Draws the figures of docs/concepts.md.
 
 PYTHONPATH=. python docs/make_figures.py
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import dshard
 from dshard import Layout, Mesh, visualize
 from dshard.layout import parse_layout
 
@@ -33,15 +32,6 @@ def figures() -> dict[str, str]:
     return {name: visualize(layout_of(name), shape).svg() for name, (_, shape) in FIGURES.items()}
 
 
-def reference() -> str:
-    """A page with each public name of our own, documented from its docstring; DeviceMesh is torch's."""
-    ours = [name for name in dshard.__all__ if not getattr(dshard, name).__module__.startswith("torch")]
-    names = sorted([*ours, "visualize"], key=str.lower)
-    where = {"visualize": "dshard.report.visualize.visualize"}
-    return "\n\n".join(["# Reference", *(f"::: {where.get(name, f'dshard.{name}')}" for name in names)]) + "\n"
-
-
 if __name__ == "__main__":
     for name, svg in figures().items():
         (DOCS / "figures" / f"{name}.svg").write_text(svg)
-    (DOCS / "reference.md").write_text(reference())

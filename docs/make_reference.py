@@ -1,0 +1,121 @@
+"""Writes docs/reference.md: the public names by what they are for, each with its line, and below with its docstring.
+
+PYTHONPATH=. python docs/make_reference.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+
+import dshard
+
+PAGE = Path(__file__).parent / "reference.md"
+
+WHOLE = ("parallel", "pipeline", "checkpoint", "testing", "debug", "experimental")
+"""Modules all of whose names are public."""
+
+GROUPS: dict[str, dict[str, str]] = {
+    "Layouts": {
+        "dshard": "Mesh init_device_mesh Layout Placement Shard Replicate Partial",
+        "dshard.report.visualize": "visualize",
+    },
+    "Tensors": {
+        "dshard": "DTensor distribute_tensor from_torch implicit_replication zeros ones empty full rand randn "
+        "randint randperm linspace logspace manual_seed get_rng_state set_rng_state",
+        "dshard.autograd": "redistribute",
+    },
+    "Whole models": {
+        "dshard": "parallelize plan_model distribute_batch data_ranks accumulate distribute_module",
+        "dshard.parallel": "Auto Plan Cost Memory Moves Move Precision checkpoint from_pretrained loss_parallel "
+        "rank_meshes MeshChoice Transformer",
+    },
+    "Styles of torch": {
+        "dshard.parallel": "parallelize_module ParallelStyle ColwiseParallel RowwiseParallel SequenceParallel "
+        "PrepareModuleInput PrepareModuleOutput PrepareModuleInputOutput",
+    },
+    "Products and operators": {
+        "dshard": "matmul linear use_strategy strategies Schedule Stream register_rule rules",
+        "dshard.experimental": "local_map register_sharding TensorLike",
+    },
+    "Plans and explanations": {
+        "dshard": "explain trace strict cache_info CacheInfo clear_caches",
+        "dshard.explain": "Report Candidate Explanation explain_matmul",
+        "dshard.redistribute": "plan Plan Step AllGather ReduceScatter AllReduce AllToAll Slice Exchange "
+        "ReduceExchange MakePartial Panel",
+        "dshard.reshard": "plan_reshard ReshardPlan Task Chain",
+        "dshard.debug": "CommDebugMode visualize_sharding",
+    },
+    "Networks": {
+        "dshard": "Topology use_topology",
+        "dshard.topology": "FLAT_CPU FLAT_CUDA PRESETS Layer Link Device Backend default_topology",
+        "dshard.calibrate": "measure measure_world fit Fit",
+    },
+    "Pipelines": {
+        "dshard.pipeline": "Pipeline Stage split uniform chain choose Choice Costs Part EdgeCost StageCost simulate "
+        "Timeline Span SCHEDULES Program Action Compute Forward Backward BackwardInput BackwardWeight Send Receive "
+        "Edge Crossing computes edges_of lead_of play rank_schedules",
+    },
+    "A step before it runs": {
+        "dshard.simulate": "Model Setup Step search SearchResult simulate_step record Recorded Memory Event timeline",
+        "dshard.launch": "rehearse Rehearsed",
+    },
+    "Checkpoints": {
+        "dshard.checkpoint": "save load save_safetensors load_safetensors",
+        "dshard.report": "checkpoint_progress",
+    },
+    "Tests": {
+        "dshard.testing": "rank_pool RankPool simulated check_rule check_call RuleError count_traffic Traffic "
+        "Collective no_host_sync HostSyncError distribute parts whole whole_numbers dtensors layouts meshes "
+        "placements shapes redistributions Redistribution",
+        "dshard.selftest": "run Result environment",
+    },
+    "Errors": {
+        "dshard": "DShardError ArgumentError CheckpointError CompileError DtypeError LayoutError MeshError "
+        "MixedError NotationError PeerError RankError ShapeError StrategyError TopologyError",
+    },
+}
+"""What names are for, and where they are imported from. `DeviceMesh` is torch's."""
+
+
+def paths() -> list[str]:
+    """Where each name of the page is imported from, `dshard.matmul`."""
+    return [
+        f"{module}.{name}" for group in GROUPS.values() for module, names in group.items() for name in names.split()
+    ]
+
+
+def value_at(path: str) -> object:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def first_line(path: str) -> str:
+    """The first line of a docstring; of a value its type."""
+    value = value_at(path)
+    if not (inspect.isclass(value) or inspect.isroutine(value)):
+        own = type(value).__module__.startswith("dshard")
+        return f"a `{type(value).__name__}`" if own or isinstance(value, Mapping) else "a type"
+    return (inspect.getdoc(value) or "").partition("\n")[0]
+
+
+def reference() -> str:
+    """The page: a table of names for each task, then the docstrings."""
+    lines = ["# Reference", "", "Everything that is public, by what it is for. Names of `dshard` need no module.", ""]
+    for task, modules in GROUPS.items():
+        lines += [f"## {task}", "", "| name | from | for |", "|---|---|---|"]
+        every = [(module, name) for module, names in modules.items() for name in names.split()]
+        for module, name in every:
+            text = first_line(f"{module}.{name}").replace("|", "\\|")
+            source = (
+                "dshard" if hasattr(dshard, name) and getattr(dshard, name) is value_at(f"{module}.{name}") else module
+            )
+            lines.append(f"| [`{name}`](#{module}.{name}) | `{source}` | {text} |")
+        lines += ["", *(line for module, name in every for line in (f"::: {module}.{name}", ""))]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(reference())
