@@ -120,6 +120,8 @@ def test_long_sequences_that_are_split_come_to_the_heads_and_back() -> None:
     assert report.chosen.name == "cp:h"
     assert report.chosen.bytes_moved == 4 * lacked == 56 * 2**20
     assert {each.name: each.bytes_moved for each in report.candidates}["cp:q"] == 224 * 2**20
+    ring = next(each for each in report.candidates if each.name == "cp:ring")
+    assert (ring.bytes_moved, ring.messages, ring.peak_bytes) == (224 * 2**20, 7, (4 * 16 + 2 * 32) * 2**20)
 
 
 @pytest.mark.parametrize("key_heads", [1, 2])
@@ -135,6 +137,37 @@ def test_heads_of_queries_find_theirs_among_replicated_key_heads(key_heads: int)
         lambda: F.scaled_dot_product_attention(q, *(without_data(mesh, kv, Shard(1)),) * 2, enable_gqa=True)
     )
     assert stored.chosen.bytes_moved <= 2 * key_heads * 64 * 16 * 2
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_ranks_receive_the_key_heads_of_their_queries_alone(key_heads: int) -> None:
+    mesh, keys = Mesh((4,), ("x",)), (1, key_heads, 64, 16)
+    q, kv = without_data(mesh, (1, 8, 64, 16), Shard(2)), without_data(mesh, keys, Shard(2))
+    with use_strategy(attention="ulysses"):
+        chosen = explain(lambda: F.scaled_dot_product_attention(q, kv, kv, enable_gqa=True)).chosen
+
+    queries, head = 2 * 8 // 4 * 64 * 16 * 3 // 4 * 2, 64 * 16 * 3 // 4 * 2  # bytes: there and back; of a head lacked
+    assert chosen.bytes_moved == queries + 2 * max(1, key_heads // 4) * head
+
+
+@pytest.mark.parametrize("mesh", [Mesh((4,), ("x",)), Mesh((2, 4), ("dp", "x"))], ids=str)
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_repeated_key_heads_have_the_gradients_of_one_device(mesh: Mesh, key_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 8, 7, 4), (2, key_heads, 7, 4), (2, key_heads, 7, 4)
+    given = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    options, grad = {"is_causal": True, "enable_gqa": True}, torch.randn(shapes[0], dtype=torch.float64)
+    expected = run([x.clone().requires_grad_() for x in given], options, grad)
+    placements = (Shard(0), Shard(2))[-mesh.ndim :]
+    loops = ("b", "h")[-mesh.ndim :]
+    with simulated(mesh), use_strategy(attention=loops):
+        laid_out = [distribute(x, Layout(mesh, placements)).requires_grad_() for x in given]
+        report = explain(lambda: F.scaled_dot_product_attention(*laid_out, **options))
+        found = run(laid_out, options, grad)
+
+    assert report.chosen.name == "own key heads"
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(whole(mine.detach()), right.detach())
 
 
 def test_one_query_and_a_split_cache_move_the_result_alone() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from dshard.comm import plain, traced
 from dshard.core.call import LocalOp
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
-from dshard.core.operands import common_mesh, spec_like
+from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, for_shapes, spec_of
 from dshard.core.torch_function import autocast, bind_arguments
@@ -24,6 +24,7 @@ from dshard.ops.attention.attention_choice import Among, Choice, chosen
 from dshard.ops.attention.dropout import attention_with_dropout
 from dshard.ops.attention.local_attention import Options, of_key_heads, of_queries, whole
 from dshard.ops.attention.partial_attention import PartialAttention
+from dshard.ops.attention.repeated_heads import RepeatedKeyHeads, repeated
 from dshard.ops.composite import SavingExecutable, run_chosen
 from dshard.ops.matmul.options import current_options
 from dshard.ops.matmul.rules import same_dtype
@@ -63,15 +64,39 @@ def _executable(
     if dropout:
         run = partial(attention_with_dropout, choice.strategy, choice.end, options, dropout)
         return ComposedExecutable(None, run)
-    if choice.keys == "split" or choice.ring.axes:
+    if choice.how.keys == "split" or choice.how.ring.axes:
         return PartialAttention(choice, specs, out, options, partial(_recorded, options, needed))
-    result = spec_of(choice.end, tuple(out.shape), out.stride(), out.dtype, specs[0].device)
     positions = [i for i, t in enumerate(tensors) if isinstance(t, Wrapper)]
-    kernel = partial(_kernel, choice, specs, options)
-    gradients = choice.strategy.gradients
-    saves_copies = choice.keys == "every head" or choice.strategy.outputs[0].leaves_empty(tuple(out.shape))
+    if choice.how.local is None:
+        return _of_whole_keys(choice, specs, out, options, positions)
+    return _of_own_key_heads(choice, specs, out, options, positions)
+
+
+def _of_whole_keys(
+    choice: Choice, specs: Sequence[Spec], out: Tensor, options: Options, positions: Sequence[int]
+) -> Executable:
+    """Attention of ranks that have all keys of their queries."""
+    result = spec_of(choice.end, tuple(out.shape), out.stride(), out.dtype, specs[0].device)
+    kernel, gradients = partial(_kernel, choice, specs, options), choice.strategy.gradients
+    saves_copies = choice.how.keys == "every head" or choice.strategy.outputs[0].leaves_empty(tuple(out.shape))
     make = SavingExecutable if saves_copies else Executable
     return make(choice.decision, kernel, [result], positions, wrap_as(result), gradients=gradients)
+
+
+def _of_own_key_heads(
+    choice: Choice, specs: Sequence[Spec], out: Tensor, options: Options, positions: Sequence[int]
+) -> RepeatedKeyHeads:
+    """Attention of ranks that receive the key heads of their queries alone."""
+    strategy, times = choice.how.local, choice.how.repeats
+    assert strategy is not None
+    inner = repeated(specs, times)
+    inner = [spec if i in (1, 2) else spec.with_layout(strategy.inputs[i]) for i, spec in enumerate(inner)]
+    plans = tuple(plan_to(spec, layout) for spec, layout in zip(inner, strategy.inputs, strict=True))
+    decision = replace(
+        choice.decision, operands=tuple(map(operand_of, inner)), strategy=strategy, plans=plans, exchanges=()
+    )
+    within = replace(choice, decision=decision, strategy=strategy)
+    return RepeatedKeyHeads(choice.decision, strategy, times, _of_whole_keys(within, inner, out, options, positions))
 
 
 def _recorded(options: Options, needed: tuple[bool, ...], tensors: Sequence[Tensor]) -> Any:
@@ -85,7 +110,7 @@ def _kernel(choice: Choice, specs: Sequence[Spec], options: Options, at: Coordin
     layout, shape = choice.strategy.inputs[0], specs[0].shape
     queries = layout.dim_range(len(shape) - 2, shape[-2], at)
     attend = of_queries(queries, options) if options.causal and len(queries) < shape[-2] else whole(options)
-    if choice.keys == "whole":
+    if choice.how.keys == "whole":
         return attend
     heads = layout.dim_range(len(shape) - 3, shape[-3], at)
     return of_key_heads(heads, shape[-3] // specs[1].shape[-3], attend)

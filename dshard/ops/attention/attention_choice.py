@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from dshard.core.spec import Spec
 from dshard.errors import CompileError, StrategyError
 from dshard.layout import Layout, Shape
 from dshard.ops.attention.local_attention import Options
+from dshard.ops.attention.repeated_heads import repeated, repeats
 from dshard.ops.attention.ring_price import RingCall, ring_strategies
 from dshard.placements import Partial, Placement, Replicate
 from dshard.redistribute import Plan, plan
@@ -30,7 +31,8 @@ from dshard.rules.attention_loops import (
     without_row,
 )
 from dshard.rules.attention_ring import Ring
-from dshard.rules.expand import Allowed, expansions
+from dshard.rules.expand import Allowed, Operand, expansions
+from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints, Strategy, cheapest, choose, completed_layout, returned_layout
 from dshard.topology import Topology
 
@@ -38,18 +40,26 @@ Among: TypeAlias = Literal["all", "in a graph", "with dropout", "whole keys"]
 """The candidates: all; those without rings; and those of them in which every rank has all keys of its queries."""
 
 
+class How(NamedTuple):
+    """How a candidate runs: what a rank has of the keys, round which axes they are sent, how often they are repeated.
+
+    `local` is the strategy of what ranks compute, where that is of repeated key heads.
+    """
+
+    keys: Keys
+    ring: Ring = Ring(())
+    repeats: int = 1
+    local: Strategy | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The cheapest way to run a call of attention: its decision and strategy, and what a rank has of the keys.
-
-    Around the axes of the `ring` keys and values are sent; it has none where they are gathered.
-    """
+    """The cheapest way to run a call of attention: its decision and strategy, how it runs, and the result's layout."""
 
     decision: Decision
     strategy: Strategy
-    keys: Keys
+    how: How
     end: Layout
-    ring: Ring
 
 
 def chosen(
@@ -66,55 +76,100 @@ def chosen(
         StrategyError: what is asked for cannot be, for these heads or on this mesh.
         CompileError: a ring in a compiled region.
     """
-    shapes, layouts = [spec.shape for spec in specs], [spec.layout for spec in specs]
-    topology = planning_context().topology_of(layouts[0].mesh)
-    kinds: tuple[Keys, ...] = (
-        ("whole", "split", "every head") if is_grouped(shapes, options.gqa) else ("whole", "split")
-    )
-    rules = {keys: attention_rule(shapes, options.gqa, keys, options.causal) for keys in kinds}
-    ways, balanced = ways_of(asked, rules["split"], layouts)
-    if len(shapes[0]) < 3 or shapes[0][-3] == 1:
-        ways = tuple((allowed, ring) for allowed, ring in ways if without_row([allowed], "h"))
-    allowed = tuple(rows for rows, ring in ways if not ring)
-    if ways and not allowed:
-        _refuse_ring(asked, among)
-    rows_of: dict[Keys, tuple[Allowed, ...]] = {
-        "whole": allowed,
-        "split": () if among == "whole keys" else with_row(allowed, "k"),
-        "every head": with_row(allowed, "h"),
-    }
-    operands, outputs = tuple(map(operand_of, specs)), ((tuple(out.shape), out.itemsize),)
-    wanted = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0])
-    candidates: dict[Strategy, tuple[Keys, Ring]] = {}
-    for keys, rule in rules.items():
-        constraints = replace(wanted, among=rows_of[keys])
-        if next(expansions(rule, operands, outputs, rows_of[keys]), None) is not None:
-            strategy = choose(rule, operands, outputs, topology, constraints)
-            candidates[_named(strategy, keys, specs, tuple(out.shape), topology)] = keys, Ring(())
-    call = RingCall(rules["whole"], specs, outputs, options, wanted, topology)
-    for rows, axes in ways if among == "all" else ():
-        for ring in (Ring(axes, is_balanced) for is_balanced in _forms(balanced, specs, options) if axes):
-            candidates |= dict.fromkeys(ring_strategies(call, rows, ring), ("whole", ring))
+    found = _Candidates(specs, out, options, asked, needed, among)
+    candidates = found.all(among)
     if not candidates:
         raise StrategyError(_impossible(asked, specs))
     base, *others = candidates
     strategy = cheapest(base, others)
-    keys, ring = candidates[strategy]
     plans = tuple(plan_to(spec, layout) for spec, layout in zip(specs, strategy.inputs, strict=True))
-    end = returned_layout(strategy.outputs[0], layouts[0])
-    return Choice(
-        Decision(
-            *("attention", operands, outputs, rules["whole"], strategy, plans, topology),
-            wanted=replace(wanted, among=allowed),
-            exchanges=strategy.exchanges,
-            alternatives=tuple(each for each, how in candidates.items() if how != ("whole", Ring(()))),
-            ends=(plan(strategy.outputs[0], end, tuple(out.shape), out.itemsize, topology),),
-        ),
-        strategy,
-        keys,
-        end,
-        ring,
+    end = returned_layout(strategy.outputs[0], specs[0].layout)
+    decision = Decision(
+        *("attention", found.operands, found.outputs, found.rules["whole"], strategy, plans, found.topology),
+        wanted=replace(found.wanted, among=found.allowed),
+        exchanges=strategy.exchanges,
+        alternatives=tuple(each for each, how in candidates.items() if how != How("whole")),
+        ends=(plan(strategy.outputs[0], end, tuple(out.shape), out.itemsize, found.topology),),
     )
+    return Choice(decision, strategy, candidates[strategy], end)
+
+
+class _Candidates:
+    """The candidates of one call of attention."""
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        out: Tensor,
+        options: Options,
+        asked: Asked,
+        needed: tuple[bool, ...],
+        among: Among,
+    ) -> None:
+        self.specs, self.options = specs, options
+        shapes, layouts = [spec.shape for spec in specs], [spec.layout for spec in specs]
+        self.topology = planning_context().topology_of(layouts[0].mesh)
+        kinds: list[Keys] = ["whole", "split", *(["every head"] if is_grouped(shapes, options.gqa) else [])]  # type: ignore[list-item]
+        self.rules = {keys: attention_rule(shapes, options.gqa, keys, options.causal) for keys in kinds}
+        ways, self.balanced = ways_of(asked, self.rules["split"], layouts)
+        if len(shapes[0]) < 3 or shapes[0][-3] == 1:
+            ways = tuple((allowed, ring) for allowed, ring in ways if without_row([allowed], "h"))
+        self.rings = [(allowed, ring) for allowed, ring in ways if ring]
+        self.allowed = tuple(allowed for allowed, ring in ways if not ring)
+        if ways and not self.allowed:
+            _refuse_ring(asked, among)
+        self.operands, self.outputs = tuple(map(operand_of, specs)), ((tuple(out.shape), out.itemsize),)
+        self.wanted = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0])
+
+    def all(self, among: Among) -> dict[Strategy, How]:
+        """The candidates, with how each runs; those of the rule itself first."""
+        rows: dict[Keys, tuple[Allowed, ...]] = {
+            "whole": self.allowed,
+            "split": () if among == "whole keys" else with_row(self.allowed, "k"),
+            "every head": with_row(self.allowed, "h"),
+        }
+        found: dict[Strategy, How] = {}
+        for keys, rule in self.rules.items():
+            strategy = self._cheapest(rule, self.operands, rows[keys])
+            if strategy is not None:
+                found[_named(strategy, keys, self.specs, self.outputs[0][0], self.topology)] = How(keys)
+        if among in ("all", "in a graph") and "every head" in self.rules:
+            found |= self._repeated(rows["every head"])
+        if among == "all":
+            found |= self._rings()
+        return found
+
+    def _cheapest(self, rule: Rule, operands: Sequence[Operand], rows: tuple[Allowed, ...]) -> Strategy | None:
+        """The cheapest strategy of a rule in which mesh axes have some of these rows; None where none can be."""
+        if next(expansions(rule, operands, self.outputs, rows), None) is None:
+            return None
+        return choose(rule, operands, self.outputs, self.topology, replace(self.wanted, among=rows))
+
+    def _repeated(self, rows: tuple[Allowed, ...]) -> dict[Strategy, How]:
+        """Those with loop h, in which key heads are repeated until there are enough of them."""
+        found: dict[Strategy, How] = {}
+        for times in repeats(self.specs):
+            specs = repeated(self.specs, times)
+            rule = attention_rule([spec.shape for spec in specs], self.options.gqa, "whole", self.options.causal)
+            local = self._cheapest(rule, tuple(map(operand_of, specs)), rows)
+            if local is None:
+                continue
+            plans = [plan_to(specs[i], local.inputs[i]) for i in (1, 2)]
+            sent = tuple(each for p in plans for each in planned(p, specs[1].itemsize, self.topology))
+            stored = (local.inputs[0], self.specs[1].layout, self.specs[2].layout, *local.inputs[3:])
+            strategy = replace(local, inputs=stored, name="own key heads", exchanges=sent)
+            found[strategy] = How("whole", repeats=times, local=local)
+        return found
+
+    def _rings(self) -> dict[Strategy, How]:
+        """Those in which keys and values go round."""
+        found: dict[Strategy, How] = {}
+        call = RingCall(self.rules["whole"], self.specs, self.outputs, self.options, self.wanted, self.topology)
+        for rows, axes in self.rings:
+            for is_balanced in _forms(self.balanced, self.specs, self.options):
+                ring = Ring(axes, is_balanced)
+                found |= dict.fromkeys(ring_strategies(call, rows, ring), How("whole", ring))
+        return found
 
 
 def _refuse_ring(asked: Asked, among: Among) -> None:

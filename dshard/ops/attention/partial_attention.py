@@ -47,7 +47,7 @@ class PartialAttention(ComposedExecutable):
         self.layouts, self.gradients = choice.strategy.inputs, choice.strategy.gradients
         self.axes = axes_of_row(choice.strategy.rows, "k")
         self.shape = tuple(out.shape)
-        self.ring = RingAttention(self.layouts, tuple(spec.shape for spec in specs), options, choice.ring)
+        self.ring = RingAttention(self.layouts, tuple(spec.shape for spec in specs), options, choice.how.ring)
 
     def _run(self, tensors: Args, kwargs: Kwargs) -> Any:
         moved = [redistribute(t, layout) for t, layout in zip(tensors, self.layouts, strict=True)]
