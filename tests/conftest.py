@@ -38,6 +38,7 @@ NOT_UNDER_THE_CONTRACT = {
     "test_when_a_rank_is_silent_all_others_name": "waits have a time limit over gloo alone",
     "test_when_a_rank_dies_its_neighbours_name_it": "waits have a time limit over gloo alone",
     "test_several_tensors_are_under_way_at_once": "begins them in two orders, which NCCL refuses: test_nccl_orders.py",
+    "test_an_index_out_of_range_on_one_rank_is_refused_on_all": "errors of one rank are heard over gloo alone",
     "test_errors_are_raised_at_once_or_at_the_first_use": "errors of one rank are heard over gloo alone",
     "test_a_collective_that_is_not_known_is_no_zero": "about the operators of torch's own process groups",
 }

@@ -85,7 +85,8 @@ def test_bad_arguments_are_refused_on_all_ranks_alike_and_nothing_is_sent(ranks:
         assert kind is not None, (name, layout)
         assert issubclass(kind, torchs), (name, layout, kind, torchs)
         assert messages == 0, (name, layout)
-        assert waits == (name == "chunks"), (name, layout)  # these torch counts before any operator is called
+        # these torch counts before any operator is called; over gloo alone others are heard
+        assert waits == (name == "chunks" and ranks.backend == "gloo"), (name, layout)
 
 
 LOOKUPS: dict[str, Callable[[Any, Any], object]] = {
