@@ -179,11 +179,12 @@ def write_local(target: Tensor, value: Tensor) -> None:
             for rank, t in unstack(value).items():
                 write_local(unstack(target)[rank], t)
         return
+    entry = target
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:  # torch does not copy into memory that several entries share
-            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    target.copy_(value)
-    count_write(target)
+            entry, value = entry.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    entry.copy_(value)
+    count_write(target)  # below autograd a view has a version counter of its own
 
 
 def expanded_as(spec: Spec, copy: Tensor) -> Tensor:

@@ -41,6 +41,13 @@ ONCE_WRONG = {
         "t2.neg_()",
         "t3.sum().backward()",
     )),
+    "an expanded tensor written by views": Program((2, 2), (
+        "t1 = leaf((6, 7), 'x:R y:S(0)', 886)",
+        "t2 = t1 * 2",
+        "t3 = t2 * t2",
+        "with no_grad(): t2.expand(2, -1, -1).diagonal().T.tril_()",
+        "t3.sum().backward()",
+    )),
     "a saved result asked for": Program((2, 2), (
         "t1 = leaf((4,), 'x:R y:S(0)', 33)",
         "t2 = (t1 * 0.5).exp()",
@@ -155,6 +162,7 @@ ONCE_WRONG = {
 }  # fmt: skip
 """Programs of a few lines that gave something else than one device, or raised on some ranks alone."""
 RAISED = {
+    "an expanded tensor written by views",
     "a cut operand overwritten",
     "a partial operand written",
     "overwritten",
