@@ -116,7 +116,12 @@ def _replicating() -> Callable[[], None]:
 
 
 def _by_loops(loops: AttentionLoops) -> Callable[[], None]:
-    """Enter a block in which attention has these loops; what leaves it."""
+    """Enter a block in which attention has these loops, where gradients are recorded; what leaves it.
+
+    In inference the cheapest ones are taken: a cache that is split over its sequence is not brought to heads.
+    """
+    if not torch.is_grad_enabled():
+        return lambda: None
     return enter_options(MatmulOptions(saved=current_options().saved, attention=loops))
 
 

@@ -39,7 +39,7 @@ def by_schedule(schedule: Schedule) -> Instead:
 
 
 def by_loops(loops: AttentionLoops) -> Instead:
-    """The mode in which attention has these loops."""
+    """The mode in which attention has these loops, where gradients are recorded."""
     return Instead({F.scaled_dot_product_attention: bound(_with_loops, loops)})
 
 
@@ -79,7 +79,7 @@ def _distributed(layout: Layout, x: Tensor) -> DTensor:
 
 
 def _with_loops(loops: AttentionLoops, *args: object, **kwargs: Any) -> Any:
-    with use_strategy(attention=loops):
+    with use_strategy(attention=loops if torch.is_grad_enabled() else None):
         return F.scaled_dot_product_attention(*args, **kwargs)  # type: ignore[arg-type]
 
 

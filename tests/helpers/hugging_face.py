@@ -87,7 +87,15 @@ def prompt(seed: int = 1, rows: int = 4, length: int = 5) -> dict[str, Tensor]:
 
 def mesh_for(strategy: str) -> DeviceMesh:
     """A mesh of four ranks with the axes of a strategy."""
-    names = {"data": ("dp",), "fsdp": ("fsdp",), "megatron": ("dp", "tp"), "atp": ("d1", "d2")}[strategy]
+    names = {
+        "data": ("dp",),
+        "fsdp": ("fsdp",),
+        "megatron": ("dp", "tp"),
+        "atp": ("d1", "d2"),
+        "context": ("cp",),
+        "ulysses": ("cp",),
+        "context x megatron": ("cp", "tp"),
+    }[strategy]
     return dshard.init_device_mesh("cpu", (4,) if len(names) == 1 else (2, 2), mesh_dim_names=names)
 
 

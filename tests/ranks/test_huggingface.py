@@ -37,6 +37,11 @@ MODES: dict[str, dict[str, Any]] = {
     "no cache": {"use_cache": False},
 }
 FAMILIES, STRATEGIES = ("llama", "qwen3", "gpt2"), ("megatron", "atp", "data", "fsdp")
+SEQUENCES = (
+    "context",
+    "ulysses",
+    "context x megatron",
+)  # caches split over the sequence, the last by heads too
 
 
 def generated(model: Any, masked: bool, mode: str) -> Tensor:
@@ -67,10 +72,65 @@ def generates(family: str, strategies: tuple[str, ...], modes: tuple[str, ...]) 
 @pytest.mark.ranks
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *SEQUENCES])
 def test_generate_equals_one_device_to_the_token(ranks: RankPool, family: str, strategy: str) -> None:
     for wrong in ranks.run(generates, family, (strategy,), tuple(MODES), timeout=300):
         assert not wrong
+
+
+def generates_rows(family: str, strategies: tuple[str, ...]) -> list[str]:
+    """What is not as on one device where each data rank gives prompts of its own, and not equally many."""
+    torch.set_num_threads(1)
+    alone, given, wrong = language_model(family), prompt(rows=5), []
+    for strategy in strategies:
+        model = dshard.parallelize(
+            language_model(family), mesh_for(strategy), strategy, input_ids=given["input_ids"], inputs="per-data-rank"
+        )
+        ranks, rank = dshard.data_ranks(model)
+        own = torch.arange(5).tensor_split(ranks)[rank]
+        for mode in ("greedy", "beam", "static", "sampled"):
+            options = {"max_new_tokens": 5, "do_sample": False, **MODES[mode]}
+            dshard.manual_seed(7)
+            with seeded_alike("generate", boundary_of(model).plan.mesh, torch.device("cpu")):
+                expected = alone.generate(**given, **options)[own]
+            dshard.manual_seed(7)
+            found = model.generate(**{name: x[own] for name, x in given.items()}, **options)
+            if not torch.equal(found, expected):
+                wrong.append(f"{strategy} {mode}: {found} instead of {expected}")
+    return wrong
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_takes_the_rows_of_each_data_rank(ranks: RankPool, family: str) -> None:
+    for wrong in ranks.run(generates_rows, family, ("megatron", "data"), timeout=300):
+        assert not wrong
+
+
+def decodes(strategy: str) -> tuple[str, int, int]:
+    """The layout of a cache of keys of 4,096 tokens, its bytes, and those that a rank receives for a further token."""
+    torch.set_num_threads(1)
+    sizes = {"max_position_embeddings": 8192, "hidden_size": 128, "head_dim": 32, "intermediate_size": 32}
+    model = parallel("llama", strategy, **sizes)
+    cache, tokens = transformers.DynamicCache(config=model.config), torch.full((1, 4096), 5)
+    with torch.no_grad(), dshard.use_topology(dshard.Topology.flat(1e8)):  # on a fast one this cache is short
+        model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        with dshard.trace() as sent:
+            model(input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
+    keys = cache.layers[0].keys
+    return str(keys.layout), 2 * keys.numel() * keys.element_size(), sum(event.nbytes for event in sent.events)
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("strategy", "layout"), [("context", "cp:S(2)"), ("ulysses", "cp:S(2)"), ("context x megatron", "cp:S(2) tp:S(1)")]
+)
+def test_a_long_cache_is_split_and_stays_where_it_is(ranks: RankPool, strategy: str, layout: str) -> None:
+    for found, cache, received in ranks.run(decodes, strategy, timeout=300):
+        assert found == layout
+        assert received < cache / 50
 
 
 def small_run(folder: str) -> None:
