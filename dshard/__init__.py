@@ -80,6 +80,7 @@ __all__ = [
     "distribute_tensor",
     "empty",
     "explain",
+    "flex_attention",
     "from_torch",
     "full",
     "get_rng_state",
@@ -126,7 +127,7 @@ if _TYPE_CHECKING:
         randperm,
         zeros,
     )
-    from dshard.functional import linear, matmul
+    from dshard.functional import flex_attention, linear, matmul
     from dshard.ops.matmul.options import use_strategy
     from dshard.ops.random.state import get_rng_state, manual_seed, set_rng_state
     from dshard.parallel import data_ranks, distribute_batch, parallelize, plan_model
@@ -143,7 +144,7 @@ _LATE = {
         *("distribute_module", "empty", "full", "linspace", "logspace", "ones"),
         *("rand", "randint", "randn", "randperm", "zeros"),
     ),
-    "dshard.functional": ("linear", "matmul"),
+    "dshard.functional": ("flex_attention", "linear", "matmul"),
     "dshard.ops.matmul.options": ("use_strategy",),
     "dshard.ops.random.state": ("get_rng_state", "manual_seed", "set_rng_state"),
     "dshard.parallel": ("data_ranks", "distribute_batch", "parallel", "parallelize", "plan_model"),

@@ -1,0 +1,189 @@
+"""`flex_attention` by loops b, h and q: what modifies scores is given global indices.
+
+On CPUs the scores are held, as torch's own function does there, which has no gradients. Elsewhere a rank calls torch's,
+with its functions and its block mask for the rank's range of the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
+
+from dshard.core.call import LocalOp
+from dshard.core.executable import ComposedExecutable, Executable, wrap_as
+from dshard.core.observe import OBSERVERS, observed
+from dshard.core.operands import common_mesh, spec_like
+from dshard.core.signature import Function
+from dshard.core.spec import Spec, for_shapes, spec_of
+from dshard.core.wrapper import Wrapper
+from dshard.errors import LayoutError
+from dshard.mesh import Coordinate
+from dshard.ops.attention.attention_choice import Choice, chosen
+from dshard.ops.attention.local_attention import Options, of_key_heads, whole
+from dshard.ops.composite import SavingExecutable, run_chosen, run_recorded
+from dshard.ops.matmul.options import current_options
+from dshard.ops.matmul.rules import same_dtype
+from dshard.torch_private import no_torch_function
+
+Modify: TypeAlias = Callable[..., Tensor]
+"""A function of perhaps a score, and the indices of batch, head, query and key."""
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Modify | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **options: Any,
+) -> Any:
+    """Compute torch's `flex_attention` of plain or distributed tensors (batch, heads, length, features).
+
+    Batch, heads and queries may be split in any way: `score_mod`, and the `mask_mod` of `block_mask`, are given global
+    indices on every rank. Tensors that they use must be plain, equal on all ranks, and get no gradient. On CPUs they
+    are given all indices at once, which broadcast, so they must be made of operators on tensors. Keys that are split
+    are brought to the heads, or gathered.
+
+    Raises:
+        LayoutError: other options than these for distributed tensors.
+        StrategyError: loops that were asked for and cannot be.
+    """
+    tensors = query, key, value
+    if not any(isinstance(x, Wrapper) for x in tensors):
+        plain_call: Function = torch_flex_attention
+        return plain_call(query, key, value, score_mod, block_mask, scale, enable_gqa, **options)
+    if given := [name for name, option in options.items() if option]:
+        raise LayoutError(
+            f"flex_attention of distributed tensors with {', '.join(given)}: it takes score_mod, block_mask, scale and "
+            "enable_gqa; leave the rest out, or call torch's function on local tensors within local_map"
+        )
+    with no_torch_function():
+        executable = _executable(tensors, score_mod, block_mask, Options(False, scale, enable_gqa))
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        run: Function = partial(run_recorded, executable) if recorded else lambda *operands: executable(operands)
+        return observed(executable.decision, run, tensors) if OBSERVERS else run(*tensors)
+
+
+def _executable(
+    tensors: Sequence[Tensor], score_mod: Modify | None, mask: BlockMask | None, options: Options
+) -> Executable:
+    """What runs this call: planned once for operands like these, with the functions of this call."""
+    asked = current_options().attention
+    needed = tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
+    mesh = common_mesh("flex_attention", list(tensors))
+    specs = [spec_like(x, mesh) for x in tensors]
+
+    def plan() -> ComposedExecutable:
+        same_dtype("flex_attention", [x.dtype for x in tensors])
+        with torch.no_grad(), for_shapes():
+            out = whole(options)(*(spec.meta() for spec in specs))
+        choice = chosen(specs, out, options, asked, needed, "whole keys")
+        result = spec_of(choice.end, tuple(out.shape), out.stride(), out.dtype, specs[0].device)
+        return ComposedExecutable(None, lambda tensors, _: (choice, result))
+
+    key = ("flex_attention", options.scale, options.gqa, asked, needed)
+    choice, result = run_chosen(key, plan, tensors)
+    kernel = partial(_kernel, choice, specs, score_mod, mask, options)
+    positions = [i for i, x in enumerate(tensors) if isinstance(x, Wrapper)]
+    make = SavingExecutable if choice.how.keys == "every head" else Executable
+    return make(choice.decision, kernel, [result], positions, wrap_as(result), gradients=choice.strategy.gradients)
+
+
+def _kernel(
+    choice: Choice,
+    specs: Sequence[Spec],
+    score_mod: Modify | None,
+    mask: BlockMask | None,
+    options: Options,
+    at: Coordinate,
+) -> LocalOp:
+    """Attention of the rank at a coordinate, to all keys of its heads."""
+    layout, shape = choice.strategy.inputs[0], specs[0].shape
+    ranges = [layout.dim_range(dim, shape[dim], at) for dim in range(3)]
+    attend = partial(_attend, ranges, score_mod, mask, options)
+    return of_key_heads(ranges[1], shape[1] // specs[1].shape[1], attend) if choice.how.keys == "every head" else attend
+
+
+def _attend(
+    ranges: Sequence[range],
+    score_mod: Modify | None,
+    mask: BlockMask | None,
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    if q.is_meta:
+        return whole(options)(q, k, v)
+    if not q.numel():
+        return q.new_empty((*q.shape[:-1], v.shape[-1]))
+    if q.device.type == "cpu":
+        return _holding_scores(ranges, score_mod, mask, options, q, k, v)
+    return by_torch(ranges, score_mod, mask, options, q, k, v)
+
+
+def by_torch(
+    ranges: Sequence[range],
+    score_mod: Modify | None,
+    mask: BlockMask | None,
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    """torch's own function for ranges of batch, heads and queries, with a block mask of its own."""
+    first = [each.start for each in ranges]
+
+    def score(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert score_mod is not None
+        return score_mod(x, b + first[0], h + first[1], i + first[2], j)
+
+    own = None
+    if mask is not None:
+        of_mask, sizes = mask.mask_mod, [len(each) for each in ranges]
+        batch, heads = (
+            n if given > 1 else None for n, given in zip(sizes[:2], mask.kv_num_blocks.shape[:2], strict=True)
+        )
+
+        def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return of_mask(b + first[0], h + first[1], i + first[2], j)
+
+        own = create_block_mask(seen, batch, heads, sizes[2], k.shape[-2], q.device, BLOCK_SIZE=mask.BLOCK_SIZE)
+    modify = None if score_mod is None else score
+    out: Tensor = torch_flex_attention(q, k, v, modify, own, options.scale, options.gqa)
+    return out
+
+
+def _holding_scores(
+    ranges: Sequence[range],
+    score_mod: Modify | None,
+    mask: BlockMask | None,
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    """Attention by single operators; a query that sees no key gets zeros."""
+    if q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q * (q.shape[-1] ** -0.5 if options.scale is None else options.scale)) @ k.transpose(-2, -1)
+    indices = [
+        torch.arange(each.start, each.stop, device=q.device).view([-1 if i == dim else 1 for i in range(4)])
+        for dim, each in enumerate((*ranges, range(k.shape[-2])))
+    ]
+    if score_mod is not None:
+        scores = score_mod(scores, *indices)
+    if mask is not None:
+        scores = scores.masked_fill(mask.mask_mod(*indices).logical_not(), -inf)
+    blind = (scores == -inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    return weights.to(v.dtype) @ v

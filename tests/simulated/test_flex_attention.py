@@ -1,0 +1,128 @@
+"""`flex_attention` by loops b, h and q: functions of scores see global indices, values and gradients of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import flex_attention as torchs
+
+from dshard import Layout, LayoutError, Mesh, Shard, StrategyError, trace, use_strategy
+from dshard.functional import flex_attention
+from dshard.ops.attention.flex import by_torch
+from dshard.ops.attention.local_attention import Options
+from dshard.testing import distribute, simulated, whole
+
+BATCH, HEADS, TOKENS = 2, 4, 7
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 2]])
+
+
+def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + SLOPES[h] * (j - i)
+
+
+def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return 3 * torch.tanh(score / 3)
+
+
+def packed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (DOCUMENTS[b, i] == DOCUMENTS[b, j]) & (j <= i)
+
+
+def window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return ((i - j).abs() < 3) & ~((h == 1) & (i == 2))  # a row of one head sees nothing
+
+
+CASES = {"alibi": (alibi, None), "packed": (None, packed), "both": (capped, window), "neither": (None, None)}
+
+
+def operands(key_heads: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(BATCH, HEADS, TOKENS, 4), (BATCH, key_heads, TOKENS, 4), (BATCH, key_heads, TOKENS, 4)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def block_mask(mask: Any) -> Any:
+    return None if mask is None else create_block_mask(mask, BATCH, HEADS, TOKENS, TOKENS, device="cpu")
+
+
+def on_one_device(case: str, given: list[Tensor]) -> list[Tensor]:
+    """By definition, a score at a time; and gradients."""
+    score_mod, mask = CASES[case]
+    q, k, v = leaves = [x.clone().requires_grad_() for x in given]
+    k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v))
+    scores, rows = q @ k.mT * 4**-0.5, []
+    for b, h, i, j in torch.cartesian_prod(*(torch.arange(n) for n in (BATCH, HEADS, TOKENS, TOKENS))):
+        x = scores[b, h, i, j]
+        x = x if score_mod is None else score_mod(x, b, h, i, j)
+        rows.append(x if mask is None or mask(b, h, i, j) else x * 0 - torch.inf)
+    changed = torch.stack(rows).view_as(scores)
+    blind = changed.isinf().all(-1, keepdim=True)
+    out = changed.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0) @ v
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_functions_of_scores_see_global_indices_under_every_loop(case: str, key_heads: int) -> None:
+    given, (score_mod, mask) = operands(key_heads), CASES[case]
+    expected, blocks = on_one_device(case, given), block_mask(mask)
+    meshes: list[tuple[Mesh, Any]] = [(Mesh((3,), ("x",)), (loop,)) for loop in ("b", "h", "q", None)]
+    for mesh, loops in (*meshes, (Mesh((2, 2), ("x", "y")), ("h", "q"))):
+        for dim in (1, 2):
+            with simulated(mesh), use_strategy(attention=loops):
+                layout = Layout(mesh, (Shard(dim), *(Shard(2),) * (mesh.ndim - 1)))
+                laid = [distribute(x, layout).requires_grad_() for x in given]
+                out = flex_attention(*laid, score_mod, blocks, enable_gqa=key_heads != HEADS)
+                found = [out.detach(), *torch.autograd.grad(out.square().sum(), laid)]
+                for mine, right in zip(found, expected, strict=True):
+                    torch.testing.assert_close(whole(mine), right, rtol=1e-9, atol=1e-11)
+
+
+def test_split_heads_send_nothing_and_split_queries_gather_keys() -> None:
+    mesh, x = Mesh((2,), ("x",)), torch.randn(1, 4, 8, 4)
+    sent = {}
+    for dim, loop in ((1, "h"), (2, "q")):
+        with simulated(mesh), use_strategy(attention=(loop,)), trace() as events:
+            laid = [distribute(x, Layout(mesh, (Shard(dim),))) for _ in range(3)]
+            flex_attention(*laid, alibi)
+        sent[loop] = [event.collective for event in events.events]
+
+    assert sent == {"h": [], "q": ["all_gather"] * 2}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", CASES)
+def test_a_range_of_the_scores_by_torch_is_that_of_the_whole(case: str) -> None:
+    """What a rank of another device calls."""
+    (score_mod, mask), (q, k, v) = CASES[case], [x.float() for x in operands(HEADS)]
+    blocks = block_mask(mask)
+    expected = torchs(q, k, v, score_mod, blocks)
+    rows = range(1, 2), range(1, 4), range(2, 6)
+    part = by_torch(rows, score_mod, blocks, Options(False, None, False), q[1:2, 1:4, 2:6], k[1:2, 1:4], v[1:2, 1:4])
+
+    torch.testing.assert_close(part, expected[1:2, 1:4, 2:6])
+
+
+def test_what_flex_attention_cannot_do_on_a_mesh_says_so() -> None:
+    mesh = Mesh((2,), ("x",))
+    with simulated(mesh):
+        x = distribute(torch.ones(1, 4, 8, 4), Layout(mesh, (Shard(2),)))
+        with pytest.raises(LayoutError, match="with return_lse: it takes score_mod, block_mask, scale and enable_gqa"):
+            flex_attention(x, x, x, return_lse=True)
+        with pytest.raises(StrategyError, match="attention='split-keys'"), use_strategy(attention="split-keys"):
+            flex_attention(x, x, x)
+
+
+def test_plain_tensors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dshard.ops.attention.flex.torch_flex_attention", lambda *args, **kwargs: (args, kwargs))
+    x = torch.ones(1, 1, 2, 2)
+
+    assert flex_attention(x, x, x, alibi, return_lse=True) == (
+        (x, x, x, alibi, None, None, False),
+        {"return_lse": True},
+    )
