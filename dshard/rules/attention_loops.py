@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import combinations, permutations
 from typing import Literal, TypeAlias
 
 from dshard.errors import StrategyError
@@ -124,7 +124,8 @@ def ways_of(asked: Asked, rule: Rule, layouts: Sequence[Layout]) -> tuple[tuple[
     """The ways in which loops may be given to mesh axes, and whether rings are balanced: None for either.
 
     Axes without a role may have any loop. Where nothing is asked for, or no loop of an axis, an axis on which all
-    operands are replicated stays so, and a ring goes round axes on which the sequence of keys is stored split.
+    operands are replicated stays so, and a ring goes round axes on which the sequence of keys is stored split, the
+    first of them outside.
 
     Raises:
         StrategyError: no such name or loop, more loops than mesh axes, or a ring around an axis of one rank.
@@ -151,7 +152,7 @@ def ways_of(asked: Asked, rule: Rule, layouts: Sequence[Layout]) -> tuple[tuple[
     stored = Shard(len(rule.inputs[1]) - 2)
     free = [axis for axis, loop in enumerate(loops) if loop is None and mesh.shape[axis] > 1]
     split = [axis for axis in free if layouts[1].placements[axis] == stored]
-    rings = (ring for n in range(1, len(split) + 1) for ring in permutations(split, n))
+    rings = (ring for n in range(1, len(split) + 1) for ring in combinations(split, n))
     return (*ways, *((_with_rings(ways[0][0], ring), ring) for ring in rings)), None
 
 

@@ -46,13 +46,16 @@ class Messages:
 class RingPlan:
     """The turns of a ring of this shape, by the index of a rank in it.
 
-    `owners` are those of the panels that ranks have in each turn, `blocks` what they see of them, `last` is for each
+    `owners` are those of the panels that ranks have in each turn, `holders` the ranks that have each owner's panel,
+    `blocks` what ranks see of their panels, and `pairs` how many pairs of a query and a key that is. `last` is for each
     owner the last turn in which a rank sees some of its panel; `lengths` are the keys in each panel.
     """
 
     shape: tuple[int, ...]
     owners: tuple[tuple[int, ...], ...]
+    holders: tuple[tuple[int, ...], ...]
     blocks: tuple[tuple[tuple[Block, ...], ...], ...]
+    pairs: tuple[tuple[int, ...], ...]
     last: tuple[int, ...]
     lengths: tuple[int, ...]
 
@@ -63,7 +66,7 @@ class RingPlan:
 
     def holder(self, owner: int, turn: int) -> int:
         """The index that has a panel in a turn."""
-        return self.owners[turn].index(owner)
+        return self.holders[turn][owner]
 
     def panels(self, index: int, turn: int) -> Messages:
         """The panels that a rank sends and receives before `turn`."""
@@ -83,36 +86,49 @@ class RingPlan:
             received = ((self.holder(comes, turn), comes),)
         if self.last[index] == turn:
             received = (*received, (self.holder(index, turn), index))
-        return Messages(self._axis_of_gradients(turn), sent, received)
+        return Messages(self.moving_axis_of_gradients(turn), sent, received)
 
-    def _axis_of_gradients(self, turn: int) -> int | None:
+    def busiest_panel(self, turn: int) -> int:
+        """The most keys that a rank receives before `turn`."""
+        return max((n for n, last in zip(self.lengths, self.last, strict=True) if last >= turn), default=0)
+
+    def busiest_gradients(self, turn: int) -> int:
+        """The most keys whose gradients a rank receives after `turn`."""
+        comes = self.owners[turn + 1] if turn + 1 < self.ranks else None
+        return max(
+            (self.lengths[comes[i]] if comes and self.last[comes[i]] > turn else 0)
+            + (self.lengths[i] if self.last[i] == turn else 0)
+            for i in range(self.ranks)
+        )
+
+    def moving_axis(self, turn: int) -> int | None:
+        """The axis along which panels are sent before `turn`, by its place in the ring."""
+        return _moving_axis(self.shape, turn)
+
+    def moving_axis_of_gradients(self, turn: int) -> int | None:
+        """The axis along which gradients are sent after `turn`, by its place in the ring; None for several."""
         if len(self.shape) == 1:
             return 0
         if turn + 1 == self.ranks or turn in self.last:
             return None
         return _moving_axis(self.shape, turn + 1)
 
-    def busiest(self, messages: Callable[[int, int], Messages], turn: int) -> int:
-        """The most keys that a rank receives in an exchange: `messages` is `panels` or `gradients`."""
-        return max(sum(self.lengths[o] for _, o in messages(i, turn).received) for i in range(self.ranks))
-
-    def seconds(self, work: Callable[[Sequence[Block]], float], sends: Sequence[float], overlaps: bool = True) -> float:
+    def seconds(self, work: Callable[[int], float], sends: Sequence[float], overlaps: bool = True) -> float:
         """Seconds of the critical path, where a rank sends a panel on while it computes with it.
 
-        `work` are the seconds of some blocks, `sends` those of the exchange before each turn but the first. Unless
+        `work` are the seconds of so many pairs, `sends` those of the exchange before each turn but the first. Unless
         sending `overlaps` computing, a rank does one after the other.
         """
         starts = [0.0] * self.ranks
-        works = [[work(blocks) for blocks in turn] for turn in self.blocks]
         for turn, send in enumerate(sends, start=1):
-            before = starts
-            sources = [self.holder(owner, turn - 1) for owner in self.owners[turn]]
-            done = [start + work_of_turn for start, work_of_turn in zip(before, works[turn - 1], strict=True)]
+            before, holders = starts, self.holders[turn - 1]
+            done = [start + work(pairs) for start, pairs in zip(before, self.pairs[turn - 1], strict=True)]
+            arrived = [before[holders[owner]] for owner in self.owners[turn]]
             starts = [
-                max(done[i], before[source] + send) if overlaps else max(done[i], before[source]) + send
-                for i, source in enumerate(sources)
+                max(ready, came + send) if overlaps else max(ready, came) + send
+                for ready, came in zip(done, arrived, strict=True)
             ]
-        return max(start + last for start, last in zip(starts, works[-1], strict=True))
+        return max(start + work(pairs) for start, pairs in zip(starts, self.pairs[-1], strict=True))
 
 
 @cached("rings of attention", 4096)
@@ -127,14 +143,14 @@ def ring_plan(
     """
     n = prod(shape)
     owners = tuple(tuple(_owner(shape, index, turn) for index in range(n)) for turn in range(n))
+    holders = tuple(tuple(sorted(range(n), key=turn.__getitem__)) for turn in owners)
     blocks = tuple(
         tuple(visible_blocks(queries[index], keys[owner], causal) for index, owner in enumerate(turn))
         for turn in owners
     )
-    last = tuple(
-        max((turn for turn in range(n) if blocks[turn][owners[turn].index(owner)]), default=0) for owner in range(n)
-    )
-    return RingPlan(shape, owners, blocks, last, tuple(sum(map(len, each)) for each in keys))
+    pairs = tuple(tuple(sum([block.pairs for block in each]) for each in turn) for turn in blocks)
+    last = tuple(max((turn for turn in range(n) if pairs[turn][holders[turn][owner]]), default=0) for owner in range(n))
+    return RingPlan(shape, owners, holders, blocks, pairs, last, tuple(sum(map(len, each)) for each in keys))
 
 
 def swapped(positions: Sequence[range]) -> tuple[Positions, ...]:

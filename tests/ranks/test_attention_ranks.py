@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dshard import Layout, Shard, explain, init_device_mesh, trace, use_strategy
 from dshard.comm import bind
+from dshard.comm.workspace import WORKSPACE
 from dshard.testing import RankPool, distribute, whole
 
 LOOPS = ["batch", "ulysses", "context", "ring", "balanced ring", "split-keys", None]
@@ -47,6 +48,52 @@ def forced() -> list[tuple[str, float, list[tuple[str, int]], list[tuple[str, in
             planned = [(each.collective, each.nbytes) for call in report.operators for each in call.collectives]
             found.append((f"{loops} {heads} {key_heads} {causal}", far, received, planned))
     return found
+
+
+def rings() -> list[tuple[str, float, list[int], list[int], int]]:
+    """Of each ring: how far it is from one device, the bytes that this rank received, and the most in its buffers."""
+    mesh, found = bind(init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))), []
+    given = operands(4, 4)
+    for asked in ("ring x ring", "ulysses x ring"):
+        for causal in (False, True):
+            leaves = [x.clone().requires_grad_() for x in given]
+            right = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+            right.backward(torch.ones_like(right))
+            laid = [distribute(x, Layout(mesh, (Shard(2), Shard(2)))).requires_grad_() for x in given]
+            with use_strategy(attention=asked):
+                F.scaled_dot_product_attention(*(x.detach() for x in laid), is_causal=causal)
+                WORKSPACE.peak = 0
+                F.scaled_dot_product_attention(*(x.detach() for x in laid), is_causal=causal)
+                peak = WORKSPACE.peak
+                with trace() as sent:
+                    out = F.scaled_dot_product_attention(*laid, is_causal=causal)
+                with trace() as sent_back:
+                    out.backward(distribute(torch.ones_like(right), out.layout.cotangent()))
+            pairs = zip(
+                (out.detach(), *(x.grad for x in laid)), (right.detach(), *(x.grad for x in leaves)), strict=True
+            )
+            far = max((whole(x) - y).abs().max().item() for x, y in pairs)
+            received = [[e.nbytes for e in each.events if e.collective == "permute"] for each in (sent, sent_back)]
+            found.append((f"{asked} {causal}", far, *received, peak))
+    return found
+
+
+@pytest.mark.ranks
+def test_rings_around_two_axes_send_and_hold_their_closed_form(ranks: RankPool) -> None:
+    panel = 2 * 2 * 4 * 2 * 4 * 8  # of keys and of values: batch, heads, keys, d, bytes
+    of_ranks = ranks.run(rings)
+    for found in zip(*of_ranks, strict=True):
+        name = found[0][0]
+        assert max(far for _, far, *_ in found) < 1e-11, name
+        if name == "ring x ring False":
+            for _, _, forward, backward, peak in found:
+                assert forward == [panel] * 3
+                assert sorted(backward) == [panel] * 6
+                assert peak == 2 * panel
+        if name == "ulysses x ring False":
+            for _, _, forward, _, peak in found:
+                assert forward == [panel]  # half of the heads, twice the keys
+                assert peak == 2 * panel
 
 
 def compiled() -> tuple[float, str]:

@@ -17,7 +17,7 @@ from dshard.errors import CompileError, StrategyError
 from dshard.layout import Layout, Shape
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.repeated_heads import repeated, repeats
-from dshard.ops.attention.ring_price import RingCall, ring_strategies
+from dshard.ops.attention.ring_price import RingCall, ring_strategy
 from dshard.placements import Partial, Placement, Replicate
 from dshard.redistribute import Plan, plan
 from dshard.rules.attention_loops import (
@@ -168,7 +168,9 @@ class _Candidates:
         for rows, axes in self.rings:
             for is_balanced in _forms(self.balanced, self.specs, self.options):
                 ring = Ring(axes, is_balanced)
-                found |= dict.fromkeys(ring_strategies(call, rows, ring), How("whole", ring))
+                strategy = ring_strategy(call, rows, ring)
+                if strategy is not None:
+                    found[strategy] = How("whole", ring)
         return found
 
 

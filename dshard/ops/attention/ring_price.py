@@ -16,8 +16,7 @@ from dshard.ops.attention.block_kernels import wide
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
 from dshard.placements import Shard
-from dshard.rules.attention_blocks import Block
-from dshard.rules.attention_ring import Messages, Ring, RingPlan, halved
+from dshard.rules.attention_ring import Ring, RingPlan, halved
 from dshard.rules.expand import Allowed, Expansion, expansions
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints, Strategy, priced
@@ -36,13 +35,22 @@ class RingCall:
     topology: Topology
 
 
-def ring_strategies(call: RingCall, rows: Allowed, ring: Ring) -> Iterator[Strategy]:
-    """The strategies in which keys and values go round these mesh axes, with their prices."""
+def ring_strategy(call: RingCall, rows: Allowed, ring: Ring) -> Strategy | None:
+    """The cheapest strategy in which keys and values go round these mesh axes; None where there is none."""
     operands = tuple(map(operand_of, call.specs))
     found = expansions(call.rule, operands, call.outputs, (rows,))
     among = [_with_keys_split(expansion, call.specs, ring) for expansion in found]
-    for strategy in priced(call.rule, operands, call.outputs, call.topology, call.wanted, among):
-        yield _Price(call, strategy, ring).strategy()
+    times = 1 + sum(call.wanted.gradients)
+    bases = list(priced(call.rule, operands, call.outputs, call.topology, call.wanted, among))
+    best: Strategy | None = None
+    # without the local work, which is less where halves are swapped, and without the ring, the price is a bound
+    for least, base in sorted(((b.seconds - b.compute * times, b) for b in bases), key=lambda pair: pair[0]):
+        if best is not None and least >= best.seconds:
+            break
+        strategy = _Price(call, base, ring).strategy()
+        if best is None or strategy.seconds < best.seconds:
+            best = strategy
+    return best
 
 
 def _with_keys_split(expansion: Expansion, specs: Sequence[Spec], ring: Ring) -> Expansion:
@@ -67,7 +75,9 @@ class _Price:
         self.dtype = call.specs[0].dtype
         others = [range(1) if axis in ring.axes else range(n) for axis, n in enumerate(self.mesh.shape)]
         self.rings: list[Coordinate] = list(product(*others))
-        self.plans = list({self.attention.plan(at): None for at in self.rings})
+        self.plans = list(
+            {id(plan): plan for plan in map(self.attention.plan, self.rings)}.values()
+        )  # plans are cached
         locals_ = [layout.local_shape(spec.shape, (0,) * self.mesh.ndim) for layout, spec in self._operands()]
         self.heads = prod(locals_[0][:-2])
         key_heads = prod(locals_[1][:-2])
@@ -82,7 +92,7 @@ class _Price:
         """The strategy with the seconds of the ring, and what it sends in its forward pass."""
         base, itemsize, sums = self.base, self.dtype.itemsize, wide(self.dtype).itemsize
         turns = range(1, self.plans[0].ranks)
-        panels = [self._hop(lambda plan: plan.panels, turn, itemsize) for turn in turns]
+        panels = [self._hop(RingPlan.busiest_panel, RingPlan.moving_axis, turn, itemsize) for turn in turns]
         swaps = self._swaps([(0, self.row, itemsize), (1, self.width, itemsize)])
         results = [*self._swaps([(0, self.result, itemsize)]), *self._swaps([(0, self.heads, sums)])]
         exchanges = (*swaps, *panels, *results)
@@ -103,7 +113,9 @@ class _Price:
         gradients = sum(self.call.wanted.gradients)
         if not gradients:
             return base
-        returns = [self._hop(lambda plan: plan.gradients, turn, sums) for turn in turns]
+        returns = [
+            self._hop(RingPlan.busiest_gradients, RingPlan.moving_axis_of_gradients, turn, sums) for turn in turns
+        ]
         hops = [there.seconds + back.seconds for there, back in zip(panels, returns, strict=True)]
         _, backward = self._seconds(hops, gradients)
         twice = [*swaps, *swaps, *self._swaps([(0, self.result, itemsize)]), *results[1:], *results[1:]]
@@ -113,28 +125,27 @@ class _Price:
     def _seconds(self, sends: Sequence[float], times: int) -> tuple[float, float]:
         """Seconds of the work of the busiest rank, and of the critical path, each block computed so many times."""
         known: dict[int, float] = {}
+        rows = sum(self.base.inputs[0].local_shape(self.call.specs[0].shape, (0,) * self.mesh.ndim)[-2:-1])
+        nbytes = (rows * (self.row + self.result) + self.plans[0].lengths[0] * self.width) * self.dtype.itemsize
 
-        def work(blocks: Sequence[Block]) -> float:
-            pairs = sum(block.pairs for block in blocks)
+        def work(pairs: int) -> float:
             if pairs not in known:
-                rows, columns = (
-                    sum(len(each) for each in {getattr(b, n) for b in blocks}) for n in ("queries", "keys")
-                )
-                nbytes = (rows * (self.row + self.result) + columns * self.width) * self.dtype.itemsize
                 known[pairs] = work_seconds(self.flops * pairs, nbytes, self.call.topology) if pairs else 0.0
             return known[pairs] * times
 
-        busiest = max(
-            sum(work(turn[index]) for turn in plan.blocks) for plan in self.plans for index in range(plan.ranks)
-        )
+        busiest = max(sum(map(work, pairs)) for plan in self.plans for pairs in zip(*plan.pairs, strict=True))
         overlaps = self.call.topology.backend != "gloo"  # whose bytes are moved by the cores that compute
         return busiest, max(plan.seconds(work, sends, overlaps) for plan in self.plans)
 
     def _hop(
-        self, messages: Callable[[RingPlan], Callable[[int, int], Messages]], turn: int, itemsize: int
+        self,
+        busiest: Callable[[RingPlan, int], int],
+        axis_of: Callable[[RingPlan, int], int | None],
+        turn: int,
+        itemsize: int,
     ) -> PlannedCollective:
-        keys = max(plan.busiest(messages(plan), turn) for plan in self.plans)
-        axis = messages(self.plans[0])(0, turn).axis
+        """The exchange of a turn in which the busiest rank receives so many keys, of elements of a size."""
+        keys, axis = max(busiest(plan, turn) for plan in self.plans), axis_of(self.plans[0], turn)
         axes = self.attention.axes if axis is None else self.attention.axes[axis : axis + 1]
         return self._sent(axes, keys * self.width * itemsize)
 
