@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 4 examples/train.py --mesh 2 2 --strategy "fsdp x megatron" --steps 20
 torchrun --nproc-per-node 4 examples/train.py --mesh 4 --strategy fsdp --steps 40    # goes on, on another mesh
-python examples/train.py                                                             # the same on one device
+python examples/train.py --steps 60                                                  # and on one device
 """
 
 import argparse

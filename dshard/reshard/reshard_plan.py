@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from dshard.caches import cached
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape
+from dshard.notebook import Tabled
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import Plan, plan
 from dshard.reshard.chain import Chain, Form
@@ -23,8 +24,8 @@ WIDE = 4
 """Elements of at least so many bytes are added up on the way: narrower ones are rounded too often there."""
 
 
-@dataclass(frozen=True)
-class ReshardPlan:
+@dataclass(frozen=True, repr=False)
+class ReshardPlan(Tabled):
     """The steps that reshard a tensor of global `shape` from `src` to `dst`, on another mesh.
 
     `first`, if any, runs on the source mesh, then `chains` send from mesh to mesh, then `last`, if any, runs on the

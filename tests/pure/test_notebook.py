@@ -12,8 +12,10 @@ import torch
 from dshard import Layout, Mesh, Replicate, Shard, Topology, distribute_tensor, explain, plan_model, trace
 from dshard.pipeline import StageCost, chain, rank_schedules, uniform
 from dshard.redistribute import plan
+from dshard.reshard import plan_reshard
 
 MESH = Mesh((2, 4), ("dp", "tp"))
+THERE = Mesh((4,), ("tp",), ranks=(8, 9, 10, 11))
 ROWS = Layout(MESH, (Shard(0), Replicate()))
 
 
@@ -31,6 +33,7 @@ def values() -> dict[str, Any]:
         "tensor": x,
         "plan": plan_model(model, MESH, "data x megatron", torch.ones(4, 8)),
         "redistribution": plan(ROWS, Layout(MESH, (Replicate(), Shard(1))), (6, 8), 4, topology),
+        "resharding": plan_reshard(ROWS, Layout(THERE, (Shard(1),)), (6, 8), 4, topology),
         "report": explain(torch.matmul, x, w),
         "explanation": explain(torch.matmul, x, w).operators[0],
         "trace": traced,
@@ -45,6 +48,7 @@ SAYS = {
     "tensor": "dp:S(0) tp:R of 6x8 on dp=2 tp=4",
     "plan": "a rank holds at most",
     "redistribution": "dp:R tp:S(1)",
+    "resharding": "of the lower bound",
     "report": "the cheapest of",
     "explanation": "the cheapest of",
     "trace": "all_gather",
