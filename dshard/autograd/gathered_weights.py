@@ -103,8 +103,8 @@ class GatheredUse:
     """One run of a module on whole weights, and what its backward pass needs: the weights again.
 
     `begin` begins to gather them, or returns them where that has begun. `before` is the use that ran before it, whose
-    backward pass comes after this one's, and `has_begun_before` says that its weights were asked for. `reductions` are
-    those of its gradients that have begun.
+    backward pass comes after this one's, and `has_begun_before` says that its weights were asked for; `saves_weights`,
+    that the backward pass wants any. `reductions` are those of the gradients that have begun.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class GatheredUse:
         self.whole: Whole | None = begin()
         self.after: ReferenceType[GatheredUse] | None = None
         self.reductions: Ends = []
-        self.has_begun_before = False
+        self.has_begun_before = self.saves_weights = False
         if before is not None:
             before.after = ref(self)
         self.outer: Any = saved_tensor_hooks(True)  # the user's, which see what is not ours
@@ -178,6 +178,7 @@ class GatheredUse:
         """The value that autograd saves for `x`."""
         i = None if self.whole is None else self.whole.place(x)
         if i is not None:
+            self.saves_weights = True
             local = x._local_tensor if isinstance(x, Wrapper) else x
             spec = x._spec if isinstance(x, Wrapper) else None
             return Saved(self, i, tuple(local.shape), local.stride(), int(local.storage_offset()), spec)
@@ -200,7 +201,7 @@ class GatheredUse:
         local = self.whole.local()  # before the next gather begins, so that both do not share the network
         if is_first:
             self.has_begun_before = True
-            if self.before is not None and self.before.whole is None:
+            if self.before is not None and self.before.saves_weights and self.before.whole is None:
                 self.before.whole = self.before.begin()
         x = local[packed.i].as_strided(packed.size, packed.stride, packed.offset)
         return x if packed.spec is None else wrap(x, packed.spec)
