@@ -110,12 +110,15 @@ def state_of(layout: Layout, shape: Shape) -> State:
 class Load(NamedTuple):
     """Elements that the busiest rank of a step receives, elements that it copies, and messages that it takes in turn.
 
-    Elements are copied where regions are not contiguous in memory. A ring takes n - 1 messages, an all_reduce two.
+    Elements are copied where regions are not contiguous in memory. A ring takes n - 1 messages, an all_reduce two. An
+    exchange may leave ranks idle: `average` is what a rank receives on average, None where that is not known to be
+    less.
     """
 
     received: int
     copied: int
     messages: int
+    average: int | None = None
 
 
 def all_gather_load(here: State, dim: int, n: int) -> Load:
@@ -163,11 +166,13 @@ def exchange_load(here: State, there: State, axes: Sequence[int], *, exact: bool
     """The load of an exchange along these mesh axes; if not `exact`, its elements received are a lower bound."""
     n = prod([here.sizes[axis] for axis in axes])
     copied = 2 * there.numel if here.axes[1:] != there.axes[1:] and n > 1 else 0
+    messages = min(n - 1, _senders(here, there))
     if exact:
-        received = _most_exchanged(here, there, axes)
-    else:
-        received = there.numel - (0 if apart(here, there) else prod(map(min, here.local, there.local)))
-    return Load(received, copied, min(n - 1, _senders(here, there)))
+        received, average = _exchanged(here, there, axes)
+        return Load(received, copied, messages, average)
+    kept = 0 if apart(here, there) else prod(map(min, here.local, there.local))
+    needed = prod(here.shape) // prod([here.sizes[axis] for split in there.axes for axis in split])
+    return Load(there.numel - kept, copied, messages, max(0, needed - kept) if n <= _COUNTED else None)
 
 
 def reduce_exchange_load(there: State, n: int) -> Load:
@@ -185,14 +190,21 @@ def _senders(here: State, there: State) -> int:
     return senders
 
 
-def _most_exchanged(here: State, there: State, axes: Sequence[int]) -> int:
-    """The most elements that a rank at a corner of the mesh receives in an exchange.
+_COUNTED = 16
+"""The most ranks of an exchange of which each is counted: of more, few are idle."""
+
+
+def _exchanged(here: State, there: State, axes: Sequence[int]) -> tuple[int, int | None]:
+    """The most elements that a rank receives in an exchange, one at a corner of the mesh; and what ranks do on average.
 
     Sizes needed and held of a dim are looked up by the axes that shard it. Of a dim that all ranks shard evenly, in
     nested chunks, each rank needs and holds as much.
     """
     sizes, fixed, fixed_kept = here.sizes, 1, 1
-    places = [{0, n // 2, n - 1} if axis in axes else {0} for axis, n in enumerate(sizes)]
+    counts_all = prod([sizes[axis] for axis in axes]) <= _COUNTED
+    places = [
+        (set(range(n)) if counts_all else {0, n // 2, n - 1}) if axis in axes else {0} for axis, n in enumerate(sizes)
+    ]
     tables: list[tuple[tuple[int, ...], dict[Coordinate, tuple[int, int]]]] = []
     for size, have_axes, want_axes in zip(here.shape, here.axes, there.axes, strict=True):
         longer = max(have_axes, want_axes, key=len)
@@ -210,16 +222,16 @@ def _most_exchanged(here: State, there: State, axes: Sequence[int]) -> int:
             table[picked] = len(want), max(0, both)
         tables.append((split, table))
     if not tables:
-        return fixed - fixed_kept
+        return fixed - fixed_kept, None
     varying = {i for split, _ in tables for i in split}
-    most = 0
+    received: list[int] = []
     for corner in product(*(places[i] if i in varying else (0,) for i in range(len(sizes)))):
         needed, kept = fixed, fixed_kept
         for split, table in tables:
             want_size, both = table[tuple([corner[i] for i in split])]
             needed, kept = needed * want_size, kept * both
-        most = max(most, needed - kept)
-    return most
+        received.append(needed - kept)
+    return max(received), -(-sum(received) // len(received)) if counts_all else None
 
 
 # -- relations of two states

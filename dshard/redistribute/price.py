@@ -87,9 +87,15 @@ def step_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int
 def load_seconds(
     kind: type[Step], load: Load, itemsize: int, mesh: Mesh, axes: tuple[str, ...], topology: Topology
 ) -> float:
-    """Seconds of a step of this kind along mesh axes: its collective, if it runs one, and its copies in memory."""
+    """Seconds of a step of this kind along mesh axes: its collective, if it runs one, and its copies in memory.
+
+    What was measured under gloo are ranks that share the cores and the links of their hosts, all of them busy: where an
+    exchange leaves some idle, the others have their share.
+    """
     seconds, collective = copy_seconds(load.copied * itemsize, topology), RUNS[kind]
     if collective is None:
         return seconds
-    peers = load.messages if kind is Exchange else None
-    return seconds + collective_seconds(collective, load.received * itemsize, mesh, axes, topology, peers=peers)
+    peers, received = load.messages if kind is Exchange else None, load.received
+    if load.average is not None and topology.backend == "gloo" and topology.link(mesh, axes, collective).measured:
+        received = load.average
+    return seconds + collective_seconds(collective, received * itemsize, mesh, axes, topology, peers=peers)
