@@ -338,8 +338,15 @@ def redistribute(
                     local = _redistribute_local(x._local_graph.at_home(), move, move.of_gradient(), op, as_operand)
                     return wrap_tracked(local, move.spec, move.grad, [x] if as_operand else None)
             return Redistribute.apply(x, layout, op, asynchronous, as_operand)  # type: ignore[no-untyped-call]
-        out = _redistribute_unrecorded(x, local_redistribution(x._spec, layout), op, asynchronous)
-        return _with_versions_of(x, out) if as_operand and torch.is_grad_enabled() else out
+        return _redistribute_unrecorded(x, local_redistribution(x._spec, layout), op, asynchronous)
+
+
+def redistributed_operand(x: Wrapper, layout: Layout) -> Any:
+    """`x` in `layout`, saved by autograd in place of `x`, whether `x` is recorded or another operand alone."""
+    moved = redistribute(x, layout, as_operand=True)
+    if moved is x or moved.requires_grad or not torch.is_grad_enabled():
+        return moved
+    return _with_versions_of(x, moved)
 
 
 def in_layout(x: Any, layout: Layout, op: str | None = None, *, asynchronous: bool = False) -> Any:

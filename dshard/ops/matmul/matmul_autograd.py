@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.autograd.crossing import as_distributed, redistribute, unchecked_apply
+from dshard.autograd.crossing import as_distributed, redistribute, redistributed_operand, unchecked_apply
 from dshard.comm import Program, Scoped, Session, run, run_program, traced
 from dshard.core.executable import watched
 from dshard.core.observe import CALL_LOG, OBSERVERS, observed
@@ -137,7 +137,7 @@ def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Any] | None = N
         pair = a.unflatten(dim_a, cut.sizes), b.unflatten(dim_b, cut.sizes)
         # Of several dims of size one a reshape shards another than the cut, and of no elements it shards none.
         specs = zip(pair, matmul.specs, strict=False)
-        tensors = (*(redistribute(x, spec.layout, as_operand=True) for x, spec in specs), *bias)
+        tensors = (*(redistributed_operand(x, spec.layout) for x, spec in specs), *bias)
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     call = partial(_record, matmul) if recorded else partial(_multiply_unrecorded, matmul, local)
     if executable.compared or CALL_LOG or OBSERVERS:
