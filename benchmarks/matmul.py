@@ -93,6 +93,7 @@ class Setting:
 SETTINGS = (
     Setting("one host", None, 16, 16),
     Setting("2 hosts, 1gbit", "1gbit", 16, 10),
+    Setting("2 hosts, 450mbit", "450mbit", 16, 8),
     Setting("2 hosts, 200mbit", "200mbit", 18, 7),
 )
 
