@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention as torchs
 
 from dshard import Layout, LayoutError, Mesh, Shard, StrategyError, trace, use_strategy
 from dshard.functional import flex_attention
-from dshard.ops.attention.flex import by_torch
+from dshard.ops.attention.flex import RankScores
 from dshard.ops.attention.local_attention import Options
 from dshard.testing import distribute, simulated, whole
 
@@ -103,7 +103,8 @@ def test_a_range_of_the_scores_by_torch_is_that_of_the_whole(case: str) -> None:
     blocks = block_mask(mask)
     expected = torchs(q, k, v, score_mod, blocks)
     rows = range(1, 2), range(1, 4), range(2, 6)
-    part = by_torch(rows, score_mod, blocks, Options(False, None, False), q[1:2, 1:4, 2:6], k[1:2, 1:4], v[1:2, 1:4])
+    scores = RankScores(score_mod, blocks, Options(False, None, False), rows)
+    part = scores.by_torch(q[1:2, 1:4, 2:6], k[1:2, 1:4], v[1:2, 1:4])
 
     torch.testing.assert_close(part, expected[1:2, 1:4, 2:6])
 

@@ -7,6 +7,7 @@ with its functions and its block mask for the rank's range of the scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any, TypeAlias
@@ -92,98 +93,77 @@ def _executable(
 
     key = ("flex_attention", options.scale, options.gqa, asked, needed)
     choice, result = run_chosen(key, plan, tensors)
-    kernel = partial(_kernel, choice, specs, score_mod, mask, options)
+    kernel = partial(_kernel, choice, specs, partial(RankScores, score_mod, mask, options))
     positions = [i for i, x in enumerate(tensors) if isinstance(x, Wrapper)]
     make = SavingExecutable if choice.how.keys == "every head" else Executable
     return make(choice.decision, kernel, [result], positions, wrap_as(result), gradients=choice.strategy.gradients)
 
 
 def _kernel(
-    choice: Choice,
-    specs: Sequence[Spec],
-    score_mod: Modify | None,
-    mask: BlockMask | None,
-    options: Options,
-    at: Coordinate,
+    choice: Choice, specs: Sequence[Spec], scores_of: Callable[[Sequence[range]], RankScores], at: Coordinate
 ) -> LocalOp:
     """Attention of the rank at a coordinate, to all keys of its heads."""
     layout, shape = choice.strategy.inputs[0], specs[0].shape
     ranges = [layout.dim_range(dim, shape[dim], at) for dim in range(3)]
-    attend = partial(_attend, ranges, score_mod, mask, options)
+    attend = scores_of(ranges).attend
     return of_key_heads(ranges[1], shape[1] // specs[1].shape[1], attend) if choice.how.keys == "every head" else attend
 
 
-def _attend(
-    ranges: Sequence[range],
-    score_mod: Modify | None,
-    mask: BlockMask | None,
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> Tensor:
-    if q.is_meta:
-        return whole(options)(q, k, v)
-    if not q.numel():
-        return q.new_empty((*q.shape[:-1], v.shape[-1]))
-    if q.device.type == "cpu":
-        return _holding_scores(ranges, score_mod, mask, options, q, k, v)
-    return by_torch(ranges, score_mod, mask, options, q, k, v)
+@dataclass(frozen=True, slots=True)
+class RankScores:
+    """The scores of a rank's ranges of batch, heads and queries, and what modifies them by global indices."""
 
+    score_mod: Modify | None
+    mask: BlockMask | None
+    options: Options
+    ranges: Sequence[range]
 
-def by_torch(
-    ranges: Sequence[range],
-    score_mod: Modify | None,
-    mask: BlockMask | None,
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> Tensor:
-    """torch's own function for ranges of batch, heads and queries, with a block mask of its own."""
-    first = [each.start for each in ranges]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of the rank's queries, by torch's function where its kernels are for the device."""
+        if q.is_meta:
+            return whole(self.options)(q, k, v)
+        if not q.numel():
+            return q.new_empty((*q.shape[:-1], v.shape[-1]))
+        return self.held(q, k, v) if q.device.type == "cpu" else self.by_torch(q, k, v)
 
-    def score(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        assert score_mod is not None
-        return score_mod(x, b + first[0], h + first[1], i + first[2], j)
+    def by_torch(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention by torch's own function, with a block mask of the ranges."""
+        first = [each.start for each in self.ranges]
+        score_mod, mask = self.score_mod, self.mask
 
-    own = None
-    if mask is not None:
-        of_mask, sizes = mask.mask_mod, [len(each) for each in ranges]
-        batch, heads = (
-            n if given > 1 else None for n, given in zip(sizes[:2], mask.kv_num_blocks.shape[:2], strict=True)
-        )
+        def score(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            assert score_mod is not None
+            return score_mod(x, b + first[0], h + first[1], i + first[2], j)
 
-        def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return of_mask(b + first[0], h + first[1], i + first[2], j)
+        own = None
+        if mask is not None:
+            of_mask, sizes = mask.mask_mod, [len(each) for each in self.ranges]
+            batch, heads = (
+                n if given > 1 else None for n, given in zip(sizes[:2], mask.kv_num_blocks.shape[:2], strict=True)
+            )
 
-        own = create_block_mask(seen, batch, heads, sizes[2], k.shape[-2], q.device, BLOCK_SIZE=mask.BLOCK_SIZE)
-    modify = None if score_mod is None else score
-    out: Tensor = torch_flex_attention(q, k, v, modify, own, options.scale, options.gqa)
-    return out
+            def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+                return of_mask(b + first[0], h + first[1], i + first[2], j)
 
+            own = create_block_mask(seen, batch, heads, sizes[2], k.shape[-2], q.device, BLOCK_SIZE=mask.BLOCK_SIZE)
+        modify = None if score_mod is None else score
+        out: Tensor = torch_flex_attention(q, k, v, modify, own, self.options.scale, self.options.gqa)
+        return out
 
-def _holding_scores(
-    ranges: Sequence[range],
-    score_mod: Modify | None,
-    mask: BlockMask | None,
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> Tensor:
-    """Attention by single operators; a query that sees no key gets zeros."""
-    if q.shape[1] != k.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = (q * (q.shape[-1] ** -0.5 if options.scale is None else options.scale)) @ k.transpose(-2, -1)
-    indices = [
-        torch.arange(each.start, each.stop, device=q.device).view([-1 if i == dim else 1 for i in range(4)])
-        for dim, each in enumerate((*ranges, range(k.shape[-2])))
-    ]
-    if score_mod is not None:
-        scores = score_mod(scores, *indices)
-    if mask is not None:
-        scores = scores.masked_fill(mask.mask_mod(*indices).logical_not(), -inf)
-    blind = (scores == -inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-    return weights.to(v.dtype) @ v
+    def held(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention by single operators, which hold the scores; a query that sees no key gets zeros."""
+        if q.shape[1] != k.shape[1]:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scale = q.shape[-1] ** -0.5 if self.options.scale is None else self.options.scale
+        scores = (q * scale) @ k.transpose(-2, -1)
+        indices = [
+            torch.arange(each.start, each.stop, device=q.device).view([-1 if i == dim else 1 for i in range(4)])
+            for dim, each in enumerate((*self.ranges, range(k.shape[-2])))
+        ]
+        if self.score_mod is not None:
+            scores = self.score_mod(scores, *indices)
+        if self.mask is not None:
+            scores = scores.masked_fill(self.mask.mask_mod(*indices).logical_not(), -inf)
+        blind = (scores == -inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+        return weights.to(v.dtype) @ v
