@@ -195,8 +195,9 @@ _COUNTED = 16
 
 
 def _exchanged(here: State, there: State, axes: Sequence[int]) -> tuple[int, int | None]:
-    """The most elements that a rank receives in an exchange, one at a corner of the mesh; and what ranks do on average.
+    """The most elements that a rank receives in an exchange, and the average of its ranks.
 
+    Of many ranks only those at corners of the mesh are counted, where the most is, and there is no average.
     Sizes needed and held of a dim are looked up by the axes that shard it. Of a dim that all ranks shard evenly, in
     nested chunks, each rank needs and holds as much.
     """

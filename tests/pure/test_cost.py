@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
+from math import ceil, prod
 
 import pytest
 from helpers.layout_steps import copied, steps_from, steps_straight
@@ -24,6 +24,7 @@ from dshard.layout import parse_layout
 from dshard.mesh import Mesh
 from dshard.placements import Partial
 from dshard.redistribute import AllGather, AllReduce, Exchange, ReduceScatter, plan, sizes_received
+from dshard.redistribute.layout_state import exchange_load, state_of
 from dshard.redistribute.price import load_of, step_seconds
 from dshard.testing import Redistribution, redistributions
 from dshard.topology import BYTES, COLLECTIVES, FLAT_CPU, FLAT_CUDA, Collective, Layer, Link, Measured, Topology
@@ -112,6 +113,37 @@ def test_the_busiest_rank_receives_what_the_closed_form_says(case: Redistributio
         found = load_of(step, src, shape)
         assert found.received <= most if isinstance(step, Exchange) else found.received == most
         assert found.copied == copied(step, src, shape)
+
+
+@given(redistributions())
+def test_the_average_of_an_exchange_is_that_of_its_ranks(case: Redistribution) -> None:
+    src, dst, shape = case
+    for step in steps_straight(src, dst):
+        average = load_of(step, src, shape).average
+        if not isinstance(step, Exchange) or average is None:
+            continue
+        within = [axis in step.axes for axis in src.mesh.names]
+        first = [at for at in src.mesh.coordinates() if all(i == 0 or w for i, w in zip(at, within, strict=True))]
+        assert average == ceil(sum(sum(sizes_received(step, src, shape, at)) for at in first) / len(first))
+        lowest = exchange_load(
+            state_of(src, shape), state_of(step.dst, shape), list(map(src.mesh.axis, step.axes)), exact=False
+        )
+        assert lowest.average is not None
+        assert lowest.average <= average
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_idle_ranks_leave_their_share_of_measured_links_under_gloo(backend: str) -> None:
+    """Swapping the dims of two axes, the ranks of the diagonal keep what they have."""
+    mesh = Mesh((2, 2), ("a", "b"))
+    src, dst = (parse_layout(text, mesh) for text in ("a:S(0) b:S(1)", "a:S(1) b:S(0)"))
+    axes = (("a",), ("b",), ("a", "b"))
+    computed = replace(FLAT_CPU if backend == "gloo" else FLAT_CUDA, device=BYTES.device)
+    measured = replace(computed, measured=tuple(Measured(mesh, each, 0.0, 1e6) for each in axes))
+    whole = 100 * 100 * 4 / 4
+    assert step_seconds(Exchange(("a", "b"), dst), src, (100, 100), 4, measured) == pytest.approx(
+        whole / 1e6 / (2 if backend == "gloo" else 1)
+    )
 
 
 @given(redistributions())

@@ -147,7 +147,25 @@ def peak_of(depth: int) -> float:
 def test_few_blocks_are_whole_at_once(ranks: RankPool):
     few, many = ranks.run(peak_of, 4)[0], ranks.run(peak_of, 12)[0]
     assert (many - few) / 8 < 0.3, "a block more is a quarter of its gradients more"
-    assert few < 1 + 7, "its gradients; two whole blocks, their gradients, what is sent and what arrives of a reduction"
+    assert few < 1 + 5, (
+        "its gradients; two whole blocks, and of a reduction the gradients or what arrives, and what is sent"
+    )
+
+
+def kept_by_hooks() -> list[bool]:
+    """Whether a hook of a whole weight may keep its gradient, whose memory the reduction would free."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    model, ids, kept = Net(), torch.arange(8).view(8, 1), []
+    parallelize(model, mesh, "fsdp", ids)
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, args: module.up.weight.register_hook(kept.append) and None)
+    model(ids).square().sum().backward()
+    grads = [block.up.weight.grad.full_tensor() for block in reversed(model.blocks)]
+    return [torch.allclose(mine.full_tensor(), grad) for mine, grad in zip(kept, grads, strict=True)]
+
+
+def test_a_hook_may_keep_the_gradient_of_a_whole_weight(ranks: RankPool):
+    assert ranks.run(kept_by_hooks) == [[True] * 3] * 4
 
 
 def written_between() -> None:
