@@ -120,10 +120,11 @@ class DTensor(Wrapper):
         """The DTensor whose local tensors the ranks give; without placements each gives the global tensor.
 
         Nothing is sent: without `shape`, the global shape, all local tensors count as of one shape, so uneven ones need
-        it. `stride` is that of the global tensor, by default contiguous or, without `shape`, in the order of the local
-        one. With `run_check` the ranks exchange their local shapes, which may be uneven, and broadcast replicated local
-        tensors from the first rank. Without a mesh it is that of the `with mesh:` block around the call. Under
-        DSHARD_DEBUG=1 the ranks compare their local shapes, and replicated local tensors.
+        it; ranks that give a shape or dtype for the first time compare theirs just before their next collective, and
+        under DSHARD_DEBUG=1 at once, with replicated local tensors. `stride` is that of the global tensor, by default
+        contiguous or, without `shape`, in the order of the local one. With `run_check` the ranks exchange their local
+        shapes, which may be uneven, and broadcast replicated local tensors from the first rank. Without a mesh it is
+        that of the `with mesh:` block around the call.
 
         `grad_placements` are those of the gradient of the local tensor, by default its own, with Replicate in place of
         Partial: with Partial each rank gets a term of it.

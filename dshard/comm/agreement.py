@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dshard.caches import cached
 from dshard.comm import transport
+from dshard.comm.even_parts import take_as_even
 from dshard.comm.events import emit
 from dshard.comm.runtime import DeviceMesh, Group, LocalTensor, Runtime, runtime_of, simulated_ranks
 from dshard.comm.scatter_shards import device_of
@@ -30,7 +31,8 @@ MAX_DIMS = 16
 def even_shape(local: Tensor, layout: Layout, compared: bool = False) -> Shape:
     """The shape of the tensor whose local tensors under `layout` all have the shape of this one; nothing is sent.
 
-    Where the ranks are simulated, or `compared` in the debug mode, their local shapes are looked at.
+    Where the ranks are simulated, or `compared` in the debug mode, their local shapes are looked at; else before their
+    next collective.
 
     Raises:
         ShapeError: other ranks have local tensors of other shapes.
@@ -46,6 +48,8 @@ def even_shape(local: Tensor, layout: Layout, compared: bool = False) -> Shape:
                 f"a tensor of shape {shape}, and nothing is sent; give the global shape, shape={actual}, or let the "
                 "ranks tell each other, run_check=True"
             )
+    elif not traced(local) and not local.is_meta:
+        take_as_even(_shape(local), local.dtype, layout)
     return shape
 
 

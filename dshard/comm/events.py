@@ -57,6 +57,17 @@ def listen(listener: Listener, *, measure: bool = False) -> Iterator[None]:
         yield
 
 
+def listen_once(listener: Listener) -> None:
+    """Call `listener` with the event of the next collective that this thread, or asynchronous task, runs."""
+
+    def call(event: Event) -> None:
+        if block in _LISTENERS.anywhere:
+            _LISTENERS.leave(block)
+            listener(event)
+
+    block = _LISTENERS.enter((call, False))
+
+
 def emit(collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int, measured: float | None = None) -> None:
     """Call the listeners of this thread, if there are any, with the event of one collective."""
     if LISTENERS:

@@ -369,6 +369,14 @@ def _peer_waits(here: Waiting, seen: Mapping[int, Waiting]) -> dict[int, Waiting
     return waits
 
 
+def waits_ahead(rank: int) -> bool:
+    """Whether a rank waits for this one in a collective that this one has not come to."""
+    peer: Waiting | None = store_messages.peek(_waiting(rank))
+    if peer is None or dist.get_rank() not in peer.ranks:
+        return False
+    return peer.number > this_world().waits.get(peer.group, [0])[0]
+
+
 def _key(rank: int) -> str:
     return f"dshard/failed/{rank}"
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from dshard.comm.backends import Backend
 from dshard.errors import MeshError
+from dshard.layout import Layout, Shape
 from dshard.torch_private import SEEN
 
 
@@ -66,13 +67,24 @@ def hosts_of(ranks: Sequence[int], local: str) -> int:
     return len({rank // int(local) for rank in ranks}) if local.isdecimal() and int(local) else 1
 
 
+class Part(NamedTuple):
+    """The shape of a rank's local tensor, and the name of its dtype."""
+
+    shape: Shape
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.shape} of {self.dtype}"
+
+
 @dataclass(slots=True)
 class Worlds:
     """The process group of all ranks, the number of such groups so far, and the state of this process on the last one.
 
     `groups` are by their ranks and tag, `waits` counts the waits on each by `Group.key`, `broken` counts groups between
     meshes that were broken off, `failures` counts errors that this rank has published, and `strayed` is the text of an
-    error that other ranks raised because this rank published it.
+    error that other ranks raised because this rank published it. `even_parts` are the parts that `from_local` has
+    taken for those of all ranks, by layout.
     """
 
     world: Any = None
@@ -82,12 +94,13 @@ class Worlds:
     broken: Counter[tuple[int, ...]] = field(default_factory=Counter)
     failures: int = 0
     strayed: str | None = None
+    even_parts: dict[Layout, list[Part]] = field(default_factory=dict)
 
     def of(self, world: object) -> Worlds:
         """The state for `world`; reset if it is another world than before."""
         if world is not self.world:
             self.world, self.count, self.groups, self.waits = world, self.count + 1, {}, {}
-            self.broken, self.failures, self.strayed = Counter(), 0, None
+            self.broken, self.failures, self.strayed, self.even_parts = Counter(), 0, None, {}
         return self
 
 

@@ -44,5 +44,20 @@ def peek(key: str) -> Any:
         return None
 
 
+def append(key: str, text: str) -> None:
+    """Append a text to the one under a key; nothing happens where the store is gone."""
+    with contextlib.suppress(RuntimeError, OSError):
+        _store().append(key, text)
+
+
+def appended(key: str) -> str:
+    """The texts appended under a key, or "" if there are none, or the store is gone."""
+    try:
+        store = _store()
+        return store.get(key).decode() if store.check([key]) else ""
+    except (RuntimeError, OSError):
+        return ""
+
+
 def _store() -> Any:
     return default_store()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch.distributed import tensor as torch_tensor
 import dshard
 from dshard import DTensor, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor
 from dshard.caches import clear_caches
-from dshard.comm import DeviceMesh
+from dshard.comm import DeviceMesh, store_messages
 from dshard.errors import MixedError, ShapeError
 from dshard.experimental import local_map
-from dshard.testing import RankPool, count_traffic, simulated
+from dshard.testing import RankPool, count_traffic, rank_pool, simulated
 
 GRID = Mesh((2, 2), ("a", "b"))
 WAIT = 300.0  # seconds, for torch's DTensor imports half of torch at its first use
@@ -27,7 +28,7 @@ WAIT = 300.0  # seconds, for torch's DTensor imports half of torch at its first 
 
 @functools.cache
 def line() -> DeviceMesh:
-    return dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
+    return dshard.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("x",))
 
 
 @functools.cache
@@ -101,6 +102,67 @@ def test_uneven_parts_need_a_shape_or_a_check(ranks: RankPool) -> None:
         assert f"count as even parts of a tensor of shape {guess}" in told
         assert "give the global shape, shape=(10, 2), or let the ranks tell each other, run_check=True" in told
         assert (shape, sent) == ((10, 2), 1)
+
+
+PARTS = {
+    "of new shapes": [(3, 2), (2, 2)],
+    "of a shape that one rank has taken before": [(4, 2), (5, 2)],
+    "of different dtypes": [torch.float32, torch.float64],
+}
+"""Local tensors of rank 0 and of the other ranks, which no rank compares before it sends."""
+
+
+def beside_uneven_parts(case: str) -> list[str]:
+    """What this rank is told by programs of one collective, after one of parts that are even, of 4 rows."""
+    mesh, told = line(), list[str]()
+    DTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)]).sum().full_tensor()
+    first, others = PARTS[case]
+    given = first if dist.get_rank() == 0 else others
+    local = torch.ones(3, 3, dtype=given) if isinstance(given, torch.dtype) else torch.ones(given)
+    x = DTensor.from_local(local, mesh, [Shard(0)])
+    try:
+        x.full_tensor()
+    except Exception as error:
+        told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_uneven_parts_are_refused_before_anything_is_sent(case: str) -> None:
+    with rank_pool(2) as pool:  # groups that an error of one rank has ended are of no further use
+        for (told,) in pool.run(beside_uneven_parts, case, timeout=WAIT):
+            if "dtypes" in case:
+                assert re.search(r"of torch.float\d\d on rank \d and .*: convert them to one, with .to\(dtype\)", told)
+            else:
+                assert re.search(r"uneven local tensors, .* on rank \d and .* on rank \d", told)
+                assert "give the global shape, shape=..., or let the ranks tell each other, run_check=True" in told
+
+
+def stored_while_warm() -> int:
+    """How often this rank has written to the store, or read it, for parts of a shape that it had taken before."""
+    calls = list[str]()
+    for _ in range(2):
+        calls.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("append", "appended"):
+                patch.setattr(store_messages, name, counted(getattr(store_messages, name), calls))
+            DTensor.from_local(torch.ones(7, 2), line(), [Shard(0)]).sum().full_tensor()
+    return len(calls)
+
+
+def counted(function: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    """The function, which adds its name to `calls`."""
+
+    def call(*args: Any) -> Any:
+        calls.append(function.__name__)
+        return function(*args)
+
+    return call
+
+
+@pytest.mark.ranks
+def test_even_parts_of_a_shape_that_is_known_ask_nobody(ranks: RankPool) -> None:
+    assert ranks.run(stored_while_warm) == [0] * 4
 
 
 def test_uneven_parts_of_simulated_ranks_need_a_shape() -> None:
