@@ -1,6 +1,7 @@
 """Products by every schedule, by the dispatcher's choice, and by torch's DTensor, timed in turns.
 
     python benchmarks/matmul.py [--netlab netlab.py] [--write] [--only N]
+    python benchmarks/matmul.py --sweep --netlab netlab.py --json FILE [--write]  # see matmul_sweep.py
 
 On four gloo ranks of this machine, and with --netlab (a program that runs ranks on emulated hosts with slow links, as
 root) on two hosts of two ranks. First the topology is measured; then every case runs with every pair of
@@ -20,30 +21,24 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import geometric_mean, median, quantiles
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from matmul_cases import CASES, Case, product_of
+from matmul_sweep import RATES, run_sweep, sweep_rank, tables
 from section import markdown_table, write_section
-from torch import Tensor
 from torch.distributed import tensor as incumbent
 
-import dshard
-from dshard import DTensor, Partial, Placement, Replicate, Schedule, Shard, matmul, use_topology
+from dshard import use_topology
 from dshard.calibrate import measure, typical
 from dshard.calibrate.rounds import Clock
 from dshard.comm import DeviceMesh, bind, init_device_mesh, runtime_of, share_cores
-from dshard.core.observe import Decision, observing
-from dshard.rules.matmul_strategies import STRATEGIES
 from dshard.tables import text_table
 from dshard.testing import RankPool
-from dshard.topology import Topology
 
-LETTERS: dict[str, Placement] = {"R": Replicate(), "P": Partial(), "S0": Shard(0), "S1": Shard(1)}
 THEIRS = {
     "R": incumbent.Replicate(),
     "P": incumbent.Partial(),
@@ -52,32 +47,8 @@ THEIRS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """One product: sizes, and where operands and result lie on a mesh of two axes."""
-
-    name: str
-    sizes: tuple[int, int, int]
-    a: str
-    b: str
-    out: str
-
-
 SECONDS = 6.0
 """What the turns of a case may take, where they need not take longer."""
-CASES = (
-    Case("SUMMA layouts", (1024, 1024, 1024), "S0 S1", "S0 S1", "S0 S1"),
-    Case("SUMMA layouts, tall", (8192, 256, 256), "S0 S1", "S0 S1", "S0 S1"),
-    Case("SUMMA layouts, wide weight", (256, 1024, 4096), "S0 S1", "S0 S1", "S0 S1"),
-    Case("SUMMA layouts, deep", (512, 4096, 512), "S0 S1", "S0 S1", "S0 S1"),
-    Case("data and column", (1024, 512, 2048), "S0 R", "R S1", "S0 S1"),
-    Case("data and row", (1024, 2048, 512), "S0 S1", "R S0", "S0 R"),
-    Case("sequence and column", (1024, 512, 2048), "S0 S0", "R S1", "S0 S1"),
-    Case("sharded weight", (2048, 1024, 1024), "S0 S0", "S0 S1", "S0 S0"),
-    Case("ATP layouts", (1024, 512, 2048), "R S1", "S1 S0", "S1 R"),
-    Case("rows by columns", (512, 2048, 512), "S0 S0", "S1 S1", "S0 S0"),
-    Case("a small batch", (32, 2048, 2048), "S0 R", "S0 S1", "S0 R"),
-)
 
 
 @dataclass(frozen=True)
@@ -108,31 +79,19 @@ def as_rank(seconds: float, turns: int) -> list[dict[str, Any]]:
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     topology = measure(bind(device_mesh), seconds=seconds)
     with use_topology(topology), torch.no_grad():
-        return [run_case(case, device_mesh, topology, turns) for case in CASES]
+        return [run_case(case, device_mesh, turns) for case in CASES]
 
 
-def run_case(case: Case, device_mesh: DeviceMesh, topology: Topology, turns: int) -> dict[str, Any]:
-    mesh = bind(device_mesh)
-    m, k, n = case.sizes
-    a, b = torch.randn(m, k), torch.randn(k, n)
-    x, y = (distributed(t, device_mesh, text) for t, text in ((a, case.a), (b, case.b)))
-    out = placed(case.out)
-    runs: dict[str, Callable[[], object]] = {}
-    rows: dict[tuple[Any, ...], str] = {}
-    for loops in product("mnk", repeat=2):
-        schedule = Schedule(loops, ("R", "R"))
-        name = name_of(schedule)
-        rows[rows_of(x, y, schedule, out)] = name
-        runs[name] = partial(matmul, x, y, strategy=schedule, out_placements=out)
-    chosen = rows.setdefault(rows_of(x, y, None, out), "one more")
-    if chosen not in runs:
-        runs[chosen] = partial(matmul, x, y, out_placements=out)
+def run_case(case: Case, device_mesh: DeviceMesh, turns: int) -> dict[str, Any]:
+    ours = product_of(case, device_mesh)
+    runs: dict[str, Callable[[], object]] = {name: each.run for name, each in ours.candidates.items()}
+    chosen = ours.chosen
     ends = [THEIRS[word] for word in case.out.split()]
     theirs = [
         incumbent.distribute_tensor(t, device_mesh, [THEIRS[word] for word in text.split()])
-        for t, text in ((a, case.a), (b, case.b))
+        for t, text in ((ours.a, case.a), (ours.b, case.b))
     ]
-    clock = Clock(mesh, runtime_of(mesh))  # type: ignore[arg-type]  # there are processes
+    clock = clock_of(device_mesh)
     times = in_turns(runs, clock, turns)
     pair = {"dshard": runs[chosen], "torch": lambda: (theirs[0] @ theirs[1]).redistribute(placements=ends)}
     beside = in_turns(pair, clock, 2 * turns)
@@ -150,6 +109,11 @@ def run_case(case: Case, device_mesh: DeviceMesh, topology: Topology, turns: int
         "ratio": middle,
         "quartiles": (low, high),
     }
+
+
+def clock_of(device_mesh: DeviceMesh) -> Clock:
+    mesh = bind(device_mesh)
+    return Clock(mesh, runtime_of(mesh))  # type: ignore[arg-type]  # there are processes
 
 
 def in_turns(runs: dict[str, Callable[[], object]], clock: Clock, turns: int) -> dict[str, list[float]]:
@@ -170,36 +134,6 @@ def in_turns(runs: dict[str, Callable[[], object]], clock: Clock, turns: int) ->
     return times
 
 
-def name_of(schedule: Schedule) -> str:
-    """The loops of the two axes, and the names that go with them."""
-    names = [row.name for row in STRATEGIES.values() if row.schedule.loops == schedule.loops and row.name != "cannon"]
-    return " ".join(schedule.loops) + (f" ({', '.join(names)})" if names else "")
-
-
-def rows_of(x: DTensor, y: DTensor, name: Schedule | None, out: Sequence[Placement]) -> tuple[Any, ...]:
-    """What each mesh axis does, and in which layouts: strategies alike in this are the same here."""
-    ((decision,),) = [decisions_of(lambda: matmul(x, y, strategy=name, out_placements=out))]
-    assert decision.strategy is not None
-    return decision.strategy.rows, decision.strategy.inputs
-
-
-def decisions_of(call: Callable[[], object]) -> list[Decision]:
-    """What is decided within `call`."""
-    found: list[Decision] = []
-
-    with observing(found.append):
-        call()
-    return found
-
-
-def placed(text: str) -> list[Placement]:
-    return [LETTERS[word] for word in text.split()]
-
-
-def distributed(x: Tensor, mesh: DeviceMesh, text: str) -> DTensor:
-    return dshard.distribute_tensor(x, mesh, placed(text), src_data_rank=None)
-
-
 # -- on the machine that starts them
 
 
@@ -213,10 +147,15 @@ def run_setting(setting: Setting, netlab: str | None) -> list[dict[str, Any]] | 
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         options = f"run --hosts 2 --ranks 2 --rate {setting.rate} --show rank0 --timeout 400".split()
-        own = [sys.executable, __file__, "--rank", json.dumps([setting.seconds, setting.turns, str(result)])]
+        own = [sys.executable, __file__, "--rank", json.dumps(["cases", setting.seconds, setting.turns, str(result)])]
         subprocess.run([sys.executable, netlab, *options, "--", *own], check=True)
         found: list[dict[str, Any]] = json.loads(result.read_text())
         return found
+
+
+def run_rank(kind: str, *given: Any) -> None:
+    """What a rank on an emulated host does."""
+    (sweep_rank if kind == "sweep" else join_and_run)(*given)
 
 
 def join_and_run(seconds: float, turns: int, result: str) -> None:
@@ -259,10 +198,21 @@ def main() -> None:
     parser.add_argument("--netlab", metavar="FILE", help="the program that emulates hosts")
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
     parser.add_argument("--only", type=int, metavar="N", help="the N-th setting alone, from 0")
+    parser.add_argument("--sweep", action="store_true", help="the regret over a sweep of rates between two hosts")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the results of a sweep, which goes on from there")
+    parser.add_argument("--rates", type=int, nargs="+", default=RATES, metavar="R", help="Mbit/s of a sweep (all)")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        join_and_run(*json.loads(options.rank))
+        run_rank(*json.loads(options.rank))
+        return
+    if options.sweep:
+        if options.netlab is None or options.json is None:
+            parser.error("--sweep needs --netlab, which emulates the hosts, and --json, which keeps the results")
+        text = tables(run_sweep(__file__, options.netlab, options.json, options.rates))
+        print(text)
+        if options.write:
+            write_section("matmul-sweep", text)
         return
     found: dict[str, list[dict[str, Any]]] = {}
     for setting in SETTINGS if options.only is None else [SETTINGS[options.only]]:
