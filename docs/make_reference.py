@@ -70,7 +70,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "dshard.testing": "rank_pool RankPool simulated check_rule check_call RuleError count_traffic Traffic "
         "Collective no_host_sync HostSyncError distribute parts whole whole_numbers dtensors layouts meshes "
         "placements shapes redistributions Redistribution",
-        "dshard.selftest": "run Result environment",
+        "dshard.selftest": "run SelfTest Result environment",
     },
     "Errors": {
         "dshard": "DShardError ArgumentError CheckpointError CompileError DtypeError LayoutError MeshError "

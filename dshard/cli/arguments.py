@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
-from dshard import report
+from dshard import launch, report
 from dshard.errors import MeshError
 from dshard.mesh import Mesh
 from dshard.report.console import Drawing
@@ -67,7 +69,9 @@ def add_common(parser: argparse.ArgumentParser, command: Callable[[argparse.Name
 def add_files(parser: argparse.ArgumentParser) -> None:
     """Add the options for files to write the table to."""
     for form in ("html", "svg"):
-        parser.add_argument(f"--{form}", metavar="FILE", help=f"write the table as {form.upper()} too")
+        parser.add_argument(
+            f"--{form}", type=parse_output, metavar="FILE", help=f"write the table as {form.upper()} too"
+        )
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +113,21 @@ def _mesh(text: str) -> Mesh:
 def parse_any_mesh(text: str) -> Mesh:
     """A mesh such as dp=2,tp=4, or sizes alone of any number of axes."""
     return parse_mesh(text) if "=" in text else Mesh(parse_shape(text))
+
+
+def parse_output(text: str) -> Path:
+    """A file to write to, refused before what is to be written there is computed."""
+    path = Path(text)
+    directory = path.absolute().parent
+    if not launch.is_reporting():  # another rank writes it, perhaps on another host
+        return path
+    if not directory.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no directory {str(directory)!r}")
+    if not text or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is no file to write to, but a directory: give the name of a file")
+    if not os.access(path if path.exists() else directory, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: no permission; give another file")
+    return path
 
 
 def parse_seconds(text: str) -> float:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 
 from dshard import demo, launch, report
-from dshard.cli.arguments import Commands, add_command, parse_positive, print_result
+from dshard.cli.arguments import Commands, add_command, parse_output, parse_positive, print_result
 from dshard.errors import DShardError
 
 AUTO = "auto"
@@ -34,7 +33,7 @@ def add_demo(commands: Commands) -> None:
         help="may be repeated; all, auto for the one predicted to communicate the shortest time, or one of "
         + ", ".join(name.replace(" ", "-") for name in demo.names()),
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses of all strategies as an SVG")
+    parser.add_argument("--plot", type=parse_output, metavar="FILE", help="draw the losses of all strategies as an SVG")
     parser.add_argument("--seed", type=int, metavar="N", default=defaults.seed, help="default: %(default)s")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print the rows for machines")

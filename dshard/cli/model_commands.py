@@ -12,13 +12,14 @@ from dshard.cli.arguments import (
     add_command,
     add_common,
     add_files,
+    parse_output,
     parse_positive,
     planned_on,
     print_result,
     topology_data,
 )
 from dshard.explain import parse_dtype
-from dshard.report.setup_tables import setups_table, step_table
+from dshard.report.setup_tables import SHOWN, setups_table, step_table
 from dshard.simulate import FORMS, Model, Setup, form_of, search, simulate_step, timeline
 from dshard.simulate.queues import drawn
 from dshard.simulate.setup_files import read_setup, setup_data, step_data
@@ -33,9 +34,11 @@ def add_plan_model(kinds: Commands) -> None:
     parser.add_argument("--devices", type=parse_positive, required=True, metavar="N", help="how many")
     parser.add_argument("--memory", type=parse_bytes, metavar="SIZE", help="of each device (the preset's)")
     parser.add_argument("--form", action="append", choices=FORMS, help="forms of tensor parallelism to try; repeatable")
-    parser.add_argument("--top", type=parse_positive, default=12, metavar="N", help="how many to show (12)")
+    parser.add_argument("--top", type=parse_positive, default=SHOWN, metavar="N", help=f"how many to show ({SHOWN})")
     parser.add_argument("--runnable", action="store_true", help="only what parallelize runs by itself")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the fastest as a plan, for simulate step")
+    parser.add_argument(
+        "--out", type=parse_output, metavar="FILE", help="write the fastest as a plan, for simulate step"
+    )
     _add_model(parser)
     add_common(parser, _plan_model)
     add_files(parser)
@@ -54,7 +57,7 @@ def add_simulate_step(kinds: Commands) -> None:
     parser.add_argument("--sharded", choices=shares, default="none", help="what replicas share out (none)")
     parser.add_argument("--recompute", action="store_true", help="run each block again for its backward pass")
     parser.add_argument("--no-overlap", action="store_true", help="collectives and work wait for each other")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline as a Chrome trace")
+    parser.add_argument("--trace", type=parse_output, metavar="FILE", help="write the timeline as a Chrome trace")
     _add_model(parser)
     add_common(parser, _simulate_step)
     add_files(parser)
@@ -88,9 +91,8 @@ def _plan_model(arguments: argparse.Namespace) -> int:
     rows = [step_data(step) for step in setups.steps[: arguments.top]]
     front = [step_data(step) for step in setups.front]
     value = {"tried": setups.tried, "fitting": setups.fitting, "memory": setups.memory, "setups": rows, "front": front}
-    return print_result(
-        arguments, value | topology_data(topology, why), setups_table(setups, topology, why, arguments.top)
-    )
+    table = setups_table(setups, why, arguments.top)
+    return print_result(arguments, value | topology_data(topology, why), table)
 
 
 def _simulate_step(arguments: argparse.Namespace) -> int:

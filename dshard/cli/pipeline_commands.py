@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from dshard import report
-from dshard.cli.arguments import Commands, add_command, parse_amount, parse_positive, print_result
+from dshard.cli.arguments import Commands, add_command, parse_amount, parse_output, parse_positive, print_result
 from dshard.errors import ScheduleError
 from dshard.pipeline import (
     SCHEDULES,
@@ -67,7 +66,7 @@ def add_simulate_pipeline(kinds: Commands) -> None:
     ):
         parser.add_argument(f"--{name}", type=_numbers, default="0", metavar="BYTES", help=f"bytes {what}")
     parser.add_argument("--budget", type=parse_positive, metavar="BYTES", help="memory of a rank, for auto and all")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline as a Chrome trace")
+    parser.add_argument("--trace", type=parse_output, metavar="FILE", help="write the timeline as a Chrome trace")
     parser.add_argument("--json", action="store_true", help="print for machines")
     parser.set_defaults(command=_simulate_pipeline)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from dshard import __version__, launch, report, selftest
+from dshard import launch, report, selftest
 from dshard.cli.arguments import Commands, add_command, parse_positive, print_result
 
 
@@ -25,12 +25,10 @@ def _selftest(arguments: argparse.Namespace) -> int:
     ranks = launch.choose_ranks(arguments.ranks, arguments.device)
     device = launch.choose_device(arguments.device, ranks)
     with report.measure_progress(launch.is_reporting(), "checking") as tell:
-        results = selftest.run(device, ranks, tell)
+        tested = selftest.run(device, ranks, tell)
     if launch.is_reporting():
-        machine = {"dshard": __version__, **selftest.environment(device), "ranks": str(ranks)}
-        value = {"machine": machine, "results": [asdict(result) for result in results]}
-        print_result(arguments, value, report.selftest_table(results, machine))
-        failed = [result for result in results if not result.passed]
-        if failed:
-            report.error(report.selftest_failures(failed, machine))
-    return int(not all(result.passed for result in results))
+        value = {"machine": tested.machine, "results": [asdict(result) for result in tested.results]}
+        print_result(arguments, value, report.selftest_table(tested))
+        if tested.failed:
+            report.error(report.selftest_failures(tested))
+    return int(bool(tested.failed))

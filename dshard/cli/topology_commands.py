@@ -13,6 +13,7 @@ from dshard.cli.arguments import (
     add_command,
     add_common,
     parse_any_mesh,
+    parse_output,
     parse_positive,
     parse_seconds,
     print_result,
@@ -24,7 +25,7 @@ from dshard.topology import Topology
 
 def add_topology(commands: Commands) -> None:
     parser = add_command(commands, "topology", "the network and devices of a machine")
-    parser.add_argument("--save", metavar="FILE", help="write it as JSON, to be measured or edited")
+    parser.add_argument("--save", type=parse_output, metavar="FILE", help="write it as JSON, to be measured or edited")
     add_common(parser, _show_topology)
     kinds = parser.add_subparsers(title="other than showing one", metavar="command")
     summary = "measure the ranks that torchrun has started, or ranks of this host, with real collectives"
@@ -39,7 +40,7 @@ def add_topology(commands: Commands) -> None:
         "--seconds", type=parse_seconds, default=calibrate.SECONDS, metavar="S", help="default: %(default)s"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
-    parser.add_argument("--out", metavar="FILE", help="write it as JSON")
+    parser.add_argument("--out", type=parse_output, metavar="FILE", help="write it as JSON")
     parser.add_argument("--json", action="store_true", help="print for machines")
     parser.set_defaults(command=_measure_topology)
 

@@ -35,14 +35,17 @@ from dshard.report.progress import search_progress as search_progress
 from dshard.report.progress import waiting as waiting
 from dshard.report.selftest_tables import selftest_failures as selftest_failures
 from dshard.report.selftest_tables import selftest_table as selftest_table
+from dshard.report.setup_tables import setups_table
 from dshard.report.timelines import simulation_table, timeline_table
 from dshard.reshard import ReshardPlan
 from dshard.reshard.plan_rows import chain_rows, summary_lines
+from dshard.selftest import SelfTest
+from dshard.simulate import SearchResult
 from dshard.tables import human_bytes
 from dshard.topology import BYTES, Topology
 from dshard.trace import HEADINGS, Trace
 
-Exported: TypeAlias = Report | Explanation | Trace | ModelPlan | Topology | Choice | Timeline
+Exported: TypeAlias = Report | Explanation | Trace | ModelPlan | Topology | Choice | Timeline | SearchResult | SelfTest
 """Values that have a table."""
 
 
@@ -89,6 +92,10 @@ def drawn(value: Exported | Drawing) -> Drawing:
             return simulation_table(value)
         case Timeline():
             return timeline_table(value)
+        case SearchResult():
+            return setups_table(value)
+        case SelfTest():
+            return selftest_table(value)
         case _:
             return value
 

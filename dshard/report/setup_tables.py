@@ -14,9 +14,13 @@ from dshard.simulate.queues import Event
 from dshard.tables import human_bytes
 from dshard.topology import Topology
 
+SHOWN = 12
+"""Setups that a table has, beside those that no other beats."""
 
-def setups_table(setups: SearchResult, topology: Topology, why: str, top: int) -> Group:
+
+def setups_table(setups: SearchResult, why: str = "as given", top: int = SHOWN) -> Group:
     """The fastest setups; those that no other beats in both time and memory are marked."""
+    topology = setups.topology
     heads = ("", "setup", ">seconds", ">sequences/s", ">idle", ">memory", ">network s", ">received")
     front = set(map(id, setups.front))
     rows = [

@@ -1,5 +1,5 @@
 """`dshard selftest`: whether dshard works on this machine, in one table."""
 
-from dshard.selftest.selftest_run import Result, environment, run
+from dshard.selftest.selftest_run import Result, SelfTest, environment, run
 
-__all__ = ["Result", "environment", "run"]
+__all__ = ["Result", "SelfTest", "environment", "run"]

@@ -12,8 +12,10 @@ from typing import TypeAlias
 
 import torch
 
-from dshard import launch
+from dshard import __version__, launch
 from dshard.errors import DShardError, RankError
+from dshard.launch.group import RANKS
+from dshard.notebook import Drawn
 from dshard.selftest.selftest_checks import CHECKS, Place
 from dshard.testing.nccl_contract import BACKEND
 from dshard.testing.pool import RankPool
@@ -34,15 +36,37 @@ class Result:
     detail: str
 
 
-def run(device: str, ranks: int, tell: Tell) -> list[Result]:
+@dataclass(frozen=True, slots=True, repr=False)
+class SelfTest(Drawn):
+    """The results of a self-test, and the machine that it ran on: names and versions as `environment` has them.
+
+    A notebook draws the table that `dshard selftest` prints.
+    """
+
+    results: tuple[Result, ...]
+    machine: dict[str, str]
+
+    def __repr__(self) -> str:
+        failed = "".join(f", {each.check} over {each.backend} failed" for each in self.failed)
+        return f"SelfTest({len(self.results) - len(self.failed)} of {len(self.results)} passed{failed})"
+
+    @property
+    def failed(self) -> tuple[Result, ...]:
+        """The results of checks that have failed."""
+        return tuple(result for result in self.results if not result.passed)
+
+
+def run(device: str = "cpu", ranks: int = RANKS, tell: Tell | None = None) -> SelfTest:
     """Run all checks, on the CPU over gloo and under NCCL's contract, on CUDA over NCCL; `tell` hears of each."""
-    place = Place(device, ranks)
+    place, hear = Place(device, ranks), tell or _silent
+    machine = {**environment(device), "ranks": str(ranks)}
     if launch.is_launched():
-        return launch.run(partial(_all, place), tell, ranks=ranks, device=device)
+        return SelfTest(tuple(launch.run(partial(_all, place), hear, ranks=ranks, device=device)), machine)
     backends = backends_of(device)
     todo = [(backend, name) for backend in backends for name in CHECKS]
     told = {each: (i / len(todo), ", ".join(each)) for i, each in enumerate(todo)}
-    return [result for backend in backends for result in _on_backend(place, backend, lambda at: tell(told[at]))]
+    results = [result for backend in backends for result in _on_backend(place, backend, lambda at: hear(told[at]))]
+    return SelfTest(tuple(results), machine)
 
 
 def backends_of(device: str) -> tuple[str, ...]:
@@ -55,6 +79,7 @@ def environment(device: str) -> dict[str, str]:
     names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
     return {
+        "dshard": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
@@ -85,6 +110,10 @@ def _on_backend(place: Place, backend: str, tell: Callable[[tuple[str, str]], No
                 seconds = max(seconds for _, seconds in answers)
                 results.append(Result(backend, name, True, seconds, answers[0][0]))
     return results
+
+
+def _silent(at: tuple[float, str]) -> None:
+    """Ignore a report of progress."""
 
 
 def _all(place: Place, tell: Tell) -> list[Result]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dshard.cost import work_seconds
 from dshard.errors import ShapeError, StrategyError
+from dshard.notebook import Drawn
 from dshard.simulate.block import BlockCosts
 from dshard.simulate.memory import memory_of
 from dshard.simulate.setup import Setup, Sharded
@@ -25,9 +26,9 @@ MOST_TENSOR = 64
 """Tensor-parallel groups of more ranks are not tried unless asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """The setups that fit, the fastest first, and how many were considered.
+@dataclass(frozen=True, slots=True, repr=False)
+class SearchResult(Drawn):
+    """The setups that fit, the fastest first, and how many were considered, on a topology.
 
     `tried` are those enumerated, `fitting` those that fit in `memory`, bytes of each device or None without limit;
     `steps` those simulated: the others cannot be faster than the fastest by their operations alone.
@@ -36,7 +37,12 @@ class SearchResult:
     steps: tuple[Step, ...]
     tried: int
     fitting: int
+    topology: Topology
     memory: float | None = None
+
+    def __repr__(self) -> str:
+        fastest = f", the fastest {self.steps[0].setup} in {self.steps[0].seconds:.4g} s" if self.steps else ""
+        return f"SearchResult({self.fitting} of {self.tried} setups fit{fastest})"
 
     @property
     def front(self) -> tuple[Step, ...]:
@@ -97,7 +103,7 @@ def search(
             f"use another number of devices, or a batch that more ranks divide"
         )
     fitting = _fitting(task, candidates, memory)
-    return SearchResult(_fastest(task, fitting, keep, tell), len(candidates), len(fitting), memory)
+    return SearchResult(_fastest(task, fitting, keep, tell), len(candidates), len(fitting), topology, memory)
 
 
 @dataclass(frozen=True, slots=True)

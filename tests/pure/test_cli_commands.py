@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dshard import launch
 from dshard.cli import _parser, main
 from dshard.report import progress
 
@@ -90,7 +91,6 @@ def test_nothing_is_coloured_where_there_is_no_terminal(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["topology", "--save", "/nowhere/at/all.json"], "/nowhere/at/all.json: No such file or directory"),
         (
             ["plan", "model", "--devices", "4", "--model", "MODEL", "--batch", "8", "--dtype", "x"],
             "'x' is no dtype",
@@ -123,6 +123,22 @@ def test_numbers_that_no_pipeline_has(options: list[str], message: str, capsys: 
         main(["simulate", "pipeline", "--microbatches", "4", *options])
 
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "words", ["topology measure --out", "topology --save", "demo --plot", "topology measure --json --out"]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_ranks_start(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "run", lambda *_, **__: pytest.fail("ranks were started"))
+    for path, message in (
+        ("/nowhere/at/all.json", "there is no directory '/nowhere/at'"),
+        (str(tmp_path), "is no file to write to, but a directory: give the name of a file"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main([*words.split(), path])
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_sign_of_life_appears_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from dshard.cli import main
 from dshard.report import selftest_failures, selftest_table
 from dshard.report.console import show
-from dshard.selftest import Result, selftest_checks, selftest_run
+from dshard.selftest import Result, SelfTest, selftest_checks, selftest_run
 from dshard.selftest.selftest_checks import CHECKS, PLANS, Place, multiplied_under, trained_under
 from dshard.testing import nccl_contract, rank_pool
 
@@ -55,11 +55,11 @@ def test_meshes_have_all_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_failure_is_reported_with_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    results = [Result("gloo", "products", True, 1.0, "summa"), Result("gloo", "checkpoints", False, 2.0, "why\nwhere")]
-    machine = selftest_run.environment("cpu")
+    results = Result("gloo", "products", True, 1.0, "summa"), Result("gloo", "checkpoints", False, 2.0, "why\nwhere")
+    tested = SelfTest(results, selftest_run.environment("cpu"))
 
-    show(selftest_table(results, machine))
-    text = selftest_failures(results[1:], machine)
+    show(selftest_table(tested))
+    text = selftest_failures(tested)
 
     assert "FAILED" in capsys.readouterr().out
     assert text.splitlines()[0] == "1 check failed; please open an issue with what follows"
