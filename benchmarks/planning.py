@@ -30,7 +30,8 @@ from dshard.ops.matmul.rules import matmul_rule
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import plan
 from dshard.rules.expand import Operand
-from dshard.rules.strategy import Constraints, choose
+from dshard.rules.strategy import Constraints
+from dshard.rules.strategy_choice import choose
 from dshard.topology import Topology
 
 MESHES = (

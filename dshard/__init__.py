@@ -113,9 +113,9 @@ if _TYPE_CHECKING:
     from dshard.autograd.accumulation import accumulate
     from dshard.core.plain_tensors import from_torch, implicit_replication
     from dshard.dispatch.registry import register_rule, rules
+    from dshard.distribute import distribute_module, distribute_tensor
     from dshard.explain import explain
     from dshard.factories import (
-        distribute_module,
         empty,
         full,
         linspace,
@@ -131,7 +131,7 @@ if _TYPE_CHECKING:
     from dshard.ops.matmul.options import use_strategy
     from dshard.ops.random.state import get_rng_state, manual_seed, set_rng_state
     from dshard.parallel import data_ranks, distribute_batch, parallelize, plan_model
-    from dshard.tensor import DTensor, distribute_tensor
+    from dshard.tensor import DTensor
     from dshard.trace import strict, trace
 
 _LATE = {
@@ -139,9 +139,10 @@ _LATE = {
     "dshard.calibrate": ("calibrate",),
     "dshard.core.plain_tensors": ("from_torch", "implicit_replication"),
     "dshard.dispatch.registry": ("register_rule", "rules"),
+    "dshard.distribute": ("distribute_module", "distribute_tensor"),
     "dshard.explain": ("explain",),
     "dshard.factories": (
-        *("distribute_module", "empty", "full", "linspace", "logspace", "ones"),
+        *("empty", "full", "linspace", "logspace", "ones"),
         *("rand", "randint", "randn", "randperm", "zeros"),
     ),
     "dshard.functional": ("flex_attention", "linear", "matmul"),
@@ -149,7 +150,7 @@ _LATE = {
     "dshard.ops.random.state": ("get_rng_state", "manual_seed", "set_rng_state"),
     "dshard.parallel": ("data_ranks", "distribute_batch", "parallel", "parallelize", "plan_model"),
     "dshard.report.visualize": ("visualize",),
-    "dshard.tensor": ("DTensor", "distribute_tensor"),
+    "dshard.tensor": ("DTensor",),
     "dshard.trace": ("strict", "trace"),
 }
 """Modules, and their names that are imported when they are asked for.

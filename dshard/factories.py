@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from inspect import signature
 from typing import Any
-from warnings import warn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dshard import comm
 from dshard.autograd.crossing import redistribute
 from dshard.comm import DeviceMesh, as_mesh
 from dshard.compile.graph_functions import traceable
-from dshard.core.signature import Args, Function
+from dshard.core.signature import Args
 from dshard.core.spec import contiguous_stride, spec_of
-from dshard.errors import ArgumentError, DtypeError, LayoutError, ShapeError
+from dshard.core.wrapper import wrap
+from dshard.errors import ArgumentError, DtypeError, ShapeError
 from dshard.layout import Layout, layout_of, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops import random
-from dshard.placements import Placement, Replicate
-from dshard.tensor import DTensor, distribute_tensor
-from dshard.validate import as_int, as_shape, check_callable, check_type, is_symbolic, shown, suggestion
+from dshard.placements import Placement
+from dshard.tensor import DTensor, as_dtensor
+from dshard.validate import as_int, as_shape, is_symbolic, shown, suggestion
 
 
 @traceable
@@ -320,82 +319,6 @@ def _check_holds(n: int, dtype: torch.dtype) -> None:
 def _wrap_local(local: Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool = False) -> DTensor:
     """The local tensors in `layout`; where that is partial, they are those of the value, the term of the first rank."""
     device = comm.device_of_result(local, layout.mesh)
-    out = DTensor._wrap(local, spec_of(layout.cotangent(), shape, contiguous_stride(shape), local.dtype, device))
-    out = out if layout == out.layout else redistribute(out, layout)
+    wrapped = wrap(local, spec_of(layout.cotangent(), shape, contiguous_stride(shape), local.dtype, device))
+    out = as_dtensor(redistribute(wrapped, layout))
     return out.requires_grad_() if requires_grad else out
-
-
-def distribute_module(
-    module: nn.Module,
-    device_mesh: DeviceMesh | Mesh | None = None,
-    partition_fn: Callable[[str, nn.Module, Any], None] | None = None,
-    input_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
-    output_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
-) -> nn.Module:
-    """Make a module's parameters and buffers DTensors in place, and return the module.
-
-    `partition_fn(name, submodule, device_mesh)` lays out what it chooses, by assigning `nn.Parameter`s made with
-    `distribute_tensor`; whatever it leaves plain is replicated. `input_fn(module, inputs, device_mesh)` and
-    `output_fn(module, outputs, device_mesh)` become hooks of the module. Without a mesh it is that of the `with mesh:`
-    block.
-
-    Raises:
-        MeshError: no process group, or a mesh larger than the world.
-        ArgumentError: no module, or a function that cannot be called.
-        LayoutError: a module that has been distributed, or a hook of other than three arguments.
-    """
-    check_type(module, nn.Module, "distribute_module", "give an nn.Module; a tensor is for distribute_tensor")
-    device_mesh = comm.current_mesh() if device_mesh is None else device_mesh
-    as_mesh(device_mesh)
-    device_mesh = comm.current_mesh() if device_mesh is None else device_mesh
-    if getattr(module, _DISTRIBUTED, False):
-        raise LayoutError(
-            f"distribute_module of a {type(module).__name__} that it was called for before: its hooks would run twice; "
-            "call it once, with all functions"
-        )
-    for what, function in ("partition_fn", partition_fn), ("input_fn", input_fn), ("output_fn", output_fn):
-        if function is not None:
-            check_callable(function, what, "give a function, or leave it out")
-    input_fn, output_fn = (_hook(what, given) for what, given in (("input_fn", input_fn), ("output_fn", output_fn)))
-    for name, submodule in module.named_modules():
-        if partition_fn is not None:
-            partition_fn(name, submodule, device_mesh)
-        _replicate_rest(submodule, device_mesh)
-    if input_fn is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, device_mesh))
-    if output_fn is not None:
-        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, device_mesh))
-    setattr(module, _DISTRIBUTED, True)
-    return module
-
-
-_DISTRIBUTED = "_distribute_module_applied"
-"""The attribute, torch's too, of a module that `distribute_module` was called for."""
-
-
-def _hook(what: str, function: Function | None) -> Function | None:
-    """The function of a module, values and the mesh; one of the values and the mesh alone is taken with a warning."""
-    try:
-        taken = 3 if function is None else len(signature(function).parameters)
-    except (TypeError, ValueError):  # of what is not written in Python
-        return function
-    if taken == 2:
-        warn(
-            f"{what} of two arguments, the values and the mesh, is deprecated: give one of (module, values, mesh)",
-            FutureWarning,
-            stacklevel=3,
-        )
-        return lambda module, values, mesh: function(values, mesh)  # type: ignore[misc]
-    if taken != 3:
-        raise LayoutError(f"{what} should take in 3 arguments, (module, values, mesh), and takes {taken}")
-    return function
-
-
-def _replicate_rest(module: nn.Module, device_mesh: DeviceMesh | Mesh) -> None:
-    placements = [Replicate()] * as_mesh(device_mesh).ndim
-    for name, parameter in module.named_parameters(recurse=False):
-        if not isinstance(parameter, DTensor):
-            module.register_parameter(name, distribute_tensor(parameter, device_mesh, placements))  # type: ignore[arg-type]
-    for name, buffer in module.named_buffers(recurse=False):
-        if not isinstance(buffer, DTensor):
-            module._buffers[name] = distribute_tensor(buffer, device_mesh, placements)

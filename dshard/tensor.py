@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
-from warnings import warn
 
 import torch
 from torch import Tensor
@@ -21,12 +20,11 @@ from dshard.autograd.outside import Emptied
 from dshard.comm import DeviceMesh, stored_chunks, traced
 from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes, with_concrete_sizes
-from dshard.core.local_checks import check_strided, checked, scattered
-from dshard.core.plain_tensors import from_torch
+from dshard.core.local_checks import checked
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.spec import Spec, spec_of
 from dshard.core.torch_wrappers import UNNAMED
-from dshard.core.transforms import is_differentiating_forward, refuse_wrapped, with_tangent
+from dshard.core.transforms import is_differentiating_forward, with_tangent
 from dshard.core.wrapper import Wrapper, is_leaf, wrap
 from dshard.dispatch import fast_path
 from dshard.dispatch.fast_path import QUERIES, through
@@ -46,6 +44,11 @@ dispatch.__func__ = dispatch  # type: ignore[attr-defined]  # torch compares it 
 
 LONGEST = 100
 """Characters of the longest local tensor that the text of a distributed one shows."""
+
+
+def as_dtensor(x: Wrapper) -> DTensor:
+    """`x`, which is a DTensor: there is no other class of wrappers."""
+    return x  # type: ignore[return-value]
 
 
 class DTensor(Wrapper):
@@ -76,8 +79,7 @@ class DTensor(Wrapper):
 
     @classmethod
     def _wrap(cls, local: Tensor, spec: Spec, storage_offset: int | None = None) -> DTensor:
-        out: DTensor = wrap(local, spec, storage_offset)
-        return out
+        return as_dtensor(wrap(local, spec, storage_offset))
 
     # -- layout and mesh
 
@@ -149,7 +151,7 @@ class DTensor(Wrapper):
         if is_differentiating_forward():
             own_layout = self._spec.layout
             dual: Tensor | None = with_tangent(
-                self, lambda x: in_layout(x, own_layout).to_local(grad_placements=grad_placements)
+                self, lambda x: as_dtensor(in_layout(x, own_layout)).to_local(grad_placements=grad_placements)
             )
             if dual is not None:
                 return dual
@@ -175,7 +177,8 @@ class DTensor(Wrapper):
         """The global tensor, as a plain tensor on every rank."""
         if grad_placements is not None:  # before anything is sent
             layout_of(self._spec.layout.mesh, grad_placements, self.ndim)
-        return redistribute(self, replicated(self._spec.layout.mesh)).to_local(grad_placements=grad_placements)  # type: ignore[no-any-return]
+        out = as_dtensor(redistribute(self, replicated(self._spec.layout.mesh)))
+        return out.to_local(grad_placements=grad_placements)
 
     def to_torch(self) -> TorchDTensor:
         """This tensor as one of torch's own class, of the same memory. Differentiable.
@@ -223,7 +226,7 @@ class DTensor(Wrapper):
             )
         layout = layout_of(mesh, placements, len(self._spec.shape))
         if forward_dtype is None and backward_dtype is None:
-            return redistribute(self, layout, asynchronous=async_op)  # type: ignore[no-any-return]
+            return redistribute(self, layout, asynchronous=async_op)  # type: ignore[return-value]
         dtypes = forward_dtype or self.dtype, backward_dtype or self.dtype
         return redistribute_in_dtypes(self, layout, async_op, *dtypes)  # type: ignore[no-any-return]
 
@@ -266,12 +269,12 @@ class DTensor(Wrapper):
     def __coerce_tangent_metadata__(self) -> DTensor:
         layout = self._spec.layout.cotangent()
         with no_torch_function():
-            return redistribute(self, layout)  # type: ignore[no-any-return]
+            return as_dtensor(redistribute(self, layout))
 
     def __coerce_same_metadata_as_tangent__(
         self, flat: CompileMetadata, expected_type: object = None
     ) -> DTensor | None:
-        return None if expected_type is not None else redistribute(self, flat.origin.layout)
+        return None if expected_type is not None else as_dtensor(redistribute(self, flat.origin.layout))
 
     # -- text and copies
 
@@ -353,63 +356,3 @@ def _unpickle(
 ) -> DTensor:
     x = DTensor._wrap(local, spec_of(layout, shape, stride, dtype, device))
     return _restore(x, requires_grad, is_parameter, None, None)
-
-
-@traceable
-def distribute_tensor(
-    tensor: Tensor,
-    device_mesh: DeviceMesh | Mesh | None = None,
-    placements: Sequence[AnyPlacement] | None = None,
-    *,
-    src_data_rank: int | None = 0,
-) -> DTensor:
-    """The global `tensor`, which every rank passes, as a DTensor; a leaf, with the `requires_grad` of `tensor`.
-
-    The mesh's rank number `src_data_rank` sends each rank its local tensor. With None each rank cuts it out of its own
-    copy and nothing is sent. Where a placement is Partial, the first rank holds the term that is the tensor. On a
-    `Mesh` without processes the result has no data, with a warning if `tensor` has some. Without a mesh that of the
-    `with mesh:` block around the call is taken.
-
-    Raises:
-        LayoutError: a dim out of range, or not one placement for each mesh axis; a tensor that autograd has recorded.
-        MeshError: no process group, or a mesh larger than the world.
-    """
-    mesh = comm.as_mesh(device_mesh)
-    if isinstance(tensor, TorchDTensor) and not isinstance(tensor, DTensor):
-        tensor = from_torch(tensor)
-    check_strided(tensor, "distribute_tensor", "the whole tensor")
-    layout = replicated(mesh) if placements is None else layout_of(mesh, placements, tensor.ndim)
-    if isinstance(tensor, DTensor):
-        if tensor.layout == layout:
-            return tensor
-        raise LayoutError(
-            f"distribute_tensor was given a DTensor laid out [{tensor.layout}]: "
-            f"use redistribute to lay it out [{layout}]"
-        )
-    refuse_wrapped(tensor, "distribute_tensor")
-    if not tensor.is_leaf:
-        raise LayoutError(
-            f"distribute_tensor of a tensor that autograd has recorded, by {type(tensor.grad_fn).__name__}: the result "
-            "is a leaf, and no gradient would reach the tensor; give a leaf such as x.detach(), or use "
-            "DTensor.from_local, which is differentiable"
-        )
-    if comm.comparing():
-        call = f"distribute_tensor of {tuple(tensor.shape)}, {tensor.dtype}, [{layout}], src_data_rank={src_data_rank}"
-        call += ", requires_grad" * tensor.requires_grad
-        comm.compare_calls(call, mesh, contents=tensor if src_data_rank is None else None)
-    whole_terms, whole = checked(layout, tensor.dtype)[0], tensor.detach()
-    if traced(whole):
-        whole = with_concrete_sizes(whole)
-    local, shape = scattered(whole, whole_terms, src_data_rank), tuple(whole.shape)
-    device = tensor.device if comm.is_outside(mesh) else local.device
-    if local.is_meta and device.type == "meta" and not tensor.is_meta and tensor.numel():
-        warn(
-            f"distribute_tensor on the mesh ({mesh}), which has no processes: the result is only planned with, and has "
-            "no data; give a tensor on device='meta' if that is meant, else a DeviceMesh from init_device_mesh",
-            stacklevel=3,
-        )
-    spec = spec_of(whole_terms, shape, contiguous_stride(shape), tensor.dtype, device)
-    out: DTensor = DTensor._wrap(local, spec) if whole_terms == layout else redistribute(wrap(local, spec), layout)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(out, tensor.requires_grad)  # type: ignore[return-value]
-    return out.requires_grad_(tensor.requires_grad) if tensor.requires_grad else out

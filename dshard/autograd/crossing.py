@@ -8,15 +8,11 @@ torch passes the gradient on without a crossing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dshard import comm
-from dshard.autograd.accumulation import stays_partial
-from dshard.autograd.joined_gradients import Leaf, join
-from dshard.autograd.sole_owner import is_sole_owner
 from dshard.core.mesh_moves import reshard_local, without_data
 from dshard.core.moves import LocalRedistribution, counting_as, local_redistribution
 from dshard.core.observe import OBSERVERS, Decision, observed
@@ -59,7 +55,7 @@ class FromLocal(torch.autograd.Function):
     """Local -> distributed; backward: distributed gradient -> local gradient, of the layout `grad_layout`."""
 
     @staticmethod
-    def forward(ctx: Context, local: Tensor, spec: Spec, grad_layout: Layout) -> Any:
+    def forward(ctx: Context, local: Tensor, spec: Spec, grad_layout: Layout) -> Wrapper:
         ctx.spec, ctx.grad_layout = spec, grad_layout
         return wrap(local.detach(), spec)
 
@@ -141,13 +137,14 @@ def local_graph_of(x: Wrapper) -> LocalGraph | None:
     return graph if graph is not None and graph.made and graph.version == x._version else None
 
 
-def wrap_tracked(local: Tensor, spec: Spec, cotangent: Layout, operand: list[Wrapper] | None = None) -> Any:
+def wrap_tracked(local: Tensor, spec: Spec, cotangent: Layout, operand: list[Wrapper] | None = None) -> Wrapper:
     """Wrap a local result; if autograd tracks it, keep it as the local graph of the distributed tensor.
 
     With an `operand`, of which it is a copy, autograd saves the result in place of that.
     """
     if not local.requires_grad:
         return wrap(local, spec)
+    out: Wrapper
     if operand is None:
         out = from_local(local, spec, cotangent)
     else:
@@ -203,11 +200,11 @@ class Redistribute(torch.autograd.Function):
         ctx: Context, x: Wrapper, layout: Layout, op: str | None, asynchronous: bool, as_operand: bool
     ) -> object:
         ctx.move, ctx.asynchronous = local_redistribution(x._spec, layout), asynchronous
-        out = _redistribute_unrecorded(x, ctx.move, op, asynchronous)
+        out = redistribute_unrecorded(x, ctx.move, op, asynchronous)
         return _with_versions_of(x, out) if as_operand else out
 
     @staticmethod
-    def backward(ctx: Context, grad: Any) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         move: LocalRedistribution = ctx.move
         grad = as_distributed(grad, move.source_grad)
         target = move.targets.get(grad._spec)
@@ -216,11 +213,11 @@ class Redistribute(torch.autograd.Function):
         return redistribute(grad, target, asynchronous=ctx.asynchronous), None, None, None, None
 
 
-def _with_versions_of(x: Wrapper, moved: Wrapper) -> object:
+def _with_versions_of(x: Wrapper, moved: Wrapper) -> Wrapper:
     """The distributed tensor `moved` with the version counters of `x`, of which it is a copy in another layout."""
     if comm.traced(moved._local_tensor) or x._view_sync is not None:  # an alias of a view would be written to with it
         return moved
-    out: Any = x.detach()
+    out = x.detach()
     out._local_tensor = (
         counting_as(x._local_tensor, moved._local_tensor)
         if type(moved._local_tensor) is Tensor
@@ -239,12 +236,11 @@ class RedistributeInDtypes(torch.autograd.Function):
     ) -> object:
         ctx.layout, ctx.asynchronous = x._spec.layout.cotangent(), asynchronous
         ctx.dtype, ctx.grad_dtype = x._spec.dtype, grad_dtype
-        sent: Any = x.detach().to(dtype)
-        out = redistribute(sent, layout, asynchronous=asynchronous)
+        out = redistribute(x.detach().to(dtype), layout, asynchronous=asynchronous)
         return out.detach() if out._local_tensor is x._local_tensor else out
 
     @staticmethod
-    def backward(ctx: Context, grad: Any) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         grad = as_distributed(grad, ctx.layout).to(ctx.grad_dtype)
         return redistribute(grad, ctx.layout, asynchronous=ctx.asynchronous).to(ctx.dtype), None, None, None, None
 
@@ -261,7 +257,7 @@ class Reshard(torch.autograd.Function):
         return wrap(reshard_local(x._local_tensor, x._spec, layout), x._spec.with_layout(layout))
 
     @staticmethod
-    def backward(ctx: Context, grad: Any) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             _refuse_second_order(ctx.source, ctx.target)
         grad = as_distributed(grad, ctx.target)
@@ -284,7 +280,7 @@ def _refuse_second_order(layout: Layout, other: Layout) -> None:
         )
 
 
-def as_distributed(grad: Any, layout: Layout) -> Any:
+def as_distributed(grad: Tensor, layout: Layout) -> Wrapper:
     """A gradient as a distributed tensor: plain zeros, which autograd makes, count as replicated."""
     if isinstance(grad, Wrapper):
         return grad
@@ -292,9 +288,13 @@ def as_distributed(grad: Any, layout: Layout) -> Any:
     return wrap(grad, spec_of(layout_of_zeros, tuple(grad.shape), grad.stride(), grad.dtype, grad.device))
 
 
-def _redistribute_unrecorded(
+def redistribute_unrecorded(
     x: Wrapper, move: LocalRedistribution, op: str | None, asynchronous: bool, own: bool = False
-) -> Any:
+) -> Wrapper:
+    """`x` redistributed by `move`, not recorded by autograd; in flight where it is `asynchronous` and can be.
+
+    The memory of a tensor that the caller owns, `own`, may be overwritten.
+    """
     if asynchronous:
         start, args = move.begin, (x._local_tensor, own)
         in_flight = observed(_decision(move, op), start, args) if OBSERVERS else start(*args)
@@ -315,7 +315,7 @@ def _with_memory(grad: Tensor) -> Tensor:
 
 def redistribute(
     x: Wrapper, layout: Layout, op: str | None = None, *, asynchronous: bool = False, as_operand: bool = False
-) -> Any:
+) -> Wrapper:
     """`x` in `layout`, on its mesh or another; `x` itself where that is its layout. Differentiable.
 
     `op` names the operator that needs it, where the user did not ask for it. If `asynchronous`, the result may be in
@@ -326,8 +326,9 @@ def redistribute(
     if current is layout or current == layout:
         return x
     if current.mesh is not layout.mesh and current.mesh != layout.mesh:
-        return Reshard.apply(x, layout)  # type: ignore[no-untyped-call]
-    dual = with_tangent(x, lambda y: in_layout(y, layout, op, asynchronous=asynchronous))
+        crossed: Wrapper = Reshard.apply(x, layout)  # type: ignore[no-untyped-call]
+        return crossed
+    dual: Wrapper | None = with_tangent(x, lambda y: in_layout(y, layout, op, asynchronous=asynchronous))
     if dual is not None:
         return dual
     with no_torch_function():
@@ -337,11 +338,12 @@ def redistribute(
                 if not move.gathers:
                     local = _redistribute_local(x._local_graph.at_home(), move, move.of_gradient(), op, as_operand)
                     return wrap_tracked(local, move.spec, move.grad, [x] if as_operand else None)
-            return Redistribute.apply(x, layout, op, asynchronous, as_operand)  # type: ignore[no-untyped-call]
-        return _redistribute_unrecorded(x, local_redistribution(x._spec, layout), op, asynchronous)
+            out: Wrapper = Redistribute.apply(x, layout, op, asynchronous, as_operand)  # type: ignore[no-untyped-call]
+            return out
+        return redistribute_unrecorded(x, local_redistribution(x._spec, layout), op, asynchronous)
 
 
-def redistributed_operand(x: Wrapper, layout: Layout) -> Any:
+def redistributed_operand(x: Wrapper, layout: Layout) -> Wrapper:
     """`x` in `layout`, saved by autograd in place of `x`, whether `x` is recorded or another operand alone."""
     moved = redistribute(x, layout, as_operand=True)
     if moved is x or moved.requires_grad or not torch.is_grad_enabled():
@@ -349,7 +351,7 @@ def redistributed_operand(x: Wrapper, layout: Layout) -> Any:
     return _with_versions_of(x, moved)
 
 
-def in_layout(x: Any, layout: Layout, op: str | None = None, *, asynchronous: bool = False) -> Any:
+def in_layout(x: Tensor, layout: Layout, op: str | None = None, *, asynchronous: bool = False) -> Wrapper:
     """A tensor or a tangent in `layout`; a plain one, which torch made, is distributed first.
 
     Raises:
@@ -363,33 +365,6 @@ def in_layout(x: Any, layout: Layout, op: str | None = None, *, asynchronous: bo
                 "linear; redistribute to a Shard or Replicate before the tangent is made"
             )
     return redistribute(x, layout, op, asynchronous=asynchronous)
-
-
-def gradient_in_layout(grad: Any, leaf: Leaf, references: int) -> Any:
-    """A gradient of a leaf, in the leaf's layout. A single collective runs beside the rest of the backward pass.
-
-    That of a leaf is joined with others. `references` are those to `grad` in the hook that was called with it.
-    """
-    layout = leaf.layout
-    grad = as_distributed(grad, layout)
-    spec: Spec = grad._spec
-    if spec.layout is layout:
-        return grad
-    if not torch.is_grad_enabled() and stays_partial(leaf):
-        return grad
-    sent = leaf.reduced(spec)
-    move = local_redistribution(sent, layout)
-    asynchronous = len(move.plan.steps) == 1  # of several the first would hold its buffers until the end
-    if torch.is_grad_enabled():
-        return redistribute(grad.to(sent.dtype), layout, asynchronous=asynchronous).to(spec.dtype)
-    own = asynchronous and is_sole_owner(grad, references)
-    if leaf.accumulates:
-        joined = join(leaf, grad, move, own)
-        if joined is not None:
-            return joined
-    if sent is not spec:
-        return _redistribute_unrecorded(grad.to(sent.dtype), move, None, False).to(spec.dtype)
-    return _redistribute_unrecorded(grad, move, None, asynchronous, own)
 
 
 def keep_partial_sums(layout: Layout, target: Layout) -> Layout:

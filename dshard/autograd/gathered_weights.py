@@ -186,10 +186,11 @@ class GatheredUse:
             return Outer(self.outer[0](x))
         return x.detach()  # an operator that saves its result would hold its own node, which nothing would free
 
-    def unpack(self, packed: object) -> Any:
+    def unpack(self, packed: Tensor | Saved | Outer) -> Tensor:
         """The tensor that autograd saved: a whole weight is gathered again, and those of the use before it begin."""
         if isinstance(packed, Outer):
-            return self.outer[1](packed.packed)
+            unpacked: Tensor = self.outer[1](packed.packed)
+            return unpacked
         if not isinstance(packed, Saved):
             return packed
         is_first = self.whole is None or not self.has_begun_before
@@ -203,7 +204,7 @@ class GatheredUse:
             self.has_begun_before = True
             if self.before is not None and self.before.saves_weights and self.before.whole is None:
                 self.before.whole = self.before.begin()
-        x = local[packed.i].as_strided(packed.size, packed.stride, packed.offset)
+        x: Tensor = local[packed.i].as_strided(packed.size, packed.stride, packed.offset)
         return x if packed.spec is None else wrap(x, packed.spec)
 
 
@@ -256,12 +257,12 @@ def _reduced(grad: Spec, x: Wrapper) -> Spec:
     return grad if x._gradient_leaf is None else x._gradient_leaf.reduced(grad)
 
 
-def _reduced_recorded(grad: Any, x: Wrapper, move: LocalRedistribution) -> Any:
+def _reduced_recorded(grad: Wrapper, x: Wrapper, move: LocalRedistribution) -> Wrapper:
     """The gradient of the stored weight `x`, for a backward pass that is recorded."""
     return redistribute(grad.to(_reduced(grad._spec, x).dtype), move.source_grad).to(x._spec.dtype)
 
 
-def _cast(grad: Wrapper, dtype: torch.dtype) -> Any:
+def _cast(grad: Wrapper, dtype: torch.dtype) -> Wrapper:
     """A gradient in the dtype of its weight."""
     return grad if grad._spec.dtype is dtype else wrap(grad._local_tensor.to(dtype), grad._spec.with_dtype(dtype))
 

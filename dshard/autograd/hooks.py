@@ -44,7 +44,7 @@ def _may_have_two_sources(x: Wrapper) -> bool:
     return bool(x._is_view())
 
 
-def _wrap_gradient(x: Wrapper, grad: Tensor) -> Any:
+def _wrap_gradient(x: Wrapper, grad: Tensor) -> Wrapper:
     """Wrap a local gradient of `x`."""
     spec = x._spec.with_layout(x._spec.layout.cotangent())
     return FromLocal.apply(grad, spec, x._spec.layout) if torch.is_grad_enabled() else wrap(grad, spec)  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ def register_hook(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if out is None:
             return None
         out = redistribute(as_distributed(out, spec.layout), spec.layout)
-        return ToLocal.apply(out, x_spec) if recorded else out._local_tensor  # type: ignore[no-any-return, no-untyped-call]
+        return ToLocal.apply(out, x_spec) if recorded else out._local_tensor  # type: ignore[no-untyped-call]
 
     if _may_have_two_sources(x):
         call_torch(func, args, kwargs)
@@ -93,7 +93,7 @@ def _keeps_gradient(home: Tensor) -> bool:
     return home.retains_grad or getattr(home, "_asked", False)
 
 
-def retains_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def retains_grad(func: Function, args: Args, kwargs: Kwargs) -> bool:
     """`Tensor.retains_grad`."""
     return _graph_with_gradient(args[0]) is not None or call_torch(func, args, kwargs)
 
@@ -120,7 +120,7 @@ def set_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return call_torch(func, args, kwargs)
 
 
-def set_data(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def set_data(func: Function, args: Args, kwargs: Kwargs) -> None:
     """`x.data = value`: give `x` the layout and the local tensor of `value`, unseen by autograd.
 
     Raises:
@@ -272,7 +272,7 @@ def _without_torch_function(handler: Handler) -> Handler:
 _GRAD: Any = Tensor.grad
 _GRAD_FN: Any = Tensor.grad_fn
 _RETAINS_GRAD: Any = Tensor.retains_grad
-_HANDLERS: dict[Any, Handler] = {
+_HANDLERS: dict[object, Handler] = {
     Tensor.register_hook: register_hook,
     Tensor.retain_grad: retain_grad,
     _RETAINS_GRAD.__get__: retains_grad,

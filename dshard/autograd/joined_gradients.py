@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from math import sqrt
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -227,7 +227,7 @@ _PASSES: WeakValueDictionary[int, BackwardPass] = WeakValueDictionary()
 """The backward passes that run, by torch's number; torch holds each until its end."""
 
 
-def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Any:
+def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wrapper | None:
     """The gradient of a leaf redistributed by `move` together with others; None where it is redistributed alone."""
     number = graph_task_id()
     local = grad._local_tensor

@@ -7,9 +7,12 @@ from sys import getrefcount
 import torch
 from torch import Tensor
 
-from dshard.autograd.crossing import gradient_in_layout
-from dshard.autograd.joined_gradients import Leaf
-from dshard.autograd.sole_owner import is_shared, unshared
+from dshard.autograd.accumulation import stays_partial
+from dshard.autograd.crossing import as_distributed, redistribute, redistribute_unrecorded
+from dshard.autograd.joined_gradients import Leaf, join
+from dshard.autograd.sole_owner import is_shared, is_sole_owner, unshared
+from dshard.core.moves import local_redistribution
+from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper
 from dshard.torch_private import no_torch_function
 
@@ -34,3 +37,30 @@ def keep_gradient_layout(x: Wrapper) -> None:
 
     with no_torch_function():
         x.register_hook(redistribute_gradient)  # type: ignore[no-untyped-call]
+
+
+def gradient_in_layout(grad: Tensor, leaf: Leaf, references: int) -> Wrapper:
+    """A gradient of a leaf, in the leaf's layout. A single collective runs beside the rest of the backward pass.
+
+    That of a leaf is joined with others. `references` are those to `grad` in the hook that was called with it.
+    """
+    layout = leaf.layout
+    grad = as_distributed(grad, layout)
+    spec: Spec = grad._spec
+    if spec.layout is layout:
+        return grad
+    if not torch.is_grad_enabled() and stays_partial(leaf):
+        return grad
+    sent = leaf.reduced(spec)
+    move = local_redistribution(sent, layout)
+    asynchronous = len(move.plan.steps) == 1  # of several the first would hold its buffers until the end
+    if torch.is_grad_enabled():
+        return redistribute(grad.to(sent.dtype), layout, asynchronous=asynchronous).to(spec.dtype)
+    own = asynchronous and is_sole_owner(grad, references)
+    if leaf.accumulates:
+        joined = join(leaf, grad, move, own)
+        if joined is not None:
+            return joined
+    if sent is not spec:
+        return redistribute_unrecorded(grad.to(sent.dtype), move, None, False).to(spec.dtype)
+    return redistribute_unrecorded(grad, move, None, asynchronous, own)

@@ -102,7 +102,7 @@ def _reference_counts(attributes: dict[str, Any]) -> tuple[int, ...]:
     return counts if base is None else (*counts, tensor_references(base), getrefcount(base))
 
 
-def _python_references(x: Any) -> int:
+def _python_references(x: object) -> int:
     """The references of Python to the local tensor of `x`; 0 while it is in flight, and then nobody else has it."""
     local = x.__dict__.get("_local_tensor")
     return getrefcount(local) if type(local) is Tensor else 0

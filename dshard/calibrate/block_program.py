@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +12,13 @@ from torch import Tensor, nn
 
 from dshard.caches import cached
 from dshard.core.observe import Decision, OperatorMode, observing
+from dshard.core.signature import Args, Kwargs
+from dshard.distribute import distribute_tensor
 from dshard.mesh import Mesh
 from dshard.placements import Replicate
-from dshard.tensor import DTensor, distribute_tensor
+from dshard.tensor import DTensor
 from dshard.topology import Topology
+from dshard.torch_private import OpOverload
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 4, 16, 4
 
@@ -126,7 +128,7 @@ def operators_of(step: Callable[[], object]) -> Operators:
     def count(decision: Decision) -> None:
         counts[writes(decision.op)] += 1
 
-    def run(func: Any, args: Any, kwargs: Any) -> Any:
+    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
         return func(*args, **kwargs)
 
     with observing(count), OperatorMode(run):  # without the fast path: each operator is dispatched, as when recorded

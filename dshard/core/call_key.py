@@ -19,13 +19,13 @@ _NO_KWARGS: dict[str, Any] = {}
 
 
 def call_key(
-    called: Any,
+    called: object,
     args: Sequence[Any],
     kwargs: Kwargs = _NO_KWARGS,
     values: bool = True,
     recording: bool = False,
     nested: bool = True,
-) -> tuple[Any, ...] | None:
+) -> tuple[object, ...] | None:
     """The cache key of a call of `called`; its second entry says whether autograd records an operand.
 
     A distributed tensor counts by its spec, which is interned. With `recording`, one that autograd records is followed
@@ -33,7 +33,7 @@ def call_key(
     an argument is a plain tensor, holds tensors, or is none of torch's usual values.
     """
     cls = Wrapper.public
-    parts: list[Any] = [called, False]
+    parts: list[object] = [called, False]
     for arg in args:
         kind = type(arg)
         if kind is cls:
@@ -64,7 +64,7 @@ def call_key(
     return tuple(parts)
 
 
-def _nested_key(arg: Any, values: bool) -> Any:
+def _nested_key(arg: Any, values: bool) -> object:
     """The entry of an argument that may hold tensors."""
     kind = type(arg)
     if kind in _NUMBERS:

@@ -37,7 +37,8 @@ from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.redistribute import Plan
 from dshard.rules.rule import Rule
-from dshard.rules.strategy import ANY, Constraints, Strategy, choose
+from dshard.rules.strategy import ANY, Constraints, Strategy
+from dshard.rules.strategy_choice import choose
 from dshard.torch_private import OpOverload
 from dshard.torch_private import make_wrapper_subclass as make
 
@@ -121,7 +122,7 @@ class Executable:
         out = operator(*local, **kwargs)
         return out if self.end is None else self.end(out)
 
-    def compile(self, local: Sequence[Any]) -> LocalOp:
+    def compile(self, local: Values) -> LocalOp:
         """Compile the redistributions and the local operator for this rank's coordinate, once."""
         operands = [i for i, arg in enumerate(local) if isinstance(arg, Tensor)]
         outside = is_outside(self.mesh)
@@ -210,7 +211,7 @@ def _run_alternative(run: LocalOp, layouts: Sequence[tuple[Spec, Layout]], args:
     return run(*args, **kwargs)
 
 
-def _in_layout(x: Any, spec: Spec, layout: Layout) -> Any:
+def _in_layout(x: Tensor, spec: Spec, layout: Layout) -> Wrapper:
     """The operand of this spec as a distributed tensor in `layout`."""
     if isinstance(x, Wrapper) and spec.layout == layout:
         return x
@@ -251,7 +252,9 @@ def result_specs(strategy: Strategy, outs: Sequence[Tensor], device: torch.devic
     ]
 
 
-def watched(executable: Executable, op: Any, args: Values, kwargs: Kwargs, call: Function, *call_args: object) -> Any:
+def watched(
+    executable: Executable, op: OpOverload | None, args: Values, kwargs: Kwargs, call: Function, *call_args: object
+) -> Any:
     """Run `call(*call_args)`, by which `executable` runs, within the observers of this thread, and log it.
 
     A matmul or composite operator has no `op`.
@@ -271,8 +274,8 @@ def wrap_as(spec: Spec) -> Finish:
     """The end of a call with one result, a tensor of spec `spec` that is no view."""
     shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
 
-    def wrap_result(out: Tensor, args: Values, local: Values) -> Any:
-        wrapped = make(Wrapper.public, shape, stride, None, None, dtype, torch.strided, device)
+    def wrap_result(out: Tensor, args: Values, local: Values) -> Wrapper:
+        wrapped: Wrapper = make(Wrapper.public, shape, stride, None, None, dtype, torch.strided, device)
         wrapped._local_tensor = out
         wrapped._spec = spec
         return wrapped

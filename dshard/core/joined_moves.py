@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ Ends: TypeAlias = list[Callable[[], Tensor]]
 """Functions that each wait for a result and return it."""
 
 
-def reduced_together(xs: Sequence[Wrapper], op: str) -> list[Any]:
+def reduced_together(xs: Sequence[Wrapper], op: str) -> list[Tensor]:
     """The distributed tensors with their partial sums reduced, in one collective where all need the same."""
     moves = [local_redistribution(x._spec, completed_layout(x._spec.layout)) for x in xs]
     if any(comm.traced(x._local_tensor) for x in xs):

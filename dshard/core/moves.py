@@ -27,6 +27,7 @@ from dshard.comm import (
 from dshard.core.call import LocalOp
 from dshard.core.context import planning_context
 from dshard.core.observe import ASKED, NEEDED, OBSERVERS, Decision, observed
+from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.cost import planned_collective
@@ -159,7 +160,7 @@ def replica_broadcasts(spec: Spec) -> list[tuple[str, tuple[str, ...], int]]:
     return [("broadcast", (name,), nbytes) for name, placement, n in axes if placement == Replicate() and n > 1]
 
 
-def redistributed(x: Wrapper, layout: Layout, op: str) -> Any:
+def redistributed(x: Wrapper, layout: Layout, op: str) -> Wrapper:
     """The distributed tensor `x` in `layout`, which the operator named `op` needs; not recorded by autograd."""
     spec: Spec = x._spec
     if spec.layout == layout:
@@ -271,14 +272,14 @@ def on_all_ranks(x: Tensor, mesh: Mesh) -> Tensor:
     return stack(dict.fromkeys(mesh.ranks, x))
 
 
-def run_on_ranks(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Any, kwargs: Any) -> Any:
+def run_on_ranks(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Args, kwargs: Kwargs) -> Any:
     """Run the local operator on this rank, or on all ranks where they are simulated in one process."""
     if any(type(leaf) is LocalTensor for leaf in leaves((args, kwargs))):
         return simulate(mesh, local_op, args, kwargs)
     return local_op(own_coordinate(mesh))(*args, **kwargs)
 
 
-def simulate(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Any, kwargs: Any) -> Any:
+def simulate(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Args, kwargs: Kwargs) -> Any:
     """Run the local operator on each simulated rank's tensors, and stack the results."""
     with plain():
         results = {}
@@ -287,13 +288,13 @@ def simulate(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Any, k
             results[rank] = local_op(mesh.coordinate(rank))(*rank_args, **rank_kwargs)
         tensors = {rank: iter(tensors_in(result)) for rank, result in results.items()}
 
-        def join(leaf: object) -> Any:
+        def join(leaf: object) -> object:
             return stack({rank: next(rest) for rank, rest in tensors.items()}) if isinstance(leaf, Tensor) else leaf
 
         return replace_leaves(results[mesh.ranks[0]], join)
 
 
-def _of_rank(rank: int, leaf: object) -> Any:
+def _of_rank(rank: int, leaf: object) -> object:
     return unstack(leaf)[rank] if type(leaf) is LocalTensor else leaf
 
 
@@ -306,7 +307,7 @@ def leaves(tree: object) -> list[Any]:
     return [tree]
 
 
-def replace_leaves(tree: object, change: Callable[[Any], Any]) -> Any:
+def replace_leaves(tree: object, change: Callable[[Any], object]) -> Any:
     """`tree`, nested tuples, lists and dicts, with `change` applied to each leaf, in order."""
     if isinstance(tree, list):
         return [replace_leaves(item, change) for item in tree]
@@ -322,6 +323,6 @@ def tensors_in(tree: object) -> list[Tensor]:
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def replace_tensors(tree: object, change: Callable[[Tensor], Any]) -> Any:
+def replace_tensors(tree: object, change: Callable[[Tensor], object]) -> Any:
     """`tree`, nested tuples, lists and dicts, with `change` applied to each tensor, in order."""
     return replace_leaves(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)

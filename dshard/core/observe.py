@@ -166,7 +166,7 @@ class CallRecord(NamedTuple):
 
     executable: Any
     op: Any
-    args: Sequence[Any]
+    args: Sequence[object]
     kwargs: Kwargs
     result: Any
     call: Function | None = None
@@ -201,7 +201,7 @@ class OperatorMode(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Function, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    ) -> object:
         if any(issubclass(kind, Wrapper) for kind in types):
             return NotImplemented
         return self.run(func, args, kwargs or {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +85,7 @@ def plain_number(func: object, x: Wrapper) -> Tensor:
     return next(iter(unstack(value).values())) if type(value) is LocalTensor else value
 
 
-def spec_like(t: Any, mesh: Mesh) -> Spec:
+def spec_like(t: Tensor, mesh: Mesh) -> Spec:
     """The spec of an operand; a plain tensor, which a composite operator made on all ranks, counts as replicated."""
     if isinstance(t, Wrapper):
         return t._spec

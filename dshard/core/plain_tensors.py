@@ -42,7 +42,7 @@ PLAIN = frozenset({Tensor, Parameter, LocalTensor, TorchDTensor, list, tuple})
 _INT = frozenset({int})
 
 
-def may_hold_plain(values: Iterable[Any]) -> bool:
+def may_hold_plain(values: Iterable[object]) -> bool:
     """Whether there may be a plain tensor among `values`."""
     for value in values:
         if type(value) in PLAIN and not (type(value) is tuple and _INT.issuperset(map(type, value))):

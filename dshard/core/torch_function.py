@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.torch_private import is_autocasting, no_torch_function
@@ -32,7 +33,7 @@ def bind_arguments(names: Sequence[str], args: Args, kwargs: Kwargs) -> list[Any
     return [by_name.get(name) for name in names]
 
 
-def autocast(tensors: Sequence[Any]) -> Sequence[Any]:
+def autocast(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The floating-point operands in the dtype of autocast, where it is on."""
     if not is_autocasting():
         return tensors

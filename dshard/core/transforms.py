@@ -53,7 +53,7 @@ def is_batched(x: Tensor) -> bool:
     return is_wrapped(x) or is_legacy_batched(x)
 
 
-def refuse_batched(x: Any, what: str) -> None:
+def refuse_batched(x: object, what: str) -> None:
     """Refuse a tensor that stands for several, where torch.func does not follow the call.
 
     Raises:
@@ -66,7 +66,7 @@ def refuse_batched(x: Any, what: str) -> None:
         )
 
 
-def with_tangent(x: Any, linear: Callable[[Any], Any]) -> Any:
+def with_tangent(x: Tensor, linear: Callable[[Tensor], Tensor]) -> Any:
     """The dual tensor of `linear(x)` and `linear` of the tangent of `x`; None where `x` has no tangent."""
     if not is_differentiating_forward() or is_key_excluded(_AUTOGRAD):
         return None  # below autograd, which runs primal and tangent apart

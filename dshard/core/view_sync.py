@@ -62,7 +62,7 @@ SCATTERS: dict[OpOverload, Function] = {
 """Views that may have memory of their own, and the operators that scatter them into their base."""
 
 
-def propagate_write(written: Any, op: object) -> None:
+def propagate_write(written: object, op: object) -> None:
     """Copy a write by `op` through views with memory of their own to their bases, and on to other views of these."""
     for t in written if isinstance(written, list | tuple) else (written,):
         origin: CopiedView | None = getattr(t, "_view_sync", None)
@@ -88,14 +88,14 @@ def register_view(outputs: Any, origin: CopiedView) -> None:
     origins[:] = [*(reference for reference in origins if reference() is not None), ref(origin)]
 
 
-def shown_of(local: Any) -> list[Any]:
+def shown_of(local: Any) -> list[ref[CopiedView]]:
     """The origins of views of the memory of `local`: one list, which detached tensors share."""
     if not hasattr(local, "_view_syncs"):
         local._view_syncs = []
     return local._view_syncs  # type: ignore[no-any-return]
 
 
-def part_of(base: Wrapper, part: Tensor, spec: Spec, start: int, func: OpOverload, rest: tuple[Any, ...]) -> Any:
+def part_of(base: Wrapper, part: Tensor, spec: Spec, start: int, func: OpOverload, rest: tuple[Any, ...]) -> Wrapper:
     """The view `func(base, *rest)`, which begins at `start` in memory, of local tensors with memory of their own."""
     local = expanded_as(spec, part)
     view = wrap(local, spec, start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,31 +33,36 @@ class Wrapper(Base):
     _gradient_leaf: Any = None
     _fsdp_flattened = FlattenedByFSDP()
 
+    if TYPE_CHECKING:  # torch says only that they give a tensor
+
+        def detach(self) -> Wrapper: ...
+        def to(self, *args: object, **kwargs: object) -> Wrapper: ...
+
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         Wrapper.public = cls
 
 
-def is_leaf(x: Any) -> bool:
+def is_leaf(x: Wrapper) -> bool:
     """Whether `x`, or the tensor that it stands for in a trace, is a leaf of autograd."""
-    traced_leaf: bool | None = x._leaf
-    return x.is_leaf if traced_leaf is None else traced_leaf
+    return x.is_leaf if x._leaf is None else x._leaf
 
 
-def wrap(local: Tensor, spec: Spec, storage_offset: int | torch.SymInt | None = None) -> Any:
+def wrap(local: Tensor, spec: Spec, storage_offset: int | torch.SymInt | None = None) -> Wrapper:
     """The distributed tensor of spec `spec` of which this rank holds `local`.
 
     Views have the `storage_offset` that they would have on one device.
     """
-    out = make(Wrapper.public, spec.shape, spec.stride, storage_offset, None, spec.dtype, torch.strided, spec.device)
+    shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
+    out: Wrapper = make(Wrapper.public, shape, stride, storage_offset, None, dtype, torch.strided, device)
     out._local_tensor = local
     out._spec = spec
     return out
 
 
-def wrap_in_flight(local: Callable[[], Tensor], spec: Spec) -> Any:
+def wrap_in_flight(local: Callable[[], Tensor], spec: Spec) -> Wrapper:
     """The distributed tensor of spec `spec` whose local tensor is in flight: its first use waits."""
-    out = make(Wrapper.public, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, spec.device)
+    out: Wrapper = make(Wrapper.public, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, spec.device)
     out._lazy_local = local
     out._spec = spec
     return out

@@ -7,7 +7,8 @@ from dshard.core.context import planning_context
 from dshard.core.observe import planned
 from dshard.core.operands import operand_of
 from dshard.rules.rule import Rule
-from dshard.rules.strategy import Strategy, alternative_strategy
+from dshard.rules.strategy import Strategy
+from dshard.rules.strategy_choice import alternative_strategy
 
 
 def alternatives_of(op: Operator, rule: Rule, call: Call) -> dict[Strategy, AlternativePlan]:

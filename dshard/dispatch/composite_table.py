@@ -63,7 +63,7 @@ def or_reduce_partials_first(handler: Function) -> Function:
     return handle
 
 
-def _reduce_partials(func: Function, x: Wrapper) -> Any:
+def _reduce_partials(func: Function, x: Wrapper) -> Wrapper:
     return redistribute(x, completed_layout(x._spec.layout), func.__name__, as_operand=True)
 
 
@@ -96,7 +96,7 @@ def value_of_replicated(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return func(local.detach().requires_grad_(x.requires_grad), *rest, **kwargs)
 
 
-def _replicated(values: list[Any], like: Wrapper) -> Any:
+def _replicated(values: list[object], like: Wrapper) -> Wrapper:
     local = torch.tensor(values, device=like._spec.device)
     layout = replicated(like._spec.layout.mesh)
     spec = spec_of(layout, tuple(local.shape), local.stride(), local.dtype, local.device)
@@ -139,19 +139,23 @@ def with_torch_function_off(function: Function) -> Function:
 _backward, _grad = keeping_torch_function(torch.autograd.backward), keeping_torch_function(torch.autograd.grad)
 
 
-def backward(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def backward(func: Function, args: Args, kwargs: Kwargs) -> None:
     """`Tensor.backward`, which is `torch.autograd.backward` of one tensor."""
-    return _backward_of(*args, **kwargs)
+    _backward_of(*args, **kwargs)
 
 
 def _backward_of(
-    x: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-) -> Any:
-    return accumulating(_backward, (x, gradient, retain_graph, bool(create_graph)), {"inputs": inputs})
+    x: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: object = None,
+) -> None:
+    accumulating(_backward, (x, gradient, retain_graph, bool(create_graph)), {"inputs": inputs})
 
 
 _DATA: Any = Tensor.data
-COMPOSITES: dict[Any, Function] = {
+COMPOSITES: dict[object, Function] = {
     torch.matmul: matmul,
     torch.mm: matmul,
     Tensor.mm: matmul,
@@ -191,7 +195,7 @@ COMPOSITES |= {F.cross_entropy: or_reduce_partials_first(cross_entropy), F.rms_n
 A handler returns NotImplemented for calls that are left to torch's own function.
 """
 
-AUTOGRAD_FUNCTIONS: dict[Any, Function] = {
+AUTOGRAD_FUNCTIONS: dict[object, Function] = {
     **GRAPH_FUNCTIONS,
     _DATA.__set__: set_data,
     has_compatible_shallow_copy_type: lambda func, args, kwargs: all(type(x) is Wrapper.public for x in args),

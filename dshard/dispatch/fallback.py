@@ -57,7 +57,7 @@ def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Execu
     return Executable(decision, lambda at: local_op, (), positions_of(args, kwargs), partial(_finish, func, layout))
 
 
-def _finish(func: OpOverload, layout: Layout, result: Any, args: Values, local: Values) -> Any:
+def _finish(func: OpOverload, layout: Layout, result: object, args: Values, local: Values) -> Any:
     """The end of the call: what was written is written back, and results are wrapped as replicated."""
     _refuse_sparse(func, result)
     if func in UNREPEATABLE:

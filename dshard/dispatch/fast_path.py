@@ -55,13 +55,13 @@ _is_compiling = torch.compiler.is_dynamo_compiling  # what traces operators is a
 _is_recording = torch.is_grad_enabled
 _HOOKS: Any = Tensor._backward_hooks
 BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-_NEVER: set[Any] = {*BACKWARD, _HOOKS.__set__}
+_NEVER: set[object] = {*BACKWARD, _HOOKS.__set__}
 """Functions that are never cached: in-place ones, those that run no operator, and entry points of backward passes.
 
 Nor the setter of hooks: autograd calls it for a view that was written to while it holds a lock, and must not be asked
 anything about the view.
 """
-_WRITES: set[Any] = set()
+_WRITES: set[object] = set()
 """Functions among `_NEVER` that are one in-place operator, and so make no view."""
 AS_IT_IS = ()
 """In the cache in place of a shortcut: torch's own function, with distributed tensors recorded, is all that runs."""

@@ -57,7 +57,8 @@ from dshard.ops.decompositions import decomposition_of
 from dshard.ops.foreach import FOREACH
 from dshard.ops.random import is_random
 from dshard.ops.views import in_memory_of
-from dshard.rules.strategy import ANY, Constraints, Strategy, cheapest
+from dshard.rules.strategy import ANY, Constraints, Strategy
+from dshard.rules.strategy_choice import cheapest
 from dshard.torch_private import OpOverload, no_torch_function
 
 Executor = Callable[[Args, Kwargs], Any]
@@ -105,7 +106,7 @@ def dispatch(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | 
     return out
 
 
-def _count_change(func: OpOverload, operand: Any, written: bool) -> None:
+def _count_change(func: OpOverload, operand: object, written: bool) -> None:
     """After an in-place operator, increment the local tensor's version, and copy the write to views and bases."""
     if isinstance(operand, Wrapper):
         count_write(operand._local_tensor)
@@ -113,7 +114,7 @@ def _count_change(func: OpOverload, operand: Any, written: bool) -> None:
         propagate_write(operand, func)
 
 
-def _watched(executor: Executor, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def _watched(executor: Executor, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     if isinstance(executor, Executable):
         return watched(executor, func, args, kwargs, executor, args, kwargs)
     if isinstance(executor, ComposedExecutable):
@@ -147,7 +148,7 @@ def _on_one_mesh(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     return dispatch(func, (), *on_one_mesh(func, args, kwargs))
 
 
-def call_of(func: OpOverload, mesh: Mesh, args: Args, kwargs: Kwargs) -> tuple[Call, Any]:
+def call_of(func: OpOverload, mesh: Mesh, args: Args, kwargs: Kwargs) -> tuple[Call, object]:
     """The call with specs in place of tensors, and its result on meta tensors."""
     specs = tuple(spec_like(t, mesh) for t in tensors_in((args, kwargs)))
     rest = iter(specs)
@@ -156,7 +157,7 @@ def call_of(func: OpOverload, mesh: Mesh, args: Args, kwargs: Kwargs) -> tuple[C
     return Call(func, spec_args, spec_kwargs, specs, tuple(tensors_in(result))), result
 
 
-def _meta(leaf: object) -> Any:
+def _meta(leaf: object) -> object:
     return leaf.meta() if isinstance(leaf, Spec) else leaf
 
 
@@ -240,7 +241,7 @@ def _finish(call: Call, result: object, strategy: Strategy, is_moved: bool, spec
     return lambda out, args, local: _wrap_nested(out, result, specs)
 
 
-def _wrap_nested(out: Any, result: object, specs: Sequence[Spec], start: int = 0) -> Any:
+def _wrap_nested(out: object, result: object, specs: Sequence[Spec], start: int = 0) -> Any:
     """The local results `out` wrapped in the structure of `result`; `start` is the storage offset of their base."""
     pairs = zip([t for t in leaves(out) if isinstance(t, Tensor)], specs, strict=True)
     return replace_leaves(
@@ -252,7 +253,7 @@ def _wrap_nested(out: Any, result: object, specs: Sequence[Spec], start: int = 0
 def _finish_write(call: Call, is_moved: bool, specs: Sequence[Spec]) -> Finish:
     """The end of an in-place operator: a redistributed first operand is redistributed back; the operand is returned."""
 
-    def finish(out: Any, args: Values, local: Values) -> Any:
+    def finish(out: Any, args: Values, local: Values) -> object:
         target = args[0]
         if is_moved or not isinstance(target, Wrapper):
             written = redistribute_local(out, specs[0], call.specs[0].layout, call.func)
@@ -271,7 +272,7 @@ def _finish_view(call: Call, result: object, strategy: Strategy, specs: Sequence
     leaves_terms = call.func in SCATTERS and strategy.outputs[0].partial_axes() != input_layout.partial_axes()
     offset = result.storage_offset() if isinstance(result, Tensor) else None
 
-    def finish(out: Any, args: Values, local: Values) -> Any:
+    def finish(out: Any, args: Values, local: Values) -> object:
         base = args[0]
         with no_torch_function():
             start = base.storage_offset()

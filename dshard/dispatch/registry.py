@@ -175,7 +175,7 @@ def _fits(side: Side, fewest: float, most: float) -> bool:
     return fewest <= n <= most if side.repeated is None else n - 1 <= most
 
 
-def _tensor_counts(types: Sequence[Any]) -> tuple[float, float]:
+def _tensor_counts(types: Sequence[object]) -> tuple[float, float]:
     """The fewest and the most tensors among values of these types."""
     kinds = list(map(str, types))
     fewest = kinds.count("Tensor")

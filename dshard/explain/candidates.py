@@ -18,7 +18,8 @@ from dshard.rules.attention_bound import attention_bytes_bound
 from dshard.rules.expand import Operand, Row
 from dshard.rules.matmul_bound import matmul_lower_bound
 from dshard.rules.rule import PassThrough, Rule, factor_sizes
-from dshard.rules.strategy import ANY, Constraints, Strategy, strategies
+from dshard.rules.strategy import ANY, Constraints, Strategy
+from dshard.rules.strategy_choice import strategies
 from dshard.tables import human_bytes
 from dshard.topology import Topology
 

@@ -28,7 +28,7 @@ from dshard.rules.expand import Operand
 from dshard.rules.matmul_bound import matmul_lower_bound
 from dshard.rules.matmul_loops import STORAGES, Schedule, schedules
 from dshard.rules.matmul_strategies import ORDERED, STRATEGIES
-from dshard.rules.strategy import choose
+from dshard.rules.strategy_choice import choose
 from dshard.topology import Topology
 from dshard.topology.network import check_topology
 from dshard.validate import as_int, check_type

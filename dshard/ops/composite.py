@@ -193,7 +193,7 @@ class Simulated(torch.autograd.Function):
         return tuple(wrap(local, spec) for local, spec in zip(results, outs, strict=True))
 
     @staticmethod
-    def backward(ctx: Context, *grads: object) -> Any:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
         pairs = zip(grads, ctx.cotangents, strict=True)
         gradients = [redistribute(as_distributed(grad, layout), layout) for grad, layout in pairs]

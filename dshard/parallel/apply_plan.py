@@ -18,6 +18,7 @@ from dshard.comm import compare_calls, runtime_of, simulated_ranks
 from dshard.compile.graph_functions import skip_frame
 from dshard.core.moves import replace_leaves, tensors_in
 from dshard.core.plain_tensors import implicit_replication
+from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError
 from dshard.factories import full
 from dshard.ops.matmul.options import MatmulOptions, current_options, enter_options
@@ -29,7 +30,7 @@ from dshard.parallel.plan_values import Placements, Plan
 from dshard.placements import Replicate, Shard
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
-from dshard.tensor import DTensor, distribute_tensor
+from dshard.tensor import DTensor
 from dshard.torch_private import no_torch_function
 
 

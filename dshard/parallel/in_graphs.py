@@ -13,6 +13,7 @@ from dshard.compile.metadata import with_concrete_sizes
 from dshard.compile.modes import Instead, PlainReplicated
 from dshard.core.moves import replace_leaves, tensors_in
 from dshard.core.signature import Function
+from dshard.distribute import distribute_tensor
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.ops.matmul.options import use_strategy
@@ -20,7 +21,7 @@ from dshard.parallel.batch_rows import has_of_batch, rows_alone, sizes_of_batch
 from dshard.parallel.plan_values import Plan
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
-from dshard.tensor import DTensor, distribute_tensor
+from dshard.tensor import DTensor
 
 _PRODUCTS: tuple[Function, ...] = (
     *(F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum, torch.functional.einsum),

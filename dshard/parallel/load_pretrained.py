@@ -12,13 +12,13 @@ from torch import nn
 
 from dshard.comm import DeviceMesh, as_mesh
 from dshard.core.plain_tensors import from_torch, implicit_replication, is_torchs
+from dshard.distribute import distribute_tensor
 from dshard.errors import ArgumentError, MeshError
 from dshard.parallel.huggingface import ParallelizedModel, newly_derived
 from dshard.parallel.model_plan import Asked, chosen_plan, parallelize
 from dshard.parallel.plan_options import plan_options
 from dshard.parallel.plan_values import Plan
 from dshard.placements import Replicate
-from dshard.tensor import distribute_tensor
 from dshard.torch_dtensor import TorchDTensor
 from dshard.validate import shown
 

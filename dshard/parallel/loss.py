@@ -18,10 +18,11 @@ from torch import Tensor
 from dshard.compile.graph_functions import bound
 from dshard.compile.modes import Instead
 from dshard.core.signature import Function
+from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError
 from dshard.ops.vocab_parallel import LOSS_ARGUMENTS, cross_entropy, log_softmax
 from dshard.placements import Placement, Replicate, Shard
-from dshard.tensor import DTensor, distribute_tensor
+from dshard.tensor import DTensor
 from dshard.torch_private import no_torch_function
 
 

@@ -15,13 +15,13 @@ from dshard.core.moves import tensors_in
 from dshard.core.observe import Allocations, Decision, OperatorMode, observing
 from dshard.core.signature import Function
 from dshard.core.spec import Spec, is_for_shapes
+from dshard.distribute import distribute_tensor
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import applied
 from dshard.parallel.asked_values import NoAnswers, Replies
 from dshard.parallel.factors import trace_factors, without_data
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
 from dshard.placements import Replicate
-from dshard.tensor import distribute_tensor
 from dshard.torch_private import disable_modes
 from dshard.trace import Trace, trace
 

@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from dshard.comm import DeviceMesh, as_mesh
+from dshard.distribute import distribute_module, distribute_tensor
 from dshard.errors import LayoutError, MixedError
-from dshard.factories import distribute_module
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.tensor import DTensor, distribute_tensor
+from dshard.tensor import DTensor
 from dshard.validate import check_type
 
 AnyMesh = DeviceMesh | Mesh

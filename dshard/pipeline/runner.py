@@ -14,6 +14,7 @@ from typing_extensions import assert_never
 
 from dshard.comm import break_off, device_of, is_heard, is_told, leave_word, peek, put, runtime_of, share
 from dshard.core.signature import Function
+from dshard.distribute import distribute_tensor
 from dshard.errors import DShardError, PipelineError, ScheduleError
 from dshard.layout import Layout
 from dshard.pipeline.actions import (
@@ -34,7 +35,7 @@ from dshard.pipeline.microbatches import TARGET, Microbatch
 from dshard.pipeline.program import Program
 from dshard.pipeline.stage import Stage
 from dshard.pipeline.tied import Tied
-from dshard.tensor import DTensor, distribute_tensor
+from dshard.tensor import DTensor
 
 
 @dataclass(slots=True)

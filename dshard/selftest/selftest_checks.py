@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from dshard import checkpoint, factories, functional
 from dshard.comm import DeviceMesh, gather_objects, group_rank, init_device_mesh
+from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError, MeshError, StrategyError
 from dshard.ops.random import manual_seed
 from dshard.parallel import parallelize
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.matmul_strategies import strategies
-from dshard.tensor import distribute_tensor
 from dshard.trace import trace
 
 MOVED = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex64)

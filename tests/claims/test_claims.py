@@ -20,7 +20,8 @@ from dshard.redistribute import plan
 from dshard.rules.expand import Operand
 from dshard.rules.matmul_loops import schedules
 from dshard.rules.matmul_strategies import STRATEGIES
-from dshard.rules.strategy import Constraints, strategies
+from dshard.rules.strategy import Constraints
+from dshard.rules.strategy_choice import strategies
 from dshard.testing import distribute, parts, simulated, whole
 from dshard.topology import BYTES
 

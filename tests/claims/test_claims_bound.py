@@ -20,7 +20,8 @@ from dshard.rules.expand import Operand
 from dshard.rules.matmul_bound import matmul_lower_bound
 from dshard.rules.matmul_loops import schedules
 from dshard.rules.matmul_strategies import STRATEGIES
-from dshard.rules.strategy import Constraints, Strategy, choose
+from dshard.rules.strategy import Constraints, Strategy
+from dshard.rules.strategy_choice import choose
 from dshard.topology import BYTES, Topology
 
 ITEMSIZE = 2

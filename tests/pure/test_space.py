@@ -17,7 +17,8 @@ from dshard.redistribute.plan import plan_price_within
 from dshard.redistribute.price import step_seconds
 from dshard.redistribute.space import Space
 from dshard.rules.expand import Operand
-from dshard.rules.strategy import Constraints, choose, strategies
+from dshard.rules.strategy import Constraints
+from dshard.rules.strategy_choice import choose, strategies
 from dshard.testing import Redistribution, layouts, meshes, redistributions, shapes
 from dshard.topology import BYTES, FLAT_CPU, FLAT_CUDA, Measured, Topology
 

@@ -25,7 +25,8 @@ from dshard.rules.attention_loops import attention_rule
 from dshard.rules.expand import Operand, merges
 from dshard.rules.rule import Rule
 from dshard.rules.rule_notation import parse_rule
-from dshard.rules.strategy import Constraints, Strategy, choose, completed_layout, strategies
+from dshard.rules.strategy import Constraints, Strategy, completed_layout
+from dshard.rules.strategy_choice import choose, strategies
 from dshard.testing import distribute, meshes, simulated, whole
 from dshard.testing.rule_rows import every_strategy
 from dshard.topology import BYTES, FLAT_CPU

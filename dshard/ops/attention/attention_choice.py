@@ -33,7 +33,9 @@ from dshard.rules.attention_loops import (
 from dshard.rules.attention_ring import Ring
 from dshard.rules.expand import Allowed, Operand, expansions
 from dshard.rules.rule import Rule
-from dshard.rules.strategy import Constraints, Strategy, cheapest, choose, completed_layout, returned_layout
+from dshard.rules.strategy import Constraints, Strategy, completed_layout
+from dshard.rules.strategy_choice import cheapest, choose
+from dshard.rules.strategy_price import returned_layout
 from dshard.topology import Topology
 
 Among: TypeAlias = Literal["all", "in a graph", "with dropout", "whole keys"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from dshard.autograd.crossing import redistribute
 from dshard.core.signature import Kwargs
@@ -33,9 +34,10 @@ def attention_with_dropout(
 
     A query that sees no key at all gets zeros.
     """
-    query, key, value, *masks = (
+    operands: list[Tensor] = [
         redistribute(x, layout, "attention") for x, layout in zip(tensors, strategy.inputs, strict=True)
-    )
+    ]
+    query, key, value, *masks = operands
     if options.gqa and query.shape[-3] != key.shape[-3]:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)

@@ -77,7 +77,8 @@ class PartialAttention(ComposedExecutable):
         for axis in self.axes:
             complete = complete.replace(axis, Replicate())
         shares, most, total = merged_shares(told, lambda x: redistribute(x, complete))
-        merged = redistribute((parts * shares.unsqueeze(-1)).sum(0), self.end).to(self.dtype)
+        weighted: Any = parts * shares.unsqueeze(-1)
+        merged = redistribute(weighted.sum(0), self.end).to(self.dtype)
         return merged, (most + total.log()).squeeze(0)
 
     def backward(self, grad: Any, tensors: Sequence[Any], needed: Sequence[bool]) -> list[Any]:

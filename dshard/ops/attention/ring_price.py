@@ -19,7 +19,8 @@ from dshard.placements import Shard
 from dshard.rules.attention_ring import Ring, RingPlan, halved
 from dshard.rules.expand import Allowed, Expansion, expansions
 from dshard.rules.rule import Rule
-from dshard.rules.strategy import Constraints, Strategy, priced
+from dshard.rules.strategy import Constraints, Strategy
+from dshard.rules.strategy_choice import priced
 from dshard.topology import Topology
 
 

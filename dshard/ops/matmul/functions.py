@@ -26,7 +26,8 @@ from dshard.ops.matmul.rules import bmm_rule, einsum_rule, linear_rule, matmul_r
 from dshard.rules.expand import Operand
 from dshard.rules.rule import Rule
 from dshard.rules.split_contraction import split_contraction
-from dshard.rules.strategy import Constraints, Strategy, choose
+from dshard.rules.strategy import Constraints, Strategy
+from dshard.rules.strategy_choice import choose
 
 
 def matmul_of(

@@ -56,9 +56,8 @@ class Matmul:
         streamed: PanelExecutor | None,
     ) -> None:
         self.executable, self.specs, self.cut, self.stream, self.streamed = executable, specs, cut, stream, streamed
-        self.kept = tuple(keep and sends(p) for keep, p in zip(wanted.kept, executable.plans, strict=False))
-        if streamed is not None:
-            self.kept = NEITHER
+        sent = (keep and sends(p) for keep, p in zip(wanted.kept, executable.plans, strict=False))
+        self.kept: tuple[bool, ...] = tuple(sent) if streamed is None else NEITHER
         first, _, end = self.plans()
         self.overlaps = sends(end) and (streamed is not None or not first.steps)
         self.gradients: dict[tuple[Any, ...], Matmul] = {}

@@ -1,0 +1,167 @@
+"""Tensors and modules as distributed ones: `distribute_tensor`, `distribute_module`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import Tensor, nn
+
+from dshard import comm
+from dshard.autograd.crossing import redistribute
+from dshard.autograd.local_tensors import AnyPlacement
+from dshard.comm import DeviceMesh, as_mesh, traced
+from dshard.compile.graph_functions import traceable
+from dshard.compile.metadata import with_concrete_sizes
+from dshard.core.local_checks import check_strided, checked, scattered
+from dshard.core.plain_tensors import from_torch
+from dshard.core.signature import Function
+from dshard.core.spec import contiguous_stride, spec_of
+from dshard.core.transforms import refuse_wrapped
+from dshard.core.wrapper import wrap
+from dshard.errors import LayoutError
+from dshard.layout import layout_of, replicated
+from dshard.mesh import Mesh
+from dshard.placements import Replicate
+from dshard.tensor import DTensor, as_dtensor
+from dshard.torch_dtensor import TorchDTensor
+from dshard.validate import check_callable, check_type
+
+
+@traceable
+def distribute_tensor(
+    tensor: Tensor,
+    device_mesh: DeviceMesh | Mesh | None = None,
+    placements: Sequence[AnyPlacement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """The global `tensor`, which every rank passes, as a DTensor; a leaf, with the `requires_grad` of `tensor`.
+
+    The mesh's rank number `src_data_rank` sends each rank its local tensor. With None each rank cuts it out of its own
+    copy and nothing is sent. Where a placement is Partial, the first rank holds the term that is the tensor. On a
+    `Mesh` without processes the result has no data, with a warning if `tensor` has some. Without a mesh that of the
+    `with mesh:` block around the call is taken.
+
+    Raises:
+        LayoutError: a dim out of range, or not one placement for each mesh axis; a tensor that autograd has recorded.
+        MeshError: no process group, or a mesh larger than the world.
+    """
+    mesh = comm.as_mesh(device_mesh)
+    if isinstance(tensor, TorchDTensor) and not isinstance(tensor, DTensor):
+        tensor = from_torch(tensor)
+    check_strided(tensor, "distribute_tensor", "the whole tensor")
+    layout = replicated(mesh) if placements is None else layout_of(mesh, placements, tensor.ndim)
+    if isinstance(tensor, DTensor):
+        if tensor.layout == layout:
+            return tensor
+        raise LayoutError(
+            f"distribute_tensor was given a DTensor laid out [{tensor.layout}]: "
+            f"use redistribute to lay it out [{layout}]"
+        )
+    refuse_wrapped(tensor, "distribute_tensor")
+    if not tensor.is_leaf:
+        raise LayoutError(
+            f"distribute_tensor of a tensor that autograd has recorded, by {type(tensor.grad_fn).__name__}: the result "
+            "is a leaf, and no gradient would reach the tensor; give a leaf such as x.detach(), or use "
+            "DTensor.from_local, which is differentiable"
+        )
+    if comm.comparing():
+        call = f"distribute_tensor of {tuple(tensor.shape)}, {tensor.dtype}, [{layout}], src_data_rank={src_data_rank}"
+        call += ", requires_grad" * tensor.requires_grad
+        comm.compare_calls(call, mesh, contents=tensor if src_data_rank is None else None)
+    whole_terms, whole = checked(layout, tensor.dtype)[0], tensor.detach()
+    if traced(whole):
+        whole = with_concrete_sizes(whole)
+    local, shape = scattered(whole, whole_terms, src_data_rank), tuple(whole.shape)
+    device = tensor.device if comm.is_outside(mesh) else local.device
+    if local.is_meta and device.type == "meta" and not tensor.is_meta and tensor.numel():
+        warn(
+            f"distribute_tensor on the mesh ({mesh}), which has no processes: the result is only planned with, and has "
+            "no data; give a tensor on device='meta' if that is meant, else a DeviceMesh from init_device_mesh",
+            stacklevel=3,
+        )
+    spec = spec_of(whole_terms, shape, contiguous_stride(shape), tensor.dtype, device)
+    out = as_dtensor(redistribute(wrap(local, spec), layout))
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(out, tensor.requires_grad)  # type: ignore[return-value]
+    return out.requires_grad_(tensor.requires_grad) if tensor.requires_grad else out
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | Mesh | None = None,
+    partition_fn: Callable[[str, nn.Module, Any], None] | None = None,
+    input_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
+    output_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
+) -> nn.Module:
+    """Make a module's parameters and buffers DTensors in place, and return the module.
+
+    `partition_fn(name, submodule, device_mesh)` lays out what it chooses, by assigning `nn.Parameter`s made with
+    `distribute_tensor`; whatever it leaves plain is replicated. `input_fn(module, inputs, device_mesh)` and
+    `output_fn(module, outputs, device_mesh)` become hooks of the module. Without a mesh it is that of the `with mesh:`
+    block.
+
+    Raises:
+        MeshError: no process group, or a mesh larger than the world.
+        ArgumentError: no module, or a function that cannot be called.
+        LayoutError: a module that has been distributed, or a hook of other than three arguments.
+    """
+    check_type(module, nn.Module, "distribute_module", "give an nn.Module; a tensor is for distribute_tensor")
+    device_mesh = comm.current_mesh() if device_mesh is None else device_mesh
+    as_mesh(device_mesh)
+    device_mesh = comm.current_mesh() if device_mesh is None else device_mesh
+    if getattr(module, _DISTRIBUTED, False):
+        raise LayoutError(
+            f"distribute_module of a {type(module).__name__} that it was called for before: its hooks would run twice; "
+            "call it once, with all functions"
+        )
+    for what, function in ("partition_fn", partition_fn), ("input_fn", input_fn), ("output_fn", output_fn):
+        if function is not None:
+            check_callable(function, what, "give a function, or leave it out")
+    input_fn, output_fn = (_hook(what, given) for what, given in (("input_fn", input_fn), ("output_fn", output_fn)))
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, device_mesh)
+        _replicate_rest(submodule, device_mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, device_mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, device_mesh))
+    setattr(module, _DISTRIBUTED, True)
+    return module
+
+
+_DISTRIBUTED = "_distribute_module_applied"
+"""The attribute, torch's too, of a module that `distribute_module` was called for."""
+
+
+def _hook(what: str, function: Function | None) -> Function | None:
+    """The function of a module, values and the mesh; one of the values and the mesh alone is taken with a warning."""
+    try:
+        taken = 3 if function is None else len(signature(function).parameters)
+    except (TypeError, ValueError):  # of what is not written in Python
+        return function
+    if taken == 2:
+        warn(
+            f"{what} of two arguments, the values and the mesh, is deprecated: give one of (module, values, mesh)",
+            FutureWarning,
+            stacklevel=3,
+        )
+        return lambda module, values, mesh: function(values, mesh)  # type: ignore[misc]
+    if taken != 3:
+        raise LayoutError(f"{what} should take in 3 arguments, (module, values, mesh), and takes {taken}")
+    return function
+
+
+def _replicate_rest(module: nn.Module, device_mesh: DeviceMesh | Mesh) -> None:
+    placements = [Replicate()] * as_mesh(device_mesh).ndim
+    for name, parameter in module.named_parameters(recurse=False):
+        if not isinstance(parameter, DTensor):
+            module.register_parameter(name, distribute_tensor(parameter, device_mesh, placements))  # type: ignore[arg-type]
+    for name, buffer in module.named_buffers(recurse=False):
+        if not isinstance(buffer, DTensor):
+            module._buffers[name] = distribute_tensor(buffer, device_mesh, placements)

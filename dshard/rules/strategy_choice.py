@@ -1,0 +1,140 @@
+"""The choice of a strategy: the candidates of a rule, and the cheapest of them by branch and bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+
+from dshard.cost import PlannedCollective
+from dshard.layout import Layout, Shape
+from dshard.placements import Partial, Shard
+from dshard.rules.expand import Expansion, Operand, expansions, order_of
+from dshard.rules.rule import PassThrough, Rule
+from dshard.rules.strategy import ANY, Constraints, Strategy
+from dshard.rules.strategy_price import Price
+from dshard.topology import Topology
+
+
+def choose(
+    rule: Rule,
+    operands: Sequence[Operand],
+    outputs: Sequence[tuple[Shape, int]],
+    topology: Topology,
+    wanted: Constraints = ANY,
+) -> Strategy:
+    """The cheapest strategy of `rule` for these operands; `outputs` are pairs of global shape and itemsize.
+
+    Branch and bound: the candidate that may be cheapest is priced redistribution by redistribution, and left as soon as
+    another may be cheaper, until one is priced in full that none can beat. `wanted.keep` is kept if any strategy can.
+    """
+    candidates = candidate_expansions(rule, operands, outputs, wanted)
+    if wanted.keep is not None:
+        candidates = [e for e in candidates if e.inputs[0] == wanted.keep == e.outputs[0]] or candidates
+    price = Price(rule, operands, outputs, topology, wanted)
+    if len(candidates) == 1:
+        return price.of(candidates[0])
+    first = operands[0].layout
+    bounds = [price.bound(e) for e in candidates]
+    queue = [(bound.seconds(price), i) for i, bound in enumerate(bounds)]
+    heapify(queue)
+    best: Strategy | None = None
+    best_key: tuple[float, ...] = (price.of(candidates[queue[0][1]]).seconds,)
+    while queue:
+        least, i = heappop(queue)
+        if _digits(least) > _digits(best_key[0]):
+            break
+        at_least = bounds[i].seconds(price)
+        if at_least > least or bounds[i].refine(price, best_key[0] * (1 + 1e-8) - at_least):
+            heappush(queue, (bounds[i].seconds(price), i))
+            continue
+        strategy = price.of(candidates[i])
+        partial_count = sum(len(layout.partial_axes()) for layout in strategy.outputs)
+        alike = strategy.outputs[:1] != (first,)
+        key = (_digits(strategy.seconds), partial_count, strategy.moves, strategy.rows.count(None), alike, i)
+        if best is None or key < best_key:
+            best, best_key = strategy, key
+    assert best is not None, "replicated operands are always an expansion"
+    return best
+
+
+def _digits(seconds: float) -> float:
+    """Seconds rounded to nine digits, so that the order of adding equal terms does not decide between strategies."""
+    return float(f"{seconds:.9e}")
+
+
+def strategies(
+    rule: Rule,
+    operands: Sequence[Operand],
+    outputs: Sequence[tuple[Shape, int]],
+    topology: Topology,
+    wanted: Constraints = ANY,
+) -> Iterator[Strategy]:
+    """Yield the candidate strategies of `rule`, priced."""
+    yield from priced(rule, operands, outputs, topology, wanted, candidate_expansions(rule, operands, outputs, wanted))
+
+
+def priced(
+    rule: Rule,
+    operands: Sequence[Operand],
+    outputs: Sequence[tuple[Shape, int]],
+    topology: Topology,
+    wanted: Constraints,
+    among: Iterable[Expansion],
+) -> Iterator[Strategy]:
+    """Yield the strategy of each of these expansions of `rule`, priced."""
+    price = Price(rule, operands, outputs, topology, wanted)
+    yield from map(price.of, among)
+
+
+def alternative_strategy(
+    name: str,
+    rule: Rule,
+    operands: Sequence[Operand],
+    outputs: Sequence[tuple[Shape, int]],
+    topology: Topology,
+    layouts: tuple[tuple[Layout, ...], tuple[Layout, ...]],
+    exchanges: tuple[PlannedCollective, ...],
+    seconds: float,
+) -> Strategy:
+    """An alternative to `rule`, priced as its strategies are: `layouts` are those of operands and outputs.
+
+    It sends `exchanges` while it runs, in `seconds`.
+    """
+    inputs, results = layouts
+    order = order_of(rule.inputs, inputs)
+    passed = tuple(
+        PassThrough(frozenset({0}), (placement.reduce_op,)) if isinstance(placement, Partial) else None
+        for placement in inputs[0].placements
+    )
+    price = Price(rule, operands, outputs, topology, ANY)
+    priced = price.of(Expansion(inputs, results, inputs, passed, order))
+    return replace(priced, gather=priced.gather + seconds, name=name, exchanges=exchanges)
+
+
+def cheapest(strategy: Strategy, alternatives: Sequence[Strategy]) -> Strategy:
+    """The cheapest of a rule's strategy and the alternatives to the rule; of equals the first."""
+    return min((strategy, *alternatives), key=lambda candidate: _digits(candidate.seconds))
+
+
+def candidate_expansions(
+    rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]], wanted: Constraints
+) -> list[Expansion]:
+    """The candidate expansions of `rule`.
+
+    A matmul with gradients is sharded along each mesh axis that shards an operand along a dim of the result, where it
+    can be. To repeat it there may save a message, but repeats all that follows, which backward then holds replicated.
+    """
+    candidates = list(expansions(rule, operands, outputs, wanted.among, wanted.result))
+    if not rule.loops or not any(wanted.gradients) or wanted.among is not None or wanted.result is not None:
+        return candidates
+    result_factors = {name for dim in rule.outputs[0] for name in dim}
+    split = {
+        axis
+        for operand, term in zip(operands, rule.inputs, strict=True)
+        for axis, placement in enumerate(operand.layout.placements)
+        if isinstance(placement, Shard) and not result_factors.isdisjoint(term[placement.dim])
+    }
+    return [
+        expansion for expansion in candidates if all(expansion.rows[axis] is not None for axis in split)
+    ] or candidates

@@ -1,0 +1,283 @@
+"""Prices of the expansions of a rule: of the redistributions around it and of its local work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from dshard.cost import work_seconds
+from dshard.layout import Layout, Shape, interned
+from dshard.placements import Partial, Replicate, Shard, nested_chunk
+from dshard.redistribute import plan_price
+from dshard.redistribute.plan import PricedPlan, plan_price_within
+from dshard.redistribute.space import Space, space_of
+from dshard.rules.attention_blocks import visible_pairs
+from dshard.rules.expand import Expansion, Operand, sizes_of
+from dshard.rules.rule import PassThrough, Rule
+from dshard.rules.strategy import Constraints, Strategy, completed_layout
+from dshard.topology import Topology
+
+
+class _Move(NamedTuple):
+    """A redistribution of operand `i`, or of its gradient, which runs `times` times."""
+
+    i: int
+    src: Layout
+    dst: Layout
+    times: int
+
+
+class Bound:
+    """A lower bound on an expansion's seconds: prices so far, and lower bounds of redistributions not yet priced."""
+
+    def __init__(self, fixed: float, moves: list[_Move]) -> None:
+        self.fixed, self.moves = fixed, moves
+
+    def seconds(self, price: Price) -> float:
+        """The lower bound, less a margin for rounding."""
+        return (self.fixed + sum([price.at_least(move) * move.times for move in self.moves])) * (1 - 1e-12)
+
+    def refine(self, price: Price, slack: float) -> bool:
+        """Price one redistribution without a price, within `slack` seconds above its bound; false if all have prices.
+
+        Where it takes more, so does the expansion than the best one so far, and it is not considered again.
+        """
+        for move in self.moves:
+            if move[:3] not in price.plans:
+                before = price.at_least(move)
+                price.within(move, before + slack / move.times)
+                if price.at_least(move) <= before:  # no slack, or too little to tell
+                    price.plan(*move[:3])
+                return True
+        return False
+
+
+class Price:
+    """Prices of the expansions of one rule on given operands; redistributions that several share are priced once."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        operands: Sequence[Operand],
+        outputs: Sequence[tuple[Shape, int]],
+        topology: Topology,
+        wanted: Constraints,
+    ) -> None:
+        self.rule, self.operands, self.outputs, self.topology, self.wanted = rule, operands, outputs, topology, wanted
+        self.sizes = sizes_of(rule, operands, outputs)
+        self.mesh = operands[0].layout.mesh
+        self.spaces = [space_of(self.mesh, topology, o.shape, o.itemsize) for o in operands]
+        self.idle = frozenset(
+            axis
+            for axis in range(self.mesh.ndim)
+            if all(operand.layout.placements[axis] == Replicate() for operand in operands)
+        )
+        self.back = [interned(operand.layout.cotangent()) for operand in operands]
+        self.plans: dict[tuple[object, ...], PricedPlan] = {}
+        self.leasts: dict[tuple[object, ...], float] = {}
+        self.end_leasts: dict[tuple[Layout, tuple[Layout, ...]], float] = {}
+        self.known_pairs: dict[tuple[tuple[int, ...], ...], int] = {}
+        self.known_ends: dict[tuple[int, Layout], tuple[Layout, ...]] = {}
+
+    # -- the least that an expansion takes
+
+    def bound(self, expansion: Expansion) -> Bound:
+        """The lower bound of an expansion before any of its redistributions is priced."""
+        gradients = self.wanted.gradients
+        moves: list[_Move] = []
+        for i, (operand, layout) in enumerate(zip(self.operands, expansion.inputs, strict=True)):
+            moves.append(_Move(i, operand.layout, layout, 1 + self.moved_again(i)))
+            if gradients and gradients[i]:
+                moves.append(_Move(i, expansion.gradients[i], self.back[i], 1))
+        fixed = self.compute(expansion) * (1 + sum(gradients)) + self.end_at_least(expansion)
+        return Bound(fixed, [move for move in moves if move.src != move.dst])
+
+    def at_least(self, move: _Move) -> float:
+        """The seconds of a redistribution, or a lower bound if it is not priced."""
+        key = move[:3]
+        seconds = self.leasts.get(key)
+        if seconds is None:
+            seconds = self.leasts[key] = _least(self.spaces[move.i], move.src, move.dst)
+        return seconds
+
+    def end_at_least(self, expansion: Expansion) -> float:
+        """A lower bound on the seconds that redistribute a matmul's result to its end, and its gradient in backward."""
+        if not self.rule.loops:
+            return 0.0
+        layout, (shape, itemsize) = expansion.outputs[0], self.outputs[0]
+        ends = self.ends(0, expansion, layout, shape)
+        seconds = self.end_leasts.get((layout, ends))
+        if seconds is None:
+            space, back = space_of(self.mesh, self.topology, shape, itemsize), layout.cotangent()
+            seconds = self.end_leasts[layout, ends] = min(
+                _least(space, layout, end)
+                + (_least(space, end.cotangent(), back) if any(self.wanted.gradients) else 0.0)
+                for end in ends
+            )
+        return seconds
+
+    def moved_again(self, i: int) -> bool:
+        """Whether operand `i` is redistributed once more for the gradient of another."""
+        wanted = self.wanted
+        needed = any(gradient for j, gradient in enumerate(wanted.gradients) if j != i)
+        return needed and not wanted.kept[i]
+
+    # -- the price
+
+    def plan(self, i: int, src: Layout, dst: Layout) -> PricedPlan:
+        """The priced plan that redistributes operand `i`, or its gradient, from `src` to `dst`."""
+        key = (i, src, dst)
+        priced = self.plans.get(key)
+        if priced is None:
+            priced = self.plans[key] = plan_price(src, dst, self.spaces[i])
+            self.leasts[key] = priced.seconds
+        return priced
+
+    def within(self, move: _Move, most: float) -> None:
+        """Price a redistribution, or record that it takes more than `most` seconds; equivalent ones share the price."""
+        space = self.spaces[move.i]
+        key = (move.i, *space.canonical(space.state_of(move.src), space.state_of(move.dst)))
+        known = self.plans.get(key)
+        if known is None and self.leasts.get(key, 0.0) < most:
+            known = plan_price_within(move.src, move.dst, space, most)
+        for each in (key, move[:3]):
+            if known is not None:
+                self.plans[each], self.leasts[each] = known, known.seconds
+            else:
+                self.leasts[each] = max(most, self.leasts.get(each, 0.0))
+
+    def of(self, expansion: Expansion) -> Strategy:
+        """The strategy of an expansion, with its price."""
+        compute, wanted = self.compute(expansion), self.wanted
+        gather, reduce, backward, moves = 0.0, 0.0, compute * sum(wanted.gradients), 0
+        for i, (operand, layout) in enumerate(zip(self.operands, expansion.inputs, strict=True)):
+            move = self.plan(i, operand.layout, layout)
+            gather, moves = gather + move.seconds, moves + move.steps
+            backward += move.seconds * self.moved_again(i)
+        for i, needed in enumerate(wanted.gradients):
+            if needed:
+                backward += self.plan(i, expansion.gradients[i], self.back[i]).seconds
+        ends = tuple(
+            self.end(i, expansion, layout, shape, itemsize)
+            for i, ((shape, itemsize), layout) in enumerate(zip(self.outputs, expansion.outputs, strict=True))
+        )
+        passes = self.rule.loops or any(isinstance(row, PassThrough) for row in expansion.rows)
+        debt = self.topology if passes else self.topology.bytes_only()
+        for (shape, itemsize), layout, end in zip(self.outputs, expansion.outputs, ends, strict=True):
+            reduce += plan_price(layout, end, space_of(self.mesh, debt, shape, itemsize)).seconds
+            debt = self.topology.bytes_only()  # pieces of one tensor may be reduced together
+            if any(wanted.gradients):
+                space = space_of(self.mesh, self.topology, shape, itemsize)
+                backward += plan_price(end.cotangent(), layout.cotangent(), space).seconds
+        return Strategy(
+            expansion.inputs,
+            expansion.outputs,
+            expansion.rows,
+            expansion.gradients,
+            ends,
+            expansion.order,
+            gather,
+            compute,
+            reduce,
+            backward,
+            moves,
+        )
+
+    def compute(self, expansion: Expansion) -> float:
+        """Seconds of the local work."""
+        nbytes = sum(
+            layout.local_numel(operand.shape) * operand.itemsize
+            for operand, layout in zip(self.operands, expansion.inputs, strict=True)
+        )
+        for (shape, itemsize), layout in zip(self.outputs, expansion.outputs, strict=True):
+            nbytes += layout.local_numel(shape) * itemsize
+        local = {
+            factor: -(-size // prod(self.mesh.shape[a] for a in expansion.order.get(factor, ())))
+            for factor, size in self.sizes.items()
+        }
+        matmuls = sum(local.pop(factor) for factor in self.rule.apart) if self.rule.apart else 1
+        pairs = 1
+        if self.rule.triangle is not None:
+            rows, columns = self.rule.triangle
+            pairs = self.busiest_pairs(tuple(expansion.order.get(factor, ()) for factor in (rows, columns)))
+            del local[rows], local[columns]
+        return work_seconds(2.0 * matmuls * pairs * prod(local.values()), nbytes, self.topology)
+
+    def busiest_pairs(self, axes: tuple[tuple[int, ...], ...]) -> int:
+        """The most pairs of a triangle's factors that some rank has, where these mesh axes shard them."""
+        if axes not in self.known_pairs:
+            assert self.rule.triangle is not None
+            sizes = [self.sizes[factor] for factor in self.rule.triangle]
+            shape = self.mesh.shape
+            places = [product(*(range(shape[axis]) for axis in each)) for each in axes]
+            rows, columns = (
+                {nested_chunk(size, each, shape, dict(zip(each, at, strict=True))) or range(0) for at in places_of}
+                for size, each, places_of in zip(sizes, axes, places, strict=True)
+            )
+            pairs = (visible_pairs((row,), (column,), True) for row in rows for column in columns)
+            self.known_pairs[axes] = max(pairs, default=0)
+        return self.known_pairs[axes]
+
+    def end(self, i: int, expansion: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:
+        """The layout to which the price redistributes output `i`: the cheapest of its ends."""
+        ends = self.ends(i, expansion, layout, shape)
+        if len(ends) == 1:
+            return ends[0]
+        space = space_of(self.mesh, self.topology, shape, itemsize)
+        return min(ends, key=lambda end: plan_price(layout, end, space).seconds)
+
+    def ends(self, i: int, expansion: Expansion, layout: Layout, shape: Shape) -> tuple[Layout, ...]:
+        """The layouts in which output `i` may end: its partial axes sharded, or replicated."""
+        if i == 0 and (self.wanted.result is not None or self.wanted.reduced is not None):
+            return (requested_layout(self.rule, self.wanted, expansion, shape),)
+        if (i, layout) not in self.known_ends:
+            returned = self.wanted.returned if i == 0 else None
+            end = layout if returned is None else returned_layout(layout, returned)
+            self.known_ends[i, layout] = self._ends(end, shape)
+        return self.known_ends[i, layout]
+
+    def _ends(self, layout: Layout, shape: Shape) -> tuple[Layout, ...]:
+        completed = completed_layout(layout)
+        for axis in self.idle & {axis for axis, p in enumerate(completed.placements) if isinstance(p, Shard)}:
+            completed = completed.replace(axis, Replicate())
+        partial_axes = [axis for axis in layout.partial_axes() if axis not in self.idle]
+        if not partial_axes or not shape:
+            return (completed,)
+        held = completed.first_region(shape)
+        dim = max(range(len(shape)), key=lambda dim: (len(held[dim]), -dim))
+        return completed.split(dim, partial_axes), completed
+
+
+def _least(space: Space, src: Layout, dst: Layout) -> float:
+    return space.least(space.state_of(src), space.state_of(dst))
+
+
+def requested_layout(rule: Rule, wanted: Constraints, expansion: Expansion, shape: Shape) -> Layout:
+    """The layout that `wanted` requests for the result of a matmul."""
+    layout = expansion.outputs[0]
+    if wanted.result is not None:
+        return wanted.result
+    assert wanted.reduced is not None
+    (out,) = rule.outputs
+    first = {name for dim in rule.inputs[0] for name in dim}
+    dims = {
+        "m": [dim for dim, names in enumerate(out) if names and names[0] in first],
+        "n": [dim for dim, names in enumerate(out) if names and names[0] not in first],
+    }
+    for axis, (row, storage) in enumerate(zip(expansion.rows, wanted.reduced, strict=True)):
+        if not isinstance(row, str) or not isinstance(layout.placements[axis], Partial) or storage == "P":
+            continue
+        candidates = dims.get(storage, [])
+        at = max(candidates, key=lambda dim: (shape[dim], -dim), default=None)
+        layout = layout.replace(axis, Replicate() if at is None else Shard(at))
+    return layout
+
+
+def returned_layout(layout: Layout, like: Layout) -> Layout:
+    """The layout with the shards of `like` wherever that has any."""
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard) and layout.placements[axis] != placement:
+            layout = layout.replace(axis, placement)
+    return like if layout.placements == like.placements else layout
