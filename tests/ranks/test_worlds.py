@@ -1,0 +1,95 @@
+"""Process groups that come and go in one process, of other sizes and orders, and threads that use several at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard import Replicate, Shard, distribute_tensor, init_device_mesh
+from dshard.comm import DeviceMesh
+from dshard.testing import RankPool
+
+ORDERS = [
+    [1, 0, None, None],
+    [3, 1, 2, 0],
+    [None, None, 0, 1],
+]
+"""The rank that each of four processes has in one world after another; None: it is alone in a world of its own."""
+WAIT = 120.0  # seconds
+
+
+def operands() -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(size, dtype=torch.float64, generator=random) for size in [(7, 12), (5, 12), (5,)])  # type: ignore[return-value]
+
+
+def program(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.linear(x, w, b).softmax(0).pow(2).sum()
+
+
+def trains_as_one_device(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    placements = [Shard(axis % 2) for axis in range(len(shape))]
+    layouts: list[Sequence[Shard | Replicate]] = [placements, placements[::-1], [Replicate()] * len(shape)]
+    wholes = [x.requires_grad_() for x in operands()]
+    parts = [distribute_tensor(x.detach(), mesh, layout) for x, layout in zip(operands(), layouts, strict=True)]
+    for part in parts:
+        part.requires_grad_()
+    for _ in range(2):  # warm, the second time
+        program(*wholes).backward()
+        program(*parts).backward()
+    for part, x in zip(parts, wholes, strict=True):
+        assert part.grad is not None
+        assert x.grad is not None
+        torch.testing.assert_close(part.grad.full_tensor(), x.grad)
+
+
+def in_one_world_after_another(folder: str) -> None:
+    process = dist.get_rank()
+    trains_as_one_device((2, 2), ("a", "b"))
+    for number, order in enumerate(ORDERS):
+        dist.destroy_process_group()
+        rank, size = order[process], len(order) - order.count(None)
+        file = f"{folder}/{number}" if rank is not None else f"{folder}/{number} of {process}"
+        rank, size = (0, 1) if rank is None else (rank, size)
+        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+        trains_as_one_device(*(((2, 2), ("a", "b")) if size == 4 else ((size,), ("x",))))
+
+
+def test_nothing_of_a_world_that_has_ended_is_used(tmp_path: Path) -> None:
+    with RankPool(4) as pool:
+        pool.run(in_one_world_after_another, str(tmp_path), timeout=WAIT)
+
+
+def in_two_threads() -> list[str]:
+    """What fails in threads that use the same ranks along meshes of their own, at the same time."""
+    meshes = [init_device_mesh("cpu", (4,), mesh_dim_names=("x",)), init_device_mesh("cpu", (2, 2))]
+    failed: list[str] = []
+
+    def work(mesh: DeviceMesh) -> None:
+        x = operands()[0]
+        try:
+            for _ in range(10):
+                part = distribute_tensor(x, mesh, [Shard(0), Replicate()][: mesh.ndim], src_data_rank=None)
+                gram = (part @ part.t()).sin()
+                torch.testing.assert_close(gram.sum(0).full_tensor(), (x @ x.t()).sin().sum(0))
+        except Exception as error:
+            failed.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=work, args=(mesh,)) for mesh in meshes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT / 2)
+    return [*failed, *("still at work" for thread in threads if thread.is_alive())]
+
+
+def test_threads_use_meshes_of_their_own_at_once() -> None:
+    with RankPool(4) as pool:
+        assert pool.run(in_two_threads, timeout=WAIT) == [[]] * 4
