@@ -125,7 +125,7 @@ def _in_all_placements(
 
 
 def _local_arguments(
-    flat: Sequence[Any], in_grad_placements: tuple[Placements, ...] | None, varying: frozenset[int], mesh: Mesh
+    flat: Sequence[object], in_grad_placements: tuple[Placements, ...] | None, varying: frozenset[int], mesh: Mesh
 ) -> list[Any]:
     """The arguments with local tensors in place of DTensors."""
     _check_count("in_grad_placements", in_grad_placements, len(flat), "arguments")

@@ -153,13 +153,13 @@ def randperm(
 
 @traceable
 def linspace(
-    start: Any,
-    end: Any,
+    start: complex | Tensor,
+    end: complex | Tensor,
     steps: int,
     *,
     device_mesh: DeviceMesh | Mesh | None = None,
     placements: Sequence[Placement] | None = None,
-    **options: Any,
+    **options: object,
 ) -> DTensor:
     """`steps` numbers evenly spaced from `start` to `end`, to the bit those of `torch.linspace`.
 
@@ -170,14 +170,14 @@ def linspace(
 
 @traceable
 def logspace(
-    start: Any,
-    end: Any,
+    start: complex | Tensor,
+    end: complex | Tensor,
     steps: int,
     base: float = 10.0,
     *,
     device_mesh: DeviceMesh | Mesh | None = None,
     placements: Sequence[Placement] | None = None,
-    **options: Any,
+    **options: object,
 ) -> DTensor:
     """`steps` powers of `base` whose exponents are evenly spaced from `start` to `end`: those of `torch.logspace`.
 
@@ -188,7 +188,7 @@ def logspace(
 
 def _spaced(
     make: Callable[..., Tensor],
-    ends: tuple[Any, Any],
+    ends: tuple[complex | Tensor, complex | Tensor],
     steps: int,
     device_mesh: DeviceMesh | Mesh | None,
     placements: Sequence[Placement] | None,
@@ -254,7 +254,7 @@ def _random(
 
 
 def _shape_and_layout(
-    size: tuple[Any, ...], device_mesh: DeviceMesh | Mesh | None, placements: Sequence[Placement] | None
+    size: tuple[object, ...], device_mesh: DeviceMesh | Mesh | None, placements: Sequence[Placement] | None
 ) -> tuple[tuple[int, ...], Layout]:
     only = size[0] if len(size) == 1 else size
     shape = as_shape((only,) if _is_number(only) else only, "size", ShapeError)
@@ -267,7 +267,7 @@ def _is_number(size: object) -> bool:
     return is_symbolic(size) or isinstance(size, str) or not isinstance(size, Iterable)
 
 
-def _size_of(size: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+def _size_of(size: tuple[object, ...], options: dict[str, object]) -> tuple[Any, ...]:
     """The sizes, given by position or as the option `size`, as torch takes them."""
     if "size" not in options:
         return size
@@ -276,7 +276,7 @@ def _size_of(size: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     return (options.pop("size"),)
 
 
-def _bounds(args: Args, options: dict[str, Any]) -> tuple[list[int], Any]:
+def _bounds(args: Args, options: dict[str, object]) -> tuple[list[int], Any]:
     """The bounds and the size of `randint`, by position or by name."""
     values = [*args, *(options.pop(name) for name in ("low", "high", "size") if name in options)]
     if not 2 <= len(values) <= 3:
@@ -285,7 +285,7 @@ def _bounds(args: Args, options: dict[str, Any]) -> tuple[list[int], Any]:
     return [as_int(bound, "randint: a bound") for bound in bounds], size
 
 
-def _check_options(what: str, options: Mapping[str, Any], known: set[str]) -> None:
+def _check_options(what: str, options: Mapping[str, object], known: set[str]) -> None:
     """Refuse options that the function does not have, and values of another type.
 
     Raises:

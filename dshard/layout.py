@@ -271,7 +271,7 @@ def _pairs(order: Iterable[object]) -> tuple[DimOrder, ...]:
 
 
 @cached("placements", 4096)
-def _layout_of(mesh: Mesh, placements: tuple[Any, ...], ndim: int) -> Layout:
+def _layout_of(mesh: Mesh, placements: tuple[object, ...], ndim: int) -> Layout:
     own, strided = from_torch(placements, mesh.shape)
     _check_placements(mesh, own)
     resolved = tuple(_resolve(placement, ndim) for placement in own)

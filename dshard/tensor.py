@@ -314,7 +314,7 @@ class DTensor(Wrapper):
 
     # -- what torch.distributed.checkpoint asks of a tensor
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+    def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
         return stored_chunks.write_items(fqn, self._local_tensor, self._spec.layout, self._spec.shape)
 
     def __create_chunk_list__(self) -> list[object]:

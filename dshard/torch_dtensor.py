@@ -43,7 +43,7 @@ class _Probe(TorchDTensor):
     _spec: Any = None
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
         return torch.ones(1)
 
 

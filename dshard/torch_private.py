@@ -54,7 +54,7 @@ def resolve(path: str) -> Any:
         AttributeError: there is none.
     """
     parts = path.split(".")
-    value: Any = import_module(parts[0])
+    value: object = import_module(parts[0])
     for i, part in enumerate(parts[1:], start=2):
         inner = getattr(value, part, _ABSENT)
         if inner is _ABSENT:

@@ -211,7 +211,7 @@ def _as_list(value: object) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _stacked_gradients(run: Function, options: dict[str, Any]) -> Any:
+def _stacked_gradients(run: Function, options: dict[str, object]) -> Any:
     """The gradients for each of several gradients of the outputs, stacked: a backward pass takes one at a time.
 
     Raises:

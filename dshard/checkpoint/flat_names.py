@@ -27,7 +27,7 @@ class Leaf:
         return self.container[self.key]
 
 
-def leaves(state: Mapping[str, Any]) -> dict[str, Leaf]:
+def leaves(state: Mapping[str, object]) -> dict[str, Leaf]:
     """The leaves of a state by name: of dicts, and of lists that hold tensors or dicts.
 
     >>> list(leaves({"model": {"w": 1}, "groups": [{"lr": 0.1, "params": [0, 1]}]}))

@@ -42,7 +42,7 @@ class SavePlanner(DefaultSavePlanner):
 class LoadPlanner(DefaultLoadPlanner):
     """Planner of a load that reports progress for each region that this rank has read."""
 
-    def __init__(self, current: Mapping[str, Any], report: Report | None) -> None:
+    def __init__(self, current: Mapping[str, object], report: Report | None) -> None:
         super().__init__()
         self.current = current  # torch forgets values that are no tensors when it sets the planner up
         self.report, self.done, self.total = report, 0, 0

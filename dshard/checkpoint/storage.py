@@ -74,7 +74,7 @@ class Writer(FileSystemWriter):
             if save not in (None, current):
                 file.unlink(missing_ok=True)
 
-    def prepare_local_plan(self, plan: Any) -> Any:
+    def prepare_local_plan(self, plan: object) -> Any:
         """Make sure that this rank sees the directory that the first rank has made."""
         self.fs.mkdir(self.path)
         return plan
@@ -236,7 +236,7 @@ class _OpenFiles(FileSystem):
     """Files that were opened before they are read."""
 
     def __init__(self) -> None:
-        self.held: dict[Path, Any] = {}
+        self.held: dict[Path, object] = {}
         self.stack = ExitStack()
 
     def hold(self, paths: list[Path]) -> None:

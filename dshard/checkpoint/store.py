@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,11 @@ TRIES, PAUSE = 100, 0.1
 
 
 def save(
-    state: dict[str, Any], path: str | os.PathLike[str], *, progress: Report | None = None, process_group: Group = None
+    state: Mapping[str, object],
+    path: str | os.PathLike[str],
+    *,
+    progress: Report | None = None,
+    process_group: Group = None,
 ) -> None:
     """Save a state to the directory `path`, in place of what is there, on all ranks of the process group together.
 
@@ -75,7 +79,11 @@ def save(
 
 
 def load(
-    state: dict[str, Any], path: str | os.PathLike[str], *, progress: Report | None = None, process_group: Group = None
+    state: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    progress: Report | None = None,
+    process_group: Group = None,
 ) -> None:
     """Load into a state what `save`, or torch.distributed.checkpoint, has saved to `path`, on all ranks together.
 
@@ -114,7 +122,7 @@ def load(
 def _load_one_version(by_name: dict[str, Leaf], path: Path, progress: Report | None, group: Group) -> dict[str, Any]:
     """The leaves, read from one version of the checkpoint on all ranks, whatever is saved to the path meanwhile."""
     failed: CheckpointException | None = None
-    failed_versions: set[Any] = set()
+    failed_versions: set[object] = set()
     for _ in range(TRIES):
         reader = Reader(path)
         problems = _problems(reader, by_name)  # reads the metadata
@@ -163,11 +171,11 @@ def check_path(path: str | os.PathLike[str]) -> None:
         raise ArgumentError("the path of a checkpoint is empty: give that of a directory")
 
 
-def states(state: dict[str, Any]) -> dict[str, Any]:
+def states(state: Mapping[str, object]) -> dict[str, Any]:
     return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
 
 
-def complete_partials(state: Any) -> Any:
+def complete_partials(state: object) -> Any:
     """The state with all partial reductions completed."""
     return pytree.tree_map_only(
         DTensor, lambda x: with_partials_reduced(x.detach(), "checkpoint") if x.layout.partial_axes() else x, state

@@ -121,7 +121,7 @@ def _fill(file: Any, name: str, value: Tensor) -> int:
 
 
 def save_safetensors(
-    state: Mapping[str, Any], path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None
+    state: Mapping[str, object], path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None
 ) -> None:
     """Write the global tensors of a state as one file of safetensors, on all ranks together.
 

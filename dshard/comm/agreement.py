@@ -138,7 +138,7 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
     """The values of all ranks of a process group, or of the world; `[value]` without processes."""
     if not dist.is_initialized() or simulated_ranks() is not None:
         return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
+    values: list[object] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 

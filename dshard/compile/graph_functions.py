@@ -31,7 +31,7 @@ def bound(function: Callable[..., object], *values: object) -> str:
     return name
 
 
-def call_in_graph(name: str, *args: Any, **kwargs: Any) -> Any:
+def call_in_graph(name: str, *args: object, **kwargs: object) -> Any:
     """Call the function of `FUNCTIONS` called `name`: as one call in the graph where torch.compile traces."""
     if is_dynamo_compiling():
         from dshard.compile import graph  # noqa: PLC0415  # it imports torch._dynamo, which takes long
@@ -68,7 +68,7 @@ def skip_frame(function: _F) -> _F:
     return function
 
 
-def skip_frames(cls: type[Any]) -> None:
+def skip_frames(cls: type[object]) -> None:
     """Leave the methods of `cls` to Python, as `skip_frame` does."""
     for member in vars(cls).values():
         function = getattr(member, "__func__", member)

@@ -63,7 +63,7 @@ class CompileMetadata(tuple[Any, ...]):
     def __hash__(self) -> int:
         return hash(self._described())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompileMetadata:
+    def __deepcopy__(self, memo: dict[int, object]) -> CompileMetadata:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:

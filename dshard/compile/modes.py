@@ -29,7 +29,7 @@ class Instead(TorchFunctionMode):
         super().__init__()
         self.names = names
 
-    def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         name = self.names.get(func)
         return _called(func, args, kwargs) if name is None else call_in_graph(name, *args, **kwargs)
@@ -45,7 +45,7 @@ class PlainReplicated(TorchFunctionMode):
         super().__init__()
         self.replicate = replicate
 
-    def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         if not is_dynamo_compiling():  # where the graph breaks
             with implicit_replication():
@@ -54,7 +54,7 @@ class PlainReplicated(TorchFunctionMode):
             args, kwargs = replace_leaves((args, kwargs), self._replicated)
         return _called(func, args, kwargs)
 
-    def _replicated(self, x: Any) -> Any:
+    def _replicated(self, x: object) -> Any:
         if not isinstance(x, Tensor) or isinstance(x, Wrapper) or x.numel() == 1:
             return x
         return call_in_graph(self.replicate, x)

@@ -54,7 +54,7 @@ class Call:
         """The global shape of each output, and the bytes of an element."""
         return tuple((tuple(out.shape), out.itemsize) for out in self.outs)
 
-    def argument(self, name: str, default: Any = None) -> Any:
+    def argument(self, name: str, default: object = None) -> Any:
         """The argument called `name` in the operator's schema, given by position or by name."""
         for i, argument in enumerate(self.func._schema.arguments):
             if argument.name == name:

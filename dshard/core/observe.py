@@ -140,7 +140,7 @@ def observing(observer: Observer) -> Iterator[list[Decision]]:
         yield running
 
 
-def observed(decision: Decision, run: Function, args: Sequence[Any]) -> Any:
+def observed(decision: Decision, run: Function, args: Sequence[object]) -> Any:
     """Call `run(*args)` after the observers of this thread; one that raises prevents the call."""
     begun: list[list[Decision]] = []
     try:

@@ -81,7 +81,7 @@ def _root(t: object) -> Any:
     return t._base if isinstance(t, Tensor) and t._is_view() else t
 
 
-def register_view(outputs: Any, origin: CopiedView) -> None:
+def register_view(outputs: object, origin: CopiedView) -> None:
     """Attach their origin to views, and refresh it whenever the base is written."""
     attach_view(outputs, origin)
     origins = shown_of(_root(origin.base)._local_tensor)
@@ -95,7 +95,7 @@ def shown_of(local: Any) -> list[ref[CopiedView]]:
     return local._view_syncs  # type: ignore[no-any-return]
 
 
-def part_of(base: Wrapper, part: Tensor, spec: Spec, start: int, func: OpOverload, rest: tuple[Any, ...]) -> Wrapper:
+def part_of(base: Wrapper, part: Tensor, spec: Spec, start: int, func: OpOverload, rest: tuple[object, ...]) -> Wrapper:
     """The view `func(base, *rest)`, which begins at `start` in memory, of local tensors with memory of their own."""
     local = expanded_as(spec, part)
     view = wrap(local, spec, start)
@@ -103,7 +103,7 @@ def part_of(base: Wrapper, part: Tensor, spec: Spec, start: int, func: OpOverloa
     return view
 
 
-def attach_view(outputs: Any, origin: CopiedView) -> None:
+def attach_view(outputs: object, origin: CopiedView) -> None:
     """Attach their origin to views."""
     for t in outputs if isinstance(outputs, list | tuple) else (outputs,):
         t._view_sync = origin

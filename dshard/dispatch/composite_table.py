@@ -72,7 +72,7 @@ def tensor_split(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x, sections, dim = bind_arguments(("input", "tensor_indices_or_sections", "dim"), args, kwargs)
     if not isinstance(sections, Wrapper):
         return call_torch(func, args, kwargs)
-    numbers: Any = sections.full_tensor()
+    numbers: object = sections.full_tensor()
     if type(numbers) is LocalTensor:
         numbers = next(iter(unstack(numbers).values()))
     return call_torch(torch.tensor_split, (x, numbers, 0 if dim is None else dim), {})

@@ -24,7 +24,7 @@ Shortcut: TypeAlias = Callable[[Args, Kwargs], Any]
 def distributed_operands(args: Args, kwargs: Kwargs) -> list[tuple[int | str, Any]]:
     """The distributed arguments, each with its position or name."""
     cls = Wrapper.public
-    everything: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    everything: list[tuple[int | str, object]] = [*enumerate(args), *kwargs.items()]
     return [(at, x) for at, x in everything if type(x) is cls]
 
 

@@ -126,7 +126,7 @@ def _expression(source: str, tensors: Mapping[str, DTensor]) -> Callable[[], Any
             f"{source!r} is no expression ({error.msg}): write one such as 'x @ w' or 'F.gelu(x @ w)', or name a "
             "function, as in 'model.py:step'"
         ) from error
-    names: dict[str, Any] = {"torch": torch, "F": F, **tensors}
+    names: dict[str, object] = {"torch": torch, "F": F, **tensors}
 
     def run() -> Any:
         try:

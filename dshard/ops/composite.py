@@ -154,7 +154,7 @@ class Saved(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Context, grad: Any) -> Any:
+    def backward(ctx: Context, grad: object) -> Any:
         operands = ctx.saved_tensors[:-1]
         return (grad, *(None for _ in operands))
 

@@ -55,7 +55,7 @@ def forward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
     shape, groups = out_local_shape(call, strategy, coordinate), _groups(call, strategy, coordinate, 0)
     adds = _is_first(strategy, coordinate)
 
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: object) -> Tensor:
         if not x.numel() or not weight.numel():
             return x.new_zeros(shape)
         out: Tensor = call.func(x, weight, bias if adds else None, *rest[:-1], groups)

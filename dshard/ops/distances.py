@@ -62,7 +62,7 @@ def _of_features(call: Call) -> Statistic:
     """The distances over a part of the features, to the power `p`; the root is taken of their sum."""
     p: float = call.argument("p")
 
-    def powers(*args: Any, **kwargs: Any) -> Tensor:
+    def powers(*args: object, **kwargs: object) -> Tensor:
         part: Tensor = call.func(*args, **kwargs)
         return part if p in (0, 1, inf) else part.pow(p)
 

@@ -262,7 +262,7 @@ class Step:
 
 
 def _dim_by_dim(
-    call: Call, steps: Sequence[Step], rest: tuple[Any, ...] | None, fill: float = 0
+    call: Call, steps: Sequence[Step], rest: tuple[object, ...] | None, fill: float = 0
 ) -> AlternativePlan | None:
     """An exchange for each of `steps`, which are along sharded dims; then the operator with the arguments `rest`."""
     if not steps:

@@ -120,7 +120,7 @@ def _elementwise(func: OpOverload, specs: Sequence[Spec], args: Args, kwargs: Kw
     return [wrap(t, spec.with_dtype(t.dtype)) for t, spec in zip(out, specs, strict=True)]
 
 
-def _run_on_lists(mesh: Mesh, func: OpOverload, args: Sequence[Any], kwargs: Kwargs) -> Any:
+def _run_on_lists(mesh: Mesh, func: OpOverload, args: Sequence[object], kwargs: Kwargs) -> Any:
     """Run an operator on lists of local tensors; those of the first list tell whether all ranks are simulated."""
     first = next(arg[0] for arg in args if isinstance(arg, list | tuple))
     if type(first) is LocalTensor:
@@ -151,7 +151,7 @@ def _norms_of_groups(
     return [results[i] for i in range(len(tensors))]
 
 
-def _norm_arguments(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
+def _norm_arguments(tensors: Sequence[object], ord: float = 2, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
     return tensors, ord, dtype
 
 
@@ -274,13 +274,13 @@ def _unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
 # -- layouts that agree
 
 
-def _rows(args: Sequence[Any]) -> list[tuple[Any, ...]] | None:
+def _rows(args: Sequence[object]) -> list[tuple[Any, ...]] | None:
     """The tensors of each entry, or None if the lists differ in length."""
     lists = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], Tensor)]
     return list(zip(*lists, strict=True)) if len({len(arg) for arg in lists}) == 1 else None
 
 
-def _specs_alike(rows: list[tuple[Any, ...]] | None, is_linear: bool) -> list[Spec] | None:
+def _specs_alike(rows: list[tuple[object, ...]] | None, is_linear: bool) -> list[Spec] | None:
     """The spec of each entry, if all its tensors have one layout in which the operator can run, on one mesh."""
     if rows is None:
         return None

@@ -41,7 +41,7 @@ def _pieces(call: Call) -> AlternativePlan | None:
     local_sizes = [size // ranks for size in sizes]
     specs = [spec_of(layout, tuple(out.shape), out.stride(), out.dtype, spec.device) for out in call.outs]
 
-    def cut(at: Any) -> LocalOp:
+    def cut(at: object) -> LocalOp:
         return lambda local: list(local.split(local_sizes, dim))
 
     def run(x: Any, *_: object, **__: object) -> list[Any]:

@@ -54,14 +54,14 @@ def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
     in_graph = InputsInGraph(plan)
 
     @skip_frame
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(module: nn.Module, args: object, kwargs: object) -> Any:
         for enter_block, _ in blocks:
             enter_block()
         given = in_graph((args, kwargs)) if is_dynamo_compiling() else distribute_inputs((args, kwargs), plan)
         return given if plan.precision is None else plan.precision.inputs(given)
 
     @skip_frame
-    def leave(module: nn.Module, args: Any, out: Any) -> Any:
+    def leave(module: nn.Module, args: object, out: object) -> Any:
         for _, leave_block in reversed(blocks):
             leave_block(module, args, out)
         return out if plan.precision is None else plan.precision.outputs(out)
@@ -100,7 +100,7 @@ def _around(block: Callable[[], Callable[[], None]], traced: TorchFunctionMode) 
             stack.append(block())
 
     @skip_frame
-    def leave(module: nn.Module, args: Any, out: Any) -> None:
+    def leave(module: nn.Module, args: object, out: object) -> None:
         if stack:
             stack.pop()()
         elif is_dynamo_compiling():
@@ -136,7 +136,7 @@ def _redistribute_once(x: DTensor, schedule: Schedule) -> DTensor:
         return x
     if torch.compiler.is_compiling():  # a graph has no marks on tensors
         return x.redistribute(placements=placements)
-    redistributed: dict[Any, DTensor] = x.__dict__.setdefault("_moved", {})
+    redistributed: dict[object, DTensor] = x.__dict__.setdefault("_moved", {})
     if placements not in redistributed:
         redistributed[placements] = x.redistribute(placements=placements)
     return redistributed[placements]
@@ -157,7 +157,7 @@ def _output_hook(plan: Plan, name: str) -> Any:
     placements = plan.outputs[name]
 
     @skip_frame
-    def place(module: nn.Module, args: Any, out: Any) -> Any:
+    def place(module: nn.Module, args: object, out: object) -> Any:
         if not isinstance(out, DTensor) or out.placements == placements:
             return out
         return out.redistribute(placements=placements)
@@ -203,7 +203,7 @@ def distribute_parameters(model: nn.Module, plan: Plan) -> None:
     Raises:
         LayoutError: a parameter without data that nothing gives values.
     """
-    by_id: dict[int, Any] = {}
+    by_id: dict[int, object] = {}
     names = {id(p): name for name, p in model.named_parameters()}
     replicated = (Replicate(),) * plan.mesh.ndim
     fresh: dict[str, DTensor] = {}

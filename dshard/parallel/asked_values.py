@@ -69,7 +69,7 @@ class ForwardValues(TorchFunctionMode):
     def __init__(self, model: nn.Module, given: Iterable[tuple[Tensor, Tensor, str | None]]) -> None:
         super().__init__()
         self.model = type(model).__name__
-        self.answers: list[Any] = []
+        self.answers: list[object] = []
         self.made: dict[int, _Result] = {}
         self.kept: list[Tensor] = []  # so that their ids stay their own
         self.sharing: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -174,9 +174,9 @@ def _writes(func: Function, kwargs: Kwargs) -> bool:
 class Replies(TorchFunctionMode):
     """Within the block, questions about tensors without data are answered by `answers`, in their order."""
 
-    def __init__(self, answers: Sequence[Any] | None) -> None:
+    def __init__(self, answers: Sequence[object] | None) -> None:
         super().__init__()
-        self.rest: Iterator[Any] | None = None if answers is None else iter(answers)
+        self.rest: Iterator[object] | None = None if answers is None else iter(answers)
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
@@ -191,7 +191,7 @@ def _has_no_data(x: Tensor) -> bool:
     return x._local_tensor.is_meta if isinstance(x, Wrapper) else x.is_meta
 
 
-def named_inputs(model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> list[tuple[Tensor, str]]:
+def named_inputs(model: nn.Module, args: Args, kwargs: Mapping[str, object]) -> list[tuple[Tensor, str]]:
     """The tensors among the inputs of a model, in order, with the name of the parameter that each is given for."""
     names = [p.name for p in signature(model.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
     names += [f"argument {i}" for i in range(len(names), len(args))]  # of `*args`

@@ -128,5 +128,5 @@ class _WeighGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Context, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: object) -> Any:
         return grads[0] * ctx.weight, None

@@ -66,7 +66,7 @@ def end_boundary(model: nn.Module, boundary: Boundary) -> None:
     """Register the hook that turns what the model returns into what was asked for; after those of its plan."""
 
     @skip_frame
-    def leave(module: nn.Module, args: Any, out: Any) -> Any:
+    def leave(module: nn.Module, args: object, out: object) -> Any:
         return boundary.outputs(out, boundary.inputs.rows)
 
     model.register_forward_hook(leave)
@@ -99,7 +99,7 @@ def data_ranks(model: nn.Module) -> tuple[int, int]:
     return len(coordinates), coordinates.index(data_coordinate(plan, own_coordinate(mesh)))
 
 
-def distribute_batch(model: nn.Module, batch: Any) -> Any:
+def distribute_batch(model: nn.Module, batch: object) -> Any:
     """Plain tensors, nested in tuples, lists and dicts, as DTensors laid out as the inputs of a parallelized model.
 
     They are whole batches, or with `parallelize(..., inputs="per-data-rank")` the rows of this data rank. So targets

@@ -48,7 +48,7 @@ class _Enough(Exception):
 class _Block:
     """One checkpointed call: the number of tensors that it saved, and after the second run the tensors."""
 
-    def __init__(self, fn: Function, args: Any, kwargs: Any) -> None:
+    def __init__(self, fn: Function, args: object, kwargs: object) -> None:
         self.fn, self.given = fn, (args, kwargs)
         self.count, self.last = 0, (0, 0)
         self.saved: dict[int, Tensor] = {}
@@ -94,7 +94,7 @@ class _Block:
                     for x in saved():
                         keep(x)
 
-        def inputs(x: Any) -> Any:
+        def inputs(x: object) -> Any:
             return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
         args, kwargs = replace_leaves(self.given, inputs)

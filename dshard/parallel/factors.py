@@ -119,7 +119,7 @@ class Tracer:
     def __init__(self, traced: TracedForward, names: dict[int, str]) -> None:
         self.traced, self.names = traced, names
         self.dims: dict[int, tuple[Nodes, ...]] = {}
-        self.kept: list[Any] = []
+        self.kept: list[object] = []
         self.modules: list[str] = []
 
     def nodes(self, x: Tensor) -> tuple[Nodes, ...]:
@@ -254,7 +254,7 @@ def _rule(
 
 @plain()
 @disable_modes()
-def trace_factors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TracedForward:
+def trace_factors(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> TracedForward:
     """Run the forward pass of `model` without data; nothing of the model is changed.
 
     Raises:
@@ -331,7 +331,7 @@ def _followed(tracer: Tracer, name: str, module: nn.Module) -> list[Any]:
             tracer.nodes(args[0])
             tracer.traced.given[name] = id(args[0])
 
-    def leave(module: nn.Module, args: Any, out: Any) -> None:
+    def leave(module: nn.Module, args: object, out: object) -> None:
         tracer.modules.pop()
         if isinstance(out, Tensor):
             tracer.traced.outputs[name] = tracer.nodes(out)

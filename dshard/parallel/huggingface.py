@@ -33,11 +33,11 @@ if TYPE_CHECKING:
         config: Any
         base_model: nn.Module
 
-        def generate(self, *args: Any, **kwargs: Any) -> Any: ...
+        def generate(self, *args: object, **kwargs: object) -> Any: ...
 
         def save_pretrained(self, *args: Any, **kwargs: Any) -> None: ...
 
-        def initialize_weights(self, *args: Any, **kwargs: Any) -> None: ...
+        def initialize_weights(self, *args: object, **kwargs: object) -> None: ...
 else:
     _Model = object
 
@@ -47,7 +47,7 @@ class ParallelizedModel(_Model):
 
     accepts_loss_kwargs = False  # a loss is the mean over the rows of all data ranks; the Trainer scales nothing
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: object, **kwargs: object) -> Any:
         """As in transformers; all ranks call it, and each gets the tokens for what it gave, as plain tensors.
 
         Sampled tokens follow `dshard.manual_seed`, and are the same on every mesh.
@@ -77,7 +77,7 @@ class ParallelizedModel(_Model):
         return True
 
     def gather_sharded_state_dict_for_save(
-        self, model_to_save: nn.Module, state_dict: dict[str, Any], *args: Any, save_on_this_rank: bool = True
+        self, model_to_save: nn.Module, state_dict: dict[str, object], *args: object, save_on_this_rank: bool = True
     ) -> dict[str, Any]:
         """The whole tensors of a state on the CPU, on the rank that writes them; the others get nothing."""
         return gathered(model_to_save, state_dict, save_on_this_rank)
@@ -152,14 +152,14 @@ def whole(x: object) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def gathered(model: nn.Module, state: dict[str, Any], kept: bool) -> dict[str, Any]:
+def gathered(model: nn.Module, state: dict[str, object], kept: bool) -> dict[str, Any]:
     """The state of a model with whole tensors on the CPU, tied ones once; nothing where it is not `kept`.
 
     One tensor after the other is whole on a rank that does not keep it. All ranks call it.
     """
     parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-    out: dict[str, Any] = {}
-    by_parameter: dict[object, Any] = {}
+    out: dict[str, object] = {}
+    by_parameter: dict[object, object] = {}
     for name, value in state.items():
         key = parameters.get(name, name)
         if key not in by_parameter:

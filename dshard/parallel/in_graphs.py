@@ -79,7 +79,7 @@ def _distributed(layout: Layout, x: Tensor) -> DTensor:
     return distribute_tensor(x, layout.mesh, layout.placements, src_data_rank=None)
 
 
-def _with_loops(loops: AttentionLoops, *args: object, **kwargs: Any) -> Any:
+def _with_loops(loops: AttentionLoops, *args: object, **kwargs: object) -> Any:
     with use_strategy(attention=loops if torch.is_grad_enabled() else None):
         return F.scaled_dot_product_attention(*args, **kwargs)  # type: ignore[arg-type]
 

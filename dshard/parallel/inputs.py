@@ -38,7 +38,7 @@ class Inputs:
         self.compared = False
         self.rows: Rows | None = None
 
-    def __call__(self, given: Any, name: Callable[[], Sequence[str]] = tuple) -> Any:
+    def __call__(self, given: object, name: Callable[[], Sequence[str]] = tuple) -> Any:
         """`given`, nested tensors that have the names that `name` gives, with those that need it laid out."""
         plain = [x for x in leaves(given) if _is_plain(x)]
         if not plain:

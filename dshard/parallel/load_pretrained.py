@@ -61,7 +61,7 @@ def from_pretrained(
         """The class while it is loaded, in which transformers asks how the model is laid out."""
 
         @classmethod
-        def prepare_distribute_model(cls, config: Any, device_map: Any = None) -> Any:
+        def prepare_distribute_model(cls, config: object, device_map: object = None) -> Any:
             return config, _device(mesh), None
 
         @classmethod
@@ -69,7 +69,7 @@ def from_pretrained(
             plans.append(_lay_out(model, mesh, plan, dict(example or {})))
             return model
 
-        def initialize_weights(self, *args: Any, **kwargs: Any) -> None:
+        def initialize_weights(self, *args: object, **kwargs: object) -> None:
             _adopt_tensors(self)
             with implicit_replication():
                 super().initialize_weights(*args, **kwargs)
@@ -128,7 +128,7 @@ def _lay_out(model: nn.Module, mesh: DeviceMesh, plan: Asked, example: dict[str,
 
 def _adopt_tensors(model: nn.Module) -> None:
     """Make the tensors of torch's class, in which transformers loads, those of dshard, of the same memory."""
-    adopted: dict[int, Any] = {}
+    adopted: dict[int, object] = {}
     for module in model.modules():
         for own, p in module._parameters.items():
             if isinstance(p, TorchDTensor) and is_torchs(p):

@@ -43,7 +43,7 @@ def loss_parallel() -> Iterator[None]:
         yield
 
 
-def _along_classes(func: Function, handler: Function, *args: Any, **kwargs: Any) -> Any:
+def _along_classes(func: Function, handler: Function, *args: object, **kwargs: object) -> Any:
     """Call `func` by `handler`, which answers calls that are not along sharded classes with None."""
     if func in (F.cross_entropy, F.nll_loss):
         args, kwargs = (), _with_distributed_targets(dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs)

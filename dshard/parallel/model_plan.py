@@ -7,7 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from inspect import signature
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +141,7 @@ def _plan_for(model: nn.Module, mesh: Mesh, asked: Checked, options: PlanOptions
             return options.of(by_name(model, mesh, asked))
 
 
-def _asked(model: nn.Module, plan: Asked, mesh: Mesh, kwargs: Mapping[str, Any]) -> Checked:
+def _asked(model: nn.Module, plan: Asked, mesh: Mesh, kwargs: Mapping[str, object]) -> Checked:
     """Check the `plan` argument; a file is replaced by the strategy that it names.
 
     Raises:
@@ -178,8 +178,8 @@ def planned(
     mesh: Mesh,
     plan: str | Auto,
     options: PlanOptions,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
 ) -> Plan:
     """The plan of the strategy of this name, or the cheapest plan for `Auto`."""
     roles = roles_of(trace_factors(model, args, kwargs))

@@ -49,7 +49,7 @@ class Outputs:
     def __init__(self, plan: Plan, asked: Asked) -> None:
         self.plan, self.asked = plan, asked
 
-    def __call__(self, out: Any, rows: Rows | None) -> Any:
+    def __call__(self, out: object, rows: Rows | None) -> Any:
         """The outputs `out` of a call whose inputs were `rows` of each data rank, None where they were global."""
         if self.asked == "distributed":
             return out

@@ -32,7 +32,7 @@ MOMENTS = 2
 @plain()
 @planning()
 @disable_modes()
-def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cost:
+def price(model: nn.Module, plan: Plan, args: Sequence[object], kwargs: Mapping[str, object]) -> Cost:
     """The cost of a forward and a backward pass of `model` under `plan`; `model` is not changed.
 
     No mode around the call sees it: planning is nobody's work.
@@ -45,7 +45,7 @@ def price(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str
 
 
 def _priced(
-    model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], answers: Sequence[Any] | None
+    model: nn.Module, plan: Plan, args: Sequence[object], kwargs: Mapping[str, object], answers: Sequence[object] | None
 ) -> Cost:
     """The cost of a step in which the forward pass gets `answers` to its questions about values."""
     state = _state(model, plan, plan.mesh)
@@ -78,18 +78,18 @@ def _priced(
     return Cost(_moves(sent, forward), memory, work.seconds)
 
 
-def _tensors(out: Any) -> list[Tensor]:
+def _tensors(out: object) -> list[Tensor]:
     return tensors_in(_values(out))
 
 
-def _backward(out: Any) -> None:
+def _backward(out: object) -> None:
     ends = [t for t in _tensors(out) if t.requires_grad]
     torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])
 
 
 def _state(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Any]:
     replicated = (Replicate(),) * mesh.ndim
-    made: dict[str, Any] = {}
+    made: dict[str, object] = {}
     for name, parameter in model.named_parameters():
         empty = nn.Parameter(without_data(parameter), parameter.requires_grad)
         made[name] = distribute_tensor(empty, mesh, plan.parameters.get(name, replicated))
@@ -104,7 +104,7 @@ def _meta(given: Any) -> list[Any]:
     return [without_data(x) if isinstance(x, Tensor) else x for x in given]
 
 
-def _values(out: Any) -> Any:
+def _values(out: object) -> Any:
     return list(out.values()) if isinstance(out, Mapping) else out
 
 

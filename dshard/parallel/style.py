@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -155,7 +154,7 @@ def check_placement(name: str, placement: object) -> None:
 
 
 def given(
-    x: Any, mesh: AnyMesh, layouts: tuple[Placement, ...], desired: tuple[Placement, ...], size: int | None = None
+    x: object, mesh: AnyMesh, layouts: tuple[Placement, ...], desired: tuple[Placement, ...], size: int | None = None
 ) -> DTensor:
     """An input as a DTensor with placements `desired`; a plain one is this rank's local tensor under `layouts`.
 

@@ -104,7 +104,7 @@ class PrepareModuleOutput(ParallelStyle):
         module.register_forward_hook(lambda _, args, outputs: self._prepared(outputs, device_mesh))
         return module
 
-    def _prepared(self, outputs: Any, mesh: AnyMesh) -> Any:
+    def _prepared(self, outputs: object, mesh: AnyMesh) -> Any:
         many = outputs if isinstance(outputs, tuple) else (outputs,)
         prepared = _all(many, self.output_layouts, self.desired_output_layouts, "outputs", mesh, self.use_local_output)
         return prepared if len(prepared) > 1 else prepared[0]
@@ -188,7 +188,7 @@ def _check_pair(
 
 
 def _all(
-    values: tuple[Any, ...],
+    values: tuple[object, ...],
     layouts: tuple[Placement | None, ...],
     desired: tuple[Placement | None, ...],
     what: str,
@@ -204,12 +204,12 @@ def _all(
     return tuple(make(*row, use_local) for row in zip(values, (mesh,) * len(values), layouts, desired, strict=True))
 
 
-def _one(x: Any, mesh: AnyMesh, layout: Placement | None, desired: Placement | None, use_local: bool) -> Any:
+def _one(x: object, mesh: AnyMesh, layout: Placement | None, desired: Placement | None, use_local: bool) -> Any:
     if layout is None:
         return x
     x = given(x, mesh, (layout,), (desired or layout,))
     return x.to_local() if use_local else x
 
 
-def _listed(values: Mapping[str, Any]) -> str:
+def _listed(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())

@@ -57,9 +57,9 @@ class Channels:
         self._headers: dict[Hashable, Header] = {}
         self._shapes: Sequence[Hashable] = ()
         self._queue: defaultdict[tuple[int, int], deque[Item]] = defaultdict(deque)
-        self._receiving: defaultdict[tuple[int, int], deque[tuple[Item, Any]]] = defaultdict(deque)
+        self._receiving: defaultdict[tuple[int, int], deque[tuple[Item, Resharding | None]]] = defaultdict(deque)
         self._received: dict[Item, Tensor | None] = {}
-        self._sending: dict[Item, Any] = {}
+        self._sending: dict[Item, Resharding] = {}
 
     def begin_step(self, shapes: Sequence[Hashable]) -> None:
         """Begin a step of `len(shapes)` microbatches; those of one shape share their headers."""
@@ -182,7 +182,7 @@ def _finish(transfer: Resharding) -> Tensor | None:
     return _observed(transfer.plan, transfer.finish, ())  # type: ignore[no-any-return]
 
 
-def _observed(plan: ReshardPlan, run: Function, args: Sequence[Any], crossing: ReshardPlan | None = None) -> Any:
+def _observed(plan: ReshardPlan, run: Function, args: Sequence[object], crossing: ReshardPlan | None = None) -> Any:
     """Run `run(*args)`, which begins or ends a plan, observed as communication that the user asked the pipeline for."""
     if not OBSERVERS:
         return run(*args)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -105,7 +104,7 @@ class Stage:
                     f"of its stage, ({self.layout_mesh})"
                 )
 
-    def outputs(self, returned: Any, number: int) -> tuple[DTensor, ...]:
+    def outputs(self, returned: object, number: int) -> tuple[DTensor, ...]:
         """Check the values that the module returned: one DTensor for each name that the stage gives.
 
         Raises:

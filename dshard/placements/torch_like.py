@@ -13,7 +13,7 @@ _OWN = (Shard, Replicate, Partial)
 
 
 def from_torch(
-    placements: Sequence[Any], sizes: Sequence[int]
+    placements: Sequence[object], sizes: Sequence[int]
 ) -> tuple[tuple[Any, ...], tuple[tuple[int, tuple[int, ...]], ...]]:
     """`placements`, one for each mesh axis, with those of torch's classes as dshard's, and the order of the axes.
 

@@ -77,7 +77,7 @@ def check_rule(
 
 def check_call(
     op: Op,
-    sample: Any,
+    sample: object,
     layouts: Sequence[Layout],
     *,
     gradients: bool = True,
@@ -106,7 +106,7 @@ def check_call(
         call.compare(tuple(layouts), expected, 0, _same(rtol, atol))
 
 
-def _check_arguments(samples: Sequence[Any], mesh_shapes: object, placements: object, limit: object) -> None:
+def _check_arguments(samples: Sequence[object], mesh_shapes: object, placements: object, limit: object) -> None:
     """Refuse arguments with which nothing would be checked.
 
     Raises:
@@ -145,7 +145,7 @@ class _Call:
     kwargs: Kwargs
 
     @classmethod
-    def of(cls, function: Function, sample: Any) -> _Call:
+    def of(cls, function: Function, sample: object) -> _Call:
         args = sample if isinstance(sample, tuple) else (sample,)
         if args and isinstance(args[-1], dict):
             return cls(function, args[:-1], args[-1])
@@ -215,7 +215,7 @@ class _Call:
                 raise RuleError(f"{where}: operand {i} has no gradient")
 
     def _gradients(
-        self, operands: Sequence[DTensor], outputs: Sequence[Any], expected: _Expected, seed: int
+        self, operands: Sequence[DTensor], outputs: Sequence[object], expected: _Expected, seed: int
     ) -> list[Tensor | None]:
         incoming: list[Tensor | None] = []
         for out, gradient in zip(outputs, expected.incoming, strict=True):
@@ -227,7 +227,7 @@ class _Call:
         return _backward(outputs, incoming, operands)
 
 
-def compare(actual: Any, expected: Any, what: str, same: Same) -> None:
+def compare(actual: object, expected: object, what: str, same: Same) -> None:
     """Compare one output or gradient with that of the single device.
 
     Raises:
@@ -265,7 +265,7 @@ def _backward(
     return [x.grad for x in operands]
 
 
-def _incoming(out: Any, seed: int) -> Tensor | None:
+def _incoming(out: object, seed: int) -> Tensor | None:
     """A random gradient for a differentiable output; None for others."""
     if not isinstance(out, Tensor) or not out.requires_grad:
         return None
@@ -279,7 +279,7 @@ def _dense(x: Tensor | None) -> Tensor | None:
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and x._is_zerotensor() else x
 
 
-def _detached(x: Any) -> Any:
+def _detached(x: object) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 

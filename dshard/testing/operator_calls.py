@@ -50,7 +50,7 @@ def recorded(function: Function, args: Args, kwargs: Kwargs, gradients: Sequence
     """
     rest = iter(gradients)
     leaf_args, leaf_kwargs = replace_tensors((args, kwargs), lambda x: _copy(x).requires_grad_(next(rest)))
-    first_calls: dict[Any, Recorded] = {}
+    first_calls: dict[object, Recorded] = {}
 
     def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         key = (func, str(replace_tensors((args, kwargs), lambda x: (x.shape, x.dtype))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -55,7 +55,7 @@ def _check(
     rule: Rule,
     call: Call,
     strategy: Strategy,
-    given: tuple[Any, Any],
+    given: tuple[object, object],
     expected: Sequence[Tensor],
     same: Same,
 ) -> None:
@@ -68,7 +68,7 @@ def _check(
         raise RuleError(f"the rule '{rule}' of {call.func} is wrong {where}\n{what}") from error
 
 
-def run_strategy(op: Operator, call: Call, strategy: Strategy, given: tuple[Any, Any]) -> list[Tensor]:
+def run_strategy(op: Operator, call: Call, strategy: Strategy, given: tuple[object, object]) -> list[Tensor]:
     """The global outputs of a call, joined from the local outputs of all ranks under one strategy."""
     pairs = zip(tensors_in(given), strategy.inputs, strict=True)
     operands = [parted(x, layout, seed) for seed, (x, layout) in enumerate(pairs)]
@@ -87,7 +87,7 @@ def run_strategy(op: Operator, call: Call, strategy: Strategy, given: tuple[Any,
 def every_strategy(rule: Rule, call: Call, mesh: Mesh) -> list[Strategy]:
     """All strategies of the rule for any layouts of the operands, each once, without prices."""
     outputs = [(tuple(out.shape), out.itemsize) for out in call.outs]
-    strategies: dict[tuple[Any, ...], Strategy] = {}
+    strategies: dict[tuple[object, ...], Strategy] = {}
     for operands in suggestive(rule, call.specs, mesh):
         for some in expansions(rule, operands, outputs):
             key = (some.inputs, some.outputs)
@@ -117,7 +117,7 @@ def _suggestive_placements(rule: Rule, operand: int, ndim: int) -> list[Placemen
     return [*map(Shard, range(ndim)), *map(Partial, sorted(ops))]
 
 
-def _run(func: Function, given: tuple[Any, Any], tensors: Sequence[Tensor]) -> list[Tensor]:
+def _run(func: Function, given: tuple[object, object], tensors: Sequence[Tensor]) -> list[Tensor]:
     rest = iter(tensors)
     args, kwargs = replace_tensors(given, lambda _: next(rest))
     return tensors_in(func(*args, **kwargs))

@@ -180,7 +180,7 @@ def _check_total(stated: object, layers: Sequence[Layer]) -> None:
         raise TopologyError(f"ranks: {shown(stated)} is not the number of ranks of the layers, {factors}")
 
 
-def _unique_fields(pairs: list[tuple[str, Any]]) -> Fields:
+def _unique_fields(pairs: list[tuple[str, object]]) -> Fields:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from math import inf, prod
 from os import PathLike
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from dshard.caches import cached
 from dshard.errors import TopologyError
@@ -181,7 +181,7 @@ class Topology(Drawn):
         return cls(name, parts.layers, parts.device, parts.backend, source=parts.source)
 
     @classmethod
-    def measure(cls, mesh: Any, **options: object) -> Topology:
+    def measure(cls, mesh: object, **options: object) -> Topology:
         """Measure the topology of a mesh with processes, by timing collectives on it: `dshard.calibrate.measure`.
 
         Every rank of the mesh calls it and gets the same topology. `options` are `base`, what is known of the network;

@@ -45,7 +45,7 @@ def flex_attention(
     block_mask: BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
-    **options: Any,
+    **options: object,
 ) -> Any:
     """Compute torch's `flex_attention` of plain or distributed tensors (batch, heads, length, features).
 

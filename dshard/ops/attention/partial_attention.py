@@ -105,7 +105,7 @@ class _Attention(torch.autograd.Function):
     """The autograd node of attention of keys on several ranks; the gradient has the layout of its result."""
 
     @staticmethod
-    def forward(ctx: Context, attention: PartialAttention, *tensors: Any) -> Any:
+    def forward(ctx: Context, attention: PartialAttention, *tensors: object) -> Any:
         out, lse = attention.forward(tensors)
         ctx.attention = attention
         ctx.save_for_backward(*tensors, out, lse)

@@ -101,7 +101,7 @@ def wanted_gradients(ctx: Context, i: int) -> bool:
         return True
 
 
-def overlapped(first: tuple[Matmul, Sequence[Any]], second: tuple[Matmul, Sequence[Any]]) -> list[Any]:
+def overlapped(first: tuple[Matmul, Sequence[Tensor]], second: tuple[Matmul, Sequence[Tensor]]) -> list[Any]:
     """Two matmuls, of which the second is computed while the result of the first is reduced."""
     run: Function = _overlapped
     args: Args = (first, second)

@@ -60,7 +60,7 @@ class Matmul:
         self.kept: tuple[bool, ...] = tuple(sent) if streamed is None else NEITHER
         first, _, end = self.plans()
         self.overlaps = sends(end) and (streamed is not None or not first.steps)
-        self.gradients: dict[tuple[Any, ...], Matmul] = {}
+        self.gradients: dict[tuple[object, ...], Matmul] = {}
         self._in_bulk: PanelExecutor | None = None
 
     @property

@@ -110,7 +110,7 @@ def bound(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Any]:
     return [*args, *(kwargs.get(a.name, a.default_value if a.has_default_value() else None) for a in rest)]
 
 
-def _refuse(func: OpOverload, dtype: torch.dtype, rest: list[Any]) -> None:
+def _refuse(func: OpOverload, dtype: torch.dtype, rest: list[object]) -> None:
     """Let torch refuse arguments that it would refuse on one device."""
     with plain():
         func(torch.empty(0, dtype=dtype), *rest, generator=_UNUSED)
@@ -174,7 +174,7 @@ def normal_(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 # -- made of these
 
 
-def bernoulli(p: Any, *, generator: Generator | None = None) -> Any:
+def bernoulli(p: object, *, generator: Generator | None = None) -> Any:
     """`torch.bernoulli`: 1 with the probability that each element is."""
     return bernoulli_like(p, p, generator=generator)
 
