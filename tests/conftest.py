@@ -41,6 +41,7 @@ NOT_UNDER_THE_CONTRACT = {
     "test_an_index_out_of_range_on_one_rank_is_refused_on_all": "errors of one rank are heard over gloo alone",
     "test_errors_are_raised_at_once_or_at_the_first_use": "errors of one rank are heard over gloo alone",
     "of a shape that one rank has taken before": "a rank that has taken it too waits for nobody on NCCL",
+    "test_threads_use_meshes_of_their_own_at_once": "NCCL wants one order of all communicators",
     "test_a_collective_that_is_not_known_is_no_zero": "about the operators of torch's own process groups",
 }
 """Tests that say nothing under `DSHARD_TEST_BACKEND=nccl_contract`, by a part of their names, and why."""
