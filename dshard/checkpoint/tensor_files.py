@@ -75,7 +75,7 @@ def load_safetensors(state: dict[str, Any], path: str | os.PathLike[str]) -> int
 
 def _library() -> Any:
     try:
-        import safetensors  # noqa: PLC0415
+        import safetensors  # noqa: PLC0415  # it is optional, and its absence an error of ours
     except ImportError:
         raise CheckpointError("safetensors is not installed: pip install 'dshard[safetensors]'") from None
     return safetensors

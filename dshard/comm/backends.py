@@ -1,4 +1,4 @@
-"""What the backends of torch.distributed can do: the one table that the library asks.
+"""The table of what each backend of torch.distributed can do, which the library asks in place of the backend's name.
 
 | | gloo | nccl | fake | simulated |
 |---|---|---|---|---|
@@ -24,7 +24,7 @@ _SUMS = frozenset({torch.float64, torch.float32, torch.int64, torch.int32})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Backend:
-    """What one backend of torch.distributed can do.
+    """One backend of torch.distributed, by its abilities.
 
     Attributes:
         name: torch's name of the backend.

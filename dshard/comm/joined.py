@@ -36,7 +36,7 @@ Finish = Callable[[], Results]
 
 
 class Lane(NamedTuple):
-    """What plans have in common that can be run as one: the kinds, mesh axes and reductions of their collectives."""
+    """The kinds, mesh axes and reductions of a plan's collectives: plans in which these are equal can run as one."""
 
     mesh: Mesh
     collectives: tuple[tuple[Kind, tuple[str, ...], ReduceOp | None], ...]

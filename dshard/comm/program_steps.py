@@ -154,7 +154,7 @@ def _compile(
 
 
 class Moved(NamedTuple):
-    """What one rank sends and receives in a step: its collective, and the regions of the local tensors of two shapes.
+    """The regions that one rank sends and receives in a step by a collective, of local tensors of two shapes.
 
     Regions are those of each rank of the group, or one for all.
     """
@@ -167,7 +167,7 @@ class Moved(NamedTuple):
 
 
 def moved_in(plan: Plan, at: Coordinate) -> list[Moved] | None:
-    """What the rank at `at` sends and receives in each step of a plan; None where a step sends nothing."""
+    """List what the rank at `at` sends and receives in each step of a plan; None where a step sends nothing."""
     stages = list(plan.stages())
     for step, layout in stages:
         if kind_of(step) is None or len(layout.mesh.group(axes_of(step), at)) == 1:

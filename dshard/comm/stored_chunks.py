@@ -18,8 +18,8 @@ from dshard.layout import Layout, Region, Shape
 
 
 def _torch() -> tuple[Any, Any]:
-    """torch's modules for plans and metadata of checkpoints, imported at the first use because that is slow."""
-    from torch.distributed.checkpoint import metadata, planner  # noqa: PLC0415
+    """torch's modules for plans and metadata of checkpoints."""
+    from torch.distributed.checkpoint import metadata, planner  # noqa: PLC0415  # slow: only who saves waits for it
 
     return planner, metadata
 

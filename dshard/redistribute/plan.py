@@ -101,8 +101,8 @@ def plan(
     >>> from dshard.mesh import Mesh
     >>> mesh = Mesh((2, 2), ("x", "y"))
     >>> src, dst = parse_layout("x:P(sum) y:S(0)", mesh), parse_layout("x:S(1) y:R", mesh)
-    >>> found = plan(src, dst, (8, 8), 4, Topology.preset("bytes"), search="greedy")
-    >>> [type(step).__name__ for step in found.steps]
+    >>> greedy = plan(src, dst, (8, 8), 4, Topology.preset("bytes"), search="greedy")
+    >>> [type(step).__name__ for step in greedy.steps]
     ['ReduceScatter', 'AllGather']
 
     Raises:

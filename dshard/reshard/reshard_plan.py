@@ -128,8 +128,8 @@ def plan_reshard(
     >>> topology = Topology.preset("cpu", nodes=4, ranks=2)
     >>> src = Layout(Mesh((2, 2)), (Shard(0), Replicate()))
     >>> dst = Layout(Mesh((2, 2), ranks=(4, 5, 6, 7)), (Replicate(), Replicate()))
-    >>> found = plan_reshard(src, dst, (1024, 1024), 4, topology)
-    >>> found.ratio, sum(found.crossing().values()) // 2**20  # MiB, once for each host
+    >>> chains = plan_reshard(src, dst, (1024, 1024), 4, topology)
+    >>> chains.ratio, sum(chains.crossing().values()) // 2**20  # MiB, once for each host
     (1.0, 8)
 
     Raises:

@@ -1,4 +1,4 @@
-"""Lower bounds on the seconds of any reshard and on its bytes between hosts."""
+"""The lower bound on the seconds of any reshard."""
 
 from __future__ import annotations
 
@@ -35,8 +35,3 @@ def lower_bound(tasks: Sequence[Task], itemsize: int, network: HostNetwork) -> f
     sets = {*sends, frozenset().union(*sends)} if sends else set()
     sent = [sum(amount for hosts, amount in sends.items() if hosts <= some) / len(some) for some in sets]
     return max([*receives.values(), *sent], default=0.0) / rate
-
-
-def least_crossing(tasks: Sequence[Task], itemsize: int, network: HostNetwork) -> int:
-    """Bytes that must cross between hosts: each slice once for each host that needs it."""
-    return sum(numel(task.region) * itemsize * len(needy_hosts(task, network)) for task in tasks)

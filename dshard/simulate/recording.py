@@ -70,8 +70,8 @@ def record(step: Callable[[], object], topology: Topology | None = None, *, warm
     second run counts.
 
     >>> x = torch.empty(4, 8, device="meta")
-    >>> found = record(lambda: x @ x.T)
-    >>> found.flops, found.peak
+    >>> work = record(lambda: x @ x.T)
+    >>> work.flops, work.peak
     (256.0, 64)
     """
     check_callable(step, "record", "give a function that runs one step")

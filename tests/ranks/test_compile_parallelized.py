@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, parallelize
 from dshard.core import plain_tensors
-from dshard.ops.matmul.options import has_no_options
+from dshard.ops.matmul.options import NO_OPTIONS, current_options
 from dshard.parallel import loss_parallel
 from dshard.testing import RankPool
 
@@ -106,7 +106,7 @@ class Case:
         for p, q in pairs:
             torch.testing.assert_close(p.full_tensor(), q, rtol=1e-4, atol=1e-5)
         assert plain_tensors._COUNTED_AS_REPLICATED.depth == 0
-        assert has_no_options()
+        assert current_options() is NO_OPTIONS
         assert not torch.overrides._get_current_function_mode_stack()
 
 

@@ -78,8 +78,8 @@ def chosen(
         StrategyError: what is asked for cannot be, for these heads or on this mesh.
         CompileError: a ring in a compiled region.
     """
-    found = _Candidates(specs, out, options, asked, needed, among)
-    candidates = found.all(among)
+    call = _Candidates(specs, out, options, asked, needed, among)
+    candidates = call.all(among)
     if not candidates:
         raise StrategyError(_impossible(asked, specs))
     base, *others = candidates
@@ -87,11 +87,11 @@ def chosen(
     plans = tuple(plan_to(spec, layout) for spec, layout in zip(specs, strategy.inputs, strict=True))
     end = returned_layout(strategy.outputs[0], specs[0].layout)
     decision = Decision(
-        *("attention", found.operands, found.outputs, found.rules["whole"], strategy, plans, found.topology),
-        wanted=replace(found.wanted, among=found.allowed),
+        *("attention", call.operands, call.outputs, call.rules["whole"], strategy, plans, call.topology),
+        wanted=replace(call.wanted, among=call.allowed),
         exchanges=strategy.exchanges,
         alternatives=tuple(each for each, how in candidates.items() if how != How("whole")),
-        ends=(plan(strategy.outputs[0], end, tuple(out.shape), out.itemsize, found.topology),),
+        ends=(plan(strategy.outputs[0], end, tuple(out.shape), out.itemsize, call.topology),),
     )
     return Choice(decision, strategy, candidates[strategy], end)
 
@@ -130,16 +130,16 @@ class _Candidates:
             "split": () if among == "whole keys" else with_row(self.allowed, "k"),
             "every head": with_row(self.allowed, "h"),
         }
-        found: dict[Strategy, How] = {}
+        candidates: dict[Strategy, How] = {}
         for keys, rule in self.rules.items():
             strategy = self._cheapest(rule, self.operands, rows[keys])
             if strategy is not None:
-                found[_named(strategy, keys, self.specs, self.outputs[0][0], self.topology)] = How(keys)
+                candidates[_named(strategy, keys, self.specs, self.outputs[0][0], self.topology)] = How(keys)
         if among in ("all", "in a graph") and "every head" in self.rules:
-            found |= self._repeated(rows["every head"])
+            candidates |= self._repeated(rows["every head"])
         if among == "all":
-            found |= self._rings()
-        return found
+            candidates |= self._rings()
+        return candidates
 
     def _cheapest(self, rule: Rule, operands: Sequence[Operand], rows: tuple[Allowed, ...]) -> Strategy | None:
         """The cheapest strategy of a rule in which mesh axes have some of these rows; None where none can be."""
@@ -149,7 +149,7 @@ class _Candidates:
 
     def _repeated(self, rows: tuple[Allowed, ...]) -> dict[Strategy, How]:
         """Those with loop h, in which key heads are repeated until there are enough of them."""
-        found: dict[Strategy, How] = {}
+        candidates: dict[Strategy, How] = {}
         for times in repeats(self.specs):
             specs = repeated(self.specs, times)
             rule = attention_rule([spec.shape for spec in specs], self.options.gqa, "whole", self.options.causal)
@@ -160,20 +160,20 @@ class _Candidates:
             sent = tuple(each for p in plans for each in planned(p, specs[1].itemsize, self.topology))
             stored = (local.inputs[0], self.specs[1].layout, self.specs[2].layout, *local.inputs[3:])
             strategy = replace(local, inputs=stored, name="own key heads", exchanges=sent)
-            found[strategy] = How("whole", repeats=times, local=local)
-        return found
+            candidates[strategy] = How("whole", repeats=times, local=local)
+        return candidates
 
     def _rings(self) -> dict[Strategy, How]:
         """Those in which keys and values go round."""
-        found: dict[Strategy, How] = {}
+        candidates: dict[Strategy, How] = {}
         call = RingCall(self.rules["whole"], self.specs, self.outputs, self.options, self.wanted, self.topology)
         for rows, axes in self.rings:
             for is_balanced in _forms(self.balanced, self.specs, self.options):
                 ring = Ring(axes, is_balanced)
                 strategy = ring_strategy(call, rows, ring)
                 if strategy is not None:
-                    found[strategy] = How("whole", ring)
-        return found
+                    candidates[strategy] = How("whole", ring)
+        return candidates
 
 
 def _refuse_ring(asked: Asked, among: Among) -> None:

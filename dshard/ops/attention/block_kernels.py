@@ -116,13 +116,13 @@ def accumulate_gradients(
         above = _span(grad, -2, block.queries).reshape(*lead, grad.shape[-1])
         products, told = (_span(x, -1, block.queries).reshape(lead) for x in (delta, lse))
         if len(totals) > 3 and totals[3] is not None:
-            *found, scores = _gradients_by_operators(above, operands, products, told)
+            *gradients, scores = _gradients_by_operators(above, operands, products, told)
             of_mask = _span(_span(totals[3], -2, block.queries), -1, block.keys)
             heads = (*panel.q.shape[:2], *scores.shape[-2:])
             of_mask.add_(scores.reshape(heads).sum_to_size(of_mask.shape))
         else:
-            found = [*_kernel_of(operands).backward(above, operands, products, told)]
-        for total, part, span in zip(totals, found, (block.queries, block.keys, block.keys), strict=False):
+            gradients = [*_kernel_of(operands).backward(above, operands, products, told)]
+        for total, part, span in zip(totals, gradients, (block.queries, block.keys, block.keys), strict=False):
             if total is not None:
                 here = _span(total, -2, span)
                 fewer = here.shape[:2] != panel.q.shape[:2]  # heads of the query share one of the key
@@ -235,8 +235,8 @@ def _flash_on_cuda_backward(grad: Tensor, o: _Operands, delta: Tensor, lse: Tens
     grad, out = (_to_size(x, v.shape[-1]) for x in (grad, _result_with(grad, delta)))
     kernel, none = _aten._scaled_dot_product_flash_attention_backward, q.new_empty(2, dtype=torch.uint64)
     sizes = q.shape[-2], k.shape[-2]
-    found = kernel(grad, q, k, v, out, lse, None, None, *sizes, 0.0, o.diagonal, none, none, scale=o.scale)
-    return _cut(found, o)
+    gradients = kernel(grad, q, k, v, out, lse, None, None, *sizes, 0.0, o.diagonal, none, none, scale=o.scale)
+    return _cut(gradients, o)
 
 
 def _efficient_on_cuda(o: _Operands) -> tuple[Tensor, Tensor]:
@@ -251,8 +251,8 @@ def _efficient_on_cuda_backward(grad: Tensor, o: _Operands, delta: Tensor, lse: 
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=inf)  # the kernel reads rows in blocks of 32
     kernel, none = _aten._scaled_dot_product_efficient_attention_backward, q.new_empty((), dtype=torch.int64)
     wanted = [True, True, True, False]
-    found = kernel(grad, q, k, v, None, out, lse, none, none, 0.0, wanted, o.diagonal, scale=o.scale)
-    return _cut(found[:3], o)
+    gradients = kernel(grad, q, k, v, None, out, lse, none, none, 0.0, wanted, o.diagonal, scale=o.scale)
+    return _cut(gradients[:3], o)
 
 
 def _scores(o: _Operands) -> Tensor:

@@ -77,7 +77,7 @@ def flex_attention(
 def _executable(
     tensors: Sequence[Tensor], score_mod: Modify | None, mask: BlockMask | None, options: Options
 ) -> Executable:
-    """What runs this call: planned once for operands like these, with the functions of this call."""
+    """Plan this call once for operands like these, and run it with the functions of this call."""
     asked = current_options().attention
     needed = tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
     mesh = common_mesh("flex_attention", list(tensors))

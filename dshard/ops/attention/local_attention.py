@@ -52,12 +52,12 @@ def of_queries(queries: range, options: Options) -> Attend:
 def of_key_heads(heads: range, groups: int, attend: Attend) -> Attend:
     """Attention of a range of the query's heads, which each find their own among all heads of the keys."""
 
-    def found(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def attend_own_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         own = torch.arange(heads.start, heads.stop, device=k.device) // groups  # made there: the host need not wait
         k, v = k.index_select(-3, own), v.index_select(-3, own)
         return attend(q, k, v) if mask is None else attend(q, k, v, mask)
 
-    return found
+    return attend_own_heads
 
 
 def causal(queries: range, keys: range, device: torch.device) -> Tensor:

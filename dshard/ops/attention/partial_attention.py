@@ -122,8 +122,8 @@ class _Attention(torch.autograd.Function):
         with torch.enable_grad():
             out = redistribute(attention.recorded(operands), tensors[-2]._spec.layout)
         grad = redistribute(as_distributed(grad, out._spec.layout), out._spec.layout)
-        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-        return (None, *(next(found) if is_needed else None for is_needed in needed))
+        gradients = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+        return (None, *(next(gradients) if is_needed else None for is_needed in needed))
 
 
 def _backward(ring: RingAttention, needed: tuple[bool, ...], at: Any, space: Any, tensors: Sequence[Tensor]) -> Any:

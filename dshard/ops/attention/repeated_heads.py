@@ -59,8 +59,8 @@ def repeats(specs: Sequence[Spec]) -> Iterator[int]:
     axes = range(mesh.ndim)
     sizes = {prod(mesh.shape[axis] for axis in each) for n in axes for each in combinations(axes, n + 1)}
     groups = query[-3] // key[-3] if key[-3] else 1
-    found = {next((n for n in range(1, groups + 1) if not groups % n and not key[-3] * n % size), 1) for size in sizes}
-    yield from sorted(found - {1})
+    times = {next((n for n in range(1, groups + 1) if not groups % n and not key[-3] * n % size), 1) for size in sizes}
+    yield from sorted(times - {1})
 
 
 def repeated(specs: Sequence[Spec], times: int) -> list[Spec]:

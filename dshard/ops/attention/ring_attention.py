@@ -99,10 +99,10 @@ class RingAttention:
             yield from sums.sent(turn)
         panels.end()
         totals = (of_q, *(yield from sums.end()))
-        found = yield from rank.swapped(tuple(x.to(q.dtype) for x in totals), (0, 1, 2), back=True)
+        gradients = yield from rank.swapped(tuple(x.to(q.dtype) for x in totals), (0, 1, 2), back=True)
         results = tuple(
             x.reshape(operand.shape) if is_needed else x.new_empty(0)
-            for x, operand, is_needed in zip(found, operands, needed, strict=False)
+            for x, operand, is_needed in zip(gradients, operands, needed, strict=False)
         )
         if of_mask is None:
             return (*results, *(x.new_empty(0) for x in operands[3:]))

@@ -39,8 +39,8 @@ class RingCall:
 def ring_strategy(call: RingCall, rows: Allowed, ring: Ring) -> Strategy | None:
     """The cheapest strategy in which keys and values go round these mesh axes; None where there is none."""
     operands = tuple(map(operand_of, call.specs))
-    found = expansions(call.rule, operands, call.outputs, (rows,))
-    among = [_with_keys_split(expansion, call.specs, ring) for expansion in found]
+    candidates = expansions(call.rule, operands, call.outputs, (rows,))
+    among = [_with_keys_split(expansion, call.specs, ring) for expansion in candidates]
     times = 1 + sum(call.wanted.gradients)
     bases = list(priced(call.rule, operands, call.outputs, call.topology, call.wanted, among))
     best: Strategy | None = None

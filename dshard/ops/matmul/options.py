@@ -121,11 +121,6 @@ class Guarded:
     asked = NO_OPTIONS
 
 
-def has_no_options() -> bool:
-    """Whether no `use_strategy` is in force."""
-    return current_options() is NO_OPTIONS
-
-
 def current_options() -> MatmulOptions:
     """The options that `use_strategy` has in force at this call."""
     return _ASKED.value() if ASKING else NO_OPTIONS

@@ -49,7 +49,7 @@ def register() -> None:
 
 
 def usage() -> Usage:
-    """What this process has asked of its communicators since its process group was made."""
+    """Count the operations, bytes and waits of this process since its process group was made."""
     return replace(CURRENT.state.usage)
 
 

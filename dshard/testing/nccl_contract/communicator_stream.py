@@ -157,7 +157,7 @@ class Channel:
 
 
 class _Told(NamedTuple):
-    """What a rank tells of an operation."""
+    """An operation as a rank reports it to the others of its communicator."""
 
     what: str
     calls: Sequence[Call]
@@ -166,7 +166,7 @@ class _Told(NamedTuple):
 
 
 def _row(operation: Operation, what: Sequence[Call] | Message) -> Bytes:
-    """What a rank tells of an operation, or of one message in it, in `_WIDTH` bytes."""
+    """Encode a rank's report of an operation, or of one message in it, in `_WIDTH` bytes."""
     calls, message = ((), what) if isinstance(what, Message) else (tuple(what), None)
     before = dict(operation.before)
     while len(data := pickle.dumps((operation.what, calls, message, before))) > _WIDTH and before:

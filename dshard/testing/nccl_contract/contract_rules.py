@@ -16,7 +16,7 @@ _TORCH = "torch/csrc/distributed/c10d"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What NCCL asks of a program, and where that is written."""
+    """A requirement of NCCL on programs, and where it is written."""
 
     says: str
     source: str

@@ -29,12 +29,12 @@ Launches: TypeAlias = dict[Communicator, Begun]
 
 @dataclass(slots=True)
 class LaunchLog:
-    """What this process has begun on each communicator; the one used last is the last."""
+    """The operations that this process has begun on each communicator; the one used last is the last."""
 
     begun: Launches = field(default_factory=dict)
 
     def before(self) -> Launches:
-        """What has begun until now, on the communicators used last."""
+        """List what has begun until now on the communicators used last."""
         return dict(list(self.begun.items())[-_SHOWN:])
 
     def add(self, communicator: Communicator, ranks: Ranks, what: str) -> None:
@@ -52,7 +52,7 @@ def messages_between(group: Communicator, a: int, b: int, *, alone: bool) -> Com
 
 
 def disagreement(here: int, mine: Launches, there: int, theirs: Launches, but: Communicator) -> str:
-    """What ranks `here` and `there` have begun differently before an operation on `but`; "" where they agree."""
+    """Say what ranks `here` and `there` have begun differently before an operation on `but`; "" where they agree."""
     for name in {*mine, *theirs} - {but}:
         known = mine.get(name) or theirs[name]
         if here not in known.ranks or there not in known.ranks:

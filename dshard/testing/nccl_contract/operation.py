@@ -26,7 +26,7 @@ _NOT_A_NUMBER, _EXTREME, _TRUE = 0xFF, 0x80, 0x01
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What the ranks compare of a collective: `same` on all of them, and the bytes sent to and received from each."""
+    """A collective as the ranks compare it: `same` on all of them, and the bytes sent to and received from each."""
 
     same: tuple[object, ...]
     send: tuple[int, ...] = ()
@@ -88,7 +88,7 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """What one call, or one group of calls, does on a communicator; `before` is what this process had begun earlier.
+    """One call, or one group of calls, on a communicator; `before` is what this process had begun earlier.
 
     It is the `number`th on its communicator, which has these `ranks`.
     """

@@ -1,4 +1,4 @@
-"""What one process knows of all its communicators: launches, operations in flight, counts, and what has failed."""
+"""The state of all communicators of one process: launches, operations in flight, counts, and what has failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOK = 0.2  # seconds between two looks whether another rank has failed
 
 @dataclass(slots=True)
 class Usage:
-    """What a program has asked of its communicators.
+    """Counts of what a program has asked of its communicators.
 
     Attributes:
         kernels: Operations begun; a group of them is one.

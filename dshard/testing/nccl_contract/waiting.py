@@ -30,7 +30,7 @@ def publish(waiting: Waiting | None) -> None:
 
 
 def deadlock(here: Waiting) -> str:
-    """What another rank waits in that this one has not begun, while it has not begun what this one waits in; or ""."""
+    """Describe a rank that waits in what this one has not begun, and has not begun what this one waits in; or ""."""
     for rank in here.ranks:
         there: Waiting | None = None if rank == dist.get_rank() else peek(f"{_KEY}/{rank}")
         if there is None or dist.get_rank() not in there.ranks or there.communicator == here.communicator:

@@ -77,7 +77,7 @@ class ContractWork(dist.Work):
 
 
 class GroupedWork(dist.Work):
-    """What a call within a group returns, for which nobody may wait: the end of the group returns the work."""
+    """The result of a call within a group, for which nobody may wait: the end of the group returns the work."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
