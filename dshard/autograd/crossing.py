@@ -115,11 +115,13 @@ def tracked_local(x: Wrapper, grad: Spec, is_home: bool) -> Tensor:
             return to_local(x, grad)  # type: ignore[no-any-return]
         graph = x._local_graph = LocalGraph(x._version)
     if is_home:
-        if graph.made:
-            return graph.at_home()
-        if graph.home is None:
-            graph.home = to_local(x, grad)
-        return graph.home
+        home = graph.home
+        if home is None:
+            if graph.made:
+                return graph.at_home()
+            home = graph.home = to_local(x, grad)
+        graph.used = True
+        return home
     if grad not in graph.others:
         graph.others[grad] = _with_gradient_layout(x, grad) if graph.made else to_local(x, grad)
     return graph.others[grad]

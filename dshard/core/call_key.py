@@ -38,6 +38,8 @@ def call_key(
         kind = type(arg)
         if kind is cls:
             parts.append(arg._spec)
+            if arg._matmul is not None:
+                parts.append(id(arg._matmul))  # equal options are one object, which is kept
             if recording and arg.requires_grad:
                 parts[1] = True
                 leaf = arg._leaf  # of the tensor that it stands for in a trace

@@ -12,7 +12,7 @@ All of this is for speed alone: with DSHARD_FAST=0 in the environment every call
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeAlias
@@ -73,14 +73,25 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
     if _is_compiling():
         return through(func, args, kwargs)
     try:
-        if func in _NEVER or _is_special():
+        if (
+            func in _NEVER
+            or not FAST
+            or n_dispatch_modes()
+            or is_autocasting()
+            or is_transforming()
+            or forward_ad._current_level >= 0
+        ):
             if func in _WRITES or (func in BACKWARD and not _creates_graph(func, args, kwargs)):
                 return through(func, args, kwargs)
             return _with_view_replay(through, func, args, kwargs)
         with no_torch_function():
             key = call_key(func, args, kwargs, func not in BY_KIND, _is_recording(), False)
-            if key is not None and (_packs(saved_tensor_hooks(True)) if key[1] else OBSERVERS):
-                key = None  # saved-tensor hooks get distributed tensors, and observers of what is not recorded see all
+            if key is not None and key[1]:
+                hooks = saved_tensor_hooks(True)
+                if hooks is not None and not is_local(hooks):  # which get distributed tensors
+                    key = None
+            elif OBSERVERS:  # which see all that is not recorded
+                key = None
             if ASKING and key is not None:
                 key = (*key, id(current_options()))  # equal options are one object, which is kept
             if key is not None:
@@ -132,18 +143,6 @@ def _observed_shortcut(shortcut: Shortcut, args: Args, kwargs: Kwargs) -> object
     for decision in getattr(shortcut, "decisions", ()):
         run, run_args = partial(observed, decision, run), (run_args,)
     return run(*run_args)
-
-
-def _packs(hooks: Sequence[object] | None) -> bool:
-    """Whether there are hooks for saved tensors that want them distributed."""
-    return hooks is not None and not is_local(hooks)
-
-
-def _is_special() -> bool:
-    """Whether the fast path is off, or operators are intercepted, cast or transformed."""
-    if not FAST or n_dispatch_modes() or is_autocasting() or is_transforming():
-        return True
-    return forward_ad._current_level >= 0
 
 
 def _specialise(func: Function, args: Args, kwargs: Kwargs, through: Uncached, key: tuple[Any, ...]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,14 +15,16 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from dshard.autograd.leaf_gradients import keep_gradient_layout
+from dshard.caches import cached
 from dshard.comm import compare_calls, runtime_of, simulated_ranks
 from dshard.compile.graph_functions import skip_frame
 from dshard.core.moves import replace_leaves, tensors_in
 from dshard.core.plain_tensors import implicit_replication
+from dshard.core.spec import Spec
 from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError
 from dshard.factories import full
-from dshard.ops.matmul.options import MatmulOptions, current_options, enter_options
+from dshard.ops.matmul.options import MatmulOptions, current_options, enter_options, kept_options
 from dshard.parallel.batch_rows import has_of_batch, rows_alone, sizes_of_batch
 from dshard.parallel.gather_groups import gather_in_groups
 from dshard.parallel.in_graphs import InputsInGraph, by_loops, by_schedule, plain_replicated
@@ -40,6 +43,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
     hooks += [after(model.get_submodule(name), _output_hook(plan, name)) for name in plan.outputs]
     for name, schedule in plan.products.items():
         hooks += _schedule_hooks(model.get_submodule(name), schedule, name in plan.shared)
+    hooks += pin_schedules(model, plan)
     return hooks + gather_in_groups(model, plan)
 
 
@@ -70,20 +74,72 @@ def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
 
 
 def _schedule_hooks(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any]:
-    """Register hooks within which matmuls run by `schedule`; the gradient of their first operand is reduced once."""
-    enter_block, leave = _around(partial(enter_options, MatmulOptions(schedule)), by_schedule(schedule))
+    """Register hooks within which matmuls run by `schedule`; the gradient of their first operand is reduced once.
+
+    Where the weight of an `nn.Linear` has the schedule, in eager mode no block is entered for it.
+    """
+    options = kept_options(MatmulOptions(schedule))
+    enter_block, leave = _around(partial(enter_options, options), by_schedule(schedule))
 
     @skip_frame
     def enter(module: nn.Module, args: Any) -> Any:
-        enter_block()
-        if not torch.compiler.is_compiling():  # a graph has no hooks on tensors in its middle
-            with no_torch_function():
-                for x in args:
-                    if isinstance(x, DTensor) and x._gradient_leaf is None and x.requires_grad and not x.is_leaf:
-                        keep_gradient_layout(x)
-        return tuple(_redistribute_once(x, schedule) if isinstance(x, DTensor) else x for x in args) if shared else args
+        if is_dynamo_compiling():
+            enter_block()
+        else:
+            weight: Any = module._parameters.get("weight")
+            if type(weight) is not DTensor or weight._matmul is not options:
+                enter_block()
+            if len(args) == 1 and type(args[0]) is DTensor and _is_split(args[0]._spec, schedule.loops):
+                return None
+            for x in args:
+                if isinstance(x, DTensor):
+                    _reduce_gradient_once(x)
+        return tuple(_redistribute_once(x, schedule) if isinstance(x, DTensor) else x for x in args) if shared else None
 
     return [before(module, enter), after(module, leave, always=True)]
+
+
+@cached("operands split as their matmul", 4096)
+def _is_split(spec: Spec, loops: tuple[str, ...]) -> bool:
+    """Whether a first operand of this spec is split by rows as `loops` are: its gradient has its own layout then."""
+    return all(map(lambda loop, at: loop == "m" and isinstance(at, Shard), loops, spec.layout.placements))
+
+
+def _reduce_gradient_once(x: DTensor) -> None:
+    """Add the gradients of all uses of `x`, a tensor in the middle of the graph, and redistribute the sum."""
+    if torch.compiler.is_compiling():  # a graph has no hooks on tensors in its middle
+        return
+    with no_torch_function():
+        if x._gradient_leaf is None and x.requires_grad and not x.is_leaf:
+            keep_gradient_layout(x)
+
+
+class _PinnedOptions:
+    """The options pinned to the weight of an `nn.Linear`, until they are removed."""
+
+    def __init__(self, weight: DTensor, options: MatmulOptions) -> None:
+        self.weight, self.options = weight, options
+        weight._matmul = options
+
+    def remove(self) -> None:
+        """Let matmuls with the weight have no options of its own."""
+        if self.weight._matmul is self.options:
+            self.weight._matmul = None
+
+
+def pin_schedules(model: nn.Module, plan: Plan) -> list[Any]:
+    """Pin the schedule of each `nn.Linear` to its weight, where no other module multiplies by that; return the pins.
+
+    Then nothing needs to be entered and left around each of its calls.
+    """
+    modules = {name: model.get_submodule(name) for name in plan.products}
+    users = Counter(id(weight) for module in modules.values() for weight in module._parameters.values())
+    pins: list[_PinnedOptions] = []
+    for name, module in modules.items():
+        weight: Any = module._parameters.get("weight")
+        if type(module) is nn.Linear and type(weight) is DTensor and users[id(weight)] == 1:
+            pins.append(_PinnedOptions(weight, kept_options(MatmulOptions(plan.products[name]))))
+    return pins
 
 
 def _around(block: Callable[[], Callable[[], None]], traced: TorchFunctionMode) -> tuple[Any, Any]:

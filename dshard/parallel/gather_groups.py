@@ -101,7 +101,10 @@ class GatherGroup:
         before = self.order.last() if recorded and not is_recomputed and self.order.last else None
         use = GatheredUse(stored, self.moves(stored), partial(self.whole, stored), before)
         self.running.append((use, stored, stack))
-        self._put(use.tensors())
+        weights = use.tensors()
+        for weight, own in zip(weights, stored, strict=True):
+            weight._matmul = own._matmul
+        self._put(weights)
         if recorded:
             stack.enter_context(saved_tensors_hooks(use.pack, use.unpack))
         if not is_recomputed:

@@ -21,7 +21,7 @@ from dshard.layout import replicated
 from dshard.ops.composite import Local
 from dshard.ops.matmul.matmul_autograd import multiply
 from dshard.ops.matmul.matmul_executable import Matmul, matmul_of_strategy
-from dshard.ops.matmul.options import NO_OPTIONS, MatmulOptions, current_options
+from dshard.ops.matmul.options import NO_OPTIONS, MatmulOptions, current_options, options_of
 from dshard.ops.matmul.rules import bmm_rule, einsum_rule, linear_rule, matmul_rule, same_dtype
 from dshard.rules.expand import Operand
 from dshard.rules.rule import Rule
@@ -189,4 +189,5 @@ def linear(func: Function, args: Args, kwargs: Kwargs, asked: MatmulOptions | No
         args if len(args) == 3 and not kwargs else bind_arguments(("input", "weight", "bias"), args, kwargs)
     )
     tensors = (x, weight) if bias is None else (x, weight, bias)
+    asked = options_of(weight) if asked is None else asked
     return matmul_of("linear", lambda: linear_rule(tuple(x.shape), tuple(weight.shape)), F.linear, tensors, asked=asked)

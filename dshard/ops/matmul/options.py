@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from dshard.comm import Scoped, outside_graphs
 from dshard.core.context import SETTINGS
+from dshard.core.wrapper import Wrapper
 from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
@@ -124,6 +125,19 @@ class Guarded:
 def current_options() -> MatmulOptions:
     """The options that `use_strategy` has in force at this call."""
     return _ASKED.value() if ASKING else NO_OPTIONS
+
+
+def kept_options(options: MatmulOptions) -> MatmulOptions:
+    """The one object, which is kept, of all options that are equal to these."""
+    return _ALL.setdefault(options, options)
+
+
+def options_of(weight: Any) -> MatmulOptions:
+    """The options of a matmul with `weight`: those pinned to it within those of the blocks around the call."""
+    pinned: MatmulOptions | None = weight._matmul if isinstance(weight, Wrapper) else None
+    if pinned is None:
+        return current_options()
+    return _asked((current_options(), pinned)) if ASKING else pinned
 
 
 SETTINGS.append(current_options)
