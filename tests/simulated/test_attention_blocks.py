@@ -21,6 +21,7 @@ from dshard.ops.attention.block_kernels import (
     accumulate_gradients,
     empty_result,
 )
+from dshard.ops.attention.local_attention import Options, of_queries
 from dshard.rules.attention_blocks import visible_blocks, visible_pairs
 
 
@@ -96,10 +97,8 @@ def test_blocks_merge_into_attention(kernel: str, kind: str, heads: tuple[int, i
         torch.testing.assert_close(mine, gradient)
 
 
-def test_blocks_hold_no_scores() -> None:
-    rows, memory = 1024, Allocations()
-    q, k, v = (torch.randn(1, 2, rows, 16) for _ in range(3))
-    panel = Panel(q, k, v, None, visible_blocks([range(rows)], [range(rows)], True), 0.25)
+def allocated(memory: Allocations) -> OperatorMode:
+    """A mode that counts what operators allocate in it."""
 
     def counted(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         out = func(*args, **kwargs)  # type: ignore[operator]
@@ -107,12 +106,38 @@ def test_blocks_hold_no_scores() -> None:
         memory.most = max(memory.most, memory.alive())
         return out
 
-    with OperatorMode(counted), torch.no_grad():
+    return OperatorMode(counted)
+
+
+def test_blocks_hold_no_scores() -> None:
+    rows, memory = 1024, Allocations()
+    q, k, v = (torch.randn(1, 2, rows, 16) for _ in range(3))
+    panel = Panel(q, k, v, None, visible_blocks([range(rows)], [range(rows)], True), 0.25)
+
+    with allocated(memory), torch.no_grad():
         out, lse = empty_result(q, v)
         accumulate(out, lse, panel)
         accumulate_gradients([torch.zeros_like(x) for x in (q, k, v)], out, panel, out.sum(-1), lse)
 
     assert 0 < memory.most < 16 * q.nbytes < 2 * rows * rows * 4  # the scores of both heads
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (4, 2)])
+def test_a_range_of_causal_queries_makes_no_mask(heads: int, key_heads: int) -> None:
+    options, rows, n = Options(True, None, heads != key_heads), range(384, 512), 512
+    shapes = [(1, heads, n, 4), *[(1, key_heads, n, 4)] * 2]
+    q, k, v = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes)
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=options.gqa)[..., 384:512, :]
+    expected = right, *torch.autograd.grad(right.square().sum(), (q, k, v))
+
+    memory = Allocations()
+    with allocated(memory):
+        out = of_queries(rows, options)(q[..., 384:512, :], k, v)
+        found = out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert memory.most < 12 * q.nbytes < heads * len(rows) * n * 8  # a mask as the CPU's kernel has it
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dshard.core.signature import Context
 from dshard.layout import Shape
+from dshard.ops.attention.block_kernels import Panel, accumulate, accumulate_gradients, empty_result
+from dshard.rules.attention_blocks import visible_blocks
+from dshard.torch_private import is_transforming
 
 Attend: TypeAlias = Callable[..., Tensor]
 
@@ -39,14 +43,69 @@ def whole(options: Options) -> Attend:
 
 
 def of_queries(queries: range, options: Options) -> Attend:
-    """Causal attention of a range of the queries to the keys that the last of them may see."""
+    """Causal attention of a range of the queries to the keys that they may see.
+
+    By blocks of the scores where the device has a kernel for them, so that no mask as large as the scores is made.
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x[..., : max(queries.stop, 1), :] for x in (k, v))
-        seen = causal(queries, range(k.shape[-2]), q.device)
-        return F.scaled_dot_product_attention(q, k, v, seen, 0.0, scale=options.scale, enable_gqa=options.gqa)
+        if _has_blocks(q, k, v):
+            return cast(Tensor, _OfBlocks.apply(q, k, v, queries, options))  # type: ignore[no-untyped-call]
+        return _of_mask(q, k, v, queries, options)
 
     return attend
+
+
+def _of_mask(q: Tensor, k: Tensor, v: Tensor, queries: range, options: Options) -> Tensor:
+    k, v = (x[..., : max(queries.stop, 1), :] for x in (k, v))
+    seen = causal(queries, range(k.shape[-2]), q.device)
+    return F.scaled_dot_product_attention(q, k, v, seen, 0.0, scale=options.scale, enable_gqa=options.gqa)
+
+
+class _OfBlocks(torch.autograd.Function):
+    """Causal attention of a range of the queries; its gradients are differentiated where those by a mask are."""
+
+    @staticmethod
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, queries: range, options: Options) -> Tensor:
+        panel = _panel(q, k, v, queries, options)
+        wide_out, lse = empty_result(panel.q, panel.v)
+        accumulate(wide_out, lse, panel)
+        out = wide_out.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.queries, ctx.options = queries, options
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            wanted = [x for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False) if needed]
+            again = _of_mask(q, k, v, ctx.queries, ctx.options)
+            found = iter(torch.autograd.grad(again, wanted, grad, create_graph=True))
+            return (*(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None, None)
+        panel = _panel(q, k, v, ctx.queries, ctx.options)
+        delta = four_dims((grad.to(lse.dtype) * out).sum(-1, keepdim=True)).squeeze(-1)
+        totals = [
+            x.new_zeros(four_dims(x).shape, dtype=lse.dtype) if needed else None
+            for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
+        ]
+        accumulate_gradients(totals, four_dims(grad), panel, delta, lse)
+        pairs = zip(totals, (q, k, v), strict=True)
+        return (*(None if x is None else x.to(q.dtype).reshape(y.shape) for x, y in pairs), None, None)
+
+
+def _panel(q: Tensor, k: Tensor, v: Tensor, queries: range, options: Options) -> Panel:
+    blocks = visible_blocks((queries,), (range(k.shape[-2]),), causal=True)
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    return Panel(four_dims(q), four_dims(k), four_dims(v), None, blocks, float(scale))
+
+
+def _has_blocks(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a device has a kernel for blocks of the scores; transforms of functions need torch's own operator."""
+    if not torch.backends.cuda.flash_sdp_enabled() or is_transforming() or not (q.numel() and k.numel() and v.numel()):
+        return False
+    heads, key_heads, value_heads = (x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v))
+    return q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and heads % key_heads == 0 and key_heads == value_heads
 
 
 def of_key_heads(heads: range, groups: int, attend: Attend) -> Attend:
