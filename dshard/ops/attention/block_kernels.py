@@ -82,10 +82,9 @@ def accumulate(out: Tensor, lse: Tensor, panel: Panel) -> None:
         told = told.reshape(rows.shape)
         if operands.mask is not None:
             told = told.masked_fill(_blind(operands.mask).expand(operands.q.shape[:-1]).reshape(rows.shape), -inf)
-        shares, most, total = merged_shares(torch.stack([rows, told]))
-        before, added = shares.unsqueeze(-1).unbind()
-        result.mul_(before).add_(part.reshape(result.shape) * added)
-        rows.copy_((most + total.log()).squeeze(0))
+        share = (told - rows).sigmoid().nan_to_num_(0.0)  # a row that has seen no key in either has none
+        result.lerp_(part.reshape(result.shape).to(result.dtype), share.unsqueeze(-1))
+        rows.copy_(torch.logaddexp(rows, told))
 
 
 def merged_shares(lse: Tensor, completed: Callable[[Any], Any] = lambda x: x) -> tuple[Tensor, Tensor, Tensor]:
