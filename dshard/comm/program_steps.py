@@ -110,10 +110,16 @@ def flat_exchange(
     name: Literal["all_to_all", "permute"] = "all_to_all",
 ) -> Transfer:
     """Exchange flat pieces of these sizes with each rank of the group along `axes`, which is told of by this name."""
-    ranks = mesh.group(axes, at)
-    index = ranks.index(mesh.rank(at))
+    ranks, index = _group(mesh, axes, at)
     report = Report(name, mesh, sum(recv) - recv[index])
     return Transfer(Collective("all_to_all", axes, ranks, index, send, recv, report=report), None, None, (sum(recv),))
+
+
+@cached("groups of exchanges", 4096)
+def _group(mesh: Mesh, axes: tuple[str, ...], at: Coordinate) -> tuple[tuple[int, ...], int]:
+    """The ranks of the group of the rank at `at`, and its index among them."""
+    ranks = mesh.group(axes, at)
+    return ranks, ranks.index(mesh.rank(at))
 
 
 @cached("stages", 65536)

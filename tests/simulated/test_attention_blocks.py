@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from math import inf
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +121,22 @@ def test_blocks_hold_no_scores() -> None:
         accumulate_gradients([torch.zeros_like(x) for x in (q, k, v)], out, panel, out.sum(-1), lse)
 
     assert 0 < memory.most < 16 * q.nbytes < 2 * rows * rows * 4  # the scores of both heads
+
+
+def test_the_price_of_a_turn_counts_the_operators_that_merge_a_block() -> None:
+    x, made = torch.randn(1, 2, 8, 4), list[str]()
+
+    def counted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        if not func.is_view:
+            made.append(str(func))
+        return out
+
+    out, lse = empty_result(x, x)
+    with OperatorMode(counted), torch.no_grad():
+        accumulate(out, lse, Panel(x, x, x, None, visible_blocks([range(8)], [range(8)], False), 0.5))
+
+    assert len(made) == 1 + block_kernels.MERGING, made  # and the kernel
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (4, 2)])

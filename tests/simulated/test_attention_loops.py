@@ -20,10 +20,14 @@ from dshard import (
     Replicate,
     Shard,
     StrategyError,
+    Topology,
     distribute_tensor,
     explain,
     use_strategy,
+    use_topology,
 )
+from dshard.core.observe import Decision, observing
+from dshard.ops.attention.attention_choice import MERGING
 from dshard.rules.attention_loops import LOOPS, RINGS
 from dshard.testing import distribute, simulated, whole
 from dshard.testing.choices import layouts_of
@@ -120,6 +124,10 @@ def test_long_sequences_that_are_split_come_to_the_heads_and_back() -> None:
     assert report.chosen.name == "cp:h"
     assert report.chosen.bytes_moved == 4 * lacked == 56 * 2**20
     assert {each.name: each.bytes_moved for each in report.candidates}["cp:q"] == 224 * 2**20
+    for preset in ("dgx-a100", "dgx-h100", "gb200-nvl72"):  # whose links are so fast that a ring hides what it sends
+        with use_topology(Topology.preset(preset)):
+            on = explain(F.scaled_dot_product_attention, *(without_data(mesh, shape, Shard(2)) for _ in range(3)))
+        assert (on.chosen.name, on.chosen.bytes_moved) == ("cp:h", 56 * 2**20)
     ring = next(each for each in report.candidates if each.name == "cp:ring")
     assert (ring.bytes_moved, ring.messages, ring.peak_bytes) == (224 * 2**20, 7, (4 * 16 + 2 * 32) * 2**20)
 
@@ -178,6 +186,16 @@ def test_one_query_and_a_split_cache_move_the_result_alone() -> None:
     result, statistics = 32 * 128 * 4, 2 * 32 * 4  # bytes, in single precision
     assert report.chosen.name == "split keys"
     assert report.chosen.bytes_moved <= 2 * (result + statistics)
+
+
+def test_the_price_of_split_keys_counts_the_operators_that_merge_results() -> None:
+    mesh, found = Mesh((2,), ("x",)), list[Decision]()
+    with simulated(mesh), use_strategy(attention="split-keys"):
+        x = distribute(torch.randn(1, 2, 4, 3), Layout(mesh, (Shard(2),)))
+        with observing(found.append):
+            F.scaled_dot_product_attention(x, x, x)
+
+    assert sum(decision.op.startswith("aten.") for decision in found) == MERGING
 
 
 @pytest.mark.parametrize("asked", ["split-keys", "ring", "balanced ring"])

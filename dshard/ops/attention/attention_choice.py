@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -40,6 +41,10 @@ from dshard.topology import Topology
 
 Among: TypeAlias = Literal["all", "in a graph", "with dropout", "whole keys"]
 """The candidates: all; those without rings; and those of them in which every rank has all keys of its queries."""
+
+
+MERGING, PASSES = 13, 4
+"""Distributed operators that merge the results of split keys, and how often a result is read or written there."""
 
 
 class How(NamedTuple):
@@ -222,7 +227,9 @@ def _named(strategy: Strategy, keys: Keys, specs: Sequence[Spec], shape: Shape, 
     query = specs[0]
     itemsize = max(query.itemsize, torch.float32.itemsize)
     plans = _statistics(strategy, query, itemsize, topology)
-    gather = strategy.gather + sum(each.seconds for each in plans)
+    rows = prod(strategy.inputs[0].local_shape(query.shape, (0,) * query.layout.mesh.ndim)[:-1])
+    merging = MERGING * topology.dispatch + PASSES * rows * shape[-1] * itemsize / topology.memory_bandwidth
+    gather = strategy.gather + sum(each.seconds for each in plans) + merging
     if itemsize > query.itemsize:
         end = completed_layout(returned_layout(strategy.outputs[0], query.layout))
         plans = (*plans, plan(strategy.outputs[0], end, shape, itemsize, topology))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,10 @@ class _Kernel(NamedTuple):
     backward: Callable[[Tensor, _Operands, Tensor, Tensor], _Gradients]
 
 
+MERGING, PASSES = 6, 3
+"""Operators that merge a block into a result after its kernel, and how often a result is read or written there."""
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of results and sums over blocks, which are rounded once, at the end."""
     return torch.promote_types(dtype, torch.float32)
@@ -85,18 +89,6 @@ def accumulate(out: Tensor, lse: Tensor, panel: Panel) -> None:
         share = (told - rows).sigmoid().nan_to_num_(0.0)  # a row that has seen no key in either has none
         result.lerp_(part.reshape(result.shape).to(result.dtype), share.unsqueeze(-1))
         rows.copy_(torch.logaddexp(rows, told))
-
-
-def merged_shares(lse: Tensor, completed: Callable[[Any], Any] = lambda x: x) -> tuple[Tensor, Tensor, Tensor]:
-    """The shares of partial results, stacked in dim 0 with their log-sum-exps, in the merged one.
-
-    `completed` completes a reduction over dim 0 where other ranks have more of them. Also returns the maximum of each
-    row, and its sum of exponentials relative to that.
-    """
-    most = completed(lse.detach().amax(0, keepdim=True))
-    weights = (lse - most.masked_fill(most == -inf, 0.0)).exp()
-    total = completed(weights.sum(0, keepdim=True))
-    return weights / total.masked_fill(total == 0, 1.0), most, total
 
 
 def accumulate_gradients(

@@ -23,7 +23,6 @@ from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.wrapper import wrap
 from dshard.layout import Layout, Shape
 from dshard.ops.attention.attention_choice import Choice
-from dshard.ops.attention.block_kernels import merged_shares
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
 from dshard.ops.composite import Saved
@@ -76,7 +75,10 @@ class PartialAttention(ComposedExecutable):
         complete = layout
         for axis in self.axes:
             complete = complete.replace(axis, Replicate())
-        shares, most, total = merged_shares(told, lambda x: redistribute(x, complete))
+        most = redistribute(told.amax(0, keepdim=True), complete)
+        weights = (told - most.clamp_min(torch.finfo(told.dtype).min)).exp()  # none where a row sees no key anywhere
+        total = redistribute(weights.sum(0, keepdim=True), complete)
+        shares = weights / total.clamp_min(1.0)  # of the most one is exactly 1, unless all are 0
         weighted: Any = parts * shares.unsqueeze(-1)
         merged = redistribute(weighted.sum(0), self.end).to(self.dtype)
         return merged, (most + total.log()).squeeze(0)

@@ -9,10 +9,10 @@ from math import prod
 
 from dshard.core.operands import operand_of
 from dshard.core.spec import Spec
-from dshard.cost import PlannedCollective, planned_collective, work_seconds
+from dshard.cost import PlannedCollective, copy_seconds, planned_collective, work_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
-from dshard.ops.attention.block_kernels import wide
+from dshard.ops.attention.block_kernels import MERGING, PASSES, wide
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
 from dshard.placements import Shard
@@ -98,7 +98,8 @@ class _Price:
         results = [*self._swaps([(0, self.result, itemsize)]), *self._swaps([(0, self.heads, sums)])]
         exchanges = (*swaps, *panels, *results)
         compute, forward = self._seconds([each.seconds for each in panels], 1)
-        forward += sum(each.seconds for each in (*swaps, *results))
+        panel = self.plans[0].lengths[0] * self.width * itemsize
+        forward += self._swapping([*swaps, *results]) + copy_seconds(panel, self.call.topology)  # packed, to be sent
         names = self.mesh.names
         words = [
             (name, ("balanced ring" if self.ring.balanced else "ring") if axis in self.ring.axes else row)
@@ -119,19 +120,24 @@ class _Price:
         ]
         hops = [there.seconds + back.seconds for there, back in zip(panels, returns, strict=True)]
         _, backward = self._seconds(hops, gradients)
-        twice = [*swaps, *swaps, *self._swaps([(0, self.result, itemsize)]), *results[1:], *results[1:]]
+        there = self._swaps([(0, self.row + self.result, itemsize), (1, self.width, itemsize)])
+        statistics = self._swaps([(0, 2 * self.heads, sums)])
         moved = self.base.backward - self.base.compute * gradients
-        return replace(base, backward=moved + backward + sum(each.seconds for each in twice))
+        return replace(base, backward=moved + backward + self._swapping([*there, *statistics, *swaps]))
 
     def _seconds(self, sends: Sequence[float], times: int) -> tuple[float, float]:
         """Seconds of the work of the busiest rank, and of the critical path, each block computed so many times."""
-        known: dict[int, float] = {}
+        device = self.call.topology
+        known = {0: device.dispatch}  # for the host, a turn is one more operator
         rows = sum(self.base.inputs[0].local_shape(self.call.specs[0].shape, (0,) * self.mesh.ndim)[-2:-1])
         nbytes = (rows * (self.row + self.result) + self.plans[0].lengths[0] * self.width) * self.dtype.itemsize
 
+        merged = rows * self.result * wide(self.dtype).itemsize
+        merging = MERGING * device.launch + PASSES * merged / device.memory_bandwidth
+
         def work(pairs: int) -> float:
             if pairs not in known:
-                known[pairs] = work_seconds(self.flops * pairs, nbytes, self.call.topology) if pairs else 0.0
+                known[pairs] = known[0] + work_seconds(self.flops * pairs, nbytes, device) + merging
             return known[pairs] * times
 
         busiest = max(sum(map(work, pairs)) for plan in self.plans for pairs in zip(*plan.pairs, strict=True))
@@ -163,6 +169,11 @@ class _Price:
             ]
             received += [size for i, size in enumerate(sizes) if 2 * i + 1 != len(sizes)]
         return [self._sent(self.attention.axes, max(received))]
+
+    def _swapping(self, swaps: Sequence[PlannedCollective]) -> float:
+        """Seconds of swaps: for the host an operator each; of a tensor a half is packed, and all of it put together."""
+        topology = self.call.topology
+        return sum(each.seconds + copy_seconds(3 * each.nbytes, topology) + topology.dispatch for each in swaps)
 
     def _sent(self, axes: tuple[str, ...], nbytes: int) -> PlannedCollective:
         return planned_collective("permute", self.mesh, axes, nbytes, self.call.topology)
