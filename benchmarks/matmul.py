@@ -15,21 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median, quantiles
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from matmul_cases import CASES, Case, product_of
 from matmul_sweep import RATES, run_sweep, sweep_rank, tables
 from section import markdown_table, write_section
+from settings import Setting, in_turns, join_and_run, left_to_run, run_setting
 from torch.distributed import tensor as incumbent
 
 from dshard import use_topology
@@ -37,7 +34,6 @@ from dshard.calibrate import measure, typical
 from dshard.calibrate.rounds import Clock
 from dshard.comm import DeviceMesh, bind, init_device_mesh, runtime_of, share_cores
 from dshard.tables import text_table
-from dshard.testing import RankPool
 
 THEIRS = {
     "R": incumbent.Replicate(),
@@ -49,16 +45,6 @@ THEIRS = {
 
 SECONDS = 6.0
 """What the turns of a case may take, where they need not take longer."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Two hosts of two ranks, or one of four without a `rate`; seconds to measure the topology, turns of each case."""
-
-    name: str
-    rate: str | None
-    seconds: float
-    turns: int
 
 
 SETTINGS = (
@@ -92,9 +78,9 @@ def run_case(case: Case, device_mesh: DeviceMesh, turns: int) -> dict[str, Any]:
         for t, text in ((ours.a, case.a), (ours.b, case.b))
     ]
     clock = clock_of(device_mesh)
-    times = in_turns(runs, clock, turns)
+    times = in_turns(runs, clock, turns, SECONDS)
     pair = {"dshard": runs[chosen], "torch": lambda: (theirs[0] @ theirs[1]).redistribute(placements=ends)}
-    beside = in_turns(pair, clock, 2 * turns)
+    beside = in_turns(pair, clock, 2 * turns, SECONDS)
     low, middle, high = quantiles([a / b for a, b in zip(beside["dshard"], beside["torch"], strict=True)], n=4)
     best = min(times, key=lambda name: typical(times[name]))
     return {
@@ -116,55 +102,12 @@ def clock_of(device_mesh: DeviceMesh) -> Clock:
     return Clock(mesh, runtime_of(mesh))  # type: ignore[arg-type]  # there are processes
 
 
-def in_turns(runs: dict[str, Callable[[], object]], clock: Clock, turns: int) -> dict[str, list[float]]:
-    """Seconds of each run, all of them once in every turn; the first two turns are not counted.
-
-    At least so many turns, and more where they take no more than `SECONDS`.
-    """
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    turn = 0
-    while turn < turns + 2:
-        took = clock.slowest([clock.seconds(run) for run in runs.values()])
-        turn += 1
-        if turn == 2:
-            turns = max(turns, int(SECONDS / sum(took)))
-        if turn > 2:
-            for name, seconds in zip(runs, took, strict=True):
-                times[name].append(seconds)
-    return times
-
-
 # -- on the machine that starts them
-
-
-def run_setting(setting: Setting, netlab: str | None) -> list[dict[str, Any]] | None:
-    """What one setting found, or None where it needs emulated hosts and there is no program for them."""
-    if setting.rate is None:
-        with RankPool(4, timeout=400) as pool:
-            return pool.run(as_rank, setting.seconds, setting.turns)[0]
-    if netlab is None:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
-        options = f"run --hosts 2 --ranks 2 --rate {setting.rate} --show rank0 --timeout 400".split()
-        own = [sys.executable, __file__, "--rank", json.dumps(["cases", setting.seconds, setting.turns, str(result)])]
-        subprocess.run([sys.executable, netlab, *options, "--", *own], check=True)
-        found: list[dict[str, Any]] = json.loads(result.read_text())
-        return found
 
 
 def run_rank(kind: str, *given: Any) -> None:
     """What a rank on an emulated host does."""
-    (sweep_rank if kind == "sweep" else join_and_run)(*given)
-
-
-def join_and_run(seconds: float, turns: int, result: str) -> None:
-    dist.init_process_group("gloo")
-    found = as_rank(seconds, turns)
-    if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    (sweep_rank if kind == "sweep" else partial(join_and_run, as_rank))(*given)
 
 
 HEADER = ("ranks", "case", "chosen", "ms", "fastest of", "ms", "regret", "torch ms", "dshard / torch", "quartiles")
@@ -215,11 +158,9 @@ def main() -> None:
             write_section("matmul-sweep", text)
         return
     found: dict[str, list[dict[str, Any]]] = {}
-    for setting in SETTINGS if options.only is None else [SETTINGS[options.only]]:
-        result = run_setting(setting, options.netlab)
-        if result is None:
-            print(f"{setting.name}: left out, as it needs --netlab", file=sys.stderr)
-        else:
+    for setting in left_to_run(SETTINGS, options.only, {}):
+        result = run_setting(setting, options.netlab, as_rank, __file__)
+        if result is not None:
             found[setting.name] = result
     table = [cells(name, row) for name, rows in found.items() for row in rows]
     lines = [summary(name, rows) for name, rows in found.items()]

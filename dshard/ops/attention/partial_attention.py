@@ -68,6 +68,8 @@ class PartialAttention(ComposedExecutable):
             local = out.to(self.dtype)
             return wrap(local, self._spec(self.shape, self.dtype)), wrap(lse, self._spec(self.shape[:-1], lse.dtype))
         layout, n = _in_front(self.computed, self.axes), prod(mesh.shape[axis] for axis in self.axes)
+        parts: Any
+        told: Any
         parts, told = (
             wrap(x.unsqueeze(0), _spec(layout, (n, *shape), x.dtype, q))
             for x, shape in ((out, self.shape), (lse, self.shape[:-1]))
@@ -79,8 +81,7 @@ class PartialAttention(ComposedExecutable):
         weights = (told - most.clamp_min(torch.finfo(told.dtype).min)).exp()  # none where a row sees no key anywhere
         total = redistribute(weights.sum(0, keepdim=True), complete)
         shares = weights / total.clamp_min(1.0)  # of the most one is exactly 1, unless all are 0
-        weighted: Any = parts * shares.unsqueeze(-1)
-        merged = redistribute(weighted.sum(0), self.end).to(self.dtype)
+        merged = redistribute((parts * shares.unsqueeze(-1)).sum(0), self.end).to(self.dtype)
         return merged, (most + total.log()).squeeze(0)
 
     def backward(self, grad: Any, tensors: Sequence[Any], needed: Sequence[bool]) -> list[Any]:
