@@ -19,7 +19,7 @@ Prices grow with the bytes, and are never below the bytes that must pass a cut o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -37,10 +37,12 @@ def collective_seconds(
     topology: Topology,
     *,
     peers: int | None = None,
+    along: Sequence[float] = (),
 ) -> float:
     """Seconds of a collective along `axes`, all groups active, in which the busiest rank receives `nbytes`.
 
-    `peers` is the number of ranks from which a rank receives, where that is not all of its group.
+    `peers` is the number of ranks from which a rank receives, where that is not all of its group; `along` the bytes of
+    an exchange that come from elsewhere on each axis, where that is known.
     """
     axes = tuple(axes)
     n = prod(mesh.shape[mesh.axis(axis)] for axis in axes)
@@ -56,6 +58,9 @@ def collective_seconds(
             ring = messages_seconds(nbytes, 2 * (n - 1), link)
             tree = topology.backend == "nccl" and not link.measured
             return min(ring, tree_all_reduce_seconds(nbytes, n, link)) if tree else ring
+        case "exchange" if along:
+            messages = n - 1 if peers is None else min(n - 1, peers)
+            return messages * link.latency + _crossing_seconds(nbytes, along, mesh, axes, topology)
         case "all_to_all" | "exchange":
             return messages_seconds(nbytes, n - 1 if peers is None else min(n - 1, peers), link)
         case "broadcast" if topology.backend == "gloo":  # a binomial tree, whose root sends all bytes log n times
@@ -101,6 +106,21 @@ def _exchanged_reduce_scatter_seconds(
     terms = nbytes / (n - 1)
     exchange_seconds = messages_seconds(nbytes, n - 1, topology.link(mesh, axes, "all_to_all"))
     return exchange_seconds + work_seconds(0.0, (n + 1) * terms, topology)
+
+
+def _crossing_seconds(
+    nbytes: float, along: Sequence[float], mesh: Mesh, axes: tuple[str, ...], topology: Topology
+) -> float:
+    """Seconds for the bytes of an exchange, each over the slowest of the axes that it crosses.
+
+    Bytes that cross one axis are not counted again on a faster one: what stays within a host does not load its link.
+    """
+    links = [topology.link(mesh, (axis,), "exchange") for axis in axes]
+    slowest_first = sorted(zip(links, along, strict=True), key=lambda pair: -pair[0].seconds(nbytes))
+    seconds, left = 0.0, nbytes
+    for link, crossing in slowest_first:
+        seconds, left = seconds + link.seconds(min(left, crossing)), left - min(left, crossing)
+    return seconds + slowest_first[-1][0].seconds(left)
 
 
 def _log2(n: int) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
+from operator import mul
 from typing import NamedTuple, TypeAlias
 
 from dshard.caches import cached
@@ -112,13 +113,15 @@ class Load(NamedTuple):
 
     Elements are copied where regions are not contiguous in memory. A ring takes n - 1 messages, an all_reduce two. An
     exchange may leave ranks idle: `average` is what a rank receives on average, None where that is not known to be
-    less.
+    less. Of an exchange along several axes, `along` has for each the elements that come from elsewhere on that axis,
+    the most of a rank and the average; it is empty where they are not counted.
     """
 
     received: int
     copied: int
     messages: int
     average: int | None = None
+    along: tuple[tuple[int, int], ...] = ()
 
 
 def all_gather_load(here: State, dim: int, n: int) -> Load:
@@ -168,11 +171,24 @@ def exchange_load(here: State, there: State, axes: Sequence[int], *, exact: bool
     copied = 2 * there.numel if here.axes[1:] != there.axes[1:] and n > 1 else 0
     messages = min(n - 1, _senders(here, there))
     if exact:
-        received, average = _exchanged(here, there, axes)
-        return Load(received, copied, messages, average)
-    kept = 0 if apart(here, there) else prod(map(min, here.local, there.local))
+        received, average, along = _exchanged(here, there, axes)
+        return Load(received, copied, messages, average, along)
+    kept = [min(have, want) for have, want in zip(here.local, there.local, strict=True)]
+    received = there.numel - (0 if apart(here, there) else prod(kept))
+    if n > COUNTED:
+        return Load(received, copied, messages)
     needed = prod(here.shape) // prod([here.sizes[axis] for split in there.axes for axis in split])
-    return Load(there.numel - kept, copied, messages, max(0, needed - kept) if n <= _COUNTED else None)
+    held = [_held_beside(here, there, axes, axis) for axis in axes] if len(axes) > 1 else []
+    crossing = tuple([(max(0, there.numel - most), max(0, needed - most)) for most in held])
+    return Load(received, copied, messages, max(0, needed - prod(kept)), crossing)
+
+
+def _held_beside(here: State, there: State, axes: Sequence[int], axis: int) -> int:
+    """The most elements that a rank needs and the ranks hold, together, that are at its place on this one of `axes`."""
+    most = 1
+    for held, needed, split in zip(here.local, there.local, here.axes, strict=True):
+        most *= min(needed, held * prod([here.sizes[other] for other in split if other in axes and other != axis]))
+    return most
 
 
 def reduce_exchange_load(there: State, n: int) -> Load:
@@ -190,49 +206,94 @@ def _senders(here: State, there: State) -> int:
     return senders
 
 
-_COUNTED = 16
+COUNTED = 16
 """The most ranks of an exchange of which each is counted: of more, few are idle."""
 
 
-def _exchanged(here: State, there: State, axes: Sequence[int]) -> tuple[int, int | None]:
-    """The most elements that a rank receives in an exchange, and the average of its ranks.
+def _exchanged(here: State, there: State, axes: Sequence[int]) -> tuple[int, int | None, tuple[tuple[int, int], ...]]:
+    """The most elements that a rank receives in an exchange, the average of its ranks, and both along each axis.
 
-    Of many ranks only those at corners of the mesh are counted, where the most is, and there is no average.
-    Sizes needed and held of a dim are looked up by the axes that shard it. Of a dim that all ranks shard evenly, in
-    nested chunks, each rank needs and holds as much.
+    Of many ranks only those at corners of the mesh are counted, where the most is, and there is no average. A rank
+    keeps what it holds of what it needs; along an axis it receives what no rank at its own place there holds.
     """
-    sizes, fixed, fixed_kept = here.sizes, 1, 1
-    counts_all = prod([sizes[axis] for axis in axes]) <= _COUNTED
+    sizes = here.sizes
+    counts_all = prod([sizes[axis] for axis in axes]) <= COUNTED
+    free = [set(axes) - {axis} for axis in axes] if counts_all and len(axes) > 1 else []
     places = [
         (set(range(n)) if counts_all else {0, n // 2, n - 1}) if axis in axes else {0} for axis, n in enumerate(sizes)
     ]
-    tables: list[tuple[tuple[int, ...], dict[Coordinate, tuple[int, int]]]] = []
+    fixed, tables = _needed_and_held(here, there, [set(), *free], places)
+    varying = {i for split, _ in tables for i in split}
+    received: list[list[int]] = []
+    for corner in product(*(places[i] if i in varying else (0,) for i in range(len(sizes)))):
+        counts = list(fixed)
+        for split, table in tables:
+            counts = list(map(mul, counts, table[tuple([corner[i] for i in split])]))
+        received.append([counts[0] - kept for kept in counts[1:]])
+    totals = [(max(each), -(-sum(each) // len(each))) for each in zip(*received, strict=True)]
+    return totals[0][0], totals[0][1] if counts_all else None, tuple(totals[1:])
+
+
+Table: TypeAlias = dict[Coordinate, tuple[int, ...]]
+
+
+def _needed_and_held(
+    here: State, there: State, free: Sequence[set[int]], places: Sequence[set[int]]
+) -> tuple[list[int], list[tuple[tuple[int, ...], Table]]]:
+    """What ranks need, and how much of it is held, for each set of free axes, by all ranks that differ only there.
+
+    A product over the dims: first the factor that is the same for all ranks, then a table for each other dim, by the
+    axes that shard it. Of a dim that is sharded evenly, in nested chunks, each rank needs and holds as much.
+    """
+    sizes, fixed = here.sizes, [1] * (1 + len(free))
+    tables: list[tuple[tuple[int, ...], Table]] = []
     for size, have_axes, want_axes in zip(here.shape, here.axes, there.axes, strict=True):
         longer = max(have_axes, want_axes, key=len)
         parts = prod([sizes[i] for i in longer])
         if size % parts == 0 and (longer[: len(have_axes)], longer[: len(want_axes)]) == (have_axes, want_axes):
-            fixed *= size // prod([sizes[i] for i in want_axes])
-            fixed_kept *= size // parts
+            inner = have_axes[len(want_axes) :]  # whose other chunks lie in what is needed, too
+            held = [size // parts * prod([sizes[i] for i in inner if i in axes]) for axes in free]
+            fixed = list(map(mul, fixed, [size // prod([sizes[i] for i in want_axes]), *held]))
             continue
         split = tuple(sorted({*have_axes, *want_axes}))
-        table: dict[Coordinate, tuple[int, int]] = {}
-        for picked in product(*(places[i] for i in split)):
-            at = dict(zip(split, picked, strict=True))
-            have, want = (nested_chunk(size, order, sizes, at) for order in (have_axes, want_axes))
-            both = min(have.stop, want.stop) - max(have.start, want.start)
-            table[picked] = len(want), max(0, both)
-        tables.append((split, table))
-    if not tables:
-        return fixed - fixed_kept, None
-    varying = {i for split, _ in tables for i in split}
-    received: list[int] = []
-    for corner in product(*(places[i] if i in varying else (0,) for i in range(len(sizes)))):
-        needed, kept = fixed, fixed_kept
-        for split, table in tables:
-            want_size, both = table[tuple([corner[i] for i in split])]
-            needed, kept = needed * want_size, kept * both
-        received.append(needed - kept)
-    return max(received), -(-sum(received) // len(received)) if counts_all else None
+        tables.append((split, _table(size, split, (have_axes, want_axes), sizes, free, places)))
+    return fixed, tables
+
+
+def _table(
+    size: int,
+    split: tuple[int, ...],
+    orders: tuple[tuple[int, ...], tuple[int, ...]],
+    sizes: tuple[int, ...],
+    free: Sequence[set[int]],
+    places: Sequence[set[int]],
+) -> Table:
+    """Of one dim, what ranks need and how much of that is held, by their places on the axes of `split`."""
+    have_axes, want_axes = orders
+
+    def chunk_at(order: tuple[int, ...], at: dict[int, int]) -> range:
+        return nested_chunk(size, order, sizes, at)
+
+    chunks = {at: chunk_at(have_axes, dict(zip(have_axes, at, strict=True))) for at in _places_on(have_axes, places)}
+    table: Table = {}
+    for picked in _places_on(split, places):
+        at = dict(zip(split, picked, strict=True))
+        want = chunk_at(want_axes, at)
+        held = []
+        for axes in free:
+            options = [places[i] if i in axes else (at[i],) for i in have_axes]
+            held.append(sum([_both(chunks[each], want) for each in product(*options)]))
+        table[picked] = (len(want), *held)
+    return table
+
+
+def _places_on(axes: Sequence[int], places: Sequence[set[int]]) -> Iterator[Coordinate]:
+    return product(*[places[i] for i in axes])
+
+
+def _both(a: range, b: range) -> int:
+    """The number of indices that two chunks share."""
+    return max(0, min(a.stop, b.stop) - max(a.start, b.start))
 
 
 # -- relations of two states

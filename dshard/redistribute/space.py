@@ -11,6 +11,7 @@ from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
 from dshard.redistribute.axis_roles import links_of, roles
 from dshard.redistribute.layout_state import (
+    COUNTED,
     Axes,
     Begins,
     Load,
@@ -297,8 +298,10 @@ class Space:
         if nests(zip(state.axes, target.axes, strict=True)):
             n = prod([self.sizes[axis] for axis in changed(state, target)])
             return Move(target, Slice, self.seconds(Slice, (), slice_load(target, n)))
-        axes, exact = reordered(state, target), state.even and target.even
+        axes = reordered(state, target)
         # where all is even, one rank that holds nothing lacks most, or all lack as much
+        many = prod([self.sizes[axis] for axis in axes]) > COUNTED
+        exact = state.even and target.even and (many or len(axes) == 1)
         seconds = self.seconds(Exchange, axes, exchange_load(state, target, axes, exact=False))
         return Move(target, Exchange, seconds if exact else seconds * (1 - 1e-12), exact)
 

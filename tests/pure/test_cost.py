@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil, prod
 
 import pytest
 from helpers.layout_steps import copied, steps_from, steps_straight
 from helpers.topologies import cases
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dshard.cost import (
@@ -20,12 +20,13 @@ from dshard.cost import (
     tree_all_reduce_seconds,
     work_seconds,
 )
-from dshard.layout import parse_layout
-from dshard.mesh import Mesh
+from dshard.layout import Layout, Shape, parse_layout
+from dshard.mesh import Coordinate, Mesh
 from dshard.placements import Partial
 from dshard.redistribute import AllGather, AllReduce, Exchange, ReduceScatter, plan, sizes_received
 from dshard.redistribute.layout_state import exchange_load, state_of
 from dshard.redistribute.price import load_of, step_seconds
+from dshard.redistribute.step import axes_of, messages, numel
 from dshard.testing import Redistribution, redistributions
 from dshard.topology import BYTES, COLLECTIVES, FLAT_CPU, FLAT_CUDA, Collective, Layer, Link, Measured, Topology
 
@@ -115,21 +116,85 @@ def test_the_busiest_rank_receives_what_the_closed_form_says(case: Redistributio
         assert found.copied == copied(step, src, shape)
 
 
+GRID = Mesh((2, 2), ("a", "b"))
+
+
 @given(redistributions())
-def test_the_average_of_an_exchange_is_that_of_its_ranks(case: Redistribution) -> None:
+@example((parse_layout("a:S(0) b:S(0)", GRID), parse_layout("a:S(1) b:R", GRID), (5, 6)))
+@example((parse_layout("a:S(0) b:S(1)", GRID), parse_layout("a:S(1) b:S(0)", GRID), (6, 5)))
+def test_an_exchange_is_counted_by_the_axes_that_it_crosses(case: Redistribution) -> None:
+    """What a rank receives in all, and from elsewhere on each axis: the most, and the average; bounds are below."""
     src, dst, shape = case
     for step in steps_straight(src, dst):
-        average = load_of(step, src, shape).average
-        if not isinstance(step, Exchange) or average is None:
+        found = load_of(step, src, shape)
+        if not isinstance(step, Exchange) or found.average is None:
             continue
-        within = [axis in step.axes for axis in src.mesh.names]
-        first = [at for at in src.mesh.coordinates() if all(i == 0 or w for i, w in zip(at, within, strict=True))]
-        assert average == ceil(sum(sum(sizes_received(step, src, shape, at)) for at in first) / len(first))
-        lowest = exchange_load(
-            state_of(src, shape), state_of(step.dst, shape), list(map(src.mesh.axis, step.axes)), exact=False
-        )
+        places = [
+            at for at in src.mesh.coordinates() if not any(i for i, name in zip_names(at, src) if name not in step.axes)
+        ]
+        crossing = {axis: [received_across(step, src, shape, at, [axis]) for at in places] for axis in step.axes}
+        totals = [received_across(step, src, shape, at, step.axes) for at in places]
+        assert found.average == ceil(sum(totals) / len(places))
+        if len(step.axes) > 1:
+            assert found.along == tuple((max(each), ceil(sum(each) / len(each))) for each in crossing.values())
+        here, there = state_of(src, shape), state_of(step.dst, shape)
+        lowest = exchange_load(here, there, list(map(src.mesh.axis, step.axes)), exact=False)
         assert lowest.average is not None
-        assert lowest.average <= average
+        assert lowest.average <= found.average
+        assert all(
+            low <= high for pair in zip(lowest.along, found.along, strict=True) for low, high in zip(*pair, strict=True)
+        )
+
+
+def zip_names(at: Coordinate, layout: Layout) -> Iterator[tuple[int, str]]:
+    return zip(at, layout.mesh.names, strict=True)
+
+
+def received_across(step: Exchange, src: Layout, shape: Shape, at: Coordinate, axes: Sequence[str]) -> int:
+    """The elements that a rank receives from peers that are elsewhere on some of these axes."""
+    moved = messages(step, src, shape, at)
+    assert moved is not None
+    across = [src.mesh.axis(axis) for axis in axes]
+    peers = src.mesh.peers(step.axes, at)
+    return sum(
+        numel(part) for peer, part in zip(peers, moved.recv, strict=True) if any(peer[i] != at[i] for i in across)
+    )
+
+
+@given(redistributions(), st.data())
+def test_no_exchange_is_priced_below_what_enters_a_host(case: Redistribution, data: st.DataObject) -> None:
+    """Hosts are slices of the mesh along its first axes, and ranks of one host do not load its link."""
+    src, dst, shape = case
+    cut = data.draw(st.integers(1, src.mesh.ndim))
+    hosts, ranks = prod(src.mesh.shape[:cut]), prod(src.mesh.shape[cut:])
+    layers = (Layer("host", hosts, 1.0), Layer("rank", ranks, 1e6))
+    topology = replace(BYTES, layers=layers)
+    src, dst = (in_order(layout) for layout in (src, dst))
+    for step in steps_straight(src, dst):
+        outer = [axis for axis in axes_of(step) if src.mesh.axis(axis) < cut]
+        if not isinstance(step, Exchange) or not outer:
+            continue
+        entering = Counter[Coordinate]()
+        for at in src.mesh.coordinates():
+            entering[at[:cut]] += received_across(step, src, shape, at, outer)
+        assert step_seconds(step, src, shape, 1, topology) >= max(entering.values()) * (1 - 1e-9)
+
+
+def in_order(layout: Layout) -> Layout:
+    """The layout on ranks 0, 1, 2, ..."""
+    return replace(layout, mesh=replace(layout.mesh, ranks=()))
+
+
+def test_bytes_that_stay_in_a_host_do_not_load_its_link() -> None:
+    """Columns for rows, nested: each rank gets half of its columns from the other host, and half of these at home."""
+    mesh = Mesh((2, 2), ("host", "rank"))
+    src, dst = (parse_layout(text, mesh) for text in ("host:S(0) rank:S(1)", "host:S(1) rank:S(1)"))
+    layers = (Layer("host", 2, 1e6), Layer("rank", 2, 1e12))
+    topology = replace(BYTES, layers=layers, backend="nccl")
+    step, quarter = Exchange(("host", "rank"), dst), 64 * 64 // 4
+
+    assert load_of(step, src, (64, 64)).received == quarter
+    assert step_seconds(step, src, (64, 64), 4, topology) == pytest.approx(2 * 4 * quarter / 2 / 1e6, rel=1e-3)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
