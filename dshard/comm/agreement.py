@@ -167,7 +167,7 @@ def share(x: Tensor | None, source: int, group: Group, device: torch.device) -> 
     """Broadcast the number `x` of rank `source` to all ranks of the group, as a float64 tensor without dims."""
     number = torch.zeros(1, dtype=torch.float64, device=device)
     if x is not None:
-        number.fill_(x.detach().item())
+        number.copy_(x.detach())  # on the device: the host waits for no number
     return transport.broadcast(number, group.ranks.index(source), group).squeeze(0)
 
 

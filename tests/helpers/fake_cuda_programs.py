@@ -30,7 +30,6 @@ import dshard
 from dshard import Partial, Replicate, Shard, init_device_mesh, parallelize
 from dshard.comm import DeviceMesh
 from dshard.parallel.strategies import STRATEGIES
-from dshard.pipeline import Pipeline, Stage
 from helpers.fake_cuda_world import fake_cuda_world
 from helpers.transformer_blocks import GPT, TOKENS, WIDTH, Llama
 from helpers.vision_transformer import Vision
@@ -142,19 +141,6 @@ def other_meshes() -> Step:
     return step
 
 
-def pipeline() -> Step:
-    """The first of two stages: it sends activations, and receives their gradients."""
-    with unset_fake_temporarily():
-        meshes = [DeviceMesh("cuda", ranks, mesh_dim_names=("x",)) for ranks in ([0, 1, 2, 3], [4, 5, 6, 7])]
-    with torch.device("cuda"):
-        module, x = nn.Sequential(nn.Linear(6, 6), nn.GELU()), torch.zeros(12, 6)
-    dshard.distribute_module(module, meshes[0])
-    placements = {"x": [Shard(0)]}
-    stages = [Stage(module, meshes[0], placements=placements), Stage(None, meshes[1], placements=placements)]
-    pipe = Pipeline(stages, n_microbatches=3, schedule="1f1b", loss=F.mse_loss)
-    return lambda: pipe.step(x, x)
-
-
 def programs() -> Iterator[tuple[str, Callable[[], Step]]]:
     """The programs by name."""
     for model in MODELS:
@@ -162,7 +148,7 @@ def programs() -> Iterator[tuple[str, Callable[[], Step]]]:
             if (model, strategy) == ("vit", "context"):
                 continue  # the strategy is refused: patches are no sequence of the input
             yield f"{model} under {strategy}", partial(training, model, strategy)
-    for program in (redistributions, random_numbers, other_meshes, pipeline):
+    for program in (redistributions, random_numbers, other_meshes):
         yield program.__name__, program
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import Store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +24,7 @@ from dshard.comm.workspace import WORKSPACE
 from dshard.testing.host_sync import _reason
 
 RANKS = 4
+OBJECTS = ("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list")
 
 
 @dataclass
@@ -69,10 +73,11 @@ class FakeCuda(FakeTensorMode):
 
 
 @contextmanager
-def fake_cuda_world(rank: int = 0, ranks: int = RANKS) -> Iterator[FakeCuda]:
+def fake_cuda_world(rank: int = 0, ranks: int = RANKS, store: Store | None = None) -> Iterator[FakeCuda]:
     """One of several ranks on CUDA whose collectives, those of NCCL, send nothing, and where tensors have no numbers.
 
     Fake tensors are taken for those of a program that runs, not for those of torch.compile, which traces with them.
+    With a store that all ranks share, each a process, objects are sent over gloo; else the other ranks do not exist.
     """
     without_data = replace(backends.NCCL, name="fake", carries_data=False)
     with ExitStack() as stack:
@@ -81,7 +86,22 @@ def fake_cuda_world(rank: int = 0, ranks: int = RANKS) -> Iterator[FakeCuda]:
         stack.enter_context(patch.dict(streams._CURRENT, clear=True))
         for name, value in {"current_device": 0, "is_available": True, "device_count": 1, "set_device": None}.items():
             stack.enter_context(patch.object(torch.cuda, name, lambda *args, _value=value: _value))
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)  # type: ignore[no-untyped-call]
+        backend = "fake" if store is None else "cpu:gloo,cuda:fake"
+        store = store or FakeStore()  # type: ignore[no-untyped-call]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
         stack.callback(dist.destroy_process_group)
         stack.callback(WORKSPACE.clear)  # of tensors that no other FakeTensorMode takes
+        for name in OBJECTS:
+            stack.enter_context(patch.object(dist, name, _without_fakes(getattr(dist, name))))
         yield stack.enter_context(FakeCuda())
+
+
+def _without_fakes(send: Callable[..., object]) -> Callable[..., object]:
+    """A function that sends objects, in tensors with numbers on the CPU."""
+
+    @wraps(send)
+    def sent(*args: Any, **kwargs: Any) -> object:
+        with unset_fake_temporarily():
+            return send(*args, **kwargs)
+
+    return sent

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,16 @@ def test_warm_programs_make_no_cpu_tensor_and_the_host_waits_for_nothing() -> No
 
     assert {name: wrong for name, wrong in told.items() if wrong} == {}
     assert sum(" under " in name for name in told) > 20
+
+
+def test_checkpoints_and_all_stages_of_pipelines_keep_to_the_device(tmp_path: Path) -> None:
+    """Four ranks: saved on one mesh and loaded on another; every stage of a step, whose loss all ranks get."""
+    with ThreadPoolExecutor(4) as threads:
+        every = list(threads.map(lambda rank: told_by("fake_cuda_ranks", str(rank), str(tmp_path)), range(4)))
+
+    for told in every:
+        assert {name: wrong for name, wrong in told.items() if wrong} == {}
+        assert len(told) > 2
 
 
 def test_a_wait_a_cpu_tensor_and_a_mixed_device_are_noticed() -> None:
