@@ -110,15 +110,15 @@ class Statistic:
     finish: Callable[[Tensor], Tensor]
 
 
-def reduced_statistic(of: Callable[[Call], Statistic]) -> Alternative:
+def reduced_statistic(of: Callable[[Call], Statistic | None]) -> Alternative:
     """An operator of one output, along the dims that its rule does not shard, by one reduction of a statistic.
 
-    Not in half precision, in which the statistic of each part would be rounded.
+    Not where `of` gives None, nor in half precision, in which the statistic of each part would be rounded.
     """
     return Alternative("small reductions", partial(_plan_statistic, of))
 
 
-def _plan_statistic(of: Callable[[Call], Statistic], call: Call, rule: Rule) -> AlternativePlan | None:
+def _plan_statistic(of: Callable[[Call], Statistic | None], call: Call, rule: Rule) -> AlternativePlan | None:
     layouts = [completed_layout(spec.layout) for spec in call.specs]
     mesh, (out,) = layouts[0].mesh, call.outs
     order: Order = {}
@@ -127,10 +127,10 @@ def _plan_statistic(of: Callable[[Call], Statistic], call: Call, rule: Rule) -> 
             order[factor] = axes
     whole = [factor for factor in order if factor in rule.unsharded]
     axes = tuple(axis for factor in whole for axis in order[factor] if mesh.shape[axis] > 1)
-    if not axes or any(0 in shape for shape in call.shapes) or out.dtype in HALF:
+    statistic = of(call)
+    if statistic is None or not axes or any(0 in shape for shape in call.shapes) or out.dtype in HALF:
         return None
     inputs, (result,) = sharded_anyway(rule, order, mesh)
-    statistic = of(call)
     spec = spec_of(result, tuple(out.shape), out.stride(), out.dtype, call.specs[0].device)
     parts = spec.with_layout(partial_along(result, axes, statistic.reduce))
 

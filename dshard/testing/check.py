@@ -20,6 +20,7 @@ from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor
+from dshard.testing.alternative_runs import check_alternatives
 from dshard.testing.choices import Choice, has_gradient, layouts_of, sampled
 from dshard.testing.operator_calls import recorded, resolve
 from dshard.testing.rule_rows import Same, check_rows
@@ -47,8 +48,9 @@ def check_rule(
     arguments. Take sizes that the mesh does not divide, and float64 where gradients count.
 
     On each mesh, simulated in this process:
-    - every strategy that the rule allows is run on local tensors, whether or not it would ever be the cheapest; so are
-      those of the operators that a function calls, and of their backward passes;
+    - every strategy that the rule allows is run on local tensors, whether or not it would ever be the cheapest, and so
+      is every alternative to the rule; so are those of the operators that a function calls, and of their backward
+      passes;
     - the whole operator is run on operands in `placements` (all that exist: each dim sharded, replicated, for floats a
       partial sum), in every combination or, beyond `limit`, in a sample that is the same each time; values and
       gradients are compared.
@@ -71,6 +73,8 @@ def check_rule(
             for func, args, kwargs in calls:
                 check_rows(func, args, kwargs, mesh, same)
             with simulated(mesh):
+                for func, args, kwargs in calls:
+                    check_alternatives(func, args, kwargs, mesh, same)
                 for i, layouts in enumerate(sampled(call.choices(mesh, placements), limit)):
                     call.compare(layouts, expected, i, same)
 

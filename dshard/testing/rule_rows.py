@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from typing import TypeAlias
 
@@ -43,29 +44,23 @@ def check_rows(func: OpOverload, args: Args, kwargs: Kwargs, mesh: Mesh, same: S
     if op is None or facts.is_composed(args) or is_random(func) or not tensors:
         return
     given = (args, kwargs)
-    expected = _run(func, given, [x.clone() for x in tensors])
+    expected = run_on(func, given, [x.clone() for x in tensors])
     call, _ = call_of(func, mesh, args, kwargs)
     rule = op.rule(call)
     for strategy in every_strategy(rule, call, mesh):
-        _check(op, rule, call, strategy, given, expected, same)
+        with blaming(f"the rule '{rule}' of {func}", mesh, strategy):
+            for value, expected_value in zip(run_strategy(op, call, strategy, given), expected, strict=True):
+                same(value, expected_value)
 
 
-def _check(
-    op: Operator,
-    rule: Rule,
-    call: Call,
-    strategy: Strategy,
-    given: tuple[object, object],
-    expected: Sequence[Tensor],
-    same: Same,
-) -> None:
+@contextmanager
+def blaming(what: str, mesh: Mesh, strategy: Strategy) -> Iterator[None]:
+    """Raise what goes wrong in the block as a RuleError about `what`, on this mesh, in the layouts of a strategy."""
     try:
-        for value, expected_value in zip(run_strategy(op, call, strategy, given), expected, strict=True):
-            same(value, expected_value)
+        yield
     except Exception as error:
-        what = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
-        where = f"on the mesh ({strategy.inputs[0].mesh}), in the layouts\n  {strategy}"
-        raise RuleError(f"the rule '{rule}' of {call.func} is wrong {where}\n{what}") from error
+        told = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
+        raise RuleError(f"{what} is wrong on the mesh ({mesh}), in the layouts\n  {strategy}\n{told}") from error
 
 
 def run_strategy(op: Operator, call: Call, strategy: Strategy, given: tuple[object, object]) -> list[Tensor]:
@@ -75,7 +70,7 @@ def run_strategy(op: Operator, call: Call, strategy: Strategy, given: tuple[obje
     outputs: list[Parts] = [{} for _ in call.outs]
     for at in strategy.inputs[0].mesh.coordinates():
         local_op = call.func if op.kernel is None else op.kernel(call, strategy, at)
-        local_outputs = _run(local_op, given, [part(at) for part in operands])
+        local_outputs = run_on(local_op, given, [part(at) for part in operands])
         for output, local in zip(outputs, local_outputs, strict=True):
             output[at] = local
     return [
@@ -117,7 +112,8 @@ def _suggestive_placements(rule: Rule, operand: int, ndim: int) -> list[Placemen
     return [*map(Shard, range(ndim)), *map(Partial, sorted(ops))]
 
 
-def _run(func: Function, given: tuple[object, object], tensors: Sequence[Tensor]) -> list[Tensor]:
+def run_on(func: Function, given: tuple[object, object], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that `func` gives of these arguments, with `tensors` in place of the tensors among them."""
     rest = iter(tensors)
     args, kwargs = replace_tensors(given, lambda _: next(rest))
     return tensors_in(func(*args, **kwargs))

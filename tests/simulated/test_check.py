@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard import Layout, Mesh, NotationError, Replicate, Shard, register_rule
+from dshard.caches import clear_caches
+from dshard.ops import distances
+from dshard.ops.small_reductions import Statistic, reduced_statistic
 from dshard.testing import RuleError, check_call, check_rule, distribute, simulated, whole
 
 
@@ -156,6 +160,17 @@ def test_a_wrong_row_is_found_though_it_is_never_the_cheapest() -> None:
     check_call("checked::scaled", MATRICES, [replicated, replicated])
     with pytest.raises(RuleError, match="is wrong on the mesh"):
         check_rule("checked::scaled", MATRICES, placements=[Replicate()])
+
+
+def test_a_wrong_alternative_is_found_though_it_is_never_the_cheapest(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "aten::_cdist_forward"
+    wrong = reduced_statistic(lambda call: Statistic(call.func, "max", torch.clone))
+    clear_caches()
+    monkeypatch.setitem(distances.RULES, name, replace(distances.RULES[name], alternatives=(wrong,)))
+
+    with pytest.raises(RuleError, match=r"^the alternative 'small reductions' to the rule of aten._cdist_forward"):
+        check_rule(torch.cdist, (MATRICES[0], MATRICES[0] + 1), gradients=False, mesh_shapes=[(2,)])
+    clear_caches()
 
 
 def test_an_error_of_the_distributed_call_is_reported() -> None:
