@@ -14,6 +14,7 @@ from dshard.core.observe import CallRecord, OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.registry import known
+from dshard.ops.composite import run_recorded
 from dshard.placements import Partial
 from dshard.torch_private import OpOverload
 
@@ -105,3 +106,11 @@ def is_local(record: CallRecord) -> bool:
     layouts = [layout for plan in executable.plans for layout in (plan.src, plan.dst)]
     layouts += [spec.layout for spec in executable.specs]
     return not any(isinstance(p, Partial) and p.reduce_op != "sum" for layout in layouts for p in layout.placements)
+
+
+def is_local_composite(record: CallRecord) -> bool:
+    """Whether a call is a composite operator that autograd recorded on the local tensors, and that sends nothing."""
+    executable, run = record.executable, getattr(record.call, "func", None)
+    if run is not run_recorded or type(executable) is not Executable or executable.compared:
+        return False
+    return not any(plan.steps for plan in (*executable.plans, *executable.decision.ends))

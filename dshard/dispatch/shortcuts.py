@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dshard.autograd.crossing import tracked_local, wrap_tracked
-from dshard.comm import LocalTensor
+from dshard.comm import LocalTensor, own_coordinate
 from dshard.core.call import views_first
 from dshard.core.executable import Executable
 from dshard.core.moves import tensors_in
@@ -29,12 +29,14 @@ from dshard.dispatch.logged_call import (
     is_first,
     is_itself,
     is_local,
+    is_local_composite,
     is_uneven,
     sends,
 )
 from dshard.dispatch.registry import known
 from dshard.dispatch.view_shortcuts import view_shortcut
 from dshard.layout import Layout, interned
+from dshard.ops.mean_loss import mean_cross_entropy
 from dshard.torch_private import make_wrapper_subclass as make
 
 _ATEN = torch.ops.aten
@@ -46,6 +48,10 @@ BY_KIND: set[object] = set()
 
 _BY_ROWS = frozenset({torch.rms_norm, torch.nn.functional.rms_norm})
 """Functions of several operators that, where nothing is sent, are the same function of the local tensors."""
+
+
+OWN: dict[object, Any] = {torch.nn.functional.cross_entropy: mean_cross_entropy}
+"""Functions that may send something and have a form of their own for warm calls, made of a call and its result."""
 
 
 class Operand(NamedTuple):
@@ -92,6 +98,10 @@ def shortcut_of(
     `recorded` says whether autograd records an operand. Where the cache key lacks the values of numbers the shortcut
     can only call `func` itself.
     """
+    if recorded and func in OWN and not any(getattr(each.executable, "compared", False) for each in records):
+        own: Shortcut | None = OWN[func](func, args, kwargs, out)
+        if own is not None:
+            return own
     if not all(isinstance(each.executable, Executable) and each.executable.specs for each in records):
         return None  # some operators run as others, or have specs that only their results tell
     if type(out._local_tensor) is LocalTensor:
@@ -143,7 +153,9 @@ def _recorded_shortcut(
         operands = _operands_of(args, kwargs, records)
         return None if operands is None else _recorded([Step(func, None, {}, operands, first=False)], out._spec)
     if is_uneven(records, out) or not all(map(is_local, records)):
-        return _run_again(args, kwargs, records[0], out) if is_alone and func not in BY_KIND else None
+        if not is_alone or func in BY_KIND:
+            return None
+        return _composite(args, kwargs, records[0], out) or _run_again(args, kwargs, records[0], out)
     if out._is_view():
         return None if func in BY_KIND else view_shortcut(func, args, kwargs, out, records)
     steps = _itself(func, args, kwargs, records[0]) if is_alone else None
@@ -207,6 +219,21 @@ def _steps(args: Args, kwargs: Kwargs, records: Sequence[CallRecord], out: Wrapp
         template = [None if isinstance(x, Tensor) else x for x in record.args]
         steps.append(Step(record.executable.operator, template, record.kwargs, operands, first))
     return steps if values.get(id(out)) == len(records) - 1 else None
+
+
+def _composite(args: Args, kwargs: Kwargs, record: CallRecord, out: Wrapper) -> Shortcut | None:
+    """The local operator of a composite operator that sends nothing, as one step on arguments of the call, or None."""
+    executable, places = record.executable, {id(x): place for place, x in distributed_operands(args, kwargs)}
+    if not is_local_composite(record) or out is not record.result or is_uneven([record], out):
+        return None
+    if not all(id(x) in places for x in record.args):
+        return None
+    pairs: Any = zip(record.args, executable.gradients, strict=True)
+    operands = [_operand(k, places[id(x)], x, gradient) for k, (x, gradient) in enumerate(pairs)]
+    operator = executable.local_op(own_coordinate(executable.mesh))
+    shortcut: Any = _recorded([Step(operator, [None] * len(operands), {}, operands, first=False)], out._spec)
+    shortcut.repeats = True  # the first call was recorded on the local tensors, too
+    return shortcut  # type: ignore[no-any-return]
 
 
 # -- the functions that warm calls run
