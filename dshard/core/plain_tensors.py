@@ -11,18 +11,29 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import local
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakValueDictionary
 from zlib import crc32
 
+import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from dshard.comm import LocalTensor, checksum, compare_calls, comparing, gather_rows, simulated_ranks, traced
+from dshard.comm import (
+    LocalTensor,
+    checksum,
+    compare_calls,
+    comparing,
+    gather_rows,
+    plain,
+    simulated_ranks,
+    traced,
+    unstack,
+)
 from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in
 from dshard.core.operands import plain_number
-from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.signature import Args, Context, Function, Kwargs
 from dshard.core.spec import contiguous_stride, spec_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError, MixedError
@@ -68,6 +79,9 @@ _HARMLESS = frozenset(
 )
 """Functions that take a plain tensor for its shape or dtype, or as a gradient that is the same on all ranks."""
 
+
+_OF_GRAPHS = frozenset({"backward", "grad"})
+"""Functions that take plain tensors as leaves and gradients of a graph."""
 
 _COPY = Tensor.copy_
 _ON_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
@@ -117,7 +131,8 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     A plain tensor is written to from distributed numbers, tensors without dims, as it is, and what is written is plain.
 
     They are wrapped within `implicit_replication`, and within torch's, and as what `copy_` copies into a
-    distributed tensor, as `load_state_dict` does: each rank takes its part.
+    distributed tensor, as `load_state_dict` does: each rank takes its part. So are those of one element that need a
+    gradient, wherever they are.
 
     Raises:
         MixedError: a plain tensor of other than one element is among the arguments.
@@ -125,38 +140,88 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     if any(map(is_torchs, leaves((args, kwargs)))):
         args, kwargs = replace_leaves((args, kwargs), lambda leaf: from_torch(leaf) if is_torchs(leaf) else leaf)
     is_copied = func is _COPY and isinstance(args[0], Wrapper)
-    if not (_COUNTED_AS_REPLICATED.depth or counts_plain_as_replicated() or is_copied):
+    takes_all = bool(_COUNTED_AS_REPLICATED.depth or counts_plain_as_replicated() or is_copied)
+    if not takes_all:
         if _writes_numbers_to_plain(func, args, kwargs):
             return replace_leaves(  # type: ignore[no-any-return]
                 (args, kwargs), lambda x: plain_number(func, x) if isinstance(x, Wrapper) else x
             )
         refuse_plain(func, args, kwargs)
-        return args, kwargs
     tensors = tensors_in((args, kwargs))
     meshes = [t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)]
-    if not meshes or len(meshes) == len(tensors):
+    if not meshes or len(meshes) == len(tensors) or getattr(func, "__name__", "") in _OF_GRAPHS:
         return args, kwargs
-    layout = replicated(meshes[0])
+    if not takes_all and not (is_grad_enabled() and any(map(_is_recorded_number, tensors))):
+        return args, kwargs
     meta = any(t._local_tensor.is_meta for t in tensors if isinstance(t, Wrapper))
+    written = _written(func, args)
 
     def as_replicated(leaf: object) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper) or leaf.numel() == 1:
+        if _is_recorded_number(leaf) and leaf is not written:
+            return _replicated(leaf, meshes[0], meta)
+        if not takes_all or not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper) or leaf.numel() == 1:
             return leaf
-        shape = tuple(map(int, leaf.shape))  # in a graph those that it is traced with
         if isinstance(leaf, Parameter) and not (meta or is_copied):
-            _compare_parameter(leaf, layout.mesh)
-        leaf = leaf.to("meta") if meta else leaf
+            _compare_parameter(leaf, meshes[0])
         if comparing():
             what = f"{getattr(func, '__name__', func)} with a plain tensor that counts as replicated"
-            compare_calls(f"{what}, {shape}, {leaf.dtype}", layout.mesh, contents=leaf)
-        if leaf.requires_grad:  # its gradient is a plain tensor, too
-            from_local: Any = Wrapper.public.from_local  # which takes a pure mesh, too
-            return from_local(on_all_ranks(leaf, layout.mesh), layout.mesh, layout.placements, shape=shape)
-        spec = spec_of(layout, shape, contiguous_stride(shape), leaf.dtype, leaf.device)
-        return wrap(on_all_ranks(leaf, layout.mesh), spec)
+            compare_calls(f"{what}, {tuple(leaf.shape)}, {leaf.dtype}", meshes[0], contents=leaf)
+        return _replicated(leaf, meshes[0], meta)
 
     wrapped: tuple[Args, Kwargs] = replace_leaves((args, kwargs), as_replicated)
     return wrapped
+
+
+def _is_recorded_number(x: object) -> TypeGuard[Tensor]:
+    """Whether it is a plain tensor of one element that needs a gradient: a plain one, the same on all ranks."""
+    return isinstance(x, Tensor) and not isinstance(x, Wrapper) and x.numel() == 1 and x.requires_grad
+
+
+def _written(func: Function, args: Args) -> object:
+    """The tensor that the call writes to, which stays what it is."""
+    name = getattr(func, "__name__", "")
+    return args[0] if args and name.endswith("_") and not name.endswith("__") else None
+
+
+def _replicated(x: Tensor, mesh: Mesh, meta: bool) -> Any:
+    """The plain tensor as a replicated one, without data for `meta`; the gradient of `x` is plain, too."""
+    layout = replicated(mesh)
+    shape = tuple(map(int, x.shape))  # in a graph those that it is traced with
+    if not x.requires_grad:
+        spec = spec_of(layout, shape, contiguous_stride(shape), x.dtype, torch.device("meta") if meta else x.device)
+        return wrap(on_all_ranks(x.to("meta") if meta else x, mesh), spec)
+    from_local: Any = Wrapper.public.from_local  # which takes a pure mesh, too
+    local = x if simulated_ranks() is None and not meta else _Lifted.apply(x, mesh, meta)  # type: ignore[no-untyped-call]
+    return from_local(local, mesh, layout.placements, shape=shape)
+
+
+class _Lifted(torch.autograd.Function):
+    """Plain tensor -> the local tensors of simulated ranks, or one without data; backward: `_Lowered`."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, mesh: Mesh, meta: bool) -> Tensor:
+        ctx.mesh, ctx.meta, ctx.device = mesh, meta, x.device
+        return x.detach().to("meta") if meta else on_all_ranks(x.detach(), mesh)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Lowered.apply(grad, ctx.mesh, ctx.meta, ctx.device), None, None  # type: ignore[no-untyped-call]
+
+
+class _Lowered(torch.autograd.Function):
+    """Local tensors of simulated ranks, equal on all -> a plain tensor; zeros where there are no data."""
+
+    @staticmethod
+    def forward(ctx: Context, local: Tensor, mesh: Mesh, meta: bool, device: torch.device) -> Tensor:
+        ctx.mesh, ctx.meta = mesh, meta
+        if meta:
+            return torch.zeros_like(local, device=device)
+        with plain():
+            return next(iter(unstack(local).values())).clone() if type(local) is LocalTensor else local.clone()
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Lifted.apply(grad, ctx.mesh, ctx.meta), None, None, None  # type: ignore[no-untyped-call]
 
 
 _COMPARED: WeakValueDictionary[int, Parameter] = WeakValueDictionary()

@@ -109,7 +109,7 @@ def indexing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
         values: Tensor = call.func(x, mapped, *args, **kwargs)
         where = [d for d, index in enumerate(indices) if index is not None]
         first = where[0] if where[-1] - where[0] == len(where) - 1 else 0
-        is_held = is_held.reshape(*(1,) * first, *is_held.shape, *(1,) * (values.dim() - first - is_held.dim()))
+        is_held = is_held.reshape((*(1,) * first, *is_held.shape, *(1,) * (values.dim() - first - is_held.dim())))
         return values.masked_fill_(~is_held, 0)
 
     return read
