@@ -320,6 +320,7 @@ _late("torch.distributed.checkpoint._traverse.set_element", "loading checkpoints
 _late("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "reading the metadata of checkpoints")
 _late("torch.distributed.checkpoint.filesystem._StorageInfo", "reading the metadata of checkpoints")
 _late("torch.serialization._get_layout", "reading the metadata of checkpoints")
+_late("torch._functorch._aot_autograd.runtime_wrappers.RuntimeWrapper", "telling other ranks that a graph has failed")
 _late("torch._dynamo", "starting ranks, each of which would import it at its first operator on meta tensors")
 _late("torch.testing._internal.distributed.fake_pg", "dshard.launch.rehearse, whose processes send nothing")
 _late("torch.distributed._local_tensor.LocalTensorMode._per_rank_rng_states", "checkpointed layers of simulated ranks")

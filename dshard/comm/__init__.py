@@ -10,7 +10,7 @@ A plan is run in these stages, each in a file:
 - `joined`: several plans of one collective each, as one collective.
 - `transport`: launches a collective by one of the primitives in `collectives`, and tells listeners (`events`).
 - `backends`: what each backend can do, the one table that all of these ask.
-- `peer_failure`: waits for it, unless another rank has failed or is in `deadlock`.
+- `peer_failure`: waits for it, unless another rank has failed or is in `deadlock`; `graph_collectives`: so do graphs.
 
 `runtime` binds meshes to `process_groups`. `reshard` runs plans between meshes, in sends and receives. `agreement` and
 `scatter_shards` have what ranks share before there is a plan; `rank_checks` compares programs in debug mode.
@@ -35,6 +35,7 @@ from dshard.comm.backends import NCCL_CONTRACT
 from dshard.comm.cpu_scheduling import share_cores
 from dshard.comm.drive import InFlight, Program, Request, begin, finish, flat, same_memory
 from dshard.comm.events import Event, listen
+from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager
 from dshard.comm.graph_split import split_graph
 from dshard.comm.joined import Joined, Lane, begin_joined, joined_of, joined_received, lane_of
 from dshard.comm.peer_failure import (
@@ -181,5 +182,6 @@ __all__ = [
     "traced",
     "unstack",
     "user_line",
+    "wait_in_graphs_as_in_eager",
     "watch_backward",
 ]

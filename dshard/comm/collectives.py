@@ -18,29 +18,30 @@ from torch import Tensor
 
 from dshard.comm.collective import Collective, by_slot
 from dshard.comm.peer_failure import not_begun, wait_for, wait_for_pairs
-from dshard.comm.runtime import Group
+from dshard.comm.process_groups import Group, this_world
 from dshard.placements import ReduceOp
 
 Wait: TypeAlias = Callable[[], Tensor]
 Begin: TypeAlias = Callable[[Tensor, Tensor | None], Wait]
 _c10d = torch.ops._c10d_functional
-_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT}
+REDUCTIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT}
+"""The reductions that backends have."""
 
 
 def _all_reduce_options(op: str) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
-    options.reduceOp = _OPS[op]
+    options.reduceOp = REDUCTIONS[op]
     return options
 
 
 def _reduce_scatter_options(op: str) -> dist.ReduceScatterOptions:
     options = dist.ReduceScatterOptions()
-    options.reduceOp = _OPS[op]
+    options.reduceOp = REDUCTIONS[op]
     return options
 
 
-_ALL_REDUCE = {op: _all_reduce_options(op) for op in _OPS}
-_REDUCE_SCATTER = {op: _reduce_scatter_options(op) for op in _OPS}
+_ALL_REDUCE = {op: _all_reduce_options(op) for op in REDUCTIONS}
+_REDUCE_SCATTER = {op: _reduce_scatter_options(op) for op in REDUCTIONS}
 
 
 def gather(n: int, group: Group, x: Tensor, out: Tensor | None) -> Wait:
@@ -161,6 +162,7 @@ def exchange_pieces(
 def functional(c: Collective, group: Group, x: Tensor, out: Tensor | None) -> Wait:
     """A collective while torch traces, with pieces in the order of the process group."""
     n, name = len(c.ranks), group.name
+    this_world().named[name] = group  # of several meshes with this process group, errors name the axes of this one
     assert c.kind != "scatter", "a graph sends no whole tensors"
     match c.kind:
         case "all_gather" if len(set(c.recv)) == 1:

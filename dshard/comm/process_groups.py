@@ -81,15 +81,16 @@ class Part(NamedTuple):
 class Worlds:
     """The process group of all ranks, the number of such groups so far, and the state of this process on the last one.
 
-    `groups` are by their ranks and tag, `waits` counts the waits on each by `Group.key`, `broken` counts groups between
-    meshes that were broken off, `failures` counts errors that this rank has published, and `strayed` is the text of an
-    error that other ranks raised because this rank published it. `even_parts` are the parts that `from_local` has
-    taken for those of all ranks, by layout.
+    `groups` are by their ranks and tag, `named` has the groups of meshes by the name of the process group, `waits`
+    counts the waits on each by `Group.key`, `broken` counts groups between meshes that were broken off, `failures`
+    counts errors that this rank has published, and `strayed` is the text of an error that other ranks raised because
+    this rank published it. `even_parts` are the parts that `from_local` has taken for those of all ranks, by layout.
     """
 
     world: Any = None
     count: int = 0
     groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = field(default_factory=dict)
+    named: dict[str, Group] = field(default_factory=dict)
     waits: dict[str, list[int]] = field(default_factory=dict)
     broken: Counter[tuple[int, ...]] = field(default_factory=Counter)
     failures: int = 0
@@ -100,7 +101,8 @@ class Worlds:
         """The state for `world`; reset if it is another world than before."""
         if world is not self.world:
             self.world, self.count, self.groups, self.waits = world, self.count + 1, {}, {}
-            self.broken, self.failures, self.strayed, self.even_parts = Counter(), 0, None, {}
+            self.named, self.even_parts = {}, {}
+            self.broken, self.failures, self.strayed = Counter(), 0, None
         return self
 
 
@@ -119,7 +121,10 @@ def group_with_shared_waits(
 ) -> Group:
     """A group whose counter of waits is shared by the groups of all meshes that have its process group."""
     group = Group(axes, ranks, ranks.index(rank), process_group, backend, slots, hosts)
-    return replace(group, waits=this_world().waits.setdefault(group.key, group.waits))
+    world = this_world()
+    group = replace(group, waits=world.waits.setdefault(group.key, group.waits))
+    world.named.setdefault(group.name, group)
+    return group
 
 
 def this_world() -> Worlds:

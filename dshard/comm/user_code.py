@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from os import sep
@@ -21,8 +22,11 @@ _PYTHON = str(Path(contextlib.__file__).parent) + sep
 """Prefixes of files that are not user code; installed packages, which lie within Python's folder, are user code."""
 
 _WRAPPERS = ("front", "<lambda>")  # names of wrappers around functions that the program called
+_TITLES = dict.fromkeys(("compiled_graph", "wait_in_graph"), "compiled graph")
+"""What a function of dshard that the program did not call itself runs within."""
 
 
+_BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _OPERATOR_ENTRIES = ("__torch_dispatch__", "dispatch")  # that of a mode; that of DTensor
 
 
@@ -41,17 +45,20 @@ def user_call() -> str:
 
     Within a function of torch the call is the operator; elsewhere it is the function of dshard that the program called.
     """
-    name, frame = "", sys._getframe(1)
-    while frame.f_back is not None and not _is_users(frame):
+    name = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_users(frame):
         if frame.f_code.co_name == "__torch_function__" and "func" in frame.f_locals:
             name = getattr(frame.f_locals["func"], "__name__", "")
             break
         if frame.f_code.co_name in _OPERATOR_ENTRIES and "func" in frame.f_locals:
             name = str(frame.f_locals["func"])
-        elif frame.f_code.co_filename.startswith(_OTHERS[0]) and frame.f_code.co_name not in _WRAPPERS:
+        elif frame.f_code in _BACKWARD or (
+            frame.f_code.co_filename.startswith(_OTHERS[0]) and frame.f_code.co_name not in _WRAPPERS
+        ):
             name = frame.f_code.co_name
         frame = frame.f_back
-    return f"{name or 'dshard'} at {user_line()}"
+    return f"{_TITLES.get(name, name) or 'dshard'} at {user_line()}"
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:
@@ -62,4 +69,7 @@ def _user_frame(frame: FrameType | None) -> FrameType | None:
 
 def _is_users(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    return not name.startswith(_OTHERS) and (not name.startswith(_PYTHON) or "-packages" in name)
+    if name.startswith(_OTHERS) or (name.startswith(_PYTHON) and "-packages" not in name):
+        return False
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # which torch sets when it first writes there
+    return not compiled or not name.startswith(compiled)

@@ -40,6 +40,7 @@ from dshard import (
     use_topology,
 )
 from dshard.comm import runtime_of
+from dshard.comm.process_groups import this_world
 from dshard.comm.runtime import Runtime
 from dshard.compile.metadata import compile_metadata
 from dshard.core.context import planning_context
@@ -448,6 +449,43 @@ def test_collectives_are_functional_and_as_planned(ranks: RankPool) -> None:
     """The same collectives as in eager, of the same bytes on each rank; plans say what the busiest rank receives."""
     received_there, planned = zip(*ranks.run(collectives_of_graphs), strict=True)
     assert max(received_there) == max(planned) == min(planned) > 0
+
+
+# -- errors
+
+
+@torch.library.custom_op("compiled::finite", mutates_args=())
+def finite(x: Tensor) -> Tensor:
+    if x.isnan().any():
+        raise ValueError("no number here")
+    return x.clone()
+
+
+finite.register_fake(torch.empty_like)
+finite.register_autograd(lambda ctx, grad: finite(grad))
+dshard.register_rule("compiled::finite", "... -> ...")
+
+
+def published() -> list[int]:
+    """How many errors each rank has published before a graph that fails on all, after it, and after its backward."""
+    compiled = torch.compile(lambda x: finite(x * 2), backend="aot_eager", fullgraph=True)
+    local = torch.compile(lambda x: finite(x * 2).to_local(), backend="aot_eager", fullgraph=True)
+    x, counts = tensor(0, (4, 8), Shard(0), R), [this_world().failures]
+    with pytest.raises(ValueError, match="no number here"):
+        compiled(x * float("nan"))
+    counts.append(this_world().failures)
+    with pytest.raises(ValueError, match="no number here"):
+        compiled(x).backward(x.detach() * float("nan"))
+    counts.append(this_world().failures)
+    out = local(x)
+    with pytest.raises(ValueError, match="no number here"):
+        out.backward(out.detach() * float("nan"))
+    return [*counts, this_world().failures]
+
+
+def test_errors_of_graphs_are_published(ranks: RankPool) -> None:
+    for counts in ranks.run(published):
+        assert [count - counts[0] for count in counts] == [0, 1, 2, 3]
 
 
 # -- random values, checkpoints, export

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from helpers.default_cases import THOROUGH
 from torch import Tensor
 
 import dshard
-from dshard import Replicate, Shard
+from dshard import Replicate, Shard, comm
 from dshard.comm import peer_failure
 from dshard.comm.deadlock import Waiting, stuck
 from dshard.dispatch.fast_path import FAST
 from dshard.testing import RankPool
+from dshard.torch_dtensor import IS_TORCHS
 
+operators = torch.ops._c10d_functional
 SECONDS = 20.0  # for a rank to raise, on a machine with much else to do; about 2 where it has not
 BAD = 2
 
@@ -106,10 +111,14 @@ def nan_under_anomaly_of_a_plain_loss() -> Any:
     return w.grad.full_tensor()
 
 
-def index_in_a_shard() -> Any:
+def selected() -> Any:
     index = torch.arange(4)
     index[BAD] = 7
-    return laid(torch.arange(5.0), Replicate()).index_select(0, laid(index, Shard(0))).full_tensor()
+    return laid(torch.arange(5.0), Replicate()).index_select(0, laid(index, Shard(0)))
+
+
+def index_in_a_shard() -> Any:
+    return selected().full_tensor()
 
 
 def hook() -> Any:
@@ -136,13 +145,131 @@ def hook_of_a_local_tensor() -> Any:
     return w.grad.full_tensor()
 
 
+def collective_of_graphs() -> Any:
+    """A rank that fails while the others wait in an operator that compiled graphs call."""
+    comm.wait_in_graphs_as_in_eager()
+    next_step()  # makes the group of the mesh
+    if dist.get_rank() == BAD:
+        index_in_a_shard()
+    return operators.wait_tensor(operators.all_reduce(torch.ones(4), "sum", mesh().get_group().group_name))
+
+
 ONE_RANK: dict[Callable[[], Any], tuple[str, str]] = {
     nan_under_anomaly: ("RuntimeError", "returned nan values"),
     nan_under_anomaly_of_a_plain_loss: ("RuntimeError", "returned nan values|its backward pass has failed"),
     index_in_a_shard: ("IndexError", "index out of range|out of bounds"),
     hook: ("IndexError", "my hook"),
+    collective_of_graphs: ("IndexError", "index out of range|out of bounds"),
     hook_of_a_local_tensor: ("IndexError|RuntimeError", "my hook|its backward pass has failed"),
 }
+
+
+# -- in compiled graphs
+
+
+@torch.library.custom_op("failing::finite", mutates_args=())
+def finite(x: Tensor) -> Tensor:
+    """`x`, whose values and gradients are numbers on every rank."""
+    if x.isnan().any():
+        raise ValueError("no number here")
+    return x.clone()
+
+
+finite.register_fake(torch.empty_like)
+finite.register_autograd(lambda ctx, grad: finite(grad))
+dshard.register_rule("failing::finite", "... -> ...")
+
+
+def looked_up(table: Tensor, index: Tensor, w: Tensor) -> Any:
+    h: Any = F.embedding(index, table) @ w
+    return h.sum(0).redistribute(placements=[Replicate()])
+
+
+def through_gathered_weights(x: Any, w: Any) -> Any:
+    """A gradient of w that the ranks exchange in the graph, after what may fail on one of them."""
+    whole = w.redistribute(placements=[Replicate()])
+    return finite(x @ whole) @ whole
+
+
+def loss_of_gathered_weights(x: Any, w: Any) -> Any:
+    return through_gathered_weights(x, w).sum().redistribute(placements=[Replicate()]).to_local()
+
+
+def on_bad_rank(x: Tensor, value: float) -> Tensor:
+    return x.index_fill(0, torch.tensor([2 * BAD]), value)
+
+
+def lookup(backend: str) -> Callable[[float], Any]:
+    table, w = laid(torch.ones(8, 4), Replicate()).requires_grad_(), laid(torch.ones(4, 4), Replicate())
+    compiled = torch.compile(looked_up, backend=backend, fullgraph=True)
+    return lambda index: compiled(table, laid(on_bad_rank(torch.arange(8), index), Shard(0)), w)
+
+
+def in_a_graph(backend: str) -> Callable[[], Any]:
+    run = lookup(backend)
+    run(0)
+    return lambda: run(99)
+
+
+def in_a_graph_at_its_first_run(backend: str) -> Callable[[], Any]:
+    run = lookup(backend)
+    return lambda: run(99)
+
+
+def before_a_graph(backend: str) -> Callable[[], Any]:
+    run = lookup(backend)
+    run(0)
+    return lambda: (selected(), run(0))
+
+
+def between_graphs(backend: str) -> Callable[[], Any]:
+    run = lookup(backend)
+    run(0)
+    return lambda: (run(0), selected(), run(0))
+
+
+def in_a_backward_graph(backend: str) -> Callable[[], Any]:
+    x, w = laid(torch.ones(8, 4), Shard(0)), laid(torch.ones(4, 4), Shard(0)).requires_grad_()
+    compiled = torch.compile(through_gathered_weights, backend=backend, fullgraph=True)
+
+    def step(value: float) -> Any:
+        (compiled(x, w) * laid(on_bad_rank(torch.ones(8, 4), value), Shard(0))).sum().backward()
+
+    step(1)
+    return lambda: step(float("nan"))
+
+
+def in_the_backward_graph_of_a_plain_loss(backend: str) -> Callable[[], Any]:
+    x, w = laid(torch.ones(8, 4), Shard(0)), laid(torch.ones(4, 4), Shard(0)).requires_grad_()
+    compiled = torch.compile(loss_of_gathered_weights, backend=backend, fullgraph=True)
+
+    def step(value: float) -> Any:
+        compiled(x, w).backward(torch.tensor(value if dist.get_rank() == BAD else 1.0))
+
+    step(1)
+    return lambda: step(float("nan"))
+
+
+def without_a_graph(backend: str) -> Callable[[], Any]:
+    run, other = lookup(backend), laid(torch.ones(8), Shard(0))
+    run(0)
+    return lambda: other.full_tensor() if dist.get_rank() == BAD else run(0)
+
+
+COMPILED: dict[Callable[[str], Callable[[], Any]], tuple[str, str, str]] = {
+    in_a_graph: ("IndexError|RuntimeError", "index out of", "compiled graph at {line}, all_reduce"),
+    in_a_graph_at_its_first_run: ("IndexError|RuntimeError", "index out of", "compiled graph at {line}, all_reduce"),
+    before_a_graph: ("IndexError", "index out of", "compiled graph at {line}, all_reduce"),
+    between_graphs: ("IndexError", "index out of", "compiled graph at {line}, all_reduce"),
+    in_a_backward_graph: ("ValueError", "no number here", "backward at {line}, exchange"),
+    in_the_backward_graph_of_a_plain_loss: (
+        "ValueError|RuntimeError",
+        "no number here|its backward pass has failed",
+        "backward at {line}, exchange",
+    ),
+    without_a_graph: ("PeerError", "not all these ranks come to it", "compiled graph at {line}, all_reduce"),
+}
+"""The kind of the error on all ranks, its text, and where the ranks are that wait for the one that fails."""
 
 
 def partial_loss() -> Any:
@@ -203,6 +330,19 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str, float]:
     return "none", "", time.monotonic() - begin
 
 
+@contextmanager
+def new_world(store: Any, name: str) -> Iterator[None]:
+    """A world of its own; at the end of the block all ranks have come there."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=4)
+    mesh()
+    dist.barrier()
+    yield
+    store.set(f"{name} {rank}", "over")
+    store.wait([f"{name} {rank}" for rank in range(4)], timedelta(seconds=40))
+
+
 def outcomes(calls: list[Callable[[], Any]]) -> list[list[tuple[str, str, float]]]:
     """Of each call, in a new world, and of one more that is right but for what was before it."""
     peer_failure.PATIENCE = timedelta(seconds=0.5)
@@ -211,15 +351,22 @@ def outcomes(calls: list[Callable[[], Any]]) -> list[list[tuple[str, str, float]
     y.sum().backward()
     next_step()
     for i, call in enumerate(calls):
-        rank = dist.get_rank()
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"world {i}", store), rank=rank, world_size=4)
-        mesh()
-        dist.barrier()
-        first = outcome(call)
-        store.set(f"{i} {rank}", "over")
-        store.wait([f"{i} {rank}" for rank in range(4)], timedelta(seconds=40))
+        with new_world(store, f"world {i}"):
+            first = outcome(call)
         found.append([first, outcome(next_step)])
+    return found
+
+
+def outcomes_of_graphs(cases: list[Callable[[str], Callable[[], Any]]], backend: str) -> list[tuple[str, str, float]]:
+    """Of each case, in a new world, once its graph is compiled."""
+    peer_failure.PATIENCE = timedelta(seconds=0.5)
+    store, found = dist.distributed_c10d._get_default_store(), []
+    for i, prepare in enumerate(cases):
+        torch._dynamo.reset()  # graphs know process groups by name
+        with new_world(store, f"{backend} {i}"):
+            call = prepare(backend)
+            dist.barrier()
+            found.append(outcome(call))
     return found
 
 
@@ -229,7 +376,7 @@ def next_step() -> None:
 
 @pytest.mark.ranks
 def test_an_error_on_one_rank_is_raised_on_all_soon_and_none_is_ended() -> None:
-    calls = list(ONE_RANK) if THOROUGH else [nan_under_anomaly, index_in_a_shard, hook]
+    calls = list(ONE_RANK) if THOROUGH else [nan_under_anomaly, index_in_a_shard, hook, collective_of_graphs]
     with RankPool(4, timeout=150) as pool:
         ranks = pool.run(outcomes, calls)
 
@@ -261,3 +408,25 @@ def test_a_rank_that_asks_alone_for_a_number_is_told_the_line_and_so_are_the_oth
             assert "not all these ranks come to it" in text, (call, rank, text)
             assert after == "PeerError", (call, rank, found[i])
             assert max(seconds, seconds_after) < SECONDS, (call, rank, found[i])
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not IS_TORCHS, reason="torch.compile of DTensors needs torch 2.12")
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_an_error_in_a_compiled_step_is_raised_on_all_ranks_soon(backend: str) -> None:
+    with RankPool(4, timeout=900) as pool:
+        ranks = pool.run(outcomes_of_graphs, list(COMPILED), backend)
+
+    for i, case in enumerate(COMPILED):
+        kind, parts, waits = COMPILED[case]
+        for rank, found in enumerate(ranks):
+            raised, text, seconds = found[i]
+            assert raised in kind.split("|"), (case, rank, text)
+            assert any(part in text for part in parts.split("|")), (case, rank, text)
+            if rank != BAD:
+                where = rf"{waits.format(line=f'{re.escape(__file__)}:[0-9]+')} along x of ranks 0, 1, 2, 3: "
+                assert re.match(where, text), (case, rank, text)
+                assert raised == "PeerError" or "(on rank 2, which this rank waited for)" in text, (case, text)
+            if case is not in_a_graph_at_its_first_run:  # compiling takes longer
+                assert seconds < SECONDS, (case, rank, found[i])

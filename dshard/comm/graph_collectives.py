@@ -1,0 +1,155 @@
+"""Collectives of compiled graphs over gloo: begun on the process group, and waited for as those of eager are.
+
+A graph calls torch's functional collectives. Their own wait, in C++, is for ever: it does not look whether another rank
+has failed. On CPU tensors, and on process groups of meshes, the operators that dshard puts into graphs are therefore
+run by the functions that eager calls; the graphs stay as they are, and other process groups, devices and operators have
+torch's kernels. Waits are in the order in which the collectives were begun, which is the same on all ranks: compilers
+move waits, on each rank in another way, and ranks that are stuck are known by the order of their waits.
+"""
+
+from __future__ import annotations
+
+from threading import local
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dshard.comm import collectives
+from dshard.comm.collectives import Wait
+from dshard.comm.process_groups import Group, this_world
+from dshard.placements import ReduceOp
+
+Keys: TypeAlias = Any
+"""torch's set of dispatch keys of a call."""
+_NAMESPACE = "_c10d_functional"
+_TORCHS: dict[str, Any] = {}
+"""torch's kernels, by the names of the operators."""
+
+
+class _InFlight(local):
+    """The collectives that graphs of this thread have begun and not waited for, in this order.
+
+    Each is known by the memory that it receives in, and belongs to a world and a number of failures in it: what was
+    begun before this rank failed is not waited for any more.
+    """
+
+    def __init__(self) -> None:
+        self.waits: dict[int, tuple[tuple[int, int], Wait]] = {}
+
+    def add(self, out: Tensor, wait: Wait) -> Tensor:
+        self.waits[_memory(out)] = _now(), wait
+        return out
+
+    def end(self, out: Tensor) -> None:
+        """Wait for the collective that receives in `out`, and those begun before it."""
+        last, now = _memory(out), _now()
+        for memory in list(self.waits):
+            begun, wait = self.waits.pop(memory)
+            if begun == now:
+                wait()
+            if memory == last:
+                return
+
+
+_IN_FLIGHT = _InFlight()
+
+
+def wait_in_graphs_as_in_eager() -> bool:
+    """Register the kernels of this module with torch; False if they are."""
+    if _TORCHS:
+        return False
+    for name, kernel in _KERNELS.items():
+        _TORCHS[name] = torch.library.get_kernel(f"{_NAMESPACE}::{name}", "CPU")
+        _LIBRARY.impl(name, kernel, "CPU", with_keyset=True)
+    return True
+
+
+_LIBRARY = torch.library.Library(_NAMESPACE, "IMPL")  # which ends with the library, so it is kept
+
+
+def _group_called(name: object) -> Group | None:
+    """The group of a mesh whose process group has this name, if ranks wait for it on the host."""
+    group = this_world().named.get(name) if isinstance(name, str) else None
+    return group if group is not None and group.backend.waits_on_host else None
+
+
+def _all_reduce(keys: Keys, x: Tensor, op: ReduceOp, name: object) -> Tensor:
+    group = _group_called(name)
+    if group is None or op not in collectives.REDUCTIONS or x.is_complex():
+        return _torchs("all_reduce", keys, x, op, name)
+    out = x.clone(memory_format=torch.contiguous_format)
+    return _IN_FLIGHT.add(out, collectives.reduce(op, group, out, out))
+
+
+def _all_reduce_in_place(keys: Keys, x: Tensor, op: ReduceOp, name: object) -> Tensor:
+    group = _group_called(name)
+    if group is None or op not in collectives.REDUCTIONS or x.is_complex() or not x.is_contiguous():
+        return _torchs("all_reduce_", keys, x, op, name)
+    return _IN_FLIGHT.add(x, collectives.reduce(op, group, x, x))
+
+
+def _all_gather(keys: Keys, x: Tensor, n: int, name: object) -> Tensor:
+    group = _group_called(name)
+    if group is None or x.is_complex() or not x.dim():
+        return _torchs("all_gather_into_tensor", keys, x, n, name)
+    out = x.new_empty((n * x.shape[0], *x.shape[1:]))
+    return _IN_FLIGHT.add(out, collectives.gather(n, group, x, out))
+
+
+def _all_to_all(keys: Keys, x: Tensor, recv: list[int], send: list[int], name: object) -> Tensor:
+    group = _group_called(name)
+    if group is None or x.is_complex() or not x.dim():
+        return _torchs("all_to_all_single", keys, x, recv, send, name)
+    out = x.new_empty((sum(recv), *x.shape[1:]))
+    return _IN_FLIGHT.add(out, collectives.swap(send, recv, group, x, out))
+
+
+def _broadcast(keys: Keys, x: Tensor, source: int, name: object) -> Tensor:
+    group = _group_called(name)
+    if group is None or x.is_complex():
+        return _torchs("broadcast", keys, x, source, name)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _IN_FLIGHT.add(out, collectives.broadcast(source, group, x, out))
+
+
+def _broadcast_in_place(keys: Keys, x: Tensor, source: int, name: object) -> Tensor:
+    group = _group_called(name)
+    if group is None or x.is_complex() or not x.is_contiguous():
+        return _torchs("broadcast_", keys, x, source, name)
+    return _IN_FLIGHT.add(x, collectives.broadcast(source, group, x, x))
+
+
+def wait_in_graph(keys: Keys, x: Tensor) -> Tensor:
+    """Wait for the collective of a graph that receives in `x`; errors say that it is one of a graph."""
+    if _memory(x) not in _IN_FLIGHT.waits:
+        return _torchs("wait_tensor", keys, x)
+    _IN_FLIGHT.end(x)
+    return x
+
+
+def _torchs(name: str, keys: Keys, *args: object) -> Tensor:
+    out: Tensor = _TORCHS[name].call_boxed(keys, *args)
+    return out
+
+
+def _memory(x: Tensor) -> int:
+    memory: int = x.untyped_storage()._cdata
+    return memory
+
+
+def _now() -> tuple[int, int]:
+    world = this_world()
+    return world.count, world.failures
+
+
+_KERNELS: dict[str, Any] = {
+    "all_reduce": _all_reduce,
+    "all_reduce_": _all_reduce_in_place,
+    "all_gather_into_tensor": _all_gather,
+    "all_to_all_single": _all_to_all,
+    "broadcast": _broadcast,
+    "broadcast_": _broadcast_in_place,
+    "wait_tensor": wait_in_graph,
+}
+"""Kernels of the operators in graphs; reduce_scatter is in none over gloo."""
