@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dshard.comm import DeviceMesh, as_mesh
 from dshard.core.plain_tensors import from_torch, implicit_replication, is_torchs
+from dshard.core.wrapper import Wrapper
 from dshard.distribute import distribute_tensor
 from dshard.errors import ArgumentError, MeshError
 from dshard.parallel.huggingface import ParallelizedModel, newly_derived
 from dshard.parallel.model_plan import Asked, chosen_plan, parallelize
 from dshard.parallel.plan_options import plan_options
 from dshard.parallel.plan_values import Plan
-from dshard.placements import Replicate
+from dshard.parallel.stored_forms import StoredForm, as_planned, converted_forms, form_of, known_forms
+from dshard.placements import Placement, Replicate
 from dshard.torch_dtensor import TorchDTensor
 from dshard.validate import shown
 
@@ -55,7 +58,7 @@ def from_pretrained(
             "init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
         )
     library = import_module("transformers")
-    made_of, plans = _class_of(model_class, name, library, options), []
+    made_of, loads = _class_of(model_class, name, library, options), list[_Load]()
 
     class Loading(ParallelizedModel):
         """The class while it is loaded, in which transformers asks how the model is laid out."""
@@ -66,7 +69,7 @@ def from_pretrained(
 
         @classmethod
         def maybe_distribute_model(cls, model: Any, *args: Any) -> Any:
-            plans.append(_lay_out(model, mesh, plan, dict(example or {})))
+            loads.append(_lay_out(model, mesh, plan, dict(example or {})))
             return model
 
         def initialize_weights(self, *args: object, **kwargs: object) -> None:
@@ -79,7 +82,20 @@ def from_pretrained(
     model = loading.from_pretrained(name, distributed_config=config, **options)
     model.__class__ = made_of
     _adopt_tensors(model)
-    return parallelize(model, mesh, plans[0], inputs=inputs, outputs=outputs)
+    _move_as_planned(model, loads[0])
+    return parallelize(model, mesh, loads[0].plan, inputs=inputs, outputs=outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """The plan of a model, and the forms in which its files may hold parameters."""
+
+    plan: Plan
+    forms: Sequence[StoredForm]
+
+    def placements_of(self, name: str) -> tuple[Placement, ...]:
+        """The placements of a parameter by the plan."""
+        return tuple(self.plan.parameters.get(name, (Replicate(),) * self.plan.mesh.ndim))
 
 
 def _class_of(asked: Any, name: Any, library: Any, options: Mapping[str, Any]) -> Any:
@@ -109,21 +125,46 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _lay_out(model: nn.Module, mesh: DeviceMesh, plan: Asked, example: dict[str, Any]) -> Plan:
-    """Give the parameters of a model without data their layouts by the plan, and return it."""
-    chosen = chosen_plan(model, mesh, plan, plan_options(model, None, None), (), example)
-    replicated = (Replicate(),) * chosen.mesh.ndim
-    laid_out: dict[int, Any] = {}
+def _lay_out(model: nn.Module, mesh: DeviceMesh, plan: Asked, example: dict[str, Any]) -> _Load:
+    """Give the parameters of a model without data the layouts by which they are read; return how it is loaded."""
+    load = _Load(chosen_plan(model, mesh, plan, plan_options(model, None, None), (), example), known_forms(model))
+
+    def laid_out(name: str, p: Tensor) -> Tensor:
+        placements, form = load.placements_of(name), form_of(name, load.forms)
+        if form is not None:
+            placements = form.while_loading(tuple(p.shape), placements, load.plan.mesh)
+        return distribute_tensor(p, load.plan.mesh, placements, src_data_rank=None)
+
+    _replace_parameters(model, laid_out)
+    return load
+
+
+def _move_as_planned(model: nn.Module, load: _Load) -> None:
+    """Move the parameters that were read by other placements than the plan's."""
+
+    converted = converted_forms(model)
+
+    def moved(name: str, p: Tensor) -> Tensor:
+        if form_of(name, load.forms) is None or not isinstance(p, Wrapper):
+            return p
+        with torch.no_grad():
+            planned = nn.Parameter(as_planned(p, form_of(name, converted), load.placements_of(name)), p.requires_grad)
+        planned.__dict__.update({key: value for key, value in p.__dict__.items() if key not in planned.__dict__})
+        return planned
+
+    _replace_parameters(model, moved)
+
+
+def _replace_parameters(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> None:
+    """Put `replace(name, p)` in the place of each parameter; tied ones stay tied."""
+    replaced: dict[int, Any] = {}
     names = {id(p): name for name, p in model.named_parameters()}
     for module in model.modules():
         for own, p in module._parameters.items():
-            if p is None:
-                continue
-            if id(p) not in laid_out:
-                placements = chosen.parameters.get(names[id(p)], replicated)
-                laid_out[id(p)] = distribute_tensor(p, chosen.mesh, placements, src_data_rank=None)
-            module._parameters[own] = laid_out[id(p)]
-    return chosen
+            if p is not None:
+                if id(p) not in replaced:
+                    replaced[id(p)] = replace(names[id(p)], p)
+                module._parameters[own] = replaced[id(p)]
 
 
 def _adopt_tensors(model: nn.Module) -> None:

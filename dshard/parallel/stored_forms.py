@@ -1,0 +1,84 @@
+"""Parameters that the files of a pretrained model hold in another form, which transformers converts.
+
+Each rank cuts what it reads by the placements of the parameter, and the conversion runs on what it has cut. To stack
+the experts of a layer that way is right. The gate and up projections of experts are stored one by one and joined along
+the dim of features: where that is split, a rank gets a part of each, which are moved to where they belong afterwards.
+All else, such as a fused projection that is split, needs the whole tensor on each rank until it is converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from dshard.layout import Shape
+from dshard.mesh import Mesh
+from dshard.placements import Placement, Replicate, Shard
+
+Placements = tuple[Placement, ...]
+_STACKED, _JOINED = ("MergeModulelist",), ("MergeModulelist", "Concatenate")  # the names of operations
+
+
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """The operations by which the parameters of some names are made; `parts` tensors are joined along `dim`."""
+
+    names: tuple[str, ...]
+    operations: tuple[str, ...]
+    parts: int
+    dim: int | None
+
+    def while_loading(self, shape: Shape, placements: Placements, mesh: Mesh) -> Placements:
+        """The placements by which a rank cuts what it reads for a parameter of this shape."""
+        if self.operations == _STACKED:
+            return placements
+        if self.dim is None:
+            return (Replicate(),) * len(placements)
+        splits = [placement == Shard(self.dim) for placement in placements]
+        ranks = prod(size for size, split in zip(mesh.shape, splits, strict=True) if split)
+        if shape[self.dim] % (self.parts * ranks) == 0:
+            return placements
+        return tuple(Replicate() if split else each for each, split in zip(placements, splits, strict=True))
+
+
+def known_forms(model: nn.Module) -> list[StoredForm]:
+    """The forms that transformers converts for this model, whether its files have them or not."""
+    mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    return [_form_of(converter) for converter in mapping if hasattr(converter, "operations")]
+
+
+def converted_forms(model: nn.Module) -> list[StoredForm]:
+    """The forms that transformers has converted for this model, which is loaded."""
+    converters: Any = getattr(model, "_weight_conversions", None) or ()
+    return [_form_of(converter) for converter in converters if hasattr(converter, "operations")]
+
+
+def _form_of(converter: Any) -> StoredForm:
+    operations = [op for op in converter.operations if type(op).__name__ != "Force16BytesAlignment"]
+    names = tuple(type(op).__name__ for op in operations)
+    joins = names == _JOINED and len(converter.target_patterns) == 1
+    dim = operations[-1].dim if joins else None
+    return StoredForm(tuple(converter.target_patterns), names, len(converter.source_patterns), dim)
+
+
+def form_of(name: str, forms: Sequence[StoredForm]) -> StoredForm | None:
+    """The form of the parameter of this name; of several the one with most operations."""
+    matching = [form for form in forms if any(target in name for target in form.names)]
+    return max(matching, key=lambda form: len(form.operations), default=None)
+
+
+def as_planned(p: Any, form: StoredForm | None, placements: Placements) -> Any:
+    """A loaded parameter without its graph, moved to the placements of the plan; `form` was converted for it."""
+    whole = p.detach()
+    if form is not None and form.dim is not None and Shard(form.dim) in whole.placements:
+        dim, parts, sizes = form.dim, form.parts, whole.shape
+        pieces = whole.to_local().unflatten(dim, (parts, whole.to_local().shape[dim] // parts))
+        by_part = [Shard(at.dim + (at.dim >= dim)) if isinstance(at, Shard) else at for at in whole.placements]
+        shape = (*sizes[:dim], parts, sizes[dim] // parts, *sizes[dim + 1 :])
+        whole = type(whole).from_local(pieces, whole.device_mesh, by_part, shape=shape).flatten(dim, dim + 1)
+    return whole.redistribute(placements=placements)
