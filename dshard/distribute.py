@@ -19,7 +19,7 @@ from dshard.compile.metadata import with_concrete_sizes
 from dshard.core.local_checks import check_strided, checked, scattered
 from dshard.core.plain_tensors import from_torch
 from dshard.core.signature import Function
-from dshard.core.spec import contiguous_stride, spec_of
+from dshard.core.spec import contiguous_spec
 from dshard.core.transforms import refuse_wrapped
 from dshard.core.wrapper import wrap
 from dshard.errors import LayoutError
@@ -84,7 +84,7 @@ def distribute_tensor(
             "no data; give a tensor on device='meta' if that is meant, else a DeviceMesh from init_device_mesh",
             stacklevel=3,
         )
-    spec = spec_of(whole_terms, shape, contiguous_stride(shape), tensor.dtype, device)
+    spec = contiguous_spec(whole_terms, shape, tensor.dtype, device)
     out = as_dtensor(redistribute(wrap(local, spec), layout))
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(out, tensor.requires_grad)  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from dshard.autograd.crossing import redistribute
 from dshard.comm import DeviceMesh, as_mesh
 from dshard.compile.graph_functions import traceable
 from dshard.core.signature import Args
-from dshard.core.spec import contiguous_stride, spec_of
+from dshard.core.spec import contiguous_spec
 from dshard.core.wrapper import wrap
 from dshard.errors import ArgumentError, DtypeError, ShapeError
 from dshard.layout import Layout, layout_of, replicated
@@ -319,6 +319,6 @@ def _check_holds(n: int, dtype: torch.dtype) -> None:
 def _wrap_local(local: Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool = False) -> DTensor:
     """The local tensors in `layout`; where that is partial, they are those of the value, the term of the first rank."""
     device = comm.device_of_result(local, layout.mesh)
-    wrapped = wrap(local, spec_of(layout.cotangent(), shape, contiguous_stride(shape), local.dtype, device))
+    wrapped = wrap(local, contiguous_spec(layout.cotangent(), shape, local.dtype, device))
     out = as_dtensor(redistribute(wrapped, layout))
     return out.requires_grad_() if requires_grad else out

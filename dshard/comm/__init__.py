@@ -31,7 +31,7 @@ from dshard.comm.agreement import (
     share,
 )
 from dshard.comm.async_local import AsyncLocal, LazyLocal, Start, async_start
-from dshard.comm.backends import NCCL_CONTRACT
+from dshard.comm.backends import HALF, NCCL_CONTRACT, sum_dtype
 from dshard.comm.cpu_scheduling import share_cores
 from dshard.comm.drive import InFlight, Program, Request, begin, finish, flat, same_memory
 from dshard.comm.events import Event, listen
@@ -74,7 +74,7 @@ from dshard.comm.runtime import (
 )
 from dshard.comm.scatter_shards import device_of, device_of_result, local_of, local_shard, scatter_shards, scatters
 from dshard.comm.scoped import Scoped
-from dshard.comm.simulated import plain, stack, unstack
+from dshard.comm.simulated import of_first_rank, plain, stack, unstack
 from dshard.comm.store_messages import fetch, peek, put
 from dshard.comm.streams import Stream, current_stream, follow
 from dshard.comm.traced_collectives import outside_graphs, traced
@@ -83,6 +83,7 @@ from dshard.comm.workspace import WORKSPACE, Session
 
 __all__ = [
     "FORGET",
+    "HALF",
     "NCCL_CONTRACT",
     "WORKSPACE",
     "AsyncLocal",
@@ -146,6 +147,7 @@ __all__ = [
     "local_of",
     "local_shard",
     "mark_raised_by_all",
+    "of_first_rank",
     "outside_graphs",
     "own_coordinate",
     "peek",
@@ -178,6 +180,7 @@ __all__ = [
     "split_graph",
     "stack",
     "steps_of",
+    "sum_dtype",
     "swap",
     "traced",
     "unstack",

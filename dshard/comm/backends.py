@@ -81,3 +81,8 @@ def default_backend(device_type: str) -> Backend:
 def waits_on_host(name: str) -> bool:
     """Whether waits on some device of a process group called `name` stop the host."""
     return any(backend_of(name, device.split(":", 1)[0]).waits_on_host for device in name.split(","))
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which terms of `dtype` are added, to be rounded once: single precision for half."""
+    return torch.float32 if dtype in HALF else dtype

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from dshard.comm.backends import HALF, Backend
+from dshard.comm.backends import Backend, sum_dtype
 from dshard.errors import ShapeError
 from dshard.mesh import Mesh
 from dshard.placements import ReduceOp, chunk
@@ -107,7 +107,7 @@ def reduce(terms: Tensor, op: ReduceOp) -> Tensor:
         ShapeError: the max or min of complex numbers, or the mean of integers.
     """
     dtype = terms.dtype
-    wide = terms.to(torch.float32) if dtype in HALF else terms
+    wide = terms.to(sum_dtype(dtype))
     match op:
         case "sum":
             return wide.sum(0).ne(0) if dtype == torch.bool else wide.sum(0, dtype=wide.dtype).to(dtype)

@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from dshard.comm.backends import HALF
+from dshard.comm.backends import sum_dtype
 from dshard.comm.collective import reduce
 from dshard.comm.collectives import Wait
 from dshard.comm.pieces import view_of
@@ -194,7 +194,7 @@ def _unpack(request: Request, result: Tensor, space: Session) -> Tensor:
 
 def _reduced(terms: Tensor, op: ReduceOp, space: Session) -> Tensor:
     """Reduce the rows of a buffer of `space` into another, and return the first; half precision is summed in single."""
-    wide = torch.float32 if terms.dtype in HALF else terms.dtype
+    wide = sum_dtype(terms.dtype)
     total = space.take((terms.shape[1],), terms, wide)
     if op in ("sum", "avg") and (wide.is_floating_point or wide.is_complex):
         torch.sum(terms, 0, dtype=wide, out=total)

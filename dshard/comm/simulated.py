@@ -27,6 +27,11 @@ def plain() -> Iterator[None]:
             yield
 
 
+def of_first_rank(x: Tensor) -> Tensor:
+    """The local tensor of the first simulated rank; `x` itself where ranks are not simulated."""
+    return next(iter(unstack(x).values())) if type(x) is LocalTensor else x
+
+
 def unstack(x: Tensor) -> dict[int, Tensor]:
     """The tensors of a LocalTensor by rank."""
     assert isinstance(x, LocalTensor)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from dshard.core.signature import Args, Function, Kwargs
@@ -166,6 +167,12 @@ class Operator:
 def out_local_shape(call: Call, strategy: Strategy, coordinate: Coordinate, i: int = 0) -> Shape:
     """The shape of output `i` on the rank at `coordinate`."""
     return strategy.outputs[i].local_shape(call.out_shapes[i], coordinate)
+
+
+def overloads(name: str) -> list[OpOverload]:
+    """The overloads of torch's operator `name`, but for those with `out=`."""
+    packet = getattr(torch.ops.aten, name)
+    return [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
 
 
 def writes_first(func: OpOverload) -> bool:

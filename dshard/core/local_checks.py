@@ -9,7 +9,7 @@ from dshard import comm
 from dshard.caches import cached
 from dshard.core.moves import sending
 from dshard.core.observe import OBSERVERS, observed
-from dshard.core.spec import contiguous_stride, spec_of
+from dshard.core.spec import contiguous_spec
 from dshard.core.wrapper import Wrapper
 from dshard.errors import ArgumentError, LayoutError
 from dshard.layout import Layout, Shape
@@ -58,7 +58,7 @@ def gathered_shape(local: Tensor, layout: Layout) -> Shape:
     if not exchange:
         return comm.global_shape(local, layout)
     shape = tuple(local.shape)
-    spec = spec_of(layout, shape, contiguous_stride(shape), local.dtype, local.device)
+    spec = contiguous_spec(layout, shape, local.dtype, local.device)
     return observed(sending("from_local", [spec], exchange, explicit=True), comm.global_shape, (local, layout))  # type: ignore[no-any-return]
 
 
@@ -67,7 +67,7 @@ def scattered(tensor: Tensor, layout: Layout, source: int | None) -> Tensor:
     if not (OBSERVERS and comm.scatters(tensor, layout, source)):
         return comm.scatter_shards(tensor, layout, source)
     shape = tuple(tensor.shape)
-    spec = spec_of(layout, shape, contiguous_stride(shape), tensor.dtype, tensor.device)
+    spec = contiguous_spec(layout, shape, tensor.dtype, tensor.device)
     nbytes = layout.local_numel(shape) * tensor.itemsize
     decision = sending("distribute_tensor", [spec], [("scatter", layout.mesh.names, nbytes)], explicit=True)
     return observed(decision, comm.scatter_shards, (tensor, layout, source))  # type: ignore[no-any-return]

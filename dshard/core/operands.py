@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dshard.comm import LocalTensor, ranks_of_root, unstack
+from dshard.comm import of_first_rank, ranks_of_root
 from dshard.core.context import planning_context
 from dshard.core.moves import redistribute_local, replace_leaves, tensors_in
 from dshard.core.signature import Args, Kwargs
-from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.spec import Spec, contiguous_spec
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import MeshError
 from dshard.layout import Layout, replicated
@@ -81,8 +81,7 @@ def number_on(func: object, x: Wrapper, mesh: Mesh) -> Tensor:
 
 def plain_number(func: object, x: Wrapper) -> Tensor:
     """The value of `x`, a number, which all ranks of its mesh have, as a plain tensor."""
-    value = number_on(func, x, x._spec.layout.mesh)
-    return next(iter(unstack(value).values())) if type(value) is LocalTensor else value
+    return of_first_rank(number_on(func, x, x._spec.layout.mesh))
 
 
 def spec_like(t: Tensor, mesh: Mesh) -> Spec:
@@ -90,7 +89,7 @@ def spec_like(t: Tensor, mesh: Mesh) -> Spec:
     if isinstance(t, Wrapper):
         return t._spec
     shape = tuple(map(int, t.shape))  # of sizes that a traced graph leaves open those that they have now
-    return spec_of(replicated(mesh), shape, contiguous_stride(shape), t.dtype, t.device)
+    return contiguous_spec(replicated(mesh), shape, t.dtype, t.device)
 
 
 def plan_to(spec: Spec, layout: Layout) -> Plan:

@@ -26,15 +26,15 @@ from dshard.comm import (
     compare_calls,
     comparing,
     gather_rows,
+    of_first_rank,
     plain,
     simulated_ranks,
     traced,
-    unstack,
 )
 from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in
 from dshard.core.operands import plain_number
 from dshard.core.signature import Args, Context, Function, Kwargs
-from dshard.core.spec import contiguous_stride, spec_of
+from dshard.core.spec import contiguous_spec
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError, MixedError
 from dshard.layout import replicated
@@ -188,7 +188,7 @@ def _replicated(x: Tensor, mesh: Mesh, meta: bool) -> Any:
     layout = replicated(mesh)
     shape = tuple(map(int, x.shape))  # in a graph those that it is traced with
     if not x.requires_grad:
-        spec = spec_of(layout, shape, contiguous_stride(shape), x.dtype, torch.device("meta") if meta else x.device)
+        spec = contiguous_spec(layout, shape, x.dtype, torch.device("meta") if meta else x.device)
         return wrap(on_all_ranks(x.to("meta") if meta else x, mesh), spec)
     from_local: Any = Wrapper.public.from_local  # which takes a pure mesh, too
     local = x if simulated_ranks() is None and not meta else _Lifted.apply(x, mesh, meta)  # type: ignore[no-untyped-call]
@@ -217,7 +217,7 @@ class _Lowered(torch.autograd.Function):
         if meta:
             return torch.zeros_like(local, device=device)
         with plain():
-            return next(iter(unstack(local).values())).clone() if type(local) is LocalTensor else local.clone()
+            return of_first_rank(local).clone()
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -163,6 +163,11 @@ def spec_of(layout: Layout, shape: Shape, stride: tuple[int, ...], dtype: torch.
     return spec
 
 
+def contiguous_spec(layout: Layout, shape: Shape, dtype: torch.dtype, device: torch.device) -> Spec:
+    """The spec of a contiguous tensor of `shape`."""
+    return spec_of(layout, shape, contiguous_stride(shape), dtype, device)
+
+
 def contiguous_stride(shape: Shape) -> tuple[int, ...]:
     """The strides of a contiguous tensor of `shape`, as torch counts them.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dshard.autograd.crossing import redistribute
 from dshard.autograd.hooks import GRAPH_FUNCTIONS, accumulating, data, gradients, set_data
-from dshard.comm import LocalTensor, unstack
+from dshard.comm import of_first_rank
 from dshard.core.moves import on_all_ranks
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
@@ -72,10 +72,8 @@ def tensor_split(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x, sections, dim = bind_arguments(("input", "tensor_indices_or_sections", "dim"), args, kwargs)
     if not isinstance(sections, Wrapper):
         return call_torch(func, args, kwargs)
-    numbers: object = sections.full_tensor()
-    if type(numbers) is LocalTensor:
-        numbers = next(iter(unstack(numbers).values()))
-    return call_torch(torch.tensor_split, (x, numbers, 0 if dim is None else dim), {})
+    numbers = sections.full_tensor()
+    return call_torch(torch.tensor_split, (x, of_first_rank(numbers), 0 if dim is None else dim), {})
 
 
 def value_of_replicated(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -90,9 +88,7 @@ def value_of_replicated(func: Function, args: Args, kwargs: Kwargs) -> Any:
             f"{func.__name__}() of a tensor laid out [{x._spec.layout}], of which this rank has a part: "
             f"x.full_tensor().{func.__name__}() gathers it, x.to_local().{func.__name__}() gives this rank's part"
         )
-    local = x._local_tensor
-    if type(local) is LocalTensor:
-        local = next(iter(unstack(local).values()))
+    local = of_first_rank(x._local_tensor)
     return func(local.detach().requires_grad_(x.requires_grad), *rest, **kwargs)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import LocalTensor, device_of, device_of_result, ranks_of_group, same_replicas, unstack
+from dshard.comm import device_of, device_of_result, of_first_rank, ranks_of_group, same_replicas
 from dshard.core.call import views_first, writes_first
 from dshard.core.checks import with_meta_form
 from dshard.core.context import planning_context
@@ -84,7 +84,7 @@ def _refuse_sparse(func: OpOverload, result: object) -> None:
 
 
 def _replicated_spec(local: Tensor, layout: Layout) -> Spec:
-    of_one_rank = next(iter(unstack(local).values())) if type(local) is LocalTensor else local
+    of_one_rank = of_first_rank(local)
     device = device_of_result(of_one_rank, layout.mesh)
     return spec_of(layout, tuple(of_one_rank.shape), of_one_rank.stride(), of_one_rank.dtype, device)
 

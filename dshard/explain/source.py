@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from dshard.core.signature import Function
-from dshard.core.spec import contiguous_stride, spec_of
+from dshard.core.spec import contiguous_spec
 from dshard.errors import DShardError, NotationError
 from dshard.explain.explain_calls import explain
 from dshard.explain.report_values import Report
@@ -89,7 +89,7 @@ def describe_tensor(text: str, mesh: Mesh, dtype: torch.dtype) -> tuple[str, DTe
 def _meta(layout: Layout, shape: Shape, dtype: torch.dtype) -> DTensor:
     layout.check(shape)
     local = torch.empty(layout.local_shape(shape, (0,) * layout.mesh.ndim), dtype=dtype, device="meta")
-    return DTensor._wrap(local, spec_of(layout, shape, contiguous_stride(shape), dtype, local.device))
+    return DTensor._wrap(local, contiguous_spec(layout, shape, dtype, local.device))
 
 
 def explain_source(source: str, tensors: Mapping[str, DTensor]) -> Report:

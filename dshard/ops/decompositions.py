@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from dshard.caches import cached
+from dshard.comm import sum_dtype
 from dshard.core.moves import with_partials_reduced
 from dshard.core.signature import Function
 from dshard.torch_private import OpOverload, decomposition_table
 
 aten = torch.ops.aten
 Dims: TypeAlias = int | Sequence[int] | None
-HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 # -- variance, of distances from the mean rather than of squares: the mean may be large
@@ -150,7 +150,7 @@ def _dims(x: Tensor, dim: Dims) -> tuple[int, ...]:
 
 def widened(x: Tensor) -> Tensor:
     """Half precision converted to single: sums of powers need the range."""
-    return x.float() if x.dtype in HALF else x
+    return x.to(sum_dtype(x.dtype))
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:

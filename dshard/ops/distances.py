@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.comm import HALF
 from dshard.core.call import Call, LocalOp, Operator
 from dshard.mesh import Coordinate
 from dshard.ops.batched import or_nothing
-from dshard.ops.decompositions import HALF
 from dshard.ops.small_reductions import Statistic, reduced_statistic
 from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy

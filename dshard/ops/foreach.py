@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from dshard.comm import LocalTensor, own_coordinate, traced
-from dshard.core.call import LocalOp
+from dshard.core.call import LocalOp, overloads
 from dshard.core.executable import ComposedExecutable, decision_of
 from dshard.core.moves import count_write, redistribute_local, run_on_ranks, write_local
 from dshard.core.observe import ASKED
 from dshard.core.operands import number_on, plain_number
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.spec import Spec, contiguous_spec, spec_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import Layout, replicated
@@ -264,7 +264,7 @@ def _unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     flag, local = _local(func, found_inf, mesh), _local(func, grads, mesh)
     run_on_ranks(mesh, lambda coordinate: func, (local, flag, _local(func, scale, mesh)), {})
     layout, shape = Layout(mesh, (Partial("max"),) * mesh.ndim), tuple(found_inf.shape)
-    terms = spec_of(layout, shape, contiguous_stride(shape), found_inf.dtype, found_inf.device)
+    terms = contiguous_spec(layout, shape, found_inf.dtype, found_inf.device)
     write_local(
         found_inf._local_tensor if isinstance(found_inf, Wrapper) else found_inf,
         redistribute_local(flag, terms, replicated(mesh), func),
@@ -346,22 +346,17 @@ def _run_of(name: str) -> ForEach:
     return _NOT_ELEMENTWISE.get(name, elementwise)
 
 
-def _overloads(name: str) -> list[OpOverload]:
-    packet = getattr(torch.ops.aten, name)
-    return [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
-
-
 FOREACH: dict[OpOverload, ForEach] = {
     **{
         func: by_mesh(counted(_run_of(name)) if name.endswith("_") else _run_of(name))
         for name in dir(torch)
         if name.startswith("_foreach_")
-        for func in _overloads(name)
+        for func in overloads(name)
     },
-    **{func: by_mesh(counted(fused)) for name in _FUSED for func in _overloads(name)},
+    **{func: by_mesh(counted(fused)) for name in _FUSED for func in overloads(name)},
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default: by_mesh(unscale),
 }
 """The plan of each operator on lists."""
 
-INDEPENDENT_OF_VALUES = frozenset(FOREACH) - frozenset(_overloads("_foreach_norm"))
+INDEPENDENT_OF_VALUES = frozenset(FOREACH) - frozenset(overloads("_foreach_norm"))
 """The operators on lists whose plan does not depend on the values of numbers, which optimisers change at each step."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.comm import HALF
 from dshard.core.call import Call, LocalOp, Operator
 from dshard.mesh import Coordinate
-from dshard.ops.reductions import HALF
 from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
 

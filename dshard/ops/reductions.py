@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from dshard.comm import sum_dtype
 from dshard.core.call import Call, LocalOp, Operator, out_local_shape
 from dshard.core.checks import check_aminmax, check_dim, check_extreme, check_position
 from dshard.mesh import Coordinate
@@ -18,9 +19,6 @@ from dshard.ops.scans import BEST_OF_BLOCKS, LARGEST, SMALLEST, add, latest, log
 from dshard.placements import ReduceOp
 from dshard.rules.rule import LINEAR, Rule, together
 from dshard.rules.strategy import Strategy
-
-HALF = frozenset({torch.float16, torch.bfloat16})
-
 
 # -- reductions
 
@@ -106,7 +104,7 @@ def mean_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Local
     if not set(dims) & set(strategy.inputs[0].sharded_dims()):
         return call.func
     count, keepdim = prod(shape[dim] for dim in dims), bool(call.argument("keepdim"))
-    wide = torch.float32 if out in HALF else out
+    wide = sum_dtype(out)
 
     def mean(x: Tensor, *args: object, **kwargs: object) -> Tensor:
         return (x.sum(dims, keepdim, dtype=wide) / count).to(out)

@@ -17,7 +17,7 @@ from torch import Tensor
 from dshard.core.call import Alternative, AlternativePlan, Call, LocalOp
 from dshard.core.moves import leaves, local_redistribution, run_on_ranks
 from dshard.core.operands import plan_to
-from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.spec import Spec, contiguous_spec, spec_of
 from dshard.core.wrapper import wrap
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
@@ -85,7 +85,7 @@ class Blocks:
             term_layout(layout.mesh, (("block",), *term), each) for each in (order | {"block": self.axes}, order)
         )
         shape = (prod(layout.mesh.shape[axis] for axis in self.axes), *self.small)
-        return spec_of(sharded, shape, contiguous_stride(shape), dtype, self.spec.device), replicated
+        return contiguous_spec(sharded, shape, dtype, self.spec.device), replicated
 
     def plan(self, dtype: torch.dtype) -> tuple[Plan, int]:
         """The plan that gathers summaries of this dtype, and the bytes of an element."""

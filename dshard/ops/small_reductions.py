@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from dshard.comm import HALF, sum_dtype
 from dshard.core.call import Alternative, AlternativePlan, Call, LocalOp
 from dshard.core.context import planning_context
 from dshard.core.moves import local_redistribution, replace_leaves, run_on_ranks
@@ -22,7 +22,6 @@ from dshard.core.spec import spec_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout, Shape
 from dshard.ops.custom import wrapped
-from dshard.ops.decompositions import HALF
 from dshard.placements import Partial, ReduceOp, Replicate
 from dshard.redistribute import plan
 from dshard.rules.expand import Order, order_of, sharded_anyway
@@ -78,7 +77,7 @@ def _plan(reductions: tuple[ReduceOp, ...], operand: int, call: Call, rule: Rule
         ends = tuple(map(completed_layout, outputs))
         sums += zip(outputs, ends, call.out_shapes, strict=True)
         outputs = ends
-    itemsize = torch.float32.itemsize if spec.dtype in HALF else spec.itemsize
+    itemsize = sum_dtype(spec.dtype).itemsize
     topology = planning_context().topology_of(layout.mesh)
     plans = tuple((plan(src, dst, shape, itemsize, topology), itemsize) for src, dst, shape in sums)
     return AlternativePlan(inputs, outputs, _decomposition(call.func), plans)

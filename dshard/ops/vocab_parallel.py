@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from dshard.autograd.crossing import redistribute
 from dshard.caches import cached
-from dshard.comm import LocalTensor, plain, unstack
+from dshard.comm import LocalTensor, plain, sum_dtype, unstack
 from dshard.core.context import planning_context
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
@@ -21,7 +21,6 @@ from dshard.core.torch_function import bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.ops.custom import accept_call
 from dshard.ops.lookup import refuse
-from dshard.ops.reductions import HALF
 from dshard.ops.small_reductions import along_dims, replicated_along, split_axes
 from dshard.placements import ReduceOp
 from dshard.redistribute import plan
@@ -46,7 +45,7 @@ def rms_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if len(shape) > x.dim() or not _split_stays(x._spec, tuple(dim + x.dim() for dim in dims), ("sum",)):
         return None
     accept_call(func, args, kwargs)
-    wide = reduce_statistics(x, "rms_norm").to(torch.float32 if x.dtype in HALF else x.dtype)
+    wide = reduce_statistics(x, "rms_norm").to(sum_dtype(x.dtype))
     squares = reduce_statistics(wide.pow(2).mean(dims, keepdim=True), "rms_norm")
     out = wide * torch.rsqrt(squares + (torch.finfo(wide.dtype).eps if eps is None else eps))
     return (out if weight is None else out * weight).to(x.dtype)
@@ -97,7 +96,7 @@ def log_softmax(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def _shifted(x: Any, dim: int, op: str | None) -> tuple[Any, Any]:
     """`x` minus the largest of each row, and log(sum exp) of that; half precision is widened to single."""
-    wide = reduce_statistics(x, op).to(torch.float32 if x.dtype in HALF else x.dtype)
+    wide = reduce_statistics(x, op).to(sum_dtype(x.dtype))
     shifted = wide - reduce_statistics(wide.detach().amax(dim, keepdim=True), op)
     return shifted, reduce_statistics(shifted.exp().sum(dim), op).log()
 

@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.autograd.crossing import redistribute
 from dshard.comm import Resharding, begin_reshard, device_of, fetch, put
 from dshard.core.context import planning_context
 from dshard.core.observe import ASKED, OBSERVERS, Decision, observed
 from dshard.core.signature import Function
-from dshard.core.spec import contiguous_stride, spec_of
+from dshard.core.spec import contiguous_spec
 from dshard.errors import PipelineError
 from dshard.layout import Layout, Shape
 from dshard.pipeline.actions import Edge
-from dshard.placements import Partial, Replicate
 from dshard.reshard import ReshardPlan, plan_reshard
 from dshard.rules.expand import Operand
-from dshard.tensor import DTensor
+from dshard.rules.strategy import completed_layout
+from dshard.tensor import DTensor, as_dtensor
 
 Item = tuple[Edge, int]
 
@@ -91,9 +92,7 @@ class Channels:
         if local is None:
             return None
         layout = self._plan(item[0], header).dst
-        return DTensor._wrap(
-            local, spec_of(layout, header.shape, contiguous_stride(header.shape), header.dtype, local.device)
-        )
+        return DTensor._wrap(local, contiguous_spec(layout, header.shape, header.dtype, local.device))
 
     def begin_send(self, item: Item, x: DTensor) -> None:
         """Begin to send an activation, or the gradient of one that was received."""
@@ -193,12 +192,10 @@ def _observed(plan: ReshardPlan, run: Function, args: Sequence[object], crossing
 
 def _complete(x: DTensor) -> DTensor:
     """`x` with partial sums reduced, so that the sender has no further work once the send has begun."""
-    layout = x._spec.layout
-    placements = tuple(Replicate() if isinstance(placement, Partial) else placement for placement in layout.placements)
-    if placements == layout.placements:
+    layout = completed_layout(x._spec.layout)
+    if layout == x._spec.layout:
         return x
-    detached: Any = x.detach()
-    return detached.redistribute(placements=placements).requires_grad_(x.requires_grad)  # type: ignore[no-any-return]
+    return as_dtensor(redistribute(x.detach(), layout)).requires_grad_(x.requires_grad)
 
 
 def _pair(item: Item) -> tuple[int, int]:

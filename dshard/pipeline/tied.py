@@ -11,7 +11,7 @@ from torch import nn
 
 from dshard.autograd.crossing import redistribute
 from dshard.comm import device_of, gather_objects
-from dshard.core.spec import contiguous_stride, spec_of
+from dshard.core.spec import contiguous_spec
 from dshard.errors import ScheduleError
 from dshard.layout import Layout, Shape
 from dshard.pipeline.stage import Stage
@@ -82,7 +82,7 @@ class Tied:
         if self._number not in (src.stage, dst.stage):
             return None
         if self._number != src.stage:
-            spec = spec_of(src.layout, src.shape, contiguous_stride(src.shape), src.dtype, self._device)
+            spec = contiguous_spec(src.layout, src.shape, src.dtype, self._device)
             value = DTensor(torch.empty(0, dtype=src.dtype, device=self._device), spec)
         return redistribute(value, dst.layout)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dshard import comm
 from dshard.core.local_checks import check_strided
-from dshard.core.spec import contiguous_stride, spec_of
+from dshard.core.spec import contiguous_spec
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout
 from dshard.mesh import Coordinate, Mesh
@@ -103,14 +103,13 @@ def distribute(x: Tensor, layout: Layout, *, seed: int = 0) -> DTensor:
     check_strided(x, "distribute", "the whole tensor")
     check_type(layout, Layout, "the layout", "give a dshard.Layout", LayoutError)
     layout.check(x.shape)
-    if type(x) is comm.LocalTensor:  # made within simulated(...), alike on all ranks
-        x = next(iter(comm.unstack(x).values()))
+    x = comm.of_first_rank(x)  # made within simulated(...), alike on all ranks
     with comm.plain():
         part = parted(x, layout, seed)
     local = comm.local_of(layout, lambda at, device: part(at).to(device))
     shape = tuple(x.shape)
     device = comm.device_of_result(local, layout.mesh)
-    return DTensor._wrap(local, spec_of(layout, shape, contiguous_stride(shape), x.dtype, device))
+    return DTensor._wrap(local, contiguous_spec(layout, shape, x.dtype, device))
 
 
 def whole(x: DTensor) -> Tensor:

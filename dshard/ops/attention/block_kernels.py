@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dshard.comm import HALF, sum_dtype
 from dshard.rules.attention_blocks import Block
 
-_HALF = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
 
 
@@ -66,14 +66,9 @@ MERGING, PASSES = 6, 3
 """Operators that merge a block into a result after its kernel, and how often a result is read or written there."""
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of results and sums over blocks, which are rounded once, at the end."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def empty_result(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The result and the log-sum-exp of queries that have seen no key yet."""
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide(q.dtype))
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=sum_dtype(q.dtype))
     return out, out.new_full(q.shape[:-1], -inf)
 
 
@@ -180,9 +175,9 @@ def _kernel_of(operands: _Operands) -> _Kernel:
         return _FLASH_ON_CPU if torch.backends.cuda.flash_sdp_enabled() else _OPERATORS
     if q.device.type != "cuda" or mask is not None or max(q.shape[-1], v.shape[-1]) > 256:
         return _OPERATORS
-    if q.dtype in _HALF and torch.backends.cuda.flash_sdp_enabled():
+    if q.dtype in HALF and torch.backends.cuda.flash_sdp_enabled():
         return _FLASH_ON_CUDA
-    fits = q.dtype in (*_HALF, torch.float32) and torch.backends.cuda.mem_efficient_sdp_enabled()
+    fits = q.dtype in HALF | {torch.float32} and torch.backends.cuda.mem_efficient_sdp_enabled()
     return _EFFICIENT_ON_CUDA if fits else _OPERATORS
 
 
@@ -247,7 +242,7 @@ def _efficient_on_cuda_backward(grad: Tensor, o: _Operands, delta: Tensor, lse: 
 
 
 def _scores(o: _Operands) -> Tensor:
-    dtype = wide(o.q.dtype)
+    dtype = sum_dtype(o.q.dtype)
     scores = (o.q.to(dtype) * o.scale) @ o.k.to(dtype).transpose(-2, -1)
     if o.mask is not None:
         scores = scores + o.mask

@@ -19,7 +19,7 @@ from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.comm import run_program
 from dshard.core.executable import ComposedExecutable
 from dshard.core.signature import Args, Context, Kwargs
-from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.spec import Spec, contiguous_spec
 from dshard.core.wrapper import wrap
 from dshard.layout import Layout, Shape
 from dshard.ops.attention.attention_choice import Choice
@@ -134,7 +134,7 @@ def _backward(ring: RingAttention, needed: tuple[bool, ...], at: Any, space: Any
 
 
 def _spec(layout: Layout, shape: Shape, dtype: torch.dtype, like: Spec) -> Spec:
-    return spec_of(layout, shape, contiguous_stride(shape), dtype, like.device)
+    return contiguous_spec(layout, shape, dtype, like.device)
 
 
 def _in_front(layout: Layout, axes: Sequence[int]) -> Layout:

@@ -18,7 +18,7 @@ from dshard.autograd.crossing import redistribute
 from dshard.core.executable import ComposedExecutable, Executable
 from dshard.core.observe import Decision
 from dshard.core.signature import Args, Kwargs
-from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.spec import Spec, contiguous_spec
 from dshard.layout import Shape
 from dshard.mesh import Mesh
 from dshard.ops.composite import Saved, run_recorded
@@ -66,7 +66,7 @@ def repeats(specs: Sequence[Spec]) -> Iterator[int]:
 def repeated(specs: Sequence[Spec], times: int) -> list[Spec]:
     """The specs of attention's operands once key heads are repeated."""
     return [
-        spec_of(spec.layout, shape, contiguous_stride(shape), spec.dtype, spec.device) if i in (1, 2) else spec
+        contiguous_spec(spec.layout, shape, spec.dtype, spec.device) if i in (1, 2) else spec
         for i, spec in enumerate(specs)
         for shape in (_repeated_shape(spec.shape, times),)
     ]

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from dshard.caches import cached
-from dshard.comm import InFlight, Program, Request, Session, finish, flat_exchange
+from dshard.comm import InFlight, Program, Request, Session, finish, flat_exchange, sum_dtype
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
-from dshard.ops.attention.block_kernels import Panel, accumulate, accumulate_gradients, empty_result, wide
+from dshard.ops.attention.block_kernels import Panel, accumulate, accumulate_gradients, empty_result
 from dshard.ops.attention.local_attention import Options, four_dims
 from dshard.rules.attention_ring import Messages, Ring, RingPlan, halved, ring_plan, swapped
 
@@ -235,7 +235,7 @@ class _Sums:
 
     def __init__(self, rank: _Rank, k: Tensor, v: Tensor, needed: bool) -> None:
         self.rank, self.like, self.needed = rank, (k, v), needed
-        self.own = k.new_zeros(_width(k, v) * k.shape[-2] * needed, dtype=wide(k.dtype))
+        self.own = k.new_zeros(_width(k, v) * k.shape[-2] * needed, dtype=sum_dtype(k.dtype))
         self.buffer = self.own
         self.arriving: InFlight | None = None
 

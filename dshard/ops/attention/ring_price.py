@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
+from dshard.comm import sum_dtype
 from dshard.core.operands import operand_of
 from dshard.core.spec import Spec
 from dshard.cost import PlannedCollective, copy_seconds, planned_collective, work_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
-from dshard.ops.attention.block_kernels import MERGING, PASSES, wide
+from dshard.ops.attention.block_kernels import MERGING, PASSES
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
 from dshard.placements import Shard
@@ -91,7 +92,7 @@ class _Price:
 
     def strategy(self) -> Strategy:
         """The strategy with the seconds of the ring, and what it sends in its forward pass."""
-        base, itemsize, sums = self.base, self.dtype.itemsize, wide(self.dtype).itemsize
+        base, itemsize, sums = self.base, self.dtype.itemsize, sum_dtype(self.dtype).itemsize
         turns = range(1, self.plans[0].ranks)
         panels = [self._hop(RingPlan.busiest_panel, RingPlan.moving_axis, turn, itemsize) for turn in turns]
         swaps = self._swaps([(0, self.row, itemsize), (1, self.width, itemsize)])
@@ -132,7 +133,7 @@ class _Price:
         rows = sum(self.base.inputs[0].local_shape(self.call.specs[0].shape, (0,) * self.mesh.ndim)[-2:-1])
         nbytes = (rows * (self.row + self.result) + self.plans[0].lengths[0] * self.width) * self.dtype.itemsize
 
-        merged = rows * self.result * wide(self.dtype).itemsize
+        merged = rows * self.result * sum_dtype(self.dtype).itemsize
         merging = MERGING * device.launch + PASSES * merged / device.memory_bandwidth
 
         def work(pairs: int) -> float:

@@ -14,7 +14,7 @@ from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
 from dshard.core.operands import common_mesh, operand_of
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.spec import Spec, contiguous_stride, for_shapes, spec_of
+from dshard.core.spec import Spec, contiguous_spec, for_shapes
 from dshard.core.torch_function import autocast, bind_arguments, call_torch
 from dshard.core.wrapper import Wrapper, is_leaf
 from dshard.layout import replicated
@@ -107,12 +107,12 @@ def _choose_matmul(
             cut = None
     asked_where = wanted.result is not None or wanted.reduced is not None
     layout = strategy.ends[0] if asked_where else strategy.outputs[0]
-    out_spec = spec_of(layout, shape, contiguous_stride(shape), out.dtype, specs[0].device)
+    out_spec = contiguous_spec(layout, shape, out.dtype, specs[0].device)
     return matmul_of_strategy(name, matmul_rule, specs, out_spec, strategy, wanted, cut, asked.streamed())
 
 
 def _cut_spec(spec: Spec, operand: Operand) -> Spec:
-    return spec_of(operand.layout, operand.shape, contiguous_stride(operand.shape), spec.dtype, spec.device)
+    return contiguous_spec(operand.layout, operand.shape, spec.dtype, spec.device)
 
 
 def distributed_operands(name: str, tensors: Sequence[Any]) -> Sequence[Any]:

@@ -17,7 +17,7 @@ from dshard.core.observe import Decision
 from dshard.core.operands import operand_of, plan_to
 from dshard.core.panel_cost import Panels
 from dshard.core.signature import Kwargs
-from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.spec import Spec, contiguous_spec
 from dshard.core.wrapper import wrap
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.local import LocalProduct, local_product
@@ -228,7 +228,7 @@ def gradient_matmul(
     assert expansion is not None, "the gradient's factors are those of the matmul"
     target = like.layout.cotangent()
     end = target if complete else keep_partial_sums(expansion.outputs[0], target)
-    out = spec_of(end, like.shape, contiguous_stride(like.shape), like.dtype, like.device)
+    out = contiguous_spec(end, like.shape, like.dtype, like.device)
     strategy = Strategy(expansion.inputs, expansion.outputs, rows, expansion.gradients, (end,), order)
     if isinstance(stream, Stream):
         stream = replace(stream, axis=None)  # which loop moves most differs

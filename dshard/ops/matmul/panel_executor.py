@@ -21,6 +21,7 @@ from dshard.comm import (
     run_without_data,
     same_memory,
     steps_of,
+    sum_dtype,
 )
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.local import accumulating, local_product, outlined
@@ -30,8 +31,6 @@ from dshard.rules.expand import Operand, sizes_of
 from dshard.rules.panel_cut import factor_of, panels_of
 from dshard.rules.panel_stream import Stream
 from dshard.rules.rule import Rule
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +228,7 @@ class PanelExecutor:
                 total[0].add_(self.multiply(*pair))
             else:
                 first = self.multiply(*pair)
-                total.append(first.float() if first.dtype in HALF and len(todo.parts) > 1 else first)
+                total.append(first.to(sum_dtype(first.dtype)) if len(todo.parts) > 1 else first)
             return
             yield
 

@@ -17,10 +17,23 @@ from math import prod
 import torch
 from torch import Tensor
 
-from dshard.comm import InFlight, Program, Request, Runtime, Session, begin, finish, flat, same_memory, send_receive
+from dshard.comm import (
+    HALF,
+    InFlight,
+    Program,
+    Request,
+    Runtime,
+    Session,
+    begin,
+    finish,
+    flat,
+    same_memory,
+    send_receive,
+    sum_dtype,
+)
 from dshard.layout import Shape
 from dshard.mesh import Coordinate
-from dshard.ops.matmul.panel_executor import HALF, Compiled, PanelExecutor, panel_of, place
+from dshard.ops.matmul.panel_executor import Compiled, PanelExecutor, panel_of, place
 from dshard.placements import Partial, Replicate, Shard
 from dshard.redistribute import Panel, Plan, Ranges, owned
 from dshard.rules.expand import Operand, sizes_of
@@ -183,8 +196,7 @@ class RingExecutor(PanelExecutor):
         turns = self.turns_of(at)
         out = self.plans[2].src.local_shape(self.plans[2].shape, at)
         dim = self.dims[2]
-        wide = torch.float32 if dim is None and self.dtype in HALF else self.dtype
-        total = uncut[0].new_zeros(out, dtype=wide) if dim is None else uncut[0].new_empty(out)
+        total = uncut[0].new_zeros(out, dtype=sum_dtype(self.dtype)) if dim is None else uncut[0].new_empty(out)
         arriving: dict[tuple[int, int], InFlight] = {}
         for i in self.axes:
             for panel in range(self.each):

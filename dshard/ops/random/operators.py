@@ -11,10 +11,10 @@ import torch
 from torch import Generator, Tensor
 
 from dshard.comm import LocalTensor, compare_draws, plain, traced
-from dshard.core.call import LocalOp
+from dshard.core.call import LocalOp, overloads
 from dshard.core.moves import redistribute_local, run_on_ranks, write_local
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.spec import contiguous_stride, spec_of
+from dshard.core.spec import contiguous_spec
 from dshard.core.wrapper import wrap
 from dshard.errors import CompileError
 from dshard.layout import replicated
@@ -236,7 +236,7 @@ def multinomial(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     local = redistribute_local(x._local_tensor, x._spec, replicated(mesh), func)
     sample = partial(_sample, count=count, replacement=replacement and count > 1, call_draw=call_draw)
     out = run_on_ranks(mesh, lambda coordinate: sample, (local,), {})
-    return wrap(out, spec_of(replicated(mesh), shape, contiguous_stride(shape), torch.int64, x._spec.device))
+    return wrap(out, contiguous_spec(replicated(mesh), shape, torch.int64, x._spec.device))
 
 
 def _sample(weights: Tensor, count: int, replacement: bool, call_draw: Draw) -> Tensor:
@@ -302,11 +302,6 @@ def seeded_op(func: OpOverload, mesh: Mesh, device: torch.device, kwargs: Kwargs
     return call
 
 
-def _overloads(name: str) -> list[OpOverload]:
-    packet = getattr(aten, name)
-    return [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
-
-
 _OVERWRITING: dict[str, Make] = {
     "uniform": uniform,
     "random": _random,
@@ -322,9 +317,9 @@ RANDOM: dict[OpOverload, Custom] = {
         func: overwriting(make)
         for name, make in _OVERWRITING.items()
         for form in (name, f"{name}_")
-        for func in _overloads(form)
+        for func in overloads(form)
     },
-    **{func: decomposed(like(make)) for name, make in _LIKE.items() for func in _overloads(name)},
+    **{func: decomposed(like(make)) for name, make in _LIKE.items() for func in overloads(name)},
     aten.random_.to: overwriting(integers),
     aten.random.to: overwriting(integers),
     aten.normal_.default: normal_,
