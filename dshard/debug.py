@@ -161,14 +161,14 @@ class CommDebugMode:
 
     def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
         """Write that table to a file."""
-        Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n")
+        Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n", encoding="utf-8")
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
         """Write the events to a file as JSON, and from noise level 1 the placements of the parameters."""
         data = json.loads(self.trace.to_json())
         if noise_level >= 1:
             data["sharding"] = {name: list(map(str, p)) for name, p in self.get_sharding_info().items()}
-        Path(file_name).write_text(json.dumps(data, indent=2))
+        Path(file_name).write_text(json.dumps(data, indent=2), encoding="utf-8")
 
     def __repr__(self) -> str:
         return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"

@@ -82,6 +82,20 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that starts ranks: how many, and on what device; see `ranks_and_device`."""
+    parser.add_argument(
+        "--ranks", type=parse_positive, metavar="N", help="how many ranks to start (4, or one for each GPU)"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+
+
+def ranks_and_device(arguments: argparse.Namespace, asked: int | None) -> tuple[int, str]:
+    """The number of ranks to start, which may be asked for, and their device."""
+    ranks = launch.choose_ranks(asked, arguments.device)
+    return ranks, launch.choose_device(arguments.device, ranks)
+
+
 def add_command(commands: Commands, name: str, summary: str) -> argparse.ArgumentParser:
     """Add a command with its summary."""
     return commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")

@@ -7,7 +7,15 @@ import argparse
 import torch
 
 from dshard import demo, launch, report
-from dshard.cli.arguments import Commands, add_command, parse_output, parse_positive, print_result
+from dshard.cli.arguments import (
+    Commands,
+    add_command,
+    add_ranks,
+    parse_output,
+    parse_positive,
+    print_result,
+    ranks_and_device,
+)
 from dshard.errors import DShardError
 
 AUTO = "auto"
@@ -18,9 +26,7 @@ def add_demo(commands: Commands) -> None:
     summary = "train a small vision transformer under several layouts and compare every loss"
     parser = add_command(commands, "demo", summary)
     defaults = demo.Settings()
-    parser.add_argument(
-        "--ranks", type=parse_positive, metavar="N", help="how many ranks to start (4, or one for each GPU)"
-    )
+    add_ranks(parser)
     parser.add_argument(
         "--steps", type=parse_positive, metavar="N", default=defaults.steps, help="default: %(default)s"
     )
@@ -35,14 +41,12 @@ def add_demo(commands: Commands) -> None:
     )
     parser.add_argument("--plot", type=parse_output, metavar="FILE", help="draw the losses of all strategies as an SVG")
     parser.add_argument("--seed", type=int, metavar="N", default=defaults.seed, help="default: %(default)s")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print the rows for machines")
     parser.set_defaults(command=_demo)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    ranks = launch.choose_ranks(arguments.ranks, arguments.device)
-    device = launch.choose_device(arguments.device, ranks)
+    ranks, device = ranks_and_device(arguments, arguments.ranks)
     settings = demo.Settings(
         strategies=_strategies(arguments.strategy, ranks, device, DTYPES[arguments.dtype]),
         ranks=ranks,

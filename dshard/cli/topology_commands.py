@@ -12,11 +12,12 @@ from dshard.cli.arguments import (
     Commands,
     add_command,
     add_common,
+    add_ranks,
     parse_any_mesh,
     parse_output,
-    parse_positive,
     parse_seconds,
     print_result,
+    ranks_and_device,
 )
 from dshard.errors import MeshError
 from dshard.mesh import Mesh
@@ -30,16 +31,13 @@ def add_topology(commands: Commands) -> None:
     kinds = parser.add_subparsers(title="other than showing one", metavar="command")
     summary = "measure the ranks that torchrun has started, or ranks of this host, with real collectives"
     parser = add_command(kinds, "measure", summary)
-    parser.add_argument(
-        "--ranks", type=parse_positive, metavar="N", help="how many ranks to start (4, or one for each GPU)"
-    )
+    add_ranks(parser)
     parser.add_argument(
         "--mesh", type=parse_any_mesh, metavar="AXES", help="such as 2x2 or dp=2,tp=2 (one axis of all ranks)"
     )
     parser.add_argument(
         "--seconds", type=parse_seconds, default=calibrate.SECONDS, metavar="S", help="default: %(default)s"
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     parser.add_argument("--out", type=parse_output, metavar="FILE", help="write it as JSON")
     parser.add_argument("--json", action="store_true", help="print for machines")
     parser.set_defaults(command=_measure_topology)
@@ -56,8 +54,7 @@ def _measure_topology(arguments: argparse.Namespace) -> int:
     asked, mesh = arguments.ranks, arguments.mesh
     if mesh is not None and asked not in (None, mesh.size):
         raise MeshError(f"the mesh ({mesh}) has {mesh.size} ranks, not {asked}: leave --ranks out")
-    ranks = launch.choose_ranks(mesh.size if mesh is not None else asked, arguments.device)
-    device = launch.choose_device(arguments.device, ranks)
+    ranks, device = ranks_and_device(arguments, asked if mesh is None else mesh.size)
     mesh = replace(mesh or Mesh((ranks,)), device_type=device)
     with report.measure_progress(visible=launch.is_reporting()) as tell:
         work = partial(calibrate.measure_world, mesh, arguments.seconds)

@@ -169,6 +169,11 @@ def out_local_shape(call: Call, strategy: Strategy, coordinate: Coordinate, i: i
     return strategy.outputs[i].local_shape(call.out_shapes[i], coordinate)
 
 
+def arguments_by_name(func: OpOverload, args: Args, kwargs: Kwargs) -> Kwargs:
+    """The arguments that a call gives, by their names in the operator's schema."""
+    return dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+
+
 def overloads(name: str) -> list[OpOverload]:
     """The overloads of torch's operator `name`, but for those with `out=`."""
     packet = getattr(torch.ops.aten, name)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import plain
-from dshard.core.call import Check, writes_first
+from dshard.core.call import Check, arguments_by_name, writes_first
 from dshard.core.moves import replace_leaves
 from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
@@ -107,7 +107,7 @@ def _refuse_more(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     check = CHECKS.get(func._schema.name.removesuffix("_"))
     if check is not None:
         defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-        check(defaults | dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs)
+        check(defaults | arguments_by_name(func, args, kwargs))
 
 
 def _writes_each(func: OpOverload) -> bool:

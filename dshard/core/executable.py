@@ -29,7 +29,7 @@ from dshard.core.moves import (
     tensors_in,
 )
 from dshard.core.observe import CALL_LOG, NEEDED, OBSERVERS, CallRecord, Decision, log, observed
-from dshard.core.operands import operand_of, plan_to
+from dshard.core.operands import operand_of, plan_to, plans_to
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, spec_of
 from dshard.core.wrapper import Wrapper, wrap
@@ -240,7 +240,7 @@ def decide(
     operands, outputs = tuple(map(operand_of, specs)), tuple((tuple(out.shape), out.itemsize) for out in outs)
     topology = planning_context().topology_of(operands[0].layout.mesh)
     strategy = choose(rule, operands, outputs, topology, wanted)
-    plans = tuple(plan_to(spec, layout) for spec, layout in zip(specs, strategy.inputs, strict=True))
+    plans = plans_to(specs, strategy.inputs)
     return Decision(op, operands, outputs, rule, strategy, plans, topology, wanted=wanted), strategy
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from dshard.comm import of_first_rank, ranks_of_root
@@ -12,7 +11,7 @@ from dshard.core.context import planning_context
 from dshard.core.moves import redistribute_local, replace_leaves, tensors_in
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
-from dshard.core.wrapper import Wrapper, wrap
+from dshard.core.wrapper import Wrapper, is_recorded, wrap
 from dshard.errors import MeshError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
@@ -55,7 +54,7 @@ def on_one_mesh(func: object, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]
         MeshError: operands with dims on several meshes, meshes that not all ranks are in, or a recorded number.
     """
     tensors: list[Tensor] = [t for t in tensors_in((args, kwargs)) if isinstance(t, Wrapper)]
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    recorded = is_recorded(tensors)
     mesh = common_mesh(func, tensors if recorded else [t for t in tensors if t.dim()] or tensors[:1])
 
     def moved(leaf: object) -> object:
@@ -95,6 +94,11 @@ def spec_like(t: Tensor, mesh: Mesh) -> Spec:
 def plan_to(spec: Spec, layout: Layout) -> Plan:
     """The cheapest redistribution of a tensor of `spec` to `layout`, on the topology in use."""
     return plan(spec.layout, layout, spec.shape, spec.itemsize, planning_context().topology_of(layout.mesh))
+
+
+def plans_to(specs: Sequence[Spec], layouts: Sequence[Layout]) -> tuple[Plan, ...]:
+    """The cheapest redistribution of a tensor of each spec to its layout."""
+    return tuple(plan_to(spec, layout) for spec, layout in zip(specs, layouts, strict=True))
 
 
 def operand_of(spec: Spec) -> Operand:

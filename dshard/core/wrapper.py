@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -47,6 +47,11 @@ class Wrapper(Base):
 def is_leaf(x: Wrapper) -> bool:
     """Whether `x`, or the tensor that it stands for in a trace, is a leaf of autograd."""
     return x.is_leaf if x._leaf is None else x._leaf
+
+
+def is_recorded(tensors: Iterable[Tensor]) -> bool:
+    """Whether autograd records an operator on `tensors`."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def wrap(local: Tensor, spec: Spec, storage_offset: int | torch.SymInt | None = None) -> Wrapper:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from dshard.core import checks
-from dshard.core.call import Check, Composed
+from dshard.core.call import Check, Composed, arguments_by_name
 from dshard.core.signature import Args, Kwargs
 from dshard.ops.custom import answered, decomposed, no_resize, number
 from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
@@ -24,8 +24,7 @@ def _is_asked(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _has_no_dim(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
-    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
-    return given.get("dim") is None
+    return arguments_by_name(func, args, kwargs).get("dim") is None
 
 
 COMPOSED: dict[OpOverload, Composed] = {

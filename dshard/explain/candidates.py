@@ -119,7 +119,7 @@ def candidate(
         str(strategy),
         moves,
         (strategy.gather, strategy.compute, strategy.reduce, strategy.backward),
-        matmul_bytes_bound(rule, operands, outputs) or attention_bytes_bound(rule, operands, outputs),
+        matmul_bytes_bound(rule, operands) or attention_bytes_bound(rule, operands, outputs),
         stored_once((*(o.layout for o in operands), *strategy.ends)),
     )
 
@@ -154,7 +154,7 @@ def _steps(moves: Sequence[Moved]) -> tuple[str, ...]:
     return tuple([step for move in moves for step in move.steps])
 
 
-def matmul_bytes_bound(rule: Rule, operands: Sequence[Operand], outputs: Outputs) -> float | None:
+def matmul_bytes_bound(rule: Rule, operands: Sequence[Operand]) -> float | None:
     """Bytes that some rank must receive in a matmul `m k, k n -> m n` without batch, or None for another operator."""
     if len(rule.inputs) != 2 or len(rule.outputs) != 1 or any(len(dim) != 1 for term in rule.inputs for dim in term):
         return None

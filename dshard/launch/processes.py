@@ -135,7 +135,7 @@ def _serve(pipe: Connection, stack: str, environment: dict[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the parent ends us
     _PARENT[:] = [pipe]
     threading.Thread(target=_exit_with_parent, args=(os.path.dirname(stack),), daemon=True).start()
-    with open(stack, "w") as file:
+    with open(stack, "w", encoding="utf-8") as file:
         faulthandler.enable(file, all_threads=False)
         if hasattr(faulthandler, "register"):
             faulthandler.register(signal.SIGUSR1, file, all_threads=False)

@@ -24,7 +24,7 @@ from dshard.core.observe import CALL_LOG, OBSERVERS, observed
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, for_shapes
-from dshard.core.wrapper import Wrapper, wrap
+from dshard.core.wrapper import Wrapper, is_recorded, wrap
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.rules import same_dtype
@@ -64,7 +64,7 @@ def run_chosen(
         return (
             observed(executable.decision, run, (tensors, {})) if OBSERVERS and executable.decision else run(tensors, {})
         )
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    recorded = is_recorded(tensors)
     call: Function = partial(run_recorded if recorded else _run_unrecorded, executable)
     if CALL_LOG or OBSERVERS:
         return watched(executable, None, tensors, {}, call, *tensors)
@@ -234,7 +234,7 @@ def _pull_back(local: Locals, n: int, needed: Sequence[bool]) -> Locals:
     """
 
     def pull(*given: Tensor) -> tuple[Tensor, ...]:
-        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+        recorded = is_recorded(given)
         with torch.enable_grad():
             parts = [
                 x if x.requires_grad else x.detach().requires_grad_(is_needed)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dshard.caches import cached
+from dshard.core.call import arguments_by_name
 from dshard.core.moves import leaves
 from dshard.core.signature import Args, Kwargs
 from dshard.errors import LayoutError, ShapeError
@@ -28,7 +29,7 @@ def into_out(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         LayoutError: the operator has no form without `out`.
     """
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
-    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    given = arguments_by_name(func, args, kwargs)
     check(func, args, kwargs)
     with no_torch_function():
         result = without_out(func)(**{name: value for name, value in given.items() if name not in names})

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from zlib import crc32
 
-import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from dshard.comm import checksum, comparing, gather_rows, simulated_ranks, traced
 from dshard.core.moves import leaves, replace_leaves
+from dshard.core.wrapper import is_recorded
 from dshard.errors import CompileError, LayoutError
 from dshard.mesh import Coordinate
 from dshard.parallel.batch_rows import Rows, data_coordinate
@@ -56,7 +56,7 @@ class Inputs:
                 self.rows = rows
                 chosen = iter(are_rows)
                 return replace_leaves(given, lambda x: self._laid_out(x, next(chosen)) if _is_plain(x) else x)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in plain):
+        if is_recorded(plain):
             return replace_leaves(given, self._differentiable)
         return given
 

@@ -19,7 +19,7 @@ def read_plan(path: str | PathLike[str]) -> Mapping[str, Any]:
         StrategyError: no such file, or no JSON object.
     """
     try:
-        contents = json.loads(Path(path).read_text())
+        contents = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise StrategyError(f"the plan {path} cannot be read: {error.strerror}") from None
     except json.JSONDecodeError as error:

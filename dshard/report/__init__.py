@@ -60,7 +60,7 @@ def export(value: Exported | Drawing, path: str | PathLike[str], *, form: str | 
     file = Path(path)
     form = form or file.suffix.removeprefix(".")
     if form == "json" and isinstance(value, Report | Explanation | Trace):
-        file.write_text(value.to_json())
+        file.write_text(value.to_json(), encoding="utf-8")
         return
     console = Console(record=True, file=StringIO(), width=WIDE)
     console.print(drawn(value))

@@ -111,7 +111,7 @@ class Picture:
             parts.append(f'<text x="{MARGIN}" y="{y}">{self._foot()}</text>')
         text = "\n".join([*parts, "</svg>", ""])
         if path is not None:
-            Path(path).write_text(text)
+            Path(path).write_text(text, encoding="utf-8")
         return text
 
     def _repr_svg_(self) -> str:

@@ -182,7 +182,7 @@ class Model:
             ShapeError: no such file, or one that does not hold a model.
         """
         try:
-            return cls.from_json(Path(path).read_text(), **changes)
+            return cls.from_json(Path(path).read_text(encoding="utf-8"), **changes)
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is no text"
             raise ShapeError(f"the model {path} cannot be read: {why}") from None

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dshard.core.call import arguments_by_name
 from dshard.core.observe import OperatorMode
 from dshard.testing.nccl_contract.operation import Operation, Part
 from dshard.testing.nccl_contract.process_state import CURRENT
@@ -60,7 +61,7 @@ def count_traffic() -> Iterator[Traffic]:
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace not in _NAMESPACES or func in _SILENT:
             return func(*args, **kwargs)
-        traffic.collectives.append(_collective(func, _arguments(func, args, kwargs)))
+        traffic.collectives.append(_collective(func, arguments_by_name(func, args, kwargs)))
         within.append(func)
         try:
             return func(*args, **kwargs)
@@ -93,11 +94,6 @@ def _collective(func: Any, bound: Arguments) -> Collective:
     group = _group(bound)
     sizes, itemsize = _COUNTS[func](bound, dist.get_rank(group), group.size())
     return Collective(name.partition("::")[2], group.size(), sum(sizes) * itemsize, sum(size > 0 for size in sizes))
-
-
-def _arguments(func: Any, args: Any, kwargs: Any) -> Arguments:
-    names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _group(bound: Arguments) -> dist.ProcessGroup:

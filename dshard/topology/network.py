@@ -139,7 +139,7 @@ class Topology(Drawn):
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the topology to a JSON file that `load` reads."""
-        Path(path).write_text(self.to_json())
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
     def to_json(self) -> str:
         """The topology as JSON; its schema is in docs/design/0003-topology-and-cost.md."""
@@ -153,7 +153,7 @@ class Topology(Drawn):
             TopologyError: the file describes no topology; the message names the wrong field.
         """
         try:
-            text = Path(path).read_text()
+            text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise TopologyError(f"cannot read the topology {str(path)!r}: {error}") from error
         try:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dshard.comm import plain, traced
 from dshard.core.call import LocalOp
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
-from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
+from dshard.core.operands import common_mesh, operand_of, plans_to, spec_like
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, for_shapes, spec_of
 from dshard.core.torch_function import autocast, bind_arguments
@@ -91,7 +91,7 @@ def _of_own_key_heads(
     assert strategy is not None
     inner = repeated(specs, times)
     inner = [spec if i in (1, 2) else spec.with_layout(strategy.inputs[i]) for i, spec in enumerate(inner)]
-    plans = tuple(plan_to(spec, layout) for spec, layout in zip(inner, strategy.inputs, strict=True))
+    plans = plans_to(inner, strategy.inputs)
     decision = replace(
         choice.decision, operands=tuple(map(operand_of, inner)), strategy=strategy, plans=plans, exchanges=()
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dshard.core.context import planning_context
 from dshard.core.observe import Decision, planned
-from dshard.core.operands import operand_of, plan_to
+from dshard.core.operands import operand_of, plan_to, plans_to
 from dshard.core.spec import Spec
 from dshard.errors import CompileError, StrategyError
 from dshard.layout import Layout, Shape
@@ -89,10 +89,15 @@ def chosen(
         raise StrategyError(_impossible(asked, specs))
     base, *others = candidates
     strategy = cheapest(base, others)
-    plans = tuple(plan_to(spec, layout) for spec, layout in zip(specs, strategy.inputs, strict=True))
     end = returned_layout(strategy.outputs[0], specs[0].layout)
     decision = Decision(
-        *("attention", call.operands, call.outputs, call.rules["whole"], strategy, plans, call.topology),
+        "attention",
+        call.operands,
+        call.outputs,
+        call.rules["whole"],
+        strategy,
+        plans_to(specs, strategy.inputs),
+        call.topology,
         wanted=replace(call.wanted, among=call.allowed),
         exchanges=strategy.exchanges,
         alternatives=tuple(each for each, how in candidates.items() if how != How("whole")),

@@ -23,7 +23,7 @@ from dshard.core.observe import OBSERVERS, observed
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Function
 from dshard.core.spec import Spec, for_shapes, spec_of
-from dshard.core.wrapper import Wrapper
+from dshard.core.wrapper import Wrapper, is_recorded
 from dshard.errors import LayoutError
 from dshard.mesh import Coordinate
 from dshard.ops.attention.attention_choice import Choice, chosen
@@ -69,7 +69,7 @@ def flex_attention(
         )
     with no_torch_function():
         executable = _executable(tensors, score_mod, block_mask, Options(False, scale, enable_gqa))
-        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        recorded = is_recorded(tensors)
         run: Function = partial(run_recorded, executable) if recorded else lambda *operands: executable(operands)
         return observed(executable.decision, run, tensors) if OBSERVERS else run(*tensors)
 

@@ -20,7 +20,7 @@ from dshard.comm import run_program
 from dshard.core.executable import ComposedExecutable
 from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
-from dshard.core.wrapper import wrap
+from dshard.core.wrapper import is_recorded, wrap
 from dshard.layout import Layout, Shape
 from dshard.ops.attention.attention_choice import Choice
 from dshard.ops.attention.local_attention import Options
@@ -50,7 +50,7 @@ class PartialAttention(ComposedExecutable):
 
     def _run(self, tensors: Args, kwargs: Kwargs) -> Any:
         moved = [redistribute(t, layout) for t, layout in zip(tensors, self.layouts, strict=True)]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        if is_recorded(tensors):
             out = _Attention.apply(self, *moved)  # type: ignore[no-untyped-call]
             return Saved.apply(redistribute(out, self.end), *tensors)  # type: ignore[no-untyped-call]
         return redistribute(self.forward(moved)[0], self.end)

@@ -12,13 +12,12 @@ from itertools import combinations
 from math import prod
 from typing import Any
 
-import torch
-
 from dshard.autograd.crossing import redistribute
 from dshard.core.executable import ComposedExecutable, Executable
 from dshard.core.observe import Decision
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
+from dshard.core.wrapper import is_recorded
 from dshard.layout import Shape
 from dshard.mesh import Mesh
 from dshard.ops.composite import Saved, run_recorded
@@ -38,7 +37,7 @@ class RepeatedKeyHeads(ComposedExecutable):
             x.repeat_interleave(self.times, -3) if i in (1, 2) else redistribute(x, layout)
             for i, (x, layout) in enumerate(zip(tensors, self.strategy.inputs, strict=True))
         ]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        if is_recorded(tensors):
             return Saved.apply(run_recorded(self.attention, *moved), *tensors)  # type: ignore[no-untyped-call]
         return self.attention(moved)
 

@@ -14,7 +14,7 @@ from dshard.comm import Program, Scoped, Session, run, run_program, traced
 from dshard.core.executable import watched
 from dshard.core.observe import CALL_LOG, OBSERVERS, observed
 from dshard.core.signature import Args, Context, Function
-from dshard.core.wrapper import wrap
+from dshard.core.wrapper import is_recorded, wrap
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.matmul_executable import Matmul
 from dshard.torch_private import will_execute_node
@@ -138,7 +138,7 @@ def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Any] | None = N
         # Of several dims of size one a reshape shards another than the cut, and of no elements it shards none.
         specs = zip(pair, matmul.specs, strict=False)
         tensors = (*(redistributed_operand(x, spec.layout) for x, spec in specs), *bias)
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    recorded = is_recorded(tensors)
     call = partial(_record, matmul) if recorded else partial(_multiply_unrecorded, matmul, local)
     if executable.compared or CALL_LOG or OBSERVERS:
         executable.compare(tensors)

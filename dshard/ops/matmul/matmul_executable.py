@@ -14,7 +14,7 @@ from dshard.autograd.crossing import keep_partial_sums
 from dshard.core.context import planning_context
 from dshard.core.executable import Executable, wrap_as
 from dshard.core.observe import Decision
-from dshard.core.operands import operand_of, plan_to
+from dshard.core.operands import operand_of, plan_to, plans_to
 from dshard.core.panel_cost import Panels
 from dshard.core.signature import Kwargs
 from dshard.core.spec import Spec, contiguous_spec
@@ -138,7 +138,7 @@ def matmul_of_strategy(
     """The matmul that `strategy` runs as, of operands of these specs and a bias, if there is a third."""
     topology = planning_context().topology_of(out.layout.mesh)
     pair = specs[:2]
-    plans = tuple(plan_to(spec, layout) for spec, layout in zip(pair, strategy.inputs, strict=True))
+    plans = plans_to(pair, strategy.inputs)
     end = plan_to(out.with_layout(strategy.outputs[0]), out.layout)
     bias, gradients, differentiable = None, strategy.gradients[:2], cut is None
     if len(specs) > 2:
