@@ -205,6 +205,8 @@ def compare_errors(expected: Result, found: Result) -> tuple[str, str]:
     if expected.error is None:
         word = "refused" if isinstance(found.error, DShardError) else "raised only here"
         return word, f"{found.line!r}: {told(found.error)}"
+    if found.line == expected.line and isinstance(found.error, IndexError) and "setStorage" in str(expected.error):
+        return "raised", "IndexError"  # an index into an empty dim, which torch finds by the memory that it lacks
     if not isinstance(found.error, type(expected.error)) or found.line != expected.line:
         text = f"{expected.line!r} should raise {told(expected.error)}; {found.line!r} raised {told(found.error)}"
         return "refused" if isinstance(found.error, DShardError) else "raised otherwise", text
@@ -213,7 +215,7 @@ def compare_errors(expected: Result, found: Result) -> tuple[str, str]:
 
 def has_constant_gradients(expected: Result) -> bool:
     """Whether the gradients were constant that one device recorded: those of second order are zeros."""
-    second = [x for name, x in expected.tensors().items() if name.startswith("h_")]
+    second = [x for name, x in expected.tensors().items() if name.startswith("h_") or name.endswith(".grad")]
     return bool(second) and not any(x is not None and x.any() for x in second)
 
 
