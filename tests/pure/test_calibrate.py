@@ -7,12 +7,13 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+import torch
 from helpers.topologies import LATENCIES, RATES, cases
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard import Topology
-from dshard.calibrate import COLLECTIVES, Fit, fit, typical
+from dshard.calibrate import COLLECTIVES, Fit, fit, rounds, typical
 from dshard.calibrate.fit import best_line
 from dshard.calibrate.measure import parts_of
 from dshard.cost import collective_seconds
@@ -205,3 +206,40 @@ def test_points_that_cannot_be_are_refused_by_their_place(points: object, messag
 
     with pytest.raises(TopologyError, match=message):
         Topology.from_json(json.dumps(data))
+
+
+class Events:
+    """The events of a GPU whose kernels take 2 ms, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def __call__(self, *, enable_timing: bool) -> Event:
+        assert enable_timing
+        return Event(self.log)
+
+
+class Event:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def record(self) -> None:
+        self.log.append("record")
+
+    def synchronize(self) -> None:
+        self.log.append("wait")
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end is not self
+        return 2.0
+
+
+def test_on_a_gpu_the_stream_is_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = Events()
+    monkeypatch.setattr(rounds, "device_of", lambda mesh: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "Event", events)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.log.append("wait for all"))
+    clock = rounds.Clock(Mesh((1,)), None)  # type: ignore[arg-type]  # nothing is sent
+
+    assert clock.seconds(lambda: events.log.append("run")) == 0.002
+    assert events.log == ["wait for all", "record", "run", "record", "wait"]
