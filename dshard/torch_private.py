@@ -300,6 +300,7 @@ resolve_process_group: Callable[[str], Any] = _needed(
 _attribute("torch.distributed.distributed_c10d", "_process_group_name", "process groups that are named by their ranks")
 c10d_world: Any = _needed("torch.distributed.distributed_c10d._world", "reports of the collectives that ranks wait in")
 _attribute("torch.distributed.ProcessGroup", "_allgather_base _reduce_scatter_base", "collectives")
+_attribute("torch.distributed.ProcessGroup", "_start_coalescing _end_coalescing", "collectives that begin as one")
 _attribute("torch.distributed.ProcessGroup", "_get_sequence_number_for_group", "reports of ranks that wait")
 _attribute("torch.distributed.Work", "_get_op_type", "naming the collective in which a rank waits")
 _attribute("torch.distributed._local_tensor.LocalTensor", "_local_tensors", "simulated ranks")

@@ -6,6 +6,7 @@
 | messages between two ranks | have tags, begin one by one | have no tags, begin in groups | - | - |
 | reduce_scatter into one tensor | exchanged instead | of equal pieces | exchanged instead | in one process |
 | all_gather into one tensor | copies once more | in place | copies once more | in one process |
+| all_gather of uneven pieces | broadcasts, all at once | broadcasts in one group | broadcasts | in one process |
 | sums in half precision | rounded at every step | in single precision | - | as torch |
 
 Other backends count as the last but one: they get the ways that every backend has.
@@ -32,6 +33,7 @@ class Backend:
         reduces_all: It takes every reduction, of whatever sizes: all ranks are in one process.
         scatters: Its reduce_scatter takes equal pieces of one tensor.
         gathers_in_place: Its all_gather of equal pieces writes them into one tensor.
+        coalesces: Collectives of one communicator run one after the other, unless they begin as one.
         pairs_between_hosts: An all_gather or all_to_all between hosts is better sent in messages between two ranks.
         tags: Messages between two ranks have tags, so that plans in flight share a process group. Without them messages
             that wait for each other begin in groups, in the same order on all ranks.
@@ -45,6 +47,7 @@ class Backend:
     reduces_all: bool = False
     scatters: bool = False
     gathers_in_place: bool = False
+    coalesces: bool = False
     pairs_between_hosts: bool = False
     tags: bool = True
     waits_on_host: bool = False
@@ -53,7 +56,9 @@ class Backend:
 
 
 GLOO = Backend("gloo", pairs_between_hosts=True, waits_on_host=True, algorithms="gloo")
-NCCL = Backend("nccl", _SUMS | HALF, scatters=True, gathers_in_place=True, tags=False, algorithms="nccl")
+NCCL = Backend(
+    "nccl", _SUMS | HALF, scatters=True, gathers_in_place=True, coalesces=True, tags=False, algorithms="nccl"
+)
 NCCL_CONTRACT = replace(NCCL, name="nccl_contract")
 """`dshard.testing`'s process group on CPU tensors, which keeps NCCL's contract."""
 FAKE = Backend("fake", carries_data=False)

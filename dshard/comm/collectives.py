@@ -67,14 +67,24 @@ def swap(send: Sequence[int], recv: Sequence[int], group: Group, x: Tensor, out:
 
 
 def gather_by_broadcasts(sizes: Sequence[int], group: Group, x: Tensor, out: Tensor | None) -> Wait:
-    """Flat chunk -> the chunks of all ranks, of these `sizes`, each broadcast into place, all at once."""
+    """Flat chunk -> the chunks of all ranks, of these `sizes`, each broadcast into place, all at once.
+
+    On a backend whose collectives would run one after the other, they begin as one, as in torch's own all_gather there.
+    """
     if out is None:
         out = x.new_empty(sum(sizes))
-    parts = out.split(list(sizes))
+    parts, pg = out.split(list(sizes)), group.process_group
     parts[group.index].copy_(x)
-    slots = group.slots or range(len(sizes))
-    works = [group.process_group.broadcast(part, slot) for part, slot in zip(parts, slots, strict=True) if part.numel()]
-    return partial(_all_ended, works, group, out)
+    pairs = [each for each in zip(parts, group.slots or range(len(sizes)), strict=True) if each[0].numel()]
+    if not group.backend.coalesces or not pairs:
+        return partial(_all_ended, [pg.broadcast(part, slot) for part, slot in pairs], group, out)
+    pg._start_coalescing(x.device)
+    try:
+        for part, slot in pairs:
+            pg.broadcast(part, slot)
+    finally:
+        work = pg._end_coalescing(x.device)
+    return partial(_ended, work, group, out)
 
 
 def scatter_reduced(op: ReduceOp, n: int, group: Group, x: Tensor, out: Tensor | None) -> Wait:

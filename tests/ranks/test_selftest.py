@@ -10,6 +10,7 @@ import json
 import pytest
 import torch
 
+from dshard import Shard, distribute_tensor
 from dshard.cli import main
 from dshard.report import selftest_failures, selftest_table
 from dshard.report.console import show
@@ -32,6 +33,21 @@ def cut() -> int:
 @pytest.mark.ranks
 def test_the_library_keeps_the_contract_of_nccl() -> None:
     assert all(waits > 50 for waits in rank_pool(4, nccl_contract.BACKEND).run(cut))
+
+
+def uneven(size: int) -> tuple[bool, int]:
+    """Whether rows that do not divide are gathered right, and the kernels that it took."""
+    whole = torch.arange(3.0 * size).view(size, 3)
+    x = distribute_tensor(whole, PLACE.mesh("x"), [Shard(0)], src_data_rank=None)
+    before = nccl_contract.usage().kernels
+    right = x.full_tensor().equal(whole)
+    return right, nccl_contract.usage().kernels - before
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [7, 5, 1, 8])
+def test_pieces_of_any_sizes_are_gathered_by_one_kernel(size: int) -> None:
+    assert set(rank_pool(4, nccl_contract.BACKEND).run(uneven, size)) == {(True, 1)}
 
 
 def wrong(place: Place) -> str:
