@@ -50,7 +50,8 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Networks": {
         "dshard": "Topology use_topology",
-        "dshard.topology": "FLAT_CPU FLAT_CUDA PRESETS Layer Link Device Backend default_topology",
+        "dshard.topology": "FLAT_CPU FLAT_CUDA PRESETS Layer Link Device Backend Algorithm nccl_algorithms "
+        "default_topology",
         "dshard.calibrate": "measure measure_world fit Fit",
     },
     "Pipelines": {

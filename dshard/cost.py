@@ -13,8 +13,10 @@ algorithm runs what:
 | broadcast      | binomial tree                 | pipelined ring           | pipelined ring |
 | permute        | one message to the next rank  | the same                 | the same      |
 
-A two-level all_reduce is no algorithm here but a plan: reduce_scatter inside, all_reduce across, all_gather inside.
-Prices grow with the bytes, and are never below the bytes that must pass a cut of the network over its bandwidth.
+On a topology that has NCCL's algorithms, as presets of GPUs do, the cheapest of these runs the first three and
+broadcasts, by NCCL's own prices (`algorithm_seconds`). A two-level all_reduce is no algorithm here but a plan:
+reduce_scatter inside, all_reduce across, all_gather inside. Prices grow with the bytes, and are never below the bytes
+that must pass a cut of the network over its bandwidth.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from typing_extensions import assert_never
 
 from dshard.mesh import Mesh
 from dshard.topology import COLLECTIVES, Collective, Link, Topology
+from dshard.topology.algorithms import Algorithm
+from dshard.topology.links import Hardware
 
 
 def collective_seconds(
@@ -51,6 +55,9 @@ def collective_seconds(
     if collective == "reduce_scatter" and topology.backend == "gloo":
         return _exchanged_reduce_scatter_seconds(nbytes, n, mesh, axes, topology)
     link = topology.link(mesh, axes, collective)
+    seconds = None if link.measured else _nccl_seconds(collective, nbytes, n, mesh, axes, topology, link)
+    if seconds is not None:
+        return seconds
     match collective:
         case "all_gather" | "reduce_scatter":
             return messages_seconds(nbytes, n - 1, link)
@@ -84,6 +91,66 @@ def tree_all_reduce_seconds(nbytes: float, n: int, link: Link) -> float:
     A rank receives the tensor twice, not 2 (n - 1) / n times, in a number of messages that grows with log n alone.
     """
     return messages_seconds(nbytes * n / (n - 1), 2 * _log2(n), link)
+
+
+def _nccl_seconds(
+    collective: Collective,
+    nbytes: float,
+    n: int,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    topology: Topology,
+    link: Link,
+) -> float | None:
+    """Seconds by the cheapest of the topology's algorithms; None where it has none for this collective."""
+    where = topology.nodes(mesh, axes) if topology.algorithms else None
+    if where is None:
+        return None
+    nodes, inside = where
+    return min(
+        (
+            algorithm_seconds(algorithm, collective, nbytes, n, nodes, inside, link.bandwidth)
+            for algorithm in topology.algorithms
+            if algorithm.runs(collective, nodes, inside) and algorithm.bandwidth(link.bandwidth, nodes) > 0
+        ),
+        default=None,
+    )
+
+
+def algorithm_seconds(
+    algorithm: Algorithm,
+    collective: Collective,
+    nbytes: float,
+    n: int,
+    nodes: int,
+    inside: Hardware | None,
+    bandwidth: float,
+) -> float:
+    """Seconds of a collective of `n` ranks on so many nodes, in which in a ring each would receive `nbytes`.
+
+    The formulas are those of NCCL's own choice (src/graph/tuning.cc). A ring takes n - 1 steps, an all_reduce two
+    rings; a tree a chain through each node and back, and two tree walks between nodes. The switch of a node reads, and
+    writes, each tensor once: an all_reduce takes half of a ring's bytes, an all_gather the n / (n - 1) of a sender, at
+    the part of its bandwidth that n - 1 others leave. The result of an all_reduce passes each link in any case.
+    """
+    whole = nbytes / 2 * n / (n - 1)
+    step, between = algorithm.step(inside), algorithm.alone if n == nodes else algorithm.network
+    rate, levels = algorithm.bandwidth(bandwidth, nodes), 2 * (nodes.bit_length() - 1)
+    match algorithm.kind:
+        case "ring":
+            rings = 2 if collective == "all_reduce" else 1
+            return algorithm.base + rings * ((n - nodes) * step + (nodes - 1) * between) + nbytes / rate
+        case "tree":
+            chains = 2 * (n // nodes - 1)
+            return algorithm.base + chains * step + levels * between + nbytes * n / (n - 1) / rate
+        case "nvls" if collective == "all_reduce":
+            return algorithm.base + step + max(nbytes / 2 / rate, whole / bandwidth)
+        case "nvls":
+            return algorithm.base + step + nbytes * (n / (n - 1)) ** 2 / rate
+        case "nvls-tree":
+            return algorithm.base + step + levels * between + max(nbytes / rate, whole / bandwidth)
+        case _:
+            assert_never(algorithm.kind)
 
 
 def work_seconds(flops: float, nbytes: float, topology: Topology, dtype: str = "") -> float:

@@ -54,18 +54,28 @@ class Space:
         self.mesh, self.topology, self.shape, self.itemsize = mesh, topology, shape, itemsize
         self.launch, self.sizes, self.numel = topology.launch, mesh.shape, prod(shape)
         along = links_of(mesh, topology)
-        self.rate, self.latency = _best([link for links in along.values() for link in links])
+        self.in_network = 2 if any(algorithm.kind.startswith("nvls") for algorithm in topology.algorithms) else 1
+        self.rate, self.latency = self._best([link for links in along.values() for link in links])
         self.slow: list[tuple[int, float, float]] = []
         """Mesh axes, and by how many seconds a byte, and a message, takes longer in whatever goes along them."""
         for axis, n in enumerate(mesh.shape):
             if n > 1:
-                rate, latency = _best([link for axes, links in along.items() if axis in axes for link in links])
+                rate, latency = self._best([link for axes, links in along.items() if axis in axes for link in links])
                 if rate < self.rate or latency > self.latency:
                     self.slow.append((axis, 1 / rate - 1 / self.rate, latency - self.latency))
         self.states: dict[tuple[Axes, Partials], State] = {}
         self.laid: dict[Layout, State] = {}
         self.prices: dict[tuple[object, ...], float] = {}
         self.ends: dict[tuple[State, State, str], Reached] = {}
+
+    def _best(self, links: Sequence[Link]) -> tuple[float, float]:
+        """The highest bandwidth, in bytes per second, and the lowest latency, in seconds, of these links.
+
+        A switch that reduces halves the bytes of an all_reduce. Of algorithms with steps of their own no latency is
+        assumed.
+        """
+        rate = max((link.best_bandwidth for link in links), default=float("inf")) * self.in_network
+        return rate, 0.0 if self.topology.algorithms else min((link.latency for link in links), default=0.0)
 
     def state(self, axes: Axes, partial: Partials) -> State:
         """The one state that shards tensor dims over `axes` and is partial as `partial` says."""
@@ -335,12 +345,6 @@ def _part(state: State, axis: int) -> tuple[int, int, str]:
         return dim, state.axes[dim].index(axis), ""
     op = state.partial[axis]
     return (-1, 0, "") if op is None else (-2, 0, op)
-
-
-def _best(links: Sequence[Link]) -> tuple[float, float]:
-    """The highest bandwidth, in bytes per second, and the lowest latency, in seconds, of these links."""
-    rate = max((link.best_bandwidth for link in links), default=float("inf"))
-    return rate, min((link.latency for link in links), default=0.0)
 
 
 def _with(values: tuple, i: int, value: object) -> tuple:  # type: ignore[type-arg]

@@ -1,13 +1,14 @@
 """The network and the devices of a machine: its bandwidths, latencies and rates live here and nowhere else.
 
 `links` has links, layers of the network, devices and measured figures; `network` the `Topology` made of them; `sharing`
-computes how the groups of some mesh axes share it, and `wiring` the links between pairs of units; `presets` has common
-machines; `json_files` reads and writes JSON.
+computes how the groups of some mesh axes share it, and `wiring` the links between pairs of units; `algorithms` has
+those of NCCL; `presets` common machines; `json_files` reads and writes JSON.
 """
 
 from __future__ import annotations
 
 from dshard.caches import cached
+from dshard.topology.algorithms import Algorithm, nccl_algorithms
 from dshard.topology.links import COLLECTIVES, Collective, Device, Layer, Link, Measured
 from dshard.topology.network import Topology
 from dshard.topology.presets import CPU, CUDA, PRESETS, Backend
@@ -18,6 +19,7 @@ __all__ = [
     "FLAT_CPU",
     "FLAT_CUDA",
     "PRESETS",
+    "Algorithm",
     "Backend",
     "Collective",
     "Device",
@@ -26,6 +28,7 @@ __all__ = [
     "Measured",
     "Topology",
     "default_topology",
+    "nccl_algorithms",
 ]
 
 FLAT_CPU = Topology.flat(2e9, 100e-6, name="flat-cpu", device=CPU, backend="gloo", source="round figures")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from math import inf, prod
@@ -9,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from dshard.errors import DShardError, TopologyError
 from dshard.mesh import Mesh
+from dshard.topology.algorithms import Algorithm
 from dshard.topology.links import Device, Layer, Measured
 from dshard.validate import as_int, check_type, shown
 
@@ -18,6 +20,7 @@ SCHEMA = 1
 MAX_RANKS = 1 << 20
 """The most ranks that a mesh in a file may have."""
 
+_ALGORITHM = tuple(field.name for field in dataclasses.fields(Algorithm))
 Fields: TypeAlias = dict[str, Any]
 T = TypeVar("T")
 Read: TypeAlias = Callable[[str, object], Any]
@@ -35,6 +38,11 @@ def dumps(fields: Fields, size: int | None) -> str:
         device["memory_bandwidth"] = None
     if device["memory"] is None:
         del device["memory"]
+    for layer in fields["layers"]:
+        if layer["hardware"] is None:
+            del layer["hardware"]
+    if not fields["algorithms"]:
+        del fields["algorithms"]
     for measured in fields["measured"]:
         if measured["mesh"]["ranks"] == tuple(range(prod(measured["mesh"]["shape"]))):
             measured["mesh"]["ranks"] = ()
@@ -54,7 +62,7 @@ def loads(text: str) -> Fields:
         raise
     except (ValueError, RecursionError) as error:
         raise TopologyError(f"no topology: this is not JSON: {error}") from error
-    known = ("schema", "name", "layers", "device", "backend", "ranks", "measured", "source")
+    known = ("schema", "name", "layers", "device", "backend", "ranks", "measured", "source", "algorithms")
     fields = _fields("", value, required=known[:4], optional=known[4:])
     if fields["schema"] != SCHEMA or isinstance(fields["schema"], bool):
         raise TopologyError(f"schema: {fields['schema']!r} is not {SCHEMA}, the only version that is read here")
@@ -68,11 +76,15 @@ def loads(text: str) -> Fields:
         "backend": _text("backend", fields.get("backend", "gloo")),
         "measured": _list("measured", fields.get("measured", []), _measured),
         "source": _text("source", fields.get("source", "")),
+        "algorithms": _list("algorithms", fields.get("algorithms", []), _algorithm),
     }
 
 
 def _layer(path: str, value: object) -> Layer:
-    required, optional = ("name", "ranks", "group_bandwidth", "latency"), ("pair_bandwidth", "rank_bandwidth")
+    required, optional = (
+        ("name", "ranks", "group_bandwidth", "latency"),
+        ("pair_bandwidth", "rank_bandwidth", "hardware"),
+    )
     return _build(path, Layer, _fields(path, value, required, optional), pair_bandwidth=_pairs)
 
 
@@ -86,6 +98,10 @@ def _measured(path: str, value: object) -> Measured:
     fields = _fields(path, value, required, ("points", "date", "device", "sizes", "spread"))
     read: dict[str, Read] = {"mesh": _mesh, "axes": _texts, "sizes": _values, "points": _rows}
     return _build(path, Measured, fields, **read, date=_text, device=_text)
+
+
+def _algorithm(path: str, value: object) -> Algorithm:
+    return _build(path, Algorithm, _fields(path, value, _ALGORITHM, ()), share=_values, most=_values)
 
 
 def _mesh(path: str, value: object) -> Mesh:

@@ -15,6 +15,7 @@ Collective: TypeAlias = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "broadcast", "permute"
 ]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+Hardware: TypeAlias = Literal["nvlink", "pcie", "network"]
 Matrix: TypeAlias = tuple[tuple[float, ...], ...]
 Points: TypeAlias = tuple[tuple[float, float], ...]
 MAX_NUMBER = 1e30
@@ -88,6 +89,7 @@ class Layer:
         pair_bandwidth: Between two units: the same for all pairs, or a symmetric matrix, zero for pairs that no link
             joins; traffic between those passes through others. None: only the group bandwidth counts.
         rank_bandwidth: What one rank alone can send out of its unit, such as through a NIC of its own; None is all.
+        hardware: What joins the units, by which NCCL prices its steps: "nvlink", "pcie" or "network"; None is unknown.
 
     Raises:
         TopologyError: a value that no network has, with the field's name.
@@ -99,9 +101,12 @@ class Layer:
     latency: float = 0.0
     pair_bandwidth: float | Matrix | None = None
     rank_bandwidth: float | None = None
+    hardware: Hardware | None = None
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
+        if self.hardware not in (None, *get_args(Hardware)):
+            raise TopologyError(f"hardware: {self.hardware!r} is none; use {', '.join(get_args(Hardware))}, or None")
         if self.ranks is not None:
             check_count("ranks", self.ranks)
         check_number("group_bandwidth", self.group_bandwidth)

@@ -14,9 +14,10 @@ from dshard.errors import TopologyError
 from dshard.mesh import Mesh
 from dshard.notebook import Drawn
 from dshard.topology import json_files
-from dshard.topology.links import COLLECTIVES, Collective, Device, Layer, Link, Measured, check_name
+from dshard.topology.algorithms import Algorithm
+from dshard.topology.links import COLLECTIVES, Collective, Device, Hardware, Layer, Link, Measured, check_name
 from dshard.topology.presets import CPU, PRESETS, Backend, parts_of, torus_layers
-from dshard.topology.sharing import groups_of, measured_link, shared_link
+from dshard.topology.sharing import groups_of, measured_link, nodes_of, shared_link
 from dshard.validate import as_int, as_tuple, check_type, shown, suggestion
 
 
@@ -38,6 +39,7 @@ class Topology(Drawn):
         device: The device of each rank.
         backend: The backend whose algorithms run the collectives, see `dshard.cost`.
         measured: Figures that replace the computed ones.
+        algorithms: How NCCL runs collectives here; without any, a ring or a tree with the latencies of the layers.
         source: The origin of the figures.
 
     Raises:
@@ -50,20 +52,22 @@ class Topology(Drawn):
     backend: Backend = "gloo"
     measured: tuple[Measured, ...] = ()
     source: str = ""
+    algorithms: tuple[Algorithm, ...] = ()
 
     def __post_init__(self) -> None:
         _set = object.__setattr__
-        for name in ("layers", "measured"):
+        for name in ("layers", "measured", "algorithms"):
             _set(self, name, as_tuple(getattr(self, name), name, "give them as a tuple", TopologyError))
         _check(self)
-        parts = (self.name, self.layers, self.device, self.backend, self.measured, self.source)
+        parts = (self.name, self.layers, self.device, self.backend, self.measured, self.source, self.algorithms)
         _set(self, "_hash", hash(parts))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]  # set once: topologies are keys of warm caches
 
     def __reduce__(self) -> tuple[type[Topology], tuple[object, ...]]:
-        return Topology, (self.name, self.layers, self.device, self.backend, self.measured, self.source)
+        parts = (self.name, self.layers, self.device, self.backend, self.measured, self.source, self.algorithms)
+        return Topology, parts
 
     @property
     def size(self) -> int | None:
@@ -107,6 +111,10 @@ class Topology(Drawn):
         except TypeError:  # of what is no sequence, or has no hash
             as_tuple(axes, "axes", f"give names of axes of the mesh ({mesh}), such as ['tp']", TopologyError)
             raise
+
+    def nodes(self, mesh: Mesh, axes: Iterable[str]) -> tuple[int, Hardware | None] | None:
+        """The nodes that a group along `axes` spans, and what joins its ranks in a node; None where that is unknown."""
+        return nodes_of(self.layers, groups_of(mesh, axes))
 
     def flops(self, dtype: str = "") -> float:
         """Floating-point operations per second of one rank, for the dtype of this name or by default."""
@@ -178,7 +186,7 @@ class Topology(Drawn):
             TopologyError: there is no such preset; the message lists all.
         """
         parts = parts_of(name, nodes, ranks)
-        return cls(name, parts.layers, parts.device, parts.backend, source=parts.source)
+        return cls(name, parts.layers, parts.device, parts.backend, source=parts.source, algorithms=parts.algorithms)
 
     @classmethod
     def measure(cls, mesh: object, **options: object) -> Topology:
@@ -273,7 +281,12 @@ def _check(topology: Topology) -> None:
         raise TopologyError(f"source: {shown(topology.source)} is no text")
     if not topology.layers:
         raise TopologyError("layers: a topology needs at least one")
-    for field, values, kind in ("layers", topology.layers, Layer), ("measured", topology.measured, Measured):
+    fields = (
+        ("layers", topology.layers, Layer),
+        ("measured", topology.measured, Measured),
+        ("algorithms", topology.algorithms, Algorithm),
+    )
+    for field, values, kind in fields:
         for i, value in enumerate(values):
             check_type(value, kind, f"{field}[{i}]", f"give a dshard.topology.{kind.__name__}", TopologyError)
     check_type(topology.device, Device, "device", "give a dshard.topology.Device", TopologyError)
@@ -316,4 +329,5 @@ def _bytes_only(topology: Topology) -> Topology:
         layers=tuple(replace(layer, latency=0.0) for layer in topology.layers),
         device=replace(topology.device, memory_bandwidth=inf, launch=0.0, dispatch=0.0, in_place=0.0),
         measured=tuple(replace(figures, latency=0.0, points=()) for figures in topology.measured),
+        algorithms=(),
     )

@@ -1,8 +1,9 @@
 """Presets of common machines, with the figures of their makers; bandwidths are bytes per second in one direction.
 
-Makers often state the sum of both directions (NVLink "600 GB/s"): half of it stands here. Latencies of GPU networks are
-those of one step of a ring in NCCL's own model (src/graph/tuning.cc, ring, LL128): NVLink 1.9 us, PCIe 2.5 us, network
-4.0 us. None of this is measured: a real network gives less, see `Measured`.
+Makers often state the sum of both directions (NVLink "600 GB/s"): half of it stands here. Collectives that NCCL chooses
+an algorithm for are priced by its own figures (`dshard.topology.algorithms`); latencies of messages on GPU networks are
+those of one step of a ring there (LL128): NVLink 1.9 us, PCIe 2.5 us, network 4.0 us. None of this is measured: a real
+network gives less, see `Measured`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from math import inf, prod
 from typing import Literal, NamedTuple, TypeAlias
 
 from dshard.errors import TopologyError
+from dshard.topology.algorithms import Algorithm, nccl_algorithms
 from dshard.topology.links import Device, Layer, Matrix, check_count
 from dshard.validate import as_int, suggestion
 
@@ -25,6 +27,7 @@ class Parts(NamedTuple):
     device: Device
     backend: Backend
     source: str
+    algorithms: tuple[Algorithm, ...] = ()
 
 
 CPU = Device("cpu", flops=(("float32", 5e10),), memory_bandwidth=1e10, launch=5e-6)
@@ -114,10 +117,10 @@ def _pcie(nodes: int, ranks: int | None) -> Parts:
         "each (Intel Xeon Scalable, 3rd generation); one HDR InfiniBand NIC: 200 Gb/s; A100 80GB datasheet"
     )
     layers = (
-        Layer("socket", 2, group_bandwidth=67.2e9, latency=2.5e-6, rank_bandwidth=31.5e9),
-        Layer("gpu", _half("pcie", ranks), group_bandwidth=31.5e9, latency=2.5e-6),
+        Layer("socket", 2, group_bandwidth=67.2e9, latency=2.5e-6, rank_bandwidth=31.5e9, hardware="pcie"),
+        Layer("gpu", _half("pcie", ranks), group_bandwidth=31.5e9, latency=2.5e-6, hardware="pcie"),
     )
-    return Parts(_nodes(nodes, 25e9) + layers, A100_PCIE, "nccl", source)
+    return Parts(_nodes(nodes, 25e9) + layers, A100_PCIE, "nccl", source, nccl_algorithms("ampere"))
 
 
 def _nvlink_pairs(nodes: int, ranks: int | None) -> Parts:
@@ -127,28 +130,41 @@ def _nvlink_pairs(nodes: int, ranks: int | None) -> Parts:
         "one HDR InfiniBand NIC: 200 Gb/s; A100 80GB datasheet"
     )
     layers = (
-        Layer("pair", _half("nvlink-pairs", ranks), group_bandwidth=63e9, latency=2.5e-6, rank_bandwidth=31.5e9),
-        Layer("gpu", 2, group_bandwidth=300e9, latency=1.9e-6),
+        Layer(
+            "pair",
+            _half("nvlink-pairs", ranks),
+            group_bandwidth=63e9,
+            latency=2.5e-6,
+            rank_bandwidth=31.5e9,
+            hardware="pcie",
+        ),
+        Layer("gpu", 2, group_bandwidth=300e9, latency=1.9e-6, hardware="nvlink"),
     )
-    return Parts(_nodes(nodes, 25e9) + layers, A100_PCIE, "nccl", source)
+    return Parts(_nodes(nodes, 25e9) + layers, A100_PCIE, "nccl", source, nccl_algorithms("ampere"))
 
 
 def _dgx_a100(nodes: int, ranks: int | None) -> Parts:
     """The preset dgx-a100: all GPUs on NVSwitch, a NIC for each."""
     source = "DGX A100 datasheet: third-generation NVLink, 600 GB/s in both directions; 8 x 200 Gb/s HDR InfiniBand"
-    return Parts(_switched(nodes, ranks or 8, nvlink=300e9, nic=25e9), A100, "nccl", source)
+    return Parts(_switched(nodes, ranks or 8, nvlink=300e9, nic=25e9), A100, "nccl", source, nccl_algorithms("ampere"))
 
 
 def _dgx_h100(nodes: int, ranks: int | None) -> Parts:
     """The preset dgx-h100: all GPUs on NVSwitch, a NIC for each."""
     source = "DGX H100 datasheet: fourth-generation NVLink, 900 GB/s in both directions; 8 x 400 Gb/s ConnectX-7"
-    return Parts(_switched(nodes, ranks or 8, nvlink=450e9, nic=50e9), H100, "nccl", source)
+    return Parts(_switched(nodes, ranks or 8, nvlink=450e9, nic=50e9), H100, "nccl", source, nccl_algorithms("hopper"))
 
 
 def _gb200_nvl72(nodes: int, ranks: int | None) -> Parts:
     """The preset gb200-nvl72: a node is a rack with all its GPUs on NVLink switches, a NIC for each."""
     source = "GB200 NVL72: fifth-generation NVLink, 1.8 TB/s in both directions for each GPU; 400 Gb/s ConnectX-7"
-    return Parts(_switched(nodes, ranks or 72, nvlink=900e9, nic=50e9, node="rack"), GB200, "nccl", source)
+    return Parts(
+        _switched(nodes, ranks or 72, nvlink=900e9, nic=50e9, node="rack"),
+        GB200,
+        "nccl",
+        source,
+        nccl_algorithms("blackwell"),
+    )
 
 
 def _tpu_torus(nodes: int, ranks: int | None) -> Parts:
@@ -163,13 +179,13 @@ def _tpu_torus(nodes: int, ranks: int | None) -> Parts:
 
 
 def _switched(nodes: int, ranks: int, *, nvlink: float, nic: float, node: str = "node") -> tuple[Layer, ...]:
-    return (*_nodes(nodes, ranks * nic, nic, node), Layer("gpu", ranks, nvlink, latency=1.9e-6))
+    return (*_nodes(nodes, ranks * nic, nic, node), Layer("gpu", ranks, nvlink, latency=1.9e-6, hardware="nvlink"))
 
 
 def _nodes(nodes: int, bandwidth: float, nic: float | None = None, name: str = "node") -> tuple[Layer, ...]:
     if nodes == 1:
         return ()
-    return (Layer(name, nodes, bandwidth, latency=4e-6, rank_bandwidth=nic),)
+    return (Layer(name, nodes, bandwidth, latency=4e-6, rank_bandwidth=nic, hardware="network"),)
 
 
 def _half(name: str, ranks: int | None) -> int:

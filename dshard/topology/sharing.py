@@ -20,7 +20,7 @@ from typing_extensions import assert_never
 
 from dshard.caches import cached
 from dshard.mesh import Mesh
-from dshard.topology.links import Collective, Layer, Link, Measured
+from dshard.topology.links import Collective, Hardware, Layer, Link, Measured
 from dshard.topology.wiring import Edge, least_rate, wiring_of
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
@@ -93,6 +93,22 @@ def _shared_link(layers: tuple[Layer, ...], groups: Groups, collective: Collecti
             if collective != "all_to_all":
                 bandwidth = min(bandwidth, _ring_bandwidth(layer, parts))
     return Link(latency or 0.0, bandwidth)
+
+
+@cached("nodes of groups", 1024)
+def nodes_of(layers: tuple[Layer, ...], groups: Groups) -> tuple[int, Hardware | None] | None:
+    """The most nodes that a group spans, and what joins its ranks within one; None where a layer does not say."""
+    nodes, inside = 1, None
+    for layer, inner in zip(layers, _ranks_below(layers), strict=True):
+        if not crossing(layer, inner, groups):
+            continue
+        if layer.hardware is None:
+            return None
+        if layer.hardware == "network":
+            nodes = max(len({rank // inner for rank in group}) for group in groups)
+        else:
+            inside = inside or layer.hardware
+    return nodes, inside
 
 
 def cut_bandwidth(layers: Sequence[Layer], groups: Groups, collective: Collective) -> float:

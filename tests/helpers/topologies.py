@@ -9,10 +9,14 @@ from hypothesis.strategies import DrawFn
 
 from dshard.mesh import Mesh
 from dshard.topology import COLLECTIVES, Device, Layer, Measured, Topology
+from dshard.topology.algorithms import nccl_algorithms
+from dshard.topology.links import Hardware
 from dshard.topology.presets import ring
 
 RATES = st.floats(1e6, 1e12)
 LATENCIES = st.floats(0, 1e-3)
+HARDWARE: tuple[Hardware | None, ...] = ("nvlink", "network", "pcie", None)
+ALGORITHMS = (nccl_algorithms("hopper"), nccl_algorithms("ampere"), ())
 NAMES = st.text("abcdefgh 0123456789", min_size=1, max_size=8)
 
 
@@ -34,7 +38,8 @@ def layers(draw: DrawFn) -> Layer:
         st.one_of(st.none(), RATES, st.builds(ring, st.just(n), RATES) if n > 1 else st.none(), pair_matrices(n))
     )
     alone = draw(st.none() | RATES)
-    return Layer(draw(NAMES), n, draw(RATES), draw(LATENCIES), pair, alone)
+    hardware = draw(st.sampled_from(HARDWARE))
+    return Layer(draw(NAMES), n, draw(RATES), draw(LATENCIES), pair, alone, hardware)
 
 
 @st.composite
@@ -49,7 +54,8 @@ def devices(draw: DrawFn) -> Device:
 def topologies(draw: DrawFn, *, max_layers: int = 3) -> Topology:
     found = draw(st.lists(layers(), min_size=1, max_size=max_layers))
     backend = draw(st.sampled_from(["gloo", "nccl", "xla"]))
-    return Topology(draw(NAMES), tuple(found), draw(devices()), backend, source=draw(st.text(max_size=20)))
+    ways = draw(st.sampled_from(ALGORITHMS)) if backend == "nccl" else ()
+    return Topology(draw(NAMES), tuple(found), draw(devices()), backend, (), draw(st.text(max_size=20)), ways)
 
 
 @st.composite

@@ -249,7 +249,8 @@ def test_gloo_sums_what_it_exchanged() -> None:
 
 
 def test_nccl_takes_a_tree_for_a_small_all_reduce_and_a_ring_for_a_large_one() -> None:
-    topology = Topology.preset("dgx-h100", nodes=64)
+    """Where its own algorithms are not known."""
+    topology = replace(Topology.preset("dgx-h100", nodes=64), algorithms=())
     mesh = Mesh((64, 8), ("node", "gpu"))
     link = topology.link(mesh, ["node"], "all_reduce")
 
