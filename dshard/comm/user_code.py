@@ -23,7 +23,7 @@ _PYTHON = str(Path(contextlib.__file__).parent) + sep
 
 _WRAPPERS = ("front", "<lambda>")  # names of wrappers around functions that the program called
 _TITLES = dict.fromkeys(("compiled_graph", "wait_in_graph"), "compiled graph")
-"""What a function of dshard that the program did not call itself runs within."""
+"""The title of user code within which functions of dshard run that the program did not call itself."""
 
 
 _BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)

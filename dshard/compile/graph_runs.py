@@ -44,13 +44,12 @@ def tell_of_failures() -> None:
 
 def _ranks(metas: Iterable[object]) -> tuple[int, ...]:
     """The ranks of the mesh of the first distributed input of a graph."""
-    found = (meta.origin.layout.mesh.ranks for meta in metas if isinstance(meta, CompileMetadata))
-    return next(found, ())
+    return next((meta.origin.layout.mesh.ranks for meta in metas if isinstance(meta, CompileMetadata)), ())
 
 
 def _publishing(run: Callable[[Any], Any], ranks: tuple[int, ...]) -> Callable[[Any], Any]:
     @wraps(run)
-    def compiled_graph(args: Any) -> Any:  # errors of ranks that wait have its name
+    def compiled_graph(args: object) -> Any:  # errors of ranks that wait have its name
         try:
             outs = run(args)
         except Exception as error:

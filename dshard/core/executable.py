@@ -109,7 +109,7 @@ class Executable:
             local[i] = args[i]._local_tensor
         return self.finish(self.run(local, kwargs), args, local)
 
-    def run(self, local: list[object], kwargs: Kwargs = _NO_KWARGS) -> Any:
+    def run(self, local: list[Any], kwargs: Kwargs = _NO_KWARGS) -> Any:
         """The local result; the local tensors among the positional arguments `local` are redistributed in place."""
         assert self.tensors is not None
         for i in self.tensors:

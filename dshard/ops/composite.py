@@ -90,7 +90,7 @@ def _run_unrecorded(executable: Executable, *tensors: object) -> object:
     return executable(tensors)
 
 
-def run_recorded(executable: Executable, *tensors: Any) -> Any:
+def run_recorded(executable: Executable, *tensors: Wrapper) -> Any:
     """Run a composite operator on distributed tensors so that autograd records its local operator."""
     executable.compare(tensors)
     local_op, ends = executable.local_op, executable.decision.ends
@@ -130,7 +130,7 @@ def _recorded(x: Wrapper, gradient: Layout) -> Tensor:
     return tracked_local(x, spec, gradient == x._spec.layout.cotangent())
 
 
-def _moved_to(x: Any, layout: Layout) -> Any:
+def _moved_to(x: Wrapper, layout: Layout) -> Wrapper:
     """`x` in another layout; a write to it counts as one to `x`, which the local operator may have saved."""
     moved = redistribute(x, layout)
     if moved is not x and type(moved._local_tensor) is not LocalTensor and not traced(moved._local_tensor):
@@ -148,13 +148,13 @@ class Saved(torch.autograd.Function):
     """The result of a composite operator, with its operands saved: a write to any of them is refused in backward."""
 
     @staticmethod
-    def forward(ctx: Context, out: Any, *operands: Any) -> Any:
+    def forward(ctx: Context, out: Wrapper, *operands: Wrapper) -> Wrapper:
         result = wrap(out._local_tensor, out._spec)
         ctx.save_for_backward(*operands, result)
         return result
 
     @staticmethod
-    def backward(ctx: Context, grad: object) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         operands = ctx.saved_tensors[:-1]
         return (grad, *(None for _ in operands))
 
@@ -184,8 +184,8 @@ class Simulated(torch.autograd.Function):
         outs: Sequence[Spec],
         cotangents: Sequence[Layout],
         of_gradients: Sequence[Spec],
-        *tensors: Any,
-    ) -> tuple[Any, ...]:
+        *tensors: Wrapper,
+    ) -> tuple[Wrapper, ...]:
         ctx.local_op, ctx.outs, ctx.cotangents, ctx.of_gradients = (local_op, outs, cotangents, of_gradients)
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(True)
@@ -206,7 +206,7 @@ class Simulated(torch.autograd.Function):
             *gradients,
             *tensors,
         )
-        out: list[Any] = [None] * len(tensors)
+        out: list[Tensor | None] = [None] * len(tensors)
         for i, grad in zip(wanted, results, strict=True):
             out[i] = grad
         return (None,) * 4 + tuple(out)

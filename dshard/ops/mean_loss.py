@@ -32,7 +32,7 @@ _NLL = torch.ops.aten.nll_loss_forward.default
 
 
 def mean_cross_entropy(func: Function, args: Args, kwargs: Kwargs, out: Wrapper) -> WarmCall | None:
-    """What calls like this one run, whose result was `out`; None where it is no mean over sharded rows alone."""
+    """Specialise calls like this one, whose result was `out`; None where it is no mean over sharded rows alone."""
     x, target, weight, average, ignored, reduce, reduction, smoothing = bind_arguments(LOSS_ARGUMENTS, args, kwargs)
     if average is not None or reduce is not None or smoothing or reduction not in (None, "mean") or len(args) < 2:
         return None

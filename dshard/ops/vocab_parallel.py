@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from dshard.autograd.crossing import redistribute
 from dshard.caches import cached
@@ -36,7 +37,7 @@ def reduce_statistics(x: Any, op: str | None) -> Any:
     return redistribute(x, completed_layout(x._spec.layout), op) if x._spec.has_partial else x
 
 
-def rms_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def rms_norm(func: Function, args: Args, kwargs: Kwargs) -> Tensor | None:
     """`torch.nn.functional.rms_norm` by one sum of squares for each row; None where gathering costs less."""
     x, shape, weight, eps = bind_arguments(("input", "normalized_shape", "weight", "eps"), args, kwargs)
     if not isinstance(x, Wrapper):
@@ -47,11 +48,11 @@ def rms_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     accept_call(func, args, kwargs)
     wide = reduce_statistics(x, "rms_norm").to(sum_dtype(x.dtype))
     squares = reduce_statistics(wide.pow(2).mean(dims, keepdim=True), "rms_norm")
-    out = wide * torch.rsqrt(squares + (torch.finfo(wide.dtype).eps if eps is None else eps))
+    out: Tensor = wide * torch.rsqrt(squares + (torch.finfo(wide.dtype).eps if eps is None else eps))
     return (out if weight is None else out * weight).to(x.dtype)
 
 
-def cross_entropy(func: Function, args: Args, kwargs: Kwargs, *, always: bool = False) -> Any:
+def cross_entropy(func: Function, args: Args, kwargs: Kwargs, *, always: bool = False) -> Tensor | None:
     """`torch.nn.functional.cross_entropy` of class indices by three numbers for each row; None for any other call.
 
     The largest logit, the sum of exponentials, and the target's logit with what label smoothing adds to it
@@ -81,7 +82,7 @@ def cross_entropy(func: Function, args: Args, kwargs: Kwargs, *, always: bool = 
     return (total if reduction == "sum" else total / reduce_statistics(each.sum(), op)).to(x.dtype)
 
 
-def log_softmax(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def log_softmax(func: Function, args: Args, kwargs: Kwargs) -> Tensor | None:
     """`torch.nn.functional.log_softmax` by two numbers for each row; None where `dim` is not sharded."""
     names = ("input", "dim", "_stacklevel", "dtype") if func is F.log_softmax else ("input", "dim", "dtype")
     x, dim, *_, dtype = bind_arguments(names, args, kwargs)
@@ -94,14 +95,16 @@ def log_softmax(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return (shifted - log_sum.unsqueeze(dim)).to(x.dtype if dtype is None else dtype)
 
 
-def _shifted(x: Any, dim: int, op: str | None) -> tuple[Any, Any]:
+def _shifted(x: Tensor, dim: int, op: str | None) -> tuple[Tensor, Tensor]:
     """`x` minus the largest of each row, and log(sum exp) of that; half precision is widened to single."""
     wide = reduce_statistics(x, op).to(sum_dtype(x.dtype))
     shifted = wide - reduce_statistics(wide.detach().amax(dim, keepdim=True), op)
     return shifted, reduce_statistics(shifted.exp().sum(dim), op).log()
 
 
-def _terms(shifted: Any, log_sum: Any, target: Any, weight: Any, smoothing: float, op: str | None) -> tuple[Any, Any]:
+def _terms(
+    shifted: Tensor, log_sum: Tensor | None, target: Tensor, weight: Tensor | None, smoothing: float, op: str | None
+) -> tuple[Tensor, Tensor]:
     """The loss of each row, and its weight in the mean; no `log_sum` where `shifted` are log probabilities."""
     dim = min(1, shifted.dim() - 1)
     picked = shifted.gather(dim, target.unsqueeze(dim)).squeeze(dim)

@@ -136,7 +136,7 @@ def pin_schedules(model: nn.Module, plan: Plan) -> list[Any]:
     users = Counter(id(weight) for module in modules.values() for weight in module._parameters.values())
     pins: list[_PinnedOptions] = []
     for name, module in modules.items():
-        weight: Any = module._parameters.get("weight")
+        weight: object = module._parameters.get("weight")
         if type(module) is nn.Linear and type(weight) is DTensor and users[id(weight)] == 1:
             pins.append(_PinnedOptions(weight, kept_options(MatmulOptions(plan.products[name]))))
     return pins

@@ -240,7 +240,7 @@ Table: TypeAlias = dict[Coordinate, tuple[int, ...]]
 def _needed_and_held(
     here: State, there: State, free: Sequence[set[int]], places: Sequence[set[int]]
 ) -> tuple[list[int], list[tuple[tuple[int, ...], Table]]]:
-    """What ranks need, and how much of it is held, for each set of free axes, by all ranks that differ only there.
+    """Count what ranks need, and what is held, for each set of free axes, by all ranks that differ only there.
 
     A product over the dims: first the factor that is the same for all ranks, then a table for each other dim, by the
     axes that shard it. Of a dim that is sharded evenly, in nested chunks, each rank needs and holds as much.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dshard.autograd.crossing import redistribute
 from dshard.core.signature import Kwargs
+from dshard.core.wrapper import Wrapper
 from dshard.layout import Layout
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.matmul.functions import matmul_of
@@ -28,8 +29,8 @@ from dshard.rules.strategy import Strategy, completed_layout
 
 
 def attention_with_dropout(
-    strategy: Strategy, end: Layout, options: Options, dropout: float, tensors: Sequence[Any], kwargs: Kwargs
-) -> Any:
+    strategy: Strategy, end: Layout, options: Options, dropout: float, tensors: Sequence[Wrapper], kwargs: Kwargs
+) -> Wrapper:
     """Attention of query, key, value and perhaps a mask, by the loops of a strategy; its result in the layout `end`.
 
     A query that sees no key at all gets zeros.
@@ -59,7 +60,7 @@ def attention_with_dropout(
     return redistribute(_product("q k, k e -> q e", F.dropout(weights, dropout), value, loops), end, "attention")
 
 
-def _product(loops: str, a: Any, b: Any, asked: MatmulOptions) -> Any:
+def _product(loops: str, a: Tensor, b: Tensor, asked: MatmulOptions) -> Any:
     """One of the two products of attention, whose dims have the names of its loops."""
     shapes = tuple(a.shape), tuple(b.shape)
 
@@ -72,7 +73,7 @@ def _product(loops: str, a: Any, b: Any, asked: MatmulOptions) -> Any:
     return matmul_of("matmul", rule, torch.matmul, (a, b), asked, loops)
 
 
-def _exponentials(scores: Any) -> tuple[Any, Any]:
+def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor]:
     """The weights of rows whose keys are on several ranks, before they are divided by their sum; and that sum."""
     most = _completed(scores.detach().amax(-1, keepdim=True))
     weights = (scores - most.masked_fill(most == -inf, 0.0)).exp()

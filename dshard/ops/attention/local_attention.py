@@ -81,8 +81,8 @@ class _OfBlocks(torch.autograd.Function):
         if torch.is_grad_enabled():
             wanted = [x for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False) if needed]
             again = _of_mask(q, k, v, ctx.queries, ctx.options)
-            found = iter(torch.autograd.grad(again, wanted, grad, create_graph=True))
-            return (*(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None, None)
+            gradients = iter(torch.autograd.grad(again, wanted, grad, create_graph=True))
+            return (*(next(gradients) if needed else None for needed in ctx.needs_input_grad[:3]), None, None)
         panel = _panel(q, k, v, ctx.queries, ctx.options)
         delta = four_dims((grad.to(lse.dtype) * out).sum(-1, keepdim=True)).squeeze(-1)
         totals = [

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from dshard.autograd.crossing import as_distributed, redistribute
-from dshard.comm import run_program
+from dshard.comm import Session, run_program
 from dshard.core.executable import ComposedExecutable
 from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
-from dshard.core.wrapper import is_recorded, wrap
+from dshard.core.wrapper import Wrapper, is_recorded, wrap
 from dshard.layout import Layout, Shape
+from dshard.mesh import Coordinate
 from dshard.ops.attention.attention_choice import Choice
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
@@ -60,7 +61,7 @@ class PartialAttention(ComposedExecutable):
         """The layout in which the result is computed: that of the queries."""
         return self.layouts[0]
 
-    def forward(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
+    def forward(self, tensors: Sequence[Wrapper]) -> tuple[Wrapper, Tensor]:
         """The result, and the log-sum-exp of its rows."""
         mesh, (q, *_) = self.computed.mesh, self.specs
         out, lse = run_program(mesh, self.ring.forward, [t._local_tensor for t in tensors])
@@ -84,14 +85,14 @@ class PartialAttention(ComposedExecutable):
         merged = redistribute((parts * shares.unsqueeze(-1)).sum(0), self.end).to(self.dtype)
         return merged, (most + total.log()).squeeze(0)
 
-    def backward(self, grad: Any, tensors: Sequence[Any], needed: Sequence[bool]) -> list[Any]:
+    def backward(self, grad: Tensor, tensors: Sequence[Wrapper], needed: Sequence[bool]) -> list[Wrapper | None]:
         """The gradients of the operands in their layouts, None where they are not needed.
 
         `tensors` are the operands, the result and the log-sum-exp.
         """
         *operands, out, lse = tensors
         grad = redistribute(as_distributed(grad, out._spec.layout), out._spec.layout)
-        delta = (grad.to(lse._spec.dtype) * out).sum(-1)
+        delta: Any = (grad.to(lse._spec.dtype) * out).sum(-1)
         given = redistribute(grad, self.computed), redistribute(delta, self.computed), lse, *operands
         program = partial(_backward, self.ring, tuple(needed))
         local = run_program(self.computed.mesh, program, [t._local_tensor for t in given])
@@ -108,14 +109,14 @@ class _Attention(torch.autograd.Function):
     """The autograd node of attention of keys on several ranks; the gradient has the layout of its result."""
 
     @staticmethod
-    def forward(ctx: Context, attention: PartialAttention, *tensors: object) -> Any:
+    def forward(ctx: Context, attention: PartialAttention, *tensors: Wrapper) -> Wrapper:
         out, lse = attention.forward(tensors)
         ctx.attention = attention
         ctx.save_for_backward(*tensors, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx: Context, grad: Any) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         attention: PartialAttention = ctx.attention
         needed, tensors = ctx.needs_input_grad[1:], ctx.saved_tensors
         if not torch.is_grad_enabled():
@@ -129,7 +130,9 @@ class _Attention(torch.autograd.Function):
         return (None, *(next(gradients) if is_needed else None for is_needed in needed))
 
 
-def _backward(ring: RingAttention, needed: tuple[bool, ...], at: Any, space: Any, tensors: Sequence[Tensor]) -> Any:
+def _backward(
+    ring: RingAttention, needed: tuple[bool, ...], at: Coordinate, space: Session, tensors: Sequence[Tensor]
+) -> Any:
     return ring.backward(at, space, tensors, needed)
 
 

@@ -14,7 +14,7 @@ from dshard.comm import Program, Scoped, Session, run, run_program, traced
 from dshard.core.executable import watched
 from dshard.core.observe import CALL_LOG, OBSERVERS, observed
 from dshard.core.signature import Args, Context, Function
-from dshard.core.wrapper import is_recorded, wrap
+from dshard.core.wrapper import Wrapper, is_recorded, wrap
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.matmul_executable import Matmul
 from dshard.torch_private import will_execute_node
@@ -28,13 +28,13 @@ class Multiply(torch.autograd.Function):
     """The autograd node of a matmul. Saves the operands, and redistributed copies of those worth keeping."""
 
     @staticmethod
-    def forward(ctx: Any, matmul: Matmul, *tensors: Any) -> Any:
+    def forward(ctx: Context, matmul: Matmul, *tensors: Wrapper) -> Wrapper:
         ctx.matmul = matmul
         a, b = tensors[:2]
         need_a, need_b = ctx.needs_input_grad[2], ctx.needs_input_grad[1]
         keep_a, keep_b = matmul.kept[0] and need_a, matmul.kept[1] and need_b
 
-        def saved(moved: Sequence[Tensor] | None = None) -> list[Any]:
+        def saved(moved: Sequence[Tensor] | None = None) -> list[Wrapper | None]:
             if moved is None and (keep_a or keep_b):
                 moved = [run(p, t._local_tensor) for p, t in zip(matmul.plans(), tensors[:2], strict=False)]
             return [
@@ -54,7 +54,7 @@ class Multiply(torch.autograd.Function):
         return wrap(out, matmul.out)
 
     @staticmethod
-    def backward(ctx: Context, grad: Any) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         matmul: Matmul = ctx.matmul
         a, b, moved_a, moved_b = ctx.saved_tensors
         layout = matmul.out.layout.cotangent()
@@ -63,7 +63,7 @@ class Multiply(torch.autograd.Function):
         if plain:
             a, b = (a if moved_a is None else moved_a), (b if moved_b is None else moved_b)
         need_a, need_b, *need_bias = map(partial(wanted_gradients, ctx), range(len(matmul.specs)))
-        gradients: list[Any] = [None] * len(matmul.specs)
+        gradients: list[Tensor | None] = [None] * len(matmul.specs)
         if any(need_bias):
             dims = len(matmul.out.shape) - 1
             gradients[2] = grad.sum(tuple(range(dims))) if dims else grad
@@ -75,7 +75,7 @@ class Multiply(torch.autograd.Function):
                 second = matmul.gradient(1, grad._spec, given._spec)
                 gradients[:2] = overlapped((first, (grad, other)), (second, (given, grad)))
                 return (None, *gradients)
-            local: list[Any] = []
+            local: list[Tensor] = []
             gradients[0] = multiply(first, (grad, other), local)
             if plain and first.streamed is None and first.executable.plans[0].steps:
                 grad = first.wrap_moved(0, local)  # both matmuls want it in one layout, so it is moved once
@@ -101,7 +101,7 @@ def wanted_gradients(ctx: Context, i: int) -> bool:
         return True
 
 
-def overlapped(first: tuple[Matmul, Sequence[Tensor]], second: tuple[Matmul, Sequence[Tensor]]) -> list[Any]:
+def overlapped(first: tuple[Matmul, Sequence[Tensor]], second: tuple[Matmul, Sequence[Tensor]]) -> list[Wrapper]:
     """Two matmuls, of which the second is computed while the result of the first is reduced."""
     run: Function = _overlapped
     args: Args = (first, second)
@@ -111,7 +111,7 @@ def overlapped(first: tuple[Matmul, Sequence[Tensor]], second: tuple[Matmul, Seq
     return run(*args)  # type: ignore[no-any-return]
 
 
-def _overlapped(first: tuple[Matmul, Sequence[Any]], second: tuple[Matmul, Sequence[Any]]) -> list[Any]:
+def _overlapped(first: tuple[Matmul, Sequence[Any]], second: tuple[Matmul, Sequence[Any]]) -> list[Wrapper]:
     programs = [matmul.executor().program for matmul, _ in (first, second)]
     n = len(first[1])
 
@@ -126,7 +126,7 @@ def _overlapped(first: tuple[Matmul, Sequence[Any]], second: tuple[Matmul, Seque
     return [wrap(x, matmul.out) for x, (matmul, _) in zip(gradients, (first, second), strict=True)]
 
 
-def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Any] | None = None) -> Any:
+def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Tensor] | None = None) -> Wrapper:
     """Run the matmul of these distributed tensors, recorded by autograd where one needs a gradient.
 
     Where it is not recorded, the list `local` gets the redistributed local operands.
@@ -139,14 +139,16 @@ def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Any] | None = N
         specs = zip(pair, matmul.specs, strict=False)
         tensors = (*(redistributed_operand(x, spec.layout) for x, spec in specs), *bias)
     recorded = is_recorded(tensors)
+    call: Callable[..., Wrapper]
     call = partial(_record, matmul) if recorded else partial(_multiply_unrecorded, matmul, local)
     if executable.compared or CALL_LOG or OBSERVERS:
         executable.compare(tensors)
-        return watched(executable, None, tensors, {}, call, *tensors)
+        out: Wrapper = watched(executable, None, tensors, {}, call, *tensors)
+        return out
     return call(*tensors)
 
 
-def _multiply_unrecorded(matmul: Matmul, local: list[Any] | None, *tensors: Any) -> Any:
+def _multiply_unrecorded(matmul: Matmul, local: list[Tensor] | None, *tensors: Wrapper) -> Wrapper:
     local = [] if local is None else local
     local += [t._local_tensor for t in tensors]
     return wrap(matmul.executable.run(local), matmul.out)

@@ -18,7 +18,7 @@ from dshard.core.operands import operand_of, plan_to, plans_to
 from dshard.core.panel_cost import Panels
 from dshard.core.signature import Kwargs
 from dshard.core.spec import Spec, contiguous_spec
-from dshard.core.wrapper import wrap
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.local import LocalProduct, local_product
 from dshard.ops.matmul.panel_executor import PanelExecutor
@@ -86,7 +86,7 @@ class Matmul:
             self._in_bulk = PanelExecutor(_rule(decision), self.plans(), self.out.dtype, Stream(1), decision.bias)
         return self._in_bulk
 
-    def wrap_moved(self, i: int, local: Sequence[Tensor]) -> Any:
+    def wrap_moved(self, i: int, local: Sequence[Tensor]) -> Wrapper:
         """The redistributed local operand `i` as a distributed tensor."""
         return wrap(local[i], self.specs[i].with_layout(self.executable.plans[i].dst))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from dshard.comm import Scoped, outside_graphs
 from dshard.core.context import SETTINGS
@@ -132,7 +132,7 @@ def kept_options(options: MatmulOptions) -> MatmulOptions:
     return _ALL.setdefault(options, options)
 
 
-def options_of(weight: Any) -> MatmulOptions:
+def options_of(weight: object) -> MatmulOptions:
     """The options of a matmul with `weight`: those pinned to it within those of the blocks around the call."""
     pinned: MatmulOptions | None = weight._matmul if isinstance(weight, Wrapper) else None
     if pinned is None:

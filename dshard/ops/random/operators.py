@@ -15,7 +15,7 @@ from dshard.core.call import LocalOp, overloads
 from dshard.core.moves import redistribute_local, run_on_ranks, write_local
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import contiguous_spec
-from dshard.core.wrapper import wrap
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import CompileError
 from dshard.layout import replicated
 from dshard.mesh import Coordinate, Mesh
@@ -56,7 +56,7 @@ def draw_for(mesh: Mesh, what: object, generator: Generator | None = None) -> Dr
     return call_draw
 
 
-def filled(x: Any, make: Make, what: object, generator: Generator | None = None) -> Any:
+def filled(x: Wrapper, make: Make, what: object, generator: Generator | None = None) -> Wrapper:
     """Overwrite the distributed tensor `x` with random values; if it is partial, so that its reduction gives them."""
     spec = x._spec
     layout = completed_layout(spec.layout)
@@ -174,15 +174,16 @@ def normal_(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 # -- made of these
 
 
-def bernoulli(p: object, *, generator: Generator | None = None) -> Any:
+def bernoulli(p: Tensor, *, generator: Generator | None = None) -> Any:
     """`torch.bernoulli`: 1 with the probability that each element is."""
     return bernoulli_like(p, p, generator=generator)
 
 
-def bernoulli_like(x: Any, p: Any, *, generator: Generator | None = None) -> Any:
+def bernoulli_like(x: Tensor, p: Tensor, *, generator: Generator | None = None) -> Tensor:
     """`torch.bernoulli` of a new tensor like `x`, whose elements have the probabilities `p`, broadcast."""
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-    return (like(uniform)(x, dtype=dtype, generator=generator) < p).to(x.dtype)
+    chance: Tensor = like(uniform)(x, dtype=dtype, generator=generator)
+    return (chance < p).to(x.dtype)
 
 
 def in_place(function: Function) -> Function:
@@ -197,7 +198,7 @@ def normal_of_tensors(mean: Any, std: Any = 1.0, *, generator: Generator | None 
     return like(standard_normal)(shaped, generator=generator) * std + mean
 
 
-def native_dropout(x: Any, p: float, train: bool | None = None) -> tuple[Any, Any]:
+def native_dropout(x: Tensor, p: float, train: bool | None = None) -> tuple[Tensor, Tensor]:
     """Dropout: zero with probability `p`, the other elements scaled up; and their mask."""
     mask = aten.empty_like.default(x, dtype=torch.bool)
     if train is False:
@@ -207,8 +208,8 @@ def native_dropout(x: Any, p: float, train: bool | None = None) -> tuple[Any, An
 
 
 def rrelu(
-    x: Any, noise: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
-) -> tuple[Any, Any]:
+    x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> tuple[Tensor, Tensor]:
     """`rrelu`: negative elements times a random slope, and the slopes; when not training, times the mean slope."""
     if not training:
         return torch.where(x > 0, x, x * ((lower + upper) / 2)), noise.clone()
@@ -217,7 +218,7 @@ def rrelu(
     return x * slope, slope
 
 
-def rrelu_with_noise(x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
+def rrelu_with_noise(x: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`rrelu_with_noise`: like `torch.rrelu`, with the slopes written into `noise`."""
     out, slopes = rrelu(x, noise, *args, **kwargs)
     noise.copy_(slopes)
@@ -227,7 +228,7 @@ def rrelu_with_noise(x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
 # -- replicated on every rank
 
 
-def multinomial(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def multinomial(func: OpOverload, args: Args, kwargs: Kwargs) -> Wrapper:
     """`torch.multinomial`: indices drawn by the weights of each row, by every rank from the gathered weights."""
     x, count, replacement, generator = bound(func, args, kwargs)
     mesh, shape = x._spec.layout.mesh, (*x.shape[:-1], count)
