@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -15,6 +15,8 @@ from dshard.core.wrapper import Wrapper
 from dshard.torch_private import current_autograd_node, no_torch_function
 
 _BLOCKS: Scoped[None, bool] = Scoped("accumulate", bool)
+ACCUMULATING: Sequence[object] = _BLOCKS.anywhere
+"""Empty while no thread is in a block of `accumulate`."""
 
 
 @contextmanager

@@ -18,12 +18,12 @@ from dshard.core.moves import LocalRedistribution, counting_as, local_redistribu
 from dshard.core.observe import OBSERVERS, Decision, observed
 from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, spec_of
-from dshard.core.transforms import is_batched, refuse_batched, with_tangent
+from dshard.core.transforms import refuse_batched, with_tangent
 from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, interned, replicated
 from dshard.placements import Partial, Replicate
-from dshard.torch_private import no_torch_function, tensor_references
+from dshard.torch_private import is_functorch_wrapped, is_legacy_batched, no_torch_function, tensor_references
 
 
 class ToLocal(torch.autograd.Function):
@@ -38,9 +38,10 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
-        if is_batched(grad):
+        if is_functorch_wrapped(grad) or is_legacy_batched(grad):
             refuse_batched(grad, "the backward pass")
-        grad = _with_memory(grad)
+        if grad._is_zerotensor():
+            grad = _with_memory(grad)
         if torch.is_grad_enabled():
             return FromLocal.apply(grad, ctx.spec, ctx.layout), None  # type: ignore[no-untyped-call]
         stride = ctx.stride

@@ -74,7 +74,7 @@ class Pending:
         if self.dtype is not move.spec.dtype:
             local, self.own = local.to(move.spec.dtype), True
         self.local: Tensor | None = local
-        self.stream = comm.current_stream(local.device)
+        self.stream = None if local.is_cpu else comm.current_stream(local.device)
         self._finish: Callable[[], Tensor] | None = None
         self._value: Tensor | None = None
 
@@ -156,12 +156,13 @@ class MeshPass:
 
     def add(self, pending: Pending) -> None:
         """A gradient arose: begin each bucket that is complete and has its turn."""
-        place = None if self.expected is None else self.expected.places.get(_expected(pending))
-        if self.expected is None or place is None:
+        expected, arrived = self.expected, self.arrived
+        place = None if expected is None else expected.places.get((pending.leaf.number, pending.move))
+        if expected is None or place is None:
             self.unexpected.append(pending)
             return
-        self.arrived[place].append(pending)
-        while self.turn < len(self.expected.all) and self._is_complete(self.turn):
+        arrived[place].append(pending)
+        while self.turn < len(arrived) and len(arrived[self.turn]) == len(expected.all[self.turn]):
             self._begin_next()
 
     def end(self) -> None:
@@ -201,18 +202,27 @@ class BackwardPass:
 
     def __init__(self) -> None:
         self.meshes: dict[object, MeshPass] = {}
+        self.recent: dict[object, MeshPass] = {}
         self.sums: list[Wrapper] = []
 
     def add(self, pending: Pending) -> None:
         """A gradient arose."""
         local = pending.local
         assert local is not None
-        key = (pending.move.plan.src.mesh, local.device, type(local))  # what is only planned is not what runs
+        mesh = pending.move.plan.src.mesh
+        key = (id(mesh), local.device, type(local))  # what is only planned is not what runs
+        running = self.recent.get(key)  # a mesh is seldom another object than an equal one, whose hash is slow
+        if running is None:
+            running = self.recent[key] = self._pass_over((mesh, local.device, type(local)))
+        running.add(pending)
+
+    def _pass_over(self, key: object) -> MeshPass:
+        """The pass over a mesh, a device and a type of local tensors."""
         running = self.meshes.get(key)
         if running is None:
             passes = _MESHES.get(key) or _MESHES.add(key, MeshPasses())
             running = self.meshes[key] = MeshPass(passes)
-        running.add(pending)
+        return running
 
     def end(self) -> None:
         """At the end of the pass begin what has not begun, and add up what is accumulated."""
@@ -220,7 +230,7 @@ class BackwardPass:
             mesh.end()
         for total in self.sums:
             total._local_tensor  # noqa: B018  # waits, and adds
-        self.meshes, self.sums = {}, []
+        self.meshes, self.recent, self.sums = {}, {}, []
 
 
 _PASSES: WeakValueDictionary[int, BackwardPass] = WeakValueDictionary()
@@ -231,7 +241,7 @@ def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wra
     """The gradient of a leaf redistributed by `move` together with others; None where it is redistributed alone."""
     number = graph_task_id()
     local = grad._local_tensor
-    if number < 0 or comm.traced(local) or not move.plan.steps:
+    if number < 0 or not move.plan.steps or (type(local) is not Tensor and comm.traced(local)):
         return None
     running = _PASSES.get(number)
     if running is None:
@@ -239,7 +249,8 @@ def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wra
         autograd_engine.queue_callback(running.end)
     pending = Pending(leaf, local, move, own, running)
     running.add(pending)
-    return wrap_in_flight(pending, move.spec.with_dtype(grad._spec.dtype))
+    dtype = grad._spec.dtype
+    return wrap_in_flight(pending, move.spec if move.spec.dtype is dtype else move.spec.with_dtype(dtype))
 
 
 def add_later(total: Wrapper, grad: Wrapper) -> bool:

@@ -7,7 +7,7 @@ from sys import getrefcount
 import torch
 from torch import Tensor
 
-from dshard.autograd.accumulation import stays_partial
+from dshard.autograd.accumulation import ACCUMULATING, stays_partial
 from dshard.autograd.crossing import as_distributed, redistribute, redistribute_unrecorded
 from dshard.autograd.joined_gradients import Leaf, join
 from dshard.autograd.sole_owner import is_shared, is_sole_owner, unshared
@@ -45,13 +45,14 @@ def gradient_in_layout(grad: Tensor, leaf: Leaf, references: int) -> Wrapper:
     That of a leaf is joined with others. `references` are those to `grad` in the hook that was called with it.
     """
     layout = leaf.layout
-    grad = as_distributed(grad, layout)
+    if not isinstance(grad, Wrapper):
+        grad = as_distributed(grad, layout)
     spec: Spec = grad._spec
     if spec.layout is layout:
         return grad
-    if not torch.is_grad_enabled() and stays_partial(leaf):
+    if (ACCUMULATING or leaf.has_partial_sum) and not torch.is_grad_enabled() and stays_partial(leaf):
         return grad
-    sent = leaf.reduced(spec)
+    sent = spec if leaf.reduce_dtype is None else spec.with_dtype(leaf.reduce_dtype)
     move = local_redistribution(sent, layout)
     asynchronous = len(move.plan.steps) == 1  # of several the first would hold its buffers until the end
     if torch.is_grad_enabled():

@@ -300,11 +300,15 @@ def _of_rank(rank: int, leaf: object) -> object:
 
 def leaves(tree: object) -> list[Any]:
     """The leaves of nested tuples, lists and dicts, in order."""
-    if isinstance(tree, list | tuple):
-        return [leaf for item in tree for leaf in leaves(item)]
-    if isinstance(tree, dict):
-        return [leaf for item in tree.values() for leaf in leaves(item)]
-    return [tree]
+    if not isinstance(tree, list | tuple | dict):
+        return [tree]
+    out: list[Any] = []
+    for item in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(item, list | tuple | dict):
+            out += leaves(item)
+        else:
+            out.append(item)
+    return out
 
 
 def replace_leaves(tree: object, change: Callable[[Any], object]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count, repeat
 from math import inf
 from typing import Any, TypeAlias
 
@@ -225,8 +224,12 @@ def _fused(func: OpOverload, layouts: Sequence[Layout], args: Args, kwargs: Kwar
             return t._local_tensor
         return redistribute_local(t._local_tensor, t._spec, layout, func, explicit)
 
+    cls = Wrapper.public
     local_args = [  # gradients come to their parameters as after backward
-        list(map(redistributed, count(), arg, repeat(arg is args[1])))
+        [
+            t._local_tensor if type(t) is cls and t._spec.layout is layouts[i] else redistributed(i, t, arg is args[1])
+            for i, t in enumerate(arg)
+        ]
         if isinstance(arg, list | tuple)
         else _local(func, arg, mesh)
         for arg in args
