@@ -89,15 +89,18 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, total: Tensor, count: Tensor, move: LocalRedistribution) -> Any:
         ctx.move = move
-        total, ctx.count = (end() for end in begin_together([move, move], [total.detach(), count], str(_NLL)))
-        return wrap(total / ctx.count, move.spec)
+        total, every = (end() for end in begin_together([move, move], [total.detach(), count], str(_NLL)))
+        count.data.copy_(every)  # which the node of the local sum saves, too, and does not read
+        ctx.save_for_backward(count)
+        return wrap(total / every, move.spec)
 
     @staticmethod
     def backward(ctx: Context, grad: Any) -> tuple[Tensor, None, None]:
         move: LocalRedistribution = ctx.move
         grad = redistribute(as_distributed(grad, move.spec.layout), move.spec.layout)
         local = to_local(grad, move.source) if torch.is_grad_enabled() else grad._local_tensor
-        return local / ctx.count, None, None
+        (count,) = ctx.saved_tensors
+        return local / count, None, None
 
 
 _mean = unchecked_apply(_Mean)
