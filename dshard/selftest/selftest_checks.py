@@ -17,13 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard import checkpoint, factories, functional
-from dshard.comm import DeviceMesh, gather_objects, group_rank, init_device_mesh
+from dshard.calibrate import measure
+from dshard.comm import DeviceMesh, bind, gather_objects, group_rank, init_device_mesh
 from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError, MeshError, StrategyError
 from dshard.ops.random import manual_seed
 from dshard.parallel import parallelize
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.matmul_strategies import strategies
+from dshard.tables import human_bytes
+from dshard.topology import default_topology
 from dshard.trace import trace
 
 MOVED = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex64)
@@ -37,6 +40,7 @@ PLANS: dict[str, tuple[str, ...]] = {
     "atp": ("d1", "d2"),
 }
 """The plans of training steps, and the axes of their meshes."""
+_MEASURING = 1.0  # seconds
 
 
 _PARTIAL: list[list[Placement]] = [[Partial(), Replicate()], [Replicate(), Partial()], [Partial(), Partial()]]
@@ -240,6 +244,34 @@ def overhead(place: Place) -> str:
     return "time of a block, dshard to plain torch, hidden " + ", ".join(figures)
 
 
+def network(place: Place) -> str:
+    """The measured link of an all_gather beside the one that is assumed; no check, a figure to see."""
+    if place.ranks == 1:
+        return "one rank has none"
+    mesh = bind(place.mesh("x"))
+    measured = measure(mesh, seconds=_MEASURING, collectives=("all_gather",)).link(mesh, ["x"], "all_gather")
+    assumed = default_topology(place.device).link(mesh, ["x"], "all_gather")
+    figures = (f"{link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us" for link in (measured, assumed))
+    return "all_gather at {}; assumed until measured: {}".format(*figures)
+
+
+def memory(place: Place) -> str:
+    """The most bytes that torch's allocator gives out in a step: of one device, and of a rank under "fsdp"."""
+    if place.device != "cuda":
+        return "counted on CUDA alone"
+    x = place.randn(4 * place.ranks, 64, 512).div(8)
+    plain = _peak_bytes(model_of(place, 512), x)
+    sharded = _peak_bytes(parallelize(model_of(place, 512), place.mesh("x"), "fsdp", x), x)
+    return f"a step holds {human_bytes(plain)} on one device, {human_bytes(sharded)} on a rank of fsdp"
+
+
+def _peak_bytes(model: nn.Module, x: Tensor) -> int:
+    torch.cuda.reset_peak_memory_stats()
+    model(x).square().mean().backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
 def _seconds(place: Place, model: nn.Module, x: Tensor) -> float:
     times = []
     for _ in range(5):
@@ -291,5 +323,7 @@ CHECKS: dict[str, Callable[[Place], str]] = {
     "random numbers": random_numbers,
     "checkpoints": checkpoints,
     "overhead": overhead,
+    "memory": memory,
+    "network": network,
 }
 """The checks, in the order in which they run."""

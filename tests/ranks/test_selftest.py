@@ -6,6 +6,7 @@ All tests of ranks run under the contract with DSHARD_TEST_BACKEND=nccl_contract
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -48,6 +49,16 @@ def uneven(size: int) -> tuple[bool, int]:
 @pytest.mark.parametrize("size", [7, 5, 1, 8])
 def test_pieces_of_any_sizes_are_gathered_by_one_kernel(size: int) -> None:
     assert set(rank_pool(4, nccl_contract.BACKEND).run(uneven, size)) == {(True, 1)}
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_figures_to_see_are_those_of_the_ranks() -> None:
+    (network,) = set(rank_pool(4).run(CHECKS["network"], PLACE))
+
+    assert re.fullmatch(r"all_gather at \S+ GB/s, \S+ us; assumed until measured: 2 GB/s, 100 us", network)
+    assert CHECKS["memory"](PLACE) == "counted on CUDA alone"
+    assert CHECKS["network"](Place("cpu", 1)) == "one rank has none"
 
 
 def wrong(place: Place) -> str:
