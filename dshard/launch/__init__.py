@@ -1,7 +1,7 @@
 """Ranks for a job: processes started on this host, or by a launcher such as torchrun."""
 
 from dshard.launch.group import choose_device, choose_ranks, is_launched, is_reporting, run
-from dshard.launch.ranks import Send, run_ranks, screenful
+from dshard.launch.ranks import Send, run_ranks
 from dshard.launch.rehearse import Rehearsed, rehearse
 
 __all__ = [
@@ -14,5 +14,4 @@ __all__ = [
     "rehearse",
     "run",
     "run_ranks",
-    "screenful",
 ]
