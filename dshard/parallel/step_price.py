@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from dshard.placements import Replicate
 from dshard.torch_private import disable_modes
 from dshard.trace import Trace, trace
 
+T = TypeVar("T")
 MOMENTS = 2
 """Tensors of each parameter's size that an optimiser such as Adam keeps."""
 
@@ -54,28 +55,53 @@ def _priced(
         [*(own._local_tensor for own in state.values()), *_tensors((args, list(kwargs.values())))]
     )
     work = _Work(allocations)
-    with applied(model, plan):
+
+    def forward() -> Any:
+        with Replies(answers):
+            return model(*args, **kwargs)
+
+    def traced() -> tuple[Trace, int]:
         with trace() as sent:
-            with Replies(answers):
-                out = functional_call(model, state, tuple(args), kwargs)
-            forward = len(sent.events)
+            out = forward()
+            received = len(sent.events)
             _backward(out)
-            del out
-        for own in state.values():
-            own.grad = None
-        with (
-            OperatorMode(work.run),
-            observing(work.count),
-        ):  # with which each operator is decided by itself, whatever ran before
-            with Replies(answers):
-                out = functional_call(model, state, tuple(args), kwargs)
+        return sent, received
+
+    def measured() -> int:
+        # each operator is decided by itself, whatever ran before
+        with OperatorMode(work.run), observing(work.count):
+            out = forward()
             activations = allocations.alive()
             _backward(out)
-            del out
+        return activations
+
+    with applied(model, plan):
+        sent, in_forward = _with_state(model, state, traced)
+        for own in state.values():
+            own.grad = None
+        activations = _with_state(model, state, measured)
     parameters = [t for name, t in state.items() if isinstance(t, nn.Parameter)]
     nbytes = sum(_local_bytes(p) for p in {id(p): p for p in parameters}.values())
     memory = Memory(nbytes, nbytes, MOMENTS * nbytes, activations, max(allocations.most, nbytes))
-    return Cost(_moves(sent, forward), memory, work.seconds)
+    return Cost(_moves(sent, in_forward), memory, work.seconds)
+
+
+class _Within(nn.Module):
+    """A module whose forward pass is any function of its `model`: a backward pass, too, which may compute again."""
+
+    def __init__(self, model: nn.Module, function: Callable[[], object]) -> None:
+        super().__init__()
+        self.model, self.function = model, function
+
+    def forward(self) -> object:
+        return self.function()
+
+
+def _with_state(model: nn.Module, state: Mapping[str, Any], function: Callable[[], T]) -> T:
+    """Call the function while the model has the parameters and buffers of `state`."""
+    within = {f"model.{name}": tensor for name, tensor in state.items()}
+    out: T = functional_call(_Within(model, function), within, ())
+    return out
 
 
 def _tensors(out: object) -> list[Tensor]:

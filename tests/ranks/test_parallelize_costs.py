@@ -14,6 +14,7 @@ from helpers.default_cases import one_in, one_way_each
 from helpers.demo_model import demo_plan, images
 from helpers.transformer_layers import Layer, Stack, middle, planned
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard import Layout, LayoutError, Mesh, Placement, Replicate, Shard, StrategyError, distribute_tensor, trace
@@ -111,6 +112,29 @@ def test_a_model_laid_out_by_auto_computes_the_same() -> None:
         found = model(images().float())
 
         torch.testing.assert_close(whole(found.detach()), expected.detach())
+
+
+class Recomputed(nn.Module):
+    """Two linear layers whose activations the backward pass computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(lambda x: self.down(F.gelu(self.up(x))), x, use_reentrant=False)
+        return x + y
+
+
+def test_a_model_that_computes_again_is_planned() -> None:
+    mesh, model, x = Mesh((2,), ("x",)), Recomputed(), torch.linspace(-1, 1, 24).view(4, 6)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    with simulated(mesh):
+        parallelize(model, mesh, "auto", x)
+        model(x).square().sum().backward()
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            assert p.grad is not None
+            torch.testing.assert_close(whole(p.grad), grad)
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
