@@ -101,7 +101,7 @@ def checksum(x: Tensor) -> int:
     >>> checksum(torch.zeros(3)) == checksum(torch.zeros(3)), checksum(torch.ones(3)) == checksum(torch.zeros(3))
     (True, False)
     """
-    flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     words = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
     places = torch.arange(1, len(words) + 1, device=x.device) * _ODD
     mixed = (words ^ places) * _ODD

@@ -124,7 +124,7 @@ def _sends_in_pairs(group: Group) -> bool:
 
 
 def _in_bytes(begin: Begin, dtype: torch.dtype, x: Tensor, out: Tensor | None) -> Wait:
-    wait = begin(x.contiguous().view(torch.uint8), None if out is None else out.view(torch.uint8))
+    wait = begin(x.resolve_conj().contiguous().view(torch.uint8), None if out is None else out.view(torch.uint8))
     return lambda: wait().view(dtype)
 
 
@@ -233,4 +233,4 @@ def reduce_number(op: ReduceOp, group: Group, x: Tensor, out: Tensor | None) -> 
 
 def movable(x: Tensor) -> Tensor:
     """A view of `x` in a dtype that every backend sends."""
-    return x if x.dtype in MOVES else x.view(torch.uint8)
+    return x if x.dtype in MOVES else x.resolve_conj().view(torch.uint8)

@@ -162,11 +162,15 @@ class Saved(torch.autograd.Function):
 def _depending_on_all(out: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """Make `out` depend on all local tensors: a rank that computes nothing must still join the collectives of backward.
 
-    So must each gradient, of every order: it depends on all of them again, and is finite.
+    So must each gradient, of every order: it depends on all of them again, and is finite. What depends on the one that
+    is recorded has its own derivatives, which may end where those of other ranks do.
     """
     if out.numel() > 0:
         return out
-    sums = [part.atan().sum() for part in parts if part.requires_grad]
+    recorded = [part for part in parts if part.requires_grad]
+    if len(recorded) == 1 and out.requires_grad:
+        return out
+    sums = [part.atan().sum() for part in recorded]
     return out + 0 * torch.stack(sums).sum().cos() if sums else out
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.core.signature import Args, Function, Kwargs
@@ -13,7 +12,7 @@ from dshard.core.torch_function import bind_arguments, call_torch
 from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
 from dshard.ops.composite import Local, run_composite
-from dshard.ops.lookup import rows_held
+from dshard.ops.lookup import look_up, rows_held
 from dshard.ops.nn import EMBEDDING
 from dshard.rules.rule import Rule, linear
 from dshard.rules.rule_notation import parse_rule
@@ -36,12 +35,12 @@ def embedding(func: Function, args: Args, kwargs: Kwargs) -> Any:
     size = table.shape[0]
 
     def local(table: Tensor, indices: Tensor) -> Tensor:
-        return F.embedding(indices, table, padding)
+        return look_up(table, indices, -1 if padding is None else padding % size)
 
     def kernel(strategy: Strategy, at: Coordinate) -> Local:
         rows = strategy.inputs[0].dim_range(0, size, at)
-        held_padding = None if padding is None or padding % size not in rows else padding % size - rows.start
-        return local if len(rows) == size else rows_held(rows, size, lambda t, i: F.embedding(i, t, held_padding))
+        held_padding = -1 if padding is None or padding % size not in rows else padding % size - rows.start
+        return local if len(rows) == size else rows_held(rows, size, lambda t, i: look_up(t, i, held_padding))
 
     def rule() -> Rule:
         return parse_rule(EMBEDDING, [tuple(table.shape), tuple(indices.shape)], passes=linear(0))

@@ -7,6 +7,7 @@ the local tensor, which is dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from dshard.core.call import Call, LocalOp, writes_first
 from dshard.mesh import Coordinate
 from dshard.rules.strategy import Strategy
 from dshard.torch_private import assert_async
+
+_embedding = torch.ops.aten.embedding.default
 
 
 def local_index(
@@ -45,6 +48,15 @@ def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Except
             raise kind(f"index {int(index[beyond][0])} is out of bounds for dimension {dim} with size {size}")
     elif not index.is_meta:
         assert_async(~beyond.any(), f"an index is out of bounds for dimension {dim} with size {size}")
+
+
+def look_up(table: Tensor, indices: Tensor, *options: Any) -> Tensor:
+    """`aten::embedding`, which also without indices or features has a second derivative: torch's is an error there."""
+    has_entries, is_sparse = table.numel() and indices.numel(), len(options) > 2 and options[2]
+    if has_entries or is_sparse:
+        rows: Tensor = _embedding(table, indices, *options)
+        return rows
+    return table.index_select(0, indices.reshape(-1)).view(*indices.shape, table.shape[1])
 
 
 def rows_held(rows: range, size: int, look_up: LocalOp) -> LocalOp:

@@ -13,7 +13,7 @@ from dshard.core.checks import check_dim, check_embedding
 from dshard.core.joined_moves import reduced_together
 from dshard.core.signature import Args, Kwargs
 from dshard.mesh import Coordinate
-from dshard.ops.lookup import rows_held
+from dshard.ops.lookup import look_up, rows_held
 from dshard.ops.losses import MEAN, NONE, SUM
 from dshard.ops.small_reductions import small_reductions
 from dshard.rules.rule import Rule, linear
@@ -60,7 +60,7 @@ def embedding_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> 
     """A kernel of embedding in which rows that another rank holds count as zero."""
     size = call.shapes[0][0]
     rows = strategy.inputs[0].dim_range(0, size, coordinate)
-    return call.func if len(rows) == size else rows_held(rows, size, torch.ops.aten.embedding.default)
+    return look_up if len(rows) == size else rows_held(rows, size, look_up)
 
 
 def embedding_backward(call: Call) -> Rule:

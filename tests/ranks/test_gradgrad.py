@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import dshard
-from dshard import DTensor, Mesh, Replicate
+from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard
 from dshard.comm import bind, plain
 from dshard.core.moves import leaves, replace_leaves
+from dshard.placements import Placement
 from dshard.testing import RankPool, distribute, simulated, whole
 from dshard.testing.choices import has_gradient, layouts_of
 
@@ -146,6 +148,28 @@ def check_operators(ranks: RankPool, names: list[str], shape: tuple[int, ...], s
     assert len(first) == 1, first
     assert int(first[0].split()[0]) > len(names) // 2
     assert all(other == first for other in others)
+
+
+CHOSEN: tuple[tuple[str, tuple[Placement, ...]], ...] = (
+    ("network: embedding", (Shard(0), Shard(0), Replicate())),  # the last rank has no indices
+    ("pointwise: complex mul", (Replicate(), Partial(), Shard(1))),  # a conjugate is sent
+)
+
+
+def in_chosen_layouts() -> list[str]:
+    mesh, wrong = bind(dshard.init_device_mesh("cpu", (4,))), []
+    for name, placements in CHOSEN:
+        found, rest = on_one_device(name), iter(placements)
+        assert found is not None
+        lay = partial(lambda x, rest: distribute(x, Layout(mesh, (next(rest),)), seed=0), rest=rest)
+        pairs = zip(derivatives(*SAMPLES[name], found[0], lay), found[1], strict=True)
+        wrong += [f"{name}: derivative {k}" for k, pair in enumerate(pairs) if not same(*pair)]
+    return wrong
+
+
+@pytest.mark.ranks
+def test_second_derivatives_in_chosen_layouts(ranks: RankPool) -> None:
+    assert ranks.run(in_chosen_layouts) == [[]] * 4
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
