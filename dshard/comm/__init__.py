@@ -77,7 +77,7 @@ from dshard.comm.scoped import Scoped
 from dshard.comm.simulated import of_first_rank, plain, stack, unstack
 from dshard.comm.store_messages import fetch, peek, put
 from dshard.comm.streams import Stream, current_stream, follow
-from dshard.comm.traced_collectives import outside_graphs, traced
+from dshard.comm.traced_collectives import depending_on, outside_graphs, traced
 from dshard.comm.user_code import user_line
 from dshard.comm.workspace import WORKSPACE, Session
 
@@ -121,6 +121,7 @@ __all__ = [
     "crossing_event",
     "current_mesh",
     "current_stream",
+    "depending_on",
     "device_mesh_of",
     "device_of",
     "device_of_result",

@@ -19,6 +19,7 @@ from torch import Tensor
 from dshard.comm.collective import Collective, by_slot
 from dshard.comm.peer_failure import not_begun, wait_for, wait_for_pairs
 from dshard.comm.process_groups import Group, this_world
+from dshard.comm.traced_collectives import sent_in_its_pass
 from dshard.placements import ReduceOp
 
 Wait: TypeAlias = Callable[[], Tensor]
@@ -173,7 +174,18 @@ def functional(c: Collective, group: Group, x: Tensor, out: Tensor | None) -> Wa
     """A collective while torch traces, with pieces in the order of the process group."""
     n, name = len(c.ranks), group.name
     this_world().named[name] = group  # of several meshes with this process group, errors name the axes of this one
-    assert c.kind != "scatter", "a graph sends no whole tensors"
+    with sent_in_its_pass():
+        result = _functional(c, n, name, x)
+
+    def wait() -> Tensor:
+        with sent_in_its_pass():
+            received: Tensor = _c10d.wait_tensor(result)
+        return received if out is None else out.copy_(received)
+
+    return wait
+
+
+def _functional(c: Collective, n: int, name: str, x: Tensor) -> Tensor:
     match c.kind:
         case "all_gather" if len(set(c.recv)) == 1:
             result = _c10d.all_gather_into_tensor(x, n, name)
@@ -187,12 +199,10 @@ def functional(c: Collective, group: Group, x: Tensor, out: Tensor | None) -> Wa
             result = _c10d.all_reduce(x, c.op, name)
         case "broadcast":
             result = _c10d.broadcast(x, c.root, name)
-
-    def wait() -> Tensor:
-        received: Tensor = _c10d.wait_tensor(result)
-        return received if out is None else out.copy_(received)
-
-    return wait
+        case "scatter":
+            raise AssertionError("a graph sends no whole tensors")
+    begun: Tensor = result
+    return begun
 
 
 def _ended(work: dist.Work, group: Group, out: Tensor) -> Tensor:

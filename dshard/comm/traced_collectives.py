@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+import torch.fx.traceback
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
@@ -21,6 +23,38 @@ def traced(x: Tensor) -> bool:
     While it traces, nothing may be sent, measured or emitted, and no buffer kept: only the traced operators run later.
     """
     return type(x) in _TRACED
+
+
+@contextmanager
+def sent_in_its_pass() -> Iterator[None]:
+    """Within the block, what is traced of a backward pass is marked as staying in the backward graph.
+
+    torch moves to the forward graph what depends on no incoming gradient. On a rank without data that may be a gradient
+    that is zero, whose collective would then be sent before those of the other ranks.
+    """
+    meta = torch.fx.traceback.current_meta
+    tag = meta.get(_TAG)
+    if tag != "is_backward":
+        yield
+        return
+    meta[_TAG] = "must_be_in_backward"
+    try:
+        yield
+    finally:
+        meta[_TAG] = tag
+
+
+_TAG = "partitioner_tag"
+
+
+def depending_on(out: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """`out`, which a rank without data made of no operand: in a graph it depends on them as on other ranks.
+
+    Else torch would leave out on this rank a collective that is for it, or take two for one that are alike.
+    """
+    for x in operands if any(map(traced, operands)) else ():
+        out = out + x.reshape(-1)[:0].sum().to(out.dtype)
+    return out
 
 
 def outside_graphs(what: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dshard.comm import depending_on
 from dshard.core.call import Call, Kernel, LocalOp, Operator, out_local_shape
 from dshard.mesh import Coordinate
 from dshard.ops.views import with_local_size
@@ -60,8 +61,9 @@ def _nothing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     mask = call.argument("output_mask")
 
     def make(*args: object, **kwargs: object) -> Any:
-        x: Tensor = next(arg for arg in args if isinstance(arg, Tensor))
-        empty = [x.new_zeros(shape, dtype=out.dtype) for shape, out in zip(shapes, call.outs, strict=True)]
+        operands = [arg for arg in args if isinstance(arg, Tensor)]
+        zeros = [operands[0].new_zeros(shape, dtype=out.dtype) for shape, out in zip(shapes, call.outs, strict=True)]
+        empty = [depending_on(x, operands) for x in zeros]
         if mask is not None:
             missing = [i for i, is_wanted in enumerate(mask) if not is_wanted][: len(mask) - len(empty)]
             rest = iter(empty)  # not all that is not wanted is left out

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.comm import depending_on
 from dshard.core.call import Call, LocalOp, Operator, out_local_shape
 from dshard.core.checks import check_convolution
 from dshard.mesh import Coordinate
@@ -57,7 +58,7 @@ def forward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: object) -> Tensor:
         if not x.numel() or not weight.numel():
-            return x.new_zeros(shape)
+            return depending_on(x.new_zeros(shape), (x, weight) if bias is None else (x, weight, bias))
         out: Tensor = call.func(x, weight, bias if adds else None, *rest[:-1], groups)
         return out
 
@@ -73,7 +74,8 @@ def backward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> L
         sizes = [grad.shape[1]] if bias else None
         if not grad.numel() or not x.numel() or not weight.numel():
             zeros = (torch.zeros_like(x), torch.zeros_like(weight), grad.new_zeros(grad.shape[1]))
-            return tuple(t if wanted else None for t, wanted in zip(zeros, mask, strict=True))
+            made = [depending_on(t, (grad, x, weight)) for t in zeros]
+            return tuple(t if wanted else None for t, wanted in zip(made, mask, strict=True))
         gradients = call.func(grad, x, weight, sizes, *rest_, groups, mask)
         return gradients if adds or gradients[2] is None else (*gradients[:2], torch.zeros_like(gradients[2]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
@@ -449,6 +449,82 @@ def test_collectives_are_functional_and_as_planned(ranks: RankPool) -> None:
     """The same collectives as in eager, of the same bytes on each rank; plans say what the busiest rank receives."""
     received_there, planned = zip(*ranks.run(collectives_of_graphs), strict=True)
     assert max(received_there) == max(planned) == min(planned) > 0
+
+
+# -- ranks without data
+
+Gather = Callable[[Any], Any]
+
+
+def convolved(x: Any, a: Any, b: Any, gather: Gather) -> Any:
+    return F.conv1d(x, gather(a)) + F.conv1d(x.cos(), gather(b)) * 2
+
+
+def distances(x: Any, a: Any, b: Any, gather: Gather) -> Any:
+    return torch.cdist(x, gather(a)[:3]) * torch.cdist(x.sin(), gather(b)[:3])
+
+
+def transformed(x: Any, a: Any, b: Any, gather: Gather) -> Any:
+    return (
+        torch.fft.rfft(x).abs() * torch.linalg.svdvals(x + gather(a))[..., :1, None] + torch.fft.rfft(gather(b)).abs()
+    )
+
+
+def multiplied(x: Any, a: Any, b: Any, gather: Gather) -> Any:
+    return (x.flatten(1) @ gather(a).flatten(1).t()).relu() @ gather(b).flatten(1)
+
+
+def attended(x: Any, a: Any, b: Any, gather: Gather) -> Any:
+    return F.scaled_dot_product_attention(x[:, None], gather(a)[:3][:, None], gather(b)[:3][:, None])
+
+
+def scanned(x: Any, a: Any, b: Any, gather: Gather) -> Any:
+    return x.cumsum(0) * gather(a)[:3].cumsum(0) + x.roll(1, 0) * gather(b)
+
+
+def unused(x: Any, a: Any, b: Any, gather: Gather) -> Any:
+    gather(a)
+    return x * gather(b).sum()
+
+
+def collectives_where_a_rank_has_nothing(function: Any) -> list[list[str]]:
+    """Those of the forward and the backward graph of this rank; of the rows of all operands the last rank has none."""
+    torch._dynamo.reset()
+    mesh, found = init_device_mesh("cpu", (4,), mesh_dim_names=("x",)), []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        names = [str(node.target).split(".")[1] for node in graph.graph.nodes if "_c10d" in str(node.target)]
+        found.append([name for name in names if name != "wait_tensor"])
+        return make_boxed_func(graph.forward)
+
+    single = [
+        torch.randn(n, 2, 5, generator=torch.Generator().manual_seed(i), dtype=torch.float64, requires_grad=True)
+        for i, n in enumerate((3, 3, 3) if function is not multiplied else (3, 4, 4))
+    ]
+    laid = [distribute_tensor(x.detach(), mesh, [Shard(0)], src_data_rank=None).requires_grad_() for x in single]
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    out, wanted = compiled(*laid, lambda x: x.redistribute(placements=[R])), function(*single, lambda x: x)
+    close(out.full_tensor(), wanted)
+    used = [i for i in range(3) if function is not unused or i != 1]
+    close(gradients(out, [laid[i] for i in used]), gradients(wanted, [single[i] for i in used]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        convolved,
+        *(
+            pytest.param(each, marks=pytest.mark.thorough)
+            for each in (distances, transformed, multiplied, attended, scanned, unused)
+        ),
+    ],
+)
+def test_graphs_have_the_same_collectives_on_ranks_without_data(ranks: RankPool, function: Any) -> None:
+    first, *others = ranks.run(collectives_where_a_rank_has_nothing, function)
+    assert sum(map(len, first)) > 1
+    assert all(other == first for other in others)
 
 
 # -- errors
