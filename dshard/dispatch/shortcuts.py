@@ -268,6 +268,17 @@ def _recorded(steps: Sequence[Step], spec: Spec) -> Shortcut:
     """Run steps in turn on the recorded local tensors."""
     cotangent = interned(spec.layout.cotangent())
     prepared = [(step, step.positional(), step.others()) for step in steps]
+    if len(steps) == 1 and steps[0].template is None and not prepared[0][2] and not steps[0].first:
+        function, operands = steps[0].run, prepared[0][1]
+
+        def call_itself(args: Args, kwargs: Kwargs) -> object:
+            local = list(args)
+            for k, i, grad, is_home in operands:
+                x = args[i]
+                local[k] = x._local_tensor if grad is None else tracked_local(x, grad, is_home)
+            return wrap_tracked(function(*local, **kwargs), spec, cotangent)
+
+        return call_itself
 
     def call(args: Args, kwargs: Kwargs) -> object:
         results: list[Tensor] = []
