@@ -182,8 +182,12 @@ def _crossing_seconds(
 
     Bytes that cross one axis are not counted again on a faster one: what stays within a host does not load its link.
     """
-    links = [topology.link(mesh, (axis,), "exchange") for axis in axes]
-    slowest_first = sorted(zip(links, along, strict=True), key=lambda pair: -pair[0].seconds(nbytes))
+    crossed = [
+        (topology.link(mesh, (axis,), "exchange"), crossing)
+        for axis, crossing in zip(axes, along, strict=True)
+        if mesh.shape[mesh.axis(axis)] > 1
+    ]
+    slowest_first = sorted(crossed, key=lambda pair: -pair[0].seconds(nbytes))
     seconds, left = 0.0, nbytes
     for link, crossing in slowest_first:
         seconds, left = seconds + link.seconds(min(left, crossing)), left - min(left, crossing)

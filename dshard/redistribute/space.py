@@ -63,6 +63,10 @@ class Space:
                 rate, latency = self._best([link for axes, links in along.items() if axis in axes for link in links])
                 if rate < self.rate or latency > self.latency:
                     self.slow.append((axis, 1 / rate - 1 / self.rate, latency - self.latency))
+        wide = [axis for axis, n in zip(mesh.names, mesh.shape, strict=True) if n > 1]
+        alone = {topology.link(mesh, (axis,), "exchange") for axis in wide}
+        self.level = len(alone) < 2 and not any(link.measured for link in alone)
+        """Whether it does not matter along which axes bytes are exchanged."""
         self.states: dict[tuple[Axes, Partials], State] = {}
         self.laid: dict[Layout, State] = {}
         self.prices: dict[tuple[object, ...], float] = {}
@@ -311,7 +315,7 @@ class Space:
         axes = reordered(state, target)
         # where all is even, one rank that holds nothing lacks most, or all lack as much
         many = prod([self.sizes[axis] for axis in axes]) > COUNTED
-        exact = state.even and target.even and (many or len(axes) == 1)
+        exact = state.even and target.even and (many or len(axes) == 1 or self.level)
         seconds = self.seconds(Exchange, axes, exchange_load(state, target, axes, exact=False))
         return Move(target, Exchange, seconds if exact else seconds * (1 - 1e-12), exact)
 
