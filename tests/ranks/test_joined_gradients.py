@@ -31,7 +31,8 @@ from dshard.topology import Topology
 MESHES = {(4,): ("d",), (2, 2): ("d", "t")}
 SIZES = ((8, 8), (5, 3), (3,), (1, 7), (0, 4), (2, 3, 5), ())
 DTYPES = (torch.float64, torch.float64, torch.float64, torch.float32, torch.bfloat16)
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-1}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.25}
+"""Terms of a gradient are as large as 16, of which bfloat16 has steps of an eighth."""
 
 
 def leaves(seed: int, mesh: Any, ndim: int, split: float) -> tuple[list[Tensor], list[Any]]:
