@@ -74,7 +74,7 @@ class Pending:
         if self.dtype is not move.spec.dtype:
             local, self.own = local.to(move.spec.dtype), True
         self.local: Tensor | None = local
-        self.stream = None if local.is_cpu else comm.current_stream(local.device)
+        self.stream = comm.current_stream(local.device)
         self._finish: Callable[[], Tensor] | None = None
         self._value: Tensor | None = None
 

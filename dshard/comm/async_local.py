@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dshard.comm import collectives, rank_checks
 from dshard.comm.drive import advance, begin, finish, without_buffer
-from dshard.comm.events import LISTENERS
+from dshard.comm.events import has_listeners
 from dshard.comm.program_steps import Transfer, steps_of
 from dshard.comm.run import launch_on
 from dshard.comm.runtime import Runtime, runtime_of
@@ -52,7 +52,7 @@ def async_start(plan: Plan) -> Start:
 
     def start(x: Tensor, own: bool) -> AsyncLocal | None:
         # listeners would hear of the plan's second collective long after the operator that asked for it
-        if LISTENERS or type(x) is not Tensor or x.is_meta:
+        if has_listeners() or type(x) is not Tensor or x.is_meta:
             return None
         begin_plan = by_dtype.get(x.dtype)
         if begin_plan is None:

@@ -19,7 +19,7 @@ from time import monotonic, sleep
 import torch
 
 from dshard.comm import store_messages
-from dshard.comm.events import Event, listen_once
+from dshard.comm.events import before_next_collective
 from dshard.comm.peer_failure import leave_word, waits_ahead
 from dshard.comm.process_groups import Part, this_world
 from dshard.comm.runtime import runtime_of
@@ -65,10 +65,10 @@ def take_as_even(shape: Shape, dtype: torch.dtype, layout: Layout) -> None:
         return
     own = _Taken(layout, part, len(taken) - 1, layout.mesh.rank(runtime.coordinate), user_line(), world.count)
     store_messages.append(own.key, f"{own.rank}:{part};")
-    listen_once(partial(_compare, own))
+    before_next_collective(partial(_compare, own))
 
 
-def _compare(own: _Taken, event: Event) -> None:
+def _compare(own: _Taken) -> None:
     """Go on once all ranks of the mesh have taken the part.
 
     Raises:

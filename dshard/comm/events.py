@@ -57,15 +57,30 @@ def listen(listener: Listener, *, measure: bool = False) -> Iterator[None]:
         yield
 
 
-def listen_once(listener: Listener) -> None:
-    """Call `listener` with the event of the next collective that this thread, or asynchronous task, runs."""
+class _Once:
+    """A listener that leaves, and calls a function, at the next collective."""
 
-    def call(event: Event) -> None:
-        if block in _LISTENERS.anywhere:
-            _LISTENERS.leave(block)
-            listener(event)
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+        self.block = _LISTENERS.enter((self, False))
 
-    block = _LISTENERS.enter((call, False))
+    def __call__(self, event: Event | None = None) -> None:
+        if self.block in _LISTENERS.anywhere:
+            _LISTENERS.leave(self.block)
+            self.function()
+
+
+def before_next_collective(function: Callable[[], None]) -> None:
+    """Call a function just before the next collective that this thread, or asynchronous task, runs."""
+    _Once(function)
+
+
+def has_listeners() -> bool:
+    """Whether there are listeners, once those of this thread that wait for the next collective alone were called."""
+    for listener, _ in _LISTENERS.value() if LISTENERS else ():
+        if isinstance(listener, _Once):
+            listener()
+    return bool(LISTENERS)
 
 
 def emit(collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int, measured: float | None = None) -> None:
