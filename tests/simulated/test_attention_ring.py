@@ -83,7 +83,10 @@ def test_two_panels_are_held(ranks: int, rows: int, causal: bool) -> None:
             return ring.backward(*args, needed)  # type: ignore[arg-type]
 
         _, peak = run_without_data(backward, (out, statistics, statistics, q, k, v), (at,))  # type: ignore[arg-type]
-        assert peak <= 5 * panel  # two of keys and values, and of their gradients that in use, and two in flight
+        # two of keys and values, and two of gradients: that which is sent on, and the next, perhaps with the rank's own
+        assert peak <= (5 if causal else 4) * panel
+        if rows % ranks == 0 and not causal and ranks > 2:
+            assert peak == 4 * panel
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

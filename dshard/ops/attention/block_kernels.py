@@ -12,7 +12,7 @@ precision at least.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple, TypeAlias
 
@@ -91,6 +91,18 @@ def accumulate_gradients(
 ) -> None:
     """Add the gradients of query, key, value and mask by the blocks of a panel to `totals` in place; None: not wanted.
 
+    The others are as of `block_gradients`.
+    """
+    of_mask = len(totals) > 3 and totals[3] is not None
+    for block, found in block_gradients(grad, panel, delta, lse, of_mask):
+        add_gradients(totals, panel, block, found)
+
+
+def block_gradients(
+    grad: Tensor, panel: Panel, delta: Tensor, lse: Tensor, of_mask: bool
+) -> Iterator[tuple[Block, Sequence[Tensor]]]:
+    """The gradients of query, key and value by each block of a panel, and of its scores where that `of_mask` is wanted.
+
     `grad` is the gradient of the result, `delta` its product with the result summed over the last dim, and `lse` the
     log-sum-exp: all of the whole rows, whatever panels they come from.
     """
@@ -101,18 +113,23 @@ def accumulate_gradients(
         lead = operands.q.shape[:-1]
         above = _span(grad, -2, block.queries).reshape(*lead, grad.shape[-1])
         products, told = (_span(x, -1, block.queries).reshape(lead) for x in (delta, lse))
-        if len(totals) > 3 and totals[3] is not None:
-            *gradients, scores = _gradients_by_operators(above, operands, products, told)
-            of_mask = _span(_span(totals[3], -2, block.queries), -1, block.keys)
-            heads = (*panel.q.shape[:2], *scores.shape[-2:])
-            of_mask.add_(scores.reshape(heads).sum_to_size(of_mask.shape))
+        if of_mask:
+            yield block, _gradients_by_operators(above, operands, products, told)
         else:
-            gradients = [*_kernel_of(operands).backward(above, operands, products, told)]
-        for total, part, span in zip(totals, gradients, (block.queries, block.keys, block.keys), strict=False):
-            if total is not None:
-                here = _span(total, -2, span)
-                fewer = here.shape[:2] != panel.q.shape[:2]  # heads of the query share one of the key
-                here.add_((part.sum(1) if fewer else part).reshape(here.shape))
+            yield block, _kernel_of(operands).backward(above, operands, products, told)
+
+
+def add_gradients(totals: Sequence[Tensor | None], panel: Panel, block: Block, found: Sequence[Tensor]) -> None:
+    """Add the gradients of a block to those of query, key, value and mask, in place; None: not wanted."""
+    for total, part, span in zip(totals, found, (block.queries, block.keys, block.keys), strict=False):
+        if total is not None:
+            here = _span(total, -2, span)
+            fewer = here.shape[:2] != panel.q.shape[:2]  # heads of the query share one of the key
+            here.add_((part.sum(1) if fewer else part).reshape(here.shape))
+    if len(totals) > 3 and (of_mask := totals[3]) is not None:
+        here, scores = _span(_span(of_mask, -2, block.queries), -1, block.keys), found[3]
+        heads = (*panel.q.shape[:2], *scores.shape[-2:])
+        here.add_(scores.reshape(heads).sum_to_size(here.shape))
 
 
 def _result_with(grad: Tensor, delta: Tensor) -> Tensor:

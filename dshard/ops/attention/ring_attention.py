@@ -2,8 +2,8 @@
 
 Keys and values travel as one flat buffer, of which at most two are held: that in use, which is being sent, and the next
 one. Results of panels are merged by their log-sum-exp. In the backward pass the gradients of a panel follow it from
-rank to rank, each of which adds its own while others are in flight, and end at the owner of the panel; they are summed
-in single precision at least.
+rank to rank, and end at its owner. Each rank computes the first of its terms while the sum is on its way, and adds them
+to it where it arrived: of those, too, two are held. They are summed in single precision at least.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dshard.caches import cached
 from dshard.comm import InFlight, Program, Request, Session, finish, flat_exchange, sum_dtype
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
-from dshard.ops.attention.block_kernels import Panel, accumulate, accumulate_gradients, empty_result
+from dshard.ops.attention.block_kernels import Panel, accumulate, add_gradients, block_gradients, empty_result
 from dshard.ops.attention.local_attention import Options, four_dims
 from dshard.rules.attention_ring import Messages, Ring, RingPlan, halved, ring_plan, swapped
 
@@ -94,8 +94,10 @@ class RingAttention:
         for turn in range(rank.plan.ranks):
             keys, values = yield from panels.of_turn(turn)
             columns = None if of_mask is None else rank.columns(of_mask, turn)
-            wanted = (of_q, *sums.of_turn(turn), columns)
-            accumulate_gradients(wanted, grad, rank.panel(turn, q, keys, values, mask), delta, lse)
+            panel = rank.panel(turn, q, keys, values, mask)
+            for block, found in block_gradients(grad, panel, delta, lse, columns is not None):
+                of_keys = yield from sums.of_turn(turn)  # which have had the time of a block to arrive
+                add_gradients((of_q, *of_keys, columns), panel, block, found)
             yield from sums.sent(turn)
         panels.end()
         totals = (of_q, *(yield from sums.end()))
@@ -231,49 +233,68 @@ class _Panels:
 
 
 class _Sums:
-    """The gradients of keys and values: a rank's own, and those of the panel of a turn, which follow the panel."""
+    """The gradients of keys and values: a rank's own, and those of the panel of a turn, which follow the panel.
+
+    A rank adds its terms to the sum that arrives, and sends it on while the next one arrives: two are held.
+    """
 
     def __init__(self, rank: _Rank, k: Tensor, v: Tensor, needed: bool) -> None:
         self.rank, self.like, self.needed = rank, (k, v), needed
         self.own = k.new_zeros(_width(k, v) * k.shape[-2] * needed, dtype=sum_dtype(k.dtype))
-        self.buffer = self.own
+        self.buffer: Tensor | None = self.own
+        self.loan: Tensor | None = None
         self.arriving: InFlight | None = None
 
-    def of_turn(self, turn: int) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of a turn's keys and values, to which what this rank computes is to be added."""
+    def of_turn(self, turn: int) -> Program[tuple[Tensor | None, Tensor | None]]:
+        """The sums for a turn's keys and values, once they have arrived; to them this rank's terms are to be added."""
         k, v = self.like
         if not self.needed:
             return None, None
-        if turn:
-            self.buffer = self.rank.space.take((_width(k, v) * self.rank.length(turn),), self.own)
-            self.buffer.zero_()
-        return _keys_and_values(self.buffer, k.shape[-2] if not turn else self.rank.length(turn), k, v)
+        buffer = self.own if not turn else (yield from self._arrived(turn))
+        return _keys_and_values(buffer, self.rank.length(turn) if turn else k.shape[-2], k, v)
 
     def sent(self, turn: int) -> Program[None]:
-        """Add what other ranks have computed of the panel, and send the sum to the next one, or to its owner."""
+        """Send the sums of a turn's panel to the rank that has it next, or to its owner."""
         if turn and self.needed:
-            yield from self._added(turn)
+            buffer = yield from self._arrived(turn)
             messages, width = self.rank.plan.gradients(self.rank.index, turn), _width(*self.like)
-            self.arriving = yield from self.rank.begin(messages, self.buffer, width, self.buffer)
+            self.arriving = yield from self.rank.begin(messages, buffer, width, self.loan)
+        self.buffer = self.loan = None
 
     def end(self) -> Program[tuple[Tensor, Tensor]]:
         """The gradients of a rank's own keys and values."""
-        yield from self._added(self.rank.plan.ranks)
         k, v = self.like
-        return _keys_and_values(self.own, k.shape[-2], k, v) if self.needed else (k[..., :0, :], v[..., :0, :])
+        if not self.needed:
+            return k[..., :0, :], v[..., :0, :]
+        if self.arriving is not None:
+            yield from self._arrived(self.rank.plan.ranks)
+            if self.loan is not None:
+                self.rank.space.give(self.loan)
+        return _keys_and_values(self.own, k.shape[-2], k, v)
 
-    def _added(self, turn: int) -> Program[None]:
-        """Add the sums that were sent after the turn before."""
-        if self.arriving is None:
-            return
-        arrived, start = (yield from finish(self.arriving, self.rank.space)), 0
+    def _arrived(self, turn: int) -> Program[Tensor]:
+        """The sums of the turn's panel in a buffer; those of the rank's own keys may come with them, and are added."""
+        if self.buffer is not None:
+            return self.buffer
         plan, width = self.rank.plan, _width(*self.like)
-        for _, owner in sorted(plan.gradients(self.rank.index, turn - 1).received):
-            part = arrived[start : start + width * plan.lengths[owner]]
-            (self.own if owner == self.rank.index else self.buffer).add_(part)
-            start += len(part)
-        self.rank.space.give(arrived)
-        self.arriving = None
+        if self.arriving is not None:
+            self.loan, start = (yield from finish(self.arriving, self.rank.space)), 0
+            self.arriving = None
+            for _, owner in sorted(plan.gradients(self.rank.index, turn - 1).received):
+                part = self.loan[start : start + width * plan.lengths[owner]]
+                start += len(part)
+                if owner == self.rank.index:
+                    self.own.add_(part)
+                else:
+                    self.buffer = part
+            if self.buffer is None:
+                self.rank.space.give(self.loan)
+                self.loan = None
+        if self.buffer is None:
+            length = self.rank.length(turn) if turn < plan.ranks else 0
+            self.buffer = self.loan = self.rank.space.take((width * length,), self.own)
+            self.buffer.zero_()
+        return self.buffer
 
 
 def _width(k: Tensor, v: Tensor) -> int:
