@@ -52,7 +52,7 @@ class Space:
 
     def __init__(self, mesh: Mesh, topology: Topology, shape: Shape, itemsize: int) -> None:
         self.mesh, self.topology, self.shape, self.itemsize = mesh, topology, shape, itemsize
-        self.launch, self.sizes, self.numel = topology.launch, mesh.shape, prod(shape)
+        self.sizes, self.numel = mesh.shape, prod(shape)
         along = links_of(mesh, topology)
         self.in_network = 2 if any(algorithm.kind.startswith("nvls") for algorithm in topology.algorithms) else 1
         self.rate, self.latency = self._best([link for links in along.values() for link in links])
@@ -197,7 +197,7 @@ class Space:
             rounds += (terms - 1).bit_length()
             lacking = max(lacking, dst.numel, self.numel * (dst.share + (terms - 2) / self.mesh.size))
         steps = max(1, ends + begins + (ends and not nested))
-        seconds = steps * self.launch + rounds * self.latency + lacking * self.itemsize / self.rate
+        seconds = steps * self.topology.launch + rounds * self.latency + lacking * self.itemsize / self.rate
         return seconds + self._crossing(src, dst) if self.slow else seconds
 
     def _crossing(self, src: State, dst: State) -> float:
