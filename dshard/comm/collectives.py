@@ -192,8 +192,6 @@ def _functional(c: Collective, n: int, name: str, x: Tensor) -> Tensor:
         case "all_gather":
             result = _c10d.all_to_all_single(x.repeat(n), list(c.recv), [x.numel()] * n, name)
         case "all_to_all":
-            if not x.numel():  # torch takes calls with equal arguments for one, unless something new is among them
-                x = torch.empty(0, dtype=x.dtype, device=x.device)
             result = _c10d.all_to_all_single(x, list(c.recv), list(c.send), name)
         case "reduce_scatter":
             result = _c10d.reduce_scatter_tensor(x, c.op, n, name)

@@ -482,10 +482,6 @@ def scanned(x: Any, a: Any, b: Any, gather: Gather) -> Any:
     return x.cumsum(0) * gather(a)[:3].cumsum(0) + x.roll(1, 0) * gather(b)
 
 
-def joined(x: Any, a: Any, b: Any, gather: Gather) -> Any:
-    return torch.cat([x, gather(a)])[1:4] * b
-
-
 def unused(x: Any, a: Any, b: Any, gather: Gather) -> Any:
     gather(a)
     return x * gather(b).sum()
@@ -521,7 +517,7 @@ def collectives_where_a_rank_has_nothing(function: Any) -> list[list[str]]:
         convolved,
         *(
             pytest.param(each, marks=pytest.mark.thorough)
-            for each in (distances, transformed, multiplied, attended, scanned, joined, unused)
+            for each in (distances, transformed, multiplied, attended, scanned, unused)
         ),
     ],
 )
