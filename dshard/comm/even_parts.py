@@ -2,8 +2,8 @@
 
 Without `shape` nothing is sent, so each rank alone takes its local tensor for one of several even parts. Where that is
 wrong the ranks would begin collectives of different sizes, which ends the process on gloo and writes garbage on NCCL.
-So a rank appends each local shape and dtype that it takes, once, to a list in the store at which the ranks met. Just
-before its next collective it looks up whether the others have taken the same. They are about to meet there anyway, so
+So a rank tells each local shape and dtype that it takes, once, in the store at which the ranks met. Just before its
+next collective it looks up whether the others have taken the same. They are about to meet there anyway, so
 nobody waits longer than in the collective. Shapes that were taken before cost nothing more.
 
 A rank that took a shape some time ago takes it again without a word. A rank for which that is the wrong one sees that
@@ -44,9 +44,9 @@ class _Taken:
 
     @property
     def key(self) -> str:
-        """The key of the list of parts in the store."""
+        """The key of what the ranks take in the store."""
         mesh = self.layout.mesh
-        return f"dshard/even parts/{self.world}/{mesh.ranks}/{mesh.shape}/{self.layout}"
+        return f"dshard/even parts/{self.world}/{mesh.ranks}/{mesh.shape}/{self.layout}/{self.number}"
 
 
 def take_as_even(shape: Shape, dtype: torch.dtype, layout: Layout) -> None:
@@ -56,14 +56,14 @@ def take_as_even(shape: Shape, dtype: torch.dtype, layout: Layout) -> None:
     """
     world = this_world()
     part = Part(shape, str(dtype))
-    taken = world.even_parts.setdefault(layout, [])
+    taken = world.even_parts.setdefault(layout, {})
     if part in taken:
         return
-    taken.append(part)
+    taken[part] = len(taken)
     runtime = runtime_of(layout.mesh)
     if runtime is None or runtime.coordinate is None or not runtime.group(layout.mesh.names).backend.carries_data:
         return
-    own = _Taken(layout, part, len(taken) - 1, layout.mesh.rank(runtime.coordinate), user_line(), world.count)
+    own = _Taken(layout, part, taken[part], layout.mesh.rank(runtime.coordinate), user_line(), world.count)
     store_messages.append(own.key, f"{own.rank}:{part};")
     before_next_collective(partial(_compare, own))
 
@@ -79,10 +79,10 @@ def _compare(own: _Taken) -> None:
         return
     end, pause = monotonic() + SECONDS, 0.001
     while monotonic() < end:
-        parts = _parts_by_rank(own)
-        missing = [rank for rank in own.layout.mesh.ranks if len(parts.get(rank, ())) <= own.number]
-        others = {rank: taken[own.number] for rank, taken in parts.items() if rank not in missing}
-        differing = {rank: part for rank, part in others.items() if part != str(own.part)}
+        entries = store_messages.appended(own.key).split(";")[:-1]
+        parts = {int(rank): part for rank, _, part in (entry.partition(":") for entry in entries)}
+        missing = [rank for rank in own.layout.mesh.ranks if rank not in parts]
+        differing = {rank: part for rank, part in parts.items() if part != str(own.part)}
         ahead = [] if differing else [rank for rank in missing if waits_ahead(rank)]
         if differing or ahead:
             error = _refused(own, differing, ahead)
@@ -92,15 +92,6 @@ def _compare(own: _Taken) -> None:
             return
         sleep(pause)
         pause = min(2 * pause, 0.05)
-
-
-def _parts_by_rank(own: _Taken) -> dict[int, list[str]]:
-    """The parts that each rank has taken under the layout, in the order in which it took them."""
-    parts: dict[int, list[str]] = {}
-    for entry in store_messages.appended(own.key).split(";")[:-1]:
-        rank, _, part = entry.partition(":")
-        parts.setdefault(int(rank), []).append(part)
-    return parts
 
 
 def _refused(own: _Taken, differing: dict[int, str], ahead: list[int]) -> ShapeError | DtypeError:

@@ -84,7 +84,8 @@ class Worlds:
     `groups` are by their ranks and tag, `named` has the groups of meshes by the name of the process group, `waits`
     counts the waits on each by `Group.key`, `broken` counts groups between meshes that were broken off, `failures`
     counts errors that this rank has published, and `strayed` is the text of an error that other ranks raised because
-    this rank published it. `even_parts` are the parts that `from_local` has taken for those of all ranks, by layout.
+    this rank published it. `even_parts` are the parts that `from_local` has taken for those of all ranks, by layout,
+    with their numbers.
     """
 
     world: Any = None
@@ -95,7 +96,7 @@ class Worlds:
     broken: Counter[tuple[int, ...]] = field(default_factory=Counter)
     failures: int = 0
     strayed: str | None = None
-    even_parts: dict[Layout, list[Part]] = field(default_factory=dict)
+    even_parts: dict[Layout, dict[Part, int]] = field(default_factory=dict)
 
     def of(self, world: object) -> Worlds:
         """The state for `world`; reset if it is another world than before."""

@@ -174,7 +174,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
 
 
 def _is_recorded_number(x: object) -> TypeGuard[Tensor]:
-    """Whether it is a plain tensor of one element that needs a gradient: a plain one, the same on all ranks."""
+    """Whether it is a plain tensor of one element that needs a gradient, which is to be plain, too."""
     return isinstance(x, Tensor) and not isinstance(x, Wrapper) and x.numel() == 1 and x.requires_grad
 
 
