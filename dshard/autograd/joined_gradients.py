@@ -30,6 +30,7 @@ from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap_in_flight
 from dshard.cost import predicted_seconds
 from dshard.layout import interned
+from dshard.mesh import Mesh
 from dshard.topology import Topology
 from dshard.torch_private import autograd_engine, graph_task_id
 
@@ -202,7 +203,7 @@ class BackwardPass:
 
     def __init__(self) -> None:
         self.meshes: dict[object, MeshPass] = {}
-        self.recent: dict[object, MeshPass] = {}
+        self.recent: dict[object, tuple[MeshPass, Mesh]] = {}
         self.sums: list[Wrapper] = []
 
     def add(self, pending: Pending) -> None:
@@ -212,9 +213,9 @@ class BackwardPass:
         mesh = pending.move.plan.src.mesh
         key = (id(mesh), local.device, type(local))  # what is only planned is not what runs
         running = self.recent.get(key)  # a mesh is seldom another object than an equal one, whose hash is slow
-        if running is None:
-            running = self.recent[key] = self._pass_over((mesh, local.device, type(local)))
-        running.add(pending)
+        if running is None:  # the mesh is kept, so that no other has its id
+            running = self.recent[key] = self._pass_over((mesh, local.device, type(local))), mesh
+        running[0].add(pending)
 
     def _pass_over(self, key: object) -> MeshPass:
         """The pass over a mesh, a device and a type of local tensors."""
