@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from section import markdown_table, write_section
-from settings import Rows, Setting, in_turns, join_and_run, left_to_run, run_setting
+from settings import Rows, Setting, choice_cells, in_turns, join_and_run, left_to_run, run_setting
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
@@ -231,13 +231,7 @@ HEADER = (
 
 def cells(name: str, row: dict[str, Any]) -> list[str]:
     return [
-        name,
-        row["case"],
-        row["chosen"],
-        f"{row['seconds'] * 1e3:.1f}",
-        f"{row['best']} of {row['strategies']}",
-        f"{row['least'] * 1e3:.1f}",
-        f"{row['regret']:.2f}",
+        *choice_cells(name, row),
         f"{row['received'] / 2**20:.2f}",
         "-" if row["bound"] is None else f"{row['bound']:.2f}",
         *("-" if row[other] is None else "{1:.2f} ({0:.2f} to {2:.2f})".format(*row[other]) for other in OTHERS),

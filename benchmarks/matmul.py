@@ -26,7 +26,7 @@ import torch
 from matmul_cases import CASES, Case, product_of
 from matmul_sweep import RATES, run_sweep, sweep_rank, tables
 from section import markdown_table, write_section
-from settings import Setting, in_turns, join_and_run, left_to_run, run_setting
+from settings import Setting, choice_cells, in_turns, join_and_run, left_to_run, run_setting
 from torch.distributed import tensor as incumbent
 
 from dshard import use_topology
@@ -115,13 +115,7 @@ HEADER = ("ranks", "case", "chosen", "ms", "fastest of", "ms", "regret", "torch 
 
 def cells(name: str, row: dict[str, Any]) -> list[str]:
     return [
-        name,
-        row["case"],
-        row["chosen"],
-        f"{row['seconds'] * 1e3:.1f}",
-        f"{row['best']} of {row['strategies']}",
-        f"{row['least'] * 1e3:.1f}",
-        f"{row['regret']:.2f}",
+        *choice_cells(name, row),
         f"{row['torch'] * 1e3:.1f}",
         f"{row['ratio']:.2f}",
         "{:.2f} to {:.2f}".format(*row["quartiles"]),

@@ -34,6 +34,19 @@ class Setting:
     turns: int
 
 
+def choice_cells(name: str, row: dict[str, Any]) -> list[str]:
+    """The cells of a table that say what was chosen, what was fastest, and the regret."""
+    return [
+        name,
+        row["case"],
+        row["chosen"],
+        f"{row['seconds'] * 1e3:.1f}",
+        f"{row['best']} of {row['strategies']}",
+        f"{row['least'] * 1e3:.1f}",
+        f"{row['regret']:.2f}",
+    ]
+
+
 def run_setting(setting: Setting, netlab: str | None, as_rank: AsRank, script: str) -> Rows | None:
     """What one setting found, or None where it needs emulated hosts and there is no program for them.
 

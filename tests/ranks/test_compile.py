@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from helpers.default_cases import one_in
+from helpers.finite_numbers import finite
 from helpers.transformer_blocks import BLOCKS, LAYOUTS, TOKENS, WIDTH, lay_out
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -528,18 +529,6 @@ def test_graphs_have_the_same_collectives_on_ranks_without_data(ranks: RankPool,
 
 
 # -- errors
-
-
-@torch.library.custom_op("compiled::finite", mutates_args=())
-def finite(x: Tensor) -> Tensor:
-    if x.isnan().any():
-        raise ValueError("no number here")
-    return x.clone()
-
-
-finite.register_fake(torch.empty_like)
-finite.register_autograd(lambda ctx, grad: finite(grad))
-dshard.register_rule("compiled::finite", "... -> ...")
 
 
 def published() -> list[int]:
