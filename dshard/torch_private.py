@@ -298,6 +298,7 @@ resolve_process_group: Callable[[str], Any] = _needed(
     "torch.distributed.distributed_c10d._resolve_process_group", "dshard.testing.count_traffic"
 )
 _attribute("torch.distributed.distributed_c10d", "_process_group_name", "process groups that are named by their ranks")
+_attribute("torch.distributed.distributed_c10d", "_get_split_source", "process groups that their ranks alone make")
 c10d_world: Any = _needed("torch.distributed.distributed_c10d._world", "reports of the collectives that ranks wait in")
 _attribute("torch.distributed.ProcessGroup", "_allgather_base _reduce_scatter_base", "collectives")
 _attribute("torch.distributed.ProcessGroup", "_start_coalescing _end_coalescing", "collectives that begin as one")

@@ -119,24 +119,11 @@ def scatter(sizes: Sequence[int], root: int, group: Group, x: Tensor, out: Tenso
         parts = x.split(list(sizes))
         out.copy_(parts[root])
         pairs = [*zip(parts, group.ranks, strict=True)]
-        works = _sent([(part, rank) for part, rank in pairs if rank != pairs[root][1] and len(part)], group)
+        sent = [(part, rank) for part, rank in pairs if rank != pairs[root][1] and len(part)]
+        works = [dist.isend(part, rank, group.process_group) for part, rank in sent]
     else:
-        works = _received(out, group.ranks[root], group) if out.numel() else []
+        works = [dist.irecv(out, group.ranks[root], group.process_group)] if out.numel() else []
     return partial(_pairs_ended, [work for work in works if work is not None], group, out)
-
-
-def _sent(pairs: Sequence[tuple[Tensor, int]], group: Group) -> list[dist.Work | None]:
-    """Begin to send each tensor to its rank; in one group on a backend that would make a communicator for each."""
-    if group.backend.tags:
-        return [dist.isend(x, rank, group.process_group) for x, rank in pairs]
-    ops = [dist.P2POp(dist.isend, x, rank, group.process_group) for x, rank in pairs]
-    return [*dist.batch_isend_irecv(ops)] if ops else []
-
-
-def _received(out: Tensor, rank: int, group: Group) -> list[dist.Work | None]:
-    if group.backend.tags:
-        return [dist.irecv(out, rank, group.process_group)]
-    return [*dist.batch_isend_irecv([dist.P2POp(dist.irecv, out, rank, group.process_group)])]
 
 
 def exchange(

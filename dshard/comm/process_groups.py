@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -149,27 +150,40 @@ def process_group_of(ranks: tuple[int, ...], world: object, tag: int = 0) -> dis
 
 
 def _new_group(ranks: tuple[int, ...], which: str) -> dist.ProcessGroup:
-    """A process group under a name of our own, for which torch has no argument: its function for names is replaced.
+    """A process group of these ranks by themselves, under a name of our own.
 
-    Only this thread is answered by the replacement.
+    torch has arguments for neither: its functions that find a name, and a communicator to split the new one from, are
+    replaced, for this thread alone. A split is a call of all ranks of the world, which those outside do not make.
 
     Raises:
         MeshError: a torch that ignores it. Ranks that have made different numbers of groups would wait for each other.
     """
-    name, thread = f"dshard:{','.join(map(str, ranks))}:{which}", get_ident()
-    c10d: Any = distributed_c10d
-    original = c10d._process_group_name
-    c10d._process_group_name = lambda *args, **kwargs: name if get_ident() == thread else original(*args, **kwargs)
-    try:
+    name = f"dshard:{','.join(map(str, ranks))}:{which}"
+    with _answered(_process_group_name=name, _get_split_source=None):
         process_group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
-    finally:
-        c10d._process_group_name = original
     if process_group.group_name != name:
         raise MeshError(
             f"torch {torch.__version__} named a process group {process_group.group_name!r}, not {name!r}: its ranks "
             f"might wait for each other; install torch {SEEN}, or a dshard for your torch"
         )
     return process_group
+
+
+@contextlib.contextmanager
+def _answered(**answers: object) -> Iterator[None]:
+    """Let torch's functions of these names return these answers in this thread."""
+    originals = {name: getattr(distributed_c10d, name) for name in answers}
+    for name, original in originals.items():
+        setattr(distributed_c10d, name, partial(_answer, get_ident(), answers[name], original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(distributed_c10d, name, original)
+
+
+def _answer(thread: int, answer: object, original: Callable[..., object], *args: object, **kwargs: object) -> object:
+    return answer if get_ident() == thread else original(*args, **kwargs)
 
 
 def disconnect(group: Group) -> None:

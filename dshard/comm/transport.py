@@ -89,8 +89,10 @@ def primitive(c: Collective, dtype: torch.dtype, group: Group, *, is_traced: boo
             return partial(collectives.reduce, c.op, group)
         case "broadcast":
             return _in_slot_order(c, group, lambda c: partial(collectives.broadcast, c.root, group))
-        case "scatter":
+        case "scatter" if group.backend.tags:
             return partial(collectives.scatter, c.send, c.root, group)
+        case "scatter":  # a call of all ranks, as the first one of a group has to be: some pieces may be empty
+            return primitive(_from_root(c), dtype, group, is_traced=False)
 
 
 def _all_gather(c: Collective, dtype: torch.dtype, group: Group) -> Begin:
@@ -109,6 +111,13 @@ def _all_gather(c: Collective, dtype: torch.dtype, group: Group) -> Begin:
         by_copies = lambda x, out: swap(x.repeat(n), out)  # noqa: E731
     nbytes = sum(sizes) * dtype.itemsize
     return lambda x, out: (by_copies if nbytes <= _FEW_BYTES and out is None else by_broadcasts)(x, out)
+
+
+def _from_root(scatter: Collective) -> Collective:
+    """The all_to_all that is a scatter: nobody but the root has anything to send."""
+    n, is_root = len(scatter.ranks), scatter.index == scatter.root
+    recv = tuple(scatter.recv[0] if i == scatter.root else 0 for i in range(n))
+    return replace(scatter, kind="all_to_all", send=scatter.send if is_root else (0,) * n, recv=recv)
 
 
 def _exchange_in_pairs(
@@ -193,7 +202,7 @@ def broadcast(x: Tensor, root: int, group: Group, mesh: Mesh | None = None) -> T
 
 
 def scatter(x: Tensor, sizes: Sequence[int], root: int, group: Group, mesh: Mesh | None = None) -> Tensor:
-    """Flat pieces on the rank number `root` of the group -> piece `i` on rank number `i`; else `x` gives the dtype."""
+    """Flat pieces on the rank number `root` of the group -> piece `i` on rank number `i`; elsewhere `x` is empty."""
     own = sizes[group.index]
     c = _collective("scatter", sizes, [own], group, mesh, 0 if group.index == root else own)
     return run_now(replace(c, root=root), x, group)

@@ -50,7 +50,7 @@ def root(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-OURS = {name for tree in TREES.values() for name in defined(tree)} - {"_process_group_name"}
+OURS = {name for tree in TREES.values() for name in defined(tree)}
 ATTRIBUTES = {name.rpartition(".")[2] for name in NAMES}
 
 
