@@ -88,7 +88,7 @@ class Channel:
             told = _read(row)
             if [call.same for call in told.calls] != [call.same for call in calls]:
                 differs = f"rank {here} calls {operation.what} {calls}, rank {there} calls {told.what} {told.calls}"
-                raise dist.DistBackendError(refusal("one_call", differs))
+                raise dist.DistBackendError(refusal(operation.rule, differs))
             for mine, theirs in zip(calls, told.calls, strict=True):
                 if mine.receive and mine.receive[index] != theirs.send[self._rank]:
                     sizes = (
@@ -150,10 +150,11 @@ class Channel:
             self._late(operation, f"rank {self._ranks[message.peer]}", error)
 
     def _late(self, operation: Operation, who: str, error: RuntimeError) -> NoReturn:
-        raise dist.DistBackendError(
+        late = (
             f"rank {self._ranks[self._rank]} waits in {operation.what} for {who}, and not all came within the time "
             f"limit, or one has ended ({str(error).splitlines()[0]})"
-        ) from error
+        )
+        raise dist.DistBackendError(refusal(operation.rule, late)) from error
 
 
 class _Told(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -12,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dshard.comm.user_code import user_line
 from dshard.testing.nccl_contract import transfers
-from dshard.testing.nccl_contract.communicator_stream import Channel
+from dshard.testing.nccl_contract.communicator_group import CommunicatorGroup
 from dshard.testing.nccl_contract.contract_rules import (
     check_overlap,
     check_peer,
@@ -24,55 +22,14 @@ from dshard.testing.nccl_contract.contract_rules import (
     reduction_name,
     refuse,
 )
-from dshard.testing.nccl_contract.launch_order import Communicator, Ranks, messages_between
-from dshard.testing.nccl_contract.operation import Bytes, Call, Message, Operation, Part
-from dshard.testing.nccl_contract.process_state import CURRENT, ProcessState
-from dshard.testing.nccl_contract.work import ContractWork, GroupedWork
-
-_ProcessGroup: Any = dist.ProcessGroup  # whose stubs name other arguments than torch calls it with
+from dshard.testing.nccl_contract.operation import Bytes, Call, Message, Part
 
 
-class NcclContract(_ProcessGroup):  # type: ignore[misc]
+class NcclContract(CommunicatorGroup):
     """A process group that refuses what NCCL refuses, and completes nothing before it is waited for.
 
     It has the methods of torch's own process groups, and is made by `init_process_group` and `new_group`.
     """
-
-    def __init__(self, store: Any, rank: int, ranks: Ranks, name: str, timeout: timedelta) -> None:
-        super().__init__(rank, len(ranks))
-        if not dist.is_initialized():  # the first group of a world
-            CURRENT.state = ProcessState()
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
-        # collectives in compiled graphs come from C++, which does not ask the methods below
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
-        self._ranks, self._begun = ranks, 0
-        self._communicator = f"group {name!r} of ranks {', '.join(map(str, ranks))}"
-        self._channels: dict[int | None, Channel] = {}
-        self._group: list[Part] | None = None
-
-    def getBackendName(self) -> str:  # torch's name
-        """The name of the backend."""
-        return "nccl_contract"
-
-    def _get_backend_name(self) -> str:
-        return "nccl_contract"
-
-    def _get_sequence_number_for_group(self) -> int:
-        CURRENT.state.check()
-        return self._begun
-
-    def _set_sequence_number_for_group(self) -> None:
-        self._begun = 0
-
-    def shutdown(self) -> None:
-        """End the threads."""
-        for channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
-
-    def abort(self) -> None:
-        """End the threads."""
-        self.shutdown()
 
     # -- collectives
 
@@ -85,7 +42,7 @@ class NcclContract(_ProcessGroup):  # type: ignore[misc]
         return self._begin("all_reduce_coalesced", [self._all_reduce(x, _op(opts)) for x in tensors])
 
     def _all_reduce(self, x: Tensor, op: dist.ReduceOp) -> Part:
-        check_tensors("all_reduce", [x])
+        check_tensors("all_reduce", [x], as_real=True)
         check_reduction("all_reduce", x.dtype, op)
 
         def run(read: list[Bytes]) -> list[Bytes]:
@@ -96,7 +53,7 @@ class NcclContract(_ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Terms -> their reduction on the root, in place."""
         (x,), op, root = tensors, _op(opts), opts.rootRank
-        check_tensors("reduce", [x])
+        check_tensors("reduce", [x], as_real=True)
         check_reduction("reduce", x.dtype, op)
         check_root("reduce", root, self.size())
 
@@ -111,7 +68,7 @@ class NcclContract(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any = 0, timeout: Any = None) -> dist.Work:
         """The root's tensor, on all ranks."""
         (x,), root = _listed(tensors), opts if isinstance(opts, int) else opts.rootRank
-        check_tensors("broadcast", [x])
+        check_tensors("broadcast", [x], as_real=True)
         check_root("broadcast", root, self.size())
         sends = self.rank() == root
 
@@ -336,43 +293,6 @@ class NcclContract(_ProcessGroup):  # type: ignore[misc]
         if len(kinds) > 1:
             refuse("coalescing", "a group of messages and collectives", RuntimeError)
         return self._begin("group of messages" if True in kinds else "group of collectives", parts) if parts else None
-
-    # -- their begin
-
-    def _begin(self, what: str, parts: list[Part], *, peer: int | None = None, stops_host: bool = False) -> dist.Work:
-        """Begin an operation of the group's communicator, or of that of this rank and `peer`; in a group keep it."""
-        if self._group is not None:
-            CURRENT.state.check()
-            self._group += parts
-            return GroupedWork(what)
-        state, communicator, ranks = CURRENT.state, self._communicator, self._ranks
-        peers = {part.message.peer for part in parts if part.message is not None}
-        if peer is not None:
-            communicator = self._between(peer, alone=True)
-            ranks = tuple(sorted((self._ranks[self.rank()], self._ranks[peer])))
-        before = state.launches.before()
-        number = 1 + (before[communicator].count if communicator in before else 0)
-        operation = Operation(f"{what} at {user_line()}", communicator, ranks, number, parts, before, stops_host)
-        state.begin(operation)
-        self._begun += 1
-        for each in (part.message.peer for part in parts if part.message is not None):
-            name = self._between(each, alone=peer is not None)
-            state.launches.add(name, tuple(sorted((self._ranks[self.rank()], self._ranks[each]))), operation.what)
-        if not peers:
-            state.launches.add(communicator, self._ranks, operation.what)
-        self._channel(peer).submit(operation)
-        return ContractWork(operation)
-
-    def _between(self, peer: int, *, alone: bool) -> Communicator:
-        return messages_between(self._communicator, self._ranks[self.rank()], self._ranks[peer], alone=alone)
-
-    def _channel(self, peer: int | None) -> Channel:
-        channel = self._channels.get(peer)
-        if channel is None:
-            channel = self._channels[peer] = Channel(
-                self._communicator, self._gloo, self.rank(), self._ranks, alone=peer is not None
-            )
-        return channel
 
 
 def _listed(tensors: list[Tensor] | Tensor) -> list[Tensor]:

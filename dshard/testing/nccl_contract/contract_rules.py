@@ -86,6 +86,17 @@ RULES = {
         "other forever",
         f"{_GUIDE}/usage/communicators.html#using-multiple-nccl-communicators-concurrently",
     ),
+    "first_call": Rule(
+        "the first operation of a group makes its communicator, for which each host waits: it is one that all ranks of "
+        "the group make, not a group of messages between some of them",
+        f"torch/distributed/distributed_c10d.py, batch_isend_irecv; {_TORCH}/ProcessGroupNCCL.cpp, initNCCLComm",
+    ),
+    "split": Rule(
+        "where the default group has a device, new_group splits the communicator of the new group from that of the "
+        "default one, a call of all its ranks: with use_local_synchronization=True those outside of the group leave it "
+        "out",
+        f"torch/distributed/distributed_c10d.py, _new_process_group_helper; {_GUIDE}/api/comms.html#ncclcommsplit",
+    ),
     "coalescing": Rule(
         "a group begins once, ends once, and is waited for once, by the work that its end returns",
         f"{_GUIDE}/usage/groups.html; {_TORCH}/ProcessGroupNCCL.cpp, startCoalescing and endCoalescing",
@@ -138,8 +149,12 @@ def refusal(rule: str, what: str) -> str:
     return f"{what}: {RULES[rule].says} [NCCL contract: {rule}; {RULES[rule].source}]"
 
 
-def check_tensors(what: str, tensors: Sequence[Tensor], *, message: bool = False) -> None:
-    """Refuse tensors that NCCL does not take."""
+def check_tensors(what: str, tensors: Sequence[Tensor], *, message: bool = False, as_real: bool = False) -> None:
+    """Refuse tensors that NCCL does not take; complex ones, too, unless the call takes them `as_real` ones.
+
+    The functions of torch.distributed pass complex tensors on as real ones; those who call a process group itself meet
+    what it takes.
+    """
     for x in tensors:
         if type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu":
             refuse("memory", f"{what} of a {type(x).__name__} on {x.device}")
@@ -148,7 +163,7 @@ def check_tensors(what: str, tensors: Sequence[Tensor], *, message: bool = False
         if not (x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))):
             shown = f"{what} of a tensor of shape {tuple(x.shape)} and strides {x.stride()}"
             refuse("contiguous_message" if message else "contiguous", shown)
-        if x.dtype not in _TYPES and x.dtype not in FLOAT8 and not x.is_complex():
+        if x.dtype not in _TYPES and x.dtype not in FLOAT8 and not (as_real and x.is_complex()):
             refuse("dtype", f"{what} of {x.dtype}", TypeError)
     if len({x.dtype for x in tensors}) > 1:
         refuse("one_dtype", f"{what} of {' and '.join(sorted(str(x.dtype) for x in tensors))}", TypeError)

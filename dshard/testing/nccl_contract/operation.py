@@ -90,7 +90,7 @@ class Part:
 class Operation:
     """One call, or one group of calls, on a communicator; `before` is what this process had begun earlier.
 
-    It is the `number`th on its communicator, which has these `ranks`.
+    It is the `number`th on its communicator, which has these `ranks`, and breaks the `rule` where they differ in it.
     """
 
     what: str
@@ -100,6 +100,7 @@ class Operation:
     parts: list[Part]
     before: Launches
     stops_host: bool = False
+    rule: str = "one_call"
     done: Event = field(default_factory=Event)
     error: BaseException | None = None
     delivered: bool = False

@@ -88,10 +88,7 @@ class ProcessState:
         """
         if operation.delivered:
             return
-        if not operation.done.wait(_LOOK):
-            self._wait_long(operation, None if limit is None else monotonic() + limit)
-        if operation.error is not None:
-            raise dist.DistBackendError(str(operation.error)) from operation.error
+        self.wait_for(operation, limit)
         operation.delivered = True
         self.in_flight.remove(operation)
         for part in operation.parts:
@@ -99,6 +96,17 @@ class ProcessState:
                 refuse("buffer", f"the input of {operation.what} was written before it was waited for")
             part.deliver()
         operation.parts.clear()  # whose tensors the program may be rid of
+
+    def wait_for(self, operation: Operation, limit: float | None = None) -> None:
+        """Wait until an operation has run.
+
+        Raises:
+            DistBackendError: it has failed, here or on another rank; or not all ranks came to it.
+        """
+        if not operation.done.wait(_LOOK):
+            self._wait_long(operation, None if limit is None else monotonic() + limit)
+        if operation.error is not None:
+            raise dist.DistBackendError(str(operation.error)) from operation.error
 
     def _wait_long(self, operation: Operation, end: float | None) -> None:
         """Wait on, and look whether this can ever end."""
