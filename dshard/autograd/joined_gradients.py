@@ -5,7 +5,8 @@ are a bucket, one collective that begins in the backward pass when its last grad
 of any. Which gradients are expected is known from what followed the last pass over the mesh before. Buckets begin in
 one order on all ranks, that in which the leaves were made, last first, however autograd ran its graph: those that are
 not complete, or whose turn has not come, begin at the end of the pass. The ranks of a mesh run the same passes over it,
-so all expect the same.
+so all expect the same. A gradient that was alone in the last passes begins at once, without the books of a pass, which
+are opened when another arises.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ class Leaf:
     """A tensor whose gradients are redistributed to `layout`; `number` is its place among all of them.
 
     A leaf of autograd `accumulates` them: nothing in the backward pass waits for one. `has_partial_sum` says that those
-    of earlier passes were added without a reduction. They are reduced in `reduce_dtype`; None: in their own.
+    of earlier passes were added without a reduction. They are reduced in `reduce_dtype`; None: in their own. The
+    gradient was the only one of a pass in the passes `alone` over its mesh.
     """
 
-    __slots__ = ("accumulates", "has_partial_sum", "layout", "number", "of", "reduce_dtype")
+    __slots__ = ("accumulates", "alone", "has_partial_sum", "layout", "number", "of", "reduce_dtype")
 
     def __init__(self, x: Wrapper) -> None:
         self.layout, self.accumulates = interned(x._spec.layout.cotangent()), x.is_leaf
@@ -54,6 +56,7 @@ class Leaf:
         self.of, self.number = (id(x), next(_NUMBERS)) if self.accumulates else (0, 0)
         self.has_partial_sum = False
         self.reduce_dtype: torch.dtype | None = None
+        self.alone: MeshPasses | None = None
 
     def reduced(self, spec: Spec) -> Spec:
         """The spec of a gradient as it is reduced."""
@@ -63,19 +66,22 @@ class Leaf:
 class Pending:
     """A gradient to be redistributed by `move`, of which this rank has `local`: the first use of its result waits.
 
-    One whose bucket has not begun is then redistributed alone. `own` says that nobody else holds the local tensor. That
-    is dropped once its collective has begun. The result has the dtype of `local`, whatever that of the move. `stream`
-    is the one on which the gradient arises: those of a bucket may come from several.
+    One whose bucket has not begun is then redistributed alone; without `local` it has begun before. `own` says that
+    nobody else holds the local tensor. That is dropped once its collective has begun. The result has the dtype of
+    `local`, whatever that of the move. `stream` is the one on which the gradient arises: those of a bucket may come
+    from several.
     """
 
-    __slots__ = ("_finish", "_value", "dtype", "leaf", "local", "move", "own", "owner", "stream")
+    __slots__ = ("_finish", "_value", "dtype", "leaf", "local", "move", "own", "stream")
 
-    def __init__(self, leaf: Leaf, local: Tensor, move: LocalRedistribution, own: bool, owner: BackwardPass) -> None:
-        self.leaf, self.move, self.own, self.owner, self.dtype = leaf, move, own, owner, local.dtype
-        if self.dtype is not move.spec.dtype:
-            local, self.own = local.to(move.spec.dtype), True
-        self.local: Tensor | None = local
-        self.stream = comm.current_stream(local.device)
+    def __init__(self, leaf: Leaf, local: Tensor | None, move: LocalRedistribution, own: bool) -> None:
+        self.leaf, self.move, self.own, self.dtype = leaf, move, own, move.spec.dtype
+        self.stream = None
+        if local is not None:
+            self.dtype, self.stream = local.dtype, comm.current_stream(local.device)
+            if self.dtype is not move.spec.dtype:
+                local, self.own = local.to(move.spec.dtype), True
+        self.local = local
         self._finish: Callable[[], Tensor] | None = None
         self._value: Tensor | None = None
 
@@ -100,7 +106,7 @@ Expected: TypeAlias = tuple[int, LocalRedistribution]
 class Buckets:
     """The buckets of all gradients on a mesh in one backward pass, in the order in which they begin."""
 
-    __slots__ = ("all", "places")
+    __slots__ = ("all", "alone", "places")
 
     def __init__(self, pendings: Iterable[Pending]) -> None:
         lanes: defaultdict[object, list[Pending]] = defaultdict(list)
@@ -112,16 +118,27 @@ class Buckets:
         buckets.sort(key=lambda members: -members[-1].leaf.number)
         self.all = [[*map(_expected, members)] for members in buckets]
         self.places = {member: i for i, bucket in enumerate(self.all) for member in bucket}
+        every = [*self.places]
+        self.alone = every[0] if len(every) == 1 and not has_steps(every[0][1]) else None
 
 
 class MeshPasses:
-    """The backward passes over a mesh: the buckets of each, which followed which, and the last."""
+    """The backward passes over a mesh: the buckets of each, which followed which, and the last.
 
-    __slots__ = ("following", "known", "last")
+    `key` is the mesh, the device and the type of local tensors.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("following", "key", "known", "last")
+
+    def __init__(self, key: object) -> None:
+        self.key = key
         self.known, self.following = Cache("gradient buckets", 64), Cache("gradient passes", 64)
         self.last: Buckets | None = None
+
+    def repeat(self, leaf: Leaf, move: LocalRedistribution) -> bool:
+        """Whether the next pass is expected to be as the last, which reduced this gradient alone."""
+        last = self.last
+        return last is not None and last.alone == (leaf.number, move) and self.following.get(last) is last
 
     def buckets_of(self, pendings: Iterable[Pending]) -> Buckets:
         """The buckets of these gradients."""
@@ -178,6 +195,8 @@ class MeshPass:
                 _begin([by_place[member] for member in bucket])
         if self.expected is not None and complete:
             self.passes.has_run(self.expected)
+            if self.expected.alone is not None:
+                every[0].leaf.alone = self.passes
         else:
             self.passes.has_run(self.passes.buckets_of(every))
         for pending in _in_order(every):
@@ -217,11 +236,16 @@ class BackwardPass:
             running = self.recent[key] = self._pass_over((mesh, local.device, type(local))), mesh
         running[0].add(pending)
 
+    def add_begun(self, pending: Pending, passes: MeshPasses) -> None:
+        """A gradient that arose first in a pass over a mesh began alone."""
+        running = self.meshes[passes.key] = MeshPass(passes)
+        running.add(pending)
+
     def _pass_over(self, key: object) -> MeshPass:
         """The pass over a mesh, a device and a type of local tensors."""
         running = self.meshes.get(key)
         if running is None:
-            passes = _MESHES.get(key) or _MESHES.add(key, MeshPasses())
+            passes = _MESHES.get(key) or _MESHES.add(key, MeshPasses(key))
             running = self.meshes[key] = MeshPass(passes)
         return running
 
@@ -237,6 +261,10 @@ class BackwardPass:
 _PASSES: WeakValueDictionary[int, BackwardPass] = WeakValueDictionary()
 """The backward passes that run, by torch's number; torch holds each until its end."""
 
+_ALONE: dict[int, tuple[Leaf, LocalRedistribution, MeshPasses]] = {}
+"""The gradient that began alone, by the number of its backward pass: of the last passes."""
+_MOST_ALONE = 64
+
 
 def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wrapper | None:
     """The gradient of a leaf redistributed by `move` together with others; None where it is redistributed alone."""
@@ -244,14 +272,38 @@ def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wra
     local = grad._local_tensor
     if number < 0 or not move.plan.steps or (type(local) is not Tensor and comm.traced(local)):
         return None
+    pending = Pending(leaf, local, move, own)
+    if leaf.alone is not None and _begins_alone(pending, leaf.alone, number):
+        assert pending.local is not None
+        pending.begun(move.begin_or_run(pending.local, pending.own))
+    else:
+        _running(number).add(pending)
+    dtype = grad._spec.dtype
+    return wrap_in_flight(pending, move.spec if move.spec.dtype is dtype else move.spec.with_dtype(dtype))
+
+
+def _begins_alone(pending: Pending, passes: MeshPasses, number: int) -> bool:
+    """Note that a gradient begins alone in a backward pass, if none arose in it before and no other is expected."""
+    if OBSERVERS or number in _ALONE or number in _PASSES or type(pending.local) is not Tensor:
+        return False
+    if not passes.repeat(pending.leaf, pending.move):
+        return False
+    if len(_ALONE) >= _MOST_ALONE:
+        del _ALONE[next(iter(_ALONE))]
+    _ALONE[number] = pending.leaf, pending.move, passes
+    return True
+
+
+def _running(number: int) -> BackwardPass:
+    """The backward pass of this number, with the gradient that began alone in it."""
     running = _PASSES.get(number)
     if running is None:
         running = _PASSES[number] = BackwardPass()
         autograd_engine.queue_callback(running.end)
-    pending = Pending(leaf, local, move, own, running)
-    running.add(pending)
-    dtype = grad._spec.dtype
-    return wrap_in_flight(pending, move.spec if move.spec.dtype is dtype else move.spec.with_dtype(dtype))
+        if number in _ALONE:
+            leaf, move, passes = _ALONE.pop(number)
+            running.add_begun(Pending(leaf, None, move, False), passes)
+    return running
 
 
 def add_later(total: Wrapper, grad: Wrapper) -> bool:
@@ -259,8 +311,8 @@ def add_later(total: Wrapper, grad: Wrapper) -> bool:
 
     torch accumulates a gradient in place as soon as it arises, which would wait for its collective.
     """
-    pending = grad.__dict__.get("_lazy_local")
-    if not isinstance(pending, Pending) or graph_task_id() < 0 or total._spec.layout is not grad._spec.layout:
+    pending, number = grad.__dict__.get("_lazy_local"), graph_task_id()
+    if not isinstance(pending, Pending) or number < 0 or total._spec.layout is not grad._spec.layout:
         return False
     if total._spec.dtype != grad._spec.dtype or total._view_sync is not None:
         return False
@@ -274,7 +326,7 @@ def add_later(total: Wrapper, grad: Wrapper) -> bool:
         return local
 
     total._lazy_local = add
-    pending.owner.sums.append(total)
+    _running(number).sums.append(total)
     return True
 
 

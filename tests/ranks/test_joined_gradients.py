@@ -119,6 +119,30 @@ def test_many_gradients_are_those_of_one_device(ranks: RankPool):
     ranks.run(many_passes, 1500, 1000, timeout=3000.0)
 
 
+def alone_and_not(reset: bool) -> None:
+    """Backward passes over one leaf, then over several, begun in another order on one rank, and over the one again."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    torch.manual_seed(0)
+    single = [torch.randn(n, dtype=torch.float64).requires_grad_() for n in (3, 4, 5)]
+    leaves_of = [distribute_tensor(x.detach(), mesh, [Replicate()]).requires_grad_() for x in single]
+    for used in ([1], [1], [1], [1, 0], [1, 0], [1], [1], [1], [2, 1, 0], [0], [0], [0], [0, 1], [0, 1], [1], [1]):
+        rows = torch.randn(6, 1, dtype=torch.float64)
+        split = distribute_tensor(rows, mesh, [Shard(0)])
+        order = used[::-1] if dist.get_rank() == 1 else used
+        terms = {i: (split * leaves_of[i] * leaves_of[i]).sum() for i in order}
+        torch.stack([terms[i] for i in used]).sum().backward()
+        torch.stack([(rows * single[i] * single[i]).sum() for i in used]).sum().backward()
+        for x, y in zip(leaves_of, single, strict=True):
+            matches(x.grad, y.grad)
+            if reset:
+                x.grad = y.grad = None
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_a_gradient_that_was_alone_is_joined_again_with_others(ranks: RankPool, reset: bool):
+    ranks.run(alone_and_not, reset)
+
+
 def mlp(layers: int, width: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
