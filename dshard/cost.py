@@ -32,6 +32,9 @@ from dshard.topology import COLLECTIVES, Collective, Link, Topology
 from dshard.topology.algorithms import Algorithm
 from dshard.topology.links import Hardware
 
+SLOWDOWN = 0.189
+"""By how much longer a GPU computes beside communication: the mean that Lee et al. (arXiv 2507.03114) found on four."""
+
 
 def collective_seconds(
     collective: Collective,
@@ -161,6 +164,20 @@ def work_seconds(flops: float, nbytes: float, topology: Topology, dtype: str = "
 def copy_seconds(nbytes: float, topology: Topology) -> float:
     """Seconds of a copy of `nbytes` within a rank's memory, which reads and writes each."""
     return work_seconds(0.0, 2 * nbytes, topology)
+
+
+def hidden_seconds_lost(nbytes: float, seconds: float, topology: Topology) -> float:
+    """Seconds that local work takes longer beside an exchange in which a rank receives `nbytes` in `seconds`.
+
+    Over gloo the cores that compute move the bytes, as fast as over the fastest link; while a slower one takes longer,
+    they compute. Devices that have other means compute at part of their rate: of registers, caches and memory
+    bandwidth the exchange takes its share (`SLOWDOWN`).
+    """
+    if topology.backend != "gloo":
+        return seconds * SLOWDOWN / (1 + SLOWDOWN)
+    moved = (each.link for each in topology.measured if each.collective in ("permute", None))
+    links = list(moved) or [Link(layer.latency, layer.group_bandwidth) for layer in topology.layers]
+    return min(seconds, *(messages_seconds(nbytes, 1, link) for link in links))
 
 
 def _exchanged_reduce_scatter_seconds(

@@ -177,7 +177,11 @@ def why_chosen(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
     if len(candidates) == 1:
         return "the only candidate"
     second = next(c for c in candidates if c is not chosen)
-    text = f"the cheapest of {len(candidates):,}; {second.name} would take {_times(second.seconds, chosen.seconds)}"
+    times = _times(second.seconds, chosen.seconds)
+    text = f"the cheapest of {len(candidates):,}; {second.name} would take {times}"
+    if second.seconds < chosen.seconds and 2 * chosen.bytes_moved <= second.bytes_moved:
+        text = f"about as fast as the fastest of {len(candidates):,}, {second.name}, which would take {times} and move "
+        text += f"{human_bytes(second.bytes_moved)}, not {human_bytes(chosen.bytes_moved)}"
     least = min(candidates, key=lambda c: c.bytes_moved)
     if least.bytes_moved < chosen.bytes_moved:
         text += f"; {least.name} would move fewer bytes, {human_bytes(least.bytes_moved)}, but take longer"

@@ -113,21 +113,18 @@ class RingPlan:
             return None
         return _moving_axis(self.shape, turn + 1)
 
-    def seconds(self, work: Callable[[int], float], sends: Sequence[float], overlaps: bool = True) -> float:
+    def seconds(self, work: Callable[[int], float], sends: Sequence[float], lost: Sequence[float]) -> float:
         """Seconds of the critical path, where a rank sends a panel on while it computes with it.
 
-        `work` are the seconds of so many pairs, `sends` those of the exchange before each turn but the first. Unless
-        sending `overlaps` computing, a rank does one after the other.
+        `work` are the seconds of so many pairs, `sends` those of the exchange before each turn but the first, and
+        `lost` how much longer a rank computes beside each of these.
         """
         starts = [0.0] * self.ranks
-        for turn, send in enumerate(sends, start=1):
+        for turn, (send, longer) in enumerate(zip(sends, lost, strict=True), start=1):
             before, holders = starts, self.holders[turn - 1]
-            done = [start + work(pairs) for start, pairs in zip(before, self.pairs[turn - 1], strict=True)]
-            arrived = [before[holders[owner]] for owner in self.owners[turn]]
-            starts = [
-                max(ready, came + send) if overlaps else max(ready, came) + send
-                for ready, came in zip(done, arrived, strict=True)
-            ]
+            done = [start + work(pairs) + longer for start, pairs in zip(before, self.pairs[turn - 1], strict=True)]
+            arrived = [before[holders[owner]] + send for owner in self.owners[turn]]
+            starts = list(map(max, done, arrived))
         return max(start + work(pairs) for start, pairs in zip(starts, self.pairs[-1], strict=True))
 
 

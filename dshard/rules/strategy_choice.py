@@ -74,6 +74,20 @@ def strategies(
     yield from priced(rule, operands, outputs, topology, wanted, candidate_expansions(rule, operands, outputs, wanted))
 
 
+def strategies_within(
+    most: float,
+    rule: Rule,
+    operands: Sequence[Operand],
+    outputs: Sequence[tuple[Shape, int]],
+    topology: Topology,
+    wanted: Constraints = ANY,
+) -> Iterator[Strategy]:
+    """Yield the candidate strategies of `rule` that take at most so many seconds."""
+    price = Price(rule, operands, outputs, topology, wanted)
+    near = [e for e in candidate_expansions(rule, operands, outputs, wanted) if price.bound(e).seconds(price) <= most]
+    yield from (strategy for strategy in map(price.of, near) if strategy.seconds <= most)
+
+
 def priced(
     rule: Rule,
     operands: Sequence[Operand],

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dshard.cost import (
     collective_seconds,
     copy_seconds,
+    hidden_seconds_lost,
     messages_seconds,
     tree_all_reduce_seconds,
     work_seconds,
@@ -311,6 +312,20 @@ def test_local_work_follows_the_roofline_of_its_dtype() -> None:
     assert work_seconds(66.9e12, 1, topology, "float32") == pytest.approx(1 + 5e-6)
     assert work_seconds(1, 3.35e12, topology) == pytest.approx(1 + 5e-6)
     assert copy_seconds(3.35e12, topology) == pytest.approx(2 + 5e-6)
+
+
+def test_beside_a_slow_link_the_cores_compute_that_move_bytes_over_a_fast_one() -> None:
+    mesh = Mesh((2, 2), ("a", "b"))
+    slow, fast = (Measured(mesh, (axis,), 1e-3, rate, "permute") for axis, rate in (("a", 1e7), ("b", 1e9)))
+    alone, both = FLAT_CPU.with_measured([slow]), FLAT_CPU.with_measured([slow, fast])
+
+    assert hidden_seconds_lost(1e7, 1.001, alone) == 1.001  # nothing is hidden
+    assert hidden_seconds_lost(1e7, 1.001, both) == pytest.approx(1e-3 + 1e-2)
+    assert hidden_seconds_lost(1e7, 1e-3, both) == 1e-3
+    assert hidden_seconds_lost(1e7, 1.0, FLAT_CPU) == pytest.approx(100e-6 + 1e7 / 2e9)
+    work = 1.0
+    beside = work - hidden_seconds_lost(1e7, work, FLAT_CUDA)  # what is computed of it in as long
+    assert work / beside == pytest.approx(1.189)
 
 
 def test_a_gather_that_interleaves_pays_for_its_copies() -> None:

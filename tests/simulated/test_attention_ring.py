@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dshard import Layout, Mesh, Shard, trace, use_strategy
+from dshard import Layout, Mesh, Shard, Topology, distribute_tensor, explain, trace, use_strategy, use_topology
 from dshard.comm import run_without_data
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
 from dshard.rules.attention_ring import Ring, RingPlan, ring_plan, swapped
 from dshard.testing import distribute, simulated
+from dshard.topology import Measured
 
 
 @pytest.mark.parametrize("shape", [(1,), (5,), (2, 3), (3, 2), (2, 2, 2)])
@@ -56,10 +57,12 @@ def test_a_causal_mask_is_skipped_and_balanced() -> None:
     assert {sum(turns) for turns in pairs_of(halves, 6)} == {24 * 25 // 2 // 6}
     assert all(len({turns[t] for turns in pairs_of(halves, 6)}) == 1 for t in range(6))
 
-    assert contiguous.seconds(float, [0.0] * 5) == 10 + 5 * 16
-    assert halves.seconds(float, [0.0] * 5) == 24 * 25 // 2 // 6
-    assert contiguous.seconds(float, [1.0] * 5) == 10 + 5 * 16  # hidden
-    assert contiguous.seconds(float, [1.0] * 5, overlaps=False) == 10 + 5 * 16 + 5
+    none, ones = [0.0] * 5, [1.0] * 5
+    assert contiguous.seconds(float, none, none) == 10 + 5 * 16
+    assert halves.seconds(float, none, none) == 24 * 25 // 2 // 6
+    assert contiguous.seconds(float, ones, none) == 10 + 5 * 16  # hidden
+    assert contiguous.seconds(float, ones, [0.5] * 5) == 10 + 5 * 16 + 2.5
+    assert contiguous.seconds(float, ones, ones) == 10 + 5 * 16 + 5
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -107,3 +110,21 @@ def test_a_ring_sends_its_closed_form(dtype: torch.dtype) -> None:
 
     assert [(e.collective, e.nbytes) for e in sent.events] == [("permute", panel * dtype.itemsize)] * (ranks - 1)
     assert sorted(e.nbytes for e in sent_back.events) == sorted([panel * dtype.itemsize, panel * sums] * (ranks - 1))
+
+
+def test_a_ring_over_gloo_hides_what_waits_for_a_slow_link() -> None:
+    mesh, folded = Mesh((4,), ("x",)), Mesh((2, 2), ("a", "b"))
+    slow, fast = Measured(mesh, ("x",), 1e-5, 2e8), Measured(folded, ("b",), 1e-5, 4e9)
+    seconds, received = list[float](), set[int]()
+    x = distribute_tensor(torch.empty(1, 1, 4096, 32, device="meta"), mesh, [Shard(2)])
+    for figures in ([slow], [slow, fast]):
+        with use_topology(Topology.flat(2e8).with_measured(figures)), use_strategy(attention="ring"):
+            chosen = explain(F.scaled_dot_product_attention, x, x, x).chosen
+        seconds.append(chosen.seconds)
+        received.add(chosen.bytes_moved)
+    sent, moved = 3 * (1e-5 + 2 * 1024 * 32 * 4 / 2e8), 3 * (1e-5 + 2 * 1024 * 32 * 4 / 4e9)
+
+    assert received == {3 * 2 * 1024 * 32 * 4}
+    computed = seconds[0] - sent
+    assert computed > sent  # so that all of it can be hidden
+    assert seconds[1] == pytest.approx(computed + moved)

@@ -35,7 +35,7 @@ from dshard.rules.attention_ring import Ring
 from dshard.rules.expand import Allowed, Operand, expansions
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints, Strategy, completed_layout
-from dshard.rules.strategy_choice import cheapest, choose
+from dshard.rules.strategy_choice import cheapest, choose, strategies_within
 from dshard.rules.strategy_price import returned_layout
 from dshard.topology import Topology
 
@@ -43,6 +43,8 @@ Among: TypeAlias = Literal["all", "in a graph", "with dropout", "whole keys"]
 """The candidates: all; those without rings; and those of them in which every rank has all keys of its queries."""
 
 
+ABOUT = 1 / 16
+"""Seconds are predicted no better than this: of two as near, the candidate of at most half the bytes is taken."""
 MERGING, PASSES = 13, 4
 """Distributed operators that merge the results of split keys, and how often a result is read or written there."""
 
@@ -88,7 +90,7 @@ def chosen(
     if not candidates:
         raise StrategyError(_impossible(asked, specs))
     base, *others = candidates
-    strategy = cheapest(base, others)
+    strategy, how = call.fewest_bytes(cheapest(base, others), candidates)
     end = returned_layout(strategy.outputs[0], specs[0].layout)
     decision = Decision(
         "attention",
@@ -100,10 +102,10 @@ def chosen(
         call.topology,
         wanted=replace(call.wanted, among=call.allowed),
         exchanges=strategy.exchanges,
-        alternatives=tuple(each for each, how in candidates.items() if how != How("whole")),
+        alternatives=tuple(each for each, runs in candidates.items() if runs != How("whole")),
         ends=(plan(strategy.outputs[0], end, tuple(out.shape), out.itemsize, call.topology),),
     )
-    return Choice(decision, strategy, candidates[strategy], end)
+    return Choice(decision, strategy, how, end)
 
 
 class _Candidates:
@@ -150,6 +152,36 @@ class _Candidates:
         if among == "all":
             candidates |= self._rings()
         return candidates
+
+    def fewest_bytes(self, best: Strategy, candidates: dict[Strategy, How]) -> tuple[Strategy, How]:
+        """Of the candidates that take about as long as the `best` and receive half its bytes or less, that of fewest.
+
+        The best itself where there is none; and how it runs.
+        """
+        received, near = {best: self._received(best)}, candidates
+        if received[best]:
+            most = best.seconds * (1 + ABOUT)
+            near = {strategy: how for strategy, how in candidates.items() if strategy.seconds <= most}
+            if self.allowed:
+                rule, wanted = self.rules["whole"], replace(self.wanted, among=self.allowed)
+                own = strategies_within(most, rule, self.operands, self.outputs, self.topology, wanted)
+                near = dict.fromkeys(own, How("whole")) | near
+            received |= {each: n for each in near if 2 * (n := self._received(each)) <= received[best]}
+        fewest = min(received, key=lambda each: (received[each], each.seconds))
+        return fewest, near[fewest]
+
+    def _received(self, strategy: Strategy) -> int:
+        """Bytes that the busiest rank receives in the forward pass."""
+        plans = [
+            (plan_to(spec, layout), spec.itemsize) for spec, layout in zip(self.specs, strategy.inputs, strict=True)
+        ]
+        plans += [
+            (plan(layout, end, shape, itemsize, self.topology), itemsize)
+            for layout, end, (shape, itemsize) in zip(strategy.outputs, strategy.ends, self.outputs, strict=True)
+        ]
+        return sum(moved.busiest() * itemsize for moved, itemsize in plans) + sum(
+            sent.nbytes for sent in strategy.exchanges
+        )
 
     def _cheapest(self, rule: Rule, operands: Sequence[Operand], rows: tuple[Allowed, ...]) -> Strategy | None:
         """The cheapest strategy of a rule in which mesh axes have some of these rows; None where none can be."""

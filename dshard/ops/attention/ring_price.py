@@ -10,7 +10,7 @@ from math import prod
 from dshard.comm import sum_dtype
 from dshard.core.operands import operand_of
 from dshard.core.spec import Spec
-from dshard.cost import PlannedCollective, copy_seconds, planned_collective, work_seconds
+from dshard.cost import PlannedCollective, copy_seconds, hidden_seconds_lost, planned_collective, work_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.ops.attention.block_kernels import MERGING, PASSES
@@ -98,7 +98,7 @@ class _Price:
         swaps = self._swaps([(0, self.row, itemsize), (1, self.width, itemsize)])
         results = [*self._swaps([(0, self.result, itemsize)]), *self._swaps([(0, self.heads, sums)])]
         exchanges = (*swaps, *panels, *results)
-        compute, forward = self._seconds([each.seconds for each in panels], 1)
+        compute, forward = self._seconds([(each,) for each in panels], 1)
         panel = self.plans[0].lengths[0] * self.width * itemsize
         forward += self._swapping([*swaps, *results]) + copy_seconds(panel, self.call.topology)  # packed, to be sent
         names = self.mesh.names
@@ -119,15 +119,17 @@ class _Price:
         returns = [
             self._hop(RingPlan.busiest_gradients, RingPlan.moving_axis_of_gradients, turn, sums) for turn in turns
         ]
-        hops = [there.seconds + back.seconds for there, back in zip(panels, returns, strict=True)]
-        _, backward = self._seconds(hops, gradients)
+        _, backward = self._seconds(list(zip(panels, returns, strict=True)), gradients)
         there = self._swaps([(0, self.row + self.result, itemsize), (1, self.width, itemsize)])
         statistics = self._swaps([(0, 2 * self.heads, sums)])
         moved = self.base.backward - self.base.compute * gradients
         return replace(base, backward=moved + backward + self._swapping([*there, *statistics, *swaps]))
 
-    def _seconds(self, sends: Sequence[float], times: int) -> tuple[float, float]:
-        """Seconds of the work of the busiest rank, and of the critical path, each block computed so many times."""
+    def _seconds(self, turns: Sequence[tuple[PlannedCollective, ...]], times: int) -> tuple[float, float]:
+        """Seconds of the work of the busiest rank, and of the critical path, each block computed so many times.
+
+        `turns` are the exchanges beside each turn but the last.
+        """
         device = self.call.topology
         known = {0: device.dispatch}  # for the host, a turn is one more operator
         rows = sum(self.base.inputs[0].local_shape(self.call.specs[0].shape, (0,) * self.mesh.ndim)[-2:-1])
@@ -142,8 +144,9 @@ class _Price:
             return known[pairs] * times
 
         busiest = max(sum(map(work, pairs)) for plan in self.plans for pairs in zip(*plan.pairs, strict=True))
-        overlaps = self.call.topology.backend != "gloo"  # whose bytes are moved by the cores that compute
-        return busiest, max(plan.seconds(work, sends, overlaps) for plan in self.plans)
+        sends = [sum(each.seconds for each in sent) for sent in turns]
+        lost = [sum(hidden_seconds_lost(each.nbytes, each.seconds, device) for each in sent) for sent in turns]
+        return busiest, max(plan.seconds(work, sends, lost) for plan in self.plans)
 
     def _hop(
         self,
