@@ -26,6 +26,7 @@ from dshard.parallel import parallelize
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.matmul_strategies import strategies
 from dshard.tables import human_bytes
+from dshard.testing.host_sync import no_host_sync
 from dshard.topology import default_topology
 from dshard.trace import trace
 
@@ -40,6 +41,10 @@ PLANS: dict[str, tuple[str, ...]] = {
     "atp": ("d1", "d2"),
 }
 """The plans of training steps, and the axes of their meshes."""
+CAPTURED = ("fsdp", "megatron")
+"""The plans of steps that are captured in a CUDA graph."""
+_WARM = 3
+"""Steps before one is captured."""
 _MEASURING = 1.0  # seconds
 
 
@@ -189,6 +194,67 @@ def _train(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return torch.stack(losses), {name: _whole(p.detach()) for name, p in model.named_parameters()}
 
 
+def captured_steps(place: Place) -> str:
+    """A training step captured in a CUDA graph, and replayed on new numbers after a step of another model."""
+    return captured_under(place, *CAPTURED)
+
+
+def captured_under(place: Place, *plans: str) -> str:
+    """A captured training step under each of these plans; the parameters are those of one device."""
+    x, y = (place.randn(4 * place.ranks, tokens, 32)[:, :6].div(8) for tokens in (6, 7))
+    right = model_of(place, 32, blocks=1)
+    run = _step_of(right, batch := x.clone())
+    for _ in range(_WARM):
+        run()
+    batch.copy_(y)
+    run()
+    for name in plans:
+        model, other = (parallelize(model_of(place, 32, blocks=1), place.mesh(*PLANS[name]), name, x) for _ in range(2))
+        replay = captured(place.device, _step_of(model, batch.copy_(x)), _WARM)
+        _step_of(other, x)()  # whose buffers must not be those of the graph
+        batch.copy_(y)
+        replay()
+        for (key, value), wanted in zip(model.named_parameters(), right.parameters(), strict=True):
+            _same(_whole(value.detach()), wanted.detach(), f"{name}: {key} after a captured step", 1e-4)
+    how = "captured and replayed" if place.device == "cuda" else "not captured without CUDA, but the host never waits"
+    return f"{', '.join(plans)}: {how}"
+
+
+def _step_of(model: nn.Module, batch: Tensor) -> Callable[[], None]:
+    """A training step of the model on what the batch holds when it runs."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def captured(device: str, step: Callable[[], None], warm: int) -> Callable[[], None]:
+    """Run a step so many times, then capture it in a CUDA graph: returns what replays it.
+
+    Without CUDA it is the step itself, once the last of these times has shown that the host does not wait in it.
+    """
+    if device != "cuda":
+        for _ in range(warm - 1):
+            step()
+        with no_host_sync():
+            step()
+        return step
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(warm):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog, another thread, asks for events
+        step()
+    return graph.replay
+
+
 def resharding(place: Place) -> str:
     """A tensor to another mesh of the same ranks, and to one of half of them."""
     first, whole = place.mesh("a", "b"), place.randn(9, 7)
@@ -325,5 +391,6 @@ CHECKS: dict[str, Callable[[Place], str]] = {
     "overhead": overhead,
     "memory": memory,
     "network": network,
+    "captured steps": captured_steps,
 }
 """The checks, in the order in which they run."""

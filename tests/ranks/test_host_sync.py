@@ -10,6 +10,7 @@ import torch
 from dshard import parallelize
 from dshard.selftest.selftest_checks import PLANS, Place, model_of
 from dshard.testing import HostSyncError, nccl_contract, no_host_sync, rank_pool
+from dshard.testing.nccl_contract.process_state import CURRENT
 
 X = torch.arange(6.0).view(2, 3)
 WAITS: list[tuple[str, Callable[[], object]]] = [
@@ -60,6 +61,8 @@ def warm_steps(plans: list[str]) -> list[str]:
                 step()
         except HostSyncError as error:
             waiting.append(f"{name}: {error}")
+        # a graph that is captured of a step has to end with the streams of all communicators joined to its own
+        waiting += [f"{name}: nobody has waited for {each.what}" for each in CURRENT.state.in_flight]
     return waiting
 
 

@@ -5,8 +5,11 @@ All tests of ranks run under the contract with DSHARD_TEST_BACKEND=nccl_contract
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,8 +19,16 @@ from dshard.cli import main
 from dshard.report import selftest_failures, selftest_table
 from dshard.report.console import show
 from dshard.selftest import Result, SelfTest, selftest_checks, selftest_run
-from dshard.selftest.selftest_checks import CHECKS, PLANS, Place, multiplied_under, trained_under
-from dshard.testing import nccl_contract, rank_pool
+from dshard.selftest.selftest_checks import (
+    CHECKS,
+    PLANS,
+    Place,
+    captured,
+    captured_under,
+    multiplied_under,
+    trained_under,
+)
+from dshard.testing import HostSyncError, nccl_contract, rank_pool
 
 PLACE = Place("cpu", 4)
 
@@ -28,6 +39,7 @@ def cut() -> int:
         CHECKS[name](PLACE)
     multiplied_under(PLACE, "column-sequence", "row", "summa", "cannon", "tesseract")
     trained_under(PLACE, "fsdp")
+    captured_under(PLACE, "megatron")
     return nccl_contract.usage().stream_waits
 
 
@@ -59,6 +71,46 @@ def test_figures_to_see_are_those_of_the_ranks() -> None:
     assert re.fullmatch(r"all_gather at \S+ GB/s, \S+ us; assumed until measured: 2 GB/s, 100 us", network)
     assert CHECKS["memory"](PLACE) == "counted on CUDA alone"
     assert CHECKS["network"](Place("cpu", 1)) == "one rank has none"
+
+
+class Recorded:
+    """What is asked of CUDA, in order: stands for its streams, and for its graph."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def wait_stream(self, stream: Recorded) -> None:
+        self.asked.append("follow")
+
+    def replay(self) -> None:
+        self.asked.append("replay")
+
+    @contextmanager
+    def noted(self, name: str) -> Iterator[None]:
+        self.asked.append(name)
+        yield
+        self.asked.append(f"end of {name}")
+
+
+def test_on_cuda_a_step_is_captured_after_some_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, graph_of = Recorded(), inspect.signature(torch.cuda.graph)
+    for name in ("Stream", "current_stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream.noted("stream"))
+    monkeypatch.setattr(
+        torch.cuda, "graph", lambda *args, **options: graph_of.bind(*args, **options).args[0].noted("graph")
+    )
+
+    replay = captured("cuda", lambda: cuda.asked.append("step"), 2)
+    replay()
+
+    warm = ["follow", "stream", "step", "step", "end of stream", "follow"]
+    assert cuda.asked == [*warm, "graph", "step", "end of graph", "replay"]
+
+
+def test_a_step_that_waits_is_not_said_to_be_one_that_can_be_captured() -> None:
+    with pytest.raises(HostSyncError, match="reads a number"):
+        captured("cpu", lambda: print(torch.ones(1).item(), end=""), 1)
 
 
 def wrong(place: Place) -> str:
