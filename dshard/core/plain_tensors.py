@@ -75,9 +75,12 @@ _HARMLESS = frozenset(
         "view_as",
         "reshape_as",
         "expand_as",
+        "flex_attention",
     }
 )
-"""Functions that take a plain tensor for its shape or dtype, or as a gradient that is the same on all ranks."""
+"""Functions that take a plain tensor for its shape or dtype, or as one that is the same on all ranks: a gradient, or
+a block mask.
+"""
 
 
 _OF_GRAPHS = frozenset({"backward", "grad"})

@@ -20,6 +20,7 @@ from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.attention.attention_call import attention
+from dshard.ops.attention.flex import flex_attention_operator
 from dshard.ops.custom import accept_call
 from dshard.ops.embedding import embedding
 from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, rmatmul
@@ -166,6 +167,7 @@ COMPOSITES: dict[object, Function] = {
     Tensor.__rmatmul__: rmatmul,
     F.linear: linear,
     F.scaled_dot_product_attention: attention,
+    torch.ops.higher_order.flex_attention: flex_attention_operator,
     F.embedding: embedding,
     torch.tensor_split: tensor_split,
     Tensor.tensor_split: tensor_split,

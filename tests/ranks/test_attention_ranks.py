@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import product
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from dshard import Layout, Shard, explain, init_device_mesh, trace, use_strategy
 from dshard.comm import bind
@@ -117,6 +119,40 @@ def test_compiled_regions_have_no_rings(ranks: RankPool) -> None:
     for far, message in ranks.run(compiled):
         assert far < 1e-11
         assert "attention='ring' in a compiled region: a compiled graph keeps no exchange" in message
+
+
+def by_torchs_flex_attention() -> tuple[list[float], list[str]]:
+    """How far torch's own function of distributed tensors is from one device, and what it says of statistics."""
+    mesh = bind(init_device_mesh("cpu", (4,), mesh_dim_names=("x",)))
+    given = [x[:, :, :7].float() for x in operands(4, 2)]
+
+    def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + (j - i) / (h + 1)
+
+    def window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (i - j < 3)
+
+    mask, far = create_block_mask(window, None, None, 7, 7, "cpu", BLOCK_SIZE=2), list[float]()
+    laid = [distribute(x, Layout(mesh, (Shard(2),))) for x in given]
+    with warnings.catch_warnings(action="ignore"):  # torch's own, that it is not compiled
+        for score_mod in (None, alibi):
+            right = flex_attention(*given, score_mod, mask, enable_gqa=True)
+            for run in (flex_attention, torch.compile(flex_attention, backend="aot_eager")):
+                out = run(*laid, score_mod, mask, enable_gqa=True)
+                far.append((whole(out) - right).abs().max().item())
+        try:
+            flex_attention(*laid, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+        except Exception as error:  # torch's own, with ours in its message
+            return far, [str(error)]
+    return far, []
+
+
+@pytest.mark.ranks
+def test_torchs_flex_attention_of_distributed_tensors_is_dshards(ranks: RankPool) -> None:
+    for far, messages in ranks.run(by_torchs_flex_attention):
+        assert max(far) < 1e-5
+        assert len(far) == 4
+        assert "with return_aux, or return_lse: it gives the result alone" in messages[0]
 
 
 @pytest.mark.ranks

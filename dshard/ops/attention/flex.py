@@ -1,4 +1,4 @@
-"""`flex_attention` by loops b, h and q: what modifies scores is given global indices.
+"""`flex_attention` by loops b, h and q, dshard's and torch's: what modifies scores is given global indices.
 
 On CPUs the scores are held, as torch's own function does there, which has no gradients. Elsewhere a rank calls torch's,
 with its functions and its block mask for the rank's range of the scores.
@@ -21,8 +21,9 @@ from dshard.core.call import LocalOp
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
 from dshard.core.observe import OBSERVERS, observed
 from dshard.core.operands import common_mesh, spec_like
-from dshard.core.signature import Function
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, for_shapes, spec_of
+from dshard.core.torch_function import bind_arguments
 from dshard.core.wrapper import Wrapper, is_recorded
 from dshard.errors import LayoutError
 from dshard.mesh import Coordinate
@@ -72,6 +73,32 @@ def flex_attention(
         recorded = is_recorded(tensors)
         run: Function = partial(run_recorded, executable) if recorded else lambda *operands: executable(operands)
         return observed(executable.decision, run, tensors) if OBSERVERS else run(*tensors)
+
+
+def flex_attention_operator(func: Function, args: Args, kwargs: Kwargs) -> tuple[Any, None, None]:
+    """The operator that torch's own `flex_attention` calls, with no statistics of the scores.
+
+    Raises:
+        LayoutError: the statistics are asked for.
+    """
+    names = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "of_scores", "of_mask")
+    q, k, v, score_mod, mask, scale, kernel_options, *used = bind_arguments(names, args, kwargs)
+    recorded = any(x.requires_grad for x in (q, k, v))  # for which torch asks for the first of them itself
+    if kernel_options.get("OUTPUT_MAX") or (kernel_options.get("OUTPUT_LOGSUMEXP") and not recorded):
+        raise LayoutError(
+            "flex_attention of distributed tensors with return_aux, or return_lse: it gives the result alone; leave "
+            "them out, or call it on local tensors within local_map"
+        )
+    functions = zip((score_mod, mask[-1]), used, strict=True)
+    modify, seen = (partial(_with_tensors, function, tensors or ()) for function, tensors in functions)
+    keys: tuple[Any, Any, Any, Any] = mask[2:6]
+    sizes, lengths = tuple(mask[-3:-1]), tuple(mask[:2])
+    blocks = BlockMask.from_kv_blocks(*keys, sizes, seen, lengths, compute_q_blocks=False)
+    return flex_attention(q, k, v, modify, blocks, scale, q.shape[1] != k.shape[1]), None, None
+
+
+def _with_tensors(function: Function, tensors: Sequence[Tensor], *args: Tensor) -> Any:
+    return function(*args, *tensors)
 
 
 def _executable(
