@@ -193,6 +193,11 @@ _attribute("torch.Tensor", "_version _base _is_view", "views, and writes to what
 _attribute("torch.Tensor", "_is_zerotensor", "gradients that torch keeps without memory")
 _attribute("torch.Tensor", "_backward_hooks", "hooks of views that were written to")
 _attribute("torch.UntypedStorage", "_cdata", "telling whether two tensors share memory")
+torch_pack: Callable[..., Any] = _needed("torch._pack_padded_sequence", "packed sequences, which nn.LSTM takes")
+torch_pad: Callable[..., Any] = _needed("torch._pad_packed_sequence", "packed sequences, which nn.LSTM gives")
+check_attention_shapes: Callable[..., bool] = _needed(
+    "torch.nn.functional._mha_shape_check", "errors of wrong arguments of nn.MultiheadAttention in torch's own words"
+)
 _attribute("torch.nn.Module", "_parameters _buffers", "laying out the parameters of modules", torch.nn.Module())
 
 # -- autograd and transforms

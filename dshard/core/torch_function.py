@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.torch_private import is_autocasting, no_torch_function
+from dshard.torch_private import SEEN, is_autocasting, no_torch_function
 
 
 def call_torch(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call `func` with `__torch_function__` disabled."""
     with no_torch_function():
         return func(*args, **kwargs)
+
+
+def without_asking(function: Function, **names: object) -> Function:
+    """A copy of one of torch's Python functions that does not ask `__torch_function__`; what it calls does.
+
+    `names` stand in place of the globals that it uses. Torch's own function stays as it is.
+
+    Raises:
+        ImportError: torch's function does not use the names that the copy replaces: it would ask without end.
+    """
+    if not {"has_torch_function", *names} <= set(function.__code__.co_names):
+        raise ImportError(
+            f"{function.__module__}.{function.__name__} of torch {torch.__version__} is not the function that dshard "
+            f"knows: install torch {SEEN}, or a dshard for your torch"
+        )
+    own = dict(function.__globals__) | names
+    own |= dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda operands: False)
+    copy = FunctionType(function.__code__, own, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def bind_arguments(names: Sequence[str], args: Args, kwargs: Kwargs) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,25 +12,33 @@ from dshard.autograd.crossing import redistribute
 from dshard.autograd.hooks import GRAPH_FUNCTIONS, accumulating, data, gradients, set_data
 from dshard.comm import of_first_rank
 from dshard.core.moves import on_all_ranks
+from dshard.core.plain_tensors import wrap_or_refuse_plain
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
-from dshard.core.torch_function import bind_arguments, call_torch
+from dshard.core.torch_function import bind_arguments, call_torch, without_asking
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.attention.attention_call import attention
 from dshard.ops.attention.flex import flex_attention_operator
+from dshard.ops.attention.multi_head import multi_head_attention
 from dshard.ops.custom import accept_call
 from dshard.ops.embedding import embedding
 from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, rmatmul
+from dshard.ops.ragged import masked_select, pack_padded_sequence, pad_packed_sequence, without_masks
 from dshard.ops.vocab_parallel import cross_entropy, rms_norm
 from dshard.rules.strategy import completed_layout
-from dshard.torch_private import SEEN, has_compatible_shallow_copy_type, no_torch_function
+from dshard.torch_private import has_compatible_shallow_copy_type, no_torch_function, torch_pack, torch_pad
 
 
 def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`x[index]`, `x[index] = value`: a list of positions counts as a replicated tensor."""
+    """`x[index]`, `x[index] = value`: a list of positions counts as a replicated tensor.
+
+    Masks are converted to indices here, once for the forward and the backward pass, unless one value fills all places.
+    """
     x, index, *value = args
+    if not value or (isinstance(value[0], Tensor) and value[0].dim()):
+        index = without_masks(index)
     if isinstance(x, Wrapper):
         indices = index if isinstance(index, tuple) else (index,)
         if any(isinstance(one, list) for one in indices):
@@ -77,8 +84,23 @@ def tensor_split(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return call_torch(torch.tensor_split, (x, of_first_rank(numbers), 0 if dim is None else dim), {})
 
 
+def tolist(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`tolist`: the numbers of the global tensor, equal on every rank, as `item` gives one."""
+    [x] = args
+    return of_first_rank(x.full_tensor()).tolist()
+
+
+def packed(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`torch.lstm` and its like: the numbers of packed sequences stay plain, for torch reads them from memory."""
+    sizes = args[1]
+    is_packed = isinstance(sizes, Tensor) and not sizes.is_floating_point()
+    numbers = ((of_first_rank(sizes._local_tensor) if isinstance(sizes, Wrapper) else sizes),) if is_packed else ()
+    rest, kwargs = wrap_or_refuse_plain(func, (args[0], *args[1 + len(numbers) :]), kwargs)
+    return call_torch(func, (rest[0], *numbers, *rest[1:]), kwargs)
+
+
 def value_of_replicated(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`tolist`, `numpy`: of a replicated tensor, which each rank has; others are refused, for that would gather.
+    """`numpy`: the memory of a replicated tensor, which each rank has; others are refused, for they have none.
 
     Raises:
         LayoutError: the tensor is sharded or partial.
@@ -106,24 +128,11 @@ def keeping_torch_function(function: Function) -> Function:
     A handler usually calls its function with `__torch_function__` disabled, or it would be asked again; but what a
     checkpoint recomputes in the backward pass must reach `__torch_function__`. So the copy itself does not ask, neither
     for its operands nor for the gradients that it is given. Torch's own function stays as it is.
-
-    Raises:
-        ImportError: torch's function does not use the names that the copy replaces: it would ask without end.
     """
-    if not {"has_torch_function", "_make_grads"} <= set(function.__code__.co_names):
-        raise ImportError(
-            f"torch.autograd.{function.__name__} of torch {torch.__version__} is not the function that dshard knows: "
-            f"install torch {SEEN}, or a dshard for your torch"
-        )
-    names = dict(function.__globals__)
-    names |= dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda operands: False)
-    names["_make_grads"] = with_torch_function_off(names["_make_grads"])
-    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return without_asking(function, _make_grads=with_torch_function_off(function.__globals__.get("_make_grads")))
 
 
-def with_torch_function_off(function: Function) -> Function:
+def with_torch_function_off(function: Any) -> Function:
     """`function` run with `__torch_function__` disabled."""
 
     def run(*args: object, **kwargs: object) -> Any:
@@ -172,7 +181,8 @@ COMPOSITES: dict[object, Function] = {
     torch.tensor_split: tensor_split,
     Tensor.tensor_split: tensor_split,
     Tensor.__getitem__: getitem,
-    **dict.fromkeys((Tensor.tolist, Tensor.numpy, Tensor.__array__), value_of_replicated),
+    Tensor.tolist: tolist,
+    **dict.fromkeys((Tensor.numpy, Tensor.__array__), value_of_replicated),
     Tensor.__setitem__: getitem,
     _DATA.__get__: data,
 }
@@ -202,3 +212,15 @@ AUTOGRAD_FUNCTIONS: dict[object, Function] = {
     torch.autograd.grad: lambda func, args, kwargs: gradients(_grad, args, kwargs),
 }
 """Functions that ask something of autograd, and their handlers, which see to `__torch_function__` themselves."""
+
+
+REWRITTEN: dict[object, Function] = {
+    F.multi_head_attention_forward: multi_head_attention,
+    **dict.fromkeys((torch.masked_select, Tensor.masked_select), masked_select),
+    torch_pack: pack_padded_sequence,
+    torch_pad: pad_packed_sequence,
+}
+"""Functions that are written as others, which plan better; called with `__torch_function__` on."""
+
+WITH_PLAIN = REWRITTEN | dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), packed)
+"""Functions whose handlers take plain operands as they are given, and see to `__torch_function__` themselves."""

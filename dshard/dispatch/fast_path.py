@@ -34,7 +34,7 @@ from dshard.core.plain_tensors import PLAIN_RESULTS, may_hold_plain, refuse_plai
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.transforms import is_differentiating_forward, is_wrapped
 from dshard.core.wrapper import Wrapper
-from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES
+from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES, WITH_PLAIN
 from dshard.dispatch.logged_call import Shortcut
 from dshard.dispatch.shortcuts import BY_KIND, is_one_operator, shortcut_of
 from dshard.ops.custom import wrapped
@@ -55,7 +55,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling  # what traces operators is a
 _is_recording = torch.is_grad_enabled
 _HOOKS: Any = Tensor._backward_hooks
 BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-_NEVER: set[object] = {*BACKWARD, _HOOKS.__set__}
+_NEVER: set[object] = {*BACKWARD, *WITH_PLAIN, _HOOKS.__set__}
 """Functions that are never cached: in-place ones, those that run no operator, and entry points of backward passes.
 
 Nor the setter of hooks: autograd calls it for a view that was written to while it holds a lock, and must not be asked
@@ -191,6 +191,8 @@ def through(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call a function of torch: by its handler, as a composite operator, or as the operators that torch makes of it."""
     if is_transforming():
         return _transformed(func, args, kwargs)
+    if func in WITH_PLAIN:
+        return WITH_PLAIN[func](func, args, kwargs)
     if may_hold_plain(args) or (kwargs and may_hold_plain(kwargs.values())):
         args, kwargs = wrap_or_refuse_plain(func, args, kwargs)
     handler = AUTOGRAD_FUNCTIONS.get(func)

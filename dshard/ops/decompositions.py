@@ -185,8 +185,16 @@ QUESTIONS: dict[OpOverload, Function] = {
 """Operators whose result is no tensor."""
 
 
-NOT_TAKEN_APART = frozenset({aten.as_strided_scatter.default, aten.narrow_copy.default})
-"""Operators whose decomposition in torch leads back to them, or refuses other arguments than they do."""
+NOT_TAKEN_APART = frozenset(
+    {
+        *(aten.as_strided_scatter.default, aten.narrow_copy.default),
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""Operators whose decomposition in torch leads back to them, refuses other arguments, or gives other results.
+
+That of attention gives the scores where its gradient wants their sums.
+"""
 
 
 @cached("decompositions", 16384)

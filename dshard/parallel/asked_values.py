@@ -2,25 +2,31 @@
 
 While a model is traced, each tensor is known by the call that made it. So where the model asks for a value, what leads
 to it is computed from the data of the example, and nothing else is. The answers are kept in their order: a later run
-without data, on any mesh, asks the same questions.
+without data, on any mesh, asks the same questions. So are the shapes of results that depend on values, such as the
+places where a mask is true: what is computed from these has no data again.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dshard.core.moves import leaves, replace_leaves, tensors_in
+from dshard.autograd.crossing import redistribute
+from dshard.core.moves import leaves, replace_leaves, replace_tensors, tensors_in
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
+from dshard.dispatch.composite_table import REWRITTEN
 from dshard.errors import LayoutError
+from dshard.layout import replicated
+from dshard.ops.ragged import is_mask, repeated, without_masks
 from dshard.torch_private import disable_modes
 
 QUESTIONS = frozenset(
@@ -31,6 +37,56 @@ QUESTIONS = frozenset(
     }
 )
 """Functions whose results are values on the host."""
+
+
+_COUNTING = frozenset(
+    {
+        *(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.bincount, Tensor.bincount),
+        *(torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive),
+    }
+)
+"""Functions whose results have as many elements as the values say, and no gradients."""
+
+
+def _is_counting(func: Function, args: Args, kwargs: Kwargs) -> bool:
+    if func in (torch.where, Tensor.where):
+        return len(args) + len(kwargs) == 1
+    if func is F.one_hot:
+        return bool((args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1)
+    if func in _REPEATS:
+        return len(args) == 1 and kwargs.get("output_size") is None
+    return func in _COUNTING
+
+
+_REPEATS = (torch.repeat_interleave, Tensor.repeat_interleave)
+
+
+def _other_form(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
+    """The call as others, among which are questions; None for most."""
+    if func in REWRITTEN:
+        return lambda: REWRITTEN[func](func, args, kwargs)
+    if func in (Tensor.cpu, Tensor.to) and _has_no_data(args[0]):
+        return lambda: _without_devices(args, kwargs)
+    if func in (Tensor.__getitem__, Tensor.__setitem__) and _has_mask(args):
+        return lambda: func(args[0], without_masks(args[1]), *args[2:])
+    if func in _REPEATS and any(isinstance(x, Tensor) for x in (*args[1:2], kwargs.get("repeats"))):
+        return lambda: repeated(func, args, kwargs)
+    return None
+
+
+def _without_devices(args: Args, kwargs: Kwargs) -> Any:
+    """`x.to(...)` without the device to which it would be copied, for it has no data."""
+    x, *rest = args
+    rest = [arg for arg in rest if isinstance(arg, torch.dtype | Tensor)]
+    dtype = kwargs.get("dtype", next((arg if isinstance(arg, torch.dtype) else arg.dtype for arg in rest), None))
+    return x if dtype in (None, x.dtype) else x.type(dtype)
+
+
+def _has_mask(args: Args) -> bool:
+    """Whether the index in `x[index]`, or in `x[index] = value`, is as many places as values say."""
+    _, index, *value = args
+    fills = bool(value) and not (isinstance(value[0], Tensor) and value[0].dim())
+    return not fills and any(map(is_mask, index if isinstance(index, tuple) else (index,)))
 
 
 class NoAnswers(Exception):
@@ -79,9 +135,18 @@ class ForwardValues(TorchFunctionMode):
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in QUESTIONS and any(x.is_meta for x in tensors_in((args, kwargs))):
-            self.answers.append(self._answer(func, args, kwargs))
-            return self.answers[-1]
+        again = _other_form(func, args, kwargs)
+        if again is not None:
+            with self:
+                return again()
+        if any(x.is_meta for x in tensors_in((args, kwargs))):
+            if func in QUESTIONS:
+                self.answers.append(self._answer(func, args, kwargs))
+                return self.answers[-1]
+            if _is_counting(func, args, kwargs):
+                return self._count(func, args, kwargs)
+        if func == Tensor.__getitem__ and not args[0].is_meta and any(x.is_meta for x in tensors_in(args)):
+            args = (self._stand_in(args[0]), *args[1:])  # or torch would bring the index to where the data is
         origin = self._origin(func, args, kwargs)
         out = func(*args, **kwargs)
         if _writes(func, kwargs):
@@ -119,6 +184,21 @@ class ForwardValues(TorchFunctionMode):
                 before = self.made.get(id(alias))
                 inputs = by.inputs | (before.origin.inputs if before else frozenset())
                 self.made[id(alias)] = _Result(Origin(None, ((), {}), inputs), 0)
+
+    def _stand_in(self, x: Tensor) -> Tensor:
+        """A tensor without data for one that the model has made."""
+        out = _without_data(x)
+        self._note([out], Origin(None, ((), {}), frozenset(), [x]))
+        return out
+
+    def _count(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        """The results of a function whose shapes depend on values, without data; what they stand for is kept."""
+        found = self._answer(func, args, kwargs)
+        inputs = self._origin(func, args, kwargs).inputs
+        self.answers.append(replace_tensors(found, _without_data))
+        out = replace_tensors(found, _without_data)
+        self._note(tensors_in(out), Origin(None, ((), {}), inputs, tensors_in(found)))
+        return out
 
     @disable_modes()
     def _answer(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -180,11 +260,25 @@ class Replies(TorchFunctionMode):
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
-        if func not in QUESTIONS or not any(map(_has_no_data, tensors_in((args, kwargs)))):
+        again = _other_form(func, args, kwargs)
+        if again is not None:
+            with self:
+                return again()
+        is_counting = _is_counting(func, args, kwargs)
+        tensors = tensors_in((args, kwargs))
+        if not (is_counting or func in QUESTIONS) or not any(map(_has_no_data, tensors)):
             return func(*args, **kwargs)
         if self.rest is None:
             raise NoAnswers
-        return next(self.rest)
+        if is_counting:
+            for x in tensors:  # the operator has no rule
+                if isinstance(x, Wrapper):
+                    redistribute(x, replicated(x._spec.layout.mesh), func.__name__, as_operand=True)
+        return replace_tensors(next(self.rest), _without_data)
+
+
+def _without_data(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="meta")
 
 
 def _has_no_data(x: Tensor) -> bool:

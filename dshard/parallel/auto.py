@@ -22,7 +22,7 @@ from dshard.parallel.build_plan import lay_out
 from dshard.parallel.plan_options import PlanOptions
 from dshard.parallel.plan_values import Cost, Placements, Plan
 from dshard.parallel.roles import Roles
-from dshard.parallel.strategies import STRATEGIES, axes_of, check_units
+from dshard.parallel.strategies import STRATEGIES, axes_of, fitted_roles
 from dshard.redistribute import plan as plan_moves
 from dshard.rules.matmul_loops import Schedule
 from dshard.tables import human_bytes
@@ -117,10 +117,10 @@ def uniform(roles: Roles, mesh: Mesh) -> Iterator[Plan]:
         if any(axis.sequence for axis in axes) and roles.rows % prod(of_tokens) == 0:
             continue
         try:
-            check_units(roles, axes, mesh)
+            fitting = fitted_roles(roles, axes, mesh)
         except StrategyError:
             continue
-        yield lay_out(roles, name, axes, mesh)
+        yield lay_out(fitting, name, axes, mesh)
 
 
 def mixture(roles: Roles, plans: Sequence[Plan]) -> Plan | None:

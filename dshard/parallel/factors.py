@@ -275,7 +275,7 @@ def trace_factors(model: nn.Module, args: Sequence[object], kwargs: Mapping[str,
     values = ForwardValues(model, [*given, *((x, own[name], None) for name, x in state.items())])
     hooks = [hook for name, module in model.named_modules() for hook in _followed(tracer, name, module)]
     try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), OperatorMode(tracer.run), values, _Heads(traced.heads):
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), OperatorMode(tracer.run), _Heads(traced.heads), values:
             functional_call(model, state, tuple(args), dict(kwargs))
     except (NotImplementedError, RuntimeError) as error:
         if isinstance(error, LayoutError) or "meta" not in str(error):
@@ -306,8 +306,6 @@ class _Heads(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             query = args[0] if args else kwargs["query"]
             self.heads.append(query.shape[-3] if query.dim() > 2 else 1)
-        elif func is F.multi_head_attention_forward:  # which calls that, unseen
-            self.heads.append(args[4] if len(args) > 4 else kwargs["num_heads"])
         elif func in _PRODUCTS and all(isinstance(x, Tensor) and x.dim() > 3 for x in args):
             self.heads += {args[0].shape[-3]} & {args[1].shape[-3]}
         return func(*args, **kwargs)

@@ -28,7 +28,7 @@ from dshard.parallel.plan_options import PlanOptions, plan_options
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import price
-from dshard.parallel.strategies import axes_of, check_units
+from dshard.parallel.strategies import axes_of, fitted_roles
 from dshard.placements import Placement, Replicate
 from dshard.validate import check_type, shown
 
@@ -187,7 +187,7 @@ def planned(
         auto = plan if isinstance(plan, Auto) else Auto()
         return cheapest(mesh, roles, auto, options, lambda plan: price(model, plan, args, kwargs))
     axes = axes_of(plan, mesh)
-    check_units(roles, axes, mesh)
+    roles = fitted_roles(roles, axes, mesh)
     return options.of(lay_out(roles, plan, axes, mesh))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -154,12 +154,14 @@ def _nearest(ndim: int, mesh: Mesh) -> str:
     return f"make one of the shape ({', '.join(map(str, shape))})"
 
 
-def check_units(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> None:
-    """Refuse to shard heads over more ranks than there are heads: some would have nothing to do.
+def fitted_roles(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> Roles:
+    """`roles`, in which inner features that are fewer than the ranks to split them are others, and so stay whole.
+
+    Such are those of an adapter of low rank. Heads that are fewer are refused: ranks would have nothing to do.
 
     Raises:
-        StrategyError: too few heads, or inner features; names the parameter and the largest mesh that would do. No
-            sequence for an axis that shards it, or no attention to shard by heads.
+        StrategyError: too few heads; names the parameter and the largest mesh that would do. No sequence for an axis
+            that shards it, or no attention to shard by heads.
     """
     if not roles.has_sequence and any(axis.sequence for axis in axes):
         raise StrategyError(
@@ -167,18 +169,31 @@ def check_units(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> None:
             "use another strategy, or give placements by name"
         )
     _check_heads(roles, axes, mesh)
+    fitting: dict[str, tuple[Role, ...]] = {}
     for name, dims in roles.parameters.items():
-        for i, role in enumerate(dims):
-            ranks = 1
-            for axis, size in zip(axes, mesh.shape, strict=True):
-                if axis.weights in ("inner", "made") and axis.place(dims) == Shard(i):
-                    ranks *= size
-            if role.kind is Kind.INNER and not role.summed and role.units < ranks:
+        ranks = [_ranks_along(i, dims, axes, mesh) for i in range(len(dims))]
+        fitting[name] = tuple(
+            replace(role, kind=Kind.OTHER) if _has_few_features(role, n) else role
+            for role, n in zip(dims, ranks, strict=True)
+        )
+        for i, (role, n) in enumerate(zip(fitting[name], ranks, strict=True)):
+            if role.kind is Kind.INNER and not role.summed and role.units < n:
                 raise StrategyError(
-                    f"{name} has {role.units} {'heads' if role.units < role.size else 'features'} in dim {i}, "
-                    f"split over {ranks} ranks of the mesh ({mesh}): {ranks - role.units} would have none; "
-                    f"use at most {_legal(role.units, ranks)} ranks there, and the other axes for the batch"
+                    f"{name} has {role.units} heads in dim {i}, split over {n} ranks of the mesh ({mesh}): "
+                    f"{n - role.units} would have none; use at most {_legal(role.units, n)} ranks there, and the "
+                    "other axes for the batch"
                 )
+    return replace(roles, parameters=fitting)
+
+
+def _ranks_along(dim: int, roles: tuple[Role, ...], axes: tuple[Axis, ...], mesh: Mesh) -> int:
+    """Over how many ranks the axes that split inner features split this dim of a parameter."""
+    pairs = zip(axes, mesh.shape, strict=True)
+    return prod(size for axis, size in pairs if axis.weights in ("inner", "made") and axis.place(roles) == Shard(dim))
+
+
+def _has_few_features(role: Role, ranks: int) -> bool:
+    return role.kind is Kind.INNER and role.units == role.size < ranks
 
 
 def _check_heads(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> None:

@@ -183,5 +183,5 @@ def test_another_backward_is_refused() -> None:
     def backward(tensors: object) -> None:
         """A function that does not ask `has_torch_function`."""
 
-    with pytest.raises(ImportError, match=r"torch\.autograd\.backward of torch .* is not the function that dshard"):
+    with pytest.raises(ImportError, match=r"\.backward of torch .* is not the function that dshard"):
         composite_table.keeping_torch_function(backward)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.real_models import SIZES, InDouble, batch_of, build, weights_for
 from torch import Tensor, nn
 
@@ -160,3 +161,62 @@ def test_experts_as_they_come(family: str, dtype: torch.dtype) -> None:
             if theirs.grad is not None:
                 scale = theirs.grad.abs().max().item()
                 torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=0, atol=limit * scale)
+
+
+# -- shapes that depend on values
+
+
+class Selected(nn.Module):
+    """Chooses rows by masks, places and numbers, each of which has as many results as the values say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, mask: Tensor, counts: Tensor) -> Tensor:
+        rows = self.up(x)[mask]
+        places = mask.nonzero()
+        kinds, inverse, sizes = torch.unique(counts, return_inverse=True, return_counts=True)
+        numbers = F.one_hot(inverse).double() @ sizes.double() + torch.bincount(counts)[counts].double()
+        repeated = x.repeat_interleave(counts, 0).sum() + len(kinds) + len(torch.where(mask)[0]) + places.sum()
+        filled = torch.zeros_like(x).to("cpu", x.dtype)
+        filled[mask] = self.down(rows.relu())
+        flat = torch.masked_select(filled, mask[..., None]).view(-1, 4)
+        return flat.sum(-1) * repeated + numbers.sum() + len(range(*rows.shape[:1]))
+
+
+def selected() -> None:
+    torch.set_num_threads(1)
+    with plain():
+        torch.manual_seed(0)
+        alone, x, counts = Selected().double(), torch.randn(5, 3, 4).double(), torch.tensor([2, 0, 1, 3, 1])
+        mask = torch.randn(5, 3) > 0
+        models = [Selected().double() for _ in range(2)]
+        expected = alone(x, mask, counts)
+        expected.square().sum().backward()
+    mesh = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for model, strategy in zip(models, ("fsdp x megatron", "optimus"), strict=True):
+        with plain():
+            model.load_state_dict(alone.state_dict())
+        parallelize(model, mesh, strategy, x, mask, counts)
+        out = model(x, mask, counts)
+        out.square().sum().backward()
+        torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore:.*has no rule")
+def test_shapes_that_depend_on_values(ranks: RankPool) -> None:
+    ranks.run(selected)
+
+
+def test_shapes_that_depend_on_values_are_planned_by_an_example_with_data() -> None:
+    model, mesh = Selected(), Mesh((2, 2), ("dp", "tp"))
+    x, mask, counts = torch.randn(5, 3, 4), torch.ones(5, 3).bool(), torch.arange(5)
+    full, few = (plan_model(model, mesh, "megatron", x, m, counts).cost.nbytes for m in (mask, mask.tril(-1)))
+
+    assert full > few > 0, "as many rows are sent as the mask selects"
+    with pytest.raises(LayoutError, match="a value that depends on mask: give an example of mask with data, leave it"):
+        plan_model(model, mesh, "megatron", x, mask.to("meta"), counts)

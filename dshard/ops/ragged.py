@@ -1,0 +1,97 @@
+"""Functions whose results are as large as values say, written as indexing: masks, and sequences of several lengths.
+
+Torch's own kernels read the values from memory, and their gradients are operators without a rule. Here the host is
+asked for the values, or a mask for the places where it is true; the rest are lookups at places that every rank knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.core.plain_tensors import implicit_replication
+from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.torch_function import bind_arguments
+
+
+def is_mask(index: object) -> bool:
+    """Whether an index is a mask: it stands for as many indices as it has dims."""
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and index.dim() > 0
+
+
+def without_masks(index: object) -> object:
+    """An index of a tensor, with the places where its masks are true in their stead."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not any(map(is_mask, parts)):
+        return index
+    found: list[object] = []
+    for part in parts:
+        found.extend(part.nonzero().unbind(1) if isinstance(part, Tensor) and is_mask(part) else [part])
+    return tuple(found)
+
+
+def masked_select(func: Function, args: Args, kwargs: Kwargs) -> Tensor:
+    """`torch.masked_select`: the elements of `input`, broadcast with `mask`, where that is true."""
+    x, mask, out = bind_arguments(("input", "mask", "out"), args, kwargs)
+    if out is not None or mask.dtype != torch.bool:
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+    shape = torch.broadcast_shapes(x.shape, mask.shape) or (1,)
+    found: Tensor = x.expand(shape)[mask.expand(shape)]
+    return found
+
+
+def pack_padded_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
+    """`torch._pack_padded_sequence`: the steps of sorted sequences one after the other, and how many each time has.
+
+    The numbers are a plain tensor: torch reads them from memory.
+
+    Raises:
+        RuntimeError: lengths that torch refuses.
+    """
+    x, lengths, batch_first = bind_arguments(("input", "lengths", "batch_first"), args, kwargs)
+    counts = lengths.tolist()
+    steps, rows = (x.shape[1], x.shape[0]) if batch_first else (x.shape[0], x.shape[1])
+    if len(counts) != rows or not counts or counts != sorted(counts, reverse=True) or not 0 < counts[-1] <= steps:
+        empty = torch.empty((rows, steps) if batch_first else (steps, rows))
+        return func(empty, torch.tensor(counts), batch_first)  # type: ignore[no-any-return]  # raises torch's error
+    sizes = [sum(count > step for count in counts) for step in range(counts[0])]
+    with implicit_replication():
+        return x[_places(sizes, batch_first, x.device)], torch.tensor(sizes)
+
+
+def pad_packed_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
+    """`torch._pad_packed_sequence`: packed sequences in a tensor that has all steps of each, and their lengths.
+
+    Raises:
+        ValueError: fewer steps than the longest sequence has.
+    """
+    names = ("data", "batch_sizes", "batch_first", "padding_value", "total_length")
+    data, numbers, batch_first, padding, total = bind_arguments(names, args, kwargs)
+    sizes = numbers.tolist()
+    steps, rows = max(len(sizes), total), sizes[0]
+    if 0 < total < len(sizes):
+        raise ValueError(f"total_length={total} of sequences of which the longest has {len(sizes)} steps: give as many")
+    shape = (rows, steps) if batch_first else (steps, rows)
+    lengths = torch.tensor([sum(size > row for size in sizes) for row in range(rows)])
+    with implicit_replication():
+        padded = data.new_full((*shape, *data.shape[1:]), padding)
+        return padded.index_put(_places(sizes, batch_first, data.device), data), lengths
+
+
+def _places(sizes: Sequence[int], batch_first: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where each packed step stands in the tensor of all steps."""
+    pairs = [(step, row) for step, size in enumerate(sizes) for row in range(size)]
+    step, row = torch.tensor(pairs, device=device).unbind(1)
+    return (row, step) if batch_first else (step, row)
+
+
+def repeated(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`repeat_interleave` by numbers in a tensor: a lookup at the places that they repeat."""
+    x, repeats, dim, size = bind_arguments(("input", "repeats", "dim", "output_size"), args, kwargs)
+    if dim is None:
+        x, dim = x.flatten(), 0
+    places = torch.repeat_interleave(repeats.expand(x.shape[dim]), output_size=size)
+    return x.index_select(dim, places)
