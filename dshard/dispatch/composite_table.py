@@ -38,7 +38,7 @@ def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """
     x, index, *value = args
     if not value or (isinstance(value[0], Tensor) and value[0].dim()):
-        index = without_masks(index)
+        index = without_masks(x, index)
     if isinstance(x, Wrapper):
         indices = index if isinstance(index, tuple) else (index,)
         if any(isinstance(one, list) for one in indices):

@@ -22,15 +22,41 @@ def is_mask(index: object) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and index.dim() > 0
 
 
-def without_masks(index: object) -> object:
-    """An index of a tensor, with the places where its masks are true in their stead."""
+def without_masks(x: Tensor, index: object) -> object:
+    """An index of `x`, with the places where its masks are true in their stead.
+
+    Raises:
+        IndexError: a mask of another size than what it selects from.
+    """
     parts = index if isinstance(index, tuple) else (index,)
     if not any(map(is_mask, parts)):
         return index
-    found: list[object] = []
-    for part in parts:
-        found.extend(part.nonzero().unbind(1) if isinstance(part, Tensor) and is_mask(part) else [part])
+    dim, found = 0, list[object]()
+    for i, part in enumerate(parts):
+        if part is Ellipsis:
+            dim = x.dim() - sum(map(_indexed_dims, parts[i + 1 :]))
+        elif isinstance(part, Tensor) and is_mask(part):
+            if part.shape != x.shape[dim : dim + part.dim()]:
+                raise IndexError(
+                    f"a mask of shape {tuple(part.shape)} at dim {dim} of a tensor of shape {tuple(x.shape)}: "
+                    f"a mask has the sizes of the dims that it selects from, {tuple(x.shape[dim : dim + part.dim()])}"
+                )
+            found.extend(part.nonzero().unbind(1))
+            dim += part.dim()
+            continue
+        else:
+            dim += _indexed_dims(part)
+        found.append(part)
     return tuple(found)
+
+
+def _indexed_dims(part: object) -> int:
+    """How many dims of the tensor a part of an index stands for."""
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
+        return part.dim()
+    return 1
 
 
 def masked_select(func: Function, args: Args, kwargs: Kwargs) -> Tensor:

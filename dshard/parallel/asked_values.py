@@ -68,7 +68,7 @@ def _other_form(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any]
     if func in (Tensor.cpu, Tensor.to) and _has_no_data(args[0]):
         return lambda: _without_devices(args, kwargs)
     if func in (Tensor.__getitem__, Tensor.__setitem__) and _has_mask(args):
-        return lambda: func(args[0], without_masks(args[1]), *args[2:])
+        return lambda: func(args[0], without_masks(*args[:2]), *args[2:])
     if func in _REPEATS and any(isinstance(x, Tensor) for x in (*args[1:2], kwargs.get("repeats"))):
         return lambda: repeated(func, args, kwargs)
     return None

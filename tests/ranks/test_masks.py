@@ -220,3 +220,27 @@ def test_shapes_that_depend_on_values_are_planned_by_an_example_with_data() -> N
     assert full > few > 0, "as many rows are sent as the mask selects"
     with pytest.raises(LayoutError, match="a value that depends on mask: give an example of mask with data, leave it"):
         plan_model(model, mesh, "megatron", x, mask.to("meta"), counts)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no rule")
+def test_masks_among_other_indices() -> None:
+    mesh, x = Mesh((2, 2), ("a", "b")), torch.arange(120.0).view(2, 3, 4, 5)
+    mask, rows = torch.arange(12).view(3, 4) % 5 == 1, torch.tensor([1, 0, 1])
+    with simulated(mesh), dshard.implicit_replication():
+        laid = distribute_tensor(x, mesh, [Shard(1), Shard(0)], src_data_rank=None)
+        for index in (
+            (slice(None), mask),
+            (1, mask, 2),
+            (..., mask[0], slice(1, 3)),
+            (None, ..., mask, 0),
+            (rows[:1], mask[:, 1]),
+            (x > 50, None),
+        ):
+            torch.testing.assert_close(whole(laid[index]), x[index], rtol=0, atol=0)
+        with dshard.trace() as sent:
+            for wrong, size in (((slice(None), mask[:2]), (3, 4)), ((..., mask[0]), (5,)), ((mask,), (2, 3))):
+                with pytest.raises(IndexError, match=rf"selects from, \({', '.join(map(str, size))},?\)"):
+                    laid[wrong]
+                with pytest.raises(IndexError):
+                    x[wrong]
+        assert not sent.events
