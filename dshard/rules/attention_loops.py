@@ -153,7 +153,7 @@ def ways_of(asked: Asked, rule: Rule, layouts: Sequence[Layout]) -> tuple[tuple[
     free = [axis for axis, loop in enumerate(loops) if loop is None and mesh.shape[axis] > 1]
     split = [axis for axis in free if layouts[1].placements[axis] == stored]
     rings = (ring for n in range(1, len(split) + 1) for ring in combinations(split, n))
-    return (*ways, *((_with_rings(ways[0][0], ring), ring) for ring in rings)), None
+    return (*ways, *((with_queries(ways[0][0], ring), ring) for ring in rings)), None
 
 
 def _way(
@@ -175,8 +175,9 @@ def _way(
     return tuple(given.get(axis) for axis in range(mesh.ndim)), rings
 
 
-def _with_rings(allowed: Allowed, rings: Sequence[int]) -> Allowed:
-    return tuple(frozenset[Row]({"q"}) if axis in rings else rows for axis, rows in enumerate(allowed))
+def with_queries(allowed: Allowed, axes: Sequence[int]) -> Allowed:
+    """The rows with loop q on these mesh axes."""
+    return tuple(frozenset[Row]({"q"}) if axis in axes else rows for axis, rows in enumerate(allowed))
 
 
 def check_attention(asked: object) -> Asked:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torchs
 
-from dshard import Layout, LayoutError, Mesh, Shard, StrategyError, trace, use_strategy
+from dshard import (
+    Layout,
+    LayoutError,
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    StrategyError,
+    explain,
+    trace,
+    use_strategy,
+    use_topology,
+)
 from dshard.functional import flex_attention
 from dshard.ops.attention.flex import RankScores
 from dshard.ops.attention.local_attention import Options
 from dshard.testing import distribute, simulated, whole
+from dshard.topology import BYTES
 
 BATCH, HEADS, TOKENS = 2, 4, 7
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
@@ -95,6 +109,74 @@ def test_split_heads_send_nothing_and_split_queries_gather_keys() -> None:
     assert sent == {"h": [], "q": ["all_gather"] * 2}
 
 
+def sliding(width: int, block: int, queries: int) -> BlockMask:
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (i - j < width)
+
+    return create_block_mask(seen, None, None, queries, queries, "cpu", BLOCK_SIZE=block)
+
+
+@pytest.mark.parametrize(("tokens", "block"), [(5, 1), (16, 3)])
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        (Mesh((4,), ("x",)), (Shard(2),)),
+        (Mesh((3,), ("x",)), (Shard(2),)),
+        (Mesh((2, 2), ("x", "y")), (Shard(2), Shard(2))),
+        (Mesh((2, 2), ("x", "y")), (Shard(1), Shard(2))),
+        (Mesh((2, 2), ("x", "y")), (Replicate(), Shard(2))),
+    ],
+    ids=str,
+)
+def test_windows_of_keys_are_those_that_queries_reach(
+    mesh: Mesh, placements: tuple[Placement, ...], tokens: int, block: int
+) -> None:
+    generator, layout = torch.Generator().manual_seed(0), Layout(mesh, placements)
+    loops = tuple({Shard(2): "q", Shard(1): "h"}.get(placement) for placement in placements)
+    given = [torch.randn(1, heads, tokens, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    for width in (1, 2, 4, 7, tokens):
+        mask = sliding(width, block, tokens)
+        leaves = [x.clone().requires_grad_() for x in given]
+        right = flex_attention_by_operators(*leaves, width)
+        expected = [right, *torch.autograd.grad(right.square().sum(), leaves)]
+        with simulated(mesh), use_strategy(attention=loops), use_topology(BYTES):
+            laid = [distribute(x, layout).requires_grad_() for x in given]
+            with trace() as there:
+                out = flex_attention(*laid, None, mask, enable_gqa=True)
+            with trace() as back:
+                found = [out, *torch.autograd.grad(out.square().sum(), laid)]
+            report = explain(lambda laid=laid, mask=mask: flex_attention(*laid, None, mask, enable_gqa=True))
+        for mine, one in zip(found, expected, strict=True):
+            torch.testing.assert_close(whole(mine.detach()), one.detach())
+        sent = [(event.collective, event.nbytes) for event in there.events]
+        assert sent == [(each.collective, each.nbytes) for each in report.operators[0].collectives]
+        if "window" in report.chosen.name:
+            assert [e.collective for e in back.events if e.op != "aten.sum"].count("permute") == 1
+            heads = 2 // mesh.shape[0] if Shard(1) in placements else 2
+            assert report.chosen.bytes_moved == neighbours(layout, tokens, width, block) * 2 * heads * 4 * 8
+        else:
+            assert width > block or tokens < 16, "all keys are reached"
+
+
+def neighbours(layout: Layout, tokens: int, width: int, block: int) -> int:
+    """The most keys of other ranks that the queries of a rank reach by their blocks."""
+    most = 0
+    for at in product(*map(range, layout.mesh.shape)):
+        rows = layout.dim_range(2, tokens, at)
+        if rows:
+            first = max(0, rows.start // block * block - width + 1) // block * block
+            stop = min(tokens, -(-rows.stop // block) * block)
+            most = max(most, stop - first - len(rows))
+    return most
+
+
+def flex_attention_by_operators(q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    away = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
+    scores = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).masked_fill((away < 0) | (away >= width), -torch.inf)
+    return scores.softmax(-1) @ v
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_a_range_of_the_scores_by_torch_is_that_of_the_whole(case: str) -> None:
@@ -103,7 +185,7 @@ def test_a_range_of_the_scores_by_torch_is_that_of_the_whole(case: str) -> None:
     blocks = block_mask(mask)
     expected = torchs(q, k, v, score_mod, blocks)
     rows = range(1, 2), range(1, 4), range(2, 6)
-    scores = RankScores(score_mod, blocks, Options(False, None, False), rows)
+    scores = RankScores(score_mod, blocks, Options(False, None, False), rows, range(TOKENS))
     part = scores.by_torch(q[1:2, 1:4, 2:6], k[1:2, 1:4], v[1:2, 1:4])
 
     torch.testing.assert_close(part, expected[1:2, 1:4, 2:6])

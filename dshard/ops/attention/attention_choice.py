@@ -16,10 +16,11 @@ from dshard.core.operands import operand_of, plan_to, plans_to
 from dshard.core.spec import Spec
 from dshard.errors import CompileError, StrategyError
 from dshard.layout import Layout, Shape
+from dshard.ops.attention.key_windows import KeyWindows, Reach
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.repeated_heads import repeated, repeats
-from dshard.ops.attention.ring_price import RingCall, ring_strategy
-from dshard.placements import Partial, Placement, Replicate
+from dshard.ops.attention.ring_price import RingCall, ring_strategy, window_strategy
+from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import Plan, plan
 from dshard.rules.attention_loops import (
     Asked,
@@ -28,6 +29,7 @@ from dshard.rules.attention_loops import (
     axes_of_row,
     is_grouped,
     ways_of,
+    with_queries,
     with_row,
     without_row,
 )
@@ -52,13 +54,15 @@ MERGING, PASSES = 13, 4
 class How(NamedTuple):
     """How a candidate runs: what a rank has of the keys, round which axes they are sent, how often they are repeated.
 
-    `local` is the strategy of what ranks compute, where that is of repeated key heads.
+    `local` is the strategy of what ranks compute, where that is of repeated key heads; `windows` are those of the keys
+    that a rank has, where it has not all.
     """
 
     keys: Keys
     ring: Ring = Ring(())
     repeats: int = 1
     local: Strategy | None = None
+    windows: KeyWindows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +82,17 @@ def chosen(
     asked: Asked,
     needed: tuple[bool, ...],
     among: Among = "all",
+    reach: Reach | None = None,
 ) -> Choice:
     """The cheapest candidate for operands of these specs, of which those `needed` get a gradient.
+
+    `reach` says which keys queries may see, where that is known.
 
     Raises:
         StrategyError: what is asked for cannot be, for these heads or on this mesh.
         CompileError: a ring in a compiled region.
     """
-    call = _Candidates(specs, out, options, asked, needed, among)
+    call = _Candidates(specs, out, options, asked, needed, among, reach)
     candidates = call.all(among)
     if not candidates:
         raise StrategyError(_impossible(asked, specs))
@@ -119,8 +126,9 @@ class _Candidates:
         asked: Asked,
         needed: tuple[bool, ...],
         among: Among,
+        reach: Reach | None,
     ) -> None:
-        self.specs, self.options = specs, options
+        self.specs, self.options, self.reach = specs, options, reach
         shapes, layouts = [spec.shape for spec in specs], [spec.layout for spec in specs]
         self.topology = planning_context().topology_of(layouts[0].mesh)
         kinds: list[Keys] = ["whole", "split", *(["every head"] if is_grouped(shapes, options.gqa) else [])]  # type: ignore[list-item]
@@ -151,6 +159,8 @@ class _Candidates:
             candidates |= self._repeated(rows["every head"])
         if among == "all":
             candidates |= self._rings()
+        if self.reach is not None:
+            candidates |= self._windows(self.reach)
         return candidates
 
     def fewest_bytes(self, best: Strategy, candidates: dict[Strategy, How]) -> tuple[Strategy, How]:
@@ -205,14 +215,26 @@ class _Candidates:
             candidates[strategy] = How("whole", repeats=times, local=local)
         return candidates
 
+    def _windows(self, reach: Reach) -> dict[Strategy, How]:
+        """Those in which ranks receive the keys that their queries reach."""
+        stored = [spec.layout.placements for spec in self.specs[1:3]]
+        shape = self.specs[0].layout.mesh.shape
+        axes = tuple(axis for axis, n in enumerate(shape) if n > 1 and all(p[axis] == Shard(2) for p in stored))
+        ways = [rows for rows in self.allowed if all(rows[axis] is None or "q" in (rows[axis] or ()) for axis in axes)]
+        found = [window_strategy(self._call, with_queries(rows, axes), axes, reach) for rows in ways if axes]
+        return {each[0]: How("whole", windows=each[1]) for each in found if each is not None}
+
+    @property
+    def _call(self) -> RingCall:
+        return RingCall(self.rules["whole"], self.specs, self.outputs, self.options, self.wanted, self.topology)
+
     def _rings(self) -> dict[Strategy, How]:
         """Those in which keys and values go round."""
         candidates: dict[Strategy, How] = {}
-        call = RingCall(self.rules["whole"], self.specs, self.outputs, self.options, self.wanted, self.topology)
         for rows, axes in self.rings:
             for is_balanced in _forms(self.balanced, self.specs, self.options):
                 ring = Ring(axes, is_balanced)
-                strategy = ring_strategy(call, rows, ring)
+                strategy = ring_strategy(self._call, rows, ring)
                 if strategy is not None:
                     candidates[strategy] = How("whole", ring)
         return candidates

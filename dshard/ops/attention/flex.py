@@ -7,27 +7,30 @@ with its functions and its block mask for the rank's range of the scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
+from dshard.comm import traced
 from dshard.core.call import LocalOp
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
-from dshard.core.observe import OBSERVERS, observed
-from dshard.core.operands import common_mesh, spec_like
+from dshard.core.observe import OBSERVERS, Decision, observed
+from dshard.core.operands import common_mesh, operand_of, plans_to, spec_like
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.spec import Spec, for_shapes, spec_of
+from dshard.core.spec import Spec, contiguous_spec, for_shapes, spec_of
 from dshard.core.torch_function import bind_arguments
 from dshard.core.wrapper import Wrapper, is_recorded
 from dshard.errors import LayoutError
 from dshard.mesh import Coordinate
 from dshard.ops.attention.attention_choice import Choice, chosen
+from dshard.ops.attention.key_windows import KeyWindows, Reach, WindowAttention
 from dshard.ops.attention.local_attention import Options, of_key_heads, whole
 from dshard.ops.composite import SavingExecutable, run_chosen, run_recorded
 from dshard.ops.matmul.options import current_options
@@ -71,8 +74,13 @@ def flex_attention(
     with no_torch_function():
         executable = _executable(tensors, score_mod, block_mask, Options(False, scale, enable_gqa))
         recorded = is_recorded(tensors)
-        run: Function = partial(run_recorded, executable) if recorded else lambda *operands: executable(operands)
-        return observed(executable.decision, run, tensors) if OBSERVERS else run(*tensors)
+        run: Function
+        if isinstance(executable, WindowAttention):
+            run = lambda *operands: executable(operands, {})  # noqa: E731
+        else:
+            run = partial(run_recorded, executable) if recorded else lambda *operands: executable(operands)
+        decision = executable.decision
+        return observed(decision, run, tensors) if OBSERVERS and decision is not None else run(*tensors)
 
 
 def flex_attention_operator(func: Function, args: Args, kwargs: Kwargs) -> tuple[Any, None, None]:
@@ -103,47 +111,86 @@ def _with_tensors(function: Function, tensors: Sequence[Tensor], *args: Tensor) 
 
 def _executable(
     tensors: Sequence[Tensor], score_mod: Modify | None, mask: BlockMask | None, options: Options
-) -> Executable:
+) -> Executable | WindowAttention:
     """Plan this call once for operands like these, and run it with the functions of this call."""
     asked = current_options().attention
     needed = tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
     mesh = common_mesh("flex_attention", list(tensors))
     specs = [spec_like(x, mesh) for x in tensors]
+    reach = _reach(mask, (specs[0].shape[2], specs[1].shape[2])) if all(map(_is_eager, tensors)) else None
 
     def plan() -> ComposedExecutable:
         same_dtype("flex_attention", [x.dtype for x in tensors])
         with torch.no_grad(), for_shapes():
             out = whole(options)(*(spec.meta() for spec in specs))
-        choice = chosen(specs, out, options, asked, needed, "whole keys")
+        choice = chosen(specs, out, options, asked, needed, "whole keys", reach)
         result = spec_of(choice.end, tuple(out.shape), out.stride(), out.dtype, specs[0].device)
-        return ComposedExecutable(None, lambda tensors, _: (choice, result))
+        decision = choice.decision if choice.how.windows is None else _of_windows(choice, specs, choice.how.windows)
+        return ComposedExecutable(None, lambda tensors, _: (choice, result, decision))
 
-    key = ("flex_attention", options.scale, options.gqa, asked, needed)
-    choice, result = run_chosen(key, plan, tensors)
+    key = ("flex_attention", options.scale, options.gqa, asked, needed, reach)
+    choice, result, decision = run_chosen(key, plan, tensors)
     kernel = partial(_kernel, choice, specs, partial(RankScores, score_mod, mask, options))
     positions = [i for i, x in enumerate(tensors) if isinstance(x, Wrapper)]
     make = SavingExecutable if choice.how.keys == "every head" else Executable
-    return make(choice.decision, kernel, [result], positions, wrap_as(result), gradients=choice.strategy.gradients)
+    local = make(decision, kernel, [result], positions, wrap_as(result), gradients=choice.strategy.gradients)
+    if choice.how.windows is None:
+        return local
+    return WindowAttention(choice.decision, choice.strategy, choice.how.windows, local)
+
+
+def _is_eager(x: Tensor) -> bool:
+    return isinstance(x, Wrapper) and not traced(x._local_tensor)
+
+
+def _of_windows(choice: Choice, specs: Sequence[Spec], windows: KeyWindows) -> Decision:
+    """The decision of attention to windows of the keys, which a rank has."""
+    strategy = choice.strategy
+    keys = [
+        contiguous_spec(layout, windows.shape(spec.shape), spec.dtype, spec.device)
+        for layout, spec in zip(strategy.inputs[1:], specs[1:], strict=True)
+    ]
+    inner = [specs[0].with_layout(strategy.inputs[0]), *keys]
+    plans = plans_to(inner, strategy.inputs)
+    return replace(choice.decision, operands=tuple(map(operand_of, inner)), plans=plans, exchanges=())
+
+
+_REACHES: WeakKeyDictionary[BlockMask, Reach] = WeakKeyDictionary()
+"""The keys that queries reach by each block mask: to ask a GPU for them takes time."""
+
+
+def _reach(mask: BlockMask | None, lengths: tuple[int, int]) -> Reach | None:
+    """Which keys each block of queries may see by the mask's blocks; None where it says nothing about these."""
+    if mask is None or traced(mask.kv_indices) or tuple(mask.seq_lengths) != lengths:
+        return None
+    if mask not in _REACHES:
+        rows, columns = mask.BLOCK_SIZE
+        seen = mask.to_dense().flatten(0, -3).amax(0).bool()
+        found = [[j for j, is_seen in enumerate(row) if is_seen] for row in seen.tolist()]
+        ends = (((row[0] * columns, min((row[-1] + 1) * columns, lengths[1])) if row else (0, 0)) for row in found)
+        _REACHES[mask] = Reach(rows, tuple(ends))
+    return _REACHES[mask]
 
 
 def _kernel(
-    choice: Choice, specs: Sequence[Spec], scores_of: Callable[[Sequence[range]], RankScores], at: Coordinate
+    choice: Choice, specs: Sequence[Spec], scores_of: Callable[[Sequence[range], range], RankScores], at: Coordinate
 ) -> LocalOp:
-    """Attention of the rank at a coordinate, to all keys of its heads."""
-    layout, shape = choice.strategy.inputs[0], specs[0].shape
+    """Attention of the rank at a coordinate, to all keys of its heads, or its window of them."""
+    layout, shape, windows = choice.strategy.inputs[0], specs[0].shape, choice.how.windows
     ranges = [layout.dim_range(dim, shape[dim], at) for dim in range(3)]
-    attend = scores_of(ranges).attend
+    attend = scores_of(ranges, range(specs[1].shape[2]) if windows is None else windows.window(at)).attend
     return of_key_heads(ranges[1], shape[1] // specs[1].shape[1], attend) if choice.how.keys == "every head" else attend
 
 
 @dataclass(frozen=True, slots=True)
 class RankScores:
-    """The scores of a rank's ranges of batch, heads and queries, and what modifies them by global indices."""
+    """The scores of a rank's ranges of batch, heads, queries and keys, and what modifies them by global indices."""
 
     score_mod: Modify | None
     mask: BlockMask | None
     options: Options
     ranges: Sequence[range]
+    keys: range
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of the rank's queries, by torch's function where its kernels are for the device."""
@@ -151,16 +198,17 @@ class RankScores:
             return whole(self.options)(q, k, v)
         if not q.numel():
             return q.new_empty((*q.shape[:-1], v.shape[-1]))
-        return self.held(q, k, v) if q.device.type == "cpu" else self.by_torch(q, k, v)
+        k, v = (x[:, :, : len(self.keys)] for x in (k, v))
+        return self.held(q, k, v) if q.device.type == "cpu" or not k.numel() else self.by_torch(q, k, v)
 
     def by_torch(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention by torch's own function, with a block mask of the ranges."""
-        first = [each.start for each in self.ranges]
+        first = [each.start for each in (*self.ranges, self.keys)]
         score_mod, mask = self.score_mod, self.mask
 
         def score(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             assert score_mod is not None
-            return score_mod(x, b + first[0], h + first[1], i + first[2], j)
+            return score_mod(x, b + first[0], h + first[1], i + first[2], j + first[3])
 
         own = None
         if mask is not None:
@@ -170,7 +218,7 @@ class RankScores:
             )
 
             def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-                return of_mask(b + first[0], h + first[1], i + first[2], j)
+                return of_mask(b + first[0], h + first[1], i + first[2], j + first[3])
 
             own = create_block_mask(seen, batch, heads, sizes[2], k.shape[-2], q.device, BLOCK_SIZE=mask.BLOCK_SIZE)
         modify = None if score_mod is None else score
@@ -185,7 +233,7 @@ class RankScores:
         scores = (q * scale) @ k.transpose(-2, -1)
         indices = [
             torch.arange(each.start, each.stop, device=q.device).view([-1 if i == dim else 1 for i in range(4)])
-            for dim, each in enumerate((*self.ranges, range(k.shape[-2])))
+            for dim, each in enumerate((*self.ranges, self.keys))
         ]
         if self.score_mod is not None:
             scores = self.score_mod(scores, *indices)

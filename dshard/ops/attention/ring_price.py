@@ -1,4 +1,4 @@
-"""Price attention around a ring: seconds of its critical path, and what is sent."""
+"""Price attention around a ring, and to windows of the keys: seconds of the critical path, and what is sent."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dshard.cost import PlannedCollective, copy_seconds, hidden_seconds_lost, pl
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.ops.attention.block_kernels import MERGING, PASSES
+from dshard.ops.attention.key_windows import KeyWindows, Reach
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
 from dshard.placements import Shard
@@ -41,7 +42,7 @@ def ring_strategy(call: RingCall, rows: Allowed, ring: Ring) -> Strategy | None:
     """The cheapest strategy in which keys and values go round these mesh axes; None where there is none."""
     operands = tuple(map(operand_of, call.specs))
     candidates = expansions(call.rule, operands, call.outputs, (rows,))
-    among = [_with_keys_split(expansion, call.specs, ring) for expansion in candidates]
+    among = [_with_keys_split(expansion, call.specs, ring.axes) for expansion in candidates]
     times = 1 + sum(call.wanted.gradients)
     bases = list(priced(call.rule, operands, call.outputs, call.topology, call.wanted, among))
     best: Strategy | None = None
@@ -55,12 +56,51 @@ def ring_strategy(call: RingCall, rows: Allowed, ring: Ring) -> Strategy | None:
     return best
 
 
-def _with_keys_split(expansion: Expansion, specs: Sequence[Spec], ring: Ring) -> Expansion:
-    """The expansion with keys and values, and their gradients, sharded over the axes of the ring."""
+def window_strategy(
+    call: RingCall, rows: Allowed, axes: tuple[int, ...], reach: Reach
+) -> tuple[Strategy, KeyWindows] | None:
+    """The cheapest strategy in which ranks receive their windows of the keys along these mesh axes, if there is one."""
+    operands, topology = tuple(map(operand_of, call.specs)), call.topology
+    candidates = expansions(call.rule, operands, call.outputs, (rows,))
+    among = [_with_keys_split(expansion, call.specs, axes) for expansion in candidates]
+    found: list[tuple[Strategy, KeyWindows]] = []
+    for base in priced(call.rule, operands, call.outputs, topology, call.wanted, among):
+        queries, keys, values = base.inputs[:3]
+        if keys != values or {axis for axis, row in enumerate(base.rows) if row == "q"} != set(axes):
+            continue
+        mesh = keys.mesh
+        names, lengths = tuple(mesh.names[axis] for axis in axes), tuple(spec.shape[2] for spec in call.specs[:2])
+        windows = KeyWindows(queries, keys, names, (lengths[0], lengths[1]), reach)
+        shapes = [keys.local_shape(spec.shape, (0,) * mesh.ndim) for spec in call.specs[1:3]]
+        key = sum(prod(shape[:2]) * shape[3] for shape in shapes) * call.specs[1].itemsize
+        sent, returned = (
+            planned_collective("permute", mesh, names, windows.received(back) * key, topology) for back in (False, True)
+        )
+        copied = copy_seconds(2 * windows.longest * key, topology)
+        compute, gradients = base.compute * windows.longest / max(1, lengths[1]), call.wanted.gradients
+        backward = base.backward - (base.compute - compute) * sum(gradients)
+        if any(gradients[1:3]):
+            backward += returned.seconds + copied
+        rows_of = zip(mesh.names, base.rows, strict=True)
+        words = [(name, "window" if axis in axes else row) for axis, (name, row) in enumerate(rows_of)]
+        strategy = replace(
+            base,
+            name=" ".join(f"{name}:{row}" for name, row in words if row is not None),
+            exchanges=(sent,),
+            gather=base.gather + sent.seconds + copied,
+            compute=compute,
+            backward=backward,
+        )
+        found.append((strategy, windows))
+    return min(found, key=lambda pair: pair[0].seconds, default=None)
+
+
+def _with_keys_split(expansion: Expansion, specs: Sequence[Spec], axes: Sequence[int]) -> Expansion:
+    """The expansion with keys and values, and their gradients, sharded over mesh axes."""
 
     def split(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         out = list(layouts)
-        for i, axis in product((1, 2), ring.axes):
+        for i, axis in product((1, 2), axes):
             out[i] = out[i].replace(axis, Shard(len(specs[i].shape) - 2))
         return tuple(out)
 

@@ -1,0 +1,175 @@
+"""Bring each rank the keys that its queries reach, where a block mask says which: its neighbours', not all of them.
+
+The windows of all ranks stand side by side in one tensor, each padded to the longest, so that attention to them is
+local. Gradients of a window go back to the owners of its keys, which sum them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dshard.autograd.crossing import as_distributed, redistribute
+from dshard.comm import InFlight, Program, Request, Session, finish, flat_exchange, run_program, sum_dtype
+from dshard.core.executable import ComposedExecutable, Executable
+from dshard.core.observe import Decision
+from dshard.core.signature import Args, Context, Kwargs
+from dshard.core.spec import contiguous_spec
+from dshard.core.wrapper import Wrapper, is_recorded, wrap
+from dshard.layout import Layout, Shape
+from dshard.mesh import Coordinate
+from dshard.ops.composite import run_recorded
+from dshard.rules.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The keys that queries may see: from each `block` of queries the first one, and that after the last."""
+
+    block: int
+    keys: tuple[tuple[int, int], ...]
+
+    def of(self, queries: range) -> range:
+        """The keys from the first to the last that some of these queries may see."""
+        blocks = self.keys[queries.start // self.block : -(-queries.stop // self.block)] if queries else ()
+        seen = [(first, stop) for first, stop in blocks if first < stop]
+        return range(min(first for first, _ in seen), max(stop for _, stop in seen)) if seen else range(0)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyWindows:
+    """The windows of ranks along mesh `axes`, which alone split queries and keys of these `lengths` (dim 2)."""
+
+    queries: Layout
+    keys: Layout
+    axes: tuple[str, ...]
+    lengths: tuple[int, int]
+    reach: Reach
+
+    def own(self, at: Coordinate) -> range:
+        """The keys that are stored by the rank at a coordinate."""
+        return self.keys.dim_range(2, self.lengths[1], at)
+
+    def window(self, at: Coordinate) -> range:
+        """The keys that the queries of the rank at a coordinate may see."""
+        return self.reach.of(self.queries.dim_range(2, self.lengths[0], at))
+
+    @property
+    def longest(self) -> int:
+        """The keys of the longest window, to which all are padded."""
+        return max(len(self.window(at)) for at in self._coordinates())
+
+    def received(self, back: bool = False) -> int:
+        """The most keys that a rank receives, or `back`, whose gradients it does."""
+        source, target = (self.window, self.own) if back else (self.own, self.window)
+        return max(
+            sum(len(_shared(source(peer), target(at))) for peer in self.peers(at) if peer != at)
+            for at in self._coordinates()
+        )
+
+    def peers(self, at: Coordinate) -> Sequence[Coordinate]:
+        """The ranks that hold the other keys, in the order of their group."""
+        return self.keys.mesh.peers(self.axes, at)
+
+    def shape(self, keys: Shape) -> Shape:
+        """The shape of the windows of all ranks side by side, of keys or values of this shape."""
+        mesh = self.keys.mesh
+        return (*keys[:2], self.longest * prod(mesh.shape[mesh.axis(axis)] for axis in self.axes), keys[3])
+
+    def _coordinates(self) -> Iterator[Coordinate]:
+        return product(*map(range, self.keys.mesh.shape))
+
+
+def windowed(windows: KeyWindows, tensors: Sequence[Wrapper]) -> tuple[Wrapper, ...]:
+    """The windows of keys and values that are split over the axes."""
+    return _Moved.apply(windows, False, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class WindowAttention(ComposedExecutable):
+    """Attention to windows of the keys: `attention` takes them in the place of keys and values."""
+
+    def __init__(self, decision: Decision, strategy: Strategy, windows: KeyWindows, attention: Executable) -> None:
+        super().__init__(decision, self._run)
+        self.strategy, self.windows, self.attention = strategy, windows, attention
+
+    def _run(self, tensors: Args, kwargs: Kwargs) -> Any:
+        q, k, v = (redistribute(x, layout) for x, layout in zip(tensors, self.strategy.inputs, strict=True))
+        moved = (q, *windowed(self.windows, (k, v)))
+        return run_recorded(self.attention, *moved) if is_recorded(tensors) else self.attention(moved)
+
+
+_Ranges: TypeAlias = Sequence[range]
+
+
+class _Moved(torch.autograd.Function):
+    """Keys to windows, or `back`, where all that windows have of a key is summed: each is the other's adjoint."""
+
+    @staticmethod
+    def forward(ctx: Context, windows: KeyWindows, back: bool, *tensors: Wrapper) -> tuple[Wrapper, ...]:
+        ctx.windows, ctx.back, ctx.shapes = windows, back, [tuple(x.shape) for x in tensors]
+        ctx.set_materialize_grads(True)
+
+        def program(at: Coordinate, space: Session, parts: Sequence[Tensor]) -> Program[tuple[Tensor, ...]]:
+            return _move(windows, back, at, space, parts)
+
+        results = run_program(windows.keys.mesh, program, [x._local_tensor for x in tensors])
+        out = []
+        for x, local in zip(tensors, results, strict=True):
+            spec, shape = x._spec, (*x.shape[:2], windows.lengths[1], x.shape[3]) if back else windows.shape(x.shape)
+            out.append(wrap(local, contiguous_spec(windows.keys, shape, spec.dtype, spec.device)))
+        return tuple(out)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Any, ...]:
+        layout = ctx.windows.keys
+        moved = [redistribute(as_distributed(grad, layout), layout) for grad in grads]
+        return (None, None, *_Moved.apply(ctx.windows, not ctx.back, *moved))  # type: ignore[no-untyped-call]
+
+
+def _move(
+    windows: KeyWindows, back: bool, at: Coordinate, space: Session, tensors: Sequence[Tensor]
+) -> Program[tuple[Tensor, ...]]:
+    """The program of one rank: rows of keys and values from their owners to the windows that have them, or `back`."""
+    source, target = (windows.window, windows.own) if back else (windows.own, windows.window)
+    have, want, peers = source(at), target(at), windows.peers(at)
+    there = [_shared(have, target(peer)) if peer != at else range(0) for peer in peers]
+    here = [_shared(source(peer), want) if peer != at else range(0) for peer in peers]
+    like = tensors[0]
+    widths = [x.shape[0] * x.shape[1] * x.shape[3] for x in tensors]
+    pieces = [_rows(x, rows, have).flatten() for rows in there for x in tensors]
+    buffer = torch.cat(pieces) if pieces else like.new_empty(0)
+    send, recv = (tuple(sum(widths) * len(rows) for rows in each) for each in (there, here))
+    step = flat_exchange(windows.keys.mesh, windows.axes, at, send, recv, "permute")
+    request = Request(step, buffer, space.take((sum(recv),), like), None)
+    wait = yield request
+    length = len(want) if back else windows.longest
+    dtype = sum_dtype(like.dtype) if back else like.dtype
+    results = [x.new_zeros((*x.shape[:2], length, x.shape[3]), dtype=dtype) for x in tensors]
+    kept = _shared(have, want)
+    for x, out in zip(tensors, results, strict=True):
+        _rows(out, kept, want).copy_(_rows(x, kept, have))
+    arrived = yield from finish(InFlight(buffer, request, wait), space)
+    start = 0
+    for rows in here:
+        for x, out, width in zip(tensors, results, widths, strict=True):
+            part = arrived[start : start + width * len(rows)]
+            start += len(part)
+            _rows(out, rows, want).add_(part.view(*x.shape[:2], len(rows), x.shape[3]))
+    space.give(arrived)
+    return tuple(out.to(like.dtype) for out in results)
+
+
+def _shared(a: range, b: range) -> range:
+    start = max(a.start, b.start)
+    return range(start, max(start, min(a.stop, b.stop)))
+
+
+def _rows(x: Tensor, rows: range, of: range) -> Tensor:
+    """These rows of a tensor that has those `of` a range."""
+    return x.narrow(2, rows.start - of.start, len(rows)) if rows else x[:, :, :0]
