@@ -107,13 +107,15 @@ def advance(program: Program[T], launch: Callable[[Request], Wait]) -> T:
 
 def begun(program: Program[T], launch: Callable[[Request], Wait]) -> Callable[[], T]:
     """Begin the first collective of a program, which has one; the function returned runs the program to its end."""
-    first = launch(next(program))
+    waits = [launch(next(program))]
+
+    def wait() -> Tensor:
+        return waits.pop()()  # which holds what was sent: while the next is packed, that would stay in memory
 
     def rest() -> T:
         try:
-            request = program.send(first)
             while True:
-                request = program.send(launch(request))
+                waits.append(launch(program.send(wait)))
         except StopIteration as stop:
             value: T = stop.value
             return value

@@ -110,8 +110,7 @@ class JoinedStep:
         flat = self._pack(tensors)
         tensors.clear()  # which would stay in memory for as long as the collective runs
         for part in self.parts:
-            wait = yield Request(part, flat, _place_to_receive(part, flat))
-            flat = wait()
+            flat = (yield Request(part, flat, _place_to_receive(part, flat)))()
             for call in part.unpackers():
                 flat = call(flat)
         return self._unpack(flat)
