@@ -7,7 +7,7 @@ batch; dshard lays it out by the strategy of the peer's name. Steps of both are 
 as long as its slowest rank; ratios are of medians, with the quartiles of the ratios of neighbouring steps. `cpu` is the
 ratio of the seconds of all processors, which other work on the machine disturbs less. Bytes and messages are counted
 below both, from the arguments of `torch.distributed`; peaks are all that torch's allocator has given out at once since
-before the model was made, parameters, states and buffers that stay among them: the least of three warm steps.
+before the model was made, parameters, states and buffers that stay among them: the least of five warm steps.
 
 Under `netlab`, which emulates hosts, start it with its ranks: `netlab.py run ... -- benchmarks/peers.py --join`.
 """
@@ -20,7 +20,6 @@ import os
 import statistics
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from allocator import peaks
 from section import markdown_table, write_section
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -199,26 +199,15 @@ def measure(strategy: str, model: str, width: int, rounds: int) -> Seen:
         with count_traffic() as traffic:
             step()
         nbytes[name], messages[name] = traffic.nbytes, len(traffic.collectives)
-    peaks = {name: peak_of(make, strategy, model, width) for name, make in (("peer", theirs), ("dshard", ours))}
-    return Seen(wall, cpu, losses, nbytes, messages, peaks)
+    held = {name: peak_of(make, strategy, model, width) for name, make in (("peer", theirs), ("dshard", ours))}
+    return Seen(wall, cpu, losses, nbytes, messages, held)
 
 
 def peak_of(make: Callable[..., Step], *case: object) -> int:
     """The most bytes that torch's allocator has given out at once in a warm step, since before the model was made."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step = make(*case)
-        for number in range(6):
-            with torch.profiler.record_function(f"step {number}"):
-                step()
-    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    held, now, peaks = 0, -1, defaultdict(int)
-    for event in events:
-        if event.name().startswith("step "):
-            now = int(event.name().split()[1])
-        elif event.name() == "[memory]":
-            held += event.nbytes()
-            peaks[now] = max(peaks[now], held)
-    return min(peaks[number] for number in (3, 4, 5))
+    made: list[Step] = []
+    warm = {str(number): lambda: made[0]() for number in range(8)}
+    return min([*peaks(warm, before=lambda: made.append(make(*case))).values()][3:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +250,7 @@ def row_of(strategy: str, model: str, width: int, seen: list[Seen]) -> Row:
     low, _, high = statistics.quantiles(ratios, n=4)
     cpu = {name: sum(statistics.median(rank.cpu[name]) for rank in seen) for name in wall}
     most = {name: max(rank.nbytes[name] for rank in seen) for name in wall}
-    peaks = {name: max(rank.peaks[name] for rank in seen) for name in wall}
+    held = {name: max(rank.peaks[name] for rank in seen) for name in wall}
     return Row(
         PEERS[strategy][0],
         model,
@@ -272,7 +261,7 @@ def row_of(strategy: str, model: str, width: int, seen: list[Seen]) -> Row:
         cpu["dshard"] / cpu["peer"],
         most["dshard"] / max(1, most["peer"]),
         (seen[0].messages["dshard"], seen[0].messages["peer"]),
-        peaks["dshard"] / peaks["peer"],
+        held["dshard"] / held["peer"],
     )
 
 

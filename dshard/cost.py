@@ -216,6 +216,43 @@ def _log2(n: int) -> int:
     return (n - 1).bit_length()
 
 
+@dataclass(slots=True)
+class StepClock:
+    """Seconds since a step began: local work one after the other, and beside it collectives one after the other.
+
+    `now` is when the next work begins, `network` when the next collective can. The step takes the later of both.
+
+    >>> clock = StepClock()
+    >>> clock.send(2.0, waits=False), clock.work(3.0), clock.send(1.0), clock.seconds
+    (0.0, 0.0, 3.0, 4.0)
+    """
+
+    now: float = 0.0
+    network: float = 0.0
+
+    def work(self, seconds: float) -> float:
+        """Work for so long; returns when that begins."""
+        begin, self.now = self.now, self.now + seconds
+        return begin
+
+    def send(self, seconds: float, *, waits: bool = True) -> float:
+        """Run a collective, for which the work that follows waits or not; returns when it begins."""
+        begin = max(self.now, self.network)
+        self.network = begin + seconds
+        if waits:
+            self.now = self.network
+        return begin
+
+    def wait(self, end: float) -> None:
+        """Let the work that follows wait for a collective that ends then."""
+        self.now = max(self.now, end)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until all has ended."""
+        return max(self.now, self.network)
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedCollective:
     """A collective that will run: its kind, its mesh axes, bytes that the busiest rank receives, predicted seconds."""

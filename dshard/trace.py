@@ -165,7 +165,7 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
                 event.collective,
                 event.axis,
                 event.nbytes,
-                _predicted(event),
+                event_seconds(event),
                 user_line(),
                 at,
                 _common_path([path for path, _ in members]) if members else modules.current(),
@@ -189,7 +189,8 @@ def _common_path(paths: Sequence[str]) -> str:
     return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, together))
 
 
-def _predicted(event: Event) -> float:
+def event_seconds(event: Event) -> float:
+    """Seconds of a collective that ran, as the plan of a move between meshes, or the topology in use, predicts."""
     if event.predicted is not None:
         return event.predicted
     topology, axes = planning_context().topology_of(event.mesh), tuple(event.axis.split(","))

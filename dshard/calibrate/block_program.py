@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard.caches import cached
+from dshard.core.local_work import writes
 from dshard.core.observe import Decision, OperatorMode, observing
 from dshard.core.signature import Args, Kwargs
 from dshard.distribute import distribute_tensor
@@ -97,15 +98,6 @@ class Operators:
     def seconds(self, topology: Topology) -> float:
         """Seconds of the host for these operators."""
         return self.making * topology.dispatch + self.writing * topology.in_place
-
-
-def writes(op: str) -> bool:
-    """Whether the operator of this name writes to its operand.
-
-    >>> writes("aten.add_.Tensor"), writes("aten.add.Tensor"), writes("linear backward")
-    (True, False, False)
-    """
-    return op.partition(".")[2].partition(".")[0].endswith("_")
 
 
 @cached("operators of phases", 1)

@@ -11,6 +11,7 @@ moves.py            redistribution of local tensors, local operators on every ra
 joined_moves.py     redistribution of several local tensors by one collective
 mesh_moves.py       redistribution of local tensors to another mesh
 local_checks.py     what distributed tensors are made of: checked, and exchanged between the ranks
+local_work.py       seconds of the local work of an operator
 observe.py          decisions, calls and memory, as `trace`, `explain`, `strict` and the fast path observe them
 view_sync.py        views with memory of their own, kept equal to their base
 plain_tensors.py    plain tensors among distributed ones

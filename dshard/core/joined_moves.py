@@ -13,7 +13,7 @@ from torch import Tensor
 from dshard import comm
 from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, local_redistribution, with_partials_reduced
-from dshard.core.observe import NEEDED, OBSERVERS, Decision, Members, observed
+from dshard.core.observe import NEEDED, OBSERVERS, Decision, Members, finish_observed, observed
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.cost import planned_collective
 from dshard.rules.expand import Operand
@@ -61,12 +61,15 @@ def _begin_lane(moves: Sequence[LocalRedistribution], local: list[Tensor], op: s
             tensor = tensor.to(move.spec.dtype)
         if OBSERVERS and move.plan.steps:
             decision = replace(move.decision(op), why=_why(moves, members))
-            return [observed(decision, move.begin_or_run, (tensor,))]
+            return [partial(finish_observed, decision, observed(decision, move.begin_or_run, (tensor,)))]
         return [move.begin_or_run(tensor)]
     plans = [move.plan for move in moves]
     args = (plans, local, moves[0].spec.dtype, _joined(moves, local[0]))
-    finish = observed(decision_together(moves, op, members), comm.begin_joined, args) if OBSERVERS else None
-    results = _Once(comm.begin_joined(*args) if finish is None else finish)
+    if OBSERVERS:
+        decision = decision_together(moves, op, members)
+        results = _Once(partial(finish_observed, decision, observed(decision, comm.begin_joined, args)))
+    else:
+        results = _Once(comm.begin_joined(*args))
     return [partial(results, i) for i in range(len(moves))]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,6 +29,7 @@ from dshard.rules.strategy import ANY, Constraints, Strategy
 from dshard.topology import Topology
 from dshard.torch_private import TorchDispatchMode
 
+T = TypeVar("T")
 ASKED, NEEDED = "asked for", "the operator needs it so"
 
 
@@ -122,21 +123,22 @@ def planned(plan: Plan, itemsize: int, topology: Topology) -> Iterator[PlannedCo
 # -- decisions
 
 Observer: TypeAlias = Callable[[Decision], object]
-_Watch: TypeAlias = tuple[Observer, list[Decision]]
+_Watch: TypeAlias = tuple[Observer, list[Decision], Observer | None]
 _OBSERVERS: Scoped[_Watch, tuple[_Watch, ...]] = Scoped("observers", tuple)
 OBSERVERS: Sequence[object] = _OBSERVERS.anywhere
 """Empty while no thread observes; `observed` tells the observers of its own thread alone."""
 
 
 @contextmanager
-def observing(observer: Observer) -> Iterator[list[Decision]]:
+def observing(observer: Observer, waits: Observer | None = None) -> Iterator[list[Decision]]:
     """Call `observer` with the decision of each operator that this thread, or asynchronous task, begins in the block.
 
     Yields the decisions whose operators are running, outermost first; while `observer` is called, its own is the last.
+    `waits` is called with that of a joined collective where its end is first waited for.
     """
     outside_graphs("trace, explain or strict")
     running: list[Decision] = []
-    with _OBSERVERS.entered((observer, running)):
+    with _OBSERVERS.entered((observer, running, waits)):
         yield running
 
 
@@ -144,7 +146,7 @@ def observed(decision: Decision, run: Function, args: Sequence[object]) -> Any:
     """Call `run(*args)` after the observers of this thread; one that raises prevents the call."""
     begun: list[list[Decision]] = []
     try:
-        for observer, running in _OBSERVERS.value():
+        for observer, running, _ in _OBSERVERS.value():
             running.append(decision)
             begun.append(running)
             observer(decision)
@@ -152,6 +154,14 @@ def observed(decision: Decision, run: Function, args: Sequence[object]) -> Any:
     finally:
         for running in begun:
             running.pop()
+
+
+def finish_observed(decision: Decision, finish: Callable[[], T]) -> T:
+    """Call `finish`, which waits for the collective of a decision, after the observers of waits."""
+    for _, _, waits in _OBSERVERS.value():
+        if waits is not None:
+            waits(decision)
+    return finish()
 
 
 # -- calls, by which the fast path specialises

@@ -64,13 +64,14 @@ class Memory:
 class Cost:
     """The cost of a training step, traced on tensors without data: forward and backward of one batch.
 
-    `seconds` are those of the collectives, one after another; local work is the same under all plans on a mesh but for
-    what each rank repeats.
+    `work` are the seconds of local work, the same under all plans on a mesh but for what each rank repeats and copies;
+    `hidden` those of joined collectives that pass beside it.
     """
 
     moves: tuple[Moves, ...]
     memory: Memory
     work: float = 0.0
+    hidden: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -84,8 +85,8 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Seconds of collectives and of local matmuls."""
-        return self.communication + self.work
+        """Seconds of collectives and of local work, but for those that pass side by side."""
+        return self.communication + self.work - self.hidden
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -154,13 +155,14 @@ class Plan(Tabled):
         lines = [f"{self.strategy} on ({self.mesh}); batch [{Layout(self.mesh, self.batch)}]"]
         lines.append(text_table(HEADINGS, self.rows()))
         if self.cost is not None:
-            memory = self.cost.memory
+            memory, hidden = self.cost.memory, f"{self.cost.hidden * 1e3:.3f}"
+            beside = "" if hidden == "0.000" else f", {hidden} of them beside local work"
             held = ", ".join(
                 f"{name} {human_bytes(getattr(memory, name))}"
                 for name in ("parameters", "gradients", "optimizer", "activations", "transient")
             )
             lines.append(
-                f"a step receives {human_bytes(self.cost.nbytes)} in {self.cost.communication * 1e3:.3f} ms; "
+                f"a step receives {human_bytes(self.cost.nbytes)} in {self.cost.communication * 1e3:.3f} ms{beside}; "
                 f"a rank holds at most {human_bytes(memory.total)}: {held}"
             )
         return "\n".join(lines)

@@ -9,12 +9,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from dshard.comm import plain, planning
+from dshard.comm import Event, listen, plain, planning
+from dshard.core.context import planning_context
+from dshard.core.local_work import LocalCall, host_seconds
 from dshard.core.moves import tensors_in
 from dshard.core.observe import Allocations, Decision, OperatorMode, observing
-from dshard.core.signature import Function
 from dshard.core.spec import Spec, is_for_shapes
+from dshard.cost import StepClock
 from dshard.distribute import distribute_tensor
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import applied
@@ -22,8 +25,9 @@ from dshard.parallel.asked_values import NoAnswers, Replies
 from dshard.parallel.factors import trace_factors, without_data
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
 from dshard.placements import Replicate
-from dshard.torch_private import disable_modes
-from dshard.trace import Trace, trace
+from dshard.topology import Topology
+from dshard.torch_private import OpOverload, disable_modes
+from dshard.trace import Trace, event_seconds, trace
 
 T = TypeVar("T")
 MOMENTS = 2
@@ -54,7 +58,7 @@ def _priced(
     allocations = Allocations(
         [*(own._local_tensor for own in state.values()), *_tensors((args, list(kwargs.values())))]
     )
-    work = _Work(allocations)
+    work = _Work(allocations, planning_context().topology_of(plan.mesh))
 
     def forward() -> Any:
         with Replies(answers):
@@ -69,7 +73,7 @@ def _priced(
 
     def measured() -> int:
         # each operator is decided by itself, whatever ran before
-        with OperatorMode(work.run), observing(work.count):
+        with OperatorMode(work.run), listen(work.moved), observing(work.count, work.waits) as work.running:
             out = forward()
             activations = allocations.alive()
             _backward(out)
@@ -83,7 +87,7 @@ def _priced(
     parameters = [t for name, t in state.items() if isinstance(t, nn.Parameter)]
     nbytes = sum(_local_bytes(p) for p in {id(p): p for p in parameters}.values())
     memory = Memory(nbytes, nbytes, MOMENTS * nbytes, activations, max(allocations.most, nbytes))
-    return Cost(_moves(sent, in_forward), memory, work.seconds)
+    return Cost(_moves(sent, in_forward), memory, work.seconds, work.hidden)
 
 
 class _Within(nn.Module):
@@ -140,23 +144,61 @@ def _local_bytes(x: Any) -> int:
 
 
 class _Work:
-    """Seconds of local work of all operators that have a strategy, and the memory of all operators."""
+    """Seconds of a step: of all local work, of collectives, and of both side by side; and the memory of all operators.
 
-    def __init__(self, allocations: Allocations) -> None:
-        self.allocations, self.seconds = allocations, 0.0
+    A joined collective runs beside the work that follows until it is first waited for; all others are waited for at
+    once.
+    """
+
+    def __init__(self, allocations: Allocations, topology: Topology) -> None:
+        self.allocations, self.topology, self.seconds, self.sent = allocations, topology, 0.0, 0.0
+        self.clock, self.ends = StepClock(), dict[int, tuple[float, Decision]]()
+        self.running: list[Decision] = []
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of collectives that pass while there is local work."""
+        total = self.seconds + self.sent
+        hidden = total - self.clock.seconds
+        return hidden if hidden > 1e-9 * total else 0.0  # sums of other order differ by rounding
 
     def count(self, decision: Decision) -> None:
-        """Add the seconds of one operator."""
-        if decision.strategy is not None:
-            self.seconds += decision.strategy.compute
+        """Add what the host takes for one operator."""
+        self.works(host_seconds(decision.op, self.topology))
 
-    def run(self, func: Function, args: Any, kwargs: Any) -> Any:
-        """Run an operator on local tensors, and add its memory."""
+    def moved(self, event: Event) -> None:
+        """Add the seconds of a collective."""
+        seconds, decision = event_seconds(event), self.running[-1] if self.running else None
+        joined = decision is not None and bool(decision.members)
+        self.sent += seconds
+        self.clock.send(seconds, waits=not joined)
+        if decision is not None and joined:  # kept, so that no other has its id
+            self.ends[id(decision)] = self.clock.network, decision
+
+    def waits(self, decision: Decision) -> None:
+        """Let the work that follows wait for a joined collective."""
+        end, _ = self.ends.get(id(decision), (0.0, decision))
+        self.clock.wait(end)
+
+    def run(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Run an operator on local tensors, and add its work and memory."""
         out = func(*args, **kwargs)
-        # Nothing is kept of what is asked for shapes alone.
-        if not is_for_shapes() and self.allocations.add(tensors_in(out)):
+        if is_for_shapes():  # nothing is kept of what is asked for shapes alone
+            return out
+        given, made = tensors_in((args, list(kwargs.values()))), tensors_in(out)
+        before = {StorageWeakRef(x.untyped_storage()) for x in given}
+        fresh = [x for x in made if StorageWeakRef(x.untyped_storage()) not in before]
+        call = LocalCall(func, args, kwargs, out, given, fresh)
+        if call.works:
+            self.works(call.seconds(call.flops(), self.topology))
+        if self.allocations.add(made):
             self.allocations.most = max(self.allocations.most, self.allocations.alive())
         return out
+
+    def works(self, seconds: float) -> None:
+        """Add local work."""
+        self.seconds += seconds
+        self.clock.work(seconds)
 
 
 def _moves(sent: Trace, forward: int) -> tuple[Moves, ...]:

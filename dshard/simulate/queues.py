@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from dshard.chrome import Slice, to_chrome
+from dshard.cost import StepClock
 
 Phase: TypeAlias = Literal["forward", "backward", "step"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -18,7 +19,8 @@ class Event:
     """Local work, or a redistribution: its seconds, operations, and bytes that the busiest rank receives.
 
     `waits`: whether what follows needs it at once. A gradient's reduction, say, may run behind the rest of the backward
-    pass. `collectives` is how many there are, `axes` on which mesh axes.
+    pass. `collectives` is how many there are, `axes` on which mesh axes. `needs` is a collective for which what follows
+    waits from here on: an event that has one takes no time.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Event:
     collectives: int = 0
     axes: tuple[str, ...] = ()
     waits: bool = True
+    needs: Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +58,17 @@ def placed(events: Iterable[Event], *, overlap: bool = False) -> tuple[Slot, ...
     >>> [slot.begin for slot in placed((a, b))], [slot.begin for slot in placed((a, b), overlap=True)]
     ([0.0, 2.0], [0.0, 0.0])
     """
-    free: dict[Queue, float] = {"compute": 0.0, "network": 0.0}
-    slots = []
+    clock, ends, slots = StepClock(), dict[int, float](), list[Slot]()
     for event in events:
-        begin = max(free["compute"], free[event.queue])
-        slot = Slot(event, begin)
-        slots.append(slot)
-        free[event.queue] = slot.end
-        if event.queue == "network" and (event.waits or not overlap):
-            free["compute"] = slot.end
+        if event.needs is not None:
+            clock.wait(ends.get(id(event.needs), 0.0))
+            continue
+        if event.queue == "compute":
+            begin = clock.work(event.seconds)
+        else:
+            begin = clock.send(event.seconds, waits=event.waits or not overlap)
+        slots.append(Slot(event, begin))
+        ends[id(event)] = slots[-1].end
     return tuple(slots)
 
 

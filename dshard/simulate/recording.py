@@ -2,8 +2,9 @@
 
 The closed forms of this package know standard blocks only. Here the program itself runs: on tensors without data and a
 mesh without processes, of any number of ranks, or on the ranks of a process group. Local work is priced by the roofline
-from torch's own counts of operations, collectives as the planner prices them, each distributed operator with what the
-topology says that the host takes for one; storages alive after each operator make the memory.
+from torch's own counts of operations, collectives as the planner prices them, joined ones beside the work until it
+waits for them, each distributed operator with what the topology says that the host takes for one; storages alive after
+each operator make the memory.
 """
 
 from __future__ import annotations
@@ -13,18 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.flop_counter import flop_registry
 
-from dshard.calibrate.block_program import writes
 from dshard.comm import Event as Sent
 from dshard.comm import listen
 from dshard.core.context import planning_context
+from dshard.core.local_work import LocalCall, host_seconds
 from dshard.core.observe import Allocations, Decision, OperatorMode, observing
 from dshard.core.spec import is_for_shapes
-from dshard.cost import collective_seconds, work_seconds
+from dshard.cost import collective_seconds
 from dshard.mesh import Mesh
 from dshard.simulate.queues import Event, Slot, makespan, placed
 from dshard.topology import Topology
@@ -69,6 +68,7 @@ def record(step: Callable[[], object], topology: Topology | None = None, *, warm
     too, and makes buffers that stay. So unless the step is `warm`, having been recorded before, it runs twice, and the
     second run counts.
 
+    >>> import torch
     >>> x = torch.empty(4, 8, device="meta")
     >>> work = record(lambda: x @ x.T)
     >>> work.flops, work.peak
@@ -81,24 +81,14 @@ def record(step: Callable[[], object], topology: Topology | None = None, *, warm
     result = _watched(step, recorder)
     held = recorder.stable_bytes()
     del result
-    return Recorded(placed(recorder.events), recorder.memory.most, held)
+    return Recorded(placed(recorder.events, overlap=True), recorder.memory.most, held)
 
 
 def _watched(step: Callable[[], object], recorder: _Recorder) -> object:
-    with listen(recorder.sent), observing(recorder.dispatched), OperatorMode(recorder.run):
+    observed = observing(recorder.dispatched, recorder.waited)
+    with listen(recorder.sent), observed as recorder.running, OperatorMode(recorder.run):
         return step()
 
-
-_EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.new_empty, torch.ops.aten.empty_like}
-"""Operators that reserve memory and do not touch it."""
-
-_COUNTED_AS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
-"""Operators that torch counts no operations of, and those of the same operands that it does."""
 
 _MOMENT, _AGREED = 2e-3, 5
 """Seconds between two counts of what is alive, and how many in a row have to agree with the one before."""
@@ -115,6 +105,8 @@ class _Recorder:
         self.topology, self.memory = topology, Allocations()
         self.real = self.sends = False
         self.events: list[Event] = []
+        self.running: list[Decision] = []
+        self.joined: dict[int, tuple[Event, Decision]] = {}
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on local tensors, and record its work and memory."""
@@ -134,26 +126,16 @@ class _Recorder:
         if self.memory.add(made):
             self.memory.most = max(self.memory.most, self.stable_bytes(self.memory.most))
         fresh = [t for t in made if StorageWeakRef(t.untyped_storage()) not in before]
-        if (fresh or func._schema.is_mutable) and func.overloadpacket not in _EMPTY:
-            self.worked(func, args, kwargs, out, given, fresh)
+        call = LocalCall(func, args, kwargs, out, given, fresh)
+        if call.works:
+            flops, topology = call.flops(), self.topology or planning_context().topology_of(Mesh((1,)))
+            seconds = call.seconds(flops, topology)
+            self.events.append(Event(str(func.overloadpacket.__name__), "step", "compute", seconds, flops))
         return out
-
-    def worked(self, func: Any, args: Any, kwargs: Any, out: Any, given: list[Tensor], fresh: list[Tensor]) -> None:
-        """Record local work that makes or changes memory; views do neither."""
-        count = flop_registry.get(_COUNTED_AS.get(func.overloadpacket, func.overloadpacket))
-        flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
-        nbytes = sum(t.numel() * t.element_size() for t in (*given, *fresh))
-        topology = self.topology or planning_context().topology_of(Mesh((1,)))
-        dtype = str((fresh or given)[0].dtype).removeprefix("torch.")
-        seconds = work_seconds(flops, nbytes, topology, dtype)
-        if topology.dispatch:  # which has the launches in it
-            seconds -= topology.launch
-        self.events.append(Event(str(func.overloadpacket.__name__), "step", "compute", seconds, flops))
 
     def dispatched(self, decision: Decision) -> None:
         """Record the host's time of a distributed operator, before the work within it."""
-        topology = self.topology or decision.topology
-        seconds = topology.in_place if writes(decision.op) else topology.dispatch
+        seconds = host_seconds(decision.op, self.topology or decision.topology)
         if seconds:
             self.events.append(Event(decision.op, "step", "compute", seconds))
 
@@ -163,7 +145,16 @@ class _Recorder:
         axes, mesh = tuple(event.axis.split(",")), event.mesh
         topology = self.topology or planning_context().topology_of(mesh)
         seconds = collective_seconds(event.collective, event.nbytes, mesh, axes, topology)  # type: ignore[arg-type]
-        self.events.append(Event(event.collective, "step", "network", seconds, 0.0, event.nbytes, 1, axes))
+        decision = self.running[-1] if self.running and self.running[-1].members else None
+        collective = Event(event.collective, "step", "network", seconds, 0.0, event.nbytes, 1, axes, decision is None)
+        self.events.append(collective)
+        if decision is not None:  # kept, so that no other has its id
+            self.joined[id(decision)] = collective, decision
+
+    def waited(self, decision: Decision) -> None:
+        """Record that what follows waits for a joined collective."""
+        if id(decision) in self.joined:
+            self.events.append(Event("wait", "step", "compute", 0.0, needs=self.joined[id(decision)][0]))
 
     def stable_bytes(self, above: int = -1) -> int:
         """Wait until the bytes alive no longer fall, or is at most `above`, and return it.

@@ -17,7 +17,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dshard
-from dshard import Layout, LayoutError, Mesh, Placement, Replicate, Shard, StrategyError, distribute_tensor, trace
+from dshard import (
+    Layout,
+    LayoutError,
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    StrategyError,
+    Topology,
+    distribute_tensor,
+    trace,
+    use_topology,
+)
 from dshard.comm import planning
 from dshard.demo.vit import build as build_demo
 from dshard.parallel import Auto, Cost, Memory, Moves, Plan, parallelize, plan_model
@@ -370,7 +382,8 @@ def test_planned_memory_is_what_a_step_without_data_holds(strategy: str, block: 
     mesh, kept, kind = Mesh((2, 2), ("a", "b")), [], {"Wide": Wide, "Gated": Gated}[block]
     with torch.device("meta"):
         model, x = nn.Sequential(kind(), kind()), torch.empty(8, 6, 16)
-        planned = plan_model(model, mesh, strategy, x).cost.memory
+        cost = plan_model(model, mesh, strategy, x).cost
+        planned = cost.memory
         with planning():
             parallelize(model, mesh, strategy, x)
 
@@ -391,6 +404,38 @@ def test_planned_memory_is_what_a_step_without_data_holds(strategy: str, block: 
     assert stepped.held == planned.gradients == planned.parameters
     assert stepped.peak == planned.peak
     assert planned.transient > 0
+    assert stepped.seconds == pytest.approx(cost.seconds), "joined collectives beside the same work"
+    assert cost.hidden > 0 or strategy not in ("data", "fsdp")
+
+
+def test_what_a_collective_hides_is_at_most_the_work_beside_it() -> None:
+    """On a slow network a step takes as long as its collectives but for that; on a fast one they are hidden nearly."""
+    x, mesh = torch.empty(64, 16, 8, device="meta"), Mesh((4,), ("x",))
+    costs = []
+    for bandwidth in (1e3, 1e7, 1e15):
+        with use_topology(Topology.flat(bandwidth, 1e-9)), torch.device("meta"):
+            costs.append(plan_model(Stack(64, 4), mesh, "fsdp", x).cost)
+    slow, medium, fast = costs
+
+    assert slow.hidden < medium.hidden <= medium.work
+    assert fast.hidden > 0.5 * fast.communication
+    assert all(max(cost.work, cost.communication) <= cost.seconds for cost in costs)
+
+
+def test_views_are_no_work() -> None:
+    """A model that looks at its input in many ways has the work of one that does not."""
+
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(4):
+                x = x.transpose(0, 1).unflatten(0, (2, -1)).flatten(0, 1).transpose(0, 1)
+            return super().forward(x)
+
+    x, mesh = torch.empty(16, 8, 16, device="meta"), Mesh((4,), ("x",))
+    with torch.device("meta"):
+        plain, looking = (plan_model(kind(16, 16), mesh, "data", x).cost for kind in (nn.Linear, Looks))
+
+    assert looking.work == plain.work
 
 
 @pytest.mark.parametrize("heads", [4, 2])

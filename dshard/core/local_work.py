@@ -1,0 +1,71 @@
+"""The local work of a step: what the host takes for an operator, and what its local operators take.
+
+Of these it is the roofline of the operations that torch counts and the memory that they touch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from dshard.core.signature import Args, Kwargs
+from dshard.cost import work_seconds
+from dshard.topology import Topology
+from dshard.torch_private import OpOverload
+
+_EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.new_empty, torch.ops.aten.empty_like}
+"""Operators that reserve memory and do not touch it."""
+
+_COUNTED_AS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""Operators that torch counts no operations of, and those of the same operands that it does."""
+
+
+class LocalCall(NamedTuple):
+    """A call of an operator: the tensors that it was `given`, and those of its result in memory of their own."""
+
+    func: OpOverload
+    args: Args
+    kwargs: Kwargs
+    out: object
+    given: Sequence[Tensor]
+    fresh: Sequence[Tensor]
+
+    @property
+    def works(self) -> bool:
+        """Whether it makes or changes memory; views do neither."""
+        return bool((self.fresh or self.func._schema.is_mutable) and self.func.overloadpacket not in _EMPTY)
+
+    def flops(self) -> float:
+        """The operations."""
+        count = flop_registry.get(_COUNTED_AS.get(self.func.overloadpacket, self.func.overloadpacket))
+        return 0.0 if count is None else float(count(*self.args, **self.kwargs, out_val=self.out))
+
+    def seconds(self, flops: float, topology: Topology) -> float:
+        """Seconds by the roofline; without a launch where the topology has that in the host's time of an operator."""
+        nbytes = sum(t.numel() * t.element_size() for t in (*self.given, *self.fresh))
+        dtype = str((*self.fresh, *self.given)[0].dtype).removeprefix("torch.")
+        seconds = work_seconds(flops, nbytes, topology, dtype)
+        return seconds - topology.launch if topology.dispatch else seconds
+
+
+def writes(op: str) -> bool:
+    """Whether the operator of this name writes to its operand.
+
+    >>> writes("aten.add_.Tensor"), writes("aten.add.Tensor"), writes("linear backward")
+    (True, False, False)
+    """
+    return op.partition(".")[2].partition(".")[0].endswith("_")
+
+
+def host_seconds(op: str, topology: Topology) -> float:
+    """Seconds that the host takes for the distributed operator of this name, as measured; 0 where nobody has."""
+    return topology.in_place if writes(op) else topology.dispatch
