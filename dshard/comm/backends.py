@@ -6,7 +6,7 @@
 | messages between two ranks | have tags, begin one by one | have no tags, begin in groups | - | - |
 | reduce_scatter into one tensor | exchanged instead | of equal pieces | exchanged instead | in one process |
 | all_gather into one tensor | copies once more | in place | copies once more | in one process |
-| all_gather of uneven pieces | broadcasts, all at once | broadcasts in one group | broadcasts | in one process |
+| all_gather of uneven pieces | broadcasts, all at once | messages or broadcasts | broadcasts | in one process |
 | sums in half precision | rounded at every step | in single precision | - | as torch |
 
 Other backends count as the last but one: they get the ways that every backend has.

@@ -88,6 +88,18 @@ def gather_by_broadcasts(sizes: Sequence[int], group: Group, x: Tensor, out: Ten
     return partial(_ended, work, group, out)
 
 
+def gather_by_messages(sizes: Sequence[int], group: Group, x: Tensor, out: Tensor | None) -> Wait:
+    """Flat chunk -> the chunks of all ranks, of these `sizes`, in one group of messages from each rank to each."""
+    if out is None:
+        out = x.new_empty(sum(sizes))
+    parts, nothing = list(out.split(list(sizes))), out[:0]
+    parts[group.index].copy_(x)
+    parts[group.index] = nothing
+    send = [x.contiguous() if part is not nothing else nothing for part in parts]
+    slots = group.slots or range(len(sizes))
+    return partial(_ended, group.process_group.alltoall(by_slot(parts, slots), by_slot(send, slots)), group, out)
+
+
 def scatter_reduced(op: ReduceOp, n: int, group: Group, x: Tensor, out: Tensor | None) -> Wait:
     """Equal flat pieces for each of `n` ranks, in process group order -> the reduction of this rank's piece."""
     if out is None:

@@ -14,8 +14,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from dshard import Shard, distribute_tensor
+from dshard import Mesh, Shard, Topology, distribute_tensor
 from dshard.cli import main
+from dshard.comm.transport import LARGE_PIECE
+from dshard.cost import collective_seconds
 from dshard.report import selftest_failures, selftest_table
 from dshard.report.console import show
 from dshard.selftest import Result, SelfTest, selftest_checks, selftest_run
@@ -29,6 +31,7 @@ from dshard.selftest.selftest_checks import (
     trained_under,
 )
 from dshard.testing import HostSyncError, nccl_contract, rank_pool
+from dshard.testing.nccl_contract.process_state import CURRENT
 
 PLACE = Place("cpu", 4)
 
@@ -48,19 +51,45 @@ def test_the_library_keeps_the_contract_of_nccl() -> None:
     assert all(waits > 50 for waits in rank_pool(4, nccl_contract.BACKEND).run(cut))
 
 
-def uneven(size: int) -> tuple[bool, int]:
-    """Whether rows that do not divide are gathered right, and the kernels that it took."""
-    whole = torch.arange(3.0 * size).view(size, 3)
-    x = distribute_tensor(whole, PLACE.mesh("x"), [Shard(0)], src_data_rank=None)
-    before = nccl_contract.usage().kernels
-    right = x.full_tensor().equal(whole)
-    return right, nccl_contract.usage().kernels - before
+def gathered(shape: tuple[int, int], hosts: int) -> tuple[bool, list[str]]:
+    """Whether rows are gathered right on so many hosts, and the kernels that it took."""
+    whole, begun = torch.arange(shape[0] * shape[1]).to(torch.int8).view(shape), list[str]()
+    mesh = PLACE.mesh(f"on_{hosts}")
+    x = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    CURRENT.state.listeners.append(lambda operation: begun.append(operation.what.partition(" at ")[0]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(4 // hosts))  # which the mesh reads when its group is first used
+        right = x.full_tensor().equal(whole)
+    CURRENT.state.listeners.pop()
+    return right, begun
+
+
+LARGE = (5, LARGE_PIECE // 2 + 1)  # two of the rows are a large piece
+KERNELS = [((size, 3), hosts, "all_to_all") for size in (7, 5) for hosts in (1, 2)]
+KERNELS += [
+    ((1, 3), 2, "all_to_all_single"),
+    ((8, 3), 2, "all_gather_into_tensor"),
+    (LARGE, 1, "all_to_all"),
+    (LARGE, 2, "group of collectives"),
+]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("size", [7, 5, 1, 8])
-def test_pieces_of_any_sizes_are_gathered_by_one_kernel(size: int) -> None:
-    assert set(rank_pool(4, nccl_contract.BACKEND).run(uneven, size)) == {(True, 1)}
+@pytest.mark.parametrize(("shape", "hosts", "kernel"), KERNELS)
+def test_pieces_of_any_sizes_are_gathered_by_one_kernel(shape: tuple[int, int], hosts: int, kernel: str) -> None:
+    for answer in rank_pool(4, nccl_contract.BACKEND).run(gathered, shape, hosts):
+        assert answer == (True, [kernel])
+
+
+@pytest.mark.parametrize("generation", ["dgx-a100", "dgx-h100"])
+def test_pieces_of_different_sizes_are_gathered_as_the_prices_of_presets_say(generation: str) -> None:
+    """By messages, or by a broadcast of each; all but twice as large or as small as where the choice changes."""
+    for nodes, ranks in ((1, 8), (2, 16), (4, 32)):
+        mesh, topology = Mesh((ranks,), ("x",)), Topology.preset(generation, nodes=nodes)
+        for nbytes in (2**10, 2**17, LARGE_PIECE // 4, 2 * LARGE_PIECE, 2**26):
+            messages = collective_seconds("all_to_all", (ranks - 1) * nbytes, mesh, "x", topology)
+            broadcasts = ranks * collective_seconds("broadcast", nbytes, mesh, "x", topology)
+            assert (messages < broadcasts) == (nodes == 1 or nbytes <= LARGE_PIECE), (nodes, nbytes)
 
 
 @pytest.mark.ranks
