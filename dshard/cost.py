@@ -14,7 +14,7 @@ algorithm runs what:
 | permute        | one message to the next rank  | the same                 | the same      |
 
 On a topology that has NCCL's algorithms, as presets of GPUs do, the cheapest of these runs the first three and
-broadcasts, by NCCL's own prices (`algorithm_seconds`). A two-level all_reduce is no algorithm here but a plan:
+broadcasts, by NCCL's own prices (`algorithm_price`). A two-level all_reduce is no algorithm here but a plan:
 reduce_scatter inside, all_reduce across, all_gather inside. Prices grow with the bytes, and are never below the bytes
 that must pass a cut of the network over its bandwidth.
 """
@@ -23,13 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
+from typing import NamedTuple
 
 from typing_extensions import assert_never
 
+from dshard.caches import cached
 from dshard.mesh import Mesh
 from dshard.topology import COLLECTIVES, Collective, Link, Topology
-from dshard.topology.algorithms import Algorithm
+from dshard.topology.algorithms import COLLECTIVES_OF, Algorithm
 from dshard.topology.links import Hardware
 
 SLOWDOWN = 0.189
@@ -52,16 +54,16 @@ def collective_seconds(
     an exchange that come from elsewhere on each axis, where that is known.
     """
     axes = tuple(axes)
-    n = prod(mesh.shape[mesh.axis(axis)] for axis in axes)
+    n, link, algorithms = terms_of(collective, mesh, axes, topology)
     if n == 1:
         return 0.0
-    if collective == "reduce_scatter" and topology.backend == "gloo":
-        return _exchanged_reduce_scatter_seconds(nbytes, n, mesh, axes, topology)
-    link = topology.link(mesh, axes, collective)
-    seconds = None if link.measured else _nccl_seconds(collective, nbytes, n, mesh, axes, topology, link)
-    if seconds is not None:
-        return seconds
+    if algorithms:
+        return min([begin + nbytes / rate for begin, rate in algorithms])
     match collective:
+        case "reduce_scatter" if topology.backend == "gloo" and not link.measured:
+            link = topology.link(mesh, axes, "all_to_all")
+            summed = work_seconds(0.0, nbytes * (n + 1) / (n - 1), topology)  # n terms are read, their sum is written
+            return messages_seconds(nbytes, n - 1, link) + summed
         case "all_gather" | "reduce_scatter":
             return messages_seconds(nbytes, n - 1, link)
         case "all_reduce":
@@ -96,62 +98,68 @@ def tree_all_reduce_seconds(nbytes: float, n: int, link: Link) -> float:
     return messages_seconds(nbytes * n / (n - 1), 2 * _log2(n), link)
 
 
-def _nccl_seconds(
-    collective: Collective,
-    nbytes: float,
-    n: int,
-    mesh: Mesh,
-    axes: tuple[str, ...],
-    topology: Topology,
-    link: Link,
-) -> float | None:
-    """Seconds by the cheapest of the topology's algorithms; None where it has none for this collective."""
-    where = topology.nodes(mesh, axes) if topology.algorithms else None
+class AlgorithmPrice(NamedTuple):
+    """Seconds of a collective by one algorithm: those to begin, and the bytes that a ring would receive over `rate`."""
+
+    begin: float
+    rate: float
+
+
+class Terms(NamedTuple):
+    """What prices a collective along some mesh axes: the ranks of a group, their link, and the topology's algorithms.
+
+    There are no algorithms where none runs the collective, or its link was measured.
+    """
+
+    ranks: int
+    link: Link
+    algorithms: tuple[AlgorithmPrice, ...]
+
+
+@cached("terms of collectives", 8192)
+def terms_of(collective: Collective, mesh: Mesh, axes: tuple[str, ...], topology: Topology) -> Terms:
+    """The terms of a collective along `axes`."""
+    n = prod([mesh.shape[mesh.axis(axis)] for axis in axes])
+    if n == 1:
+        return Terms(1, Link(0.0, inf), ())
+    link = topology.link(mesh, axes, collective)
+    running = [algorithm for algorithm in topology.algorithms if collective in COLLECTIVES_OF[algorithm.kind]]
+    where = topology.nodes(mesh, axes) if running and not link.measured else None
     if where is None:
-        return None
-    nodes, inside = where
-    return min(
-        (
-            algorithm_seconds(algorithm, collective, nbytes, n, nodes, inside, link.bandwidth)
-            for algorithm in topology.algorithms
-            if algorithm.runs(collective, nodes, inside) and algorithm.bandwidth(link.bandwidth, nodes) > 0
-        ),
-        default=None,
-    )
+        return Terms(n, link, ())
+    prices = [algorithm_price(algorithm, collective, n, *where, link.bandwidth) for algorithm in running]
+    return Terms(n, link, tuple([price for price in prices if price is not None]))
 
 
-def algorithm_seconds(
-    algorithm: Algorithm,
-    collective: Collective,
-    nbytes: float,
-    n: int,
-    nodes: int,
-    inside: Hardware | None,
-    bandwidth: float,
-) -> float:
-    """Seconds of a collective of `n` ranks on so many nodes, in which in a ring each would receive `nbytes`.
+def algorithm_price(
+    algorithm: Algorithm, collective: Collective, n: int, nodes: int, inside: Hardware | None, bandwidth: float
+) -> AlgorithmPrice | None:
+    """The price of a collective of `n` ranks on so many nodes with links of this bandwidth; None where it cannot run.
 
     The formulas are those of NCCL's own choice (src/graph/tuning.cc). A ring takes n - 1 steps, an all_reduce two
     rings; a tree a chain through each node and back, and two tree walks between nodes. The switch of a node reads, and
     writes, each tensor once: an all_reduce takes half of a ring's bytes, an all_gather the n / (n - 1) of a sender, at
     the part of its bandwidth that n - 1 others leave. The result of an all_reduce passes each link in any case.
     """
-    whole = nbytes / 2 * n / (n - 1)
+    rate = algorithm.bandwidth(bandwidth, nodes)
+    if not rate or not algorithm.runs(nodes, inside):
+        return None
     step, between = algorithm.step(inside), algorithm.alone if n == nodes else algorithm.network
-    rate, levels = algorithm.bandwidth(bandwidth, nodes), 2 * (nodes.bit_length() - 1)
+    levels = 2 * (nodes.bit_length() - 1)
+    received = (n - 1) / n  # of a tensor, by each rank of a ring
     match algorithm.kind:
         case "ring":
             rings = 2 if collective == "all_reduce" else 1
-            return algorithm.base + rings * ((n - nodes) * step + (nodes - 1) * between) + nbytes / rate
+            return AlgorithmPrice(algorithm.base + rings * ((n - nodes) * step + (nodes - 1) * between), rate)
         case "tree":
             chains = 2 * (n // nodes - 1)
-            return algorithm.base + chains * step + levels * between + nbytes * n / (n - 1) / rate
+            return AlgorithmPrice(algorithm.base + chains * step + levels * between, rate * received)
         case "nvls" if collective == "all_reduce":
-            return algorithm.base + step + max(nbytes / 2 / rate, whole / bandwidth)
+            return AlgorithmPrice(algorithm.base + step, 2 * min(rate, bandwidth * received))
         case "nvls":
-            return algorithm.base + step + nbytes * (n / (n - 1)) ** 2 / rate
+            return AlgorithmPrice(algorithm.base + step, rate * received**2)
         case "nvls-tree":
-            return algorithm.base + step + levels * between + max(nbytes / rate, whole / bandwidth)
+            return AlgorithmPrice(algorithm.base + step + levels * between, min(rate, 2 * bandwidth * received))
         case _:
             assert_never(algorithm.kind)
 
@@ -163,7 +171,7 @@ def work_seconds(flops: float, nbytes: float, topology: Topology, dtype: str = "
 
 def copy_seconds(nbytes: float, topology: Topology) -> float:
     """Seconds of a copy of `nbytes` within a rank's memory, which reads and writes each."""
-    return work_seconds(0.0, 2 * nbytes, topology)
+    return topology.launch + 2 * nbytes / topology.memory_bandwidth
 
 
 def hidden_seconds_lost(nbytes: float, seconds: float, topology: Topology) -> float:
@@ -178,18 +186,6 @@ def hidden_seconds_lost(nbytes: float, seconds: float, topology: Topology) -> fl
     moved = (each.link for each in topology.measured if each.collective in ("permute", None))
     links = list(moved) or [Link(layer.latency, layer.group_bandwidth) for layer in topology.layers]
     return min(seconds, *(messages_seconds(nbytes, 1, link) for link in links))
-
-
-def _exchanged_reduce_scatter_seconds(
-    nbytes: float, n: int, mesh: Mesh, axes: tuple[str, ...], topology: Topology
-) -> float:
-    """Seconds of a reduce_scatter by all_to_all, after which each rank reads its `n` terms and writes their sum."""
-    link = topology.link(mesh, axes, "reduce_scatter")
-    if link.measured:
-        return messages_seconds(nbytes, n - 1, link)
-    terms = nbytes / (n - 1)
-    exchange_seconds = messages_seconds(nbytes, n - 1, topology.link(mesh, axes, "all_to_all"))
-    return exchange_seconds + work_seconds(0.0, (n + 1) * terms, topology)
 
 
 def _crossing_seconds(

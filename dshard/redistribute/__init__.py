@@ -3,8 +3,9 @@
 step.py            the steps as values, and the regions that each rank sends and receives
 layout_state.py    layouts as numbers, and the load of each step on its busiest rank
 price.py           seconds of a step
-space.py           the layouts of a tensor as a graph, with a lower bound on the seconds between any two
 axis_roles.py      mesh axes that may trade places
+lower_bound.py     the least seconds of any plan between two layouts
+space.py           the layouts of a tensor as a graph, whose edges are steps
 plan.py            plans: searched, priced, printed
 panel.py           steps panel by panel
 received_bound.py  the least that any plan receives

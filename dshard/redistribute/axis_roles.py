@@ -5,34 +5,37 @@ from __future__ import annotations
 from itertools import combinations
 
 from dshard.caches import cached
+from dshard.cost import Terms, terms_of
 from dshard.mesh import Mesh
 from dshard.redistribute.price import RUNS
-from dshard.topology import Link, Topology
+from dshard.topology import Collective, Topology
+
+COLLECTIVES = tuple(collective for collective in dict.fromkeys(RUNS.values()) if collective is not None)
+"""The collectives that steps run."""
 
 
 @cached("links of a mesh", 256)
-def links_of(mesh: Mesh, topology: Topology) -> dict[frozenset[int], tuple[Link, ...]]:
-    """The link of each collective along each set of mesh axes; axes of one rank have none."""
+def step_terms(mesh: Mesh, topology: Topology) -> dict[frozenset[int], dict[Collective, Terms]]:
+    """The terms of each collective along each set of mesh axes; axes of one rank have none."""
     wide = [axis for axis, n in enumerate(mesh.shape) if n > 1]
-    sets = [axes for count in range(1, len(wide) + 1) for axes in combinations(wide, count)]
-    collectives = tuple(dict.fromkeys((None, *RUNS.values())))
-    return {
-        frozenset(axes): tuple(topology.link(mesh, [mesh.names[i] for i in axes], each) for each in collectives)
-        for axes in sets
-    }
+    terms: dict[frozenset[int], dict[Collective, Terms]] = {}
+    for axes in [axes for count in range(1, len(wide) + 1) for axes in combinations(wide, count)]:
+        names = tuple([mesh.names[axis] for axis in axes])
+        terms[frozenset(axes)] = {each: terms_of(each, mesh, names, topology) for each in COLLECTIVES}
+    return terms
 
 
 @cached("mesh roles", 256)
 def roles(mesh: Mesh, topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """Groups of mesh axes that may trade places: of one size, and with the same links, together with any others.
+    """Groups of mesh axes that may trade places: of one size, and with the same terms, together with any others.
 
     >>> roles(Mesh((2, 2, 2), ("x", "y", "z")), Topology.preset("dgx-h100", nodes=2, ranks=4))
     ((0,), (1, 2))
     """
-    links, groups = links_of(mesh, topology), list[list[int]]()
+    terms, groups = step_terms(mesh, topology), list[list[int]]()
     for axis, n in enumerate(mesh.shape):
         for group in groups:
-            if mesh.shape[group[0]] == n and (n == 1 or _trade(group[0], axis, links)):
+            if mesh.shape[group[0]] == n and (n == 1 or _trade(group[0], axis, terms)):
                 group.append(axis)
                 break
         else:
@@ -40,5 +43,5 @@ def roles(mesh: Mesh, topology: Topology) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, groups))
 
 
-def _trade(a: int, b: int, links: dict[frozenset[int], tuple[Link, ...]]) -> bool:
-    return all(links[axes ^ {a, b}] == along for axes, along in links.items() if a in axes and b not in axes)
+def _trade(a: int, b: int, terms: dict[frozenset[int], dict[Collective, Terms]]) -> bool:
+    return all(terms[axes ^ {a, b}] == along for axes, along in terms.items() if a in axes and b not in axes)

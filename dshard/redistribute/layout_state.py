@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from math import prod
 from operator import mul
@@ -155,9 +155,9 @@ def all_to_all_load(here: State, src: int, dst: int, n: int) -> Load:
         return Load(0, copied, n - 1)
     rest, chunks = here.others(src) // needed, needed // len(chunk(needed, n, 0))
     received = max(
-        (size - len(chunk(size, n, i))) * len(chunk(needed, n, i)) * rest for i in (chunks - 1, min(chunks, n - 1))
+        [(size - len(chunk(size, n, i))) * len(chunk(needed, n, i)) for i in {chunks - 1, min(chunks, n - 1)}]
     )
-    return Load(received, copied, n - 1)
+    return Load(received * rest, copied, n - 1)
 
 
 def slice_load(there: State, n: int) -> Load:
@@ -178,16 +178,19 @@ def exchange_load(here: State, there: State, axes: Sequence[int], *, exact: bool
     if n > COUNTED:
         return Load(received, copied, messages)
     needed = prod(here.shape) // prod([here.sizes[axis] for split in there.axes for axis in split])
-    held = [_held_beside(here, there, axes, axis) for axis in axes] if len(axes) > 1 else []
+    held = _held_beside(here, there, axes) if len(axes) > 1 else []
     crossing = tuple([(max(0, there.numel - most), max(0, needed - most)) for most in held])
     return Load(received, copied, messages, max(0, needed - prod(kept)), crossing)
 
 
-def _held_beside(here: State, there: State, axes: Sequence[int], axis: int) -> int:
-    """The most elements that a rank needs and the ranks hold, together, that are at its place on this one of `axes`."""
-    most = 1
+def _held_beside(here: State, there: State, axes: Sequence[int]) -> list[int]:
+    """For each of `axes` the most elements that a rank needs and the ranks at its place on that axis hold together."""
+    most = [1] * len(axes)
     for held, needed, split in zip(here.local, there.local, here.axes, strict=True):
-        most *= min(needed, held * prod([here.sizes[other] for other in split if other in axes and other != axis]))
+        crossed = [axis for axis in split if axis in axes] if split else []
+        together = held * prod([here.sizes[axis] for axis in crossed]) if crossed else held
+        for i, axis in enumerate(axes):
+            most[i] *= min(needed, together // here.sizes[axis] if axis in crossed else together)
     return most
 
 
@@ -216,92 +219,98 @@ def _exchanged(here: State, there: State, axes: Sequence[int]) -> tuple[int, int
     Of many ranks only those at corners of the mesh are counted, where the most is, and there is no average. A rank
     keeps what it holds of what it needs; along an axis it receives what no rank at its own place there holds.
     """
-    sizes = here.sizes
+    sizes, among = here.sizes, tuple(axes)
     counts_all = prod([sizes[axis] for axis in axes]) <= COUNTED
-    free = [set(axes) - {axis} for axis in axes] if counts_all and len(axes) > 1 else []
-    places = [
-        (set(range(n)) if counts_all else {0, n // 2, n - 1}) if axis in axes else {0} for axis, n in enumerate(sizes)
-    ]
-    fixed, tables = _needed_and_held(here, there, [set(), *free], places)
+    fixed, tables = _needed_and_held(here, there, among, counts_all)
     varying = {i for split, _ in tables for i in split}
+    places = _places(sizes, among, counts_all)
     received: list[list[int]] = []
-    for corner in product(*(places[i] if i in varying else (0,) for i in range(len(sizes)))):
-        counts = list(fixed)
+    for corner in product(*[places[i] if i in varying else (0,) for i in range(len(sizes))]):
+        counts = fixed
         for split, table in tables:
             counts = list(map(mul, counts, table[tuple([corner[i] for i in split])]))
-        received.append([counts[0] - kept for kept in counts[1:]])
+        received.append(list(map(counts[0].__sub__, counts[1:])))
     totals = [(max(each), -(-sum(each) // len(each))) for each in zip(*received, strict=True)]
     return totals[0][0], totals[0][1] if counts_all else None, tuple(totals[1:])
+
+
+def _places(sizes: tuple[int, ...], axes: tuple[int, ...], counts_all: bool) -> list[Sequence[int]]:
+    """The places that are counted on each mesh axis."""
+    return [
+        (range(n) if counts_all else sorted({0, n // 2, n - 1})) if axis in axes else (0,)
+        for axis, n in enumerate(sizes)
+    ]
+
+
+def _free(axes: tuple[int, ...], counts_all: bool) -> list[tuple[int, ...]]:
+    """The sets of axes along which what ranks hold is added up: none, and all but one."""
+    all_but_one = [tuple([other for other in axes if other != axis]) for axis in axes]
+    return [(), *all_but_one] if counts_all and len(axes) > 1 else [()]
 
 
 Table: TypeAlias = dict[Coordinate, tuple[int, ...]]
 
 
 def _needed_and_held(
-    here: State, there: State, free: Sequence[set[int]], places: Sequence[set[int]]
+    here: State, there: State, axes: tuple[int, ...], counts_all: bool
 ) -> tuple[list[int], list[tuple[tuple[int, ...], Table]]]:
     """Count what ranks need, and what is held, for each set of free axes, by all ranks that differ only there.
 
     A product over the dims: first the factor that is the same for all ranks, then a table for each other dim, by the
     axes that shard it. Of a dim that is sharded evenly, in nested chunks, each rank needs and holds as much.
     """
-    sizes, fixed = here.sizes, [1] * (1 + len(free))
-    tables: list[tuple[tuple[int, ...], Table]] = []
+    sizes, free = here.sizes, _free(axes, counts_all)
+    fixed, tables = [1] * (1 + len(free)), list[tuple[tuple[int, ...], Table]]()
     for size, have_axes, want_axes in zip(here.shape, here.axes, there.axes, strict=True):
         longer = max(have_axes, want_axes, key=len)
         parts = prod([sizes[i] for i in longer])
         if size % parts == 0 and (longer[: len(have_axes)], longer[: len(want_axes)]) == (have_axes, want_axes):
             inner = have_axes[len(want_axes) :]  # whose other chunks lie in what is needed, too
-            held = [size // parts * prod([sizes[i] for i in inner if i in axes]) for axes in free]
+            held = [size // parts * prod([sizes[i] for i in inner if i in each]) for each in free]
             fixed = list(map(mul, fixed, [size // prod([sizes[i] for i in want_axes]), *held]))
-            continue
-        split = tuple(sorted({*have_axes, *want_axes}))
-        tables.append((split, _table(size, split, (have_axes, want_axes), sizes, free, places)))
+        else:
+            tables.append(_table(size, have_axes, want_axes, sizes, axes, counts_all))
     return fixed, tables
 
 
+@cached("exchange tables", 4096)
 def _table(
     size: int,
-    split: tuple[int, ...],
-    orders: tuple[tuple[int, ...], tuple[int, ...]],
+    have_axes: tuple[int, ...],
+    want_axes: tuple[int, ...],
     sizes: tuple[int, ...],
-    free: Sequence[set[int]],
-    places: Sequence[set[int]],
-) -> Table:
-    """Of one dim, what ranks need and how much of that is held, by their places on the axes of `split`."""
-    have_axes, want_axes = orders
+    axes: tuple[int, ...],
+    counts_all: bool,
+) -> tuple[tuple[int, ...], Table]:
+    """Of one dim, the axes that shard it, and what ranks need and how much of that is held, by their places on these.
 
-    def chunk_at(order: tuple[int, ...], at: dict[int, int]) -> range:
-        return nested_chunk(size, order, sizes, at)
-
-    chunks = {at: chunk_at(have_axes, dict(zip(have_axes, at, strict=True))) for at in _places_on(have_axes, places)}
-    table: Table = {}
-    for picked in _places_on(split, places):
+    It is sharded by `have_axes` before an exchange along `axes`, and by `want_axes` afterwards.
+    """
+    split, places = tuple(sorted({*have_axes, *want_axes})), _places(sizes, axes, counts_all)
+    have, want = (
+        {at: nested_chunk(size, order, sizes, dict(zip(order, at, strict=True))) for at in product(*on)}
+        for order, on in ((order, [places[i] for i in order]) for order in (have_axes, want_axes))
+    )
+    both = {
+        (needed, held): max(0, min(want[needed].stop, have[held].stop) - max(want[needed].start, have[held].start))
+        for needed in want
+        for held in have
+    }
+    free, table = _free(axes, counts_all), Table()
+    for picked in product(*[places[i] for i in split]):
         at = dict(zip(split, picked, strict=True))
-        want = chunk_at(want_axes, at)
-        held = []
-        for axes in free:
-            options = [places[i] if i in axes else (at[i],) for i in have_axes]
-            held.append(sum([_both(chunks[each], want) for each in product(*options)]))
-        table[picked] = (len(want), *held)
-    return table
-
-
-def _places_on(axes: Sequence[int], places: Sequence[set[int]]) -> Iterator[Coordinate]:
-    return product(*[places[i] for i in axes])
-
-
-def _both(a: range, b: range) -> int:
-    """The number of indices that two chunks share."""
-    return max(0, min(a.stop, b.stop) - max(a.start, b.start))
+        needed = tuple([at[i] for i in want_axes])
+        options = [product(*[places[i] if i in each else (at[i],) for i in have_axes]) for each in free]
+        table[picked] = (len(want[needed]), *[sum(map(both.__getitem__, product((needed,), held))) for held in options])
+    return split, table
 
 
 # -- relations of two states
 
 
-def nests(axes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether chunks after a step lie in those before it, by the mesh axes that shard each dim (before, after)."""
-    return all(want[: len(have)] == have for have, want in axes)
+def nests(before: Axes, after: Axes) -> bool:
+    """Whether chunks after a step lie in those before it, by the mesh axes that shard each dim."""
+    return [want[: len(have)] for have, want in zip(before, after, strict=True)] == list(before)
 
 
 def reordered(here: State, there: State) -> tuple[int, ...]:

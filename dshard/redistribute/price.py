@@ -95,14 +95,15 @@ def load_seconds(
     seconds, collective = copy_seconds(load.copied * itemsize, topology), RUNS[kind]
     if collective is None:
         return seconds
-    peers, received, along = (
-        load.messages if kind is Exchange else None,
-        load.received,
-        [most for most, _ in load.along],
-    )
+    received, along = load.received, [most for most, _ in load.along] if load.along else []
     if load.average is not None and topology.backend == "gloo" and topology.link(mesh, axes, collective).measured:
         received, along = load.average, [average for _, average in load.along]
-    crossing = [count * itemsize for count in along]
     return seconds + collective_seconds(
-        collective, received * itemsize, mesh, axes, topology, peers=peers, along=crossing
+        collective,
+        received * itemsize,
+        mesh,
+        axes,
+        topology,
+        peers=load.messages if kind is Exchange else None,
+        along=[count * itemsize for count in along] if along else (),
     )

@@ -9,7 +9,7 @@ from dshard.caches import cached
 from dshard.layout import DimOrder, Layout, Shape, interned
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
-from dshard.redistribute.axis_roles import links_of, roles
+from dshard.redistribute.axis_roles import roles
 from dshard.redistribute.layout_state import (
     COUNTED,
     Axes,
@@ -22,7 +22,6 @@ from dshard.redistribute.layout_state import (
     all_gather_load,
     all_reduce_load,
     all_to_all_load,
-    apart,
     axes_and_partial,
     changed,
     exchange_load,
@@ -32,6 +31,7 @@ from dshard.redistribute.layout_state import (
     reordered,
     slice_load,
 )
+from dshard.redistribute.lower_bound import LowerBound
 from dshard.redistribute.price import load_seconds
 from dshard.redistribute.step import (
     AllGather,
@@ -44,7 +44,7 @@ from dshard.redistribute.step import (
     Slice,
     Step,
 )
-from dshard.topology import Link, Topology
+from dshard.topology import Topology
 
 
 class Space:
@@ -52,17 +52,8 @@ class Space:
 
     def __init__(self, mesh: Mesh, topology: Topology, shape: Shape, itemsize: int) -> None:
         self.mesh, self.topology, self.shape, self.itemsize = mesh, topology, shape, itemsize
-        self.sizes, self.numel = mesh.shape, prod(shape)
-        along = links_of(mesh, topology)
-        self.in_network = 2 if any(algorithm.kind.startswith("nvls") for algorithm in topology.algorithms) else 1
-        self.rate, self.latency = self._best([link for links in along.values() for link in links])
-        self.slow: list[tuple[int, float, float]] = []
-        """Mesh axes, and by how many seconds a byte, and a message, takes longer in whatever goes along them."""
-        for axis, n in enumerate(mesh.shape):
-            if n > 1:
-                rate, latency = self._best([link for axes, links in along.items() if axis in axes for link in links])
-                if rate < self.rate or latency > self.latency:
-                    self.slow.append((axis, 1 / rate - 1 / self.rate, latency - self.latency))
+        self.sizes = mesh.shape
+        self.bound = LowerBound(mesh, topology, shape, itemsize)
         wide = [axis for axis, n in zip(mesh.names, mesh.shape, strict=True) if n > 1]
         alone = {topology.link(mesh, (axis,), "exchange") for axis in wide}
         self.level = len(alone) < 2 and not any(link.measured for link in alone)
@@ -71,15 +62,6 @@ class Space:
         self.laid: dict[Layout, State] = {}
         self.prices: dict[tuple[object, ...], float] = {}
         self.ends: dict[tuple[State, State, str], Reached] = {}
-
-    def _best(self, links: Sequence[Link]) -> tuple[float, float]:
-        """The highest bandwidth, in bytes per second, and the lowest latency, in seconds, of these links.
-
-        A switch that reduces halves the bytes of an all_reduce. Of algorithms with steps of their own no latency is
-        assumed.
-        """
-        rate = max((link.best_bandwidth for link in links), default=float("inf")) * self.in_network
-        return rate, 0.0 if self.topology.algorithms else min((link.latency for link in links), default=0.0)
 
     def state(self, axes: Axes, partial: Partials) -> State:
         """The one state that shards tensor dims over `axes` and is partial as `partial` says."""
@@ -160,73 +142,14 @@ class Space:
                 order.append((dim, split))
         return interned(Layout(self.mesh, tuple(placements), tuple(order)))
 
-    # -- the least that any plan takes
+    # -- seconds
 
     def least(self, src: State, dst: State) -> float:
-        """A lower bound on the seconds of any plan from `src` to `dst`: launches, messages, elements that ranks lack.
-
-        Each message at most doubles the number of ranks whose chunks, or terms, a rank holds; chunks and terms come
-        in steps of their own, unless the chunks are nested. Of `t` terms, as in `lower_bound`, `t` - 1 receives
-        bring them together at a rank that needs the sum, and each other rank that does receives it.
-        """
+        """A lower bound on the seconds of any plan from `src` to `dst`, cached."""
         seconds = dst.rest.get(src)
         if seconds is None:
-            seconds = dst.rest[src] = self._least(src, dst) if src is not dst else 0.0
+            seconds = dst.rest[src] = self.bound.seconds(src, dst) if src is not dst else 0.0
         return seconds
-
-    def _least(self, src: State, dst: State) -> float:
-        terms, begins, ends = 1, 0, False
-        if src.partial != dst.partial:
-            for op, target, n in zip(src.partial, dst.partial, self.sizes, strict=True):
-                if op is not target:
-                    begins += target is not None
-                    if op is not None:
-                        ends, terms = True, terms * n
-        nested = nests(zip(src.wide, dst.wide, strict=True))
-        held, sources = 1, 1
-        for have, want in zip(src.local, dst.local, strict=True):
-            if want > have:
-                held *= have
-                sources *= -(-want // have) if have else 1
-            else:
-                held *= want
-        separate = not nested and apart(src, dst)
-        rounds = 0 if nested or not self.numel else max(1, (sources - 1 + separate).bit_length())
-        lacking = float(dst.numel - (0 if separate else held))
-        if terms > 1:
-            rounds += (terms - 1).bit_length()
-            lacking = max(lacking, dst.numel, self.numel * (dst.share + (terms - 2) / self.mesh.size))
-        steps = max(1, ends + begins + (ends and not nested))
-        seconds = steps * self.topology.launch + rounds * self.latency + lacking * self.itemsize / self.rate
-        return seconds + self._crossing(src, dst) if self.slow else seconds
-
-    def _crossing(self, src: State, dst: State) -> float:
-        """A lower bound on the extra seconds for elements that must be sent along a slow axis.
-
-        As much enters each slice of the mesh along the axis. Where a slice has, or sums up, one part in `n` of what all
-        of it needs, it lacks the others; where the axis shards another dim afterwards, evenly, it needs one part in
-        `n`, and has one in `n` of that.
-        """
-        most = 0.0
-        for axis, byte, message in self.slow:
-            n, ends = self.sizes[axis], src.partial[axis] is not dst.partial[axis]
-            if ends and src.partial[axis] is not None:
-                numel = 1.0 * self.numel * (n - 1) * (1 if axis in dst.split else 2)
-            elif axis in src.split and axis not in dst.split:
-                numel = self.numel * (n - 1)
-            elif axis in src.split and src.split[axis] != dst.split[axis] and self._even(src, dst, axis):
-                numel = self.numel * (n - 1) / n
-            else:
-                continue
-            most = max(most, numel / self.mesh.size * self.itemsize * byte + message)
-        return most
-
-    def _even(self, src: State, dst: State, axis: int) -> bool:
-        """Whether the dims that this axis shards, before and after, are sharded evenly."""
-        ends = ((src.axes, src.split[axis]), (dst.axes, dst.split[axis]))
-        return not any(self.shape[dim] % prod([self.sizes[i] for i in axes[dim]]) for axes, dim in ends)
-
-    # -- seconds
 
     def seconds(self, kind: type[Step], axes: tuple[int, ...], load: Load) -> float:
         """Seconds of a step of this kind along these mesh axes, cached for all layouts."""
@@ -309,7 +232,7 @@ class Space:
         """The exchange to `target`, which begins partial on the same axes; a slice where it only cuts chunks."""
         if state is target:
             return None
-        if nests(zip(state.axes, target.axes, strict=True)):
+        if nests(state.axes, target.axes):
             n = prod([self.sizes[axis] for axis in changed(state, target)])
             return Move(target, Slice, self.seconds(Slice, (), slice_load(target, n)))
         axes = reordered(state, target)
@@ -323,7 +246,7 @@ class Space:
         """The reduction of one kind, on all axes where it ends, straight to chunks within those of `state`."""
         ends = [axis for axis, (a, b) in enumerate(zip(state.partial, target.partial, strict=True)) if a != b]
         ops = {state.partial[axis] for axis in ends}
-        nested = nests(zip(state.axes, target.axes, strict=True))
+        nested = nests(state.axes, target.axes)
         if None in ops or len(ops) > 1 or not target.split.keys() >= set(ends) or not nested:
             return None
         load = reduce_exchange_load(target, prod([self.sizes[axis] for axis in ends]))

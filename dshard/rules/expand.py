@@ -94,6 +94,9 @@ def rows_of_axis(rule: Rule, operands: Sequence[Operand], axis: int) -> list[Row
     return list(rows)
 
 
+_shard, _partial = cached("shards", 64)(Shard), cached("partials", 8)(Partial)
+"""One object for each placement of many expansions."""
+
 Order: TypeAlias = dict[str, tuple[int, ...]]
 
 
@@ -190,7 +193,7 @@ def _output_rest(rule: Rule, i: int, assignment: tuple[Row, ...]) -> list[Placem
         if isinstance(row, PassThrough):
             rest.append(_passed(row))
         else:
-            rest.append(Replicate() if row is None else Partial(rule.reduce_of(i)))
+            rest.append(Replicate() if row is None else _partial(rule.reduce_of(i)))
     return rest
 
 
@@ -203,14 +206,14 @@ def _gradient_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
     rest: list[Placement] = []
     for row in assignment:
         if isinstance(row, PassThrough):
-            rest.append(Replicate() if i in row.operands else Partial("avg" if row.ops[0] == "avg" else "sum"))
+            rest.append(Replicate() if i in row.operands else _partial("avg" if row.ops[0] == "avg" else "sum"))
         else:
-            rest.append(Replicate() if row is None else Partial("sum"))
+            rest.append(Replicate() if row is None else _partial("sum"))
     return rest
 
 
 def _passed(row: PassThrough) -> Placement:
-    return Partial(row.ops[0])
+    return _partial(row.ops[0])
 
 
 def _layout(mesh: Mesh, term: Term, order: Order, rest: list[Placement]) -> Layout:
@@ -218,12 +221,16 @@ def _layout(mesh: Mesh, term: Term, order: Order, rest: list[Placement]) -> Layo
     placements = list(rest)
     orders: list[DimOrder] = []
     for dim, factors in enumerate(term):
-        axes = tuple(axis for factor in factors for axis in order.get(factor, ()))
+        axes = order.get(factors[0], ()) if len(factors) == 1 else _axes_of(factors, order)
         for axis in axes:
-            placements[axis] = Shard(dim)
+            placements[axis] = _shard(dim)
         if len(axes) > 1:
             orders.append((dim, axes))
     return _laid(mesh, tuple(placements), tuple(orders))
+
+
+def _axes_of(factors: Dim, order: Order) -> tuple[int, ...]:
+    return tuple([axis for factor in factors for axis in order.get(factor, ())])
 
 
 @cached("expanded layouts", 16384)
@@ -234,7 +241,7 @@ def _laid(mesh: Mesh, placements: tuple[Placement, ...], orders: tuple[DimOrder,
 
 def merges(dim: Dim, order: Order, sizes: dict[str, int], mesh: Mesh) -> bool:
     """Whether factors sharded in this order merge, on every rank, into just the chunk that the merged dim has there."""
-    axes = [axis for factor in dim for axis in order.get(factor, ())]
+    axes = _axes_of(dim, order)
     if not axes:
         return True
     total = prod(sizes[factor] for factor in dim)

@@ -24,7 +24,13 @@ from dshard.validate import as_tuple, shown
 
 Kind: TypeAlias = Literal["ring", "tree", "nvls", "nvls-tree"]
 Generation: TypeAlias = Literal["ampere", "hopper", "blackwell"]
-_IN_SWITCH = ("all_gather", "reduce_scatter", "all_reduce")
+COLLECTIVES_OF: dict[Kind, tuple[Collective, ...]] = {
+    "ring": ("all_gather", "reduce_scatter", "all_reduce", "broadcast"),
+    "tree": ("all_reduce",),
+    "nvls": ("all_gather", "reduce_scatter", "all_reduce"),
+    "nvls-tree": ("all_reduce",),
+}
+"""The collectives that algorithms of each kind run."""
 NODES = 3
 """Bandwidths differ on one node, on two, and on more."""
 
@@ -79,19 +85,17 @@ class Algorithm:
         i = min(nodes, NODES) - 1
         return min(self.share[i] * min(link, self.lanes), self.most[i])
 
-    def runs(self, collective: Collective, nodes: int, inside: Hardware | None) -> bool:
-        """Whether it runs a collective of a group on so many nodes, whose ranks in a node are joined so."""
+    def runs(self, nodes: int, inside: Hardware | None) -> bool:
+        """Whether it runs in groups on so many nodes, whose ranks in a node are joined so."""
         if self.protocol == "LL128" and inside == "pcie":
             return False
         match self.kind:
-            case "ring":
-                return collective in ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
-            case "tree":
-                return collective == "all_reduce"
+            case "ring" | "tree":
+                return True
             case "nvls":
-                return nodes == 1 and inside == "nvlink" and collective in _IN_SWITCH
+                return nodes == 1 and inside == "nvlink"
             case "nvls-tree":
-                return nodes > 1 and inside == "nvlink" and collective == "all_reduce"
+                return nodes > 1 and inside == "nvlink"
             case _:
                 assert_never(self.kind)
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from dshard.cost import algorithm_seconds, collective_seconds
+from dshard.cost import algorithm_price, collective_seconds
 from dshard.errors import TopologyError
 from dshard.layout import parse_layout
 from dshard.mesh import Mesh
 from dshard.redistribute import plan
+from dshard.redistribute.space import space_of
 from dshard.topology import Collective, Topology
-from dshard.topology.algorithms import Algorithm, nccl_algorithms
+from dshard.topology.algorithms import COLLECTIVES_OF, Algorithm, nccl_algorithms
 
 MB = 64e6
 
@@ -51,9 +52,10 @@ def cheapest(topology: Topology, collective: Collective, nbytes: float) -> tuple
     where, link = topology.nodes(mesh, ["x"]), topology.link(mesh, ["x"], collective)
     assert where is not None
     prices = {
-        str(each): algorithm_seconds(each, collective, received, n, *where, link.bandwidth)
+        str(each): price.begin + received / price.rate
         for each in topology.algorithms
-        if each.runs(collective, *where) and each.bandwidth(link.bandwidth, where[0])
+        if collective in COLLECTIVES_OF[each.kind]
+        and (price := algorithm_price(each, collective, n, *where, link.bandwidth)) is not None
     }
     name = min(prices, key=prices.__getitem__)
     assert collective_seconds(collective, received, mesh, ["x"], topology) == prices[name]
@@ -87,9 +89,10 @@ def test_a_group_of_one_rank_on_each_node_exposes_the_network() -> None:
 
     assert topology.nodes(mesh, ["node"]) == (2, None)
     assert topology.nodes(mesh, ["gpu"]) == (1, "nvlink")
-    seconds = algorithm_seconds(simple, "all_gather", 0.0, 2, 2, None, 50e9)
-    assert seconds == pytest.approx(6.6e-6 + 5.0e-6)
-    assert collective_seconds("all_gather", 0.0, mesh, ["node"], topology) == seconds
+    price = algorithm_price(simple, "all_gather", 2, 2, None, 50e9)
+    assert price is not None
+    assert price.begin == pytest.approx(6.6e-6 + 5.0e-6)
+    assert collective_seconds("all_gather", 0.0, mesh, ["node"], topology) == price.begin
 
 
 def test_no_all_reduce_in_a_switch_is_faster_than_the_link_brings_the_result() -> None:
@@ -107,6 +110,22 @@ def test_only_bytes_count_without_algorithms() -> None:
     assert topology.bytes_only().algorithms == ()
     assert plan(src, dst, (1 << 20,), 4, topology.bytes_only()).seconds == pytest.approx(2 * 7 / 8 * (4 << 20) / 450e9)
     assert plan(src, dst, (1 << 24,), 4, topology).seconds < plan(src, dst, (1 << 24,), 4, rings_only(topology)).seconds
+
+
+def test_no_plan_begins_sooner_than_the_algorithms() -> None:
+    """Of a small tensor nearly all is counted before a plan is searched, so that few layouts are looked at."""
+    topology = Topology.preset("dgx-h100", nodes=2)
+    mesh = Mesh((2, 8), ("node", "gpu"))
+    space = space_of(mesh, topology, (8,), 4)
+    for text in ("node:R gpu:P(sum)", "node:P(sum) gpu:R", "node:P(sum) gpu:P(sum)"):
+        src, dst = parse_layout(text, mesh), parse_layout("node:R gpu:R", mesh)
+
+        least, seconds = (
+            space.least(space.state_of(src), space.state_of(dst)),
+            plan(src, dst, (8,), 4, topology).seconds,
+        )
+
+        assert 0.5 * seconds < least <= seconds
 
 
 def rings_only(topology: Topology) -> Topology:
