@@ -43,9 +43,9 @@ ALLOWED: dict[tuple[str, str], Any] = {
     **{(path.rpartition(".")[0], path.rpartition(".")[2]): late(path) for path in _PRIVATE},
     ("torch", "Size"): torch.Size,
     ("pathlib", "PosixPath"): PosixPath,
-    ("pathlib._local_tensor", "PosixPath"): PosixPath,
+    ("pathlib._local", "PosixPath"): PosixPath,
     ("pathlib", "PurePosixPath"): PurePosixPath,
-    ("pathlib._local_tensor", "PurePosixPath"): PurePosixPath,
+    ("pathlib._local", "PurePosixPath"): PurePosixPath,
 }
 """The globals that the pickle may name, besides dtypes: plain records, none of which acts when it is created."""
 

@@ -10,6 +10,7 @@ import pickle
 import resource
 import shutil
 import signal
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -250,6 +251,22 @@ def test_metadata_name_no_file_outside(tmp_path: Path) -> None:
         (tmp_path / "x" / ".metadata").write_bytes(metadata_file.as_bytes(metadata))
         with pytest.raises(CheckpointError, match=f"names the file {name}, outside of the checkpoint"):
             load({"x": numbers((3,))}, tmp_path / "x")
+
+
+def test_metadata_of_python_3_13_is_read(tmp_path: Path) -> None:
+    """Its pickles name the private module in which it has paths."""
+    save({"x": numbers((3,))}, tmp_path / "x")
+    metadata = metadata_file.read(tmp_path / "x")
+    metadata.storage_meta.checkpoint_id = Path("x")  # type: ignore[union-attr]
+    pickled = pickle.dumps(metadata, protocol=2)
+    newer = pickled.replace(b"cpathlib\nPosixPath\n", b"cpathlib._local\nPosixPath\n")
+    assert newer != pickled
+    (tmp_path / "x" / ".metadata").write_bytes(newer + b"\ndshard crc32 %08x\n" % zlib.crc32(newer))
+    x = torch.zeros(3)
+
+    load({"x": x}, tmp_path / "x")
+
+    assert x.equal(numbers((3,)))
 
 
 def test_values_of_classes_that_the_state_has_are_read(tmp_path: Path) -> None:
