@@ -71,7 +71,7 @@ def redistributions(count: int) -> Iterator[list[str]]:
 
 def products(count: int) -> Iterator[list[str]]:
     """One row for each number of mesh axes and topology."""
-    rule, wanted = matmul_rule((M, K), (K, N)), Constraints(gradients=(True, True), kept=(True, True))
+    rule, constraints = matmul_rule((M, K), (K, N)), Constraints(gradients=(True, True), kept=(True, True))
     placements = [Replicate(), Shard(0), Shard(1)]
     for axes in range(1, 5):
         mesh, chance = Mesh((2,) * axes), random.Random(axes)
@@ -80,7 +80,7 @@ def products(count: int) -> Iterator[list[str]]:
             for _ in range(count):
                 a, b = (drawn(mesh, placements, chance) for _ in range(2))
                 operands = (Operand(a, (M, K), 4), Operand(b, (K, N), 4))
-                seconds.append(cold(lambda of=operands, at=topology: choose(rule, of, (((M, N), 4),), at, wanted)))
+                seconds.append(cold(lambda of=operands, at=topology: choose(rule, of, (((M, N), 4),), at, constraints)))
             yield row(f"choice for mm with gradients, {axes} mesh axes", name, seconds)
 
 

@@ -234,14 +234,14 @@ def positions_of(args: Args, kwargs: Kwargs) -> list[int] | None:
 
 
 def decide(
-    op: str, rule: Rule, specs: Sequence[Spec], outs: Sequence[Tensor], wanted: Constraints = ANY
+    op: str, rule: Rule, specs: Sequence[Spec], outs: Sequence[Tensor], constraints: Constraints = ANY
 ) -> tuple[Decision, Strategy]:
     """The decision for the cheapest strategy of `rule`, for operands of these specs and outputs like `outs`."""
     operands, outputs = tuple(map(operand_of, specs)), tuple((tuple(out.shape), out.itemsize) for out in outs)
     topology = planning_context().topology_of(operands[0].layout.mesh)
-    strategy = choose(rule, operands, outputs, topology, wanted)
+    strategy = choose(rule, operands, outputs, topology, constraints)
     plans = plans_to(specs, strategy.inputs)
-    return Decision(op, operands, outputs, rule, strategy, plans, topology, wanted=wanted), strategy
+    return Decision(op, operands, outputs, rule, strategy, plans, topology, constraints=constraints), strategy
 
 
 def result_specs(strategy: Strategy, outs: Sequence[Tensor], device: torch.device) -> list[Spec]:

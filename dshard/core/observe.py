@@ -60,7 +60,7 @@ class Decision:
     strategy: Strategy | None
     plans: tuple[Plan, ...]
     topology: Topology
-    wanted: Constraints = ANY
+    constraints: Constraints = ANY
     panels: Panels = IN_BULK
     crossing: ReshardPlan | None = None
     exchanges: tuple[PlannedCollective, ...] = ()

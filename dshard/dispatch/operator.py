@@ -184,9 +184,9 @@ def operator_executable(
     `result` is that of the call on meta tensors, `positions` are those of the distributed arguments, None where tensors
     are nested or named.
     """
-    wanted = Constraints(keep=call.specs[0].layout) if writes_first(call.func) else ANY
+    constraints = Constraints(keep=call.specs[0].layout) if writes_first(call.func) else ANY
     rule = op.rule(call)
-    decision, strategy = decide(str(call.func), rule, call.specs, call.outs, wanted)
+    decision, strategy = decide(str(call.func), rule, call.specs, call.outs, constraints)
     alternatives = alternatives_of(op, rule, call)
     decision = replace(decision, alternatives=tuple(alternatives))
     best = cheapest(strategy, decision.alternatives)

@@ -91,11 +91,11 @@ def rule_candidates(
     operands: tuple[Operand, ...],
     outputs: Outputs,
     topology: Topology,
-    wanted: Constraints = ANY,
+    constraints: Constraints = ANY,
     alternatives: tuple[Strategy, ...] = (),
 ) -> dict[Strategy, Candidate]:
     """The candidates of an operator's rule, and the alternatives to it, from cheapest to dearest."""
-    every = (*strategies(rule, operands, outputs, topology, wanted), *alternatives)
+    every = (*strategies(rule, operands, outputs, topology, constraints), *alternatives)
     priced = sorted(every, key=lambda s: (s.seconds, s.moves))
     return {strategy: candidate(rule, strategy, operands, outputs, topology) for strategy in priced}
 

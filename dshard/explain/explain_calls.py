@@ -67,7 +67,7 @@ def explanation(decision: Decision, topology_why: str, within: tuple[Decision, .
     topology, ruled = decision.topology, dict[Strategy, Candidate]()
     if decision.rule is not None:
         ruled = rule_candidates(
-            *(decision.rule, decision.operands, decision.outputs, topology), decision.wanted, decision.alternatives
+            *(decision.rule, decision.operands, decision.outputs, topology), decision.constraints, decision.alternatives
         )
     if decision.strategy is not None:
         chosen = _add_decisions(_chosen_candidate(decision, ruled), within)

@@ -226,7 +226,7 @@ def _layout(mesh: Mesh, term: Term, order: Order, rest: list[Placement]) -> Layo
             placements[axis] = _shard(dim)
         if len(axes) > 1:
             orders.append((dim, axes))
-    return _laid(mesh, tuple(placements), tuple(orders))
+    return _expanded_layout(mesh, tuple(placements), tuple(orders))
 
 
 def _axes_of(factors: Dim, order: Order) -> tuple[int, ...]:
@@ -234,7 +234,7 @@ def _axes_of(factors: Dim, order: Order) -> tuple[int, ...]:
 
 
 @cached("expanded layouts", 16384)
-def _laid(mesh: Mesh, placements: tuple[Placement, ...], orders: tuple[DimOrder, ...]) -> Layout:
+def _expanded_layout(mesh: Mesh, placements: tuple[Placement, ...], orders: tuple[DimOrder, ...]) -> Layout:
     """One object for all expansions that give this layout."""
     return interned(Layout(mesh, placements, orders))
 

@@ -21,17 +21,18 @@ def choose(
     operands: Sequence[Operand],
     outputs: Sequence[tuple[Shape, int]],
     topology: Topology,
-    wanted: Constraints = ANY,
+    constraints: Constraints = ANY,
 ) -> Strategy:
     """The cheapest strategy of `rule` for these operands; `outputs` are pairs of global shape and itemsize.
 
     Branch and bound: the candidate that may be cheapest is priced redistribution by redistribution, and left as soon as
-    another may be cheaper, until one is priced in full that none can beat. `wanted.keep` is kept if any strategy can.
+    another may be cheaper, until one is priced in full that none can beat. `constraints.keep` is kept if any strategy
+    can.
     """
-    candidates = candidate_expansions(rule, operands, outputs, wanted)
-    if wanted.keep is not None:
-        candidates = [e for e in candidates if e.inputs[0] == wanted.keep == e.outputs[0]] or candidates
-    price = Price(rule, operands, outputs, topology, wanted)
+    candidates = candidate_expansions(rule, operands, outputs, constraints)
+    if constraints.keep is not None:
+        candidates = [e for e in candidates if e.inputs[0] == constraints.keep == e.outputs[0]] or candidates
+    price = Price(rule, operands, outputs, topology, constraints)
     if len(candidates) == 1:
         return price.of(candidates[0])
     first = operands[0].layout
@@ -68,10 +69,11 @@ def strategies(
     operands: Sequence[Operand],
     outputs: Sequence[tuple[Shape, int]],
     topology: Topology,
-    wanted: Constraints = ANY,
+    constraints: Constraints = ANY,
 ) -> Iterator[Strategy]:
     """Yield the candidate strategies of `rule`, priced."""
-    yield from priced(rule, operands, outputs, topology, wanted, candidate_expansions(rule, operands, outputs, wanted))
+    candidates = candidate_expansions(rule, operands, outputs, constraints)
+    yield from priced(rule, operands, outputs, topology, constraints, candidates)
 
 
 def strategies_within(
@@ -80,11 +82,13 @@ def strategies_within(
     operands: Sequence[Operand],
     outputs: Sequence[tuple[Shape, int]],
     topology: Topology,
-    wanted: Constraints = ANY,
+    constraints: Constraints = ANY,
 ) -> Iterator[Strategy]:
     """Yield the candidate strategies of `rule` that take at most so many seconds."""
-    price = Price(rule, operands, outputs, topology, wanted)
-    near = [e for e in candidate_expansions(rule, operands, outputs, wanted) if price.bound(e).seconds(price) <= most]
+    price = Price(rule, operands, outputs, topology, constraints)
+    near = [
+        e for e in candidate_expansions(rule, operands, outputs, constraints) if price.bound(e).seconds(price) <= most
+    ]
     yield from (strategy for strategy in map(price.of, near) if strategy.seconds <= most)
 
 
@@ -93,11 +97,11 @@ def priced(
     operands: Sequence[Operand],
     outputs: Sequence[tuple[Shape, int]],
     topology: Topology,
-    wanted: Constraints,
+    constraints: Constraints,
     among: Iterable[Expansion],
 ) -> Iterator[Strategy]:
     """Yield the strategy of each of these expansions of `rule`, priced."""
-    price = Price(rule, operands, outputs, topology, wanted)
+    price = Price(rule, operands, outputs, topology, constraints)
     yield from map(price.of, among)
 
 
@@ -132,15 +136,15 @@ def cheapest(strategy: Strategy, alternatives: Sequence[Strategy]) -> Strategy:
 
 
 def candidate_expansions(
-    rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]], wanted: Constraints
+    rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]], constraints: Constraints
 ) -> list[Expansion]:
     """The candidate expansions of `rule`.
 
     A matmul with gradients is sharded along each mesh axis that shards an operand along a dim of the result, where it
     can be. To repeat it there may save a message, but repeats all that follows, which backward then holds replicated.
     """
-    candidates = list(expansions(rule, operands, outputs, wanted.among, wanted.result))
-    if not rule.loops or not any(wanted.gradients) or wanted.among is not None or wanted.result is not None:
+    candidates = list(expansions(rule, operands, outputs, constraints.among, constraints.result))
+    if not rule.loops or not any(constraints.gradients) or (constraints.among, constraints.result) != (None, None):
         return candidates
     result_factors = {name for dim in rule.outputs[0] for name in dim}
     split = {

@@ -63,9 +63,10 @@ class Price:
         operands: Sequence[Operand],
         outputs: Sequence[tuple[Shape, int]],
         topology: Topology,
-        wanted: Constraints,
+        constraints: Constraints,
     ) -> None:
-        self.rule, self.operands, self.outputs, self.topology, self.wanted = rule, operands, outputs, topology, wanted
+        self.rule, self.operands, self.outputs, self.topology = rule, operands, outputs, topology
+        self.constraints = constraints
         self.sizes = sizes_of(rule, operands, outputs)
         self.mesh = operands[0].layout.mesh
         self.spaces = [space_of(self.mesh, topology, o.shape, o.itemsize) for o in operands]
@@ -85,7 +86,7 @@ class Price:
 
     def bound(self, expansion: Expansion) -> Bound:
         """The lower bound of an expansion before any of its redistributions is priced."""
-        gradients = self.wanted.gradients
+        gradients = self.constraints.gradients
         moves: list[_Move] = []
         for i, (operand, layout) in enumerate(zip(self.operands, expansion.inputs, strict=True)):
             moves.append(_Move(i, operand.layout, layout, 1 + self.moved_again(i)))
@@ -113,16 +114,16 @@ class Price:
             space, back = space_of(self.mesh, self.topology, shape, itemsize), layout.cotangent()
             seconds = self.end_leasts[layout, ends] = min(
                 _least(space, layout, end)
-                + (_least(space, end.cotangent(), back) if any(self.wanted.gradients) else 0.0)
+                + (_least(space, end.cotangent(), back) if any(self.constraints.gradients) else 0.0)
                 for end in ends
             )
         return seconds
 
     def moved_again(self, i: int) -> bool:
         """Whether operand `i` is redistributed once more for the gradient of another."""
-        wanted = self.wanted
-        needed = any(gradient for j, gradient in enumerate(wanted.gradients) if j != i)
-        return needed and not wanted.kept[i]
+        constraints = self.constraints
+        needed = any(gradient for j, gradient in enumerate(constraints.gradients) if j != i)
+        return needed and not constraints.kept[i]
 
     # -- the price
 
@@ -150,13 +151,13 @@ class Price:
 
     def of(self, expansion: Expansion) -> Strategy:
         """The strategy of an expansion, with its price."""
-        compute, wanted = self.compute(expansion), self.wanted
-        gather, reduce, backward, moves = 0.0, 0.0, compute * sum(wanted.gradients), 0
+        compute, constraints = self.compute(expansion), self.constraints
+        gather, reduce, backward, moves = 0.0, 0.0, compute * sum(constraints.gradients), 0
         for i, (operand, layout) in enumerate(zip(self.operands, expansion.inputs, strict=True)):
             move = self.plan(i, operand.layout, layout)
             gather, moves = gather + move.seconds, moves + move.steps
             backward += move.seconds * self.moved_again(i)
-        for i, needed in enumerate(wanted.gradients):
+        for i, needed in enumerate(constraints.gradients):
             if needed:
                 backward += self.plan(i, expansion.gradients[i], self.back[i]).seconds
         ends = tuple(
@@ -168,7 +169,7 @@ class Price:
         for (shape, itemsize), layout, end in zip(self.outputs, expansion.outputs, ends, strict=True):
             reduce += plan_price(layout, end, space_of(self.mesh, debt, shape, itemsize)).seconds
             debt = self.topology.bytes_only()  # pieces of one tensor may be reduced together
-            if any(wanted.gradients):
+            if any(constraints.gradients):
                 space = space_of(self.mesh, self.topology, shape, itemsize)
                 backward += plan_price(end.cotangent(), layout.cotangent(), space).seconds
         return Strategy(
@@ -230,10 +231,10 @@ class Price:
 
     def ends(self, i: int, expansion: Expansion, layout: Layout, shape: Shape) -> tuple[Layout, ...]:
         """The layouts in which output `i` may end: its partial axes sharded, or replicated."""
-        if i == 0 and (self.wanted.result is not None or self.wanted.reduced is not None):
-            return (requested_layout(self.rule, self.wanted, expansion, shape),)
+        if i == 0 and (self.constraints.result is not None or self.constraints.reduced is not None):
+            return (requested_layout(self.rule, self.constraints, expansion, shape),)
         if (i, layout) not in self.known_ends:
-            returned = self.wanted.returned if i == 0 else None
+            returned = self.constraints.returned if i == 0 else None
             end = layout if returned is None else returned_layout(layout, returned)
             self.known_ends[i, layout] = self._ends(end, shape)
         return self.known_ends[i, layout]
@@ -254,19 +255,19 @@ def _least(space: Space, src: Layout, dst: Layout) -> float:
     return space.least(space.state_of(src), space.state_of(dst))
 
 
-def requested_layout(rule: Rule, wanted: Constraints, expansion: Expansion, shape: Shape) -> Layout:
-    """The layout that `wanted` requests for the result of a matmul."""
+def requested_layout(rule: Rule, constraints: Constraints, expansion: Expansion, shape: Shape) -> Layout:
+    """The layout that `constraints` requests for the result of a matmul."""
     layout = expansion.outputs[0]
-    if wanted.result is not None:
-        return wanted.result
-    assert wanted.reduced is not None
+    if constraints.result is not None:
+        return constraints.result
+    assert constraints.reduced is not None
     (out,) = rule.outputs
     first = {name for dim in rule.inputs[0] for name in dim}
     dims = {
         "m": [dim for dim, names in enumerate(out) if names and names[0] in first],
         "n": [dim for dim, names in enumerate(out) if names and names[0] not in first],
     }
-    for axis, (row, storage) in enumerate(zip(expansion.rows, wanted.reduced, strict=True)):
+    for axis, (row, storage) in enumerate(zip(expansion.rows, constraints.reduced, strict=True)):
         if not isinstance(row, str) or not isinstance(layout.placements[axis], Partial) or storage == "P":
             continue
         candidates = dims.get(storage, [])

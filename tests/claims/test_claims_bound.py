@@ -78,8 +78,8 @@ def dispatched(sizes: Sizes, stored: Sequence[Layout]) -> int:
     m, k, n = sizes
     shapes = (m, k), (k, n), (m, n)
     operands = [Operand(layout, shape, ITEMSIZE) for layout, shape in zip(stored[:2], shapes[:2], strict=True)]
-    rule, wanted = matmul_rule(*shapes[:2]), Constraints(result=stored[2])
-    return moved(choose(rule, operands, [(shapes[2], ITEMSIZE)], BYTES, wanted), stored, shapes)
+    rule, constraints = matmul_rule(*shapes[:2]), Constraints(result=stored[2])
+    return moved(choose(rule, operands, [(shapes[2], ITEMSIZE)], BYTES, constraints), stored, shapes)
 
 
 @pytest.mark.parametrize(("sizes", "ranks"), CELLS)

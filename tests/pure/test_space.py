@@ -112,9 +112,9 @@ def test_no_strategy_is_cheaper_than_the_chosen_one(data: st.DataObject, topolog
     operands = [Operand(data.draw(layouts(GRID, 2)), shape, 4) for shape in ((m, k), (k, n))]
     flags = st.tuples(st.booleans(), st.booleans())
     result = data.draw(st.none() | layouts(GRID, 2, partial=()))
-    wanted = Constraints(result=result, gradients=data.draw(flags), kept=data.draw(flags))
+    constraints = Constraints(result=result, gradients=data.draw(flags), kept=data.draw(flags))
 
-    chosen = choose(rule, operands, outputs, topology, wanted)
+    chosen = choose(rule, operands, outputs, topology, constraints)
 
-    cheapest = min(s.seconds for s in strategies(rule, operands, outputs, topology, wanted))
+    cheapest = min(s.seconds for s in strategies(rule, operands, outputs, topology, constraints))
     assert chosen.seconds == pytest.approx(cheapest)

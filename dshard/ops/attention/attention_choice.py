@@ -107,7 +107,7 @@ def chosen(
         strategy,
         plans_to(specs, strategy.inputs),
         call.topology,
-        wanted=replace(call.wanted, among=call.allowed),
+        constraints=replace(call.constraints, among=call.allowed),
         exchanges=strategy.exchanges,
         alternatives=tuple(each for each, runs in candidates.items() if runs != How("whole")),
         ends=(plan(strategy.outputs[0], end, tuple(out.shape), out.itemsize, call.topology),),
@@ -141,7 +141,7 @@ class _Candidates:
         if ways and not self.allowed:
             _refuse_ring(asked, among)
         self.operands, self.outputs = tuple(map(operand_of, specs)), ((tuple(out.shape), out.itemsize),)
-        self.wanted = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0])
+        self.constraints = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0])
 
     def all(self, among: Among) -> dict[Strategy, How]:
         """The candidates, with how each runs; those of the rule itself first."""
@@ -173,8 +173,8 @@ class _Candidates:
             most = best.seconds * (1 + ABOUT)
             near = {strategy: how for strategy, how in candidates.items() if strategy.seconds <= most}
             if self.allowed:
-                rule, wanted = self.rules["whole"], replace(self.wanted, among=self.allowed)
-                own = strategies_within(most, rule, self.operands, self.outputs, self.topology, wanted)
+                rule, constraints = self.rules["whole"], replace(self.constraints, among=self.allowed)
+                own = strategies_within(most, rule, self.operands, self.outputs, self.topology, constraints)
                 near = dict.fromkeys(own, How("whole")) | near
             received |= {each: n for each in near if 2 * (n := self._received(each)) <= received[best]}
         fewest = min(received, key=lambda each: (received[each], each.seconds))
@@ -197,7 +197,7 @@ class _Candidates:
         """The cheapest strategy of a rule in which mesh axes have some of these rows; None where none can be."""
         if next(expansions(rule, operands, self.outputs, rows), None) is None:
             return None
-        return choose(rule, operands, self.outputs, self.topology, replace(self.wanted, among=rows))
+        return choose(rule, operands, self.outputs, self.topology, replace(self.constraints, among=rows))
 
     def _repeated(self, rows: tuple[Allowed, ...]) -> dict[Strategy, How]:
         """Those with loop h, in which key heads are repeated until there are enough of them."""
@@ -226,7 +226,7 @@ class _Candidates:
 
     @property
     def _call(self) -> RingCall:
-        return RingCall(self.rules["whole"], self.specs, self.outputs, self.options, self.wanted, self.topology)
+        return RingCall(self.rules["whole"], self.specs, self.outputs, self.options, self.constraints, self.topology)
 
     def _rings(self) -> dict[Strategy, How]:
         """Those in which keys and values go round."""

@@ -34,7 +34,7 @@ class RingCall:
     specs: Sequence[Spec]
     outputs: tuple[tuple[Shape, int], ...]
     options: Options
-    wanted: Constraints
+    constraints: Constraints
     topology: Topology
 
 
@@ -43,8 +43,8 @@ def ring_strategy(call: RingCall, rows: Allowed, ring: Ring) -> Strategy | None:
     operands = tuple(map(operand_of, call.specs))
     candidates = expansions(call.rule, operands, call.outputs, (rows,))
     among = [_with_keys_split(expansion, call.specs, ring.axes) for expansion in candidates]
-    times = 1 + sum(call.wanted.gradients)
-    bases = list(priced(call.rule, operands, call.outputs, call.topology, call.wanted, among))
+    times = 1 + sum(call.constraints.gradients)
+    bases = list(priced(call.rule, operands, call.outputs, call.topology, call.constraints, among))
     best: Strategy | None = None
     # without the local work, which is less where halves are swapped, and without the ring, the price is a bound
     for least, base in sorted(((b.seconds - b.compute * times, b) for b in bases), key=lambda pair: pair[0]):
@@ -64,7 +64,7 @@ def window_strategy(
     candidates = expansions(call.rule, operands, call.outputs, (rows,))
     among = [_with_keys_split(expansion, call.specs, axes) for expansion in candidates]
     found: list[tuple[Strategy, KeyWindows]] = []
-    for base in priced(call.rule, operands, call.outputs, topology, call.wanted, among):
+    for base in priced(call.rule, operands, call.outputs, topology, call.constraints, among):
         queries, keys, values = base.inputs[:3]
         if keys != values or {axis for axis, row in enumerate(base.rows) if row == "q"} != set(axes):
             continue
@@ -77,7 +77,7 @@ def window_strategy(
             planned_collective("permute", mesh, names, windows.received(back) * key, topology) for back in (False, True)
         )
         copied = copy_seconds(2 * windows.longest * key, topology)
-        compute, gradients = base.compute * windows.longest / max(1, lengths[1]), call.wanted.gradients
+        compute, gradients = base.compute * windows.longest / max(1, lengths[1]), call.constraints.gradients
         backward = base.backward - (base.compute - compute) * sum(gradients)
         if any(gradients[1:3]):
             backward += returned.seconds + copied
@@ -153,7 +153,7 @@ class _Price:
             gather=base.gather + forward - compute,
             compute=compute,
         )
-        gradients = sum(self.call.wanted.gradients)
+        gradients = sum(self.call.constraints.gradients)
         if not gradients:
             return base
         returns = [

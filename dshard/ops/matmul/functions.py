@@ -92,23 +92,23 @@ def _choose_matmul(
     shape, topology = tuple(out.shape), planning_context().topology_of(mesh)
 
     def chosen(rule: Rule, operands: Sequence[Operand]) -> tuple[Strategy, Constraints]:
-        wanted = asked.wanted(rule, mesh, needs, leaf)
-        return choose(rule, operands, [(shape, out.itemsize)], topology, wanted), wanted
+        constraints = asked.constraints(rule, mesh, needs, leaf)
+        return choose(rule, operands, [(shape, out.itemsize)], topology, constraints), constraints
 
     matmul_rule = rule()
-    strategy, wanted = chosen(matmul_rule, operands)
+    strategy, constraints = chosen(matmul_rule, operands)
     cut = split_contraction(matmul_rule, operands)
     if cut is not None:
-        by_blocks, wanted_so = chosen(cut.rule, cut.operands)
+        by_blocks, cut_constraints = chosen(cut.rule, cut.operands)
         if by_blocks.seconds < strategy.seconds:
-            matmul_rule, strategy, wanted = cut.rule, by_blocks, wanted_so
+            matmul_rule, strategy, constraints = cut.rule, by_blocks, cut_constraints
             specs = (*map(_cut_spec, specs, cut.operands), *specs[2:])
         else:
             cut = None
-    asked_where = wanted.result is not None or wanted.reduced is not None
+    asked_where = constraints.result is not None or constraints.reduced is not None
     layout = strategy.ends[0] if asked_where else strategy.outputs[0]
     out_spec = contiguous_spec(layout, shape, out.dtype, specs[0].device)
-    return matmul_of_strategy(name, matmul_rule, specs, out_spec, strategy, wanted, cut, asked.streamed())
+    return matmul_of_strategy(name, matmul_rule, specs, out_spec, strategy, constraints, cut, asked.streamed())
 
 
 def _cut_spec(spec: Spec, operand: Operand) -> Spec:

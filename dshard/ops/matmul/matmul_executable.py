@@ -50,13 +50,13 @@ class Matmul:
         self,
         executable: Executable,
         specs: Sequence[Spec],
-        wanted: Constraints,
+        constraints: Constraints,
         cut: SplitContraction | None,
         stream: Stream | Auto | None,
         streamed: PanelExecutor | None,
     ) -> None:
         self.executable, self.specs, self.cut, self.stream, self.streamed = executable, specs, cut, stream, streamed
-        sent = (keep and sends(p) for keep, p in zip(wanted.kept, executable.plans, strict=False))
+        sent = (keep and sends(p) for keep, p in zip(constraints.kept, executable.plans, strict=False))
         self.kept: tuple[bool, ...] = tuple(sent) if streamed is None else NEITHER
         first, _, end = self.plans()
         self.overlaps = sends(end) and (streamed is not None or not first.steps)
@@ -131,7 +131,7 @@ def matmul_of_strategy(
     specs: Sequence[Spec],
     out: Spec,
     strategy: Strategy,
-    wanted: Constraints,
+    constraints: Constraints,
     cut: SplitContraction | None = None,
     stream: Stream | Auto | None = None,
 ) -> Matmul:
@@ -149,7 +149,7 @@ def matmul_of_strategy(
         *(name, tuple(map(operand_of, pair)), ((out.shape, out.itemsize),), rule, strategy, plans, topology),
         bias=bias,
         ends=(end,),
-        wanted=wanted,
+        constraints=constraints,
     )
     decision = replace(decision, panels=Panels(partial(in_panels, rule, _three(decision), out.dtype, topology)))
     streamed = _streamed(decision, out, stream)
@@ -161,7 +161,7 @@ def matmul_of_strategy(
     executable = make(
         *(decision, kernel, [out], range(len(specs)), wrap_as(out)), gradients=gradients, differentiable=differentiable
     )
-    return Matmul(executable, specs, wanted, cut, stream, streamed)
+    return Matmul(executable, specs, constraints, cut, stream, streamed)
 
 
 def _rule(decision: Decision) -> Rule:

@@ -46,7 +46,7 @@ class MatmulOptions:
             return self.stream
         return (self.strategy if isinstance(self.strategy, Schedule) else strategy_named(self.strategy).schedule).stream
 
-    def wanted(self, rule: Rule, mesh: Mesh, needs: Sequence[bool], leaf: Sequence[bool]) -> Constraints:
+    def constraints(self, rule: Rule, mesh: Mesh, needs: Sequence[bool], leaf: Sequence[bool]) -> Constraints:
         """The constraints for one matmul; `needs`: which operands need a gradient, `leaf`: which are autograd leaves.
 
         Raises:
