@@ -1,4 +1,4 @@
-"""Measure, fit, and tell every rank: a topology of the ranks that run."""
+"""Measure the collectives of the ranks that run, and fit a topology that is the same on all."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def measure(
     """
     clock = _clock(mesh)
     levels = _checked(sizes, seconds, collectives)
-    tell = progress or _silent
-    tell(0.0, "local work")
+    progress = progress or _silent
+    progress(0.0, "local work")
     begin = clock.elapsed()
     device = measure_device(clock)
     known = base or default_topology(clock.mesh.device_type)
@@ -71,7 +71,7 @@ def measure(
         if not _has(known, clock.mesh, axes, collective)
     ]
     left = max(seconds - (clock.elapsed() - begin), seconds / 2)
-    times = run_rounds(clock, cases, levels, left, tell)
+    times = run_rounds(clock, cases, levels, left, progress)
     limits = base if base is not None and not base.measured else None
     figures = [_figures(clock.mesh, case, samples, known, limits) for case, samples in times.samples.items()]
     today = date.today().isoformat()
@@ -81,10 +81,10 @@ def measure(
     return same_topology(replace(topology.with_measured(figures), source=source), clock.mesh)
 
 
-def measure_world(mesh: Mesh, seconds: float, tell: Callable[[tuple[float, str]], None]) -> Topology:
-    """`measure` on a mesh of all ranks of the process group that runs; `tell` hears the progress."""
+def measure_world(mesh: Mesh, seconds: float, report: Callable[[tuple[float, str]], None]) -> Topology:
+    """`measure` on a mesh of all ranks of the process group that runs; `report` is called with the progress."""
     device_mesh = init_device_mesh(mesh.device_type, mesh.shape, mesh_dim_names=mesh.names)
-    return measure(device_mesh, seconds=seconds, progress=lambda done, what: tell((done, what)))
+    return measure(device_mesh, seconds=seconds, progress=lambda done, what: report((done, what)))
 
 
 def axes_to_measure(mesh: Mesh) -> list[tuple[str, ...]]:

@@ -152,7 +152,7 @@ def run_rounds(
     cases: Sequence[Case],
     sizes: Sequence[int],
     budget: float,
-    tell: Progress,
+    progress: Progress,
     least: int = ROUNDS,
 ) -> Times:
     """Times of all cases in turn, in rounds until the budget of seconds is spent.
@@ -165,25 +165,25 @@ def run_rounds(
     budget = clock.slowest([budget])[0]  # ranks that differed in it would measure different sizes, and wait for ever
     begin = clock.elapsed()
     source = torch.ones(2 * max(sizes) // ITEMSIZE + 2 * clock.mesh.size, device=clock.device)
-    turns = _warm_up(clock, cases, sizes, source, budget / (least + 1), tell)
+    turns = _warm_up(clock, cases, sizes, source, budget / (least + 1), progress)
     rounds, last = 0, 0.0
     now = clock.slowest([clock.elapsed() - begin])[0]
     while rounds < LEAST_ROUNDS or now + last <= budget:
         mine: list[tuple[Case, int, float]] = []
         for case, nbytes in turns:
-            tell(min(1.0, (clock.elapsed() - begin) / budget), str(case))
+            progress(min(1.0, (clock.elapsed() - begin) / budget), str(case))
             call, received = call_of(case, nbytes, clock.runtime.group(case.axes), source)
             mine.append((case, received, clock.seconds(call)))
         *agreed, after = clock.slowest([*(seconds for _, _, seconds in mine), clock.elapsed() - begin])
         for (case, received, _), seconds in zip(mine, agreed, strict=True):
             times.add(case, received, seconds)
         rounds, last, now = rounds + 1, after - now, after
-    tell(1.0, "done")
+    progress(1.0, "done")
     return times
 
 
 def _warm_up(
-    clock: Clock, cases: Sequence[Case], sizes: Sequence[int], source: Tensor, budget: float, tell: Progress
+    clock: Clock, cases: Sequence[Case], sizes: Sequence[int], source: Tensor, budget: float, progress: Progress
 ) -> list[tuple[Case, int]]:
     """Connect, and find what a round can measure in this budget: the smallest sizes of all cases, then larger ones.
 
@@ -198,7 +198,7 @@ def _warm_up(
             if nbytes not in sizes[:LEAST_SIZES] and spent + expected > budget:
                 alive.remove(case)
                 continue
-            tell(0.0, str(case))
+            progress(0.0, str(case))
             call, _ = call_of(case, nbytes, clock.runtime.group(case.axes), source)
             if nbytes == sizes[0]:
                 clock.seconds(call)

@@ -55,8 +55,8 @@ def _demo(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         device=device,
     )
-    with report.demo_progress(settings, visible=launch.is_reporting()) as tell:
-        rows = demo.run(settings, tell)
+    with report.demo_progress(settings, visible=launch.is_reporting()) as progress:
+        rows = demo.run(settings, progress)
     if launch.is_reporting():
         if arguments.plot is not None:
             arguments.plot.write_text(demo.draw(rows))

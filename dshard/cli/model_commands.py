@@ -73,7 +73,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _plan_model(arguments: argparse.Namespace) -> int:
     model = _model(arguments)
     topology, why = planned_on(arguments, arguments.devices)
-    with report.search_progress(visible=True) as tell:
+    with report.search_progress(visible=True) as progress:
         setups = search(
             model,
             arguments.devices,
@@ -84,7 +84,7 @@ def _plan_model(arguments: argparse.Namespace) -> int:
             dtype=_dtype(arguments),
             itemsize=arguments.itemsize,
             runnable=arguments.runnable,
-            tell=tell,
+            progress=progress,
         )
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(setup_data(setups.steps[0].setup), indent=2) + "\n")

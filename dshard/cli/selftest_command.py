@@ -20,8 +20,8 @@ def add_selftest(commands: Commands) -> None:
 def _selftest(arguments: argparse.Namespace) -> int:
     """Exit code 1 where a check fails."""
     ranks, device = ranks_and_device(arguments, arguments.ranks)
-    with report.measure_progress(launch.is_reporting(), "checking") as tell:
-        tested = selftest.run(device, ranks, tell)
+    with report.measure_progress(launch.is_reporting(), "checking") as progress:
+        tested = selftest.run(device, ranks, progress)
     if launch.is_reporting():
         value = {"machine": tested.machine, "results": [asdict(result) for result in tested.results]}
         print_result(arguments, value, report.selftest_table(tested))

@@ -56,9 +56,9 @@ def _measure_topology(arguments: argparse.Namespace) -> int:
         raise MeshError(f"the mesh ({mesh}) has {mesh.size} ranks, not {asked}: leave --ranks out")
     ranks, device = ranks_and_device(arguments, asked if mesh is None else mesh.size)
     mesh = replace(mesh or Mesh((ranks,)), device_type=device)
-    with report.measure_progress(visible=launch.is_reporting()) as tell:
+    with report.measure_progress(visible=launch.is_reporting()) as progress:
         work = partial(calibrate.measure_world, mesh, arguments.seconds)
-        topology = launch.run(work, tell, ranks=ranks, device=device)
+        topology = launch.run(work, progress, ranks=ranks, device=device)
     if launch.is_reporting():
         if arguments.out is not None:
             topology.save(arguments.out)

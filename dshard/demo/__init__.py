@@ -1,6 +1,6 @@
 """A small vision transformer learns handwritten digits under several layouts, and every loss is compared.
 
-    rows = run(Settings(ranks=4), tell=print)
+    rows = run(Settings(ranks=4), report=print)
 
 The model (`vit.py`) is an ordinary `nn.Module`, laid out by `dshard.parallelize` (`layouts.py`).
 """

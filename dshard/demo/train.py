@@ -76,21 +76,21 @@ class Row:
     losses: tuple[float, ...] = ()
 
 
-Tell = Callable[[Progress], None]
+Report = Callable[[Progress], None]
 
 
-def train_all(settings: Settings, tell: Tell) -> list[Row]:
+def train_all(settings: Settings, report: Report) -> list[Row]:
     """Train under each strategy in turn, all ranks together. Rank 0 alone trains a single device, and has the rows."""
     runs: dict[str, Run] = {}
     for strategy in settings.chosen():
         if strategy is not SINGLE or dist.get_rank() == 0:
-            runs[strategy.name] = train(strategy, settings, tell)
+            runs[strategy.name] = train(strategy, settings, report)
     if dist.get_rank() != 0:
         return []
     return [_row(find(name), run, runs[SINGLE.name], dist.get_world_size()) for name, run in runs.items()]
 
 
-def train(strategy: Strategy, settings: Settings, tell: Tell) -> Run:
+def train(strategy: Strategy, settings: Settings, report: Report) -> Run:
     """Train the model laid out by `strategy`; on the same batches in the same order, whatever the strategy."""
     training, test = load(settings.dtype)
     device, mesh = torch.device(settings.device), strategy.on(settings.ranks)
@@ -111,7 +111,7 @@ def train(strategy: Strategy, settings: Settings, tell: Tell) -> Run:
             optimizer.step()
             schedule.step()
             losses.append(loss.item())
-            tell(Progress(strategy.name, len(losses), losses[-1]))
+            report(Progress(strategy.name, len(losses), losses[-1]))
     return Run(losses, _accuracy(model, test, device), events, time.perf_counter() - start)
 
 
@@ -157,20 +157,20 @@ def _row(strategy: Strategy, run: Run, reference: Run, ranks: int) -> Row:
     )
 
 
-Work: TypeAlias = Callable[[Settings, Tell], list[Row]]
+Work: TypeAlias = Callable[[Settings, Report], list[Row]]
 
 
-def run(settings: Settings, tell: Tell, work: Work = train_all) -> list[Row]:
+def run(settings: Settings, report: Report, work: Work = train_all) -> list[Row]:
     """Train under each strategy, on ranks of our own or those of a launcher; the rows, on the process that reports.
 
-    `tell` hears of each step there.
+    `report` is called after each step there.
 
     Raises:
         RankError: a rank failed; the message names it.
         MissingExtra: scikit-learn is not installed.
     """
     check_installed()
-    return launch.run(partial(work, settings), tell, ranks=settings.ranks, device=settings.device)
+    return launch.run(partial(work, settings), report, ranks=settings.ranks, device=settings.device)
 
 
 @dataclass(frozen=True, slots=True)

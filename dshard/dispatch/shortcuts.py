@@ -321,6 +321,3 @@ def _run_again(args: Args, kwargs: Kwargs, record: CallRecord, out: Wrapper) -> 
     again: Any = call
     again.repeats = True
     return again  # type: ignore[no-any-return]
-
-
-# -- views

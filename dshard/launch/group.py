@@ -16,24 +16,23 @@ from dshard.launch.processes import raised
 from dshard.launch.ranks import Send, run_ranks, screenful
 
 T = TypeVar("T")
-Tell: TypeAlias = Callable[[Any], None]
-Work: TypeAlias = Callable[[Tell], T]
+Work: TypeAlias = Callable[[Send], T]
 
 RANKS = 4
 
 
-def run(work: Work[T], tell: Tell, *, ranks: int, device: str) -> T:
-    """Call `work(tell)` on every rank; return its result on rank 0, or on this rank if this process is one.
+def run(work: Work[T], receive: Send, *, ranks: int, device: str) -> T:
+    """Call `work(send)` on every rank; return its result on rank 0, or on this rank if this process is one.
 
-    Messages that the work passes to `tell` on rank 0 reach `tell` in this process; those of other ranks are dropped. On
-    ranks started here the work, its result and its messages are pickled.
+    `receive` is called in this process with the messages that the work on rank 0 sends; those of other ranks are
+    dropped. On ranks started here the work, its result and its messages are pickled.
 
     Raises:
         RankError: a rank failed; the message names it.
     """
     if is_launched():
-        return _join(work, tell, device)
-    result, *_ = run_ranks(partial(_as_rank, work, ranks, device), ranks, tell)
+        return _join(work, receive, device)
+    result, *_ = run_ranks(partial(_as_rank, work, ranks, device), ranks, receive)
     assert result is not None
     return result[0]
 
@@ -79,9 +78,9 @@ def choose_device(asked: str, ranks: int) -> str:
     return asked
 
 
-def _join(work: Work[T], tell: Tell, device: str) -> T:
+def _join(work: Work[T], receive: Send, device: str) -> T:
     try:
-        return _in_group(work, tell, device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+        return _in_group(work, receive, device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     except Exception as error:
         raise RankError(f"rank {os.environ['RANK']} failed: {screenful(raised(error))}") from error
 
@@ -91,7 +90,7 @@ def _as_rank(work: Work[T], ranks: int, device: str, rank: int, meet: str, send:
     return (result,) if rank == 0 else None
 
 
-def _in_group(work: Work[T], tell: Tell, device: str, local_rank: int, **group: Any) -> T:
+def _in_group(work: Work[T], send: Send, device: str, local_rank: int, **group: Any) -> T:
     """Run the work as one rank of a process group, created before and destroyed after it."""
     share_cores()
     gpu = None
@@ -99,11 +98,11 @@ def _in_group(work: Work[T], tell: Tell, device: str, local_rank: int, **group: 
         gpu = torch.device("cuda", local_rank)
         torch.cuda.set_device(gpu)
     dist.init_process_group("gloo" if gpu is None else "nccl", device_id=gpu, **group)
-    result = work(tell if dist.get_rank() == 0 else _drop)
+    result = work(send if dist.get_rank() == 0 else _drop)
     dist.barrier()
     dist.destroy_process_group()
     return result
 
 
 def _drop(message: object) -> None:
-    """Drop a message: the `tell` of ranks other than 0."""
+    """Drop a message of a rank other than 0."""

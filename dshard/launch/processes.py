@@ -200,10 +200,10 @@ class Processes:
         requests: Iterable[bytes],
         limit: float,
         *,
-        hear: Callable[[Any], object] = lambda message: None,
+        on_message: Callable[[Any], object] = lambda message: None,
         grace: float = inf,
     ) -> list[Outcome]:
-        """Send each rank its request, and wait for their outcomes; `hear` gets the messages that they send meanwhile.
+        """Send each rank its request, and wait for their outcomes; `on_message` gets each message that they send.
 
         A rank that does not answer within `limit` seconds of the call, or of the last message of any, has failed. Once
         one has failed the others have a little longer: as long as that one took, but at most `grace` seconds.
@@ -226,7 +226,7 @@ class Processes:
                         deadline = min(deadline, now + max(_GRACE[kind], min(now - start, grace)))
                         limit = 0.0  # later messages do not extend it
                     case message:
-                        hear(message)
+                        on_message(message)
                         deadline = max(deadline, now + limit)
         what = f"had not answered after {time.monotonic() - start:.1f} s"
         for number, stack in zip(numbers.values(), self._stacks(numbers.values()), strict=True):

@@ -10,7 +10,7 @@ from dshard.errors import RankError
 from dshard.launch.processes import Answer, Failure, Kind, Processes, failures_of, request, send
 
 T = TypeVar("T")
-Send: TypeAlias = Callable[[object], None]
+Send: TypeAlias = Callable[[Any], None]
 Job: TypeAlias = Callable[[int, str, Send], T]
 
 PATIENCE = 180.0  # seconds without a message from any rank, after which all are killed
@@ -18,8 +18,8 @@ GRACE = 1.0  # seconds to wait for other failures after the first: the first to 
 SCREEN = 16  # lines of a rank's traceback that are shown
 
 
-def run_ranks(job: Job[T], n: int, hear: Callable[[Any], object] = print, patience: float = PATIENCE) -> list[T]:
-    """Start `n` processes that each call `job(rank, meet, send)`; call `hear` with each message until all are done.
+def run_ranks(job: Job[T], n: int, on_message: Callable[[Any], object] = print, patience: float = PATIENCE) -> list[T]:
+    """Start `n` processes that each call `job(rank, meet, send)`; until all are done `on_message` gets what they send.
 
     The results are in rank order. `meet` is the `init_method` of their process group. No process outlives this call.
 
@@ -30,7 +30,7 @@ def run_ranks(job: Job[T], n: int, hear: Callable[[Any], object] = print, patien
     try:
         meet = (processes.folder / "meet").as_uri()
         requests = [request(_run, job, rank, meet) for rank in range(n)]
-        outcomes = processes.call(requests, patience, hear=hear, grace=GRACE)
+        outcomes = processes.call(requests, patience, on_message=on_message, grace=GRACE)
     finally:
         processes.close()
     failures = failures_of(outcomes)

@@ -159,7 +159,8 @@ class Runner:
         if edge is None:
             value = self._step.microbatches[k].values[name]
             mesh = self.stage.mesh
-            return distribute_tensor(value, mesh, self.stage.landing(name, value.dim()).placements, src_data_rank=None)
+            placements = self.stage.input_layout(name, value.dim()).placements
+            return distribute_tensor(value, mesh, placements, src_data_rank=None)
         received = self._receive(edge, k)
         header = self.channels.header((edge, k))
         assert received is not None
@@ -185,7 +186,7 @@ class Runner:
         value = microbatch.values.get(TARGET)
         if value is None:
             return ()
-        placements = self.stage.landing(TARGET, value.dim()).placements
+        placements = self.stage.input_layout(TARGET, value.dim()).placements
         return (distribute_tensor(value, self.stage.mesh, placements, src_data_rank=None),)
 
     def _receive(self, edge: Edge, k: int) -> DTensor | None:
@@ -236,7 +237,7 @@ class Runner:
         running.inputs = {name: x for name, x in running.inputs.items() if name in self._edges}
 
     def _layout_at(self, edge: Edge, ndim: int) -> Layout:
-        return self._stages[edge.dst].landing(edge.value, ndim)
+        return self._stages[edge.dst].input_layout(edge.value, ndim)
 
     @contextmanager
     def _naming(self, action: object) -> Iterator[None]:

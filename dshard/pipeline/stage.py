@@ -70,7 +70,7 @@ class Stage:
         """The stage's mesh as a pure value."""
         return as_mesh(self.mesh)
 
-    def landing(self, name: str, ndim: int) -> Layout:
+    def input_layout(self, name: str, ndim: int) -> Layout:
         """The layout, on the stage's mesh, of a value of `ndim` dims that the stage takes."""
         if name in self.placements:
             return layout_of(self.layout_mesh, self.placements[name], ndim)

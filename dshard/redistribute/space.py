@@ -59,7 +59,7 @@ class Space:
         self.level = len(alone) < 2 and not any(link.measured for link in alone)
         """Whether it does not matter along which axes bytes are exchanged."""
         self.states: dict[tuple[Axes, Partials], State] = {}
-        self.laid: dict[Layout, State] = {}
+        self.by_layout: dict[Layout, State] = {}
         self.prices: dict[tuple[object, ...], float] = {}
         self.ends: dict[tuple[State, State, str], Reached] = {}
 
@@ -72,9 +72,9 @@ class Space:
 
     def state_of(self, layout: Layout) -> State:
         """The state of a `Layout`."""
-        state = self.laid.get(layout)
+        state = self.by_layout.get(layout)
         if state is None:
-            state = self.laid[layout] = self.state(*axes_and_partial(layout, len(self.shape)))
+            state = self.by_layout[layout] = self.state(*axes_and_partial(layout, len(self.shape)))
         return state
 
     # -- states that differ only in the names of their mesh axes

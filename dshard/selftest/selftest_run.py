@@ -20,8 +20,8 @@ from dshard.selftest.selftest_checks import CHECKS, Place
 from dshard.testing.nccl_contract import BACKEND
 from dshard.testing.pool import RankPool
 
-Tell: TypeAlias = Callable[[tuple[float, str]], None]
-"""Hears which part is done, and what is checked now."""
+Progress: TypeAlias = Callable[[tuple[float, str]], None]
+"""Called with the part that is done, and what is checked now."""
 _SECONDS = 300.0  # of one check
 
 
@@ -56,16 +56,18 @@ class SelfTest(Drawn):
         return tuple(result for result in self.results if not result.passed)
 
 
-def run(device: str = "cpu", ranks: int = RANKS, tell: Tell | None = None) -> SelfTest:
-    """Run all checks, on the CPU over gloo and under NCCL's contract, on CUDA over NCCL; `tell` hears of each."""
-    place, hear = Place(device, ranks), tell or _silent
+def run(device: str = "cpu", ranks: int = RANKS, progress: Progress | None = None) -> SelfTest:
+    """Run all checks, on the CPU over gloo and under NCCL's contract, on CUDA over NCCL; `progress` reports each."""
+    place, report = Place(device, ranks), progress or _silent
     machine = {**environment(device), "ranks": str(ranks)}
     if launch.is_launched():
-        return SelfTest(tuple(launch.run(partial(_all, place), hear, ranks=ranks, device=device)), machine)
+        return SelfTest(tuple(launch.run(partial(_all, place), report, ranks=ranks, device=device)), machine)
     backends = backends_of(device)
     todo = [(backend, name) for backend in backends for name in CHECKS]
-    told = {each: (i / len(todo), ", ".join(each)) for i, each in enumerate(todo)}
-    results = [result for backend in backends for result in _on_backend(place, backend, lambda at: hear(told[at]))]
+    parts_done = {each: (i / len(todo), ", ".join(each)) for i, each in enumerate(todo)}
+    results = [
+        result for backend in backends for result in _on_backend(place, backend, lambda each: report(parts_done[each]))
+    ]
     return SelfTest(tuple(results), machine)
 
 
@@ -96,11 +98,11 @@ def one_check(name: str, place: Place) -> tuple[str, float]:
     return detail, perf_counter() - begin
 
 
-def _on_backend(place: Place, backend: str, tell: Callable[[tuple[str, str]], None]) -> list[Result]:
+def _on_backend(place: Place, backend: str, report: Callable[[tuple[str, str]], None]) -> list[Result]:
     results = []
     with RankPool(place.ranks, backend, timeout=_SECONDS) as pool:
         for name in CHECKS:
-            tell((backend, name))
+            report((backend, name))
             begin = perf_counter()
             try:
                 answers = pool.run(one_check, name, place)
@@ -116,11 +118,11 @@ def _silent(at: tuple[float, str]) -> None:
     """Ignore a report of progress."""
 
 
-def _all(place: Place, tell: Tell) -> list[Result]:
+def _all(place: Place, report: Progress) -> list[Result]:
     """All checks on this rank of a launcher; after one that fails its ranks may be out of step, and no more run."""
     backend, results = "nccl" if place.device == "cuda" else "gloo", list[Result]()
     for i, name in enumerate(CHECKS):
-        tell((i / len(CHECKS), f"{backend}, {name}"))
+        report((i / len(CHECKS), f"{backend}, {name}"))
         begin = perf_counter()
         try:
             detail, seconds = one_check(name, place)

@@ -19,7 +19,7 @@ from dshard.topology import Topology
 from dshard.topology.network import check_topology
 from dshard.validate import as_int, as_number, as_tuple, check_callable, check_type
 
-Tell = Callable[[int, int], None]
+Progress = Callable[[int, int], None]
 """Called with how many setups are simulated, and of how many."""
 
 MOST_TENSOR = 64
@@ -67,7 +67,7 @@ def search(
     keep: int = 20,
     most_tensor: int = MOST_TENSOR,
     runnable: bool = False,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> SearchResult:
     """The fastest `keep` setups of `model` on `devices` devices for a batch of `batch` sequences.
 
@@ -89,8 +89,8 @@ def search(
         memory = topology.device.memory
     else:
         as_number(memory, "memory", ShapeError)
-    if tell is not None:
-        check_callable(tell, "tell", "give a function of two numbers")
+    if progress is not None:
+        check_callable(progress, "progress", "give a function of two numbers")
     task = _Task(model, topology, batch, dtype, itemsize)
     candidates = [
         setup
@@ -103,7 +103,7 @@ def search(
             f"use another number of devices, or a batch that more ranks divide"
         )
     fitting = _fitting(task, candidates, memory)
-    return SearchResult(_fastest(task, fitting, keep, tell), len(candidates), len(fitting), topology, memory)
+    return SearchResult(_fastest(task, fitting, keep, progress), len(candidates), len(fitting), topology, memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +160,13 @@ def _fitting(task: _Task, candidates: Sequence[Setup], memory: float | None) -> 
     return fitting
 
 
-def _fastest(task: _Task, fitting: Sequence[Setup], keep: int, tell: Tell | None) -> tuple[Step, ...]:
+def _fastest(task: _Task, fitting: Sequence[Setup], keep: int, progress: Progress | None) -> tuple[Step, ...]:
     """The simulated steps, the fastest first, until no other setup can be among the `keep` fastest."""
     queue = sorted(fitting, key=task.at_least)
     steps: list[Step] = []
     for i, setup in enumerate(queue):
-        if tell is not None:
-            tell(i, len(queue))
+        if progress is not None:
+            progress(i, len(queue))
         if len(steps) >= keep and task.at_least(setup) > steps[keep - 1].seconds:
             break
         steps.append(task.simulate(setup))

@@ -596,7 +596,7 @@ SIMULATIONS: list[Row] = [
     (lambda: searched(keep=0), ShapeError, "keep: 0"),
     (lambda: searched(topology="dgx-a100"), TopologyError, "is the name of a preset"),
     (lambda: searched(dtype="bf17"), NotationError, "'bf17' is no dtype"),
-    (lambda: searched(tell=3), ArgumentError, "tell: 3 cannot be called"),
+    (lambda: searched(progress=3), ArgumentError, "progress: 3 cannot be called"),
     (lambda: host_tiles(4, 4, -4), MeshError, "per_host: -4"),
     (lambda: host_tiles(0, 4, 4), MeshError, "rows: 0"),
     (lambda: dshard_record(3), ArgumentError, "record: 3 cannot be called"),
