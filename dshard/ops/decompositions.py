@@ -119,6 +119,74 @@ def trace(x: Tensor) -> Tensor:
     return x.diagonal().sum()
 
 
+def multilabel_margin(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """The multilabel margin loss as torch takes it apart, but 0-d for a vector, as its kernels have it."""
+    loss, is_target = decomposition_table[aten.multilabel_margin_loss_forward.default](x, target, reduction)
+    return loss if x.dim() > 1 else loss.reshape(()), is_target
+
+
+# -- attention, where torch's functions call its kernel for CPUs below `__torch_function__`
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention, and the logarithm of each query's sum of exponentials. It holds the scores; torch has no dropout here.
+
+    torch's own decomposition returns the weights in place of that logarithm.
+    """
+    scores = _scores(q, k, is_causal, attn_mask, scale)
+    logsumexp = scores.logsumexp(-1)
+    return (_weights(scores, logsumexp) @ widened(v)).to(q.dtype), logsumexp
+
+
+def flash_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the queries, keys and values of attention."""
+    weights = _weights(_scores(q, k, is_causal, attn_mask, scale), logsumexp)
+    wide = widened(grad)
+    of_weights = wide @ widened(v).transpose(-2, -1)
+    of_scores = weights * (of_weights - (wide * widened(out)).sum(-1, keepdim=True)) * _scale(q, scale)
+    gradients = of_scores @ widened(k), of_scores.transpose(-2, -1) @ widened(q), weights.transpose(-2, -1) @ wide
+    return gradients[0].to(q.dtype), gradients[1].to(k.dtype), gradients[2].to(v.dtype)
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
+    scores = widened(q) @ widened(k).transpose(-2, -1) * _scale(q, scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -inf) if mask.dtype == torch.bool else scores + mask
+    if causal:
+        scores = scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), -inf)
+    return scores
+
+
+def _weights(scores: Tensor, logsumexp: Tensor) -> Tensor:
+    """The softmax of scores; 0 for a query that sees no key."""
+    return (scores - logsumexp.masked_fill(logsumexp == -inf, 0).unsqueeze(-1)).exp()
+
+
 # -- questions about global tensors: equal results on every rank
 
 
@@ -171,6 +239,9 @@ DECOMPOSITIONS: dict[OpOverload, Function] = {
     aten.dist.default: dist,
     aten.logsumexp.default: logsumexp,
     aten.trace.default: trace,
+    aten.multilabel_margin_loss_forward.default: multilabel_margin,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: flash_attention_backward,
 }
 """Operators that are decomposed into others; torch checks their arguments first."""
 
@@ -185,16 +256,8 @@ QUESTIONS: dict[OpOverload, Function] = {
 """Operators whose result is no tensor."""
 
 
-NOT_TAKEN_APART = frozenset(
-    {
-        *(aten.as_strided_scatter.default, aten.narrow_copy.default),
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }
-)
-"""Operators whose decomposition in torch leads back to them, refuses other arguments, or gives other results.
-
-That of attention gives the scores where its gradient wants their sums.
-"""
+NOT_TAKEN_APART = frozenset({aten.as_strided_scatter.default, aten.narrow_copy.default})
+"""Operators whose decomposition in torch leads back to them, or refuses other arguments than they do."""
 
 
 @cached("decompositions", 16384)

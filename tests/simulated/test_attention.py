@@ -10,6 +10,7 @@ from torch import Tensor
 import dshard
 from dshard import Layout, Mesh, Placement, Replicate, Shard, trace, use_strategy
 from dshard.testing import distribute, simulated, whole
+from dshard.torch_private import no_torch_function
 from dshard.trace import Traced
 
 MESH = Mesh((2, 2), ("dp", "tp"))
@@ -90,3 +91,20 @@ def test_replicas_of_attention_drop_the_same(placements: tuple[Placement, ...], 
 
     assert torch.equal(masks[0], masks[1])
     assert 0.3 < masks[0][..., -1, :].double().mean() < 0.7
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}], ids=["plain", "causal", "scaled"])
+@pytest.mark.parametrize("at", [Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)], ids=str)
+def test_attention_below_torch_function_is_right(at: Placement, options: dict[str, bool | float]) -> None:
+    mesh, values = Mesh((3,), ("x",)), [reals(2, 4, 5, 8), reals(2, 4, 6, 8), reals(2, 4, 6, 8)]
+    leaves = [x.clone().requires_grad_() for x in values]
+    expected = F.scaled_dot_product_attention(*leaves, **options)  # type: ignore[arg-type]
+    expected.sin().sum().backward()
+    with simulated(mesh):
+        laid = [distribute(x, Layout(mesh, (at,))).requires_grad_() for x in values]
+        with no_torch_function():  # as torch's own functions call it
+            out = F.scaled_dot_product_attention(*laid, **options)  # type: ignore[arg-type]
+        out.sin().sum().backward()
+
+        for mine, right in zip((out, *(x.grad for x in laid)), (expected, *(x.grad for x in leaves)), strict=True):
+            torch.testing.assert_close(whole(mine.detach()), right.detach())

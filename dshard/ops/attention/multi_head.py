@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dshard.core.plain_tensors import implicit_replication
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import bind_arguments, without_asking
 from dshard.torch_private import check_attention_shapes
@@ -35,7 +36,8 @@ def multi_head_attention(func: Function, args: Args, kwargs: Kwargs) -> tuple[Te
     asked = _DEFAULTS | dict(zip(_NAMES, bind_arguments(_NAMES, args, _DEFAULTS | kwargs), strict=True))
     rare = any(asked[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v"))
     if rare or asked["add_zero_attn"]:
-        return _torchs_own(*args, **kwargs)  # type: ignore[no-any-return]
+        with implicit_replication():  # it makes zeros of its own
+            return _torchs_own(*args, **kwargs)  # type: ignore[no-any-return]
     query, key, value, heads = (asked[name] for name in ("query", "key", "value", "num_heads"))
     padding, mask = asked["key_padding_mask"], asked["attn_mask"]
     is_batched = check_attention_shapes(query, key, value, padding, mask, heads)
