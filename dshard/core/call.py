@@ -55,14 +55,14 @@ class Call:
         """The global shape of each output, and the bytes of an element."""
         return tuple((tuple(out.shape), out.itemsize) for out in self.outs)
 
-    def argument(self, name: str, default: object = None) -> Any:
-        """The argument called `name` in the operator's schema, given by position or by name."""
+    def argument(self, name: str) -> Any:
+        """The argument called `name` in the operator's schema, given by position or by name; None if there is none."""
         for i, argument in enumerate(self.func._schema.arguments):
             if argument.name == name:
                 if i < len(self.args):
                     return self.args[i]
-                return self.kwargs.get(name, argument.default_value if argument.has_default_value() else default)
-        return default
+                return self.kwargs.get(name, argument.default_value if argument.has_default_value() else None)
+        return None
 
     def rule(
         self,
@@ -88,10 +88,10 @@ class Call:
         dim: int = self.argument(name)
         return dim + ndim if dim < 0 else dim
 
-    def dims(self, name: str = "dim") -> tuple[int, ...]:
-        """The argument `name` as tensor dims counted from 0: none or an empty list means all."""
+    def dims(self) -> tuple[int, ...]:
+        """The argument `dim` as tensor dims counted from 0: none or an empty list means all."""
         ndim = len(self.specs[0].shape)
-        value = self.argument(name)
+        value = self.argument("dim")
         if value is None or value == []:
             return tuple(range(ndim))
         value = [value] if isinstance(value, int) else value

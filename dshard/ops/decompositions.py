@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -154,14 +154,12 @@ def flash_attention_backward(
     v: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
+    *options: Any,
+    **named: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the queries, keys and values of attention."""
-    weights = _weights(_scores(q, k, is_causal, attn_mask, scale), logsumexp)
+    """The gradients of the queries, keys and values of attention; the options are those of `flash_attention`."""
+    (_, is_causal), mask, scale = options, named.get("attn_mask"), named.get("scale")
+    weights = _weights(_scores(q, k, is_causal, mask, scale), logsumexp)
     wide = widened(grad)
     of_weights = wide @ widened(v).transpose(-2, -1)
     of_scores = weights * (of_weights - (wide * widened(out)).sum(-1, keepdim=True)) * _scale(q, scale)

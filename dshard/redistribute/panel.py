@@ -44,10 +44,10 @@ class Panel:
     def shape(self, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> Shape:
         """The local shape, on the rank at `coordinate`, of this panel of a tensor of global `shape`."""
         held = layout.region(shape, coordinate)
-        return tuple(len(part) if dim != self.dim else self._length(part) for dim, part in enumerate(held))
-
-    def _length(self, held: range) -> int:
-        return self.count(held.stop) - self.count(held.start)
+        return tuple(
+            self.count(part.stop) - self.count(part.start) if dim == self.dim else len(part)
+            for dim, part in enumerate(held)
+        )
 
     def messages(self, step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> Messages | None:
         """The regions of this panel that the rank at `coordinate` sends and receives in `step`."""

@@ -47,6 +47,8 @@ from dshard.trace import HEADINGS, Trace
 
 Exported: TypeAlias = Report | Explanation | Trace | ModelPlan | Topology | Choice | Timeline | SearchResult | SelfTest
 """Values that have a table."""
+MOST_CHAINS = 64
+"""Chains of a plan between meshes that a table has."""
 
 
 def export(value: Exported | Drawing, path: str | PathLike[str], *, form: str | None = None) -> None:
@@ -142,7 +144,7 @@ def demo_data(rows: Sequence[Row]) -> dict[str, object]:
     return {"rows": [asdict(row) for row in rows]}
 
 
-def plan_table(moved: Plan, itemsize: int, topology: Topology, why: str = "as given") -> Group:
+def plan_table(moved: Plan, itemsize: int, topology: Topology, why: str) -> Group:
     """The steps of one redistribution, with the bytes that the busiest rank receives in each."""
     rows = [
         (step["step"], step["axes"], step["change"], human_bytes(step["nbytes"]), f"{step['seconds'] * 1e6:.1f}")
@@ -182,7 +184,7 @@ def plan_rows(moved: Plan, itemsize: int, topology: Topology) -> list[dict[str, 
     return rows
 
 
-def reshard_table(resharding: ReshardPlan, topology: Topology, why: str = "as given", most: int = 64) -> Group:
+def reshard_table(resharding: ReshardPlan, topology: Topology, why: str) -> Group:
     """The chains of a plan between meshes, by the time they start, and what crosses from host to host."""
     src, dst = (f"[{layout}] on ({layout.mesh})" for layout in (resharding.src, resharding.dst))
     rows = [
@@ -195,9 +197,9 @@ def reshard_table(resharding: ReshardPlan, topology: Topology, why: str = "as gi
             row.slice,
             " > ".join(map(str, row.ranks)),
         )
-        for row in chain_rows(resharding)[:most]
+        for row in chain_rows(resharding)[:MOST_CHAINS]
     ]
-    hidden = len(resharding.chains) - most
+    hidden = len(resharding.chains) - MOST_CHAINS
     more = [count(hidden, "chain") + " more"] if hidden > 0 else []
     return Group(
         title(f"{src} -> {dst}  of {resharding.shape}\ntopology {topology}; {why}"),
@@ -206,7 +208,7 @@ def reshard_table(resharding: ReshardPlan, topology: Topology, why: str = "as gi
     )
 
 
-def meshes_table(choices: Sequence[MeshChoice], topology: Topology, why: str = "as given") -> Group:
+def meshes_table(choices: Sequence[MeshChoice], topology: Topology, why: str) -> Group:
     """Meshes for a transformer, the cheapest first."""
     rows = []
     for choice in choices:

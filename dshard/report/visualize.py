@@ -77,8 +77,8 @@ class Picture:
         parts = [self.title]
         for lead, tiles in self.panels().items():
             rows, columns, held = _grid(tiles)
-            body = [[_said(r), *(_ranks(held.get((r, c), ())) for c in columns)] for r in rows]
-            parts += [*([_lead(lead)] if lead else []), text_table(["", *map(_said, columns)], body)]
+            body = [[_span_text(r), *(_ranks(held.get((r, c), ())) for c in columns)] for r in rows]
+            parts += [*([_lead(lead)] if lead else []), text_table(["", *map(_span_text, columns)], body)]
         return "\n".join([*parts, *([self._foot()] if self.idle else [])])
 
     def __repr__(self) -> str:
@@ -146,7 +146,7 @@ def visualize(x: DTensor | Layout, shape: Sequence[int] | None = None) -> Pictur
     layout.check(shape)
     held, idle = parts_of(layout, shape)
     tiles = [Tile(region[:-2], region[-2], region[-1], tuple(ranks)) for region, ranks in held.items()]
-    return Picture(layout, shape, tuple(sorted(tiles, key=_place)), tuple(idle))
+    return Picture(layout, shape, tuple(sorted(tiles, key=_origin)), tuple(idle))
 
 
 def parts_of(layout: Layout, shape: Shape) -> tuple[dict[Region, list[int]], list[int]]:
@@ -163,7 +163,7 @@ def parts_of(layout: Layout, shape: Shape) -> tuple[dict[Region, list[int]], lis
     return dict(held), idle
 
 
-def _place(tile: Tile) -> tuple[int, ...]:
+def _origin(tile: Tile) -> tuple[int, ...]:
     return tuple(part.start for part in (*tile.lead, tile.rows, tile.columns))
 
 
@@ -177,8 +177,8 @@ def _grid(tiles: Sequence[Tile]) -> tuple[list[range], list[range], dict[tuple[r
 
 def _table(tiles: Sequence[Tile]) -> Table:
     rows, columns, held = _grid(tiles)
-    cells: list[list[str | Text]] = [[_said(r), *(_coloured(held.get((r, c), ())) for c in columns)] for r in rows]
-    return table(("", *map(_said, columns)), cells)
+    cells: list[list[str | Text]] = [[_span_text(r), *(_coloured(held.get((r, c), ())) for c in columns)] for r in rows]
+    return table(("", *map(_span_text, columns)), cells)
 
 
 def _coloured(ranks: Sequence[int]) -> Text:
@@ -197,14 +197,14 @@ def _drawn(tile: Tile, top: float, down: float, across: float) -> list[str]:
     stripe = width / len(tile.ranks)
     parts = [
         f'<rect x="{x + i * stripe:.2f}" y="{y:.2f}" width="{stripe:.2f}" height="{height:.2f}" fill="{colour(rank)}" '
-        f'data-rank="{rank}" data-part="{" ".join(map(_said, (*tile.lead, tile.rows, tile.columns)))}"/>'
+        f'data-rank="{rank}" data-part="{" ".join(map(_span_text, (*tile.lead, tile.rows, tile.columns)))}"/>'
         for i, rank in enumerate(tile.ranks)
     ]
     label = _ranks(tile.ranks)
     fits = width >= 7 * len(label) and height >= LEAST
     parts.append(
         f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="none" stroke="#222222">'
-        f"<title>rows {_said(tile.rows)}, columns {_said(tile.columns)}: {label}</title></rect>"
+        f"<title>rows {_span_text(tile.rows)}, columns {_span_text(tile.columns)}: {label}</title></rect>"
     )
     middle = f'x="{x + width / 2:.2f}" y="{y + height / 2 + 4:.2f}" text-anchor="middle"'
     return [*parts, *([f"<text {middle}>{label}</text>"] if fits else [])]
@@ -218,10 +218,10 @@ def _sides(rows: int, columns: int) -> tuple[float, float]:
 
 
 def _lead(lead: Region) -> str:
-    return f"[{', '.join(map(_said, lead))}, :, :]" if lead else ""
+    return f"[{', '.join(map(_span_text, lead))}, :, :]" if lead else ""
 
 
-def _said(part: range) -> str:
+def _span_text(part: range) -> str:
     return f"{part.start}:{part.stop}"
 
 

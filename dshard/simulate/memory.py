@@ -23,12 +23,11 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.transient
 
 
-def memory_of(costs: BlockCosts, sequences: int, *, state: int = 8, master: int | None = None) -> Memory:
+def memory_of(costs: BlockCosts, sequences: int) -> Memory:
     """The memory of the busiest rank: one of the first stage, whose microbatches are in flight the longest.
 
-    `sequences` are those of one microbatch on all replicas together; `state` the optimiser's bytes for each element of
-    a weight, 8 for the two fp32 moments of Adam; `master` the bytes of a copy of the weights in higher precision, 4 by
-    default where weights have fewer bytes.
+    `sequences` are those of one microbatch on all replicas together. The optimiser is Adam: two fp32 moments for each
+    element of a weight, and an fp32 copy of weights that have fewer bytes.
     """
     model, setup = costs.model, costs.setup
     linears = matmuls(model, setup, sequences * model.sequence)
@@ -40,7 +39,7 @@ def memory_of(costs: BlockCosts, sequences: int, *, state: int = 8, master: int 
     if model.vocabulary:
         stored += tables * setup.stored(ends[0]).local_numel(ends[1])
         shared += tables * setup.shared(ends[0]).local_numel(ends[1])
-    extra = state + ((4 if costs.itemsize < 4 else 0) if master is None else master)
+    extra = 8 + (4 if costs.itemsize < 4 else 0)
     in_flight = min(setup.microbatches, setup.stages)
     kept = _residual(costs, sequences) if setup.recompute else kept_by_block(costs, linears, sequences)
     activations = kept * blocks * in_flight + (kept_by_block(costs, linears, sequences) if setup.recompute else 0)
