@@ -80,7 +80,7 @@ GATHERED = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", one_in(5, GATHERED), ids=str)
+@pytest.mark.parametrize("case", one_in(9, GATHERED), ids=str)
 def test_the_planned_peak_bounds_the_counted_one(ranks: RankPool, case: Case) -> None:
     """Where weights are gathered, sizes uneven or not: at most a twentieth above what the first rank holds."""
     planned, found = planned_peak(case), ranks.run(peak_on_ranks, case)

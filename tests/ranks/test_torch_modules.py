@@ -19,8 +19,9 @@ from dshard.core.moves import replace_tensors, tensors_in
 from dshard.testing import RankPool
 
 MESHES = {(4,): ("a",), (2, 2): ("a", "b")}
-BATCHES = 4
-"""The modules are shared out over as many tests."""
+BY_DEFAULT = 3
+"""Each third module is tested by default, and those that were once wrong."""
+ONCE_WRONG = {"nn.MultiLabelMarginLoss", "nn.MultiheadAttention", "nn.TransformerEncoderLayer"}
 NAMES = [info.name for info in module_db]
 KNOWN_SHAPES = ("nn.MultiLabelMarginLoss",)
 """Modules whose samples all run by default: of some, torch's form for meta tensors gives another shape."""
@@ -127,9 +128,8 @@ def compare(names: list[str], shape: tuple[int, ...], seeds: int, training: bool
     return n
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
-def test_modules_equal_their_single_device_selves(ranks: RankPool, batch: int):
-    names = NAMES[batch::BATCHES]
+def test_modules_equal_their_single_device_selves(ranks: RankPool):
+    names = sorted({*NAMES[::BY_DEFAULT], *ONCE_WRONG})
 
     assert min(ranks.run(compare, names, (2, 2), 1, True, 1)) > len(names) / 2
 
