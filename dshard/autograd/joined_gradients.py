@@ -5,8 +5,8 @@ are a bucket, one collective that begins in the backward pass when its last grad
 of any. Which gradients are expected is known from what followed the last pass over the mesh before. Buckets begin in
 one order on all ranks, that in which the leaves were made, last first, however autograd ran its graph: those that are
 not complete, or whose turn has not come, begin at the end of the pass. The ranks of a mesh run the same passes over it,
-so all expect the same. A gradient that was alone in the last passes begins at once, without the books of a pass, which
-are opened when another arises.
+so all expect the same. A gradient that was alone in the last passes is redistributed without the books of a pass,
+which are opened when another arises.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class Buckets:
         self.all = [[*map(_expected, members)] for members in buckets]
         self.places = {member: i for i, bucket in enumerate(self.all) for member in bucket}
         every = [*self.places]
-        self.alone = every[0] if len(every) == 1 and not has_steps(every[0][1]) else None
+        one_step = len(every) == 1 and len(every[0][1].plan.steps) == 1 and not has_steps(every[0][1])
+        self.alone = every[0] if one_step else None
 
 
 class MeshPasses:
@@ -272,25 +273,21 @@ def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wra
     local = grad._local_tensor
     if number < 0 or not move.plan.steps or (type(local) is not Tensor and comm.traced(local)):
         return None
+    if leaf.alone is not None and _is_alone(leaf, leaf.alone, move, number):
+        return None
     pending = Pending(leaf, local, move, own)
-    if leaf.alone is not None and _begins_alone(pending, leaf.alone, number):
-        assert pending.local is not None
-        pending.begun(move.begin_or_run(pending.local, pending.own))
-    else:
-        _running(number).add(pending)
+    _running(number).add(pending)
     dtype = grad._spec.dtype
     return wrap_in_flight(pending, move.spec if move.spec.dtype is dtype else move.spec.with_dtype(dtype))
 
 
-def _begins_alone(pending: Pending, passes: MeshPasses, number: int) -> bool:
-    """Note that a gradient begins alone in a backward pass, if none arose in it before and no other is expected."""
-    if OBSERVERS or number in _ALONE or number in _PASSES or type(pending.local) is not Tensor:
-        return False
-    if not passes.repeat(pending.leaf, pending.move):
-        return False
+def _is_alone(leaf: Leaf, passes: MeshPasses, move: LocalRedistribution, number: int) -> bool:
+    """Note that a gradient is redistributed alone, if none arose in its backward pass and no other is expected."""
+    if OBSERVERS or not passes.repeat(leaf, move) or number in _ALONE or number in _PASSES:
+        return False  # observers hear whose gradient it is
     if len(_ALONE) >= _MOST_ALONE:
         del _ALONE[next(iter(_ALONE))]
-    _ALONE[number] = pending.leaf, pending.move, passes
+    _ALONE[number] = leaf, move, passes
     return True
 
 
