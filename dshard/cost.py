@@ -106,7 +106,7 @@ class AlgorithmPrice(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What prices a collective along some mesh axes: the ranks of a group, their link, and the topology's algorithms.
+    """The price of a collective along mesh axes: the ranks of a group, their link, and the topology's algorithms.
 
     There are no algorithms where none runs the collective, or its link was measured.
     """

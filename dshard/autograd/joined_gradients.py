@@ -5,8 +5,8 @@ are a bucket, one collective that begins in the backward pass when its last grad
 of any. Which gradients are expected is known from what followed the last pass over the mesh before. Buckets begin in
 one order on all ranks, that in which the leaves were made, last first, however autograd ran its graph: those that are
 not complete, or whose turn has not come, begin at the end of the pass. The ranks of a mesh run the same passes over it,
-so all expect the same. A gradient that was alone in the last passes is redistributed without the books of a pass,
-which are opened when another arises.
+so all expect the same. A gradient that was the only one of the last two passes is redistributed at once, and nothing is
+kept of the pass unless another arises.
 """
 
 from __future__ import annotations
@@ -283,8 +283,10 @@ def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wra
 
 def _is_alone(leaf: Leaf, passes: MeshPasses, move: LocalRedistribution, number: int) -> bool:
     """Note that a gradient is redistributed alone, if none arose in its backward pass and no other is expected."""
-    if OBSERVERS or not passes.repeat(leaf, move) or number in _ALONE or number in _PASSES:
-        return False  # observers hear whose gradient it is
+    if OBSERVERS:  # which are given the parameters of a collective
+        return False
+    if not passes.repeat(leaf, move) or number in _ALONE or number in _PASSES:
+        return False
     if len(_ALONE) >= _MOST_ALONE:
         del _ALONE[next(iter(_ALONE))]
     _ALONE[number] = leaf, move, passes

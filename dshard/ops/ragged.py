@@ -31,7 +31,7 @@ def without_masks(x: Tensor, index: object) -> object:
     parts = index if isinstance(index, tuple) else (index,)
     if not any(map(is_mask, parts)):
         return index
-    dim, found = 0, list[object]()
+    dim, indices = 0, list[object]()
     for i, part in enumerate(parts):
         if part is Ellipsis:
             dim = x.dim() - sum(map(_indexed_dims, parts[i + 1 :]))
@@ -41,13 +41,13 @@ def without_masks(x: Tensor, index: object) -> object:
                     f"a mask of shape {tuple(part.shape)} at dim {dim} of a tensor of shape {tuple(x.shape)}: "
                     f"a mask has the sizes of the dims that it selects from, {tuple(x.shape[dim : dim + part.dim()])}"
                 )
-            found.extend(part.nonzero().unbind(1))
+            indices.extend(part.nonzero().unbind(1))
             dim += part.dim()
             continue
         else:
             dim += _indexed_dims(part)
-        found.append(part)
-    return tuple(found)
+        indices.append(part)
+    return tuple(indices)
 
 
 def _indexed_dims(part: object) -> int:
@@ -65,8 +65,8 @@ def masked_select(func: Function, args: Args, kwargs: Kwargs) -> Tensor:
     if out is not None or mask.dtype != torch.bool:
         return func(*args, **kwargs)  # type: ignore[no-any-return]
     shape = torch.broadcast_shapes(x.shape, mask.shape) or (1,)
-    found: Tensor = x.expand(shape)[mask.expand(shape)]
-    return found
+    selected: Tensor = x.expand(shape)[mask.expand(shape)]
+    return selected
 
 
 def pack_padded_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:

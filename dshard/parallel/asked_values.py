@@ -193,11 +193,11 @@ class ForwardValues(TorchFunctionMode):
 
     def _count(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """The results of a function whose shapes depend on values, without data; what they stand for is kept."""
-        found = self._answer(func, args, kwargs)
+        results = self._answer(func, args, kwargs)
         inputs = self._origin(func, args, kwargs).inputs
-        self.answers.append(replace_tensors(found, _without_data))
-        out = replace_tensors(found, _without_data)
-        self._note(tensors_in(out), Origin(None, ((), {}), inputs, tensors_in(found)))
+        self.answers.append(replace_tensors(results, _without_data))
+        out = replace_tensors(results, _without_data)
+        self._note(tensors_in(out), Origin(None, ((), {}), inputs, tensors_in(results)))
         return out
 
     @disable_modes()

@@ -221,8 +221,8 @@ class _Candidates:
         shape = self.specs[0].layout.mesh.shape
         axes = tuple(axis for axis, n in enumerate(shape) if n > 1 and all(p[axis] == Shard(2) for p in stored))
         ways = [rows for rows in self.allowed if all(rows[axis] is None or "q" in (rows[axis] or ()) for axis in axes)]
-        found = [window_strategy(self._call, with_queries(rows, axes), axes, reach) for rows in ways if axes]
-        return {each[0]: How("whole", windows=each[1]) for each in found if each is not None}
+        pairs = [window_strategy(self._call, with_queries(rows, axes), axes, reach) for rows in ways if axes]
+        return {each[0]: How("whole", windows=each[1]) for each in pairs if each is not None}
 
     @property
     def _call(self) -> RingCall:

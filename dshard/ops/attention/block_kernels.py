@@ -119,15 +119,15 @@ def block_gradients(
             yield block, _kernel_of(operands).backward(above, operands, products, told)
 
 
-def add_gradients(totals: Sequence[Tensor | None], panel: Panel, block: Block, found: Sequence[Tensor]) -> None:
+def add_gradients(totals: Sequence[Tensor | None], panel: Panel, block: Block, gradients: Sequence[Tensor]) -> None:
     """Add the gradients of a block to those of query, key, value and mask, in place; None: not wanted."""
-    for total, part, span in zip(totals, found, (block.queries, block.keys, block.keys), strict=False):
+    for total, part, span in zip(totals, gradients, (block.queries, block.keys, block.keys), strict=False):
         if total is not None:
             here = _span(total, -2, span)
             fewer = here.shape[:2] != panel.q.shape[:2]  # heads of the query share one of the key
             here.add_((part.sum(1) if fewer else part).reshape(here.shape))
     if len(totals) > 3 and (of_mask := totals[3]) is not None:
-        here, scores = _span(_span(of_mask, -2, block.queries), -1, block.keys), found[3]
+        here, scores = _span(_span(of_mask, -2, block.queries), -1, block.keys), gradients[3]
         heads = (*panel.q.shape[:2], *scores.shape[-2:])
         here.add_(scores.reshape(heads).sum_to_size(here.shape))
 

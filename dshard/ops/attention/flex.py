@@ -166,8 +166,8 @@ def _reach(mask: BlockMask | None, lengths: tuple[int, int]) -> Reach | None:
     if mask not in _REACHES:
         rows, columns = mask.BLOCK_SIZE
         seen = mask.to_dense().flatten(0, -3).amax(0).bool()
-        found = [[j for j, is_seen in enumerate(row) if is_seen] for row in seen.tolist()]
-        ends = (((row[0] * columns, min((row[-1] + 1) * columns, lengths[1])) if row else (0, 0)) for row in found)
+        blocks = [[j for j, is_seen in enumerate(row) if is_seen] for row in seen.tolist()]
+        ends = (((row[0] * columns, min((row[-1] + 1) * columns, lengths[1])) if row else (0, 0)) for row in blocks)
         _REACHES[mask] = Reach(rows, tuple(ends))
     return _REACHES[mask]
 

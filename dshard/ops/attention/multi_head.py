@@ -65,11 +65,11 @@ def multi_head_attention(func: Function, args: Args, kwargs: Kwargs) -> tuple[Te
 def _check(asked: dict[str, Any]) -> None:
     """Refuse what torch refuses."""
     query, key, value, heads = (asked[name] for name in ("query", "key", "value", "num_heads"))
-    width, wanted = query.shape[-1], asked["embed_dim_to_check"]
-    if width != wanted or width % heads:
+    width, expected = query.shape[-1], asked["embed_dim_to_check"]
+    if width != expected or width % heads:
         raise AssertionError(
             f"multi_head_attention_forward of {width} features with {heads} heads: "
-            f"the module has {wanted} features, of which each head has as many"
+            f"the module has {expected} features, and each head as many as the others"
         )
     if key.shape[:-1] != value.shape[:-1] or (not asked["use_separate_proj_weight"] and key.shape != value.shape):
         raise AssertionError(f"the key's shape {tuple(key.shape)} does not match the value's {tuple(value.shape)}")
@@ -98,7 +98,7 @@ def _projected(asked: dict[str, Any]) -> tuple[Tensor, ...]:
 
 
 def _bias(mask: Tensor | None, padding: Tensor | None, heads: int, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores for both masks, of the dims batch, heads, queries, keys; None without masks."""
+    """The sum of both masks as added to the scores, of the dims batch, heads, queries, keys; None without masks."""
     bias = None
     if mask is not None:
         bias = _added(mask, dtype)

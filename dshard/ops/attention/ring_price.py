@@ -63,7 +63,7 @@ def window_strategy(
     operands, topology = tuple(map(operand_of, call.specs)), call.topology
     candidates = expansions(call.rule, operands, call.outputs, (rows,))
     among = [_with_keys_split(expansion, call.specs, axes) for expansion in candidates]
-    found: list[tuple[Strategy, KeyWindows]] = []
+    by_windows: list[tuple[Strategy, KeyWindows]] = []
     for base in priced(call.rule, operands, call.outputs, topology, call.constraints, among):
         queries, keys, values = base.inputs[:3]
         if keys != values or {axis for axis, row in enumerate(base.rows) if row == "q"} != set(axes):
@@ -91,8 +91,8 @@ def window_strategy(
             compute=compute,
             backward=backward,
         )
-        found.append((strategy, windows))
-    return min(found, key=lambda pair: pair[0].seconds, default=None)
+        by_windows.append((strategy, windows))
+    return min(by_windows, key=lambda pair: pair[0].seconds, default=None)
 
 
 def _with_keys_split(expansion: Expansion, specs: Sequence[Spec], axes: Sequence[int]) -> Expansion:
