@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from threading import get_ident
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -172,18 +173,54 @@ def _new_group(ranks: tuple[int, ...], which: str) -> dist.ProcessGroup:
 @contextlib.contextmanager
 def _answered(**answers: object) -> Iterator[None]:
     """Let torch's functions of these names return these answers in this thread."""
-    originals = {name: getattr(distributed_c10d, name) for name in answers}
-    for name, original in originals.items():
-        setattr(distributed_c10d, name, partial(_answer, get_ident(), answers[name], original))
+    token = _ANSWERS.set(answers)
+    _REPLACED.begin()
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(distributed_c10d, name, original)
+        _REPLACED.end()
+        _ANSWERS.reset(token)
 
 
-def _answer(thread: int, answer: object, original: Callable[..., object], *args: object, **kwargs: object) -> object:
-    return answer if get_ident() == thread else original(*args, **kwargs)
+_ANSWERS: ContextVar[dict[str, object]] = ContextVar("answers of torch's functions")
+"""What torch's functions return in this thread, by name, while it makes a group."""
+
+
+class _Replaced:
+    """The functions of torch that are replaced while any thread makes a group.
+
+    Threads make groups at the same moment, and each waits for other ranks: so the lock is not held meanwhile, and the
+    last one that ends puts the functions back.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.lock = Lock()
+        self.threads = 0
+        self.originals: dict[str, Callable[..., object]] = {}
+
+    def begin(self) -> None:
+        with self.lock:
+            self.threads += 1
+            if self.threads == 1:
+                self.originals = {name: getattr(distributed_c10d, name) for name in self.names}
+                for name, original in self.originals.items():
+                    setattr(distributed_c10d, name, partial(_answer, name, original))
+
+    def end(self) -> None:
+        with self.lock:
+            self.threads -= 1
+            if self.threads == 0:
+                for name, original in self.originals.items():
+                    setattr(distributed_c10d, name, original)
+
+
+_REPLACED = _Replaced("_process_group_name", "_get_split_source")
+
+
+def _answer(name: str, original: Callable[..., object], *args: object, **kwargs: object) -> object:
+    answers = _ANSWERS.get(None)
+    return original(*args, **kwargs) if answers is None else answers[name]
 
 
 def disconnect(group: Group) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from dshard import Replicate, Shard, distribute_tensor, init_device_mesh
-from dshard.comm import DeviceMesh
+from dshard.comm import DeviceMesh, process_groups
 from dshard.testing import RankPool
 
 ORDERS = [
@@ -93,3 +96,27 @@ def in_two_threads() -> list[str]:
 def test_threads_use_meshes_of_their_own_at_once() -> None:
     with RankPool(4) as pool:
         assert pool.run(in_two_threads, timeout=WAIT) == [[]] * 4
+
+
+def test_torch_is_as_before_when_threads_have_made_groups_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two threads that make groups, the first to begin is the first to end."""
+    before = [distributed_c10d._process_group_name, distributed_c10d._get_split_source]
+    second_began, first_ended, asked = threading.Event(), threading.Event(), list[object]()
+    second = threading.Thread(target=process_groups._new_group, args=((1,), "second"))
+
+    def make(ranks: Sequence[int], use_local_synchronization: bool) -> SimpleNamespace:
+        if len(ranks) == 2:
+            second.start()
+            assert second_began.wait(WAIT)
+        else:
+            second_began.set()
+            assert first_ended.wait(WAIT)
+        asked.append(distributed_c10d._get_split_source(None))
+        return SimpleNamespace(group_name=distributed_c10d._process_group_name(ranks, True))
+
+    monkeypatch.setattr(dist, "new_group", make)
+    process_groups._new_group((0, 1), "first")
+    first_ended.set()
+    second.join(WAIT)
+    assert asked == [None, None]
+    assert [distributed_c10d._process_group_name, distributed_c10d._get_split_source] == before
