@@ -21,9 +21,14 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 32,
     **TOKENS,
 }
+SLIDING = {**SIZES, "num_hidden_layers": 2, "head_dim": 4, "sliding_window": 4, "query_pre_attn_scalar": 4}
+SLIDING |= {"layer_types": ["sliding_attention", "full_attention"]}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SIZES),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 4}),
+    "mistral": ("Mistral", {**SIZES, "head_dim": 4, "sliding_window": 4}),
+    "gemma2": ("Gemma2", SLIDING),
+    "gemma3": ("Gemma3", SLIDING),
     "gpt2": ("GPT2", {"n_layer": 1, "n_embd": 16, "n_head": 4, "vocab_size": 32, "n_positions": 32, **TOKENS}),
     "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": (
@@ -65,8 +70,9 @@ def language_model(family: str, seed: int = 0, **changes: Any) -> Any:
     transformers.logging.set_verbosity_error()
     name, sizes = CONFIGS[family]
     suffix = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
+    config = "TextConfig" if family == "gemma3" else "Config"
     torch.manual_seed(seed)
-    model = getattr(transformers, name + suffix)(getattr(transformers, f"{name}Config")(**{**sizes, **changes}))
+    model = getattr(transformers, name + suffix)(getattr(transformers, f"{name}{config}")(**{**sizes, **changes}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

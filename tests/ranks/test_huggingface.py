@@ -78,6 +78,16 @@ def test_generate_equals_one_device_to_the_token(ranks: RankPool, family: str, s
         assert not wrong
 
 
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
+def test_sliding_windows_generate_as_on_one_device(ranks: RankPool, family: str) -> None:
+    window = language_model(family).config.sliding_window
+    assert window < prompt()["input_ids"].shape[1], "a prompt is longer than the window, and so is a cache"
+    for wrong in ranks.run(generates, family, ("megatron", *SEQUENCES), ("greedy", "static", "beam"), timeout=300):
+        assert not wrong
+
+
 def generates_rows(family: str, strategies: tuple[str, ...]) -> list[str]:
     """What is not as on one device where each data rank gives prompts of its own, and not equally many."""
     torch.set_num_threads(1)
