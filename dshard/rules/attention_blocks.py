@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+TILE_KEYS = 512
+"""Keys of a tile of torch's kernel for CPUs, which computes a tile whole where a query of it sees a key."""
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -28,6 +31,20 @@ class Block:
             return rows * columns
         square = min(rows, columns)
         return square * (square + 1) // 2 + (rows - square) * columns
+
+    @property
+    def tiled_pairs(self) -> int:
+        """The pairs that torch's kernel for CPUs computes: those of all tiles in which some pair is seen.
+
+        >>> Block(range(1024), range(1024), diagonal=True).tiled_pairs / 1024**2
+        0.75
+        """
+        rows, columns = len(self.queries), len(self.keys)
+        if not self.diagonal:
+            return rows * columns
+        height = 256 if rows >= 768 else 64 if rows >= 192 else 32
+        tiles = (range(first, min(first + height, rows)) for first in range(0, rows, height))
+        return sum(len(tile) * min(columns, -(-tile.stop // TILE_KEYS) * TILE_KEYS) for tile in tiles)
 
 
 def visible_blocks(queries: Sequence[range], keys: Sequence[range], causal: bool) -> tuple[Block, ...]:
@@ -55,6 +72,14 @@ def visible_blocks(queries: Sequence[range], keys: Sequence[range], causal: bool
 def visible_pairs(queries: Sequence[range], keys: Sequence[range], causal: bool) -> int:
     """The pairs of a query and a key that it sees, of queries and keys at these positions."""
     return sum(block.pairs for block in visible_blocks(queries, keys, causal))
+
+
+def computed_pairs(blocks: Sequence[Block], backend: str) -> int:
+    """The pairs that kernels compute for blocks: on CPUs, where gloo sends, those of whole tiles.
+
+    Tiles of GPUs are so small that they are not counted.
+    """
+    return sum([block.tiled_pairs if backend == "gloo" else block.pairs for block in blocks])
 
 
 def _causal_blocks(queries: range, keys: range, row: int, column: int) -> Iterator[Block]:

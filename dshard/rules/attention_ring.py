@@ -12,12 +12,12 @@ from the other end: then all ranks see equally much of a causal mask in every tu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from dshard.caches import cached
-from dshard.rules.attention_blocks import Block, visible_blocks
+from dshard.rules.attention_blocks import Block, computed_pairs, visible_blocks
 
 Positions = tuple[range, ...]
 
@@ -113,19 +113,23 @@ class RingPlan:
             return None
         return _moving_axis(self.shape, turn + 1)
 
-    def seconds(self, work: Callable[[int], float], sends: Sequence[float], lost: Sequence[float]) -> float:
+    def computed(self, backend: str) -> list[list[int]]:
+        """The pairs that each rank computes in each turn, with the kernels of devices that have this backend."""
+        return [[computed_pairs(each, backend) for each in turn] for turn in self.blocks]
+
+    def seconds(self, work: Sequence[Sequence[float]], sends: Sequence[float], lost: Sequence[float]) -> float:
         """Seconds of the critical path, where a rank sends a panel on while it computes with it.
 
-        `work` are the seconds of so many pairs, `sends` those of the exchange before each turn but the first, and
-        `lost` how much longer a rank computes beside each of these.
+        `work` are the seconds of each turn on each rank, `sends` those of the exchange before each turn but the first,
+        and `lost` how much longer a rank computes beside each of these.
         """
         starts = [0.0] * self.ranks
         for turn, (send, longer) in enumerate(zip(sends, lost, strict=True), start=1):
             before, holders = starts, self.holders[turn - 1]
-            done = [start + work(pairs) + longer for start, pairs in zip(before, self.pairs[turn - 1], strict=True)]
+            done = [start + seconds + longer for start, seconds in zip(before, work[turn - 1], strict=True)]
             arrived = [before[holders[owner]] + send for owner in self.owners[turn]]
             starts = list(map(max, done, arrived))
-        return max(start + work(pairs) for start, pairs in zip(starts, self.pairs[-1], strict=True))
+        return max(start + seconds for start, seconds in zip(starts, work[-1], strict=True))
 
 
 @cached("rings of attention", 4096)

@@ -13,7 +13,7 @@ from dshard.placements import Partial, Replicate, Shard, nested_chunk
 from dshard.redistribute import plan_price
 from dshard.redistribute.plan import PricedPlan, plan_price_within
 from dshard.redistribute.space import Space, space_of
-from dshard.rules.attention_blocks import visible_pairs
+from dshard.rules.attention_blocks import computed_pairs, visible_blocks
 from dshard.rules.expand import Expansion, Operand, sizes_of
 from dshard.rules.rule import PassThrough, Rule
 from dshard.rules.strategy import Constraints, Strategy, completed_layout
@@ -207,7 +207,7 @@ class Price:
         return work_seconds(2.0 * matmuls * pairs * prod(local.values()), nbytes, self.topology)
 
     def busiest_pairs(self, axes: tuple[tuple[int, ...], ...]) -> int:
-        """The most pairs of a triangle's factors that some rank has, where these mesh axes shard them."""
+        """The most pairs of a triangle's factors that some rank computes, where these mesh axes shard them."""
         if axes not in self.known_pairs:
             assert self.rule.triangle is not None
             sizes = [self.sizes[factor] for factor in self.rule.triangle]
@@ -217,8 +217,9 @@ class Price:
                 {nested_chunk(size, each, shape, dict(zip(each, at, strict=True))) or range(0) for at in places_of}
                 for size, each, places_of in zip(sizes, axes, places, strict=True)
             )
-            pairs = (visible_pairs((row,), (column,), True) for row in rows for column in columns)
-            self.known_pairs[axes] = max(pairs, default=0)
+            blocks = (visible_blocks((row,), (column,), True) for row in rows for column in columns)
+            backend = self.topology.backend
+            self.known_pairs[axes] = max((computed_pairs(each, backend) for each in blocks), default=0)
         return self.known_pairs[axes]
 
     def end(self, i: int, expansion: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from math import inf
+from math import inf, nan
 from random import Random
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dshard.core.observe import Allocations, OperatorMode
+from dshard import Mesh, Shard, Topology, distribute_tensor, use_strategy, use_topology
+from dshard.core.observe import Allocations, Decision, OperatorMode, observing
 from dshard.ops.attention import block_kernels
 from dshard.ops.attention.block_kernels import (
     Panel,
@@ -23,7 +24,7 @@ from dshard.ops.attention.block_kernels import (
     empty_result,
 )
 from dshard.ops.attention.local_attention import Options, of_queries
-from dshard.rules.attention_blocks import visible_blocks, visible_pairs
+from dshard.rules.attention_blocks import Block, computed_pairs, visible_blocks, visible_pairs
 
 
 def ranges_of(draw: Random, size: int) -> list[range]:
@@ -53,6 +54,32 @@ def test_blocks_are_the_pairs_that_see_each_other(causal: bool) -> None:
         right = [[int(k <= q or not causal) for k in indices(keys)] for q in indices(queries)]
         assert found.tolist() == right
         assert visible_pairs(queries, keys, causal) == found.sum()
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(128, 128), (208, 1024), (512, 512), (1024, 1024), (1040, 1536), (1536, 1024)]
+)
+def test_the_price_on_cpus_counts_the_tiles_that_the_kernel_computes(rows: int, columns: int) -> None:
+    q, k, v = (torch.zeros(1, 1, n, columns // 16) for n in (rows, columns, columns))
+    for feature in range(columns // 16):
+        v[..., 16 * feature, feature] = nan  # which no weight of 0 hides from the queries of its tile
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    block = Block(range(rows), range(columns), diagonal=True)
+    assert 16 * out.isnan().sum() == block.tiled_pairs == computed_pairs([block], "gloo")
+    assert computed_pairs([block], "nccl") == block.pairs == visible_pairs([range(rows)], [range(columns)], True)
+
+
+def test_the_price_of_heads_counts_tiles() -> None:
+    mesh = Mesh((4,), ("x",))
+    x = distribute_tensor(torch.empty(1, 8, 1024, 64, device="meta"), mesh, [Shard(2)])
+    topology = Topology.flat(1e9)
+    found: list[Decision] = []
+    with use_topology(topology), use_strategy(attention="ulysses"), observing(found.append):
+        F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    (strategy,) = [each.strategy for each in found if each.strategy is not None]
+    assert strategy.compute - topology.launch == pytest.approx(2 * 128 * 2 * 1024**2 * 0.75 / topology.flops(""))
 
 
 def reals(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

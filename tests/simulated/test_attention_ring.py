@@ -58,11 +58,11 @@ def test_a_causal_mask_is_skipped_and_balanced() -> None:
     assert all(len({turns[t] for turns in pairs_of(halves, 6)}) == 1 for t in range(6))
 
     none, ones = [0.0] * 5, [1.0] * 5
-    assert contiguous.seconds(float, none, none) == 10 + 5 * 16
-    assert halves.seconds(float, none, none) == 24 * 25 // 2 // 6
-    assert contiguous.seconds(float, ones, none) == 10 + 5 * 16  # hidden
-    assert contiguous.seconds(float, ones, [0.5] * 5) == 10 + 5 * 16 + 2.5
-    assert contiguous.seconds(float, ones, ones) == 10 + 5 * 16 + 5
+    assert contiguous.seconds(contiguous.pairs, none, none) == 10 + 5 * 16
+    assert halves.seconds(halves.pairs, none, none) == 24 * 25 // 2 // 6
+    assert contiguous.seconds(contiguous.pairs, ones, none) == 10 + 5 * 16  # hidden
+    assert contiguous.seconds(contiguous.pairs, ones, [0.5] * 5) == 10 + 5 * 16 + 2.5
+    assert contiguous.seconds(contiguous.pairs, ones, ones) == 10 + 5 * 16 + 5
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -183,10 +183,11 @@ class _Price:
                 known[pairs] = known[0] + work_seconds(self.flops * pairs, nbytes, device) + merging
             return known[pairs] * times
 
-        busiest = max(sum(map(work, pairs)) for plan in self.plans for pairs in zip(*plan.pairs, strict=True))
+        works = [[list(map(work, turn)) for turn in plan.computed(device.backend)] for plan in self.plans]
+        busiest = max(sum(of_rank) for turns_of in works for of_rank in zip(*turns_of, strict=True))
         sends = [sum(each.seconds for each in sent) for sent in turns]
         lost = [sum(hidden_seconds_lost(each.nbytes, each.seconds, device) for each in sent) for sent in turns]
-        return busiest, max(plan.seconds(work, sends, lost) for plan in self.plans)
+        return busiest, max(plan.seconds(each, sends, lost) for plan, each in zip(self.plans, works, strict=True))
 
     def _hop(
         self,
