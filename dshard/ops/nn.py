@@ -64,8 +64,12 @@ def embedding_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> 
 
 
 def embedding_backward(call: Call) -> Rule:
-    """Features may be sharded; sharded indices leave the gradient of the table partial."""
-    return call.rule("... h, ... -> [v] h", passes=linear(0))
+    """Features may be sharded; sharded indices leave the gradient of the table partial.
+
+    Where rows are divided by how often they are looked up, each rank must count all indices.
+    """
+    lookups = "[...]" if call.argument("scale_grad_by_freq") else "..."
+    return call.rule(f"{lookups} h, {lookups} -> [v] h", passes=linear(0))
 
 
 def nll_loss(call: Call) -> Rule:

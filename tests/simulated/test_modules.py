@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -122,3 +123,16 @@ def test_random_values_do_not_depend_on_the_mesh(
         assert torch.equal(second, values[0][1])
     if values[0][0].numel() > 3:
         assert not torch.equal(*values[0])
+
+
+@pytest.mark.parametrize("placements", list(itertools.product((Shard(0), Replicate()), repeat=2)))
+@pytest.mark.parametrize("table", [Shard(0), Shard(1), Replicate()])
+def test_gradients_of_rows_are_divided_by_all_their_lookups(table: Any, placements: tuple[Any, ...]) -> None:
+    indices, rows, terms = torch.tensor([0, 3, 2, 1, 1, 3, 1]), torch.randn(4, 3).double(), torch.randn(7, 3).double()
+    alone = rows.clone().requires_grad_()
+    (F.embedding(indices, alone, scale_grad_by_freq=True) * terms).sum().backward()
+    with simulated(GRID):
+        ours = distribute_tensor(rows, GRID, [table, Replicate()]).requires_grad_()
+        picked = F.embedding(distribute_tensor(indices, GRID, placements), ours, scale_grad_by_freq=True)
+        (picked * distribute_tensor(terms, GRID, [Replicate(), Replicate()])).sum().backward()
+        torch.testing.assert_close(whole(ours.grad), alone.grad)
