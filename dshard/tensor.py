@@ -328,7 +328,8 @@ class DTensor(Wrapper):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         spec = self._spec
-        parts = (self._local_tensor, spec.layout, spec.shape, spec.stride, spec.dtype, spec.device)
+        local = self._local_tensor.detach()  # without the references to its views, which are of this process
+        parts = (local, spec.layout, spec.shape, spec.stride, spec.dtype, spec.device)
         return _unpickle, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
 

@@ -254,17 +254,20 @@ def pickled() -> list[Any]:
     torch.save({"x": x}, buffer)
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)["x"]
+    view = x[1:7]
+    viewed = pickle.loads(pickle.dumps([x, view]))  # x knows its view, which has memory of its own
     return [
         again.layout == x.layout,
         isinstance(again, nn.Parameter),
         again.device_mesh == real_mesh(),
         (again + loaded).full_tensor().tolist(),
+        [y.full_tensor().equal(z.full_tensor()) for y, z in zip(viewed, [x, view], strict=True)],
     ]
 
 
 @pytest.mark.ranks
 def test_a_pickled_dtensor_comes_back_on_its_mesh(ranks: RankPool) -> None:
-    assert ranks.run(pickled) == [[True, True, True, [2.0 * i for i in range(10)]]] * 4
+    assert ranks.run(pickled) == [[True, True, True, [2.0 * i for i in range(10)], [True, True]]] * 4
 
 
 def numbers() -> list[Any]:
