@@ -121,7 +121,7 @@ class Resharding:
                 self._finish_receive(key)
             for work in self._works:
                 work.wait()
-            out = self._buffers.landed()
+            out = self._buffers.result()
             return out if out is None or self.plan.last is None else run(self.plan.last, out)
 
     def _post(self) -> None:
@@ -295,6 +295,6 @@ def _simulate(plan: ReshardPlan, x: Tensor) -> Tensor:
                 for index in range(len(chain.pieces())):
                     buffers[receiver].chunk(number, index, hop + 1).copy_(buffers[sender].chunk(number, index, hop))
                     buffers[receiver].add(number, index, hop + 1)
-        local_tensors = {rank: buffers[rank].landed() for rank in plan.dst.mesh.ranks}
+        local_tensors = {rank: buffers[rank].result() for rank in plan.dst.mesh.ranks}
         out = stack({rank: part for rank, part in local_tensors.items() if part is not None})
     return out if plan.last is None else run(plan.last, out)

@@ -26,7 +26,7 @@ class Buffers:
         if rank in plan.chains_dst.mesh:
             self._out = x.new_empty(plan.chains_dst.local_shape(plan.shape, plan.chains_dst.mesh.coordinate(rank)))
         self._packed: dict[Region, Tensor] = {}
-        self._landing: dict[Region, tuple[Tensor, bool]] = {}
+        self._receive_buffers: dict[Region, tuple[Tensor, bool]] = {}
         self._sums: dict[int, Tensor] = {}
         if self._own is not None and self._needed is not None and not reduced_axes(plan.chains_src):
             self._copy_own(self._own, self._needed)
@@ -45,9 +45,9 @@ class Buffers:
             if position == route.terms - 1 and self._needs(route):
                 self._receive_buffer(route.region)[piece.start : piece.stop] = total
 
-    def landed(self) -> Tensor | None:
+    def result(self) -> Tensor | None:
         """The local tensor under `plan.chains_dst`, once all chunks have arrived; None outside the destination mesh."""
-        for region, (flat, in_place) in self._landing.items():
+        for region, (flat, in_place) in self._receive_buffers.items():
             if not in_place:
                 assert self._out is not None
                 assert self._needed is not None
@@ -76,15 +76,15 @@ class Buffers:
 
     def _receive_buffer(self, region: Region) -> Tensor:
         """The flat receive buffer of a region: a view of the result where the region is contiguous there."""
-        if region not in self._landing:
+        if region not in self._receive_buffers:
             assert self._out is not None
             assert self._needed is not None
             span = span_of([inside(region, self._needed)], _sizes(self._out))
             if span is None:
-                self._landing[region] = self._out.new_empty(numel(region)), False
+                self._receive_buffers[region] = self._out.new_empty(numel(region)), False
             else:
-                self._landing[region] = self._out.view(-1)[span.start : span.stop], True
-        return self._landing[region][0]
+                self._receive_buffers[region] = self._out.view(-1)[span.start : span.stop], True
+        return self._receive_buffers[region][0]
 
     def _copy_own(self, own: Region, needed: Region) -> None:
         shared = overlap(own, needed)

@@ -59,8 +59,8 @@ def blaming(what: str, mesh: Mesh, strategy: Strategy) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
-        raise RuleError(f"{what} is wrong on the mesh ({mesh}), in the layouts\n  {strategy}\n{told}") from error
+        reason = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
+        raise RuleError(f"{what} is wrong on the mesh ({mesh}), in the layouts\n  {strategy}\n{reason}") from error
 
 
 def run_strategy(op: Operator, call: Call, strategy: Strategy, given: tuple[object, object]) -> list[Tensor]:

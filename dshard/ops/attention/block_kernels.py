@@ -76,14 +76,16 @@ def accumulate(out: Tensor, lse: Tensor, panel: Panel) -> None:
     """Merge attention to the blocks of a panel into a result and its log-sum-exp, in place."""
     for block in panel.blocks:
         operands = _operands(panel, block)
-        part, told = _kernel_of(operands).forward(operands)
+        part, part_lse = _kernel_of(operands).forward(operands)
         result, rows = _span(out, -2, block.queries), _span(lse, -1, block.queries)
-        told = told.reshape(rows.shape)
+        part_lse = part_lse.reshape(rows.shape)
         if operands.mask is not None:
-            told = told.masked_fill(_blind(operands.mask).expand(operands.q.shape[:-1]).reshape(rows.shape), -inf)
-        share = (told - rows).sigmoid().nan_to_num_(0.0)  # a row that has seen no key in either has none
+            part_lse = part_lse.masked_fill(
+                _blind(operands.mask).expand(operands.q.shape[:-1]).reshape(rows.shape), -inf
+            )
+        share = (part_lse - rows).sigmoid().nan_to_num_(0.0)  # a row that has seen no key in either has none
         result.lerp_(part.reshape(result.shape).to(result.dtype), share.unsqueeze(-1))
-        rows.copy_(torch.logaddexp(rows, told))
+        rows.copy_(torch.logaddexp(rows, part_lse))
 
 
 def accumulate_gradients(
@@ -112,11 +114,11 @@ def block_gradients(
         operands = _operands(panel, block)
         lead = operands.q.shape[:-1]
         above = _span(grad, -2, block.queries).reshape(*lead, grad.shape[-1])
-        products, told = (_span(x, -1, block.queries).reshape(lead) for x in (delta, lse))
+        products, row_lse = (_span(x, -1, block.queries).reshape(lead) for x in (delta, lse))
         if of_mask:
-            yield block, _gradients_by_operators(above, operands, products, told)
+            yield block, _gradients_by_operators(above, operands, products, row_lse)
         else:
-            yield block, _kernel_of(operands).backward(above, operands, products, told)
+            yield block, _kernel_of(operands).backward(above, operands, products, row_lse)
 
 
 def add_gradients(totals: Sequence[Tensor | None], panel: Panel, block: Block, gradients: Sequence[Tensor]) -> None:

@@ -70,16 +70,16 @@ class PartialAttention(ComposedExecutable):
             return wrap(local, self._spec(self.shape, self.dtype)), wrap(lse, self._spec(self.shape[:-1], lse.dtype))
         layout, n = _in_front(self.computed, self.axes), prod(mesh.shape[axis] for axis in self.axes)
         parts: Any
-        told: Any
-        parts, told = (
+        sums: Any
+        parts, sums = (
             wrap(x.unsqueeze(0), _spec(layout, (n, *shape), x.dtype, q))
             for x, shape in ((out, self.shape), (lse, self.shape[:-1]))
         )
         complete = layout
         for axis in self.axes:
             complete = complete.replace(axis, Replicate())
-        most = redistribute(told.amax(0, keepdim=True), complete)
-        weights = (told - most.clamp_min(torch.finfo(told.dtype).min)).exp()  # none where a row sees no key anywhere
+        most = redistribute(sums.amax(0, keepdim=True), complete)
+        weights = (sums - most.clamp_min(torch.finfo(sums.dtype).min)).exp()  # none where a row sees no key anywhere
         total = redistribute(weights.sum(0, keepdim=True), complete)
         shares = weights / total.clamp_min(1.0)  # of the most one is exactly 1, unless all are 0
         merged = redistribute((parts * shares.unsqueeze(-1)).sum(0), self.end).to(self.dtype)

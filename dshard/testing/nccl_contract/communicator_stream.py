@@ -85,17 +85,17 @@ class Channel:
             self._late(operation, f"ranks {', '.join(map(str, self._ranks))}", error)
         here = self._ranks[self._rank]
         for index, (there, row) in enumerate(zip(self._ranks, rows, strict=True)):
-            told = _read(row)
-            if [call.same for call in told.calls] != [call.same for call in calls]:
-                differs = f"rank {here} calls {operation.what} {calls}, rank {there} calls {told.what} {told.calls}"
+            record = _read(row)
+            if [call.same for call in record.calls] != [call.same for call in calls]:
+                differs = f"rank {here} calls {operation.what} {calls}, rank {there} calls {record.what} {record.calls}"
                 raise dist.DistBackendError(refusal(operation.rule, differs))
-            for mine, theirs in zip(calls, told.calls, strict=True):
+            for mine, theirs in zip(calls, record.calls, strict=True):
                 if mine.receive and mine.receive[index] != theirs.send[self._rank]:
                     sizes = (
                         f"expects {mine.receive[index]} bytes of rank {there}, which sends {theirs.send[self._rank]}"
                     )
                     raise dist.DistBackendError(refusal("message", f"rank {here} in {operation.what} {sizes}"))
-            self._check_order(operation, there, told.before, operation.communicator)
+            self._check_order(operation, there, record.before, operation.communicator)
 
     def _check_order(self, operation: Operation, there: int, before: Launches, but: Communicator) -> None:
         here = self._ranks[self._rank]
@@ -116,18 +116,18 @@ class Channel:
         for message, works in moving:
             self._wait(operation, message, works)
 
-    def _check_message(self, operation: Operation, mine: Message, told: _Told) -> None:
-        theirs, here, there = told.message, self._ranks[self._rank], self._ranks[mine.peer]
+    def _check_message(self, operation: Operation, mine: Message, record: _Record) -> None:
+        theirs, here, there = record.message, self._ranks[self._rank], self._ranks[mine.peer]
         assert theirs is not None
         if theirs.sends == mine.sends:
             verb = "send" if mine.sends else "receive"
-            both = f"ranks {here} and {there} both {verb}, in {operation.what} and {told.what}"
+            both = f"ranks {here} and {there} both {verb}, in {operation.what} and {record.what}"
             raise dist.DistBackendError(refusal("grouped", both))
         if (theirs.nbytes, theirs.dtype) != (mine.nbytes, mine.dtype):
             sizes = f"{mine.nbytes} bytes of {mine.dtype} in {operation.what}"
-            sizes += f", {theirs.nbytes} of {theirs.dtype} in {told.what}"
+            sizes += f", {theirs.nbytes} of {theirs.dtype} in {record.what}"
             raise dist.DistBackendError(refusal("message", f"between ranks {here} and {there}: {sizes}"))
-        self._check_order(operation, there, told.before, messages_between(self._name, here, there, alone=self._alone))
+        self._check_order(operation, there, record.before, messages_between(self._name, here, there, alone=self._alone))
 
     def _move(self, part: Part, message: Message) -> list[dist.Work]:
         tag = self._tags(message)[1]
@@ -157,7 +157,7 @@ class Channel:
         raise dist.DistBackendError(refusal(operation.rule, late)) from error
 
 
-class _Told(NamedTuple):
+class _Record(NamedTuple):
     """An operation as a rank reports it to the others of its communicator."""
 
     what: str
@@ -178,5 +178,5 @@ def _row(operation: Operation, what: Sequence[Call] | Message) -> Bytes:
     return as_tensor(data.ljust(_WIDTH, b"\0"))
 
 
-def _read(row: Bytes) -> _Told:
-    return _Told(*pickle.loads(bytes(row.numpy())))
+def _read(row: Bytes) -> _Record:
+    return _Record(*pickle.loads(bytes(row.numpy())))
