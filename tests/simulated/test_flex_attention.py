@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -151,23 +152,51 @@ def test_windows_of_keys_are_those_that_queries_reach(
         sent = [(event.collective, event.nbytes) for event in there.events]
         assert sent == [(each.collective, each.nbytes) for each in report.operators[0].collectives]
         if "window" in report.chosen.name:
-            assert [e.collective for e in back.events if e.op != "aten.sum"].count("permute") == 1
             heads = 2 // mesh.shape[0] if Shard(1) in placements else 2
+            (received,) = [e.nbytes for e in back.events if e.op != "aten.sum" and e.collective == "permute"]
+            assert received == gradients_received(layout, tokens, width, block) * 2 * heads * 4 * 8
             assert report.chosen.bytes_moved == neighbours(layout, tokens, width, block) * 2 * heads * 4 * 8
         else:
             assert width > block or tokens < 16, "all keys are reached"
 
 
+def test_the_host_reads_the_blocks_of_a_mask_once() -> None:
+    mesh, mask = Mesh((2,), ("x",)), sliding(4, 4, 16)
+    with (
+        simulated(mesh),
+        mock.patch.object(BlockMask, "to_dense", autospec=True, side_effect=BlockMask.to_dense) as read,
+    ):
+        x = distribute(torch.randn(1, 2, 16, 4), Layout(mesh, (Shard(2),)))
+        for _ in range(3):
+            flex_attention(x, x, x, None, mask)
+
+    assert read.call_count == 1
+
+
 def neighbours(layout: Layout, tokens: int, width: int, block: int) -> int:
     """The most keys of other ranks that the queries of a rank reach by their blocks."""
+    places = list(product(*map(range, layout.mesh.shape)))
+    rows = [layout.dim_range(2, tokens, at) for at in places]
+    return max(len(reached(each, tokens, width, block)) - len(each) if each else 0 for each in rows)
+
+
+def gradients_received(layout: Layout, tokens: int, width: int, block: int) -> int:
+    """The most gradients of its keys that a rank receives: one of each by each other rank that reached the key."""
+    axes = tuple(axis for axis, p in zip(layout.mesh.names, layout.placements, strict=True) if p == Shard(2))
     most = 0
     for at in product(*map(range, layout.mesh.shape)):
-        rows = layout.dim_range(2, tokens, at)
-        if rows:
-            first = max(0, rows.start // block * block - width + 1) // block * block
-            stop = min(tokens, -(-rows.stop // block) * block)
-            most = max(most, stop - first - len(rows))
+        own, peers = layout.dim_range(2, tokens, at), [peer for peer in layout.mesh.peers(axes, at) if peer != at]
+        windows = [reached(layout.dim_range(2, tokens, peer), tokens, width, block) for peer in peers]
+        most = max(most, sum(key in window for window in windows for key in own))
     return most
+
+
+def reached(rows: range, tokens: int, width: int, block: int) -> range:
+    """The keys that these queries reach by their blocks."""
+    if not rows:
+        return rows
+    first = max(0, rows.start // block * block - width + 1) // block * block
+    return range(first, min(tokens, -(-rows.stop // block) * block))
 
 
 def flex_attention_by_operators(q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
