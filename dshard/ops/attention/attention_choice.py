@@ -254,7 +254,10 @@ def _refuse_ring(asked: Asked, among: Among) -> None:
                 "does not need; use 'context' or 'ulysses' there"
             )
         case "with dropout":
-            raise StrategyError(f"attention={asked!r} with dropout: it needs whole scores; use 'context' or 'ulysses'")
+            raise StrategyError(
+                f"attention={asked!r} with dropout: it needs whole scores, whose weights are dropped by their place, "
+                "and the kernels of a ring hold none; use 'context' or 'ulysses'"
+            )
         case "all" | "whole keys":
             pass
 
