@@ -46,8 +46,8 @@ def matmul(
     if not (isinstance(input, DTensor) and isinstance(other, DTensor)):
         raise _operand_error(input, other)
     ndim = len(torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])) + (input.ndim > 1) + (other.ndim > 1)
-    asked = _options((input, other), ndim, strategy, out_placements, saved, panels)
-    return functions.matmul(torch.matmul, (input, other), {}, asked)  # type: ignore[no-any-return]
+    options = _options((input, other), ndim, strategy, out_placements, saved, panels)
+    return functions.matmul(torch.matmul, (input, other), {}, options)  # type: ignore[no-any-return]
 
 
 @traceable
@@ -73,8 +73,8 @@ def linear(
         raise _operand_error(input, weight)
     if bias is not None:
         check_type(bias, Tensor, "bias", "give a DTensor, or None")
-    asked = _options((input, weight), input.ndim - 2 + weight.ndim, strategy, out_placements, saved, panels)
-    return functions.linear(F.linear, (input, weight, bias), {}, asked)  # type: ignore[no-any-return]
+    options = _options((input, weight), input.ndim - 2 + weight.ndim, strategy, out_placements, saved, panels)
+    return functions.linear(F.linear, (input, weight, bias), {}, options)  # type: ignore[no-any-return]
 
 
 def _operand_error(*tensors: object) -> DShardError:

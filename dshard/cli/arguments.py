@@ -90,9 +90,9 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
 
 
-def ranks_and_device(arguments: argparse.Namespace, asked: int | None) -> tuple[int, str]:
+def ranks_and_device(arguments: argparse.Namespace, ranks: int | None) -> tuple[int, str]:
     """The number of ranks to start, which may be asked for, and their device."""
-    ranks = launch.choose_ranks(asked, arguments.device)
+    ranks = launch.choose_ranks(ranks, arguments.device)
     return ranks, launch.choose_device(arguments.device, ranks)
 
 

@@ -64,16 +64,16 @@ def _demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _strategies(asked: list[str] | None, ranks: int, device: str, dtype: torch.dtype) -> tuple[str, ...]:
+def _strategies(names: list[str] | None, ranks: int, device: str, dtype: torch.dtype) -> tuple[str, ...]:
     """The strategies to train; none for all. "auto" is the one predicted to communicate for the shortest time."""
-    if asked is None or "all" in asked:
+    if names is None or "all" in names:
         return ()
-    if AUTO not in asked:
-        return tuple(asked)
+    if AUTO not in names:
+        return tuple(names)
     ranked = demo.rank(ranks, demo.BATCH, device, dtype)
     if launch.is_reporting():
         report.note(report.predictions(ranked))
-    return tuple(ranked[0].strategy if name == AUTO else name for name in asked)
+    return tuple(ranked[0].strategy if name == AUTO else name for name in names)
 
 
 def _strategy(text: str) -> str:

@@ -34,7 +34,7 @@ class CompileMetadata(tuple[Any, ...]):
     origin: Spec
     leaf: bool
     settings: PlanningContext
-    asked: MatmulOptions
+    options: MatmulOptions
 
     def spec(self, shape: Shape, stride: Shape) -> Spec:
         """The spec of a tensor with this metadata and these sizes."""
@@ -47,7 +47,7 @@ class CompileMetadata(tuple[Any, ...]):
         """A hash that two processes share only where the graph of one may run in the other."""
         spec, mesh = self.origin, self.origin.layout.mesh
         runtime = runtime_of(mesh)
-        parts = spec.layout, spec.dtype, spec.device, self.leaf, self.asked, astuple(self.settings.topology_of(mesh))
+        parts = spec.layout, spec.dtype, spec.device, self.leaf, self.options, astuple(self.settings.topology_of(mesh))
         place = None if runtime is None else (runtime.rank, runtime.coordinate, runtime.group_names())
         return hashlib.blake2b(repr((parts, place)).encode(), digest_size=16).hexdigest()
 
@@ -67,7 +67,7 @@ class CompileMetadata(tuple[Any, ...]):
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restored, (self.origin, self.leaf, bool(self[-1]), self.settings.topology, self.asked)
+        return _restored, (self.origin, self.leaf, bool(self[-1]), self.settings.topology, self.options)
 
 
 def compile_metadata(spec: Spec, leaf: bool, requires_grad: bool) -> CompileMetadata:
@@ -77,17 +77,17 @@ def compile_metadata(spec: Spec, leaf: bool, requires_grad: bool) -> CompileMeta
 
 @cached("compile metadata", _SPECS)
 def _metadata_of(
-    spec: Spec, leaf: bool, requires_grad: bool, settings: PlanningContext, asked: MatmulOptions
+    spec: Spec, leaf: bool, requires_grad: bool, settings: PlanningContext, options: MatmulOptions
 ) -> CompileMetadata:
     metadata = CompileMetadata((spec.placements, spec.tensor_meta, spec.shard_order, requires_grad))
-    metadata.origin, metadata.leaf, metadata.settings, metadata.asked = spec, leaf, settings, asked
+    metadata.origin, metadata.leaf, metadata.settings, metadata.options = spec, leaf, settings, options
     return metadata
 
 
 def _restored(
-    spec: Spec, leaf: bool, requires_grad: bool, topology: Topology | None, asked: MatmulOptions
+    spec: Spec, leaf: bool, requires_grad: bool, topology: Topology | None, options: MatmulOptions
 ) -> CompileMetadata:
-    return _metadata_of(spec, leaf, requires_grad, planning_context_of(topology), asked)
+    return _metadata_of(spec, leaf, requires_grad, planning_context_of(topology), options)
 
 
 def concrete_sizes(sizes: Iterable[int]) -> tuple[int, ...]:

@@ -47,35 +47,35 @@ def is_reporting() -> bool:
     return not is_launched() or os.environ["RANK"] == "0"
 
 
-def choose_ranks(asked: int | None, device: str) -> int:
+def choose_ranks(ranks: int | None, device: str) -> int:
     """The number of ranks: as asked, or as the launcher started; else four, or on CUDA at most the number of GPUs.
 
     Raises:
-        MeshError: the launcher started another number of ranks than `asked`.
+        MeshError: the launcher started another number of ranks than `ranks`.
     """
     if is_launched():
         started = int(os.environ["WORLD_SIZE"])
-        if asked not in (None, started):
-            raise MeshError(f"asked for {asked} ranks, but the launcher started {started}: leave --ranks out")
+        if ranks not in (None, started):
+            raise MeshError(f"asked for {ranks} ranks, but the launcher started {started}: leave --ranks out")
         return started
-    return asked or (max(1, min(RANKS, torch.cuda.device_count())) if device == "cuda" else RANKS)
+    return ranks or (max(1, min(RANKS, torch.cuda.device_count())) if device == "cuda" else RANKS)
 
 
-def choose_device(asked: str, ranks: int) -> str:
+def choose_device(device: str, ranks: int) -> str:
     """The device type: as asked; for "auto", CUDA if each rank of this host can have its own GPU, else the CPU.
 
     Raises:
-        MeshError: `asked` is "cuda", and there are fewer GPUs than ranks.
+        MeshError: `device` is "cuda", and there are fewer GPUs than ranks.
     """
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     gpus = torch.cuda.device_count()
-    if asked == "cuda" and gpus < local_ranks:
+    if device == "cuda" and gpus < local_ranks:
         raise MeshError(
             f"{local_ranks} ranks on CUDA need a GPU each and this host has {gpus}: ask for fewer, or for the CPU"
         )
-    if asked == "auto":
+    if device == "auto":
         return "cuda" if gpus >= local_ranks else "cpu"
-    return asked
+    return device
 
 
 def _join(work: Work[T], receive: Send, device: str) -> T:

@@ -130,14 +130,14 @@ def _run_on_lists(mesh: Mesh, func: OpOverload, args: Sequence[object], kwargs: 
 
 def norms(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
     """The norm of each tensor: the terms of all tensors of one dtype are reduced by one collective."""
-    asked = decision_of(func, args, kwargs, why=ASKED)  # clipping needs them of all gradients
+    decision = decision_of(func, args, kwargs, why=ASKED)  # clipping needs them of all gradients
     tensors, _, dtype = _norm_arguments(*args, **kwargs)
     if not all(isinstance(t, Wrapper) and t.numel() for t in tensors):
-        return ComposedExecutable(asked, partial(_one_by_one, func))
+        return ComposedExecutable(decision, partial(_one_by_one, func))
     groups: dict[torch.dtype, list[int]] = {}
     for i, t in enumerate(tensors):
         groups.setdefault(t.dtype if dtype is None else dtype, []).append(i)
-    return ComposedExecutable(asked, partial(_norms_of_groups, func, groups))
+    return ComposedExecutable(decision, partial(_norms_of_groups, func, groups))
 
 
 def _norms_of_groups(

@@ -98,24 +98,25 @@ class _Load:
         return tuple(self.plan.parameters.get(name, (Replicate(),) * self.plan.mesh.ndim))
 
 
-def _class_of(asked: Any, name: Any, library: Any, options: Mapping[str, Any]) -> Any:
-    """The class of the model, also where `asked` chooses one by the configuration.
+def _class_of(model_class: Any, name: Any, library: Any, options: Mapping[str, Any]) -> Any:
+    """The class of the model, also where `model_class` chooses one by the configuration.
 
     Raises:
         ArgumentError: neither.
     """
-    if hasattr(asked, "from_config"):
+    if hasattr(model_class, "from_config"):
         taken = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "trust_remote_code")
         config = options.get("config") or library.AutoConfig.from_pretrained(
             name, **{key: value for key, value in options.items() if key in taken}
         )
         with torch.device("meta"):
-            asked = type(asked.from_config(config))
-    if not (isinstance(asked, type) and issubclass(asked, library.PreTrainedModel)):
+            model_class = type(model_class.from_config(config))
+    if not (isinstance(model_class, type) and issubclass(model_class, library.PreTrainedModel)):
         raise ArgumentError(
-            f"from_pretrained of {shown(asked)}: give a class of models of transformers, such as AutoModelForCausalLM"
+            f"from_pretrained of {shown(model_class)}: give a class of models of transformers, such as "
+            "AutoModelForCausalLM"
         )
-    return asked
+    return model_class
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -20,7 +20,7 @@ from dshard.placements import Placement
 from dshard.tensor import DTensor
 from dshard.validate import shown
 
-Asked: TypeAlias = str | Sequence[Placement] | None
+OutputForm: TypeAlias = str | Sequence[Placement] | None
 """An argument `outputs`: a name, placements, or None, which is plain where a library calls that knows no other."""
 
 LIBRARIES = ("transformers", "trl")
@@ -29,40 +29,40 @@ _PASSED = ("dshard", "torch", "accelerate", "peft", "contextlib", "functools")
 """Libraries whose code hands on what a model returns."""
 
 
-def checked_outputs(plan: Plan, asked: object) -> Asked:
+def checked_outputs(plan: Plan, outputs: object) -> OutputForm:
     """Check the argument `outputs` of `parallelize`, and return it with placements of dshard.
 
     Raises:
         LayoutError: neither placements for the mesh of the plan nor one of the names.
     """
-    if asked is None or asked in ("distributed", "plain"):
-        return asked
+    if outputs is None or outputs in ("distributed", "plain"):
+        return outputs
     way_out = "give 'distributed', 'plain' or placements, one for each mesh axis"
-    if isinstance(asked, str) or not isinstance(asked, Sequence):
-        raise LayoutError(f"outputs={shown(asked)}: {way_out}")
-    return layout_of(plan.mesh, asked, sys.maxsize).placements
+    if isinstance(outputs, str) or not isinstance(outputs, Sequence):
+        raise LayoutError(f"outputs={shown(outputs)}: {way_out}")
+    return layout_of(plan.mesh, outputs, sys.maxsize).placements
 
 
 class Outputs:
-    """Turns the outputs of a model into what was `asked` for."""
+    """Turns the outputs of a model into tensors of that `form`."""
 
-    def __init__(self, plan: Plan, asked: Asked) -> None:
-        self.plan, self.asked = plan, asked
+    def __init__(self, plan: Plan, form: OutputForm) -> None:
+        self.plan, self.form = plan, form
 
     def __call__(self, out: object, rows: Rows | None) -> Any:
         """The outputs `out` of a call whose inputs were `rows` of each data rank, None where they were global."""
-        if self.asked == "distributed":
+        if self.form == "distributed":
             return out
-        if self.asked is None:
+        if self.form is None:
             return _for_caller(out, rows)
-        if self.asked == "plain":
+        if self.form == "plain":
             return map_tensors(out, lambda x: plain(x, rows))
         return map_tensors(out, self._placed)
 
     def _placed(self, x: Tensor) -> Tensor:
         if not isinstance(x, DTensor):
             return x
-        return x.redistribute(placements=self.asked)  # type: ignore[arg-type]
+        return x.redistribute(placements=self.form)  # type: ignore[arg-type]
 
 
 def plain(x: Tensor, rows: Rows | None) -> Tensor:

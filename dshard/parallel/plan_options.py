@@ -37,20 +37,20 @@ def plan_options(model: nn.Module, precision: object, group: object) -> PlanOpti
         return PlanOptions(as_precision(precision), None)
     modules = {path: m for path, m in model.named_modules() if path and next(m.parameters(), None) is not None}
     way_out = 'give patterns of their paths, such as ["layers.*"], or the modules themselves'
-    asked = as_tuple(group, "group", way_out)
-    paths = dict.fromkeys(path for each in asked for path in _matches(each, modules, type(model).__name__, way_out))
+    selectors = as_tuple(group, "group", way_out)
+    paths = dict.fromkeys(path for each in selectors for path in _matches(each, modules, type(model).__name__, way_out))
     return PlanOptions(as_precision(precision), tuple(path for path in modules if path in paths))
 
 
-def _matches(asked: object, modules: dict[str, nn.Module], model: str, way_out: str) -> list[str]:
-    if isinstance(asked, str):
-        paths = [path for path in modules if _is_like(path.split("."), asked.split("."))]
-    elif isinstance(asked, nn.Module):
-        paths = [path for path, module in modules.items() if module is asked]
+def _matches(selector: object, modules: dict[str, nn.Module], model: str, way_out: str) -> list[str]:
+    if isinstance(selector, str):
+        paths = [path for path in modules if _is_like(path.split("."), selector.split("."))]
+    elif isinstance(selector, nn.Module):
+        paths = [path for path, module in modules.items() if module is selector]
     else:
-        raise ArgumentError(f"group: {shown(asked)} is {article(asked)}: {way_out}")
+        raise ArgumentError(f"group: {shown(selector)} is {article(selector)}: {way_out}")
     if not paths:
-        name = repr(asked) if isinstance(asked, str) else article(asked)
+        name = repr(selector) if isinstance(selector, str) else article(selector)
         raise LayoutError(
             f"group: {name} is no module of {model} with parameters: {way_out}; there are {', '.join([*modules][:3])}"
         )
