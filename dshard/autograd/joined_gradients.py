@@ -15,8 +15,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from math import sqrt
+from operator import attrgetter
 from typing import TypeAlias
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ from dshard.torch_private import autograd_engine, graph_task_id
 _NUMBERS = count()
 _IN_ONE = frozenset({torch.float32, torch.float64})
 """The dtypes that every backend reduces in one collective."""
+_NUMBER, _OF = attrgetter("leaf.number"), attrgetter("leaf.of")
+"""What is read of each gradient in each pass, without a call of Python."""
 
 
 class Leaf:
@@ -69,10 +72,10 @@ class Pending:
     One whose bucket has not begun is then redistributed alone; without `local` it has begun before. `own` says that
     nobody else holds the local tensor. That is dropped once its collective has begun. The result has the dtype of
     `local`, whatever that of the move. `stream` is the one on which the gradient arises: those of a bucket may come
-    from several.
+    from several. `finish` waits for the end of a collective that has begun.
     """
 
-    __slots__ = ("_finish", "_value", "dtype", "leaf", "local", "move", "own", "stream")
+    __slots__ = ("_value", "dtype", "finish", "leaf", "local", "move", "own", "stream")
 
     def __init__(self, leaf: Leaf, local: Tensor | None, move: LocalRedistribution, own: bool) -> None:
         self.leaf, self.move, self.own, self.dtype = leaf, move, own, move.spec.dtype
@@ -82,19 +85,15 @@ class Pending:
             if self.dtype is not move.spec.dtype:
                 local, self.own = local.to(move.spec.dtype), True
         self.local = local
-        self._finish: Callable[[], Tensor] | None = None
+        self.finish: Callable[[], Tensor] | None = None
         self._value: Tensor | None = None
-
-    def begun(self, finish: Callable[[], Tensor]) -> None:
-        """Its collective has begun; `finish` waits for its end."""
-        self.local, self._finish = None, finish
 
     def __call__(self) -> Tensor:
         if self._value is None:
-            if self._finish is None:
+            if self.finish is None:
                 _begin([self])
-            assert self._finish is not None
-            self._value, self._finish = self._finish().to(self.dtype), None
+            assert self.finish is not None
+            self._value, self.finish = self.finish().to(self.dtype), None
         assert self._value is not None
         return self._value
 
@@ -106,7 +105,7 @@ Expected: TypeAlias = tuple[int, LocalRedistribution]
 class Buckets:
     """The buckets of all gradients on a mesh in one backward pass, in the order in which they begin."""
 
-    __slots__ = ("all", "alone", "places")
+    __slots__ = ("all", "alone", "places", "sizes", "stepwise")
 
     def __init__(self, pendings: Iterable[Pending]) -> None:
         lanes: defaultdict[object, list[Pending]] = defaultdict(list)
@@ -118,7 +117,9 @@ class Buckets:
         buckets.sort(key=lambda members: -members[-1].leaf.number)
         self.all = [[*map(_expected, members)] for members in buckets]
         self.places = {member: i for i, bucket in enumerate(self.all) for member in bucket}
+        self.sizes = [*map(len, self.all)]
         every = [*self.places]
+        self.stepwise = any(has_steps(move) for _, move in every)
         one_step = len(every) == 1 and len(every[0][1].plan.steps) == 1 and not has_steps(every[0][1])
         self.alone = every[0] if one_step else None
 
@@ -181,26 +182,29 @@ class MeshPass:
             self.unexpected.append(pending)
             return
         arrived[place].append(pending)
-        while self.turn < len(arrived) and len(arrived[self.turn]) == len(expected.all[self.turn]):
+        sizes = expected.sizes
+        while self.turn < len(sizes) and len(arrived[self.turn]) == sizes[self.turn]:
             self._begin_next()
 
     def end(self) -> None:
         """Begin what has not begun, and note what was there."""
         every = [pending for arrived in self.arrived for pending in arrived] + self.unexpected
-        complete = not self.unexpected and all(map(self._is_complete, range(len(self.arrived))))
-        while self.expected is not None and self.turn < len(self.expected.all):
+        expected = self.expected
+        complete = expected is not None and not self.unexpected and [*map(len, self.arrived)] == expected.sizes
+        while self.turn < len(self.arrived):
             self._begin_next()
         if self.unexpected:
             by_place = {_expected(pending): pending for pending in self.unexpected}
             for bucket in self.passes.buckets_of(self.unexpected).all:
                 _begin([by_place[member] for member in bucket])
-        if self.expected is not None and complete:
-            self.passes.has_run(self.expected)
-            if self.expected.alone is not None:
+        if expected is not None and complete:
+            self.passes.has_run(expected)
+            if expected.alone is not None:
                 every[0].leaf.alone = self.passes
         else:
-            self.passes.has_run(self.passes.buckets_of(every))
-        for pending in _in_order(every):
+            expected = self.passes.buckets_of(every)
+            self.passes.has_run(expected)
+        for pending in _in_order(every) if expected.stepwise else ():
             if has_steps(pending.move):
                 pending()
 
@@ -208,10 +212,6 @@ class MeshPass:
     def order(self) -> int:
         """The number of the last leaf: passes over several meshes end in one order on all ranks."""
         return max(pending.leaf.number for arrived in (*self.arrived, self.unexpected) for pending in arrived)
-
-    def _is_complete(self, i: int) -> bool:
-        assert self.expected is not None
-        return len(self.arrived[i]) == len(self.expected.all[i])
 
     def _begin_next(self) -> None:
         _begin(_in_order(self.arrived[self.turn]))
@@ -252,14 +252,15 @@ class BackwardPass:
 
     def end(self) -> None:
         """At the end of the pass begin what has not begun, and add up what is accumulated."""
-        for mesh in sorted(self.meshes.values(), key=lambda mesh: -mesh.order):
+        meshes = [*self.meshes.values()]
+        for mesh in sorted(meshes, key=lambda mesh: -mesh.order) if len(meshes) > 1 else meshes:
             mesh.end()
         for total in self.sums:
             total._local_tensor  # noqa: B018  # waits, and adds
         self.meshes, self.recent, self.sums = {}, {}, []
 
 
-_PASSES: WeakValueDictionary[int, BackwardPass] = WeakValueDictionary()
+_PASSES: dict[int, ref[BackwardPass]] = {}
 """The backward passes that run, by torch's number; torch holds each until its end."""
 
 _ALONE: dict[int, tuple[Leaf, LocalRedistribution, MeshPasses]] = {}
@@ -276,7 +277,8 @@ def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wra
     if leaf.alone is not None and _is_alone(leaf, leaf.alone, move, number):
         return None
     pending = Pending(leaf, local, move, own)
-    _running(number).add(pending)
+    running = number in _PASSES and _PASSES[number]()
+    (running or _running(number)).add(pending)
     dtype = grad._spec.dtype
     return wrap_in_flight(pending, move.spec if move.spec.dtype is dtype else move.spec.with_dtype(dtype))
 
@@ -295,9 +297,11 @@ def _is_alone(leaf: Leaf, passes: MeshPasses, move: LocalRedistribution, number:
 
 def _running(number: int) -> BackwardPass:
     """The backward pass of this number, with the gradient that began alone in it."""
-    running = _PASSES.get(number)
+    known = _PASSES.get(number)
+    running = None if known is None else known()
     if running is None:
-        running = _PASSES[number] = BackwardPass()
+        running = BackwardPass()
+        _PASSES[number] = ref(running, lambda _: _PASSES.pop(number, None))
         autograd_engine.queue_callback(running.end)
         if number in _ALONE:
             leaf, move, passes = _ALONE.pop(number)
@@ -340,7 +344,7 @@ def _expected(pending: Pending) -> Expected:
 
 def _in_order(pendings: Iterable[Pending]) -> list[Pending]:
     """In the order in which backward passes mostly reach their leaves: the last made comes first."""
-    return sorted(pendings, key=lambda pending: -pending.leaf.number)
+    return sorted(pendings, key=_NUMBER, reverse=True)
 
 
 def _cut(members: list[Pending]) -> Iterable[list[Pending]]:
@@ -383,11 +387,12 @@ def _begin(members: Sequence[Pending]) -> None:
     if len(waiting) == 1 and not OBSERVERS:
         (pending,) = waiting
         assert pending.local is not None
-        pending.begun(pending.move.begin_or_run(pending.local, pending.own))
+        pending.finish = pending.move.begin_or_run(pending.local, pending.own)
+        pending.local = None
         return
     local = [pending.local for pending in waiting if pending.local is not None]
     name = f"gradients of {len(waiting)} leaves" if len(waiting) > 1 else "redistribute"
-    leaves = tuple(pending.leaf.of for pending in waiting)
+    leaves = tuple(map(_OF, waiting))
     ends = begin_together([pending.move for pending in waiting], local, name, leaves)
     for pending, end in zip(waiting, ends, strict=True):
-        pending.begun(end)
+        pending.local, pending.finish = None, end

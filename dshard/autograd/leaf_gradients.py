@@ -10,7 +10,7 @@ from torch import Tensor
 from dshard.autograd.accumulation import ACCUMULATING, stays_partial
 from dshard.autograd.crossing import as_distributed, redistribute, redistribute_unrecorded
 from dshard.autograd.joined_gradients import Leaf, join
-from dshard.autograd.sole_owner import is_shared, is_sole_owner, unshared
+from dshard.autograd.sole_owner import NOT_SHARED, is_sole_owner, python_references, unshared
 from dshard.core.moves import local_redistribution
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper
@@ -29,7 +29,8 @@ def keep_gradient_layout(x: Wrapper) -> None:
         if type(grad) is not cls:  # zeros that autograd makes
             return None if grad is None else gradient_in_layout(grad, leaf, 0)
         references = getrefcount(grad)
-        copies = is_shared(grad) and not torch.is_grad_enabled()  # accumulation would write to what someone else holds
+        # accumulation would write to what someone else holds
+        copies = python_references(grad) not in NOT_SHARED and not torch.is_grad_enabled()
         if grad._spec.layout is layout:
             return unshared(grad) if copies else None
         out: Wrapper = gradient_in_layout(grad, leaf, references)

@@ -21,14 +21,6 @@ from dshard.core.wrapper import Wrapper, wrap
 from dshard.torch_private import no_dispatch, storage_references, tensor_references
 
 
-def is_shared(x: Wrapper) -> bool:
-    """Whether a variable of Python other than `x` refers to its local tensor, which accumulation would write to.
-
-    Those of C++ are counted where a gradient becomes distributed, as torch counts them for its own.
-    """
-    return _python_references(x) not in _NOT_SHARED
-
-
 def unshared(x: Wrapper) -> Any:
     """A copy of the gradient `x`, whose local tensor someone else holds."""
     return wrap(x._local_tensor.clone(memory_format=torch.contiguous_format), x._spec)
@@ -102,8 +94,11 @@ def _reference_counts(attributes: dict[str, Any]) -> tuple[int, ...]:
     return counts if base is None else (*counts, tensor_references(base), getrefcount(base))
 
 
-def _python_references(x: object) -> int:
-    """The references of Python to the local tensor of `x`; 0 while it is in flight, and then nobody else has it."""
+def python_references(x: object) -> int:
+    """The references of Python to the local tensor of `x`; 0 while it is in flight, and then nobody else has it.
+
+    Those of C++ are counted where a gradient becomes distributed, as torch counts them for its own.
+    """
     local = x.__dict__.get("_local_tensor")
     return getrefcount(local) if type(local) is Tensor else 0
 
@@ -159,4 +154,5 @@ def _references_in_hook() -> int:
 with torch.inference_mode(False), torch.enable_grad():
     _SOLE_OWNER = [counts for make in (_plain, _view) if (counts := _measured(make)) is not None]
 """The counts of a tensor that nothing else holds, and of such a view."""
-_NOT_SHARED = {0} | ({_python_references(SimpleNamespace(_local_tensor=_plain()))} if _SOLE_OWNER else set())
+NOT_SHARED = {0} | ({python_references(SimpleNamespace(_local_tensor=_plain()))} if _SOLE_OWNER else set())
+"""The `python_references` of a tensor to whose local tensor no variable of Python refers but through it."""

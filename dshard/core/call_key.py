@@ -16,6 +16,8 @@ _NUMBERS = frozenset({int, float, bool, complex})
 _VALUES = frozenset({type(None), str, torch.dtype})
 _INT = frozenset({int})
 _NO_KWARGS: dict[str, Any] = {}
+_NAMED = object()
+"""Stands before the names of the last arguments: no argument is equal to it."""
 
 
 def call_key(
@@ -34,7 +36,7 @@ def call_key(
     """
     cls = Wrapper.public
     parts: list[object] = [called, False]
-    for arg in args:
+    for arg in (*args, *kwargs.values()) if kwargs else args:
         kind = type(arg)
         if kind is cls:
             parts.append(arg._spec)
@@ -58,11 +60,7 @@ def call_key(
         else:
             return None
     if kwargs:
-        named = call_key(None, tuple(kwargs.values()), _NO_KWARGS, values, recording, nested)
-        if named is None:
-            return None
-        parts[1] = parts[1] or named[1]
-        parts += (*kwargs, *named)
+        parts += (_NAMED, *kwargs)
     return tuple(parts)
 
 
