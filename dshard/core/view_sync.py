@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from dshard.core.moves import expanded_as, redistribute_local, write_local
 from dshard.core.signature import Function
 from dshard.core.spec import Spec
-from dshard.core.wrapper import Wrapper, wrap
+from dshard.core.wrapper import Wrapper, wrap, wrap_inference_view
 from dshard.torch_private import OpOverload
 
 
@@ -98,7 +99,8 @@ def shown_of(local: Any) -> list[ref[CopiedView]]:
 def part_of(base: Wrapper, part: Tensor, spec: Spec, start: int, func: OpOverload, rest: tuple[object, ...]) -> Wrapper:
     """The view `func(base, *rest)`, which begins at `start` in memory, of local tensors with memory of their own."""
     local = expanded_as(spec, part)
-    view = wrap(local, spec, start)
+    wrap_one = partial(wrap_inference_view, base) if torch.is_inference_mode_enabled() else wrap
+    view = wrap_one(local, spec, start)
     register_view(view, PartialView(base, local, spec, func, rest))
     return view
 

@@ -13,6 +13,7 @@ from dshard.core.spec import Spec
 from dshard.core.torch_wrappers import FlattenedByFSDP
 from dshard.torch_dtensor import Base
 from dshard.torch_private import make_wrapper_subclass as make
+from dshard.torch_private import no_torch_function
 
 
 class Wrapper(Base):
@@ -64,6 +65,16 @@ def wrap(local: Tensor, spec: Spec, storage_offset: int | torch.SymInt | None = 
     out._local_tensor = local
     out._spec = spec
     return out
+
+
+def wrap_inference_view(
+    base: Tensor, local: Tensor, spec: Spec, storage_offset: int | torch.SymInt | None = None
+) -> Wrapper:
+    """`wrap` for a view of `base` in inference mode: one of a tensor made outside of it counts writes with it."""
+    with no_torch_function():
+        is_inference = base.is_inference()
+    with torch.inference_mode(is_inference):
+        return wrap(local, spec, storage_offset)
 
 
 def wrap_in_flight(local: Callable[[], Tensor], spec: Spec) -> Wrapper:

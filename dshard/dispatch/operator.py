@@ -47,7 +47,7 @@ from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.view_sync import SCATTERS, CopiedView, attach_view, part_of, propagate_write, register_view
-from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
+from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight, wrap_inference_view
 from dshard.dispatch.alternative import alternatives_of
 from dshard.dispatch.fallback import replicate, replicated_executable
 from dshard.dispatch.registry import FACTS, known
@@ -241,12 +241,14 @@ def _finish(call: Call, result: object, strategy: Strategy, is_moved: bool, spec
     return lambda out, args, local: _wrap_nested(out, result, specs)
 
 
-def _wrap_nested(out: object, result: object, specs: Sequence[Spec], start: int = 0) -> Any:
+def _wrap_nested(
+    out: object, result: object, specs: Sequence[Spec], start: int = 0, wrap_one: Callable[..., Wrapper] = wrap
+) -> Any:
     """The local results `out` wrapped in the structure of `result`; `start` is the storage offset of their base."""
     pairs = zip([t for t in leaves(out) if isinstance(t, Tensor)], specs, strict=True)
     return replace_leaves(
         result,
-        lambda leaf: wrap(*next(pairs), start + leaf.storage_offset()) if isinstance(leaf, Tensor) else leaf,
+        lambda leaf: wrap_one(*next(pairs), start + leaf.storage_offset()) if isinstance(leaf, Tensor) else leaf,
     )
 
 
@@ -278,7 +280,11 @@ def _finish_view(call: Call, result: object, strategy: Strategy, specs: Sequence
             start = base.storage_offset()
         if leaves_terms and offset is not None:
             return part_of(base, out, specs[0], start + offset, call.func, tuple(args[1:]))
-        views = _wrap_nested(out, result, specs, start) if offset is None else wrap(out, specs[0], start + offset)
+        wrap_one = partial(wrap_inference_view, base) if torch.is_inference_mode_enabled() else wrap
+        if offset is None:
+            views = _wrap_nested(out, result, specs, start, wrap_one)
+        else:
+            views = wrap_one(out, specs[0], start + offset)
         if not isinstance(base, Wrapper):
             return views
         if base._view_sync is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, TypeAlias
 
 import pytest
@@ -188,3 +189,23 @@ def test_a_number_copied_into_a_tensor_is_its_value(layout: str) -> None:
         x.copy_(2)
         assert str(x.layout) == layout
         assert_same(x, torch.full((5, 3), 2.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("placements", list(itertools.product((Shard(0), Shard(1), Replicate()), repeat=2)))
+def test_views_in_inference_mode_are_those_of_one_device(placements: tuple[Any, ...]) -> None:
+    def run(x: Any) -> list[Any]:
+        with torch.inference_mode():
+            views = [x.t(), x[1:3], *x.split(3), x.view(-1)[3:9], *x.unbind(1)]
+            x.t()[1] = 2.0
+            x[1:3].mul_(3)
+        with torch.no_grad():
+            views[1].add_(1)  # not of inference, as x is not
+        return [x, *views, x @ x.t()]
+
+    value = torch.arange(20.0).view(4, 5)
+    mesh = Mesh((2, 2), ("dp", "tp"))
+    with simulated(mesh):
+        ours = run(distribute(value, Layout(mesh, placements)))
+        for mine, theirs in zip(ours, run(value.clone()), strict=True):
+            assert mine.is_inference() == theirs.is_inference()
+            torch.testing.assert_close(whole(mine), theirs)
