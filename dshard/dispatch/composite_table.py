@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends import mkldnn
 
 from dshard.autograd.crossing import redistribute
 from dshard.autograd.hooks import GRAPH_FUNCTIONS, accumulating, data, gradients, set_data
@@ -91,12 +92,20 @@ def tolist(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def packed(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`torch.lstm` and its like: the numbers of packed sequences stay plain, for torch reads them from memory."""
+    """`torch.lstm` and its like: the numbers of packed sequences stay plain, for torch reads them from memory.
+
+    Torch's fused LSTM of oneDNN is left out: it is one operator that cannot be split, and exists on CPUs in single and
+    half precision alone, so a plan, made on meta tensors, would be of other operators than the call.
+    """
     sizes = args[1]
     is_packed = isinstance(sizes, Tensor) and not sizes.is_floating_point()
     numbers = ((of_first_rank(sizes._local_tensor) if isinstance(sizes, Wrapper) else sizes),) if is_packed else ()
     rest, kwargs = wrap_or_refuse_plain(func, (args[0], *args[1 + len(numbers) :]), kwargs)
-    return call_torch(func, (rest[0], *numbers, *rest[1:]), kwargs)
+    enabled, *_ = mkldnn.set_flags(False, _fp32_precision=None)
+    try:
+        return call_torch(func, (rest[0], *numbers, *rest[1:]), kwargs)
+    finally:
+        mkldnn.set_flags(enabled, _fp32_precision=None)
 
 
 def value_of_replicated(func: Function, args: Args, kwargs: Kwargs) -> Any:

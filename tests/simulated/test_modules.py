@@ -136,3 +136,22 @@ def test_gradients_of_rows_are_divided_by_all_their_lookups(table: Any, placemen
         picked = F.embedding(distribute_tensor(indices, GRID, placements), ours, scale_grad_by_freq=True)
         (picked * distribute_tensor(terms, GRID, [Replicate(), Replicate()])).sum().backward()
         torch.testing.assert_close(whole(ours.grad), alone.grad)
+
+
+def test_an_lstm_is_split_in_single_precision_as_in_double() -> None:
+    """torch has a fused LSTM for CPUs, of single and half precision: one operator, which cannot be split."""
+
+    def sent(dtype: torch.dtype) -> list[tuple[str, object]]:
+        torch.manual_seed(0)
+        module, x = nn.LSTM(3, 4, num_layers=2, batch_first=True).to(dtype), torch.randn(5, 3, 3).to(dtype)
+        expected, laid = module(x)[0], copy.deepcopy(module)
+        with simulated(GRID), dshard.implicit_replication():
+            distribute_module(laid, GRID)
+            with dshard.trace() as traced:
+                found = laid(placed(x, Shard(0), Replicate()))[0]
+
+            torch.testing.assert_close(whole(found), expected)
+        return [(event.op, event.axis) for event in traced.events]
+
+    assert sent(torch.float32) == sent(torch.float64)
+    assert torch.backends.mkldnn.enabled
