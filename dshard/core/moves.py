@@ -238,7 +238,7 @@ def is_same_memory(x: object, written: object) -> bool:
     return (
         type(x) is Tensor
         and type(written) is Tensor
-        and x.data_ptr() == written.data_ptr()
+        and 0 != x.data_ptr() == written.data_ptr()  # what has no elements has no memory
         and (x.shape, x.dtype) == (written.shape, written.dtype)
         and (x.is_conj(), x.is_neg()) == (written.is_conj(), written.is_neg())
         and all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), written.stride(), strict=True))

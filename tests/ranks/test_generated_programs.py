@@ -20,6 +20,13 @@ from dshard.testing import RankPool
 
 RIGHT = {"equal", "raised"}
 ONCE_WRONG = {
+    "a write of one tensor without elements to another": Program((4,), (
+        "t1 = leaf((3, 4, 0), 'x:S(0)', 18)",
+        "t2 = t1.index_select(-2, index([1, 2], 'x:R')) * 1",
+        "t2[None].index_add_(-2, index([1, 1], 'x:R'), t2[None].index_select(-2, index([1, 1], 'x:R')))",
+        "loss = t2.sum()",
+        "loss.backward()",
+    )),
     "a hook on a saved result": Program((2, 2), (
         "t1 = leaf((4,), 'x:R y:S(0)', 33)",
         "t2 = (t1 * 0.5).exp()",
