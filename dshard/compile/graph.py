@@ -23,4 +23,4 @@ def guard() -> None:
     These are the ones that some thread entered last; the metadata of a graph's operands has those of its own thread.
     """
     id(context.Guarded.settings)
-    id(options.Guarded.asked)
+    id(options.Guarded.options)

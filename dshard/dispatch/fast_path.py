@@ -38,7 +38,7 @@ from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES, WITH
 from dshard.dispatch.logged_call import Shortcut
 from dshard.dispatch.shortcuts import BY_KIND, is_one_operator, shortcut_of
 from dshard.ops.custom import wrapped
-from dshard.ops.matmul.options import ASKING, current_options
+from dshard.ops.matmul.options import OPTION_BLOCKS, current_options
 from dshard.torch_private import (
     is_autocasting,
     is_transforming,
@@ -92,7 +92,7 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
                     key = None
             elif OBSERVERS:  # which see all that is not recorded
                 key = None
-            if ASKING and key is not None:
+            if OPTION_BLOCKS and key is not None:
                 key = (*key, id(current_options()))  # equal options are one object, which is kept
             if key is not None:
                 shortcuts = planning_context().shortcuts

@@ -35,7 +35,7 @@ def matmul_of(
     rule: Callable[[], Rule],
     infer: Local,
     tensors: Sequence[Any],
-    asked: MatmulOptions | None = None,
+    options: MatmulOptions | None = None,
     key: object = None,
 ) -> Any:
     """The matmul of two tensors, plus a bias if there is a third, by the cheapest strategy or the requested one."""
@@ -45,14 +45,19 @@ def matmul_of(
         if type(t) is not cls and not isinstance(t, Wrapper):
             tensors = distributed_operands(name, tensors)
             break
-    asked = current_options() if asked is None else asked
-    return multiply(choose_matmul(name, rule, infer, tensors, asked, key), tensors)
+    options = current_options() if options is None else options
+    return multiply(choose_matmul(name, rule, infer, tensors, options, key), tensors)
 
 
 def choose_matmul(
-    name: str, rule: Callable[[], Rule], infer: Local, tensors: Sequence[Any], asked: MatmulOptions, key: object = None
+    name: str,
+    rule: Callable[[], Rule],
+    infer: Local,
+    tensors: Sequence[Any],
+    options: MatmulOptions,
+    key: object = None,
 ) -> Matmul:
-    """The cheapest matmul of these tensors within the options `asked`; cached.
+    """The cheapest matmul of these tensors within the options; cached.
 
     `infer` gives the result without data, or torch's own error; `key` tells rules of one name and shape apart.
 
@@ -61,7 +66,7 @@ def choose_matmul(
         DtypeError: operands of different dtypes.
     """
     recorded = torch.is_grad_enabled()
-    called = (name, key, None if asked is NO_OPTIONS else asked)  # which has no hash at hand
+    called = (name, key, None if options is NO_OPTIONS else options)  # which has no hash at hand
     full_key = call_key(called, tensors, recording=recorded)
     choices = planning_context().choices
     matmul: Matmul | None = choices.get(full_key)
@@ -69,7 +74,7 @@ def choose_matmul(
         common_mesh(name, list(tensors))
         specs = [t._spec for t in tensors]
         needs, leaf = [recorded and t.requires_grad for t in tensors[:2]], [is_leaf(t) for t in tensors[:2]]
-        matmul = choices.add(full_key, _choose_matmul(name, rule, infer, specs, asked, needs, leaf))
+        matmul = choices.add(full_key, _choose_matmul(name, rule, infer, specs, options, needs, leaf))
     else:
         choices.hits += 1
     return matmul
@@ -80,7 +85,7 @@ def _choose_matmul(
     rule: Callable[[], Rule],
     infer: Local,
     specs: Sequence[Spec],
-    asked: MatmulOptions,
+    options: MatmulOptions,
     needs: Sequence[bool],
     leaf: Sequence[bool],
 ) -> Matmul:
@@ -92,7 +97,7 @@ def _choose_matmul(
     shape, topology = tuple(out.shape), planning_context().topology_of(mesh)
 
     def chosen(rule: Rule, operands: Sequence[Operand]) -> tuple[Strategy, Constraints]:
-        constraints = asked.constraints(rule, mesh, needs, leaf)
+        constraints = options.constraints(rule, mesh, needs, leaf)
         return choose(rule, operands, [(shape, out.itemsize)], topology, constraints), constraints
 
     matmul_rule = rule()
@@ -108,7 +113,7 @@ def _choose_matmul(
     asked_where = constraints.result is not None or constraints.reduced is not None
     layout = strategy.ends[0] if asked_where else strategy.outputs[0]
     out_spec = contiguous_spec(layout, shape, out.dtype, specs[0].device)
-    return matmul_of_strategy(name, matmul_rule, specs, out_spec, strategy, constraints, cut, asked.streamed())
+    return matmul_of_strategy(name, matmul_rule, specs, out_spec, strategy, constraints, cut, options.streamed())
 
 
 def _cut_spec(spec: Spec, operand: Operand) -> Spec:
@@ -129,13 +134,15 @@ def distributed_operands(name: str, tensors: Sequence[Any]) -> Sequence[Any]:
 # -- torch's functions
 
 
-def matmul(func: Function, args: Args, kwargs: Kwargs, asked: MatmulOptions | None = None) -> Any:
+def matmul(func: Function, args: Args, kwargs: Kwargs, options: MatmulOptions | None = None) -> Any:
     """`torch.matmul`, `@`."""
     a, b, *out = (*args, *kwargs.values())
     infer = torch.mm if func in (torch.mm, Tensor.mm) else torch.matmul
     if out or not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dim() == 0 or b.dim() == 0:
         return call_torch(func, args, kwargs)
-    return matmul_of(infer.__name__, lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), infer, (a, b), asked=asked)
+    return matmul_of(
+        infer.__name__, lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), infer, (a, b), options=options
+    )
 
 
 def rmatmul(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -183,11 +190,13 @@ def addmm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return matmul_of("addmm", lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), infer, (a, b, bias))
 
 
-def linear(func: Function, args: Args, kwargs: Kwargs, asked: MatmulOptions | None = None) -> Any:
+def linear(func: Function, args: Args, kwargs: Kwargs, options: MatmulOptions | None = None) -> Any:
     """`torch.nn.functional.linear`. If the result is partial, one rank adds the bias."""
     x, weight, bias = (
         args if len(args) == 3 and not kwargs else bind_arguments(("input", "weight", "bias"), args, kwargs)
     )
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    asked = options_of(weight) if asked is None else asked
-    return matmul_of("linear", lambda: linear_rule(tuple(x.shape), tuple(weight.shape)), F.linear, tensors, asked=asked)
+    options = options_of(weight) if options is None else options
+    return matmul_of(
+        "linear", lambda: linear_rule(tuple(x.shape), tuple(weight.shape)), F.linear, tensors, options=options
+    )

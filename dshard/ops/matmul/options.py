@@ -97,7 +97,7 @@ NO_OPTIONS = MatmulOptions()
 _ALL: dict[MatmulOptions, MatmulOptions] = {NO_OPTIONS: NO_OPTIONS}
 
 
-def _asked(changes: Sequence[MatmulOptions]) -> MatmulOptions:
+def _merged(changes: Sequence[MatmulOptions]) -> MatmulOptions:
     """The combined options of all open blocks: `saved` of the innermost, strategy and panels of the innermost with any.
 
     Equal options are one object, so that a compiled graph can be guarded by its identity.
@@ -111,20 +111,20 @@ def _asked(changes: Sequence[MatmulOptions]) -> MatmulOptions:
     return _ALL.setdefault(options, options)
 
 
-_ASKED: Scoped[MatmulOptions, MatmulOptions] = Scoped("asked", _asked)
-ASKING: Sequence[object] = _ASKED.anywhere
+_BLOCKS: Scoped[MatmulOptions, MatmulOptions] = Scoped("matmul options", _merged)
+OPTION_BLOCKS: Sequence[object] = _BLOCKS.anywhere
 """Empty while no thread is in a block of `use_strategy`."""
 
 
 class Guarded:
     """The options as of the last block entered or left, as a plain attribute: compiled graphs read no ContextVar."""
 
-    asked = NO_OPTIONS
+    options = NO_OPTIONS
 
 
 def current_options() -> MatmulOptions:
     """The options that `use_strategy` has in force at this call."""
-    return _ASKED.value() if ASKING else NO_OPTIONS
+    return _BLOCKS.value() if OPTION_BLOCKS else NO_OPTIONS
 
 
 def kept_options(options: MatmulOptions) -> MatmulOptions:
@@ -137,7 +137,7 @@ def options_of(weight: object) -> MatmulOptions:
     pinned: MatmulOptions | None = weight._matmul if isinstance(weight, Wrapper) else None
     if pinned is None:
         return current_options()
-    return _asked((current_options(), pinned)) if ASKING else pinned
+    return _merged((current_options(), pinned)) if OPTION_BLOCKS else pinned
 
 
 SETTINGS.append(current_options)
@@ -174,23 +174,23 @@ def use_strategy(
         check_strategy(matmul)
     check_saved(saved)
     loops = None if attention is None else check_attention(attention)
-    asked = MatmulOptions(matmul, saved=saved, stream=stream_of(panels, buffer_bytes), attention=loops)
-    leave = enter_options(asked)
+    options = MatmulOptions(matmul, saved=saved, stream=stream_of(panels, buffer_bytes), attention=loops)
+    leave = enter_options(options)
     try:
         yield
     finally:
         leave()
 
 
-def enter_options(asked: MatmulOptions) -> Callable[[], None]:
+def enter_options(options: MatmulOptions) -> Callable[[], None]:
     """Begin a block of `use_strategy` with these options; the function returned ends it."""
     outside_graphs("use_strategy")
-    block = _ASKED.enter(asked)
-    Guarded.asked = current_options()
+    block = _BLOCKS.enter(options)
+    Guarded.options = current_options()
 
     def leave() -> None:
-        _ASKED.leave(block)
-        Guarded.asked = current_options()
+        _BLOCKS.leave(block)
+        Guarded.options = current_options()
 
     return leave
 
