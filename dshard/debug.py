@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dshard.comm import Event, listen
+from dshard.comm import Event, is_first_rank, listen
 from dshard.core.signature import Args, Kwargs
 from dshard.placements import Placement
 from dshard.report.console import show, table
@@ -188,7 +188,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
         return
     if not 1 <= dtensor.ndim <= 2:
         raise RuntimeError(f"visualize_sharding draws tensors of one or two dims, and this one has {dtensor.ndim}")
-    if not is_first(dtensor):
+    if not is_first_rank(dtensor.layout.mesh):
         return
     heads, rows = table_of(dtensor)
     if header:
@@ -197,13 +197,6 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
         show(table(heads, rows))
     else:
         print(text_table(heads, rows))
-
-
-def is_first(x: DTensor) -> bool:
-    """Whether this process is the first rank of the mesh, or stands for all."""
-    mesh = x.device_mesh
-    coordinate = getattr(mesh, "get_coordinate", lambda: [0])()
-    return coordinate is not None and not any(coordinate)
 
 
 def table_of(x: DTensor) -> tuple[list[str], list[list[str]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -12,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.comm import DeviceMesh, as_mesh
+from dshard.comm import DeviceMesh, as_mesh, warn_user
 from dshard.core.call import Call, Operator
 from dshard.core.local_checks import gathered_shape
 from dshard.core.moves import leaves
@@ -367,10 +366,10 @@ class _Rows:
 
     def drop(self, outs: list[Placement | None], ins: list[Placement | None]) -> None:
         """Leave out a row that a rule cannot say together with the others: it costs a choice, never the result."""
-        warnings.warn(
+        warn_user(
             f"register_sharding of {self.call.func}: the row [{format_of(ins)}] -> [{format_of(outs)}] does not go "
             "together with those before it and is left out",
-            stacklevel=2,
+            self.call.specs[0].layout.mesh,
         )
 
     def rule(self) -> Rule:

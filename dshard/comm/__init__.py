@@ -63,6 +63,7 @@ from dshard.comm.runtime import (
     device_mesh_of,
     group_of,
     init_device_mesh,
+    is_first_rank,
     is_outside,
     own_coordinate,
     planned_backend,
@@ -79,6 +80,7 @@ from dshard.comm.store_messages import fetch, peek, put
 from dshard.comm.streams import Stream, current_stream, follow
 from dshard.comm.traced_collectives import depending_on, outside_graphs, traced
 from dshard.comm.user_code import user_line
+from dshard.comm.user_warning import warn_user
 from dshard.comm.workspace import WORKSPACE, Session
 
 __all__ = [
@@ -137,6 +139,7 @@ __all__ = [
     "group_of",
     "group_rank",
     "init_device_mesh",
+    "is_first_rank",
     "is_heard",
     "is_outside",
     "is_told",
@@ -187,5 +190,6 @@ __all__ = [
     "unstack",
     "user_line",
     "wait_in_graphs_as_in_eager",
+    "warn_user",
     "watch_backward",
 ]

@@ -42,6 +42,7 @@ __all__ = [
     "device_mesh_of",
     "group_of",
     "init_device_mesh",
+    "is_first_rank",
     "is_outside",
     "own_coordinate",
     "ranks_of_root",
@@ -295,6 +296,14 @@ def is_outside(mesh: Mesh) -> bool:
     """Whether this process is a rank outside the mesh: tensors on the mesh have no data here, and send nothing."""
     runtime = runtime_of(mesh)
     return runtime is not None and runtime.coordinate is None and simulated_ranks() is None
+
+
+def is_first_rank(mesh: Mesh) -> bool:
+    """Whether this process is the first rank of the mesh, or stands for all of them; also within `planning`."""
+    runtime = _with_processes(mesh)
+    if runtime is None or local_tensor_mode() is not None:
+        return True
+    return runtime.coordinate is not None and not any(runtime.coordinate)
 
 
 def own_coordinate(mesh: Mesh) -> Coordinate:

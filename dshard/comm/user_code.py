@@ -35,8 +35,7 @@ def user_line() -> str:
 
     A thread that runs autograd has no such line: there it is the line at which the main thread waits.
     """
-    main = threading.main_thread().ident
-    frame = _user_frame(sys._getframe(1)) or _user_frame(sys._current_frames().get(main or 0))
+    frame = user_frame()
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
@@ -61,7 +60,13 @@ def user_call() -> str:
     return f"{_TITLES.get(name, name) or 'dshard'} at {user_line()}"
 
 
-def _user_frame(frame: FrameType | None) -> FrameType | None:
+def user_frame() -> FrameType | None:
+    """The frame of `user_line`, or None where there is none."""
+    main = threading.main_thread().ident
+    return _innermost_user_frame(sys._getframe(1)) or _innermost_user_frame(sys._current_frames().get(main or 0))
+
+
+def _innermost_user_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and not _is_users(frame):
         frame = frame.f_back
     return frame

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dshard.comm import device_of, device_of_result, of_first_rank, ranks_of_group, same_replicas
+from dshard.comm import device_of, device_of_result, of_first_rank, ranks_of_group, same_replicas, warn_user
 from dshard.core.call import views_first, writes_first
 from dshard.core.checks import with_meta_form
 from dshard.core.context import planning_context
@@ -38,15 +37,15 @@ def replicate(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Executable:
     """The executable of an operator without a rule: replicated operands, every rank computes all of it.
 
-    Warns once for each operator. A random operator's is that of one call.
+    Warns once for each operator, on one rank. A random operator's is that of one call.
     """
     random, tensors = is_random(func), tensors_in((args, kwargs))
     mesh = common_mesh(func, tensors)
     if func.namespace == "c10d":
         refuse_shared_ranks(f"{func}, as DistributedDataParallel calls it,", ranks_of_group(args), mesh)
     if func not in _WARNED and not random:
+        warn_user(f"{func} has no rule: its operands are gathered and every rank computes all of it", mesh)
         _WARNED.add(func)
-        warnings.warn(f"{func} has no rule: its operands are gathered and every rank computes all of it", stacklevel=2)
     layout = replicated(mesh)
     check(func, args, kwargs)
     specs = [spec_like(t, mesh) for t in tensors]

@@ -181,8 +181,9 @@ def test_rows_that_do_not_go_together_are_told() -> None:
     x, w = torch.randn(5, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
     with simulated(LINE):
         laid = distribute(x, Layout(LINE, (Shard(1),))), distribute(w, Layout(LINE, (Shard(0),)))
-        with pytest.warns(UserWarning, match=r"the row \[S\(1\) R\] -> \[P\(max\)\] does not go together"):
+        with pytest.warns(UserWarning, match=r"the row \[S\(1\) R\] -> \[P\(max\)\] does not go together") as told:
             out = torch.ops.dshard_tests.weighed(*laid, 2)
+        assert told[0].filename == __file__
         torch.testing.assert_close(whole(out), (x * w).pow(2).sum(-1))
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Literal
 
 import pytest
 import torch
@@ -29,7 +31,9 @@ from dshard import (
     use_strategy,
     use_topology,
 )
+from dshard.caches import clear_caches
 from dshard.comm.user_code import user_line
+from dshard.dispatch.fallback import _WARNED
 from dshard.testing import distribute, simulated
 from dshard.trace import Trace
 
@@ -274,6 +278,23 @@ def measured() -> tuple[Trace, dict[str, object], Trace]:
     return found, json.loads(found.to_chrome()), plain
 
 
+def warned(action: Literal["always", "error"]) -> tuple[bool, list[bool], list[str]]:
+    """Whether a call of an operator without a rule raised here, where warnings point at it, and what was sent."""
+    _WARNED.clear()
+    clear_caches()
+    x = distribute_tensor(torch.ones(4, 4), mesh(), [Shard(0), Replicate()])
+    raised, here = False, 0
+    with warnings.catch_warnings(record=True) as told, trace() as found:
+        warnings.simplefilter(action)
+        try:
+            here = int(user_line().rpartition(":")[2]) + 1
+            torch.histc(x, 4)
+            torch.histc(x, 3)
+        except UserWarning:
+            raised = True
+    return raised, [(w.filename, w.lineno) == (__file__, here) for w in told], [e.collective for e in found.events]
+
+
 @pytest.mark.ranks
 class TestOnRanks:
     def test_modules_are_named(self, ranks):
@@ -289,3 +310,13 @@ class TestOnRanks:
             assert [row["dur"] for row in slices] == [row["args"]["measured us"] for row in slices]
             assert {row["pid"] for row in chrome["traceEvents"]} == {found.rank} == {rank}
             assert [event.measured for event in plain.events] == [None] * len(plain.events) != []
+
+    def test_an_operator_without_a_rule_warns_on_one_rank_at_the_line_of_the_program(self, ranks):
+        raised, told, sent = zip(*ranks.run(warned, "always"), strict=True)
+
+        assert raised == (False,) * 4
+        assert told == ([True], [], [], [])
+        assert sent == (["all_gather"] * 2,) * 4
+
+    def test_a_warning_that_is_an_error_is_one_on_all_ranks_before_anything_is_sent(self, ranks):
+        assert ranks.run(warned, "error") == [(True, [], [])] * 4
