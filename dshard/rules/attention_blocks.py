@@ -7,9 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
 TILE_KEYS = 512
 """Keys of a tile of torch's kernel for CPUs, which computes a tile whole where a query of it sees a key."""
+
+Join: TypeAlias = Literal["taken", "copied", "merged"]
+"""How the result of a block joins that of the blocks before: it is the result, or copied or merged into its rows."""
+FILLING, COPYING, MERGING = 2, 2, 5
+"""Operators that fill a result before the first copy to it, copy a block's, and merge one: with the log-sum-exps."""
+FILLED, COPIED, MERGED, WIDENED = 1.0, 2.0, 3.0, 1.5
+"""How often these, and a conversion to single precision, read or write an element of the rows."""
+ADDED = 3.0
+"""How often the one operator that adds a gradient of a block to the sum reads or writes an element."""
+PREPARING, PRODUCT = 2, 2
+"""Operators before the blocks of a backward pass, which fills a sum for each gradient: one pair finds the rows without
+weights, one has the product of the result with its gradient."""
+STANDING_IN = 11
+"""Operators that make what stands in for the result in a backward pass which does not hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +81,25 @@ def visible_blocks(queries: Sequence[range], keys: Sequence[range], causal: bool
             blocks += _causal_blocks(q, k, row, column)
             column += len(k)
         row += len(q)
-    return tuple(blocks)
+    joined: list[Block] = []
+    for block in blocks:
+        union = next(((i, both) for i, each in enumerate(joined) if (both := _union(each, block))), None)
+        if union is None:
+            joined.append(block)
+        else:
+            joined[union[0]] = union[1]
+    return tuple(joined)
+
+
+def _union(a: Block, b: Block) -> Block | None:
+    """Two blocks side by side as one, which takes one kernel and is merged once; None where they are no such."""
+    if a.diagonal or b.diagonal:
+        return None
+    if a.queries == b.queries and a.keys.stop == b.keys.start:
+        return Block(a.queries, range(a.keys.start, b.keys.stop))
+    if a.keys == b.keys and a.queries.stop == b.queries.start:
+        return Block(range(a.queries.start, b.queries.stop), a.keys)
+    return None
 
 
 def visible_pairs(queries: Sequence[range], keys: Sequence[range], causal: bool) -> int:
@@ -80,6 +113,64 @@ def computed_pairs(blocks: Sequence[Block], backend: str) -> int:
     Tiles of GPUs are so small that they are not counted.
     """
     return sum([block.tiled_pairs if backend == "gloo" else block.pairs for block in blocks])
+
+
+def join_of(block: Block, reached: Sequence[range], rows: int) -> Join:
+    """How a block joins a result of so many rows, of which blocks before reached these ranges.
+
+    >>> join_of(Block(range(2, 4), range(2)), [range(2)], 4), join_of(Block(range(4), range(2)), [range(2)], 4)
+    ('copied', 'merged')
+    """
+    if any(max(each.start, block.queries.start) < min(each.stop, block.queries.stop) for each in reached):
+        return "merged"
+    return "copied" if reached or len(block.queries) < rows else "taken"
+
+
+def reach(reached: list[range], queries: range) -> None:
+    """Add a range of queries to those that blocks reached, unless it lies within one of them."""
+    if not any(each.start <= queries.start and queries.stop <= each.stop for each in reached):
+        reached.append(queries)
+
+
+class Work(NamedTuple):
+    """What a rank does for so many `blocks`: pairs, operators with the kernels, and rows that those beside them touch.
+
+    Rows are of the result, in single precision at least. `queries` and `keys` are those of all blocks.
+    """
+
+    pairs: int
+    operators: int
+    rows: float
+    blocks: int
+    queries: int
+    keys: int
+
+
+def work_of(turns: Sequence[Sequence[Block]], rows: int, backend: str, narrow: bool) -> tuple[Work, ...]:
+    """What the blocks of each turn take that join one result of so many rows, `narrow` in half precision.
+
+    >>> work_of([visible_blocks([range(4, 8)], [range(6)], True)], 4, "nccl", False)
+    (Work(pairs=23, operators=7, rows=12.0, blocks=2, queries=8, keys=6),)
+    """
+    reached: list[range] = []
+    works: list[Work] = []
+    is_narrow = narrow  # until the result has been converted
+    for blocks in turns:
+        operators, touched = len(blocks), 0.0
+        for block in blocks:
+            join, n = join_of(block, reached, rows), len(block.queries)
+            if join == "copied":
+                operators += COPYING + (0 if reached else FILLING)
+                touched += COPIED * n + (0 if reached else FILLED * rows)
+                is_narrow = False
+            elif join == "merged":
+                operators += MERGING + narrow + is_narrow
+                touched += MERGED * n + WIDENED * (narrow * n + is_narrow * rows)
+                is_narrow = False
+            reach(reached, block.queries)
+        queries, keys = (sum(map(len, each)) for each in ([b.queries for b in blocks], [b.keys for b in blocks]))
+        works.append(Work(computed_pairs(blocks, backend), operators, touched, len(blocks), queries, keys))
+    return tuple(works)
 
 
 def _causal_blocks(queries: range, keys: range, row: int, column: int) -> Iterator[Block]:

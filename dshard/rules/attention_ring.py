@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import prod
 
 from dshard.caches import cached
-from dshard.rules.attention_blocks import Block, computed_pairs, visible_blocks
+from dshard.rules.attention_blocks import Block, Work, visible_blocks, work_of
 
 Positions = tuple[range, ...]
 
@@ -48,7 +48,8 @@ class RingPlan:
 
     `owners` are those of the panels that ranks have in each turn, `holders` the ranks that have each owner's panel,
     `blocks` what ranks see of their panels, and `pairs` how many pairs of a query and a key that is. `last` is for each
-    owner the last turn in which a rank sees some of its panel; `lengths` are the keys in each panel.
+    owner the last turn in which a rank sees some of its panel; `lengths` are the keys in each panel, `rows` the queries
+    of each rank.
     """
 
     shape: tuple[int, ...]
@@ -58,6 +59,7 @@ class RingPlan:
     pairs: tuple[tuple[int, ...], ...]
     last: tuple[int, ...]
     lengths: tuple[int, ...]
+    rows: tuple[int, ...]
 
     @property
     def ranks(self) -> int:
@@ -113,9 +115,10 @@ class RingPlan:
             return None
         return _moving_axis(self.shape, turn + 1)
 
-    def computed(self, backend: str) -> list[list[int]]:
-        """The pairs that each rank computes in each turn, with the kernels of devices that have this backend."""
-        return [[computed_pairs(each, backend) for each in turn] for turn in self.blocks]
+    def works(self, backend: str, narrow: bool) -> list[tuple[Work, ...]]:
+        """What each rank does in each turn, on devices that have this backend; `narrow` in half precision."""
+        of_ranks = zip(zip(*self.blocks, strict=True), self.rows, strict=True)
+        return list(zip(*(work_of(turns, rows, backend, narrow) for turns, rows in of_ranks), strict=True))
 
     def seconds(self, work: Sequence[Sequence[float]], sends: Sequence[float], lost: Sequence[float]) -> float:
         """Seconds of the critical path, where a rank sends a panel on while it computes with it.
@@ -151,7 +154,8 @@ def ring_plan(
     )
     pairs = tuple(tuple(sum([block.pairs for block in each]) for each in turn) for turn in blocks)
     last = tuple(max((turn for turn in range(n) if pairs[turn][holders[turn][owner]]), default=0) for owner in range(n))
-    return RingPlan(shape, owners, holders, blocks, pairs, last, tuple(sum(map(len, each)) for each in keys))
+    lengths, rows = (tuple(sum(map(len, each)) for each in positions) for positions in (keys, queries))
+    return RingPlan(shape, owners, holders, blocks, pairs, last, lengths, rows)
 
 
 def swapped(positions: Sequence[range]) -> tuple[Positions, ...]:

@@ -13,7 +13,7 @@ from dshard.placements import Partial, Replicate, Shard, nested_chunk
 from dshard.redistribute import plan_price
 from dshard.redistribute.plan import PricedPlan, plan_price_within
 from dshard.redistribute.space import Space, space_of
-from dshard.rules.attention_blocks import computed_pairs, visible_blocks
+from dshard.rules.attention_blocks import ADDED, PREPARING, PRODUCT, Work, visible_blocks, work_of
 from dshard.rules.expand import Expansion, Operand, sizes_of
 from dshard.rules.rule import PassThrough, Rule
 from dshard.rules.strategy import Constraints, Strategy, completed_layout
@@ -79,7 +79,7 @@ class Price:
         self.plans: dict[tuple[object, ...], PricedPlan] = {}
         self.leasts: dict[tuple[object, ...], float] = {}
         self.end_leasts: dict[tuple[Layout, tuple[Layout, ...]], float] = {}
-        self.known_pairs: dict[tuple[tuple[int, ...], ...], int] = {}
+        self.known_works: dict[tuple[tuple[int, ...], ...], frozenset[Work]] = {}
         self.known_ends: dict[tuple[int, Layout], tuple[Layout, ...]] = {}
 
     # -- the least that an expansion takes
@@ -92,7 +92,7 @@ class Price:
             moves.append(_Move(i, operand.layout, layout, 1 + self.moved_again(i)))
             if gradients and gradients[i]:
                 moves.append(_Move(i, expansion.gradients[i], self.back[i], 1))
-        fixed = self.compute(expansion) * (1 + sum(gradients)) + self.end_at_least(expansion)
+        fixed = sum(self.local_work(expansion)) + self.end_at_least(expansion)
         return Bound(fixed, [move for move in moves if move.src != move.dst])
 
     def at_least(self, move: _Move) -> float:
@@ -151,8 +151,8 @@ class Price:
 
     def of(self, expansion: Expansion) -> Strategy:
         """The strategy of an expansion, with its price."""
-        compute, constraints = self.compute(expansion), self.constraints
-        gather, reduce, backward, moves = 0.0, 0.0, compute * sum(constraints.gradients), 0
+        (compute, backward), constraints = self.local_work(expansion), self.constraints
+        gather, reduce, moves = 0.0, 0.0, 0
         for i, (operand, layout) in enumerate(zip(self.operands, expansion.inputs, strict=True)):
             move = self.plan(i, operand.layout, layout)
             gather, moves = gather + move.seconds, moves + move.steps
@@ -186,8 +186,8 @@ class Price:
             moves,
         )
 
-    def compute(self, expansion: Expansion) -> float:
-        """Seconds of the local work."""
+    def local_work(self, expansion: Expansion) -> tuple[float, float]:
+        """Seconds of the local work, and of that of the backward pass: as much again for each gradient."""
         nbytes = sum(
             layout.local_numel(operand.shape) * operand.itemsize
             for operand, layout in zip(self.operands, expansion.inputs, strict=True)
@@ -199,28 +199,53 @@ class Price:
             for factor, size in self.sizes.items()
         }
         matmuls = sum(local.pop(factor) for factor in self.rule.apart) if self.rule.apart else 1
-        pairs = 1
         if self.rule.triangle is not None:
-            rows, columns = self.rule.triangle
-            pairs = self.busiest_pairs(tuple(expansion.order.get(factor, ()) for factor in (rows, columns)))
-            del local[rows], local[columns]
-        return work_seconds(2.0 * matmuls * pairs * prod(local.values()), nbytes, self.topology)
+            sides = local.pop(self.rule.triangle[0]), local.pop(self.rule.triangle[1])
+            return self._triangle(expansion, sides, 2.0 * matmuls * prod(local.values()), nbytes)
+        seconds = work_seconds(2.0 * matmuls * prod(local.values()), nbytes, self.topology)
+        return seconds, seconds * sum(self.constraints.gradients)
 
-    def busiest_pairs(self, axes: tuple[tuple[int, ...], ...]) -> int:
-        """The most pairs of a triangle's factors that some rank computes, where these mesh axes shard them."""
-        if axes not in self.known_pairs:
+    def _triangle(
+        self, expansion: Expansion, sides: tuple[int, int], flops: float, nbytes: float
+    ) -> tuple[float, float]:
+        """The local work of the busiest rank by blocks of a triangle: `flops` for each pair, and what joins blocks."""
+        assert self.rule.triangle is not None
+        device, gradients = self.topology, sum(self.constraints.gradients)
+        axes = tuple(expansion.order.get(factor, ()) for factor in self.rule.triangle)
+        (shape, itemsize), wide = self.outputs[0], max(self.outputs[0][1], 4)
+        rows, columns = (max(1, n) for n in sides)
+        result = expansion.outputs[0].local_numel(shape) / rows * wide
+        q, k, v = (x.local_numel(o.shape) * wide for x, o in zip(expansion.inputs, self.operands[:3], strict=False))
+        forward = backward = 0.0
+        for work in self.works(axes, itemsize < wide):
+            kernels = work_seconds(flops * work.pairs, nbytes, device)
+            beside = max(0, work.operators - 1) * device.launch + work.rows * result / device.memory_bandwidth
+            forward, back = max(forward, kernels + beside), kernels * gradients
+            if gradients and any(axes):  # one kernel of the whole triangle gives the gradients themselves
+                operators = work.blocks * (1 + gradients) + PREPARING + PRODUCT  # and sums, beside so many kernels
+                added = ADDED * (work.queries * q / rows + work.keys * (k + v) / columns)
+                back += operators * device.launch + added / device.memory_bandwidth
+            backward = max(backward, back)
+        return forward, backward
+
+    def works(self, axes: tuple[tuple[int, ...], ...], narrow: bool) -> frozenset[Work]:
+        """What ranks do for the blocks of a triangle, where these mesh axes shard its factors."""
+        if axes not in self.known_works:
             assert self.rule.triangle is not None
             sizes = [self.sizes[factor] for factor in self.rule.triangle]
             shape = self.mesh.shape
             places = [product(*(range(shape[axis]) for axis in each)) for each in axes]
-            rows, columns = (
+            queries, keys = (
                 {nested_chunk(size, each, shape, dict(zip(each, at, strict=True))) or range(0) for at in places_of}
                 for size, each, places_of in zip(sizes, axes, places, strict=True)
             )
-            blocks = (visible_blocks((row,), (column,), True) for row in rows for column in columns)
             backend = self.topology.backend
-            self.known_pairs[axes] = max((computed_pairs(each, backend) for each in blocks), default=0)
-        return self.known_pairs[axes]
+            self.known_works[axes] = frozenset(
+                work_of([visible_blocks((row,), (column,), True)], len(row), backend, narrow)[0]
+                for row in queries
+                for column in keys
+            )
+        return self.known_works[axes]
 
     def end(self, i: int, expansion: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:
         """The layout to which the price redistributes output `i`: the cheapest of its ends."""

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.comm import HALF, sum_dtype
-from dshard.rules.attention_blocks import Block
+from dshard.rules.attention_blocks import Block, join_of, reach
 
 _aten = torch.ops.aten
 
@@ -54,71 +54,112 @@ _Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 class _Kernel(NamedTuple):
     """Forward: the result and the log-sum-exp of each row.
 
-    Backward: the gradients, of the result's gradient, the operands, the former's product with the result, summed over
+    Backward: the gradients, of the result's gradient, the operands, the result or else the product of both summed over
     the last dim, and the log-sum-exp.
     """
 
     forward: Callable[[_Operands], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, _Operands, Tensor, Tensor], _Gradients]
+    takes_result: bool
 
 
-MERGING, PASSES = 6, 3
-"""Operators that merge a block into a result after its kernel, and how often a result is read or written there."""
+class BlockResult:
+    """Attention of local queries to the blocks seen so far: the result, and the log-sum-exp of each row.
 
+    Heads that share one of the key stand in a dim of their own until the end, as kernels have them.
+    """
 
-def empty_result(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The result and the log-sum-exp of queries that have seen no key yet."""
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=sum_dtype(q.dtype))
-    return out, out.new_full(q.shape[:-1], -inf)
+    def __init__(self, q: Tensor, v: Tensor) -> None:
+        self.q, self.size = q, v.shape[-1]
+        self.reached: list[range] = []
+        self.found: tuple[Tensor, Tensor] | None = None
 
+    def add(self, panel: Panel) -> None:
+        """Merge attention to the blocks of a panel into the result, where there is something to merge it with."""
+        rows = self.q.shape[-2]
+        for block in panel.blocks:
+            operands = _operands(panel, block)
+            found = _attended(operands)
+            match join_of(block, self.reached, rows):
+                case "taken":
+                    self.found = found
+                case "copied":
+                    for all_rows, part in zip(self._wide((*operands.q.shape[:2], rows)), found, strict=True):
+                        _span(all_rows, 2, block.queries).copy_(part)
+                case "merged":
+                    self._merge(block.queries, *found)
+            reach(self.reached, block.queries)
 
-def accumulate(out: Tensor, lse: Tensor, panel: Panel) -> None:
-    """Merge attention to the blocks of a panel into a result and its log-sum-exp, in place."""
-    for block in panel.blocks:
-        operands = _operands(panel, block)
-        part, part_lse = _kernel_of(operands).forward(operands)
-        result, rows = _span(out, -2, block.queries), _span(lse, -1, block.queries)
-        part_lse = part_lse.reshape(rows.shape)
-        if operands.mask is not None:
-            part_lse = part_lse.masked_fill(
-                _blind(operands.mask).expand(operands.q.shape[:-1]).reshape(rows.shape), -inf
-            )
+    def complete(self) -> tuple[Tensor, Tensor]:
+        """The result, wide if blocks were merged, and the log-sum-exps: minus infinity for rows that see no key."""
+        lead = self.q.shape[:-1]
+        out, lse = self._wide(lead) if self.found is None else self.found
+        return out.reshape(*lead, self.size), lse.reshape(lead)
+
+    def _merge(self, queries: range, part: Tensor, part_lse: Tensor) -> None:
+        out, lse = self._wide(())
+        result, rows = _span(out, 2, queries), _span(lse, 2, queries)
         share = (part_lse - rows).sigmoid().nan_to_num_(0.0)  # a row that has seen no key in either has none
-        result.lerp_(part.reshape(result.shape).to(result.dtype), share.unsqueeze(-1))
-        rows.copy_(torch.logaddexp(rows, part_lse))
+        result.lerp_(part.to(result.dtype), share.unsqueeze(-1))
+        torch.logaddexp(rows, part_lse, out=rows)
+
+    def _wide(self, lead: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """What has been found, in single precision at least; nothing yet: zeros of these leading dims."""
+        dtype = sum_dtype(self.q.dtype)
+        if self.found is None:
+            out = self.q.new_zeros((*lead, self.size), dtype=dtype)
+            self.found = out, out.new_full(lead, -inf)
+        out, lse = self.found
+        self.found = out.to(dtype), lse
+        return self.found
 
 
-def accumulate_gradients(
-    totals: Sequence[Tensor | None], grad: Tensor, panel: Panel, delta: Tensor, lse: Tensor
-) -> None:
+class RowGradients:
+    """The gradient of a result and what kernels take beside it, of the whole rows, whatever panels they come from.
+
+    `delta` is the product of the gradient with the result summed over the last dim, `lse` the log-sum-exp. Where the
+    result is not held, one stands in for it.
+    """
+
+    def __init__(self, grad: Tensor, delta: Tensor, lse: Tensor, out: Tensor | None = None) -> None:
+        self.grad, self.delta, self.known = grad, delta, out
+        self.lse = lse.masked_fill(lse == -inf, inf)  # exp(score - inf) is no weight, even where the score is -inf
+
+    @property
+    def out(self) -> Tensor:
+        """The result, or one whose product with its gradient is the same."""
+        if self.known is None:
+            self.known = _result_with(self.grad, self.delta)
+        return self.known
+
+
+def accumulate_gradients(totals: Sequence[Tensor | None], rows: RowGradients, panel: Panel) -> None:
     """Add the gradients of query, key, value and mask by the blocks of a panel to `totals` in place; None: not wanted.
 
-    The others are as of `block_gradients`.
+    `rows` are the whole rows of the result.
     """
     of_mask = len(totals) > 3 and totals[3] is not None
-    for block, found in block_gradients(grad, panel, delta, lse, of_mask):
+    for block, found in block_gradients(rows, panel, of_mask):
         add_gradients(totals, panel, block, found)
 
 
-def block_gradients(
-    grad: Tensor, panel: Panel, delta: Tensor, lse: Tensor, of_mask: bool
-) -> Iterator[tuple[Block, Sequence[Tensor]]]:
+def block_gradients(rows: RowGradients, panel: Panel, of_mask: bool) -> Iterator[tuple[Block, Sequence[Tensor]]]:
     """The gradients of query, key and value by each block of a panel, and of its scores where that `of_mask` is wanted.
 
-    `grad` is the gradient of the result, `delta` its product with the result summed over the last dim, and `lse` the
-    log-sum-exp: all of the whole rows, whatever panels they come from.
+    `rows` are the whole rows of the result.
     """
-    # exp(score - inf) is no weight, even where the score is minus infinity
-    lse = lse.masked_fill(lse == -inf, inf)
     for block in panel.blocks:
         operands = _operands(panel, block)
-        lead = operands.q.shape[:-1]
-        above = _span(grad, -2, block.queries).reshape(*lead, grad.shape[-1])
-        products, row_lse = (_span(x, -1, block.queries).reshape(lead) for x in (delta, lse))
+        kernel, lead = _kernel_of(operands), operands.q.shape[:-1]
+        lse, delta = (_span(x, -1, block.queries).reshape(lead) for x in (rows.lse, rows.delta))
+        grad = _span(rows.grad, -2, block.queries).reshape(*lead, -1)
         if of_mask:
-            yield block, _gradients_by_operators(above, operands, products, row_lse)
+            yield block, _gradients_by_operators(grad, operands, delta, lse)
+        elif kernel.takes_result:
+            out = _span(rows.out, -2, block.queries).reshape(*lead, -1)
+            yield block, kernel.backward(grad, operands, out, lse)
         else:
-            yield block, _kernel_of(operands).backward(above, operands, products, row_lse)
+            yield block, kernel.backward(grad, operands, delta, lse)
 
 
 def add_gradients(totals: Sequence[Tensor | None], panel: Panel, block: Block, gradients: Sequence[Tensor]) -> None:
@@ -177,6 +218,14 @@ def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.logical_not(), -inf)
 
 
+def _attended(operands: _Operands) -> tuple[Tensor, Tensor]:
+    """Attention to a block, and the log-sum-exp of its rows; a row that the mask lets see no key has zeros."""
+    out, lse = _kernel_of(operands).forward(operands)
+    if operands.mask is None:
+        return out, lse
+    return out, lse.masked_fill(_blind(operands.mask).expand(lse.shape), -inf)
+
+
 def _blind(mask: Tensor) -> Tensor:
     """The rows in which the mask lets no key be seen."""
     return (mask == -inf).all(-1)
@@ -222,9 +271,9 @@ def _flash_on_cpu(o: _Operands) -> tuple[Tensor, Tensor]:
     return _span(out, -1, range(o.v.shape[-1])), lse
 
 
-def _flash_on_cpu_backward(grad: Tensor, o: _Operands, delta: Tensor, lse: Tensor) -> _Gradients:
+def _flash_on_cpu_backward(grad: Tensor, o: _Operands, out: Tensor, lse: Tensor) -> _Gradients:
     q, k, v = _of_one_size(o)
-    grad, out = (_to_size(x, v.shape[-1]) for x in (grad, _result_with(grad, delta)))
+    grad, out = (_to_size(x, v.shape[-1]) for x in (grad, out))
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
     return _cut(kernel(grad, q, k, v, out, lse, 0.0, o.diagonal, attn_mask=o.mask, scale=o.scale), o)
 
@@ -235,9 +284,9 @@ def _flash_on_cuda(o: _Operands) -> tuple[Tensor, Tensor]:
     return _span(out, -1, range(o.v.shape[-1])), lse
 
 
-def _flash_on_cuda_backward(grad: Tensor, o: _Operands, delta: Tensor, lse: Tensor) -> _Gradients:
+def _flash_on_cuda_backward(grad: Tensor, o: _Operands, out: Tensor, lse: Tensor) -> _Gradients:
     q, k, v = _of_one_size(o, 8)
-    grad, out = (_to_size(x, v.shape[-1]) for x in (grad, _result_with(grad, delta)))
+    grad, out = (_to_size(x, v.shape[-1]) for x in (grad, out))
     kernel, none = _aten._scaled_dot_product_flash_attention_backward, q.new_empty(2, dtype=torch.uint64)
     sizes = q.shape[-2], k.shape[-2]
     gradients = kernel(grad, q, k, v, out, lse, None, None, *sizes, 0.0, o.diagonal, none, none, scale=o.scale)
@@ -250,9 +299,9 @@ def _efficient_on_cuda(o: _Operands) -> tuple[Tensor, Tensor]:
     return _span(out, -1, range(o.v.shape[-1])), _span(lse, -1, range(o.q.shape[-2]))
 
 
-def _efficient_on_cuda_backward(grad: Tensor, o: _Operands, delta: Tensor, lse: Tensor) -> _Gradients:
+def _efficient_on_cuda_backward(grad: Tensor, o: _Operands, out: Tensor, lse: Tensor) -> _Gradients:
     q, k, v = _of_one_size(o, 8)
-    grad, out = (_to_size(x, v.shape[-1]) for x in (grad, _result_with(grad, delta)))
+    grad, out = (_to_size(x, v.shape[-1]) for x in (grad, out))
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=inf)  # the kernel reads rows in blocks of 32
     kernel, none = _aten._scaled_dot_product_efficient_attention_backward, q.new_empty((), dtype=torch.int64)
     wanted = [True, True, True, False]
@@ -298,7 +347,7 @@ def _backward_by_operators(grad: Tensor, o: _Operands, delta: Tensor, lse: Tenso
     return _gradients_by_operators(grad, o, delta, lse)[:3]
 
 
-_FLASH_ON_CPU = _Kernel(_flash_on_cpu, _flash_on_cpu_backward)
-_FLASH_ON_CUDA = _Kernel(_flash_on_cuda, _flash_on_cuda_backward)
-_EFFICIENT_ON_CUDA = _Kernel(_efficient_on_cuda, _efficient_on_cuda_backward)
-_OPERATORS = _Kernel(_forward_by_operators, _backward_by_operators)
+_FLASH_ON_CPU = _Kernel(_flash_on_cpu, _flash_on_cpu_backward, True)
+_FLASH_ON_CUDA = _Kernel(_flash_on_cuda, _flash_on_cuda_backward, True)
+_EFFICIENT_ON_CUDA = _Kernel(_efficient_on_cuda, _efficient_on_cuda_backward, True)
+_OPERATORS = _Kernel(_forward_by_operators, _backward_by_operators, False)

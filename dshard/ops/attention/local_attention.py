@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dshard.core.signature import Context
 from dshard.layout import Shape
-from dshard.ops.attention.block_kernels import Panel, accumulate, accumulate_gradients, empty_result
+from dshard.ops.attention.block_kernels import BlockResult, Panel, RowGradients, accumulate_gradients
 from dshard.rules.attention_blocks import visible_blocks
 from dshard.torch_private import is_transforming
 
@@ -68,8 +68,9 @@ class _OfBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, queries: range, options: Options) -> Tensor:
         panel = _panel(q, k, v, queries, options)
-        wide_out, lse = empty_result(panel.q, panel.v)
-        accumulate(wide_out, lse, panel)
+        result = BlockResult(panel.q, panel.v)
+        result.add(panel)
+        wide_out, lse = result.complete()
         out = wide_out.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.queries, ctx.options = queries, options
@@ -89,7 +90,7 @@ class _OfBlocks(torch.autograd.Function):
             x.new_zeros(four_dims(x).shape, dtype=lse.dtype) if needed else None
             for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
         ]
-        accumulate_gradients(totals, four_dims(grad), panel, delta, lse)
+        accumulate_gradients(totals, RowGradients(four_dims(grad), delta, lse, four_dims(out)), panel)
         pairs = zip(totals, (q, k, v), strict=True)
         return (*(None if x is None else x.to(q.dtype).reshape(y.shape) for x, y in pairs), None, None)
 

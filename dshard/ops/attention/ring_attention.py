@@ -19,7 +19,7 @@ from dshard.caches import cached
 from dshard.comm import InFlight, Program, Request, Session, finish, flat_exchange, sum_dtype
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
-from dshard.ops.attention.block_kernels import Panel, accumulate, add_gradients, block_gradients, empty_result
+from dshard.ops.attention.block_kernels import BlockResult, Panel, RowGradients, add_gradients, block_gradients
 from dshard.ops.attention.local_attention import Options, four_dims
 from dshard.rules.attention_ring import Messages, Ring, RingPlan, halved, ring_plan, swapped
 
@@ -62,17 +62,19 @@ class RingAttention:
         rank = _Rank(self, at, space)
         q, k, v = yield from rank.swapped(tuple(map(four_dims, tensors[:3])), (0, 1, 2))
         mask = rank.mask_of(tensors)
-        out, lse = empty_result(q, v)
+        result = BlockResult(q, v)
         panels = _Panels(rank, k, v)
         for turn in range(rank.plan.ranks):
             keys, values = yield from panels.of_turn(turn)
-            accumulate(out, lse, rank.panel(turn, q, keys, values, mask))
+            result.add(rank.panel(turn, q, keys, values, mask))
         panels.end()
+        found, lse = result.complete()
+        out = found.to(lse.dtype).contiguous()
         if self.ring.balanced:
             (out,) = yield from rank.swapped((out.to(q.dtype),), (0,), back=True)
             (lse,) = yield from rank.swapped((lse.unsqueeze(-1),), (0,), back=True)
         shape = (*tensors[0].shape[:-1], v.shape[-1])
-        return out.reshape(shape), lse.reshape(shape[:-1])
+        return out.reshape(shape), lse.reshape(shape[:-1]).contiguous()
 
     def backward(
         self, at: Coordinate, space: Session, tensors: Sequence[Tensor], needed: Sequence[bool]
@@ -88,14 +90,14 @@ class RingAttention:
         statistics = tuple(four_dims(x.unsqueeze(-1)) for x in tensors[1:3])
         delta, lse = (x.squeeze(-1) for x in (yield from rank.swapped(statistics, (0, 0))))
         mask = rank.mask_of(operands)
-        of_q = torch.zeros_like(q, dtype=lse.dtype)
+        rows, of_q = RowGradients(grad, delta, lse), torch.zeros_like(q, dtype=lse.dtype)
         of_mask = None if mask is None or not needed[3] else mask.new_zeros(mask.shape, dtype=lse.dtype)
         panels, sums = _Panels(rank, k, v), _Sums(rank, k, v, needed[1] or needed[2])
         for turn in range(rank.plan.ranks):
             keys, values = yield from panels.of_turn(turn)
             columns = None if of_mask is None else rank.columns(of_mask, turn)
             panel = rank.panel(turn, q, keys, values, mask)
-            for block, found in block_gradients(grad, panel, delta, lse, columns is not None):
+            for block, found in block_gradients(rows, panel, columns is not None):
                 of_keys = yield from sums.of_turn(turn)  # which have had the time of a block to arrive
                 add_gradients((of_q, *of_keys, columns), panel, block, found)
             yield from sums.sent(turn)

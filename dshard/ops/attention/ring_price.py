@@ -13,11 +13,11 @@ from dshard.core.spec import Spec
 from dshard.cost import PlannedCollective, copy_seconds, hidden_seconds_lost, planned_collective, work_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
-from dshard.ops.attention.block_kernels import MERGING, PASSES
 from dshard.ops.attention.key_windows import KeyWindows, Reach
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
 from dshard.placements import Shard
+from dshard.rules.attention_blocks import ADDED, PREPARING, STANDING_IN, Work
 from dshard.rules.attention_ring import Ring, RingPlan, halved
 from dshard.rules.expand import Allowed, Expansion, expansions
 from dshard.rules.rule import Rule
@@ -44,7 +44,8 @@ def ring_strategy(call: RingCall, rows: Allowed, ring: Ring) -> Strategy | None:
     candidates = expansions(call.rule, operands, call.outputs, (rows,))
     among = [_with_keys_split(expansion, call.specs, ring.axes) for expansion in candidates]
     times = 1 + sum(call.constraints.gradients)
-    bases = list(priced(call.rule, operands, call.outputs, call.topology, call.constraints, among))
+    rule = replace(call.rule, triangle=None)  # what a mask hides is priced turn by turn
+    bases = list(priced(rule, operands, call.outputs, call.topology, call.constraints, among))
     best: Strategy | None = None
     # without the local work, which is less where halves are swapped, and without the ring, the price is a bound
     for least, base in sorted(((b.seconds - b.compute * times, b) for b in bases), key=lambda pair: pair[0]):
@@ -138,9 +139,10 @@ class _Price:
         swaps = self._swaps([(0, self.row, itemsize), (1, self.width, itemsize)])
         results = [*self._swaps([(0, self.result, itemsize)]), *self._swaps([(0, self.heads, sums)])]
         exchanges = (*swaps, *panels, *results)
-        compute, forward = self._seconds([(each,) for each in panels], 1)
+        compute, forward = self._seconds([(each,) for each in panels], 0)
         panel = self.plans[0].lengths[0] * self.width * itemsize
         forward += self._swapping([*swaps, *results]) + copy_seconds(panel, self.call.topology)  # packed, to be sent
+        forward += self._laying_out()
         names = self.mesh.names
         words = [
             (name, ("balanced ring" if self.ring.balanced else "ring") if axis in self.ring.axes else row)
@@ -163,27 +165,34 @@ class _Price:
         there = self._swaps([(0, self.row + self.result, itemsize), (1, self.width, itemsize)])
         statistics = self._swaps([(0, 2 * self.heads, sums)])
         moved = self.base.backward - self.base.compute * gradients
+        backward += (STANDING_IN + PREPARING + gradients) * self.call.topology.launch
         return replace(base, backward=moved + backward + self._swapping([*there, *statistics, *swaps]))
 
     def _seconds(self, turns: Sequence[tuple[PlannedCollective, ...]], times: int) -> tuple[float, float]:
-        """Seconds of the work of the busiest rank, and of the critical path, each block computed so many times.
+        """Seconds of the work of the busiest rank, and of the critical path.
 
-        `turns` are the exchanges beside each turn but the last.
+        Those of the backward pass, which adds so many gradients; of the forward pass if none. `turns` are the
+        exchanges beside each turn but the last.
         """
         device = self.call.topology
-        known = {0: device.dispatch}  # for the host, a turn is one more operator
         rows = sum(self.base.inputs[0].local_shape(self.call.specs[0].shape, (0,) * self.mesh.ndim)[-2:-1])
         nbytes = (rows * (self.row + self.result) + self.plans[0].lengths[0] * self.width) * self.dtype.itemsize
 
-        merged = rows * self.result * sum_dtype(self.dtype).itemsize
-        merging = MERGING * device.launch + PASSES * merged / device.memory_bandwidth
+        wide = sum_dtype(self.dtype).itemsize
+        narrow = wide > self.dtype.itemsize
 
-        def work(pairs: int) -> float:
-            if pairs not in known:
-                known[pairs] = known[0] + work_seconds(self.flops * pairs, nbytes, device) + merging
-            return known[pairs] * times
+        def seconds(work: Work) -> float:
+            if not work.pairs:
+                return device.dispatch * max(1, times)  # for the host, a turn is one more operator
+            kernels = device.dispatch + work_seconds(self.flops * work.pairs, nbytes, device)
+            operators, elements = work.operators - 1, work.rows * self.result
+            if times:
+                operators = work.blocks * (1 + times) - times
+                elements = ADDED * (work.queries * self.row + work.keys * self.width)
+            beside = operators * device.launch + elements * wide / device.memory_bandwidth
+            return kernels * max(1, times) + beside
 
-        works = [[list(map(work, turn)) for turn in plan.computed(device.backend)] for plan in self.plans]
+        works = [[list(map(seconds, turn)) for turn in plan.works(device.backend, narrow)] for plan in self.plans]
         busiest = max(sum(of_rank) for turns_of in works for of_rank in zip(*turns_of, strict=True))
         sends = [sum(each.seconds for each in sent) for sent in turns]
         lost = [sum(hidden_seconds_lost(each.nbytes, each.seconds, device) for each in sent) for sent in turns]
@@ -219,6 +228,15 @@ class _Price:
         """Seconds of swaps: for the host an operator each; of a tensor a half is packed, and all of it put together."""
         topology = self.call.topology
         return sum(each.seconds + copy_seconds(3 * each.nbytes, topology) + topology.dispatch for each in swaps)
+
+    def _laying_out(self) -> float:
+        """Seconds that lay out a result that began as that of a kernel, whose heads stand within its rows."""
+        (q, spec), *_ = self._operands()
+        *_, heads, rows, _ = (1, *q.local_shape(spec.shape, (0,) * self.mesh.ndim))
+        if heads == 1 or self.ring.balanced:
+            return 0.0
+        nbytes = rows * self.result * sum_dtype(self.dtype).itemsize
+        return copy_seconds(nbytes, self.call.topology) + self.call.topology.launch  # and of the log-sum-exps
 
     def _sent(self, axes: tuple[str, ...], nbytes: int) -> PlannedCollective:
         return planned_collective("permute", self.mesh, axes, nbytes, self.call.topology)
