@@ -10,7 +10,7 @@ move waits, on each rank in another way, and ranks that are stuck are known by t
 from __future__ import annotations
 
 from threading import local
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +19,9 @@ from dshard.comm import collectives
 from dshard.comm.collectives import Wait
 from dshard.comm.process_groups import Group, this_world
 from dshard.placements import ReduceOp
+from dshard.torch_private import DispatchKey
 
-Keys: TypeAlias = Any
-"""torch's set of dispatch keys of a call."""
 _NAMESPACE = "_c10d_functional"
-_TORCHS: dict[str, Any] = {}
-"""torch's kernels, by the names of the operators."""
 
 
 class _InFlight(local):
@@ -57,15 +54,15 @@ _IN_FLIGHT = _InFlight()
 
 def wait_in_graphs_as_in_eager() -> bool:
     """Register the kernels of this module with torch; False if they are."""
-    if _TORCHS:
+    if _LIBRARY:
         return False
+    _LIBRARY.append(torch.library.Library(_NAMESPACE, "IMPL"))
     for name, kernel in _KERNELS.items():
-        _TORCHS[name] = torch.library.get_kernel(f"{_NAMESPACE}::{name}", "CPU")
-        _LIBRARY.impl(name, kernel, "CPU", with_keyset=True)
+        _LIBRARY[0].impl(name, kernel, "CPU")
     return True
 
 
-_LIBRARY = torch.library.Library(_NAMESPACE, "IMPL")  # which ends with the library, so it is kept
+_LIBRARY: list[Any] = []  # the kernels end with torch's library, so it is kept
 
 
 def _group_called(name: object) -> Group | None:
@@ -74,62 +71,65 @@ def _group_called(name: object) -> Group | None:
     return group if group is not None and group.backend.waits_on_host else None
 
 
-def _all_reduce(keys: Keys, x: Tensor, op: ReduceOp, name: object) -> Tensor:
+def _all_reduce(x: Tensor, op: ReduceOp, name: object) -> Tensor:
     group = _group_called(name)
     if group is None or op not in collectives.REDUCTIONS or x.is_complex():
-        return _torchs("all_reduce", keys, x, op, name)
+        return _torchs("all_reduce", x, op, name)
     out = x.clone(memory_format=torch.contiguous_format)
     return _IN_FLIGHT.add(out, collectives.reduce(op, group, out, out))
 
 
-def _all_reduce_in_place(keys: Keys, x: Tensor, op: ReduceOp, name: object) -> Tensor:
+def _all_reduce_in_place(x: Tensor, op: ReduceOp, name: object) -> Tensor:
     group = _group_called(name)
     if group is None or op not in collectives.REDUCTIONS or x.is_complex() or not x.is_contiguous():
-        return _torchs("all_reduce_", keys, x, op, name)
+        return _torchs("all_reduce_", x, op, name)
     return _IN_FLIGHT.add(x, collectives.reduce(op, group, x, x))
 
 
-def _all_gather(keys: Keys, x: Tensor, n: int, name: object) -> Tensor:
+def _all_gather(x: Tensor, n: int, name: object) -> Tensor:
     group = _group_called(name)
     if group is None or x.is_complex() or not x.dim():
-        return _torchs("all_gather_into_tensor", keys, x, n, name)
+        return _torchs("all_gather_into_tensor", x, n, name)
     out = x.new_empty((n * x.shape[0], *x.shape[1:]))
     return _IN_FLIGHT.add(out, collectives.gather(n, group, x, out))
 
 
-def _all_to_all(keys: Keys, x: Tensor, recv: list[int], send: list[int], name: object) -> Tensor:
+def _all_to_all(x: Tensor, recv: list[int], send: list[int], name: object) -> Tensor:
     group = _group_called(name)
     if group is None or x.is_complex() or not x.dim():
-        return _torchs("all_to_all_single", keys, x, recv, send, name)
+        return _torchs("all_to_all_single", x, recv, send, name)
     out = x.new_empty((sum(recv), *x.shape[1:]))
     return _IN_FLIGHT.add(out, collectives.swap(send, recv, group, x, out))
 
 
-def _broadcast(keys: Keys, x: Tensor, source: int, name: object) -> Tensor:
+def _broadcast(x: Tensor, source: int, name: object) -> Tensor:
     group = _group_called(name)
     if group is None or x.is_complex():
-        return _torchs("broadcast", keys, x, source, name)
+        return _torchs("broadcast", x, source, name)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     return _IN_FLIGHT.add(out, collectives.broadcast(source, group, x, out))
 
 
-def _broadcast_in_place(keys: Keys, x: Tensor, source: int, name: object) -> Tensor:
+def _broadcast_in_place(x: Tensor, source: int, name: object) -> Tensor:
     group = _group_called(name)
     if group is None or x.is_complex() or not x.is_contiguous():
-        return _torchs("broadcast_", keys, x, source, name)
+        return _torchs("broadcast_", x, source, name)
     return _IN_FLIGHT.add(x, collectives.broadcast(source, group, x, x))
 
 
-def wait_in_graph(keys: Keys, x: Tensor) -> Tensor:
+def wait_in_graph(x: Tensor) -> Tensor:
     """Wait for the collective of a graph that receives in `x`; errors say that it is one of a graph."""
     if _memory(x) not in _IN_FLIGHT.waits:
-        return _torchs("wait_tensor", keys, x)
+        return _torchs("wait_tensor", x)
     _IN_FLIGHT.end(x)
     return x
 
 
-def _torchs(name: str, keys: Keys, *args: object) -> Tensor:
-    out: Tensor = _TORCHS[name].call_boxed(keys, *args)
+def _torchs(name: str, *args: object) -> Tensor:
+    """Run torch's kernel, without Python's lock: gloo's threads take it to free the tensors of what has ended."""
+    out: Tensor = getattr(getattr(torch.ops, _NAMESPACE), name).default._op_dk(
+        DispatchKey.CompositeExplicitAutograd, *args
+    )
     return out
 
 

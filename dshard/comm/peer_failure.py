@@ -36,7 +36,7 @@ from torch import Tensor
 from dshard.comm import store_messages
 from dshard.comm.backends import waits_on_host
 from dshard.comm.deadlock import Waiting, stuck
-from dshard.comm.process_groups import Group, disconnect, this_world
+from dshard.comm.process_groups import Group, backend_name, disconnect, this_world
 from dshard.comm.runtime import simulated_ranks
 from dshard.comm.user_code import user_call
 from dshard.errors import DShardError, PeerError
@@ -87,7 +87,7 @@ def _has_others() -> bool:
     """Whether there are other ranks that read the records of this one."""
     if simulated_ranks() is not None or not dist.is_initialized():
         return False
-    return dist.get_world_size() > 1 and waits_on_host(dist.get_backend())
+    return dist.get_world_size() > 1 and waits_on_host(backend_name())
 
 
 def watch_backward(x: Tensor, ranks: Collection[int]) -> None:

@@ -135,6 +135,16 @@ def this_world() -> Worlds:
     return WORLDS.of(dist.group.WORLD)
 
 
+def backend_name(process_group: dist.ProcessGroup | None = None) -> str:
+    """torch's name of the backend of a process group, or of the world.
+
+    A world made without naming one, as `init_device_mesh` does under torchrun, is "undefined" to torch: it has those
+    by type of device, such as "cpu:gloo,cuda:nccl".
+    """
+    name = dist.get_backend(process_group)
+    return str(dist.get_backend_config(process_group)) if name == dist.Backend.UNDEFINED else name
+
+
 def process_group_of(ranks: tuple[int, ...], world: object, tag: int = 0) -> dist.ProcessGroup:
     """The process group of `ranks`, created at its first use by these ranks alone, all together.
 

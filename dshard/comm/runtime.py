@@ -19,6 +19,7 @@ from dshard.comm.backends import Backend, backend_of, default_backend
 from dshard.comm.process_groups import (
     WORLDS,
     Group,
+    backend_name,
     disconnect,
     group_with_shared_waits,
     hosts_of,
@@ -96,7 +97,7 @@ class Runtime:
         slots = tuple(map(sorted_ranks.index, ranks))
         in_order = slots == tuple(range(len(ranks)))
         hosts = hosts_of(ranks, os.environ.get("LOCAL_WORLD_SIZE", ""))
-        backend = backend_of(dist.get_backend(process_group), self.mesh.device_type)
+        backend = backend_of(backend_name(process_group), self.mesh.device_type)
         return group_with_shared_waits(
             axes, ranks, self.rank, process_group, backend, None if in_order else slots, hosts
         )
@@ -113,7 +114,7 @@ def group_of(ranks: tuple[int, ...], runtime: Runtime, tag: int = 0) -> Group:
     has other users.
     """
     broken = WORLDS.of(runtime.world).broken
-    backend = backend_of(dist.get_backend(), runtime.mesh.device_type)
+    backend = backend_of(backend_name(), runtime.mesh.device_type)
     tag = _OWN + broken[ranks] if backend.tags else tag
     cached_group = _UNIONS.get((ranks, tag))
     if cached_group is None or cached_group[0] is not runtime.world:
@@ -276,7 +277,7 @@ def planned_backend(mesh: Mesh) -> Backend:
     """The backend that plans on the mesh are for: that of its processes, or of its type of device where it has none."""
     if _with_processes(mesh) is None:
         return default_backend(mesh.device_type)
-    return backend_of(dist.get_backend(), mesh.device_type)
+    return backend_of(backend_name(), mesh.device_type)
 
 
 def own_runtime(mesh: Mesh) -> tuple[Runtime, Coordinate]:

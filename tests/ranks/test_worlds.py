@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from dshard import Replicate, Shard, distribute_tensor, init_device_mesh
-from dshard.comm import DeviceMesh, process_groups
+from dshard.comm import DeviceMesh, bind, group_of, planned_backend, process_groups, runtime_of
+from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager
+from dshard.comm.peer_failure import _has_others
 from dshard.testing import RankPool
 
 ORDERS = [
@@ -68,6 +70,54 @@ def in_one_world_after_another(folder: str) -> None:
 def test_nothing_of_a_world_that_has_ended_is_used(tmp_path: Path) -> None:
     with RankPool(4) as pool:
         pool.run(in_one_world_after_another, str(tmp_path), timeout=WAIT)
+
+
+def in_a_world_without_a_named_backend(file: str) -> list[str]:
+    """The backends of a world as torchrun's programs have it that begin with `init_device_mesh`: of axes, of all."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group(init_method=f"file://{file}", rank=rank, world_size=4)
+    runtime = runtime_of(bind(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))))
+    assert runtime is not None
+    groups = [runtime.group(axes) for axes in [("a",), ("b",), ("a", "b")]] + [group_of((0, 1, 2, 3), runtime)]
+    return [*(group.backend.name for group in groups), planned_backend(runtime.mesh).name, *["heard"] * _has_others()]
+
+
+@pytest.mark.ranks
+def test_a_world_without_a_named_backend_has_that_of_its_devices(tmp_path: Path) -> None:
+    with RankPool(4) as pool:
+        found = pool.run(in_a_world_without_a_named_backend, str(tmp_path / "world"), timeout=WAIT)
+
+    assert found == [["gloo"] * 5 + ["heard"]] * 4
+
+
+def steps_of_a_thread_in_a_wait() -> int:
+    """How often another thread runs while this rank waits in a graph for torch's own collective, of a foreign group."""
+    wait_in_graphs_as_in_eager()
+    rank, group, steps = dist.get_rank(), dist.new_group(), [0, 0]
+    ended = threading.Event()
+
+    def count() -> None:
+        while not ended.wait(0.01):
+            steps[0] += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    dist.barrier()
+    if rank == 3:
+        ended.wait(0.5)
+    sum_ = torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", group.group_name)
+    steps[1] = steps[0]
+    assert torch.ops._c10d_functional.wait_tensor(sum_).tolist() == [4.0, 4.0]
+    ended.set()
+    thread.join()
+    return steps[0] - steps[1]
+
+
+@pytest.mark.ranks
+def test_threads_run_while_a_graph_waits(ranks: RankPool) -> None:
+    """Gloo's do, to let go of the tensors of a collective that has ended: a wait that stopped them would not end."""
+    assert min(ranks.run(steps_of_a_thread_in_a_wait)[:3]) > 3
 
 
 def in_two_threads() -> list[str]:
