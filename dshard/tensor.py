@@ -21,7 +21,7 @@ from dshard.comm import DeviceMesh, stored_chunks, traced
 from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.graph_runs import tell_of_failures
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes, with_concrete_sizes
-from dshard.core.local_checks import checked
+from dshard.core.local_checks import checked, gradient_layout
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, spec_of
 from dshard.core.torch_wrappers import UNNAMED
@@ -148,7 +148,9 @@ class DTensor(Wrapper):
         tensor counts as the same on all ranks: where each rank has a term of it, as beside sharded data, give Partial.
         Under DSHARD_DEBUG=1 the ranks compare the gradients.
         """
-        layout = None if grad_placements is None else layout_of(self._spec.layout.mesh, grad_placements, self.ndim)
+        layout = None
+        if grad_placements is not None:
+            layout = gradient_layout(self._spec.layout, self._spec.shape, grad_placements, "to_local")
         if is_differentiating_forward():
             own_layout = self._spec.layout
             dual: Tensor | None = with_tangent(
@@ -176,9 +178,10 @@ class DTensor(Wrapper):
 
     def full_tensor(self, *, grad_placements: Sequence[AnyPlacement] | None = None) -> Tensor:
         """The global tensor, as a plain tensor on every rank."""
+        whole = replicated(self._spec.layout.mesh)
         if grad_placements is not None:  # before anything is sent
-            layout_of(self._spec.layout.mesh, grad_placements, self.ndim)
-        out = as_dtensor(redistribute(self, replicated(self._spec.layout.mesh)))
+            gradient_layout(whole, self._spec.shape, grad_placements, "full_tensor")
+        out = as_dtensor(redistribute(self, whole))
         return out.to_local(grad_placements=grad_placements)
 
     def to_torch(self) -> TorchDTensor:

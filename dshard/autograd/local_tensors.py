@@ -13,7 +13,7 @@ from dshard.autograd.crossing import FromLocal
 from dshard.autograd.outside import WithoutData
 from dshard.caches import cached
 from dshard.comm import DeviceMesh, traced
-from dshard.core.local_checks import check_strided, checked, gathered_shape
+from dshard.core.local_checks import check_strided, checked, gathered_shape, gradient_layout
 from dshard.core.moves import replica_broadcasts, sending
 from dshard.core.observe import OBSERVERS, observed
 from dshard.core.spec import Spec, contiguous_stride, spec_of
@@ -63,13 +63,15 @@ def from_local(
     layout = replicated(mesh) if placements is None else layout_of(mesh, placements, ndim)
     grad_layout, compared = checked(layout, local.dtype)
     if grad_placements is not None:
-        grad_layout = layout_of(mesh, grad_placements, ndim)
+        layout_of(mesh, grad_placements, ndim)  # before anything is sent
     stride = None if stride is None else _strides(stride, ndim)
     if compared and not traced(local):
         call = f"from_local of {local.ndim} dims, {local.dtype}, [{layout}], {shape=}"
         call += f", {run_check=}, {grad_placements=}" + ", requires_grad" * local.requires_grad
         comm.compare_calls(call, mesh)
     spec = _global_spec(local, layout, shape, stride, run_check, compared)
+    if grad_placements is not None:
+        grad_layout = gradient_layout(layout, spec.shape, grad_placements, "from_local")
     if run_check:
         local = _of_first_ranks(local, spec)
     if comm.is_outside(mesh):

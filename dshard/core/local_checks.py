@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from dshard.core.observe import OBSERVERS, observed
 from dshard.core.spec import contiguous_spec
 from dshard.core.wrapper import Wrapper
 from dshard.errors import ArgumentError, LayoutError
-from dshard.layout import Layout, Shape
+from dshard.layout import Layout, Shape, layout_of
 from dshard.placements import Partial
 from dshard.validate import article, shown
 
@@ -50,6 +52,26 @@ def checked(layout: Layout, dtype: torch.dtype) -> tuple[Layout, bool]:
             why = "a mean of whole numbers is none" if placement.reduce_op == "avg" else "complex numbers have no order"
             raise LayoutError(f"{placement} of {dtype}: {why}; convert with .to(dtype), or use another reduction")
     return layout.cotangent(), comm.comparing()
+
+
+def gradient_layout(own: Layout, shape: Shape, grad_placements: Sequence[object], what: str) -> Layout:
+    """The layout that `grad_placements` give the gradient of a local tensor of layout `own`, whose shape it has.
+
+    Raises:
+        LayoutError: placements in which the local gradient has another shape than the local tensor.
+    """
+    layout = layout_of(own.mesh, grad_placements, len(shape))
+    if layout.placements == own.placements or not (layout.sharded_dims() or own.sharded_dims()):
+        return layout
+    last = tuple(n - 1 for n in own.mesh.shape)  # its shard is the smallest, so that all ranks find the same
+    found, expected = layout.local_shape(shape, last), own.local_shape(shape, last)
+    if found != expected:
+        raise LayoutError(
+            f"{what}(grad_placements=...) of a tensor of shape {tuple(shape)} laid out [{own}], its gradient laid out "
+            f"[{layout}]: a gradient has the shape of the local tensor, on the last rank {expected}, and would have "
+            f"{found}; shard the dims that the local tensor is a shard of, and give Replicate or Partial elsewhere"
+        )
+    return layout
 
 
 def gathered_shape(local: Tensor, layout: Layout) -> Shape:

@@ -68,6 +68,7 @@ def planned(*shape: int, placements: Any = None, mesh: Mesh = MESH, dtype: torch
 
 
 X = planned(4, 4, placements=[Shard(0), Replicate()])
+ON_LINE = planned(4, 4, placements=[Shard(0)], mesh=LINE)
 W = planned(4, 4, placements=[Replicate(), Shard(1)])
 EMPTY = planned(0, 4, placements=[Shard(0), Replicate()])
 WHOLE = Layout(LINE, (Replicate(),))
@@ -255,6 +256,26 @@ TENSORS: list[Row] = [
     (lambda: X.to_local(grad_placements=[Shard(0)]), LayoutError, "1 placements"),
     (lambda: X.to_local(grad_placements="x"), LayoutError, "is text"),
     (lambda: X.full_tensor(grad_placements=[Shard(0)]), LayoutError, "1 placements"),
+    (
+        lambda: ON_LINE.to_local(grad_placements=[Replicate()]),
+        LayoutError,
+        r"on the last rank \(1, 4\), and would have \(4, 4\)",
+    ),
+    (
+        lambda: ON_LINE.to_local(grad_placements=[Shard(1)]),
+        LayoutError,
+        "shard the dims that the local tensor is a shard of",
+    ),
+    (
+        lambda: ON_LINE.full_tensor(grad_placements=[Shard(0)]),
+        LayoutError,
+        "full_tensor.*a gradient has the shape of the",
+    ),
+    (
+        lambda: DTensor.from_local(torch.ones(1, 4), LINE, [Shard(0)], grad_placements=[Replicate()]),
+        LayoutError,
+        "from_local.*a gradient has the shape of the local tensor",
+    ),
     (lambda: copy.deepcopy(X.clone().requires_grad_() * 2), ShapeError, "only leaf DTensors"),
 ]
 
