@@ -141,7 +141,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
         MixedError: a plain tensor of other than one element is among the arguments.
     """
     cls = Wrapper.public
-    if any(is_torchs(leaf) for leaf in leaves((args, kwargs)) if type(leaf) is not cls):
+    if any(is_torchs(leaf) for leaf in leaves((args, kwargs)) if type(leaf) is not cls and type(leaf) is not Tensor):
         args, kwargs = replace_leaves((args, kwargs), lambda leaf: from_torch(leaf) if is_torchs(leaf) else leaf)
     is_copied = func is _COPY and isinstance(args[0], Wrapper)
     takes_all = bool(_COUNTED_AS_REPLICATED.depth or counts_plain_as_replicated() or is_copied)

@@ -70,7 +70,8 @@ def propagate_write(written: object, op: object) -> None:
         while origin is not None:
             origin.write_back(op)
             origin = getattr(origin.base, "_view_sync", None)
-        origins = getattr(getattr(_root(t), "_local_tensor", None), "_view_syncs", None)
+        root = t._base if isinstance(t, Tensor) and t._is_view() else t
+        origins = getattr(getattr(root, "_local_tensor", None), "_view_syncs", None)
         if origins is not None:
             for reference in tuple(origins):  # a copy: a view that is computed again is registered, too
                 view_origin = reference()

@@ -9,12 +9,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from dshard.comm import LocalTensor, own_coordinate, traced
 from dshard.core.call import LocalOp, overloads
 from dshard.core.executable import ComposedExecutable, decision_of
-from dshard.core.moves import count_write, redistribute_local, run_on_ranks, write_local
+from dshard.core.moves import redistribute_local, run_on_ranks, write_local
 from dshard.core.observe import ASKED
 from dshard.core.operands import number_on, plain_number
 from dshard.core.signature import Args, Function, Kwargs
@@ -26,7 +25,7 @@ from dshard.mesh import Coordinate, Mesh
 from dshard.ops.decompositions import power_sum, real_dtype, root, widened
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.strategy import completed_layout
-from dshard.torch_private import DispatchKey, OpOverload, list_types, optimizer_list_types
+from dshard.torch_private import DispatchKey, OpOverload, increment_version, list_types, optimizer_list_types
 
 ForEach: TypeAlias = Callable[[OpOverload, Args, Kwargs], ComposedExecutable]
 """Plans the calls of an operator with arguments like these."""
@@ -64,10 +63,15 @@ def counted(plan: ForEach) -> ForEach:
 
 def _counted(run: Function, args: Args, kwargs: Kwargs) -> object:
     out = run(args, kwargs)
+    written: list[Tensor] = []
     for t in args[0]:
-        if isinstance(t, Wrapper) and not traced(t._local_tensor):
-            increment_version(t)
-            count_write(t._local_tensor)
+        if isinstance(t, Wrapper):
+            local = t._local_tensor
+            if type(local) is Tensor:
+                written += (t, local)
+            elif not traced(local):
+                written.append(t)
+    increment_version(written)  # all by one call
     return out
 
 
@@ -216,9 +220,7 @@ def _fused(func: OpOverload, layouts: Sequence[Layout], args: Args, kwargs: Kwar
     mesh = layouts[0].mesh
     shapes = [t._spec.shape for t in args[0]]
 
-    def redistributed(i: int, t: object, explicit: bool) -> Any:
-        if not isinstance(t, Wrapper):
-            return t
+    def redistributed(i: int, t: Wrapper, explicit: bool) -> Tensor:
         layout = layouts[i] if t._spec.shape == shapes[i] else replicated(mesh)
         if t._spec.layout is layout:
             return t._local_tensor
@@ -227,7 +229,9 @@ def _fused(func: OpOverload, layouts: Sequence[Layout], args: Args, kwargs: Kwar
     cls = Wrapper.public
     local_args = [  # gradients come to their parameters as after backward
         [
-            t._local_tensor if type(t) is cls and t._spec.layout is layouts[i] else redistributed(i, t, arg is args[1])
+            t._local_tensor
+            if type(t) is cls and t._spec.layout is layouts[i]
+            else (redistributed(i, t, arg is args[1]) if isinstance(t, Wrapper) else t)
             for i, t in enumerate(arg)
         ]
         if isinstance(arg, list | tuple)

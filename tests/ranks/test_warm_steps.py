@@ -149,7 +149,7 @@ def calls_of(run: Callable[[], Any]) -> int:
 
 
 def counted() -> tuple[int, ...]:
-    """The functions of Python that a warm forward pass, a mean, and a whole step call beyond torch's own modules."""
+    """The functions of Python that a warm pass, a mean, and a step with and of an optimiser call beyond torch's own."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
     words, classes = batch(8, 0, -100)
     model, reference = Net(), Net()
@@ -162,7 +162,8 @@ def counted() -> tuple[int, ...]:
         def step() -> None:
             F.cross_entropy(model(words).flatten(0, 1), target.flatten()).backward()
 
-        return lambda: model(words), lambda: F.cross_entropy(out.flatten(0, 1), target.flatten()), step
+        optimiser = torch.optim.AdamW(model.parameters(), fused=True)
+        return lambda: model(words), lambda: F.cross_entropy(out.flatten(0, 1), target.flatten()), step, optimiser.step
 
     pairs = zip(loss_of(model, target), loss_of(reference, classes), strict=True)
     counts = []
@@ -176,7 +177,8 @@ def counted() -> tuple[int, ...]:
 @pytest.mark.skipif(not FAST or DEBUG, reason="counts the functions of the fast path")
 def test_a_warm_step_calls_few_functions_of_its_own(ranks: RankPool):
     operators = 33
-    forward, mean, step = ranks.run(counted)[0]
+    forward, mean, step, update = ranks.run(counted)[0]
     assert forward < 20 * operators, "of about 33 operators, with the inputs laid out"
     assert mean < 120, "two views, the loss of the local rows, one collective"
     assert step < 1850, "with the gradients of 15 leaves, reduced together"
+    assert update < 150, "a fused one of 15 parameters, whose writes are counted by one call"
