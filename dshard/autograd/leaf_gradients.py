@@ -25,16 +25,16 @@ def keep_gradient_layout(x: Wrapper) -> None:
     cls = Wrapper.public
 
     def redistribute_gradient(grad: Tensor | None) -> Tensor | None:
-        layout = leaf.layout
         if type(grad) is not cls:  # zeros that autograd makes
             return None if grad is None else gradient_in_layout(grad, leaf, 0)
         references = getrefcount(grad)
-        # accumulation would write to what someone else holds
-        copies = python_references(grad) not in NOT_SHARED and not torch.is_grad_enabled()
-        if grad._spec.layout is layout:
-            return unshared(grad) if copies else None
-        out: Wrapper = gradient_in_layout(grad, leaf, references)
-        return unshared(out) if copies and out.__dict__.get("_local_tensor") is grad._local_tensor else out
+        out: Wrapper = grad if grad._spec.layout is leaf.layout else gradient_in_layout(grad, leaf, references)
+        if out is not grad and out.__dict__.get("_local_tensor") is not grad.__dict__.get("_local_tensor"):
+            return out
+        holders = python_references(grad) - (out is not grad)
+        if holders not in NOT_SHARED and not torch.is_grad_enabled():  # accumulation would write to what others hold
+            out = unshared(out)
+        return None if out is grad else out
 
     with no_torch_function():
         x.register_hook(redistribute_gradient)  # type: ignore[no-untyped-call]

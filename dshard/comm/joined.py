@@ -73,16 +73,24 @@ class Joined:
 class JoinedStep:
     """One collective of each plan, as one of them all.
 
-    `sizes` are the elements of each piece in the buffer to send, all tensors' for the first rank before those for the
-    second, and `received` those in the buffer that arrives, after its terms are reduced.
+    `sent` are the pieces in the buffer to send, each the index of a tensor and its region, None for the whole: those of
+    all tensors for the first rank before those for the second. `sizes` are their elements, and `received` those of the
+    pieces `arriving` in the buffer that is received, after its terms are reduced.
     """
 
-    __slots__ = ("dtype", "gathers", "members", "parts", "received", "sizes")
+    __slots__ = ("arriving", "dtype", "gathers", "members", "parts", "received", "sent", "sizes")
 
     def __init__(self, members: Sequence[Moved], dtype: torch.dtype, backend: Backend) -> None:
         self.members, self.dtype = members, dtype
-        self.sizes = [numel(region) for regions in self._by_rank("sent") for region in regions]
-        self.received = [numel(region) for regions in self._by_rank("received") for region in regions]
+        of_ranks = self._by_rank("sent")
+        self.sizes = [numel(region) for regions in of_ranks for region in regions]
+        self.sent = [
+            (i, None if tuple(map(len, region)) == members[i].before else region)
+            for regions in of_ranks
+            for i, region in enumerate(regions)
+        ]
+        self.arriving = [pair for regions in self._by_rank("received") for pair in enumerate(regions)]
+        self.received = [numel(region) for _, region in self.arriving]
         self.gathers = members[0].collective.kind == "all_gather"
         self.parts = lowered(self._collective(), None, None, (sum(self.received),), dtype, backend)
 
@@ -117,8 +125,7 @@ class JoinedStep:
 
     def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
         flat = tensors[0].new_empty(sum(self.sizes), dtype=self.dtype)
-        by_rank = self._by_rank("sent")
-        pieces = [view_of(x, region) for regions in by_rank for x, region in zip(tensors, regions, strict=True)]
+        pieces = [tensors[i] if region is None else view_of(tensors[i], region) for i, region in self.sent]
         places = [place.view(x.shape) for place, x in zip(flat.split(self.sizes), pieces, strict=True)]
         torch._foreach_copy_(places, pieces)
         return flat
@@ -126,9 +133,9 @@ class JoinedStep:
     def _unpack(self, flat: Tensor) -> Results:
         parts = flat.split(self.received)
         if not self.gathers:
-            return tuple(_of_memory(part, moved.after) for part, moved in zip(parts, self.members, strict=True))
-        out, by_rank = [flat.new_empty(moved.after) for moved in self.members], self._by_rank("received")
-        places = [view_of(x, region) for regions in by_rank for x, region in zip(out, regions, strict=True)]
+            return tuple([_of_memory(part, moved.after) for part, moved in zip(parts, self.members, strict=True)])
+        out = [flat.new_empty(moved.after) for moved in self.members]
+        places = [view_of(out[i], region) for i, region in self.arriving]
         torch._foreach_copy_(places, [part.view(x.shape) for part, x in zip(parts, places, strict=True)])
         return tuple(out)
 

@@ -40,18 +40,29 @@ def begin_together(
     Local tensors of another dtype than the redistribution's are cast. `members` are the ids of the parameters whose
     values or gradients they are. The list is emptied: what it alone holds is freed once it is packed.
     """
+    lanes = _lanes(moves)
+    ends: dict[int, Callable[[], Tensor]] = {}
+    parts = [[local[i] for i in together] for together in lanes]
+    local.clear()
+    for together, tensors in zip(lanes, parts, strict=True):
+        some = [moves[i] for i in together]
+        leaves_of = tuple(map(members.__getitem__, together)) if members else ()
+        ends |= zip(together, _begin_lane(some, tensors, op, leaves_of), strict=True)
+    return [ends[i] for i in range(len(moves))]
+
+
+def _lanes(moves: Sequence[LocalRedistribution]) -> list[list[int]]:
+    """The positions of redistributions that begin as one, from the cache of the topology in use."""
+    cache, key = planning_context().moves, (_lanes, *moves)
+    known: list[list[int]] | None = cache.get(key)
+    if known is not None:
+        cache.hits += 1
+        return known
     lanes: defaultdict[object, list[int]] = defaultdict(list)
     for i, move in enumerate(moves):
         lane = move.lane
         lanes[i if lane is None else (lane, move.spec.dtype, move.spec.device)].append(i)
-    ends: dict[int, Callable[[], Tensor]] = {}
-    parts = [[local[i] for i in together] for together in lanes.values()]
-    local.clear()
-    for together, tensors in zip(lanes.values(), parts, strict=True):
-        some = [moves[i] for i in together]
-        leaves_of = tuple(members[i] for i in together) if members else ()
-        ends |= zip(together, _begin_lane(some, tensors, op, leaves_of), strict=True)
-    return [ends[i] for i in range(len(moves))]
+    return cache.add(key, [*lanes.values()])  # type: ignore[no-any-return]
 
 
 def _begin_lane(moves: Sequence[LocalRedistribution], local: list[Tensor], op: str, members: tuple[int, ...]) -> Ends:
