@@ -76,10 +76,15 @@ class Clock:
         """Seconds since the beginning, by this rank's clock."""
         return time.perf_counter() - self.begin
 
-    def seconds(self, call: Callable[[], object]) -> float:
-        """Seconds that `call` takes on this rank, all ranks beginning at once; on a GPU those of its stream."""
+    def seconds(self, call: Callable[[], object], before: Callable[[], object] | None = None) -> float:
+        """Seconds that `call` takes on this rank, all ranks beginning at once; on a GPU those of its stream.
+
+        What runs right `before` it does not count.
+        """
         if self.mesh.size > 1:
             transport.all_reduce(torch.zeros(1, device=self.device), "sum", self.everyone)
+        if before is not None:
+            before()
         if self.device.type == "cuda":
             return self._stream_seconds(call)
         begin = time.perf_counter()
@@ -157,7 +162,9 @@ def run_rounds(
 ) -> Times:
     """Times of all cases in turn, in rounds until the budget of seconds is spent.
 
-    Sizes that it does not allow about `least` rounds of are left out, apart from the two smallest.
+    Each collective runs twice, and the second counts: many links let a first one pass faster than they go on, by what
+    they may send after a rest. Sizes that the budget does not allow about `least` rounds of are left out, apart from
+    the two smallest.
     """
     times = Times()
     if not cases:
@@ -173,7 +180,7 @@ def run_rounds(
         for case, nbytes in turns:
             progress(min(1.0, (clock.elapsed() - begin) / budget), str(case))
             call, received = call_of(case, nbytes, clock.runtime.group(case.axes), source)
-            mine.append((case, received, clock.seconds(call)))
+            mine.append((case, received, clock.seconds(call, before=call)))
         *agreed, after = clock.slowest([*(seconds for _, _, seconds in mine), clock.elapsed() - begin])
         for (case, received, _), seconds in zip(mine, agreed, strict=True):
             times.add(case, received, seconds)
@@ -194,7 +201,7 @@ def _warm_up(
     before = sizes[0]
     for nbytes in sizes:
         for case in list(alive):
-            expected = took[case] * nbytes / before
+            expected = 2 * took[case] * nbytes / before
             if nbytes not in sizes[:LEAST_SIZES] and spent + expected > budget:
                 alive.remove(case)
                 continue
@@ -204,7 +211,7 @@ def _warm_up(
                 clock.seconds(call)
             took[case] = clock.slowest([clock.seconds(call)])[0]
             turns = max(1, min(MOST_TURNS, int(MOMENT / took[case])))
-            spent += took[case] * turns
+            spent += 2 * took[case] * turns
             sizes_of[case] += [nbytes] * turns
         before = nbytes
     return [(case, nbytes) for case, chosen in sizes_of.items() for nbytes in chosen]
