@@ -169,6 +169,19 @@ def work_seconds(flops: float, nbytes: float, topology: Topology, dtype: str = "
     return topology.launch + max(flops / topology.flops(dtype), nbytes / topology.memory_bandwidth)
 
 
+def together_seconds(seconds: Sequence[float], topology: Topology) -> float:
+    """Seconds until all ranks have done work that takes each of them so long while all compute.
+
+    Ranks that share cores share them equally: as some have done theirs, the others compute faster, up to the rate of a
+    rank alone.
+    """
+    total, before, n = 0.0, 0.0, len(seconds)
+    for done, each in enumerate(sorted(seconds)):
+        total += (each - before) * max((n - done) / n, topology.device.alone)
+        before = each
+    return total
+
+
 def copy_seconds(nbytes: float, topology: Topology) -> float:
     """Seconds of a copy of `nbytes` within a rank's memory, which reads and writes each."""
     return topology.launch + 2 * nbytes / topology.memory_bandwidth

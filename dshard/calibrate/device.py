@@ -18,30 +18,35 @@ SIDE = {"cpu": 384, "cuda": 8192}
 COPIED = {"cpu": 1 << 22, "cuda": 1 << 28}
 WINDOW = 0.04
 """Seconds for which each kind of work is repeated, so that ranks that share a core have had it in turn."""
-REPEATS = 3
+LEAST_REPEATS, SHARE = 3, 0.015
+"""Windows of each kind of work: at least so many, and no more than each takes this share of the seconds to measure."""
 
 
-def measure_device(clock: Clock) -> Device:
+def measure_device(clock: Clock, seconds: float = 0.0) -> Device:
     """Rates of products of matrices by dtype and of copies, and seconds to start an operation: of the slowest rank.
 
-    Products are those of a linear layer and of its two gradients: with one operand transposed, or the other, they do
-    not all run equally fast.
+    `seconds` are those to measure for, of which this takes about a tenth. Products are those of a linear layer and of
+    its two gradients: with one operand transposed, or the other, they do not all run equally fast.
     """
     device = clock.device
     side, copied = (table.get(device.type, table["cpu"]) for table in (SIDE, COPIED))
     small, large = torch.ones(1, device=device), torch.ones(copied, dtype=torch.uint8, device=device)
-    launch = _each(clock, small.clone)
-    copy = _each(clock, large.clone)
-    rates = []
+    repeats = max(LEAST_REPEATS, int(seconds * SHARE / WINDOW))
+    launch = _each(clock, small.clone, repeats)
+    copy = _each(clock, large.clone, repeats)
+    rates, alone = [], 1.0
     for dtype in _dtypes(device):
         x, w, grad = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(3))
-        seconds = _each(clock, partial(_linear_and_back, x, w, grad)) / 3
-        rates.append((str(dtype).removeprefix("torch."), 2 * side**3 / _beyond(seconds, launch)))
+        work = partial(_linear_and_back, x, w, grad)
+        took = _each(clock, work, repeats)
+        rates.append((str(dtype).removeprefix("torch."), 2 * side**3 / _beyond(took / 3, launch)))
+        if len(rates) == 1 and device.type == "cpu" and clock.mesh.size > 1:
+            alone = min(1.0, _each(clock, work if clock.everyone.index == 0 else None, repeats) / took)
     memory = 2 * copied / _beyond(copy, launch)
-    return Device(name_of(device), tuple(rates), memory, launch, *measure_dispatch(clock))
+    return Device(name_of(device), tuple(rates), memory, launch, *measure_dispatch(clock, repeats), alone=alone)
 
 
-def measure_dispatch(clock: Clock) -> tuple[float, float]:
+def measure_dispatch(clock: Clock, repeats: int = LEAST_REPEATS) -> tuple[float, float]:
     """Seconds of one distributed operator on so little that its bytes and operations take no time, and of one in place.
 
     The means over a small program on replicated tensors, so that nothing is sent: over its forward and
@@ -52,8 +57,8 @@ def measure_dispatch(clock: Clock) -> tuple[float, float]:
     program = program_on(clock.mesh)
     program.step()
     passes, update = operators_of(program.passes), operators_of(program.update)
-    dispatch = _each(clock, program.passes) / (passes.making + passes.writing)
-    return dispatch, max(0.0, _each(clock, program.update) - update.making * dispatch) / update.writing
+    dispatch = _each(clock, program.passes, repeats) / (passes.making + passes.writing)
+    return dispatch, max(0.0, _each(clock, program.update, repeats) - update.making * dispatch) / update.writing
 
 
 def _linear_and_back(x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor) -> None:
@@ -70,13 +75,17 @@ def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16, torch.float16, *wide) if device.type == "cuda" else wide
 
 
-def _each(clock: Clock, work: Callable[[], object]) -> float:
-    """Seconds of one of many repetitions, on the slowest rank."""
-    work()
-    return clock.slowest([typical([_window(clock, work) for _ in range(REPEATS)])])[0]
+def _each(clock: Clock, work: Callable[[], object] | None, repeats: int) -> float:
+    """Seconds of one of many repetitions, on the slowest rank; a rank without `work` waits for the others."""
+    if work is not None:
+        work()
+    return clock.slowest([typical([_window(clock, work) for _ in range(repeats)])])[0]
 
 
-def _window(clock: Clock, work: Callable[[], object]) -> float:
+def _window(clock: Clock, work: Callable[[], object] | None) -> float:
+    if work is None:
+        clock.seconds(lambda: None)
+        return 0.0
     done = 0
 
     def repeat() -> None:

@@ -61,7 +61,7 @@ def measure(
     progress = progress or _silent
     progress(0.0, "local work")
     begin = clock.elapsed()
-    device = measure_device(clock)
+    device = measure_device(clock, seconds)
     known = base or default_topology(clock.mesh.device_type)
     known = replace(known, device=device, backend=_backend(clock, known))
     cases = [

@@ -7,7 +7,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from dshard.cost import work_seconds
+from dshard.cost import together_seconds, work_seconds
 from dshard.layout import Layout, Shape, interned
 from dshard.placements import Partial, Replicate, Shard, nested_chunk
 from dshard.redistribute import plan_price
@@ -79,7 +79,7 @@ class Price:
         self.plans: dict[tuple[object, ...], PricedPlan] = {}
         self.leasts: dict[tuple[object, ...], float] = {}
         self.end_leasts: dict[tuple[Layout, tuple[Layout, ...]], float] = {}
-        self.known_works: dict[tuple[tuple[int, ...], ...], frozenset[Work]] = {}
+        self.known_works: dict[tuple[tuple[int, ...], ...], list[Work]] = {}
         self.known_ends: dict[tuple[int, Layout], tuple[Layout, ...]] = {}
 
     # -- the least that an expansion takes
@@ -216,35 +216,36 @@ class Price:
         rows, columns = (max(1, n) for n in sides)
         result = expansion.outputs[0].local_numel(shape) / rows * wide
         q, k, v = (x.local_numel(o.shape) * wide for x, o in zip(expansion.inputs, self.operands[:3], strict=False))
-        forward = backward = 0.0
+        forward, backward = list[float](), list[float]()
         for work in self.works(axes, itemsize < wide):
             kernels = work_seconds(flops * work.pairs, nbytes, device)
             beside = max(0, work.operators - 1) * device.launch + work.rows * result / device.memory_bandwidth
-            forward, back = max(forward, kernels + beside), kernels * gradients
+            back = kernels * gradients
+            forward.append(kernels + beside)
             if gradients and any(axes):  # one kernel of the whole triangle gives the gradients themselves
                 operators = work.blocks * (1 + gradients) + PREPARING + PRODUCT  # and sums, beside so many kernels
                 added = ADDED * (work.queries * q / rows + work.keys * (k + v) / columns)
                 back += operators * device.launch + added / device.memory_bandwidth
-            backward = max(backward, back)
-        return forward, backward
+            backward.append(back)
+        return together_seconds(forward, device), together_seconds(backward, device)
 
-    def works(self, axes: tuple[tuple[int, ...], ...], narrow: bool) -> frozenset[Work]:
-        """What ranks do for the blocks of a triangle, where these mesh axes shard its factors."""
+    def works(self, axes: tuple[tuple[int, ...], ...], narrow: bool) -> list[Work]:
+        """What each rank does for the blocks of a triangle, where these mesh axes shard its factors."""
         if axes not in self.known_works:
             assert self.rule.triangle is not None
             sizes = [self.sizes[factor] for factor in self.rule.triangle]
             shape = self.mesh.shape
             places = [product(*(range(shape[axis]) for axis in each)) for each in axes]
             queries, keys = (
-                {nested_chunk(size, each, shape, dict(zip(each, at, strict=True))) or range(0) for at in places_of}
+                [nested_chunk(size, each, shape, dict(zip(each, at, strict=True))) or range(0) for at in places_of]
                 for size, each, places_of in zip(sizes, axes, places, strict=True)
             )
             backend = self.topology.backend
-            self.known_works[axes] = frozenset(
+            self.known_works[axes] = [
                 work_of([visible_blocks((row,), (column,), True)], len(row), backend, narrow)[0]
                 for row in queries
                 for column in keys
-            )
+            ]
         return self.known_works[axes]
 
     def end(self, i: int, expansion: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:

@@ -88,8 +88,11 @@ def _layer(path: str, value: object) -> Layer:
     return _build(path, Layer, _fields(path, value, required, optional), pair_bandwidth=_pairs)
 
 
+_DEVICE_OPTIONS = ("dispatch", "in_place", "memory", "alone")
+
+
 def _device(path: str, value: object) -> Device:
-    fields = _fields(path, value, ("name", "flops", "memory_bandwidth", "launch"), ("dispatch", "in_place", "memory"))
+    fields = _fields(path, value, ("name", "flops", "memory_bandwidth", "launch"), _DEVICE_OPTIONS)
     return _build(path, Device, fields, flops=_rates, memory_bandwidth=lambda _, given: inf if given is None else given)
 
 

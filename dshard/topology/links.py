@@ -135,6 +135,8 @@ class Device:
             included; 0 where that is not known, or the host runs ahead of the device.
         in_place: Seconds, as `dispatch`, of an operator that writes to its operand, as those of an optimiser.
         memory: Bytes of the rank's memory; None where they are not known.
+        alone: Seconds of a rank's work while all others wait, over those while all compute, as the rates are: below 1
+            where ranks share cores.
 
     Raises:
         TopologyError: a value that no device has, with the field's name.
@@ -147,6 +149,7 @@ class Device:
     dispatch: float = 0.0
     in_place: float = 0.0
     memory: float | None = None
+    alone: float = 1.0
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -162,6 +165,9 @@ class Device:
         check_number("in_place", self.in_place, zero=True)
         if self.memory is not None:
             check_number("memory", self.memory)
+        check_number("alone", self.alone)
+        if self.alone > 1:
+            raise TopologyError(f"alone: {self.alone!r}: work takes no longer while others wait: give at most 1")
 
 
 @dataclass(frozen=True, slots=True)

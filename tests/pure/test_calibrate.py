@@ -243,3 +243,17 @@ def test_on_a_gpu_the_stream_is_timed_by_events(monkeypatch: pytest.MonkeyPatch)
 
     assert clock.seconds(lambda: events.log.append("run")) == 0.002
     assert events.log == ["wait for all", "record", "run", "record", "wait"]
+
+
+def test_what_runs_before_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def taking(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(rounds, "device_of", lambda mesh: torch.device("cpu"))
+    clock = rounds.Clock(Mesh((1,)), None)  # type: ignore[arg-type]  # nothing is sent
+
+    assert clock.seconds(lambda: taking(2.0), before=lambda: taking(5.0)) == 2.0

@@ -18,6 +18,7 @@ from dshard.cost import (
     copy_seconds,
     hidden_seconds_lost,
     messages_seconds,
+    together_seconds,
     tree_all_reduce_seconds,
     work_seconds,
 )
@@ -347,3 +348,20 @@ def test_an_outer_axis_is_not_priced_at_inner_speed() -> None:
 
     assert outer == pytest.approx(5e-6 + 100e-6 + (1 << 21) / (1e9 / 4))  # all four groups share the host's link
     assert inner == pytest.approx(5e-6 + 3 * 10e-6 + 3 * (1 << 20) / 8e9)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1), st.floats(0.01, 1))
+def test_ranks_that_share_cores_end_between_the_mean_and_the_busiest(seconds: list[float], alone: float) -> None:
+    shared = replace(FLAT_CPU, device=replace(FLAT_CPU.device, alone=alone))
+
+    together = together_seconds(seconds, shared)
+
+    assert max(seconds) * alone * (1 - 1e-9) <= together <= max(seconds) * (1 + 1e-9)
+    assert together >= sum(seconds) / len(seconds) * (1 - 1e-9)
+    assert together_seconds(seconds, FLAT_CPU) == pytest.approx(max(seconds))
+
+
+def test_two_ranks_on_one_core_take_as_long_as_their_work() -> None:
+    one_core = replace(FLAT_CPU, device=replace(FLAT_CPU.device, alone=0.5))
+
+    assert together_seconds([2.0, 6.0], one_core) == 4.0  # each at half the rate until the first has done

@@ -10,7 +10,14 @@ from math import prod
 from dshard.comm import sum_dtype
 from dshard.core.operands import operand_of
 from dshard.core.spec import Spec
-from dshard.cost import PlannedCollective, copy_seconds, hidden_seconds_lost, planned_collective, work_seconds
+from dshard.cost import (
+    PlannedCollective,
+    copy_seconds,
+    hidden_seconds_lost,
+    planned_collective,
+    together_seconds,
+    work_seconds,
+)
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.ops.attention.key_windows import KeyWindows, Reach
@@ -24,6 +31,9 @@ from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints, Strategy
 from dshard.rules.strategy_choice import priced
 from dshard.topology import Topology
+
+TURN = 3
+"""The host's time for a turn, in that of a distributed operator: it begins an exchange, waits for one, and merges."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,18 +191,23 @@ class _Price:
         wide = sum_dtype(self.dtype).itemsize
         narrow = wide > self.dtype.itemsize
 
+        host = TURN * device.dispatch * (2 if times else 1)  # in the backward pass sums are sent, too
+
         def seconds(work: Work) -> float:
             if not work.pairs:
-                return device.dispatch * max(1, times)  # for the host, a turn is one more operator
-            kernels = device.dispatch + work_seconds(self.flops * work.pairs, nbytes, device)
+                return host
+            kernels = work_seconds(self.flops * work.pairs, nbytes, device)
             operators, elements = work.operators - 1, work.rows * self.result
             if times:
                 operators = work.blocks * (1 + times) - times
                 elements = ADDED * (work.queries * self.row + work.keys * self.width)
             beside = operators * device.launch + elements * wide / device.memory_bandwidth
-            return kernels * max(1, times) + beside
+            return host + kernels * max(1, times) + beside
 
-        works = [[list(map(seconds, turn)) for turn in plan.works(device.backend, narrow)] for plan in self.plans]
+        works = [
+            [_together(list(map(seconds, turn)), device) for turn in plan.works(device.backend, narrow)]
+            for plan in self.plans
+        ]
         busiest = max(sum(of_rank) for turns_of in works for of_rank in zip(*turns_of, strict=True))
         sends = [sum(each.seconds for each in sent) for sent in turns]
         lost = [sum(hidden_seconds_lost(each.nbytes, each.seconds, device) for each in sent) for sent in turns]
@@ -225,9 +240,9 @@ class _Price:
         return [self._sent(self.attention.axes, max(received))]
 
     def _swapping(self, swaps: Sequence[PlannedCollective]) -> float:
-        """Seconds of swaps: for the host an operator each; of a tensor a half is packed, and all of it put together."""
+        """Seconds of swaps: for the host a turn each; of a tensor a half is packed, and all of it put together."""
         topology = self.call.topology
-        return sum(each.seconds + copy_seconds(3 * each.nbytes, topology) + topology.dispatch for each in swaps)
+        return sum(each.seconds + copy_seconds(3 * each.nbytes, topology) + TURN * topology.dispatch for each in swaps)
 
     def _laying_out(self) -> float:
         """Seconds that lay out a result that began as that of a kernel, whose heads stand within its rows."""
@@ -240,3 +255,9 @@ class _Price:
 
     def _sent(self, axes: tuple[str, ...], nbytes: int) -> PlannedCollective:
         return planned_collective("permute", self.mesh, axes, nbytes, self.call.topology)
+
+
+def _together(seconds: Sequence[float], topology: Topology) -> list[float]:
+    """Seconds of a turn on each rank: those while all compute, shorter where ranks that share cores have less to do."""
+    busiest = max(seconds)
+    return [each * together_seconds(seconds, topology) / busiest for each in seconds] if busiest else [*seconds]
