@@ -113,12 +113,12 @@ def measured(
     return dict(zip(times, took.tolist(), strict=True))
 
 
-def on_hosts(netlab: str, asked: argparse.Namespace) -> dict[str, Any]:
+def on_hosts(netlab: str, args: argparse.Namespace) -> dict[str, Any]:
     """The same on two emulated hosts."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        options = f"run --hosts 2 --ranks {asked.ranks // 2} --rate {asked.rate} --show rank0 --timeout 900"
-        own = [f"--hidden={asked.hidden}", f"--batch={asked.batch}", f"--calibrate={asked.calibrate}"]
+        options = f"run --hosts 2 --ranks {args.ranks // 2} --rate {args.rate} --show rank0 --timeout 900"
+        own = [f"--hidden={args.hidden}", f"--batch={args.batch}", f"--calibrate={args.calibrate}"]
         command = [
             sys.executable,
             netlab,
@@ -135,11 +135,11 @@ def on_hosts(netlab: str, asked: argparse.Namespace) -> dict[str, Any]:
         return found
 
 
-def join_and_run(asked: argparse.Namespace) -> None:
+def join_and_run(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
-    found = as_rank(asked.hidden, asked.batch, asked.calibrate)
+    found = as_rank(args.hidden, args.batch, args.calibrate)
     if dist.get_rank() == 0:
-        Path(asked.rank).write_text(json.dumps(found))
+        Path(args.rank).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -159,16 +159,16 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    asked = options()
-    if asked.rank:
-        join_and_run(asked)
+    args = options()
+    if args.rank:
+        join_and_run(args)
         return
-    if asked.netlab:
-        found = on_hosts(asked.netlab, asked)
+    if args.netlab:
+        found = on_hosts(args.netlab, args)
     else:
-        with RankPool(asked.ranks, timeout=900) as pool:
-            found = pool.run(as_rank, asked.hidden, asked.batch, asked.calibrate)[0]
-    if asked.json:
+        with RankPool(args.ranks, timeout=900) as pool:
+            found = pool.run(as_rank, args.hidden, args.batch, args.calibrate)[0]
+    if args.json:
         print(json.dumps(found))
         return
     rows = [
@@ -176,12 +176,12 @@ def main() -> None:
         for name, took in sorted(found["seconds"].items(), key=lambda pair: pair[1])
     ]
     header = ["plan", "predicted ms", "measured ms"]
-    where = f"two hosts, {asked.rate} links" if asked.netlab else "one host"
-    said = f"{asked.ranks} ranks on {where}; auto is {found['auto']}; regret {found['regret']:.2f}"
+    where = f"two hosts, {args.rate} links" if args.netlab else "one host"
+    said = f"{args.ranks} ranks on {where}; auto is {found['auto']}; regret {found['regret']:.2f}"
     print(text_table(header, rows))
     print(said)
-    if asked.write:
-        name = "models netlab" if asked.netlab else "models"
+    if args.write:
+        name = "models netlab" if args.netlab else "models"
         write_section(name, f"{markdown_table(header, rows)}\n\n{said}")
 
 

@@ -78,11 +78,11 @@ def _references_in_backward() -> tuple[int, int] | None:
     kept: list[Tensor] = []
     with torch.inference_mode(False), torch.enable_grad(), no_dispatch():
         x = torch.zeros(2, device="cpu", requires_grad=True)
-        alone, hooked, asked = (_Counting.apply(x, counts) for _ in range(3))  # type: ignore[no-untyped-call]
+        alone, hooked, requested = (_Counting.apply(x, counts) for _ in range(3))  # type: ignore[no-untyped-call]
         hooked.register_hook(kept.append)
         for y in (alone, hooked):
             (2 * y).sum().backward()
-        torch.autograd.grad((2 * asked).sum(), [asked, x])
+        torch.autograd.grad((2 * requested).sum(), [requested, x])
     return counts[0] if counts[0] not in counts[1:] else None
 
 

@@ -136,13 +136,13 @@ def _never(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
 class Composed:
     """Calls that run as other operators, each with its own rule: those to whose arguments `applies` is true.
 
-    `run` and `asked` take operator, arguments by position and by name. `asked` says whether the user asks with a call
-    for a number over all elements, so that communication is expected. With `local` its own work is local, as a rule's.
+    `run` and `is_requested` take operator, arguments by position and by name. `is_requested` says whether the user's
+    call is for a number over all elements, so that communication is expected. With `local` its own work is local.
     """
 
     run: Callable[[OpOverload, Args, Kwargs], Any]
     applies: Callable[[tuple[Any, ...]], bool] = _always
-    asked: Callable[[OpOverload, Args, Kwargs], bool] = _never
+    is_requested: Callable[[OpOverload, Args, Kwargs], bool] = _never
     local: bool = False
 
 

@@ -38,8 +38,8 @@ class Settings:
 
     def chosen(self) -> list[Strategy]:
         """The strategies to train, each once. A single device comes first: the others are compared with it."""
-        asked = self.strategies or names(self.ranks)
-        return [find(name) for name in dict.fromkeys([SINGLE.name, *(find(name).name for name in asked)])]
+        requested = self.strategies or names(self.ranks)
+        return [find(name) for name in dict.fromkeys([SINGLE.name, *(find(name).name for name in requested)])]
 
 
 @dataclass(frozen=True, slots=True)

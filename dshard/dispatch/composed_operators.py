@@ -19,7 +19,7 @@ from dshard.torch_private import OpOverload
 _ATEN = torch.ops.aten
 
 
-def _is_asked(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
+def _is_requested(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
     return True
 
 
@@ -30,14 +30,14 @@ def _has_no_dim(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
 COMPOSED: dict[OpOverload, Composed] = {
     **{func: Composed(decomposed(function)) for func, function in DECOMPOSITIONS.items()},
     **{
-        func: Composed(decomposed(function), asked=_has_no_dim)
+        func: Composed(decomposed(function), is_requested=_has_no_dim)
         for func, function in DECOMPOSITIONS.items()
         if func._schema.name in ("aten::norm", "aten::linalg_vector_norm")
     },
     **{func: Composed(answered(function)) for func, function in QUESTIONS.items()},
     **{func: Composed(function) for func, function in RANDOM.items()},
     **{func: Composed(in_place) for func in VIEWS_IN_PLACE},
-    _ATEN._local_scalar_dense.default: Composed(number, asked=_is_asked, local=True),
+    _ATEN._local_scalar_dense.default: Composed(number, is_requested=_is_requested, local=True),
     _ATEN.resize_.default: Composed(no_resize),
     _ATEN.resize_as_.default: Composed(no_resize),
 }

@@ -86,7 +86,7 @@ def dispatch(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | 
     if composed is not None and composed.applies(args):
         if CALL_LOG:
             log(CallRecord(None, func, args, kwargs, None))
-        if OBSERVERS and composed.asked(func, args, kwargs):
+        if OBSERVERS and composed.is_requested(func, args, kwargs):
             out = observed(decision_of(func, args, kwargs, why=ASKED), composed.run, (func, args, kwargs))
         else:
             out = composed.run(func, args, kwargs)

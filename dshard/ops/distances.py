@@ -36,12 +36,12 @@ def _refused_alike(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
     if call.specs[0].dtype not in HALF:
         return local
 
-    def asked(x1: Tensor, x2: Tensor, *rest: object, **options: object) -> Any:
+    def refusing(x1: Tensor, x2: Tensor, *rest: object, **options: object) -> Any:
         if not x1.numel() or not x2.numel():
             call.func(x1.new_ones(1, 1), x2.new_ones(1, 1), *rest, **options)
         return local(x1, x2, *rest, **options)
 
-    return asked
+    return refusing
 
 
 def _where_largest(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:

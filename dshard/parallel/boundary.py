@@ -12,8 +12,8 @@ from dshard.comm import gather_rows, own_coordinate
 from dshard.compile.graph_functions import skip_frame
 from dshard.errors import ArgumentError, LayoutError
 from dshard.parallel.apply_plan import distribute_inputs
-from dshard.parallel.asked_values import named_inputs
 from dshard.parallel.batch_rows import data_axes, data_coordinate
+from dshard.parallel.forward_values import named_inputs
 from dshard.parallel.inputs import MODES, Inputs
 from dshard.parallel.outputs import Outputs, checked_outputs
 from dshard.parallel.plan_values import Plan

@@ -31,7 +31,7 @@ from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.mesh import Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
-from dshard.parallel.asked_values import ForwardValues, named_inputs
+from dshard.parallel.forward_values import ForwardValues, named_inputs
 from dshard.rules.rule import Rule, Term, factor_sizes
 from dshard.torch_private import OpOverload, disable_modes
 

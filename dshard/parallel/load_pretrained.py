@@ -17,7 +17,7 @@ from dshard.core.wrapper import Wrapper
 from dshard.distribute import distribute_tensor
 from dshard.errors import ArgumentError, MeshError
 from dshard.parallel.huggingface import ParallelizedModel, newly_derived
-from dshard.parallel.model_plan import Asked, chosen_plan, parallelize
+from dshard.parallel.model_plan import PlanArgument, chosen_plan, parallelize
 from dshard.parallel.plan_options import plan_options
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.stored_forms import StoredForm, as_planned, converted_forms, form_of, known_forms
@@ -30,7 +30,7 @@ def from_pretrained(
     model_class: Any,
     name: str | os.PathLike[str],
     mesh: DeviceMesh,
-    plan: Asked = "auto",
+    plan: PlanArgument = "auto",
     *,
     example: Mapping[str, Any] | None = None,
     inputs: object = "global",
@@ -126,7 +126,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _lay_out(model: nn.Module, mesh: DeviceMesh, plan: Asked, example: dict[str, Any]) -> _Load:
+def _lay_out(model: nn.Module, mesh: DeviceMesh, plan: PlanArgument, example: dict[str, Any]) -> _Load:
     """Give the parameters of a model without data the layouts by which they are read; return how it is loaded."""
     load = _Load(chosen_plan(model, mesh, plan, plan_options(model, None, None), (), example), known_forms(model))
 

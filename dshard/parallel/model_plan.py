@@ -34,13 +34,13 @@ from dshard.validate import check_type, shown
 
 AUTO = "auto"
 Checked: TypeAlias = str | Auto | Mapping[str, Sequence[Placement]] | Plan
-Asked: TypeAlias = Checked | Path
+PlanArgument: TypeAlias = Checked | Path
 
 
 def plan_model(
     model: nn.Module,
     mesh: DeviceMesh | Mesh,
-    plan: Asked = AUTO,
+    plan: PlanArgument = AUTO,
     /,
     *args: object,
     precision: object = None,
@@ -57,10 +57,10 @@ def plan_model(
         LayoutError: a forward pass that depends on the values of tensors; a pattern that matches no parameter.
     """
     pure = as_mesh(mesh)
-    asked = _asked(model, plan, pure, kwargs)
+    checked = _checked_argument(model, plan, pure, kwargs)
     args, kwargs = _example(model, args, kwargs)
-    chosen = _plan_for(model, pure, asked, plan_options(model, precision, group), args, kwargs)
-    if isinstance(asked, Plan):
+    chosen = _plan_for(model, pure, checked, plan_options(model, precision, group), args, kwargs)
+    if isinstance(checked, Plan):
         if chosen.mesh.ranks != pure.ranks:
             raise _other_mesh(chosen.mesh, pure)
         chosen = replace(chosen, cost=None)  # which was that of another batch
@@ -70,7 +70,7 @@ def plan_model(
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh | Mesh,
-    plan: Asked = AUTO,
+    plan: PlanArgument = AUTO,
     /,
     *args: object,
     inputs: object = "global",
@@ -122,26 +122,26 @@ def parallelize(
 
 
 def chosen_plan(
-    model: nn.Module, mesh: DeviceMesh | Mesh, plan: Asked, options: PlanOptions, args: Args, kwargs: Kwargs
+    model: nn.Module, mesh: DeviceMesh | Mesh, plan: PlanArgument, options: PlanOptions, args: Args, kwargs: Kwargs
 ) -> Plan:
     """The plan by which `parallelize` lays out `model`, on a mesh that has the processes of `mesh`."""
     pure = as_mesh(mesh)
-    chosen = _plan_for(model, pure, _asked(model, plan, pure, kwargs), options, args, kwargs)
+    chosen = _plan_for(model, pure, _checked_argument(model, plan, pure, kwargs), options, args, kwargs)
     return chosen if chosen.mesh == pure else replace(chosen, mesh=_folded(mesh, chosen.mesh))
 
 
-def _plan_for(model: nn.Module, mesh: Mesh, asked: Checked, options: PlanOptions, args: Args, kwargs: Kwargs) -> Plan:
-    """The plan that was asked for, made of an example batch unless it is one, or is by name."""
-    match asked:
+def _plan_for(model: nn.Module, mesh: Mesh, checked: Checked, options: PlanOptions, args: Args, kwargs: Kwargs) -> Plan:
+    """The plan of a checked `plan` argument; that of a named strategy is made by an example batch."""
+    match checked:
         case Plan():
-            return options.of(asked)
+            return options.of(checked)
         case str() | Auto():
-            return planned(model, mesh, asked, options, *_example(model, args, kwargs))
+            return planned(model, mesh, checked, options, *_example(model, args, kwargs))
         case _:
-            return options.of(by_name(model, mesh, asked))
+            return options.of(by_name(model, mesh, checked))
 
 
-def _asked(model: nn.Module, plan: Asked, mesh: Mesh, kwargs: Mapping[str, object]) -> Checked:
+def _checked_argument(model: nn.Module, plan: PlanArgument, mesh: Mesh, kwargs: Mapping[str, object]) -> Checked:
     """Check the `plan` argument; a file is replaced by the strategy that it names.
 
     Raises:

@@ -21,8 +21,8 @@ from dshard.cost import StepClock
 from dshard.distribute import distribute_tensor
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import applied
-from dshard.parallel.asked_values import NoAnswers, Replies
 from dshard.parallel.factors import trace_factors, without_data
+from dshard.parallel.forward_values import NoAnswers, Replies
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
 from dshard.placements import Replicate
 from dshard.topology import Topology

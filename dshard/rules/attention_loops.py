@@ -26,7 +26,7 @@ RINGS: tuple[AttentionLoop, ...] = ("ring", "balanced ring")
 """Loop q whose keys and values are not gathered, but go round."""
 AttentionLoops: TypeAlias = tuple[AttentionLoop | None, ...]
 """A loop for each mesh axis, None for any."""
-Asked: TypeAlias = str | AttentionLoops | None
+RequestedLoops: TypeAlias = str | AttentionLoops | None
 """A name of the table below, loops, or None for the cheapest of all."""
 Keys: TypeAlias = Literal["whole", "split", "every head"]
 """Of the keys a rank has those of its heads, a range of those, or all of every head."""
@@ -120,7 +120,7 @@ Way: TypeAlias = tuple[Allowed, tuple[int, ...]]
 """The rows that each mesh axis may have, and the axes around which keys and values are sent."""
 
 
-def ways_of(asked: Asked, rule: Rule, layouts: Sequence[Layout]) -> tuple[tuple[Way, ...], bool | None]:
+def ways_of(requested: RequestedLoops, rule: Rule, layouts: Sequence[Layout]) -> tuple[tuple[Way, ...], bool | None]:
     """The ways in which loops may be given to mesh axes, and whether rings are balanced: None for either.
 
     Axes without a role may have any loop. Where nothing is asked for, or no loop of an axis, an axis on which all
@@ -131,20 +131,22 @@ def ways_of(asked: Asked, rule: Rule, layouts: Sequence[Layout]) -> tuple[tuple[
         StrategyError: no such name or loop, more loops than mesh axes, or a ring around an axis of one rank.
     """
     mesh, axes = layouts[0].mesh, range(layouts[0].mesh.ndim)
-    if isinstance(asked, tuple) and len(asked) != mesh.ndim:
-        raise StrategyError(f"attention={asked}: {len(asked)} loops for the mesh ({mesh}); give one for each axis")
-    loops = ATTENTIONS[asked].loops if isinstance(asked, str) else asked or (None,) * mesh.ndim
-    if len(loops) > mesh.ndim:
-        assert isinstance(asked, str)
+    if isinstance(requested, tuple) and len(requested) != mesh.ndim:
         raise StrategyError(
-            f"attention={asked!r} needs {len(loops)} mesh axes ({', '.join(ATTENTIONS[asked].roles)}), but the mesh "
-            f"({mesh}) has {mesh.ndim}"
+            f"attention={requested}: {len(requested)} loops for the mesh ({mesh}); give one for each axis"
         )
-    picks = permutations(axes, len(loops)) if isinstance(asked, str) else [tuple(axes)]
+    loops = ATTENTIONS[requested].loops if isinstance(requested, str) else requested or (None,) * mesh.ndim
+    if len(loops) > mesh.ndim:
+        assert isinstance(requested, str)
+        raise StrategyError(
+            f"attention={requested!r} needs {len(loops)} mesh axes ({', '.join(ATTENTIONS[requested].roles)}), but the "
+            f"mesh ({mesh}) has {mesh.ndim}"
+        )
+    picks = permutations(axes, len(loops)) if isinstance(requested, str) else [tuple(axes)]
     ways = [way for picked in picks if (way := _way(loops, picked, rule, layouts)) is not None]
     if not ways:
         raise StrategyError(
-            f"attention={asked!r} on the mesh ({mesh}): a ring goes round an axis of at least two ranks; use "
+            f"attention={requested!r} on the mesh ({mesh}): a ring goes round an axis of at least two ranks; use "
             "'context', or a mesh with a larger axis"
         )
     if any(loop in RINGS for loop in loops):
@@ -180,20 +182,20 @@ def with_queries(allowed: Allowed, axes: Sequence[int]) -> Allowed:
     return tuple(frozenset[Row]({"q"}) if axis in axes else rows for axis, rows in enumerate(allowed))
 
 
-def check_attention(asked: object) -> Asked:
+def check_attention(requested: object) -> RequestedLoops:
     """The name of a choice of loops, or loops, one for each mesh axis, None where any may be taken.
 
     Raises:
         StrategyError: neither, with the names there are.
     """
-    if isinstance(asked, str) and asked in ATTENTIONS:
-        return asked
-    if isinstance(asked, tuple | list) and asked and all(loop in (None, *LOOPS, *RINGS) for loop in asked):
-        return tuple(asked)
+    if isinstance(requested, str) and requested in ATTENTIONS:
+        return requested
+    if isinstance(requested, tuple | list) and requested and all(loop in (None, *LOOPS, *RINGS) for loop in requested):
+        return tuple(requested)
     loops = f"a loop ({', '.join((*LOOPS, *RINGS))}) for each mesh axis, such as ('b', 'h'), or None for any"
     known = f"use {', '.join(ATTENTIONS)}, or {loops}"
     raise StrategyError(
-        f"attention={asked!r}: {known}{suggestion(asked, ATTENTIONS) if isinstance(asked, str) else ''}"
+        f"attention={requested!r}: {known}{suggestion(requested, ATTENTIONS) if isinstance(requested, str) else ''}"
     )
 
 

@@ -28,7 +28,7 @@ from dshard.ops.attention.repeated_heads import RepeatedKeyHeads, repeated
 from dshard.ops.composite import SavingExecutable, run_chosen
 from dshard.ops.matmul.options import current_options
 from dshard.ops.matmul.rules import same_dtype
-from dshard.rules.attention_loops import Asked
+from dshard.rules.attention_loops import RequestedLoops
 
 
 def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -39,19 +39,24 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if dropout:
         _accepted(query, k, v, mask, dropout, causal, scale, gqa)
     tensors = autocast((query, k, v) if mask is None else (query, k, v, mask))
-    options, asked = Options(causal, scale, gqa), current_options().attention
+    options, requested = Options(causal, scale, gqa), current_options().attention
     needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
     among: Among = "all"
     if dropout:
         among = "with dropout"
     elif any(isinstance(t, Wrapper) and traced(t._local_tensor) for t in tensors):
         among = "in a graph"
-    make = partial(_executable, tensors, options, dropout, asked, needed, among)
-    return run_chosen(("attention", causal, scale, gqa, dropout, asked, needed, among), make, tensors)
+    make = partial(_executable, tensors, options, dropout, requested, needed, among)
+    return run_chosen(("attention", causal, scale, gqa, dropout, requested, needed, among), make, tensors)
 
 
 def _executable(
-    tensors: Sequence[Tensor], options: Options, dropout: float, asked: Asked, needed: tuple[bool, ...], among: Among
+    tensors: Sequence[Tensor],
+    options: Options,
+    dropout: float,
+    requested: RequestedLoops,
+    needed: tuple[bool, ...],
+    among: Among,
 ) -> Executable | ComposedExecutable:
     """The cheapest way to run attention on operands like these."""
     mesh = common_mesh("attention", list(tensors))
@@ -60,7 +65,7 @@ def _executable(
     attend = whole(options)
     with torch.no_grad(), for_shapes():
         out = attend(*(spec.meta() for spec in specs))
-    choice = chosen(specs, out, options, asked, needed, among)
+    choice = chosen(specs, out, options, requested, needed, among)
     if dropout:
         run = partial(attention_with_dropout, choice.strategy, choice.end, options, dropout)
         return ComposedExecutable(None, run)

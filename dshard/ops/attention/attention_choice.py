@@ -23,8 +23,8 @@ from dshard.ops.attention.ring_price import RingCall, ring_strategy, window_stra
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import Plan, plan
 from dshard.rules.attention_loops import (
-    Asked,
     Keys,
+    RequestedLoops,
     attention_rule,
     axes_of_row,
     is_grouped,
@@ -79,7 +79,7 @@ def chosen(
     specs: Sequence[Spec],
     out: Tensor,
     options: Options,
-    asked: Asked,
+    requested: RequestedLoops,
     needed: tuple[bool, ...],
     among: Among = "all",
     reach: Reach | None = None,
@@ -92,10 +92,10 @@ def chosen(
         StrategyError: what is asked for cannot be, for these heads or on this mesh.
         CompileError: a ring in a compiled region.
     """
-    call = _Candidates(specs, out, options, asked, needed, among, reach)
+    call = _Candidates(specs, out, options, requested, needed, among, reach)
     candidates = call.all(among)
     if not candidates:
-        raise StrategyError(_impossible(asked, specs))
+        raise StrategyError(_impossible(requested, specs))
     base, *others = candidates
     strategy, how = call.fewest_bytes(cheapest(base, others), candidates)
     end = returned_layout(strategy.outputs[0], specs[0].layout)
@@ -123,7 +123,7 @@ class _Candidates:
         specs: Sequence[Spec],
         out: Tensor,
         options: Options,
-        asked: Asked,
+        requested: RequestedLoops,
         needed: tuple[bool, ...],
         among: Among,
         reach: Reach | None,
@@ -133,13 +133,13 @@ class _Candidates:
         self.topology = planning_context().topology_of(layouts[0].mesh)
         kinds: list[Keys] = ["whole", "split", *(["every head"] if is_grouped(shapes, options.gqa) else [])]  # type: ignore[list-item]
         self.rules = {keys: attention_rule(shapes, options.gqa, keys, options.causal) for keys in kinds}
-        ways, self.balanced = ways_of(asked, self.rules["split"], layouts)
+        ways, self.balanced = ways_of(requested, self.rules["split"], layouts)
         if len(shapes[0]) < 3 or shapes[0][-3] == 1:
             ways = tuple((allowed, ring) for allowed, ring in ways if without_row([allowed], "h"))
         self.rings = [(allowed, ring) for allowed, ring in ways if ring]
         self.allowed = tuple(allowed for allowed, ring in ways if not ring)
         if ways and not self.allowed:
-            _refuse_ring(asked, among)
+            _refuse_ring(requested, among)
         self.operands, self.outputs = tuple(map(operand_of, specs)), ((tuple(out.shape), out.itemsize),)
         self.constraints = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0])
 
@@ -240,7 +240,7 @@ class _Candidates:
         return candidates
 
 
-def _refuse_ring(asked: Asked, among: Among) -> None:
+def _refuse_ring(requested: RequestedLoops, among: Among) -> None:
     """Refuse a ring where there is none.
 
     Raises:
@@ -250,13 +250,13 @@ def _refuse_ring(asked: Asked, among: Among) -> None:
     match among:
         case "in a graph":
             raise CompileError(
-                f"attention={asked!r} in a compiled region: a compiled graph keeps no exchange whose result a rank "
+                f"attention={requested!r} in a compiled region: a compiled graph keeps no exchange whose result a rank "
                 "does not need; use 'context' or 'ulysses' there"
             )
         case "with dropout":
             raise StrategyError(
-                f"attention={asked!r} with dropout: it needs whole scores, whose weights are dropped by their place, "
-                "and the kernels of a ring hold none; use 'context' or 'ulysses'"
+                f"attention={requested!r} with dropout: it needs whole scores, whose weights are dropped by their "
+                "place, and the kernels of a ring hold none; use 'context' or 'ulysses'"
             )
         case "all" | "whole keys":
             pass
@@ -315,10 +315,11 @@ def _layout_with(layout: Layout, axes: Sequence[int], placement: Placement) -> L
     return layout
 
 
-def _impossible(asked: Asked, specs: Sequence[Spec]) -> str:
+def _impossible(requested: RequestedLoops, specs: Sequence[Spec]) -> str:
     query, key = specs[0].shape, specs[1].shape
     heads = f"{query[-3]} query and {key[-3]} key heads" if len(query) > 2 and len(key) > 2 else "no heads"
     return (
-        f"attention={asked!r} of {heads}, {query[-2]} queries and {key[-2]} keys on the mesh ({specs[0].layout.mesh}): "
-        "no mesh axis can be given these loops; 'context' and 'split-keys' need no heads, or leave the choice to dshard"
+        f"attention={requested!r} of {heads}, {query[-2]} queries and {key[-2]} keys on the mesh "
+        f"({specs[0].layout.mesh}): no mesh axis can be given these loops; 'context' and 'split-keys' need no heads, "
+        "or leave the choice to dshard"
     )

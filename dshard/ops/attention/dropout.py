@@ -60,7 +60,7 @@ def attention_with_dropout(
     return redistribute(_product("q k, k e -> q e", F.dropout(weights, dropout), value, loops), end, "attention")
 
 
-def _product(loops: str, a: Tensor, b: Tensor, asked: MatmulOptions) -> Any:
+def _product(loops: str, a: Tensor, b: Tensor, options: MatmulOptions) -> Any:
     """One of the two products of attention, whose dims have the names of its loops."""
     shapes = tuple(a.shape), tuple(b.shape)
 
@@ -70,7 +70,7 @@ def _product(loops: str, a: Tensor, b: Tensor, asked: MatmulOptions) -> Any:
         left, right = terms.split(", ")
         return parse_rule(f"{lead} {left}, {lead} {right} -> {lead} {out}", shapes, passes=linear(0, 1), loops=True)
 
-    return matmul_of("matmul", rule, torch.matmul, (a, b), asked, loops)
+    return matmul_of("matmul", rule, torch.matmul, (a, b), options, loops)
 
 
 def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor]:

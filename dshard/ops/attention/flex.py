@@ -113,7 +113,7 @@ def _executable(
     tensors: Sequence[Tensor], score_mod: Modify | None, mask: BlockMask | None, options: Options
 ) -> Executable | WindowAttention:
     """Plan this call once for operands like these, and run it with the functions of this call."""
-    asked = current_options().attention
+    requested = current_options().attention
     needed = tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
     mesh = common_mesh("flex_attention", list(tensors))
     specs = [spec_like(x, mesh) for x in tensors]
@@ -123,12 +123,12 @@ def _executable(
         same_dtype("flex_attention", [x.dtype for x in tensors])
         with torch.no_grad(), for_shapes():
             out = whole(options)(*(spec.meta() for spec in specs))
-        choice = chosen(specs, out, options, asked, needed, "whole keys", reach)
+        choice = chosen(specs, out, options, requested, needed, "whole keys", reach)
         result = spec_of(choice.end, tuple(out.shape), out.stride(), out.dtype, specs[0].device)
         decision = choice.decision if choice.how.windows is None else _of_windows(choice, specs, choice.how.windows)
         return ComposedExecutable(None, lambda tensors, _: (choice, result, decision))
 
-    key = ("flex_attention", options.scale, options.gqa, asked, needed, reach)
+    key = ("flex_attention", options.scale, options.gqa, requested, needed, reach)
     choice, result, decision = run_chosen(key, plan, tensors)
     kernel = partial(_kernel, choice, specs, partial(RankScores, score_mod, mask, options))
     positions = [i for i, x in enumerate(tensors) if isinstance(x, Wrapper)]

@@ -33,22 +33,22 @@ def multi_head_attention(func: Function, args: Args, kwargs: Kwargs) -> tuple[Te
 
     Biases of keys, zeros as a further key, and keys that are given are torch's own.
     """
-    asked = _DEFAULTS | dict(zip(_NAMES, bind_arguments(_NAMES, args, _DEFAULTS | kwargs), strict=True))
-    rare = any(asked[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v"))
-    if rare or asked["add_zero_attn"]:
+    arguments = _DEFAULTS | dict(zip(_NAMES, bind_arguments(_NAMES, args, _DEFAULTS | kwargs), strict=True))
+    rare = any(arguments[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v"))
+    if rare or arguments["add_zero_attn"]:
         with implicit_replication():  # it makes zeros of its own
             return _torchs_own(*args, **kwargs)  # type: ignore[no-any-return]
-    query, key, value, heads = (asked[name] for name in ("query", "key", "value", "num_heads"))
-    padding, mask = asked["key_padding_mask"], asked["attn_mask"]
+    query, key, value, heads = (arguments[name] for name in ("query", "key", "value", "num_heads"))
+    padding, mask = arguments["key_padding_mask"], arguments["attn_mask"]
     is_batched = check_attention_shapes(query, key, value, padding, mask, heads)
-    _check(asked)
-    q, k, v = (x.unflatten(-1, (heads, -1)) for x in _projected(asked))  # sequence, (batch,) heads, features
+    _check(arguments)
+    q, k, v = (x.unflatten(-1, (heads, -1)) for x in _projected(arguments))  # sequence, (batch,) heads, features
     q, k, v = (x.permute(1, 2, 0, 3) if is_batched else x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    causal = bool(asked["is_causal"]) and padding is None and not asked["need_weights"]
+    causal = bool(arguments["is_causal"]) and padding is None and not arguments["need_weights"]
     bias = None if causal else _bias(mask, padding, heads, q.dtype)
-    dropout = asked["dropout_p"] if asked["training"] else 0.0
+    dropout = arguments["dropout_p"] if arguments["training"] else 0.0
     weights = None
-    if asked["need_weights"]:
+    if arguments["need_weights"]:
         scores = q * (1 / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
         weights = (scores if bias is None else scores + bias).softmax(-1)
         weights = F.dropout(weights, dropout) if dropout else weights
@@ -56,26 +56,26 @@ def multi_head_attention(func: Function, args: Args, kwargs: Kwargs) -> tuple[Te
     else:
         out = F.scaled_dot_product_attention(q, k, v, bias, dropout, causal)
     out = out.permute(2, 0, 1, 3).flatten(2)
-    out = F.linear(out if is_batched else out.squeeze(1), asked["out_proj_weight"], asked["out_proj_bias"])
-    if weights is not None and asked["average_attn_weights"]:
+    out = F.linear(out if is_batched else out.squeeze(1), arguments["out_proj_weight"], arguments["out_proj_bias"])
+    if weights is not None and arguments["average_attn_weights"]:
         weights = weights.mean(1)
     return out, weights if weights is None or is_batched else weights.squeeze(0)
 
 
-def _check(asked: dict[str, Any]) -> None:
+def _check(arguments: dict[str, Any]) -> None:
     """Refuse what torch refuses."""
-    query, key, value, heads = (asked[name] for name in ("query", "key", "value", "num_heads"))
-    width, expected = query.shape[-1], asked["embed_dim_to_check"]
+    query, key, value, heads = (arguments[name] for name in ("query", "key", "value", "num_heads"))
+    width, expected = query.shape[-1], arguments["embed_dim_to_check"]
     if width != expected or width % heads:
         raise AssertionError(
             f"multi_head_attention_forward of {width} features with {heads} heads: "
             f"the module has {expected} features, and each head as many as the others"
         )
-    if key.shape[:-1] != value.shape[:-1] or (not asked["use_separate_proj_weight"] and key.shape != value.shape):
+    if key.shape[:-1] != value.shape[:-1] or (not arguments["use_separate_proj_weight"] and key.shape != value.shape):
         raise AssertionError(f"the key's shape {tuple(key.shape)} does not match the value's {tuple(value.shape)}")
-    if asked["is_causal"] and asked["attn_mask"] is None:
+    if arguments["is_causal"] and arguments["attn_mask"] is None:
         raise RuntimeError("is_causal says that attn_mask is causal: give that mask, too")
-    mask, rows = asked["attn_mask"], query.shape[1] if query.dim() > 2 else 1
+    mask, rows = arguments["attn_mask"], query.shape[1] if query.dim() > 2 else 1
     sizes = (query.shape[0], key.shape[0])
     if mask is not None and tuple(mask.shape) not in (sizes, (rows * heads, *sizes)):
         raise RuntimeError(
@@ -83,16 +83,16 @@ def _check(asked: dict[str, Any]) -> None:
         )
 
 
-def _projected(asked: dict[str, Any]) -> tuple[Tensor, ...]:
+def _projected(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     """The queries, keys and values: by one product where they are made of one tensor."""
-    query, key, value = asked["query"], asked["key"], asked["value"]
-    weight, bias = asked["in_proj_weight"], asked["in_proj_bias"]
-    if not asked["use_separate_proj_weight"]:
+    query, key, value = arguments["query"], arguments["key"], arguments["value"]
+    weight, bias = arguments["in_proj_weight"], arguments["in_proj_bias"]
+    if not arguments["use_separate_proj_weight"]:
         if query is key and key is value:
             return F.linear(query, weight, bias).chunk(3, -1)
         weights = weight.chunk(3)
     else:
-        weights = tuple(asked[name] for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"))
+        weights = tuple(arguments[name] for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"))
     biases = (None,) * 3 if bias is None else bias.chunk(3)
     return tuple(F.linear(*each) for each in zip((query, key, value), weights, biases, strict=True))
 

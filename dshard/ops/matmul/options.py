@@ -13,7 +13,7 @@ from dshard.core.wrapper import Wrapper
 from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.rules.attention_loops import Asked, AttentionLoop, check_attention
+from dshard.rules.attention_loops import AttentionLoop, RequestedLoops, check_attention
 from dshard.rules.expand import Allowed, Row
 from dshard.rules.matmul_loops import Schedule
 from dshard.rules.matmul_strategies import allowed_rows, strategy_named
@@ -37,7 +37,7 @@ class MatmulOptions:
     result: Layout | None = None
     saved: Saved = "auto"
     stream: Stream | Auto | None = None
-    attention: Asked = None
+    attention: RequestedLoops = None
     among: tuple[Allowed, ...] | None = None
 
     def streamed(self) -> Stream | Auto | None:

@@ -202,15 +202,16 @@ class ForwardValues(TorchFunctionMode):
 
     @disable_modes()
     def _answer(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        asked = self._origin(func, args, kwargs)
-        for each in asked.origins:
-            self._compute(each, asked)
+        question = self._origin(func, args, kwargs)
+        for each in question.origins:
+            self._compute(each, question)
         with torch.no_grad():
-            return func(*map(_value, asked.operands[0]), **{name: _value(x) for name, x in asked.operands[1].items()})
+            args, kwargs = replace_leaves(question.operands, _value)
+            return func(*args, **kwargs)
 
-    def _compute(self, wanted: Origin, asked: Origin) -> None:
+    def _compute(self, origin: Origin, question: Origin) -> None:
         """Compute the results of a call, and before it those that it needs."""
-        stack = [wanted]
+        stack = [origin]
         with torch.no_grad(), torch.random.fork_rng(devices=()):
             while stack:
                 call = stack[-1]
@@ -218,19 +219,19 @@ class ForwardValues(TorchFunctionMode):
                 if call.results is not None:
                     stack.pop()
                 elif call.function is None or any(x.is_meta for x in leaves(call.operands) if isinstance(x, Tensor)):
-                    raise self._unknown(asked)
+                    raise self._unknown(question)
                 elif missing:
                     stack += missing
                 else:
                     args, kwargs = replace_leaves(call.operands, _value)
                     call.results = tensors_in(call.function(*args, **kwargs))
 
-    def _unknown(self, asked: Origin) -> LayoutError:
-        names = sorted(asked.inputs)
-        wanted = f"; it asks for a value that depends on {', '.join(names)}" if names else ""
+    def _unknown(self, question: Origin) -> LayoutError:
+        names = sorted(question.inputs)
+        reason = f"; it asks for a value that depends on {', '.join(names)}" if names else ""
         way_out = f"give an example of {names[-1]} with data, leave it out of the example, or " if names else ""
         return LayoutError(
-            f"the forward pass of {self.model} depends on the values of its tensors, which have no data here{wanted}: "
+            f"the forward pass of {self.model} depends on the values of its tensors, which have no data here{reason}: "
             f"{way_out}give the placements of its parameters by name, {{pattern: placements}}"
         )
 
