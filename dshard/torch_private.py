@@ -217,6 +217,9 @@ will_execute_node: Callable[[Any], bool] = _needed(
 autograd_engine: Any = _needed(
     "torch.autograd.Variable._execution_engine", "telling other ranks that a backward pass has failed"
 )
+run_backward: Callable[..., None] = _needed(
+    "torch.autograd.graph._engine_run_backward", "backward passes from a gradient that needs no check"
+)
 increment_version: Callable[[list[Tensor]], None] = _needed(
     "torch._C._increment_version", "refusing a backward pass whose saved local tensors were overwritten"
 )

@@ -127,15 +127,17 @@ class Buckets:
 class MeshPasses:
     """The backward passes over a mesh: the buckets of each, which followed which, and the last.
 
-    `key` is the mesh, the device and the type of local tensors.
+    `key` is the mesh, the device and the type of local tensors; `began_alone` the number of the last pass whose first
+    gradient began alone.
     """
 
-    __slots__ = ("following", "key", "known", "last")
+    __slots__ = ("began_alone", "following", "key", "known", "last")
 
     def __init__(self, key: object) -> None:
         self.key = key
         self.known, self.following = Cache("gradient buckets", 64), Cache("gradient passes", 64)
         self.last: Buckets | None = None
+        self.began_alone = -1
 
     def repeat(self, leaf: Leaf, move: LocalRedistribution) -> bool:
         """Whether the next pass is expected to be as the last, which reduced this gradient alone."""
@@ -264,8 +266,7 @@ _PASSES: dict[int, ref[BackwardPass]] = {}
 """The backward passes that run, by torch's number; torch holds each until its end."""
 
 _ALONE: dict[int, tuple[Leaf, LocalRedistribution, MeshPasses]] = {}
-"""The gradient that began alone, by the number of its backward pass: of the last passes."""
-_MOST_ALONE = 64
+"""The gradient that began alone, by the number of its backward pass: that of the last such pass over each mesh."""
 
 
 def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wrapper | None:
@@ -289,8 +290,8 @@ def _is_alone(leaf: Leaf, passes: MeshPasses, move: LocalRedistribution, number:
         return False
     if not passes.repeat(leaf, move) or number in _ALONE or number in _PASSES:
         return False
-    if len(_ALONE) >= _MOST_ALONE:
-        del _ALONE[next(iter(_ALONE))]
+    _ALONE.pop(passes.began_alone, None)
+    passes.began_alone = number
     _ALONE[number] = leaf, move, passes
     return True
 

@@ -29,7 +29,14 @@ from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, rmat
 from dshard.ops.ragged import masked_select, pack_padded_sequence, pad_packed_sequence, without_masks
 from dshard.ops.vocab_parallel import cross_entropy, rms_norm
 from dshard.rules.strategy import completed_layout
-from dshard.torch_private import has_compatible_shallow_copy_type, no_torch_function, torch_pack, torch_pad
+from dshard.torch_private import (
+    has_compatible_shallow_copy_type,
+    is_transforming,
+    no_torch_function,
+    run_backward,
+    torch_pack,
+    torch_pad,
+)
 
 
 def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -166,7 +173,20 @@ def _backward_of(
     create_graph: bool = False,
     inputs: object = None,
 ) -> None:
-    accumulating(_backward, (x, gradient, retain_graph, bool(create_graph)), {"inputs": inputs})
+    create_graph = bool(create_graph)
+    if inputs is None and _is_gradient_of(x, gradient) and not is_transforming():  # nothing is left to check
+        retained = create_graph if retain_graph is None else retain_graph
+        run_backward((x,), (gradient,), retained, create_graph, (), allow_unreachable=True, accumulate_grad=True)
+    else:
+        accumulating(_backward, (x, gradient, retain_graph, create_graph), {"inputs": inputs})
+
+
+def _is_gradient_of(x: Tensor, gradient: Tensor | None) -> bool:
+    """Whether `gradient` is a distributed tensor of the shape and dtype of the distributed tensor `x`."""
+    if type(gradient) is not Wrapper.public or type(x) is not Wrapper.public:
+        return False
+    spec, of_gradient = x._spec, gradient._spec
+    return spec.shape == of_gradient.shape and spec.dtype is of_gradient.dtype
 
 
 _DATA: Any = Tensor.data
