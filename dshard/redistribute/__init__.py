@@ -11,7 +11,7 @@ panel.py           steps panel by panel
 received_bound.py  the least that any plan receives
 """
 
-from dshard.redistribute.panel import Panel, Ranges, cuts, owned, slices, turns
+from dshard.redistribute.panel import Panel, Ranges, cuts, owned, slices, summa_panels
 from dshard.redistribute.plan import Plan, plan, plan_price
 from dshard.redistribute.step import (
     AllGather,
@@ -61,5 +61,5 @@ __all__ = [
     "plan_price",
     "sizes_received",
     "slices",
-    "turns",
+    "summa_panels",
 ]

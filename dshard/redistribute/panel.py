@@ -96,19 +96,19 @@ def slices(points: Sequence[int], n: int) -> tuple[Ranges, ...]:
     return tuple(_merged(chunk_of(segment, n, i) for segment in _segments(points)) for i in range(n))
 
 
-def turns(points: Sequence[int], bounds: Sequence[int], n: int) -> tuple[Ranges, ...]:
+def summa_panels(points: Sequence[int], bounds: Sequence[int], n: int) -> tuple[Ranges, ...]:
     """Split every segment between `points` into `n` panels, one after another: one rank sends all of a panel.
 
     The segments within one range between two of `bounds`, where the work is split, follow each other; those of
     different ranges are taken at the same time. This is the order of SUMMA (van de Geijn and Watts, 1997).
 
-    >>> turns((0, 2, 4, 6, 8), (0, 4, 8), 1)
+    >>> summa_panels((0, 2, 4, 6, 8), (0, 4, 8), 1)
     ((range(0, 2), range(4, 6)), (range(2, 4), range(6, 8)))
     """
     rows = [[s for s in _segments(points) if a <= s.start and s.stop <= b] for a, b in pairwise(bounds)]
     return tuple(
-        _merged(chunk_of(row[turn], n, i) for row in rows if turn < len(row))
-        for turn in range(max(map(len, rows), default=0))
+        _merged(chunk_of(row[number], n, i) for row in rows if number < len(row))
+        for number in range(max(map(len, rows), default=0))
         for i in range(n)
     )
 

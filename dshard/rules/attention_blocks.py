@@ -146,8 +146,8 @@ class Work(NamedTuple):
     keys: int
 
 
-def work_of(turns: Sequence[Sequence[Block]], rows: int, backend: str, narrow: bool) -> tuple[Work, ...]:
-    """What the blocks of each turn take that join one result of so many rows, `narrow` in half precision.
+def work_of(steps: Sequence[Sequence[Block]], rows: int, backend: str, narrow: bool) -> tuple[Work, ...]:
+    """What the blocks of each step take that join one result of so many rows, `narrow` in half precision.
 
     >>> work_of([visible_blocks([range(4, 8)], [range(6)], True)], 4, "nccl", False)
     (Work(pairs=23, operators=7, rows=12.0, blocks=2, queries=8, keys=6),)
@@ -155,7 +155,7 @@ def work_of(turns: Sequence[Sequence[Block]], rows: int, backend: str, narrow: b
     reached: list[range] = []
     works: list[Work] = []
     is_narrow = narrow  # until the result has been converted
-    for blocks in turns:
+    for blocks in steps:
         operators, touched = len(blocks), 0.0
         for block in blocks:
             join, n = join_of(block, reached, rows), len(block.queries)

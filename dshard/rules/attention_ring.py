@@ -1,4 +1,4 @@
-"""Attention around a ring: which panel of keys and values each rank has in each turn, and what it sends on.
+"""Attention around a ring: which panel of keys and values each rank has in each step, and what it sends on.
 
 Every rank of the ring begins with its own panel, and hands on the panel that it has to the rank after it. Around
 several mesh axes the innermost turns fastest: a panel goes round it, then one rank further on the next axis, and round
@@ -6,7 +6,7 @@ again, so that it crosses a slow axis least often. A panel that no later rank ma
 Attention, 2023).
 
 In a balanced ring each rank first swaps the second half of its queries, keys and values with the rank that is as far
-from the other end: then all ranks see equally much of a causal mask in every turn (Brandon et al., Striped Attention,
+from the other end: then all ranks see equally much of a causal mask in every step (Brandon et al., Striped Attention,
 2023; the halves are those of zigzag forms, of which these move least).
 """
 
@@ -44,11 +44,11 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class RingPlan:
-    """The turns of a ring of this shape, by the index of a rank in it.
+    """The steps of a ring of this shape, by the index of a rank in it.
 
-    `owners` are those of the panels that ranks have in each turn, `holders` the ranks that have each owner's panel,
+    `owners` are those of the panels that ranks have in each step, `holders` the ranks that have each owner's panel,
     `blocks` what ranks see of their panels, and `pairs` how many pairs of a query and a key that is. `last` is for each
-    owner the last turn in which a rank sees some of its panel; `lengths` are the keys in each panel, `rows` the queries
+    owner the last step in which a rank sees some of its panel; `lengths` are the keys in each panel, `rows` the queries
     of each rank.
     """
 
@@ -63,74 +63,74 @@ class RingPlan:
 
     @property
     def ranks(self) -> int:
-        """The ranks of the ring, and its turns."""
+        """The ranks of the ring, and its steps."""
         return len(self.lengths)
 
-    def holder(self, owner: int, turn: int) -> int:
-        """The index that has a panel in a turn."""
-        return self.holders[turn][owner]
+    def holder(self, owner: int, step: int) -> int:
+        """The index that has a panel in a step."""
+        return self.holders[step][owner]
 
-    def panels(self, index: int, turn: int) -> Messages:
-        """The panels that a rank sends and receives before `turn`."""
-        leaves, comes = self.owners[turn - 1][index], self.owners[turn][index]
-        sent = ((self.holder(leaves, turn), leaves),) if self.last[leaves] >= turn else ()
-        received = ((self.holder(comes, turn - 1), comes),) if self.last[comes] >= turn else ()
-        return Messages(_moving_axis(self.shape, turn), sent, received)
+    def panels(self, index: int, step: int) -> Messages:
+        """The panels that a rank sends and receives before `step`."""
+        leaves, comes = self.owners[step - 1][index], self.owners[step][index]
+        sent = ((self.holder(leaves, step), leaves),) if self.last[leaves] >= step else ()
+        received = ((self.holder(comes, step - 1), comes),) if self.last[comes] >= step else ()
+        return Messages(_moving_axis(self.shape, step), sent, received)
 
-    def gradients(self, index: int, turn: int) -> Messages:
-        """The gradients of panels that a rank sends and receives after `turn`: on with the panel, last to its owner."""
-        held = self.owners[turn][index]
+    def gradients(self, index: int, step: int) -> Messages:
+        """The gradients of panels that a rank sends and receives after `step`: on with the panel, last to its owner."""
+        held = self.owners[step][index]
         sent: tuple[tuple[int, int], ...] = ()
         received: tuple[tuple[int, int], ...] = ()
-        if self.last[held] >= turn:
-            sent = ((held if self.last[held] == turn else self.holder(held, turn + 1), held),)
-        if turn + 1 < self.ranks and self.last[comes := self.owners[turn + 1][index]] > turn:
-            received = ((self.holder(comes, turn), comes),)
-        if self.last[index] == turn:
-            received = (*received, (self.holder(index, turn), index))
-        return Messages(self.moving_axis_of_gradients(turn), sent, received)
+        if self.last[held] >= step:
+            sent = ((held if self.last[held] == step else self.holder(held, step + 1), held),)
+        if step + 1 < self.ranks and self.last[comes := self.owners[step + 1][index]] > step:
+            received = ((self.holder(comes, step), comes),)
+        if self.last[index] == step:
+            received = (*received, (self.holder(index, step), index))
+        return Messages(self.moving_axis_of_gradients(step), sent, received)
 
-    def busiest_panel(self, turn: int) -> int:
-        """The most keys that a rank receives before `turn`."""
-        return max((n for n, last in zip(self.lengths, self.last, strict=True) if last >= turn), default=0)
+    def busiest_panel(self, step: int) -> int:
+        """The most keys that a rank receives before `step`."""
+        return max((n for n, last in zip(self.lengths, self.last, strict=True) if last >= step), default=0)
 
-    def busiest_gradients(self, turn: int) -> int:
-        """The most keys whose gradients a rank receives after `turn`."""
-        comes = self.owners[turn + 1] if turn + 1 < self.ranks else None
+    def busiest_gradients(self, step: int) -> int:
+        """The most keys whose gradients a rank receives after `step`."""
+        comes = self.owners[step + 1] if step + 1 < self.ranks else None
         return max(
-            (self.lengths[comes[i]] if comes and self.last[comes[i]] > turn else 0)
-            + (self.lengths[i] if self.last[i] == turn else 0)
+            (self.lengths[comes[i]] if comes and self.last[comes[i]] > step else 0)
+            + (self.lengths[i] if self.last[i] == step else 0)
             for i in range(self.ranks)
         )
 
-    def moving_axis(self, turn: int) -> int | None:
-        """The axis along which panels are sent before `turn`, by its place in the ring."""
-        return _moving_axis(self.shape, turn)
+    def moving_axis(self, step: int) -> int | None:
+        """The axis along which panels are sent before `step`, by its place in the ring."""
+        return _moving_axis(self.shape, step)
 
-    def moving_axis_of_gradients(self, turn: int) -> int | None:
-        """The axis along which gradients are sent after `turn`, by its place in the ring; None for several."""
+    def moving_axis_of_gradients(self, step: int) -> int | None:
+        """The axis along which gradients are sent after `step`, by its place in the ring; None for several."""
         if len(self.shape) == 1:
             return 0
-        if turn + 1 == self.ranks or turn in self.last:
+        if step + 1 == self.ranks or step in self.last:
             return None
-        return _moving_axis(self.shape, turn + 1)
+        return _moving_axis(self.shape, step + 1)
 
     def works(self, backend: str, narrow: bool) -> list[tuple[Work, ...]]:
-        """What each rank does in each turn, on devices that have this backend; `narrow` in half precision."""
+        """What each rank does in each step, on devices that have this backend; `narrow` in half precision."""
         of_ranks = zip(zip(*self.blocks, strict=True), self.rows, strict=True)
-        return list(zip(*(work_of(turns, rows, backend, narrow) for turns, rows in of_ranks), strict=True))
+        return list(zip(*(work_of(steps, rows, backend, narrow) for steps, rows in of_ranks), strict=True))
 
     def seconds(self, work: Sequence[Sequence[float]], sends: Sequence[float], lost: Sequence[float]) -> float:
         """Seconds of the critical path, where a rank sends a panel on while it computes with it.
 
-        `work` are the seconds of each turn on each rank, `sends` those of the exchange before each turn but the first,
+        `work` are the seconds of each step on each rank, `sends` those of the exchange before each step but the first,
         and `lost` how much longer a rank computes beside each of these.
         """
         starts = [0.0] * self.ranks
-        for turn, (send, longer) in enumerate(zip(sends, lost, strict=True), start=1):
-            before, holders = starts, self.holders[turn - 1]
-            done = [start + seconds + longer for start, seconds in zip(before, work[turn - 1], strict=True)]
-            arrived = [before[holders[owner]] + send for owner in self.owners[turn]]
+        for step, (send, longer) in enumerate(zip(sends, lost, strict=True), start=1):
+            before, holders = starts, self.holders[step - 1]
+            done = [start + seconds + longer for start, seconds in zip(before, work[step - 1], strict=True)]
+            arrived = [before[holders[owner]] + send for owner in self.owners[step]]
             starts = list(map(max, done, arrived))
         return max(start + seconds for start, seconds in zip(starts, work[-1], strict=True))
 
@@ -146,14 +146,14 @@ def ring_plan(
     ((0, 1, 2, 3), (1, 0, 3, 2), (3, 2, 1, 0), (2, 3, 0, 1))
     """
     n = prod(shape)
-    owners = tuple(tuple(_owner(shape, index, turn) for index in range(n)) for turn in range(n))
-    holders = tuple(tuple(sorted(range(n), key=turn.__getitem__)) for turn in owners)
+    owners = tuple(tuple(_owner(shape, index, step) for index in range(n)) for step in range(n))
+    holders = tuple(tuple(sorted(range(n), key=step.__getitem__)) for step in owners)
     blocks = tuple(
-        tuple(visible_blocks(queries[index], keys[owner], causal) for index, owner in enumerate(turn))
-        for turn in owners
+        tuple(visible_blocks(queries[index], keys[owner], causal) for index, owner in enumerate(step))
+        for step in owners
     )
-    pairs = tuple(tuple(sum([block.pairs for block in each]) for each in turn) for turn in blocks)
-    last = tuple(max((turn for turn in range(n) if pairs[turn][holders[turn][owner]]), default=0) for owner in range(n))
+    pairs = tuple(tuple(sum([block.pairs for block in each]) for each in step) for step in blocks)
+    last = tuple(max((step for step in range(n) if pairs[step][holders[step][owner]]), default=0) for owner in range(n))
     lengths, rows = (tuple(sum(map(len, each)) for each in positions) for positions in (keys, queries))
     return RingPlan(shape, owners, holders, blocks, pairs, last, lengths, rows)
 
@@ -174,18 +174,18 @@ def halved(positions: range) -> tuple[range, range]:
     return range(positions.start, middle), range(middle, positions.stop)
 
 
-def _moving_axis(shape: tuple[int, ...], turn: int) -> int:
-    """The axis of the ring along which panels are sent before a turn: the outermost that comes round."""
-    return next(axis for axis in range(len(shape)) if turn % prod(shape[axis + 1 :]) == 0)
+def _moving_axis(shape: tuple[int, ...], step: int) -> int:
+    """The axis of the ring along which panels are sent before a step: the outermost that comes round."""
+    return next(axis for axis in range(len(shape)) if step % prod(shape[axis + 1 :]) == 0)
 
 
-def _owner(shape: tuple[int, ...], index: int, turn: int) -> int:
-    """The owner of the panel that a rank has in a turn."""
+def _owner(shape: tuple[int, ...], index: int, step: int) -> int:
+    """The owner of the panel that a rank has in a step."""
     owner = 0
     for axis, n in enumerate(shape):
         inner = prod(shape[axis + 1 :])
-        sent = turn // inner - turn // (inner * n)  # those times that `inner` divides and no outer axis moved
+        sent = step // inner - step // (inner * n)  # those times that `inner` divides and no outer axis moved
         if axis == 0:
-            sent = turn // inner
+            sent = step // inner
         owner += (index // inner - sent) % n * inner
     return owner

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dshard.layout import Layout
-from dshard.redistribute import Plan, Ranges, cuts, slices, turns
+from dshard.redistribute import Plan, Ranges, cuts, slices, summa_panels
 from dshard.rules.matmul_strategies import factors_of
 from dshard.rules.panel_stream import Stream
 from dshard.rules.rule import Rule, Term
@@ -44,5 +44,5 @@ def panels_of(
     bounds = cuts(size, split)
     points = cuts(size, [*split, *ends])
     if stream.transport == "broadcast":
-        return turns(points, bounds, stream.panels)
+        return summa_panels(points, bounds, stream.panels)
     return slices(points, stream.panels)

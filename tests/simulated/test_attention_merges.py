@@ -71,22 +71,22 @@ def test_the_price_of_a_turn_counts_the_operators_of_each_of_its_blocks(
     if form == "q":
         keys = ((range(sizes[1]),),) * RANKS
     plan = ring_plan((RANKS,), queries, keys, causal)
-    works, turns = plan.works("gloo", dtype == torch.bfloat16), 1 if form == "q" else RANKS
+    works, steps = plan.works("gloo", dtype == torch.bfloat16), 1 if form == "q" else RANKS
     for rank in range(RANKS):
         mine = rows_at(q, queries[rank])
         result = BlockResult(mine, v)
         panels = []
-        for turn in range(turns):
-            k_, v_ = (rows_at(x, keys[plan.owners[turn][rank]]) for x in (k, v))
-            panels.append(Panel(mine, k_, v_, None, plan.blocks[turn][rank], 0.5))
+        for step in range(steps):
+            k_, v_ = (rows_at(x, keys[plan.owners[step][rank]]) for x in (k, v))
+            panels.append(Panel(mine, k_, v_, None, plan.blocks[step][rank], 0.5))
             made = operators_of(lambda: result.add(panels[-1]))  # noqa: B023
-            assert made == works[turn][rank].operators
+            assert made == works[step][rank].operators
         out, lse = result.complete()
         seen = torch.tensor([[j <= i or not causal for j in range(sizes[1])] for i in range(sizes[0])])
         if dtype == torch.float64:
             right = F.scaled_dot_product_attention(q, k, v, seen, scale=0.5)
             torch.testing.assert_close(out, rows_at(right, queries[rank]))
-        gradients = check_gradients(panels, rows_at(grad, queries[rank]), out, lse, [t[rank] for t in works[:turns]])
+        gradients = check_gradients(panels, rows_at(grad, queries[rank]), out, lse, [t[rank] for t in works[:steps]])
         assert all(x.isfinite().all() for x in gradients)
 
 
@@ -152,11 +152,11 @@ def test_where_launches_alone_take_time_the_work_is_the_operators(
     plan = ring_plan((RANKS,), queries, ((range(size),),) * RANKS if form == "q" else keys, causal)
     works = plan.works("gloo", False)[: 1 if form == "q" else RANKS]
     (strategy,) = [each.strategy for each in found if each.strategy is not None]
-    assert round(strategy.compute) == max(sum(turn[rank].operators for turn in works) for rank in range(RANKS))
+    assert round(strategy.compute) == max(sum(step[rank].operators for step in works) for rank in range(RANKS))
 
 
 def test_a_turn_of_a_balanced_ring_merges_one_block() -> None:
     queries, keys = positions_of((16, 16), "balanced ring")
     plan = ring_plan((RANKS,), queries, keys, True)
 
-    assert [{len(blocks) for blocks in turn} for turn in plan.blocks] == [{3}, {1}, {1}, {1}]
+    assert [{len(blocks) for blocks in step} for step in plan.blocks] == [{3}, {1}, {1}, {1}]

@@ -1,4 +1,4 @@
-"""Attention around a ring: what each rank sends and holds is the closed form, and all turns are as the plan says."""
+"""Attention around a ring: what each rank sends and holds is the closed form, and all steps are as the plan says."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def test_every_rank_has_every_panel_once_and_sends_along_one_axis(shape: tuple[i
     coordinates = list(product(*map(range, shape)))
 
     for index in range(n):
-        assert sorted(turn[index] for turn in plan.owners) == list(range(n))
+        assert sorted(step[index] for step in plan.owners) == list(range(n))
     crossings = [0] * len(shape)
-    for turn in range(1, n):
+    for step in range(1, n):
         for index in range(n):
-            messages = plan.panels(index, turn)
+            messages = plan.panels(index, step)
             ((to, _),) = messages.sent
             moved = [
                 axis for axis, (a, b) in enumerate(zip(coordinates[index], coordinates[to], strict=True)) if a != b
             ]
             assert moved == [messages.axis]
-            assert (index, plan.owners[turn - 1][index]) in plan.panels(to, turn).received
-            for receiver, owner in plan.gradients(index, turn).sent:
-                assert (index, owner) in plan.gradients(receiver, turn).received
+            assert (index, plan.owners[step - 1][index]) in plan.panels(to, step).received
+            for receiver, owner in plan.gradients(index, step).sent:
+                assert (index, owner) in plan.gradients(receiver, step).received
         crossings[messages.axis or 0] += 1
     assert crossings[0] == shape[0] - 1  # as seldom as can be along the outermost
 
 
 def pairs_of(plan: RingPlan, ranks: int) -> list[list[int]]:
-    return [[turn[i] for turn in plan.pairs] for i in range(ranks)]
+    return [[step[i] for step in plan.pairs] for i in range(ranks)]
 
 
 def test_a_causal_mask_is_skipped_and_balanced() -> None:
@@ -52,10 +52,10 @@ def test_a_causal_mask_is_skipped_and_balanced() -> None:
     contiguous, halves = ring_plan((6,), alone, alone, True), ring_plan((6,), swapped(ranges), swapped(ranges), True)
 
     assert contiguous.last == (5, 4, 3, 2, 1, 0)  # the first panel is seen by all, the last by its owner alone
-    sent = [sum(len(contiguous.panels(i, turn).sent) for i in range(6)) for turn in range(1, 6)]
+    sent = [sum(len(contiguous.panels(i, step).sent) for i in range(6)) for step in range(1, 6)]
     assert sent == [5, 4, 3, 2, 1]
-    assert {sum(turns) for turns in pairs_of(halves, 6)} == {24 * 25 // 2 // 6}
-    assert all(len({turns[t] for turns in pairs_of(halves, 6)}) == 1 for t in range(6))
+    assert {sum(steps) for steps in pairs_of(halves, 6)} == {24 * 25 // 2 // 6}
+    assert all(len({steps[t] for steps in pairs_of(halves, 6)}) == 1 for t in range(6))
 
     none, ones = [0.0] * 5, [1.0] * 5
     assert contiguous.seconds(contiguous.pairs, none, none) == 10 + 5 * 16

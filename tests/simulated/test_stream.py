@@ -17,7 +17,7 @@ from dshard.layout import Layout
 from dshard.ops.matmul.panel_executor import PanelExecutor
 from dshard.ops.matmul.ring import RingExecutor
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.redistribute import AllReduce, cuts, slices, turns
+from dshard.redistribute import AllReduce, cuts, slices, summa_panels
 from dshard.rules.matmul_loops import schedules
 from dshard.testing import distribute, simulated, whole
 from dshard.topology import BYTES
@@ -44,7 +44,7 @@ def test_every_index_is_in_one_panel(size: int, n: int, mesh: Mesh) -> None:
     a, b, _ = Schedule(("m",) * mesh.ndim, ("k",) * mesh.ndim).layouts(mesh)
     points, bounds = cuts(size, [(a, 0), (b, 0)]), cuts(size, [(a, 0)])
 
-    for panels in (slices(points, n), turns(points, bounds, n)):
+    for panels in (slices(points, n), summa_panels(points, bounds, n)):
         found = sorted(i for panel in panels for part in panel for i in part)
         assert found == list(range(size))
     assert len(slices(points, n)) == n

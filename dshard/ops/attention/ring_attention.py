@@ -64,9 +64,9 @@ class RingAttention:
         mask = rank.mask_of(tensors)
         result = BlockResult(q, v)
         panels = _Panels(rank, k, v)
-        for turn in range(rank.plan.ranks):
-            keys, values = yield from panels.of_turn(turn)
-            result.add(rank.panel(turn, q, keys, values, mask))
+        for step in range(rank.plan.ranks):
+            keys, values = yield from panels.at_step(step)
+            result.add(rank.panel(step, q, keys, values, mask))
         panels.end()
         found, lse = result.complete()
         out = found.to(lse.dtype).contiguous()
@@ -93,14 +93,14 @@ class RingAttention:
         rows, of_q = RowGradients(grad, delta, lse), torch.zeros_like(q, dtype=lse.dtype)
         of_mask = None if mask is None or not needed[3] else mask.new_zeros(mask.shape, dtype=lse.dtype)
         panels, sums = _Panels(rank, k, v), _Sums(rank, k, v, needed[1] or needed[2])
-        for turn in range(rank.plan.ranks):
-            keys, values = yield from panels.of_turn(turn)
-            columns = None if of_mask is None else rank.columns(of_mask, turn)
-            panel = rank.panel(turn, q, keys, values, mask)
+        for step in range(rank.plan.ranks):
+            keys, values = yield from panels.at_step(step)
+            columns = None if of_mask is None else rank.columns(of_mask, step)
+            panel = rank.panel(step, q, keys, values, mask)
             for block, found in block_gradients(rows, panel, columns is not None):
-                of_keys = yield from sums.of_turn(turn)  # which have had the time of a block to arrive
+                of_keys = yield from sums.at_step(step)  # which have had the time of a block to arrive
                 add_gradients((of_q, *of_keys, columns), panel, block, found)
-            yield from sums.sent(turn)
+            yield from sums.sent(step)
         panels.end()
         totals = (of_q, *(yield from sums.end()))
         gradients = yield from rank.swapped(tuple(x.to(q.dtype) for x in totals), (0, 1, 2), back=True)
@@ -132,26 +132,26 @@ class _Rank:
         self.peers = self.mesh.peers(attention.axes, at)
         self.index = self.peers.index(at)
 
-    def length(self, turn: int) -> int:
-        """The keys of the panel that this rank has in a turn; none of one that no rank sees any more."""
-        owner = self.plan.owners[turn][self.index]
-        return self.plan.lengths[owner] if self.plan.last[owner] >= turn else 0
+    def length(self, step: int) -> int:
+        """The keys of the panel that this rank has in a step; none of one that no rank sees any more."""
+        owner = self.plan.owners[step][self.index]
+        return self.plan.lengths[owner] if self.plan.last[owner] >= step else 0
 
-    def panel(self, turn: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Panel:
-        """The computation of this rank in a turn."""
-        part = None if mask is None else self.columns(mask, turn)
-        return Panel(q, k, v, part, self.plan.blocks[turn][self.index], self.attention.scale)
+    def panel(self, step: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Panel:
+        """The computation of this rank in a step."""
+        part = None if mask is None else self.columns(mask, step)
+        return Panel(q, k, v, part, self.plan.blocks[step][self.index], self.attention.scale)
 
     def mask_of(self, operands: Sequence[Tensor]) -> Tensor | None:
         """The local mask, with four dims."""
         return four_dims(operands[3], operands[0].shape[:-3]) if len(operands) > 3 else None
 
-    def columns(self, mask: Tensor, turn: int) -> Tensor:
-        """The columns of the mask, or of its gradient, that a turn's panel has."""
+    def columns(self, mask: Tensor, step: int) -> Tensor:
+        """The columns of the mask, or of its gradient, that a step's panel has."""
         shape, layout = self.attention.shapes[3], self.attention.layouts[3]
         if shape[-1] == 1:
             return mask
-        owner = self.plan.owners[turn][self.index]
+        owner = self.plan.owners[step][self.index]
         keys = self.attention.positions(1, self.at)[owner]
         first = layout.dim_range(len(shape) - 1, shape[-1], self.at).start
         return mask.narrow(-1, min(keys.start - first, mask.shape[-1]), len(keys)) if len(keys) else mask[..., :0]
@@ -209,24 +209,24 @@ class _Rank:
 
 
 class _Panels:
-    """The keys and values of each turn: the rank's own, then those that arrive, each sent on while it is used."""
+    """The keys and values of each step: the rank's own, then those that arrive, each sent on while it is used."""
 
     def __init__(self, rank: _Rank, k: Tensor, v: Tensor) -> None:
         self.rank, self.own = rank, (k, v)
         self.buffer: Tensor | None = None
         self.arriving: InFlight | None = None
 
-    def of_turn(self, turn: int) -> Program[tuple[Tensor, Tensor]]:
-        """The keys and values of a turn; the next ones are in flight afterwards."""
+    def at_step(self, step: int) -> Program[tuple[Tensor, Tensor]]:
+        """The keys and values of a step; the next ones are in flight afterwards."""
         rank, (k, v) = self.rank, self.own
         if self.arriving is not None:
             self.buffer = yield from finish(self.arriving, rank.space)
             self.arriving = None
-        if turn + 1 < rank.plan.ranks:
+        if step + 1 < rank.plan.ranks:
             buffer = rank.packed((k, v)) if self.buffer is None else self.buffer
-            messages, width = rank.plan.panels(rank.index, turn + 1), _width(k, v)
+            messages, width = rank.plan.panels(rank.index, step + 1), _width(k, v)
             self.arriving = yield from rank.begin(messages, buffer, width, buffer)
-        return (k, v) if not turn or self.buffer is None else _keys_and_values(self.buffer, rank.length(turn), k, v)
+        return (k, v) if not step or self.buffer is None else _keys_and_values(self.buffer, rank.length(step), k, v)
 
     def end(self) -> None:
         """Return the last buffer."""
@@ -235,7 +235,7 @@ class _Panels:
 
 
 class _Sums:
-    """The gradients of keys and values: a rank's own, and those of the panel of a turn, which follow the panel.
+    """The gradients of keys and values: a rank's own, and those of the panel of a step, which follow the panel.
 
     A rank adds its terms to the sum that arrives, and sends it on while the next one arrives: two are held.
     """
@@ -247,19 +247,19 @@ class _Sums:
         self.loan: Tensor | None = None
         self.arriving: InFlight | None = None
 
-    def of_turn(self, turn: int) -> Program[tuple[Tensor | None, Tensor | None]]:
-        """The sums for a turn's keys and values, once they have arrived; to them this rank's terms are to be added."""
+    def at_step(self, step: int) -> Program[tuple[Tensor | None, Tensor | None]]:
+        """The sums for a step's keys and values, once they have arrived; to them this rank's terms are to be added."""
         k, v = self.like
         if not self.needed:
             return None, None
-        buffer = self.own if not turn else (yield from self._arrived(turn))
-        return _keys_and_values(buffer, self.rank.length(turn) if turn else k.shape[-2], k, v)
+        buffer = self.own if not step else (yield from self._arrived(step))
+        return _keys_and_values(buffer, self.rank.length(step) if step else k.shape[-2], k, v)
 
-    def sent(self, turn: int) -> Program[None]:
-        """Send the sums of a turn's panel to the rank that has it next, or to its owner."""
-        if turn and self.needed:
-            buffer = yield from self._arrived(turn)
-            messages, width = self.rank.plan.gradients(self.rank.index, turn), _width(*self.like)
+    def sent(self, step: int) -> Program[None]:
+        """Send the sums of a step's panel to the rank that has it next, or to its owner."""
+        if step and self.needed:
+            buffer = yield from self._arrived(step)
+            messages, width = self.rank.plan.gradients(self.rank.index, step), _width(*self.like)
             self.arriving = yield from self.rank.begin(messages, buffer, width, self.loan)
         self.buffer = self.loan = None
 
@@ -274,15 +274,15 @@ class _Sums:
                 self.rank.space.give(self.loan)
         return _keys_and_values(self.own, k.shape[-2], k, v)
 
-    def _arrived(self, turn: int) -> Program[Tensor]:
-        """The sums of the turn's panel in a buffer; those of the rank's own keys may come with them, and are added."""
+    def _arrived(self, step: int) -> Program[Tensor]:
+        """The sums of the step's panel in a buffer; those of the rank's own keys may come with them, and are added."""
         if self.buffer is not None:
             return self.buffer
         plan, width = self.rank.plan, _width(*self.like)
         if self.arriving is not None:
             self.loan, start = (yield from finish(self.arriving, self.rank.space)), 0
             self.arriving = None
-            for _, owner in sorted(plan.gradients(self.rank.index, turn - 1).received):
+            for _, owner in sorted(plan.gradients(self.rank.index, step - 1).received):
                 part = self.loan[start : start + width * plan.lengths[owner]]
                 start += len(part)
                 if owner == self.rank.index:
@@ -293,7 +293,7 @@ class _Sums:
                 self.rank.space.give(self.loan)
                 self.loan = None
         if self.buffer is None:
-            length = self.rank.length(turn) if turn < plan.ranks else 0
+            length = self.rank.length(step) if step < plan.ranks else 0
             self.buffer = self.loan = self.rank.space.take((width * length,), self.own)
             self.buffer.zero_()
         return self.buffer

@@ -1,4 +1,4 @@
-"""The local matmul of a rank: the one of torch's kernels that fits the terms."""
+"""The local matmul of a rank: the fastest torch kernel for the dims of operands and result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LocalProduct: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 @cached("local products", 4096)
 def local_product(a: Term, b: Term, out: Term) -> LocalProduct:
-    """A function that multiplies tensors of terms `a` and `b` into one of term `out`; each dim has one factor or none.
+    """A function that multiplies tensors of terms `a` and `b` to one of term `out`; each dim has at most one factor.
 
     >>> row, column, both = (("m",), ("k",)), (("k",), ("n",)), (("m",), ("n",))
     >>> local_product(row, column, both)(torch.ones(2, 3), torch.ones(3, 4)).tolist()
@@ -49,15 +49,15 @@ def _matmul(a: Term, b: Term, out: Term) -> LocalProduct | None:
     if lead < 0 or not len(a) == len(b) == len(out) or not a[:lead] == b[:lead] == out[:lead]:
         return None
     m, n = out[lead:]
-    turned_a = a[lead + 1] == m
-    turned_b = b[lead] == n
-    k = a[lead if turned_a else lead + 1]
-    if a[lead:] != ((k, m) if turned_a else (m, k)) or b[lead:] != ((n, k) if turned_b else (k, n)) or k in out:
+    transposed_a = a[lead + 1] == m
+    transposed_b = b[lead] == n
+    k = a[lead if transposed_a else lead + 1]
+    if a[lead:] != ((k, m) if transposed_a else (m, k)) or b[lead:] != ((n, k) if transposed_b else (k, n)) or k in out:
         return None
-    return _TURNED[turned_a, turned_b]
+    return _MATMULS[transposed_a, transposed_b]
 
 
-_TURNED: dict[tuple[bool, bool], LocalProduct] = {
+_MATMULS: dict[tuple[bool, bool], LocalProduct] = {
     (False, False): torch.matmul,
     (True, False): lambda a, b: torch.matmul(a.mT, b),
     (False, True): lambda a, b: torch.matmul(a, b.mT),
@@ -77,7 +77,7 @@ def _weight_gradient(a: Term, b: Term, out: Term) -> LocalProduct | None:
 
 
 def accumulating(a: Term, b: Term, out: Term) -> Callable[[Tensor, Tensor, Tensor], object]:
-    """A function that adds the matmul of tensors of terms `a` and `b` to one of term `out`, in place.
+    """A function that adds the matmul of tensors of terms `a` and `b` to a tensor of term `out`, in place.
 
     >>> row, column, both = (("m",), ("k",)), (("k",), ("n",)), (("m",), ("n",))
     >>> total = torch.ones(2, 4)
@@ -88,10 +88,12 @@ def accumulating(a: Term, b: Term, out: Term) -> Callable[[Tensor, Tensor, Tenso
         m, n = out if out[0] in a else out[::-1]
         shared = set(a) & set(b) - set(out)
         if len(shared) == 1 and {m, *shared} == set(a) and {n, *shared} == set(b):
-            turn_out, turn_a, turn_b = out[0] != m, a[0] != m, b[1] != n
+            transposes_out, transposes_a, transposes_b = out[0] != m, a[0] != m, b[1] != n
 
             def add(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
-                return (total.t() if turn_out else total).addmm_(x.t() if turn_a else x, y.t() if turn_b else y)
+                return (total.t() if transposes_out else total).addmm_(
+                    x.t() if transposes_a else x, y.t() if transposes_b else y
+                )
 
             return add
     product = local_product(a, b, out)
@@ -99,7 +101,7 @@ def accumulating(a: Term, b: Term, out: Term) -> Callable[[Tensor, Tensor, Tenso
 
 
 def outlined(a: Term, b: Term, out: Term) -> LocalProduct:
-    """A function that gives an empty tensor of the result's shape, for tensors without data; it multiplies nothing.
+    """A function that returns an empty tensor of the result's shape, for operands without data.
 
     >>> row, column, both = (("m",), ("k",)), (("k",), ("n",)), (("m",), ("n",))
     >>> outlined(row, column, both)(torch.empty(2, 3, device="meta"), torch.empty(3, 4, device="meta")).shape

@@ -44,7 +44,7 @@ from dshard.rules.rule import Rule
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
-    """The local matmul of a rank in one turn of the ring: the panel's indices in each local tensor, and the shapes."""
+    """The local matmul of a rank in one step of the ring: the panel's indices in each local tensor, and the shapes."""
 
     held: tuple[Ranges | None, ...]
     shapes: tuple[Shape, ...]
@@ -53,10 +53,10 @@ class RingStep:
 def executor(
     rule: Rule, plans: tuple[Plan, Plan, Plan], dtype: torch.dtype, stream: Stream, bias: Plan | None
 ) -> PanelExecutor | None:
-    """The executor of this matmul in panels, or None where no tensor that could be cut is communicated.
+    """The executor of this matmul in panels, or None if no tensor that could be cut is communicated.
 
-    Where there is no ring a collective is used: along several axes, to sum in half precision, which would round at
-    every rank, and to add up replicas of one result, which would differ in their last bits.
+    Collectives replace a ring along several axes, for sums in half precision, which a ring would round at every rank,
+    and for replicated results, which a ring would leave different in their last bits.
     """
     if stream.transport == "ring":
         axes = ring_axes(rule, plans, dtype, stream)
@@ -68,9 +68,9 @@ def executor(
 
 
 def ring_axes(rule: Rule, plans: Sequence[Plan], dtype: torch.dtype, stream: Stream) -> dict[int, int]:
-    """The mesh axis around which each tensor is sent, by its number: one operand, both, or the result (2).
+    """The mesh axis around which each tensor is sent, by operand number: one operand, both, or the result (2).
 
-    Both operands, if the same factor of both is gathered along two axes of one size; else the tensor that moves most.
+    Both operands, if the same factor of both is gathered along two axes of one size; else the most communicated one.
     """
     allowed = {f for loop, names in factors_of(rule).items() if stream.axis in (None, loop) for f in names}
     axes = {i: axis for i, plan in enumerate(plans) if (axis := _axis(plan, i == 2)) is not None}
@@ -87,12 +87,12 @@ def ring_axes(rule: Rule, plans: Sequence[Plan], dtype: torch.dtype, stream: Str
 
 
 def _same_on_replicas(rule: Rule, end: Plan, factor: str, axis: int) -> bool:
-    """Whether replicas of the result agree to the bit: around a ring each rank adds up in another order."""
+    """Whether replicas of the result are bitwise equal: around a ring each rank sums in another order."""
     return (factor,) in rule.outputs[0] or isinstance(end.src.placements[axis], Shard)
 
 
 def _axis(plan: Plan, reduces: bool) -> int | None:
-    """The one axis on which a plan gathers, or reduce-scatters a partial sum; None where it does anything else."""
+    """The only axis on which a plan gathers, or reduce-scatters a partial sum; None if it does anything else."""
     pairs = enumerate(zip(plan.src.placements, plan.dst.placements, strict=True))
     changed = [axis for axis, (a, b) in pairs if a != b]
     if len(changed) != 1 or not plan.busiest():
@@ -148,10 +148,10 @@ class RingExecutor(PanelExecutor):
         self.owned = owned(stored, dim, size, axes[first], stream.panels)
         self.each = stream.panels
         self.panels = ()
-        self.turns: dict[Coordinate, tuple[RingStep, ...]] = {}
+        self.steps: dict[Coordinate, tuple[RingStep, ...]] = {}
 
     def _compile(self, at: Coordinate, runtime: Runtime | None) -> Compiled:
-        """Compile the steps of the tensors that do not go around the ring: these move in bulk."""
+        """Compile the steps of the tensors that do not go around the ring, which are redistributed in bulk."""
         rest = self.dims
         self.dims = tuple(0 if i in self.axes else None for i in range(3))
         try:
@@ -159,12 +159,12 @@ class RingExecutor(PanelExecutor):
         finally:
             self.dims = rest
 
-    def turns_of(self, at: Coordinate) -> tuple[RingStep, ...]:
-        """The turns of the rank at `at`, in order: owner after owner, all panels of each."""
-        turns = self.turns.get(at)
-        if turns is None:
-            turns = self.turns[at] = tuple(self._turn(at, ranges) for ranges in self._order(at))
-        return turns
+    def steps_of(self, at: Coordinate) -> tuple[RingStep, ...]:
+        """The steps of the rank at `at`, in order: owner after owner, all panels of each."""
+        steps = self.steps.get(at)
+        if steps is None:
+            steps = self.steps[at] = tuple(self._step(at, ranges) for ranges in self._order(at))
+        return steps
 
     def _order(self, at: Coordinate) -> Iterator[Ranges]:
         n, here = self.length, sum(at[axis] for axis in self.axes.values())
@@ -172,7 +172,7 @@ class RingExecutor(PanelExecutor):
             owner = (here - 1 - hop if 2 in self.axes else here + hop) % n
             yield self.owned[owner * self.each + panel]
 
-    def _turn(self, at: Coordinate, ranges: Ranges) -> RingStep:
+    def _step(self, at: Coordinate, ranges: Ranges) -> RingStep:
         held: list[Ranges | None] = []
         shapes: list[Shape] = []
         for i, (plan, dim) in enumerate(zip(self.plans, self.dims, strict=True)):
@@ -193,7 +193,7 @@ class RingExecutor(PanelExecutor):
     def _gathered(
         self, at: Coordinate, todo: Compiled, space: Session, uncut: Sequence[Tensor], bias: Tensor | None
     ) -> Program[Program[Tensor]]:
-        turns = self.turns_of(at)
+        steps = self.steps_of(at)
         out = self.plans[2].src.local_shape(self.plans[2].shape, at)
         dim = self.dims[2]
         total = uncut[0].new_zeros(out, dtype=sum_dtype(self.dtype)) if dim is None else uncut[0].new_empty(out)
@@ -201,8 +201,8 @@ class RingExecutor(PanelExecutor):
         for i in self.axes:
             for panel in range(self.each):
                 arriving[i, panel] = yield from self._first(i, panel, at, uncut[i], space)
-        for number, turn in enumerate(turns):
-            panel, left = number % self.each, number + self.each < len(turns)
+        for number, step in enumerate(steps):
+            panel, left = number % self.each, number + self.each < len(steps)
             pair: list[Tensor] = []
             for i in (0, 1):
                 if i in self.axes:
@@ -210,11 +210,11 @@ class RingExecutor(PanelExecutor):
                     pair += [(yield from finish(flight, space))]
                     if left:
                         arriving[i, panel] = yield from self._pass(
-                            i, at, pair[i], turns[number + self.each].shapes[i], space
+                            i, at, pair[i], steps[number + self.each].shapes[i], space
                         )
                 else:
-                    pair += [_cut(uncut[i], self.dims[i], turn.held[i], space)]
-            self._use(total, turn, pair, bias if dim is not None else None, space)
+                    pair += [_cut(uncut[i], self.dims[i], step.held[i], space)]
+            self._use(total, step, pair, bias if dim is not None else None, space)
             for i, x in enumerate(pair):
                 if (i in self.axes and not left) or (i not in self.axes and not same_memory(x, uncut[i])):
                     space.give(x)
@@ -228,8 +228,8 @@ class RingExecutor(PanelExecutor):
 
         return rest()
 
-    def _use(self, total: Tensor, turn: RingStep, pair: list[Tensor], bias: Tensor | None, space: Session) -> None:
-        dim, held = self.dims[2], turn.held[2]
+    def _use(self, total: Tensor, step: RingStep, pair: list[Tensor], bias: Tensor | None, space: Session) -> None:
+        dim, held = self.dims[2], step.held[2]
         if dim is None and total.dtype == self.dtype:
             self.add(total, *pair)
         elif dim is None:
@@ -245,7 +245,7 @@ class RingExecutor(PanelExecutor):
         return term
 
     def _first(self, i: int, panel: int, at: Coordinate, x: Tensor, space: Session) -> Program[InFlight]:
-        """Send a rank's own panel to where it meets its counterpart, as many ranks on as the other ring's index."""
+        """Send this rank's own panel to the rank that holds its counterpart: Cannon's initial skew."""
         plan, axis, dim = self.plans[i], self.axes[i], self.dims[i]
         assert dim is not None
         mine = Panel(dim, self.owned[at[axis] * self.each + panel])
@@ -253,7 +253,7 @@ class RingExecutor(PanelExecutor):
         skew = sum(at[other] for j, other in self.axes.items() if j != i)
         if len(self.axes) == 1:
             return InFlight(own)
-        shape = self.turns_of(at)[panel].shapes[i]
+        shape = self.steps_of(at)[panel].shapes[i]
         n, here = self.length, at[axis]
         return (yield from self._send(axis, at, (here - skew) % n, (here + skew) % n, own, shape, space))
 
@@ -277,14 +277,14 @@ class RingExecutor(PanelExecutor):
     def _scattered(
         self, at: Coordinate, todo: Compiled, space: Session, uncut: Sequence[Tensor], bias: Tensor | None
     ) -> Program[Program[Tensor]]:
-        turns, dim, plan = self.turns_of(at), self.dims[2], self.plans[2]
+        steps, dim, plan = self.steps_of(at), self.dims[2], self.plans[2]
         assert dim is not None
         result = uncut[0].new_empty(todo.out)
         arriving: dict[int, InFlight] = {}
-        for number, turn in enumerate(turns):
-            panel, held = number % self.each, turn.held[2]
+        for number, step in enumerate(steps):
+            panel, held = number % self.each, step.held[2]
             assert held is not None
-            pair = [_cut(x, d, h, space) for x, d, h in zip(uncut, self.dims[:2], turn.held[:2], strict=True)]
+            pair = [_cut(x, d, h, space) for x, d, h in zip(uncut, self.dims[:2], step.held[:2], strict=True)]
             term = self._term(pair, held, bias, space)
             for x, y in zip(pair, uncut, strict=True):
                 if not same_memory(x, y):
@@ -293,8 +293,8 @@ class RingExecutor(PanelExecutor):
                 other = yield from finish(arriving.pop(panel), space)
                 term.add_(other)
                 space.give(other)
-            if number + self.each < len(turns):
-                shape = turns[number + self.each].shapes[2]
+            if number + self.each < len(steps):
+                shape = steps[number + self.each].shapes[2]
                 arriving[panel] = yield from self._pass(2, at, term, shape, space)
             else:
                 own = Panel(dim, self.owned[at[self.axes[2]] * self.each + panel])
