@@ -122,7 +122,9 @@ def distribute_module(
     for what, function in ("partition_fn", partition_fn), ("input_fn", input_fn), ("output_fn", output_fn):
         if function is not None:
             check_callable(function, what, "give a function, or leave it out")
-    input_fn, output_fn = (_hook(what, given) for what, given in (("input_fn", input_fn), ("output_fn", output_fn)))
+    input_fn, output_fn = (
+        _hook(what, function) for what, function in (("input_fn", input_fn), ("output_fn", output_fn))
+    )
     for name, submodule in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, submodule, device_mesh)

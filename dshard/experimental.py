@@ -273,10 +273,10 @@ def _rule_of(function: Callable[..., Sequence[Row]], call: Call) -> Rule:
     return rule.rule()
 
 
-def _rows(call: Call, given: object) -> Iterator[tuple[list[Any], list[Any]]]:
+def _rows(call: Call, rows: object) -> Iterator[tuple[list[Any], list[Any]]]:
     """The rows that a sharding function returned, checked."""
     way_out = "return a list of pairs ([placements of outputs], [placements of arguments])"
-    for row in as_tuple(given, f"register_sharding of {call.func}", way_out, LayoutError):
+    for row in as_tuple(rows, f"register_sharding of {call.func}", way_out, LayoutError):
         pair = as_tuple(row, f"a row of {call.func}", way_out, LayoutError)
         if len(pair) != 2:
             raise LayoutError(f"a row of {call.func} has {len(pair)} parts: {way_out}")

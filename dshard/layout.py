@@ -229,15 +229,15 @@ def placements_on(mesh: Mesh, placements: Iterable[object]) -> tuple[Any, ...]:
     if isinstance(placements, Iterable) and not isinstance(placements, str | bytes | Mapping):
         return tuple(placements)
     if isinstance(placements, Shard | Replicate | Partial):
-        given = f"{placements!r} is one placement"
+        mistake = f"{placements!r} is one placement"
     elif isinstance(placements, Layout):
-        given = f"[{placements}] is a layout, which has a mesh: give its .placements"
+        mistake = f"[{placements}] is a layout, which has a mesh: give its .placements"
     elif isinstance(placements, str):
-        given = f"{placements!r} is text, which dshard.placements.parse_placements reads"
+        mistake = f"{placements!r} is text, which dshard.placements.parse_placements reads"
     else:
-        given = f"{shown(placements)} is no sequence of placements"
+        mistake = f"{shown(placements)} is no sequence of placements"
     raise LayoutError(
-        f"{given}; for the mesh ({mesh}) give {mesh.ndim}, one for each mesh axis, as in {_example(mesh)}"
+        f"{mistake}; for the mesh ({mesh}) give {mesh.ndim}, one for each mesh axis, as in {_example(mesh)}"
     )
 
 
@@ -255,14 +255,14 @@ def _check_axis(mesh: Mesh, axis: object) -> None:
 
 def _pairs(order: Iterable[object]) -> tuple[DimOrder, ...]:
     """An order as pairs of a tensor dim and the indices of mesh axes."""
-    given = order.items() if isinstance(order, Mapping) else () if isinstance(order, str) else order
+    pairs = order.items() if isinstance(order, Mapping) else () if isinstance(order, str) else order
     checked: list[DimOrder] = []
-    for pair in given:
+    for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], tuple | list):
             break
         checked.append((pair[0], tuple(pair[1])))
     else:
-        if given and len(dict(checked)) == len(checked):
+        if pairs and len(dict(checked)) == len(checked):
             return tuple(checked)
     raise LayoutError(
         f"the order {shown(order)}: give pairs of a tensor dim, each once, and the indices of the mesh axes that shard "
@@ -361,12 +361,12 @@ def _legal_dims(ndim: int) -> str:
 
 def _canonical_order(axes: Mapping[int, tuple[int, ...]], order: tuple[DimOrder, ...]) -> tuple[DimOrder, ...]:
     kept = []
-    for dim, given in sorted(order):
+    for dim, ordered in sorted(order):
         default = axes.get(dim, ())
-        if sorted(given) != list(default):
+        if sorted(ordered) != list(default):
             raise LayoutError(
-                f"the order {given} of tensor dim {dim} must name the mesh axes that shard it, {default}, once each"
+                f"the order {ordered} of tensor dim {dim} must name the mesh axes that shard it, {default}, once each"
             )
-        if tuple(given) != default:
-            kept.append((dim, tuple(given)))
+        if tuple(ordered) != default:
+            kept.append((dim, tuple(ordered)))
     return tuple(kept)

@@ -1,4 +1,4 @@
-"""Gradients of several microbatches added up where they arise, and reduced once."""
+"""Accumulate the gradients of several microbatches locally, and reduce the sum once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ACCUMULATING: Sequence[object] = _BLOCKS.anywhere
 def accumulate() -> Iterator[None]:
     """Within the block backward passes reduce no gradients of leaves: they stay partial sums, which are added locally.
 
-    The next backward pass outside it adds its own, and reduces the sum once. Until then each rank holds a whole
-    gradient where the parameter is replicated, as it does anyway, or gathered for use, which takes the memory of the
-    whole weights; and `x.grad` is partial: an optimiser that steps before reduces it first.
+    The next backward pass outside the block adds its own, and reduces the sum once. Until then `x.grad` is partial, and
+    each rank holds a gradient of the global shape for parameters that are replicated, or gathered for use. An optimiser
+    that steps before reduces it first.
 
         with dshard.accumulate():
             for batch in batches[:-1]:
@@ -44,7 +44,7 @@ def accumulating() -> bool:
 
 
 def stays_partial(leaf: Leaf) -> bool:
-    """Whether a gradient of the leaf that arises now is to be added as it is; what is added is reduced later."""
+    """Whether a gradient of the leaf that arises now is accumulated partial, to be reduced later."""
     if not leaf.accumulates:
         return False
     if not accumulating():

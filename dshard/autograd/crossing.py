@@ -1,8 +1,8 @@
-"""Autograd crosses here between distributed and local tensors, and between layouts.
+"""Autograd functions between distributed and local tensors, and between layouts.
 
-An operator that needs no communication is recorded on the local tensors, by torch alone. Its result is wrapped, and
-keeps the recorded local tensor in a `LocalGraph`: the next such operator continues from there, and in the backward pass
-torch passes the gradient on without a crossing.
+Autograd records an operator that needs no communication on the local tensors alone. Its wrapped result keeps the
+recorded local tensor in a `LocalGraph`: the next such operator continues from there, and in the backward pass the
+gradient stays local between them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FromLocal(torch.autograd.Function):
 
 
 class OperandFromLocal(FromLocal):
-    """Local -> distributed, with the version counter of the one tensor in `operand`, of which it is a copy."""
+    """Local -> distributed, with the version counter of the tensor in the list `operand`, whose copy it is."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -85,10 +85,10 @@ class OperandFromLocal(FromLocal):
 class LocalGraph:
     """The recorded local tensors of a distributed tensor, valid until the tensor is written.
 
-    The gradient of `home` has the layout of the distributed tensor's; `make` computes `home` at its first use. `others`
-    are local tensors whose gradients have other layouts, by spec. `made` says that operators on local tensors made
-    them; otherwise `ToLocal` makes them of the distributed tensor. `used` says whether something was recorded on
-    `home`.
+    The gradient of `home` has the layout of the distributed tensor's gradient; `make` computes `home` at its first use.
+    `others` are local tensors whose gradients have other layouts, by spec. `made` says that operators on local tensors
+    made them; otherwise `ToLocal` makes them of the distributed tensor. `used` says whether autograd recorded an
+    operator on `home`.
     """
 
     __slots__ = ("home", "made", "make", "others", "used", "version")
@@ -129,7 +129,7 @@ def tracked_local(x: Wrapper, grad: Spec, is_home: bool) -> Tensor:
 
 
 def _with_gradient_layout(x: Wrapper, grad: Spec) -> Tensor:
-    """x's local tensor whose gradient has `grad`'s layout: it is redistributed and added to that of `home`."""
+    """x's local tensor whose gradient has `grad`'s layout, and is redistributed and added to the gradient of `home`."""
     grad_move = local_redistribution(grad, x._spec.layout.cotangent())
     return _redistribute_local(x._local_graph.at_home(), None, grad_move, None, False)  # type: ignore[no-any-return]
 
@@ -143,7 +143,7 @@ def local_graph_of(x: Wrapper) -> LocalGraph | None:
 def wrap_tracked(local: Tensor, spec: Spec, cotangent: Layout, operand: list[Wrapper] | None = None) -> Wrapper:
     """Wrap a local result; if autograd tracks it, keep it as the local graph of the distributed tensor.
 
-    With an `operand`, of which it is a copy, autograd saves the result in place of that.
+    With an `operand`, whose copy the result is, autograd saves the result in place of the operand.
     """
     if not local.requires_grad:
         return wrap(local, spec)
@@ -157,9 +157,9 @@ def wrap_tracked(local: Tensor, spec: Spec, cotangent: Layout, operand: list[Wra
 
 
 class RedistributeLocal(torch.autograd.Function):
-    """Redistribute a recorded local tensor by `move`; backward: its gradient by `grad_move`; None: not at all.
+    """Redistribute a recorded local tensor by `move`; backward: its gradient by `grad_move`, unless that is None.
 
-    The gradient is recorded with the two exchanged, for the gradient of a gradient has the tensor's layout.
+    The gradient is recorded with the two exchanged, as the gradient of a gradient has the tensor's layout.
     """
 
     @staticmethod
@@ -190,13 +190,13 @@ def _redistribute_plain(local: Tensor, move: LocalRedistribution, op: str | None
 
 
 def unchecked_apply(function: type[torch.autograd.Function]) -> Function:
-    """`function.apply` without torch's checks of its arguments for functorch, which these calls never have."""
+    """`function.apply` without torch's checks for functorch tensors, which these calls never have."""
     apply: Function = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 
 class Redistribute(torch.autograd.Function):
-    """One layout -> another; backward: the gradient in the operand's, or partial where that is replicated."""
+    """One layout -> another; backward: the gradient in the operand's layout, or partial where that is replicated."""
 
     @staticmethod
     def forward(
@@ -217,7 +217,7 @@ class Redistribute(torch.autograd.Function):
 
 
 def _with_versions_of(x: Wrapper, moved: Wrapper) -> Wrapper:
-    """The distributed tensor `moved` with the version counters of `x`, of which it is a copy in another layout."""
+    """`moved`, a copy of `x` in another layout, with the version counters of `x`."""
     if comm.traced(moved._local_tensor) or x._view_sync is not None:  # an alias of a view would be written to with it
         return moved
     out = x.detach()
@@ -231,7 +231,7 @@ def _with_versions_of(x: Wrapper, moved: Wrapper) -> Wrapper:
 
 
 class RedistributeInDtypes(torch.autograd.Function):
-    """One layout and dtype -> others; backward: the gradient is sent in a third dtype, and has the operand's."""
+    """One layout and dtype -> others; backward: the gradient is sent in a third dtype, and cast to the operand's."""
 
     @staticmethod
     def forward(
@@ -251,7 +251,7 @@ class RedistributeInDtypes(torch.autograd.Function):
 class Reshard(torch.autograd.Function):
     """A layout on one mesh -> a layout on another; backward: the gradient from the second to the first.
 
-    A rank outside a mesh has no data there. Any gradient that it gives is ignored.
+    A rank outside a mesh has no data there, and its gradient is ignored.
     """
 
     @staticmethod
@@ -270,7 +270,7 @@ class Reshard(torch.autograd.Function):
 
 
 def _refuse_second_order(layout: Layout, other: Layout) -> None:
-    """Refuse to record a gradient that some ranks do not get: in its own backward pass the others would wait for them.
+    """Refuse to record a gradient between meshes of different ranks: its own backward pass would wait for ever.
 
     Raises:
         MeshError: the meshes are not of the same ranks.
@@ -312,18 +312,18 @@ def _decision(move: LocalRedistribution, op: str | None) -> Decision:
 
 
 def _with_memory(grad: Tensor) -> Tensor:
-    """A gradient, or where it is torch's zeros without memory, zeros that can be sent and computed with."""
+    """The gradient itself, or zeros with memory in place of torch's zeros without."""
     return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device) if grad._is_zerotensor() else grad
 
 
 def redistribute(
     x: Wrapper, layout: Layout, op: str | None = None, *, asynchronous: bool = False, as_operand: bool = False
 ) -> Wrapper:
-    """`x` in `layout`, on its mesh or another; `x` itself where that is its layout. Differentiable.
+    """`x` in `layout`, on its mesh or another; `x` itself if it has that layout. Differentiable.
 
-    `op` names the operator that needs it, where the user did not ask for it. If `asynchronous`, the result may be in
-    flight on return, and so may the gradient. If `as_operand`, autograd saves the result in place of `x`, on the same
-    mesh: a backward pass then notices a write to `x`.
+    `op` names the operator that needs it, None for a request of the user. If `asynchronous`, the result and its
+    gradient may be in flight on return. If `as_operand`, autograd saves the result in place of `x`, on the same mesh: a
+    backward pass then notices a write to `x`.
     """
     current = x._spec.layout
     if current is layout or current == layout:
@@ -371,7 +371,7 @@ def in_layout(x: Tensor, layout: Layout, op: str | None = None, *, asynchronous:
 
 
 def keep_partial_sums(layout: Layout, target: Layout) -> Layout:
-    """`target`, but partial where `layout` is a partial sum and `target` replicated."""
+    """`target` with a partial sum on each mesh axis where `layout` is a partial sum and `target` replicated."""
     placements = tuple(  # gradients may be added first, and reduced once
         placement
         if isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg") and target_placement == Replicate()

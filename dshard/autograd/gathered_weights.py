@@ -1,8 +1,8 @@
-"""Weights stored split and gathered for a module at a time: all at once, the next module's ahead, freed after use.
+"""Sharded weights that are gathered for one module at a time, as in FSDP: prefetched, and freed after use.
 
-In the forward pass a module works on whole weights, which one collective has gathered. Autograd saves none of them: it
-saves where they belong, and the backward pass gathers them again when it first asks for one. Their gradients are
-reduced to the layouts of the stored weights together. Weights may be used in another dtype than the stored one.
+In the forward pass a module works on weights that one collective has gathered. Autograd saves none of them, but their
+positions: the backward pass gathers all again when it first unpacks one. Their gradients are reduced to the layouts of
+the stored weights by one collective. Weights may be used in another dtype than the stored one.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def gathered_layout(layout: Layout, axes: Sequence[str]) -> Layout:
 
 
 class Whole:
-    """The whole local tensors of some stored weights, perhaps still on their way; `versions` are those of the weights.
+    """The gathered local tensors of some stored weights, perhaps in flight; `versions` are those of the weights.
 
-    The first look at one waits for all, on the stream that is current then; a look on another stream follows that.
+    The first use of one waits for all, on the stream that is current then; a use on another stream follows that.
     """
 
     __slots__ = ("__weakref__", "_ends", "_local", "_places", "_stream", "versions")
@@ -65,12 +65,12 @@ class Whole:
         return self._local
 
     def place(self, x: Tensor) -> int | None:
-        """Which of the local tensors `x` shares its memory with."""
+        """The index of the local tensor whose memory `x` shares, or None."""
         return self._places.get(_storage(x))
 
 
 def versions_of(stored: Sequence[Wrapper]) -> list[tuple[int, int, int]]:
-    """The versions of weights: other ones once they have been written to, or replaced."""
+    """The versions of weights, which change when a weight is written to or replaced."""
     return [(id(x._local_tensor), x._local_tensor._version, x._version) for x in stored]
 
 
@@ -80,7 +80,7 @@ def _storage(x: Tensor) -> int:
 
 
 class Saved(NamedTuple):
-    """A gathered weight, or a view of one, as autograd saves it: which, and where in its memory.
+    """A gathered weight, or a view of one, as autograd saves it: its index, and its place in that memory.
 
     `spec` is that of a distributed tensor, None for a local one.
     """
@@ -100,11 +100,11 @@ class Outer(NamedTuple):
 
 
 class GatheredUse:
-    """One run of a module on whole weights, and what its backward pass needs: the weights again.
+    """One run of a module on gathered weights, which its backward pass gathers again.
 
-    `begin` begins to gather them, or returns them where that has begun. `before` is the use that ran before it, whose
-    backward pass comes after this one's, and `has_begun_before` says that its weights were asked for; `saves_weights`,
-    that the backward pass wants any. `reductions` are those of the gradients that have begun.
+    `begin` begins to gather them, or returns them if that has begun. `before` is the previous use, whose backward pass
+    comes after this one's; `has_begun_before` says whether gathering its weights has begun, `saves_weights` whether
+    the backward pass needs any. `reductions` are the reductions of gradients that have begun.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class GatheredUse:
         self.outer: Any = saved_tensor_hooks(True)  # the user's, which see what is not ours
 
     def tensors(self) -> list[Wrapper]:
-        """The whole weights as distributed tensors, recorded by autograd."""
+        """The gathered weights as distributed tensors, recorded by autograd."""
         assert self.whole is not None
         local = self.whole.local()
         needs = [i for i, x in enumerate(self.stored) if x.requires_grad and torch.is_grad_enabled()]
@@ -136,16 +136,16 @@ class GatheredUse:
         return out
 
     def free(self) -> None:
-        """Hold the whole weights no longer: the backward pass gathers them again."""
+        """Drop the gathered weights: the backward pass gathers them again."""
         self.whole = None
 
     def reduce(
         self, grads: Sequence[Wrapper], stored: Sequence[Wrapper], moves: Sequence[LocalRedistribution]
     ) -> Iterator[Wrapper]:
-        """Begin to reduce gradients of whole weights to the layouts of the stored ones.
+        """Begin to reduce gradients of gathered weights to the layouts of the stored ones.
 
-        The weights that the backward pass wants next are unpacked first: while gradients are reduced, their buffers
-        take as much again as the gradients do.
+        The weights that the backward pass needs next are unpacked first, as the buffers of a reduction take as much
+        memory as the gradients.
         """
         if self.before is not None and self.before.whole is not None:
             self.before.whole.local()
@@ -163,13 +163,13 @@ class GatheredUse:
             yield wrap_in_flight(whole, reduction.spec.with_dtype(dtype))
 
     def finish_reductions(self) -> None:
-        """Wait for the gradients whose reduction has begun."""
+        """Wait for the reductions of gradients that have begun."""
         for end in self.reductions:
             end()
         self.reductions = []
 
     def finish_reductions_after(self) -> None:
-        """Wait for the gradients of the use after this one, whose buffers would stay in memory."""
+        """Wait for the gradients of the use after this one, to free their buffers."""
         after = None if self.after is None else self.after()
         if after is not None:
             after.finish_reductions()
@@ -187,7 +187,7 @@ class GatheredUse:
         return x.detach()  # an operator that saves its result would hold its own node, which nothing would free
 
     def unpack(self, packed: Tensor | Saved | Outer) -> Tensor:
-        """The tensor that autograd saved: a whole weight is gathered again, and those of the use before it begin."""
+        """The tensor that autograd saved: a weight is gathered again, and gathering for the use before it begins."""
         if isinstance(packed, Outer):
             unpacked: Tensor = self.outer[1](packed.packed)
             return unpacked
@@ -209,9 +209,9 @@ class GatheredUse:
 
 
 class GatherTogether(torch.autograd.Function):
-    """Stored weights -> whole ones; backward: their gradients, reduced together to the stored layouts.
+    """Stored weights -> gathered ones; backward: their gradients, reduced by one collective to the stored layouts.
 
-    Those of weights that are cast alone, and not gathered, their leaves reduce with others.
+    Gradients of weights that are only cast, not gathered, are reduced by the hooks of the leaves.
     """
 
     @staticmethod
@@ -227,24 +227,24 @@ class GatherTogether(torch.autograd.Function):
         use: GatheredUse = ctx.use
         use.free()
         stored, moves = [use.stored[i] for i in ctx.needs], [use.moves[i] for i in ctx.needs]
-        given: list[Any] = [
+        weight_grads: list[Any] = [
             None if g is None else as_distributed(g, move.grad) for g, move in zip(grads, moves, strict=True)
         ]
         if torch.is_grad_enabled():
-            every = zip(given, stored, moves, strict=True)
+            every = zip(weight_grads, stored, moves, strict=True)
             return None, None, *[None if g is None else _reduced_recorded(g, x, move) for g, x, move in every]
         stays = accumulating() or any(x._gradient_leaf is not None and x._gradient_leaf.has_partial_sum for x in stored)
         places = [
             i
-            for i, (g, move) in enumerate(zip(given, moves, strict=True))
+            for i, (g, move) in enumerate(zip(weight_grads, moves, strict=True))
             if not stays and g is not None and move.gathers
         ]
         out: list[Wrapper | None] = [
             None if g is None or i in places else _cast(g, x._spec.dtype)
-            for i, (g, x) in enumerate(zip(given, stored, strict=True))
+            for i, (g, x) in enumerate(zip(weight_grads, stored, strict=True))
         ]
-        gradients = [given[i] for i in places]
-        del grads, given  # which would hold the whole gradients while they are reduced
+        gradients = [weight_grads[i] for i in places]
+        del grads, weight_grads  # which would hold the whole gradients while they are reduced
         if gradients:
             reduced = use.reduce(gradients, [stored[i] for i in places], [moves[i] for i in places])
             for i, gradient in zip(places, reduced, strict=True):
@@ -253,7 +253,7 @@ class GatherTogether(torch.autograd.Function):
 
 
 def _reduced(grad: Spec, x: Wrapper) -> Spec:
-    """The spec of a gradient of the stored weight `x` as it is reduced."""
+    """The spec of the reduced gradient of the stored weight `x`."""
     return grad if x._gradient_leaf is None else x._gradient_leaf.reduced(grad)
 
 
@@ -263,7 +263,7 @@ def _reduced_recorded(grad: Wrapper, x: Wrapper, move: LocalRedistribution) -> W
 
 
 def _cast(grad: Wrapper, dtype: torch.dtype) -> Wrapper:
-    """A gradient in the dtype of its weight."""
+    """The gradient cast to the dtype of its weight."""
     return grad if grad._spec.dtype is dtype else wrap(grad._local_tensor.to(dtype), grad._spec.with_dtype(dtype))
 
 

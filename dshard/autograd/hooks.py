@@ -27,10 +27,10 @@ Handler = Callable[[Any, Args, Kwargs], Any]
 
 
 def _local_graph_in_use(x: Any) -> LocalGraph | None:
-    """The local graph of `x`; None, and the graph is dropped, for a view on whose local tensor nothing was recorded.
+    """The local graph of `x`; a view without recorded uses of its local tensor drops its graph and has None.
 
-    The operator that made `x` may have saved its local result: in a backward pass of higher order a part of the
-    gradient comes from there, and does not pass through the distributed tensor.
+    The operator that made `x` may have saved its local result: in a backward pass of higher order part of the gradient
+    then comes from the local result, not through the distributed tensor.
     """
     graph = local_graph_of(x) if isinstance(x, Wrapper) else None
     if graph is None or graph.used or not _may_have_two_sources(x):
@@ -84,7 +84,7 @@ def retain_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _graph_with_gradient(x: Wrapper) -> LocalGraph | None:
-    """The local graph of `x`, if its local tensor keeps its gradient; otherwise None."""
+    """The local graph of `x` if its local tensor retains its gradient, otherwise None."""
     graph = local_graph_of(x)
     return graph if graph is not None and graph.home is not None and _keeps_gradient(graph.home) else None
 
@@ -140,7 +140,7 @@ def set_data(func: Function, args: Args, kwargs: Kwargs) -> None:
 
 
 def grad_fn(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`Tensor.grad_fn`: the node that every gradient of the tensor passes."""
+    """`Tensor.grad_fn`: the node through which every gradient of the tensor passes."""
     graph = local_graph_of(args[0])
     if graph is None or _may_have_two_sources(args[0]):
         return call_torch(func, args, kwargs)
@@ -175,7 +175,7 @@ def gradient_sources(inputs: Sequence[Any]) -> list[list[Any]]:
 
 
 def gradients(run: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`torch.autograd.grad`; `run` is torch's own, for the tensors of `gradient_sources`."""
+    """`torch.autograd.grad`; `run` is torch's function, for the tensors of `gradient_sources`."""
     options = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
     for grad in _as_list(options.get("grad_outputs")):
         refuse_batched(grad, "torch.autograd.grad")
@@ -212,7 +212,7 @@ def _as_list(value: object) -> Sequence[Any]:
 
 
 def _stacked_gradients(run: Function, options: dict[str, object]) -> Any:
-    """The gradients for each of several gradients of the outputs, stacked: a backward pass takes one at a time.
+    """The stacked gradients for several gradients of the outputs (`is_grads_batched`), by one backward pass for each.
 
     Raises:
         ShapeError: there are none.
@@ -245,7 +245,7 @@ _ARGUMENTS = (
 
 
 def accumulating(run: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`backward`; `run` is torch's own, for the tensors of `gradient_sources` where `inputs` are given."""
+    """`backward`; `run` is torch's function, for the tensors of `gradient_sources` if `inputs` are given."""
     inputs = kwargs.get("inputs")
     if inputs is None:
         return run(*args, **kwargs)
@@ -258,7 +258,7 @@ def accumulating(run: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _without_torch_function(handler: Handler) -> Handler:
-    """Run with `__torch_function__` disabled; tensors without a local autograd graph go straight to torch."""
+    """`handler` with `__torch_function__` disabled; tensors without a local autograd graph go straight to torch."""
 
     def handle(func: Function, args: Args, kwargs: Kwargs) -> Any:
         cls = Wrapper.public

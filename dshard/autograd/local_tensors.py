@@ -1,4 +1,4 @@
-"""Make a distributed tensor of the local tensors that the ranks give."""
+"""`from_local`: make a distributed tensor of the local tensors of the ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def from_local(
     stride: Sequence[int] | None,
     grad_placements: Sequence[AnyPlacement] | None,
 ) -> Any:
-    """The distributed tensor of which each rank gives its local tensor; the arguments are those of the public method.
+    """The distributed tensor made of each rank's local tensor; the arguments are those of `DTensor.from_local`.
 
     Raises:
         LayoutError: placements that do not fit the tensor or the mesh.
@@ -89,9 +89,9 @@ def _global_spec(
     run_check: bool,
     compared: bool,
 ) -> Spec:
-    """The spec of the global tensor, of the `shape` given or of that which the local ones make up.
+    """The spec of the global tensor, of the given `shape` or the shape that the local tensors make up.
 
-    In the debug mode, `compared`, the ranks compare replicated local tensors, unless `run_check` makes them equal.
+    If `compared`, as in debug mode, the ranks compare replicated local tensors, unless `run_check` makes them equal.
     """
     if shape is not None:
         global_shape = comm.checked_shape(local, layout, shape)
@@ -107,7 +107,7 @@ def _global_spec(
 
 
 def _of_first_ranks(local: Tensor, spec: Spec) -> Tensor:
-    """The local tensor with that of the first rank where it is replicated: ranks exchange it."""
+    """The local tensor, on mesh axes with replicas replaced by the first rank's, which is broadcast."""
     if not OBSERVERS:
         return comm.same_replicas(local, spec.layout)
     decision = sending("from_local", [spec], replica_broadcasts(spec), explicit=True)
@@ -115,7 +115,7 @@ def _of_first_ranks(local: Tensor, spec: Spec) -> Tensor:
 
 
 def compare_gradients(layout: Layout, grad: Tensor) -> None:
-    """The hook of a local tensor, in the debug mode."""
+    """The hook of a local tensor that compares its gradient between the ranks, in debug mode."""
     way_out = "each rank has a term of it, so give to_local(grad_placements=...) with Partial() there"
     comm.compare_replicas(grad, layout, "the gradient of what to_local returned", way_out)
 
@@ -124,7 +124,7 @@ def compare_gradients(layout: Layout, grad: Tensor) -> None:
 def _spec_of_local(
     layout: Layout, shape: Shape, stride: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
 ) -> Spec:
-    """The spec of local tensors; kept, for a program that makes tensors of alike ones holds none of them for long."""
+    """The spec of local tensors, cached: a program that makes many alike tensors holds none of their specs for long."""
     return spec_of(layout, shape, contiguous_stride(shape) if stride is None else stride, dtype, device)
 
 
@@ -138,7 +138,7 @@ def _strides(stride: Sequence[int], ndim: int) -> tuple[int, ...]:
 
 
 def _stride_in_order_of(local: Tensor, shape: Shape) -> tuple[int, ...] | None:
-    """The strides of a dense tensor of `shape` whose dims lie in memory in the order of `local`'s; None: contiguous."""
+    """The strides of a dense tensor of `shape` whose dims have `local`'s order in memory; None if contiguous."""
     if local.is_contiguous():
         return None
     strides, step = [0] * local.ndim, 1

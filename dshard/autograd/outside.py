@@ -1,7 +1,7 @@
-"""Ranks outside a mesh run the same lines: their tensors on it have no data, as on a mesh without processes.
+"""Autograd functions between a user's empty local tensors and tensors without data, on ranks outside a mesh.
 
-So operators, backward passes and random draws plan what the ranks of the mesh do, and send nothing. Users give and get
-local tensors that hold nothing: these functions record what stands between them and the tensors without data.
+Such a rank runs the same program: its tensors on the mesh have no data, as on a mesh without processes, so operators,
+backward passes and random draws are planned as on the ranks of the mesh, and send nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whether the memory of a gradient may be written: only where nobody but the backward pass holds it.
+"""Whether the memory of a gradient may be written: only if nothing but the backward pass holds it.
 
-torch decides that by the reference counts of C++, which do not tell what Python holds: a hook's list of gradients, or a
-numpy array. So the counts of both are compared with those of a gradient that was just made. They are measured here, on
-this torch and this Python; where they do not tell each kind of second holder, gradients are copied instead.
+torch decides this by C++ reference counts, which miss Python references, such as a hook's list of gradients or a numpy
+array. So the counts of both are compared with those of a new gradient, measured here with this torch and this Python.
+If these counts do not reveal each kind of second holder, gradients are copied instead.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dshard.torch_private import no_dispatch, storage_references, tensor_referen
 
 
 def unshared(x: Wrapper) -> Any:
-    """A copy of the gradient `x`, whose local tensor someone else holds."""
+    """A copy of the gradient `x`, whose local tensor has another owner."""
     return wrap(x._local_tensor.clone(memory_format=torch.contiguous_format), x._spec)
 
 
 def is_sole_owner(x: Wrapper, references: int) -> bool:
-    """Whether nobody else holds the gradient `x`, its local tensor, its memory, and the tensor that it is a view of.
+    """Whether nothing else holds the gradient `x`, its local tensor, its memory, or the tensor whose view it is.
 
     `references` are those to `x` in the hook of a leaf that was called with it.
     """
@@ -37,10 +37,10 @@ def is_sole_owner(x: Wrapper, references: int) -> bool:
 
 
 def give_up_local(grads: Sequence[Wrapper]) -> list[Tensor]:
-    """The local tensors of gradients in the backward pass of an `autograd.Function`, which this list alone holds.
+    """Take the local tensors from gradients in the backward pass of an `autograd.Function`; the list alone holds them.
 
-    A gradient that no hook, and nobody who asked for it, holds as well has none afterwards. torch holds the arguments
-    of a backward pass until it returns, and so its memory, while a collective that has packed it takes its own.
+    A gradient that a hook or the caller of the pass holds keeps its own. torch holds the arguments of a backward pass
+    until it returns, so without this their memory would stay beside the buffer of a collective that has packed them.
     """
     alone, counts = _references_in_backward(), _references_to(grads)
     local = [grad._local_tensor for grad in grads]
@@ -73,7 +73,7 @@ class _Counting(torch.autograd.Function):
 
 @cached("backward references", 1)
 def _references_in_backward() -> tuple[int, int] | None:
-    """The references to a gradient in a backward pass where nothing else holds it; None where they tell nothing."""
+    """The references to a gradient in a backward pass if nothing else holds it; None if they tell nothing."""
     counts: list[tuple[int, int]] = []
     kept: list[Tensor] = []
     with torch.inference_mode(False), torch.enable_grad(), no_dispatch():
@@ -95,9 +95,9 @@ def _reference_counts(attributes: dict[str, Any]) -> tuple[int, ...]:
 
 
 def python_references(x: object) -> int:
-    """The references of Python to the local tensor of `x`; 0 while it is in flight, and then nobody else has it.
+    """Python's references to the local tensor of `x`; 0 while it is in flight, when nothing else can hold it.
 
-    Those of C++ are counted where a gradient becomes distributed, as torch counts them for its own.
+    C++ references are counted where a gradient becomes distributed, as torch counts them for its own.
     """
     local = x.__dict__.get("_local_tensor")
     return getrefcount(local) if type(local) is Tensor else 0
@@ -124,7 +124,7 @@ _HOLDERS: tuple[Callable[[Tensor], object], ...] = (
 
 
 def _measured(make: Callable[[], Tensor]) -> tuple[int, ...] | None:
-    """The counts of a tensor that nothing else holds, or None where they do not tell each of `_HOLDERS`."""
+    """The counts of a tensor that nothing else holds, or None if they do not reveal each of `_HOLDERS`."""
     alone = {_reference_counts({"_local_tensor": make()}) for _ in range(8)}
     for hold in _HOLDERS:
         attributes = {"_local_tensor": make()}
@@ -137,7 +137,7 @@ def _measured(make: Callable[[], Tensor]) -> tuple[int, ...] | None:
 
 @cached("hook references", 1)
 def _references_in_hook() -> int:
-    """The references to a gradient in the hook of a leaf where nothing else holds it; -1 where they tell nothing."""
+    """The references to a gradient in the hook of a leaf if nothing else holds it; -1 if they tell nothing."""
     counts: list[int] = []
     kept: list[Tensor] = []
     with torch.inference_mode(False), torch.enable_grad(), no_dispatch():
@@ -155,4 +155,4 @@ with torch.inference_mode(False), torch.enable_grad():
     _SOLE_OWNER = [counts for make in (_plain, _view) if (counts := _measured(make)) is not None]
 """The counts of a tensor that nothing else holds, and of such a view."""
 NOT_SHARED = {0} | ({python_references(SimpleNamespace(_local_tensor=_plain()))} if _SOLE_OWNER else set())
-"""The `python_references` of a tensor to whose local tensor no variable of Python refers but through it."""
+"""The `python_references` of a tensor whose local tensor has no other Python reference."""

@@ -83,8 +83,8 @@ def _simulate(x: Tensor, layout: Layout, source: int | None) -> Tensor:
     tensors = unstack(x) if type(x) is LocalTensor else dict.fromkeys(mesh.ranks, x)
 
     def shard_of(rank: int) -> Tensor:
-        given = tensors[rank if source is None else mesh.ranks[source]]
-        return local_shard(given, layout.region(tuple(given.shape), mesh.coordinate(rank)))
+        tensor = tensors[rank if source is None else mesh.ranks[source]]
+        return local_shard(tensor, layout.region(tuple(tensor.shape), mesh.coordinate(rank)))
 
     return per_rank(mesh, shard_of)
 

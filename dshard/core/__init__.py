@@ -5,17 +5,17 @@ context.py          the topology on which choices are priced, with its caches
 call.py             one call of an operator, as its rule sees it
 operands.py         the mesh and the specs of a call's operands
 executable.py       what a call runs as: redistribute, run the local operator, wrap
-local_results.py    what local operators computed in the first run of a call, given again while it is specialised
+local_results.py    results of local operators in the first run of a call, reused while the call is specialised
 call_key.py         the key under which a call is cached
 moves.py            redistribution of local tensors, local operators on every rank
 joined_moves.py     redistribution of several local tensors by one collective
 mesh_moves.py       redistribution of local tensors to another mesh
-local_checks.py     what distributed tensors are made of: checked, and exchanged between the ranks
+local_checks.py     checks of local and global tensors that become distributed, and their exchange between the ranks
 local_work.py       seconds of the local work of an operator
-observe.py          decisions, calls and memory, as `trace`, `explain`, `strict` and the fast path observe them
+observe.py          observers of decisions, calls and memory: for `trace`, `explain`, `strict` and the fast path
 view_sync.py        views with memory of their own, kept equal to their base
 plain_tensors.py    plain tensors among distributed ones
-panel_cost.py       what a matmul takes in a number of panels
+panel_cost.py       seconds and buffers of a matmul in panels
 wrapper.py          the base class of DTensor: a local tensor and a spec
 transforms.py       torch.func transforms and forward-mode derivatives
 checks.py           arguments that torch refuses, refused before anything is sent

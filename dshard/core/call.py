@@ -23,7 +23,7 @@ from dshard.torch_private import OpOverload
 
 LocalOp: TypeAlias = Function
 Check: TypeAlias = Callable[[dict[str, Any]], None]
-"""Raises what torch's kernels raise for arguments, which are given by name."""
+"""Takes the arguments by name, and raises the errors that torch's kernels raise for them."""
 Kernel: TypeAlias = Callable[["Call", Strategy, Coordinate], LocalOp]
 
 
@@ -78,8 +78,8 @@ class Call:
         `at` are the dims between two `...`, or the name of the argument that says them.
         """
         if isinstance(at, str):
-            given = self.argument(at)
-            at = (given,) if isinstance(given, int) else tuple(given or ())
+            dims = self.argument(at)
+            at = (dims,) if isinstance(dims, int) else tuple(dims or ())
         return parse_rule(text, self.shapes, self.out_shapes, at=at, same_size=same_size, reduce=reduce, passes=passes)
 
     def dim(self, name: str = "dim", ndim: int | None = None) -> int:
@@ -134,7 +134,7 @@ def _never(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """Calls that run as other operators, each with its own rule: those to whose arguments `applies` is true.
+    """Calls that run as other operators, each with its own rule, if `applies` is true of their arguments.
 
     `run` and `is_requested` take operator, arguments by position and by name. `is_requested` says whether the user's
     call is for a number over all elements, so that communication is expected. With `local` its own work is local.
@@ -150,10 +150,10 @@ class Composed:
 class Operator:
     """An operator's row in a table, which names all that is particular to it.
 
-    `rule`: its factors. `kernel`: what runs on local tensors, where it is not the operator itself. `alternatives`:
-    other ways to run it, candidates beside the rule's. `composed`: for some overloads the calls that no rule can say.
-    `check`: what torch's kernels refuse and its functions for meta tensors do not. Values of scalar arguments are part
-    of the cache key unless `values` is False: then the rule does not depend on them.
+    `rule`: its factors. `kernel`: the function on local tensors, if not the operator itself. `alternatives`: other ways
+    to run it, candidates beside the rule's. `composed`: by overload, the calls that no rule describes. `check`: refuses
+    arguments that torch's kernels refuse and its meta functions do not. Values of scalar arguments are part of the
+    cache key unless `values` is False: then the rule does not depend on them.
     """
 
     rule: Callable[[Call], Rule]

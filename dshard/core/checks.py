@@ -48,7 +48,7 @@ def infer(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def accept(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
-    """Raise torch's own error for these arguments, in which meta tensors stand for all; as far as it can."""
+    """Raise torch's own error for these arguments, on meta tensors, where torch raises one without data."""
     with for_shapes():
         _refuse_more(func, args, kwargs)
     if func in META:
@@ -60,7 +60,7 @@ def accept(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
 
 
 def _fake_of(leaf: object, fakes: dict[int, Tensor]) -> Any:
-    """The fake tensor that stands for a meta tensor: one for each."""
+    """The fake tensor that stands for a meta tensor: always the same one."""
     if not isinstance(leaf, Tensor):
         return leaf
     if id(leaf) not in fakes:
@@ -137,13 +137,13 @@ _OVERLAPS = (
 
 
 def _require(holds: bool, message: str) -> None:
-    """Refuse as torch's kernels do where this does not hold."""
+    """Raise a RuntimeError, as torch's kernels do, unless `holds`."""
     if not holds:
         raise RuntimeError(message)
 
 
-def check_scatter(given: Kwargs) -> None:
-    x, index, source = given["self"], given["index"], given.get("src")
+def check_scatter(arguments: Kwargs) -> None:
+    x, index, source = arguments["self"], arguments["index"], arguments.get("src")
     is_index = index.dtype in (torch.int64, torch.int32) or not index.numel()
     _require(is_index, f"scatter(): Expected dtype int32/int64 for index, got {index.dtype}")
     others = [x] if source is None else [x, source]
@@ -153,7 +153,7 @@ def check_scatter(given: Kwargs) -> None:
         return
     same_ndim = all(max(t.dim(), 1) == max(index.dim(), 1) for t in others)
     _require(same_ndim, "Index tensor must have the same number of dimensions as self tensor and src tensor")
-    dim = given["dim"] % max(x.dim(), 1)
+    dim = arguments["dim"] % max(x.dim(), 1)
     fits = all(n <= x.shape[i] for i, n in enumerate(index.shape) if i != dim and x.dim())
     text = f"Expected index {tuple(index.shape)} to be no larger than self {tuple(x.shape)} apart from dimension {dim}"
     if source is not None:
@@ -162,8 +162,8 @@ def check_scatter(given: Kwargs) -> None:
     _require(fits, text)
 
 
-def check_index_add(given: Kwargs) -> None:
-    x, index, source, dim = given["self"], given["index"], given["source"], given["dim"]
+def check_index_add(arguments: Kwargs) -> None:
+    x, index, source, dim = arguments["self"], arguments["index"], arguments["source"], arguments["dim"]
     same_dtype = x.dtype == source.dtype
     _require(same_dtype, f"index_add_(): self ({x.dtype}) and source ({source.dtype}) must have the same scalar type")
     n, length = index.numel(), source.shape[dim] if source.dim() else 1
@@ -178,8 +178,8 @@ def check_index_add(given: Kwargs) -> None:
         )
 
 
-def check_index_select(given: Kwargs) -> None:
-    x, index, dim = given["self"], given["index"], given["dim"]
+def check_index_select(arguments: Kwargs) -> None:
+    x, index, dim = arguments["self"], arguments["index"], arguments["dim"]
     if index.dim() > 1:
         raise IndexError("index_select(): Index is supposed to be a vector")
     if index.numel() and x.dim() and not x.shape[dim]:  # a rank that has no index would not see it
@@ -188,19 +188,19 @@ def check_index_select(given: Kwargs) -> None:
         raise RuntimeError("index_select(): self indexing axis dim should be positive")
 
 
-def check_embedding(given: Kwargs) -> None:
-    has_rows = not given["indices"].numel() or given["weight"].shape[0] > 0
+def check_embedding(arguments: Kwargs) -> None:
+    has_rows = not arguments["indices"].numel() or arguments["weight"].shape[0] > 0
     _require(has_rows, "index_select(): self indexing axis dim should be positive")
 
 
-def check_gather(given: Kwargs) -> None:
-    x, index, dim = given["self"], given["index"], given["dim"]
+def check_gather(arguments: Kwargs) -> None:
+    x, index, dim = arguments["self"], arguments["index"], arguments["dim"]
     has_rows = not index.numel() or not x.dim() or x.shape[dim] > 0
     _require(has_rows, f"an index is out of bounds for dimension {dim} with size 0")
 
 
-def check_index(given: Kwargs) -> None:
-    x, indices = given["self"], given["indices"]
+def check_index(arguments: Kwargs) -> None:
+    x, indices = arguments["self"], arguments["indices"]
     at = 0
     for index in indices:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -209,78 +209,78 @@ def check_index(given: Kwargs) -> None:
         at += index.dim() if is_mask else 1
 
 
-def check_masked_scatter(given: Kwargs) -> None:
-    dtype = given["mask"].dtype
+def check_masked_scatter(arguments: Kwargs) -> None:
+    dtype = arguments["mask"].dtype
     _require(dtype == torch.bool, f"masked_scatter_ only supports boolean masks, but got mask with dtype {dtype}")
 
 
-def check_multinomial(given: Kwargs) -> None:
-    x, n = given["self"], given["num_samples"]
+def check_multinomial(arguments: Kwargs) -> None:
+    x, n = arguments["self"], arguments["num_samples"]
     classes = x.shape[-1] if x.dim() else 1
     _require(x.is_floating_point(), f"multinomial only supports floating-point dtypes, got {x.dtype}")
     _require(n > 0, "cannot sample n_sample <= 0 samples")
     _require(classes <= 2**24, "number of categories cannot exceed 2^24")
-    _same_out(given.get("out"), torch.int64)
-    enough = given["replacement"] or not x.dim() or n <= classes
+    _same_out(arguments.get("out"), torch.int64)
+    enough = arguments["replacement"] or not x.dim() or n <= classes
     _require(enough, "cannot sample n_sample > prob_dist.size(-1) samples without replacement")
 
 
-def check_convolution(given: Kwargs) -> None:
+def check_convolution(arguments: Kwargs) -> None:
     for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
-        fits = all(n >= least for n in given[name])
-        _require(fits, f"convolution: {name} {tuple(given[name])} is not supported: too small")
+        fits = all(n >= least for n in arguments[name])
+        _require(fits, f"convolution: {name} {tuple(arguments[name])} is not supported: too small")
 
 
-def check_lstsq(given: Kwargs) -> None:
-    _require(given["self"].dim() >= 2, "torch.linalg.lstsq: input must have at least 2 dimensions.")
-    _require(given["b"].dim() >= 1, "torch.linalg.lstsq: other must have at least 1 dimension.")
+def check_lstsq(arguments: Kwargs) -> None:
+    _require(arguments["self"].dim() >= 2, "torch.linalg.lstsq: input must have at least 2 dimensions.")
+    _require(arguments["b"].dim() >= 1, "torch.linalg.lstsq: other must have at least 1 dimension.")
 
 
-def check_narrow_copy(given: Kwargs) -> None:
-    x, dim = given["self"], given["dim"]
+def check_narrow_copy(arguments: Kwargs) -> None:
+    x, dim = arguments["self"], arguments["dim"]
     _require(dim < x.dim(), f"narrow_copy: dim {dim} of a tensor of {x.dim()} dims")
 
 
-def check_strided_scatter(given: Kwargs) -> None:
-    x, steps = given["self"], zip(given["size"], given["stride"], strict=False)
-    last = (given["storage_offset"] or 0) + sum((n - 1) * step for n, step in steps)
-    fits = last < x.numel() or 0 in given["size"]
+def check_strided_scatter(arguments: Kwargs) -> None:
+    x, steps = arguments["self"], zip(arguments["size"], arguments["stride"], strict=False)
+    last = (arguments["storage_offset"] or 0) + sum((n - 1) * step for n, step in steps)
+    fits = last < x.numel() or 0 in arguments["size"]
     _require(fits, f"as_strided_scatter: element {last} is out of bounds for storage of {x.numel()} elements")
 
 
-def check_cat(given: Kwargs) -> None:
-    for i, x in enumerate(given["tensors"]):
+def check_cat(arguments: Kwargs) -> None:
+    for i, x in enumerate(arguments["tensors"]):
         _require(x.dim() > 0, f"zero-dimensional tensor (at position {i}) cannot be concatenated")
 
 
-def check_complex(given: Kwargs) -> None:
-    _same_out(given.get("out"), given["real"].dtype.to_complex())
+def check_complex(arguments: Kwargs) -> None:
+    _same_out(arguments.get("out"), arguments["real"].dtype.to_complex())
 
 
-def check_aminmax(given: Kwargs) -> None:
+def check_aminmax(arguments: Kwargs) -> None:
     for name in ("min", "max"):
-        _same_out(given.get(name), given["self"].dtype)
-    check_extreme(given)
+        _same_out(arguments.get(name), arguments["self"].dtype)
+    check_extreme(arguments)
 
 
-def check_extreme(given: Kwargs) -> None:
-    x, dims = given["self"], given.get("dim")
+def check_extreme(arguments: Kwargs) -> None:
+    x, dims = arguments["self"], arguments.get("dim")
     for dim in [dims] if isinstance(dims, int) else dims or []:
         if 0 <= dim + x.dim() < 2 * x.dim() and x.shape[dim] == 0:
             raise IndexError(f"Expected reduction dim {dim} to have non-zero size.")
 
 
-def check_position(name: str, given: Kwargs) -> None:
+def check_position(name: str, arguments: Kwargs) -> None:
     """Refuse the position of an element among none, as torch's CPU kernels do; meta tensors often accept it."""
-    x, dim = given["self"], given.get("dim")
+    x, dim = arguments["self"], arguments.get("dim")
     if dim is None and x.numel() == 0 and name in ("argmax", "argmin"):
         raise IndexError(f"{name}(): Expected reduction dim to be specified for input.numel() == 0.")
     if isinstance(dim, int) and 0 <= dim + x.dim() < 2 * x.dim() and x.shape[dim] == 0:
         raise IndexError(f"{name}(): Expected reduction dim {dim} to have non-zero size.")
 
 
-def check_dim(given: Kwargs) -> None:
-    ndim, dim = max(given["self"].dim(), 1), given["dim"]
+def check_dim(arguments: Kwargs) -> None:
+    ndim, dim = max(arguments["self"].dim(), 1), arguments["dim"]
     if not -ndim <= dim < ndim:
         bounds = f"expected to be in range of [{-ndim}, {ndim - 1}], but got {dim}"
         raise IndexError(f"Dimension out of range ({bounds})")
@@ -295,7 +295,7 @@ def _histogram(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Te
 
 
 META: dict[OpOverload, Function] = {_ATEN.histc.default: _histogram}
-"""Forms for meta tensors of operators whose own forms refuse what their kernels, on some device, take."""
+"""Meta forms of operators whose meta forms in torch refuse arguments that their kernels on some device take."""
 
 
 def with_meta_form(func: OpOverload) -> Function:

@@ -1,4 +1,4 @@
-"""The topology on which choices are priced, with the caches of what was chosen on it."""
+"""The topology on which choices are priced, with the caches of these choices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dshard.topology.network import check_topology
 
 
 class PlanningContext:
-    """A topology, or None for the default of each mesh, and the caches of what was chosen on it."""
+    """A topology, or None for the default of each mesh, and the caches of choices that were priced on it."""
 
     def __init__(self, topology: Topology | None = None) -> None:
         self.topology = topology
@@ -63,7 +63,7 @@ def planning_context() -> PlanningContext:
 
 
 SETTINGS: list[Callable[[], object]] = [planning_context]
-"""Functions that return what choices depend on beside the operands: values that are compared by `==`."""
+"""Functions that return the settings on which choices depend: values that are compared by `==`."""
 
 
 def settings_in_force() -> list[object]:

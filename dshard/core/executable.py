@@ -1,7 +1,7 @@
-"""The executable of a call: redistributions, a local operator, and what its result is wrapped as, planned once.
+"""The executable of a call, planned once: redistributions, a local operator, and the specs of its results.
 
-Every operator, matmul and composite operator runs as one, warm and cold, on real ranks, on simulated ones, and without
-data.
+Every operator, matmul and composite operator runs as an executable, warm and cold, on real ranks, on simulated ranks,
+and without data.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from dshard.torch_private import make_wrapper_subclass as make
 
 Values: TypeAlias = Sequence[Any]
 Finish: TypeAlias = Callable[[Any, Values, Values], Any]
-"""A function from a local result, the arguments and the redistributed local ones to the result of the call."""
+"""A function of the local result, the arguments, and the redistributed local ones that makes the call's result."""
 _NO_KWARGS: Kwargs = {}
 
 
@@ -110,7 +110,7 @@ class Executable:
         return self.finish(self.run(local, kwargs), args, local)
 
     def run(self, local: list[Any], kwargs: Kwargs = _NO_KWARGS) -> Any:
-        """The local result; the local tensors among the positional arguments `local` are redistributed in place."""
+        """Run the local operator; local tensors in the list `local` are first replaced by their redistributed ones."""
         assert self.tensors is not None
         for i in self.tensors:
             if type(local[i]) is LocalTensor:
@@ -169,7 +169,7 @@ class Executable:
 
 
 def _without_data(operator: LocalOp) -> LocalOp:
-    """The local operator of a rank outside the mesh, whose results have no data on whatever device they are asked."""
+    """The local operator of a rank outside the mesh: its results have no data, whatever `device` the call names."""
 
     def run(*args: object, **kwargs: object) -> object:
         args, kwargs = replace_tensors((args, kwargs), lambda x: x if x.is_meta or x.dim() == 0 else x.to("meta"))
@@ -179,9 +179,9 @@ def _without_data(operator: LocalOp) -> LocalOp:
 
 
 class ComposedExecutable:
-    """A call as planned once, of several local operators or of other calls: `run` of its arguments.
+    """A call, planned once, that runs as several local operators or other calls: `run` of its arguments.
 
-    `decision` is None where only the decisions within it are observed.
+    `decision` is None if only the decisions within it are observed.
     """
 
     def __init__(self, decision: Decision | None, run: Function) -> None:
@@ -193,10 +193,7 @@ class ComposedExecutable:
 
 
 class AlternativeExecutable(ComposedExecutable):
-    """A call as planned once, by an alternative to the operator's rule: redistribute the operands, run other operators.
-
-    `decision` is that of the rule, of operands with `specs`.
-    """
+    """A call, planned once, that runs by an alternative to the operator's rule, on operands with `specs`."""
 
     def __init__(self, decision: Decision, specs: Sequence[Spec], strategy: Strategy, plan: AlternativePlan) -> None:
         layouts = list(zip(specs, plan.inputs, strict=True))
@@ -220,7 +217,7 @@ def _in_layout(x: Tensor, spec: Spec, layout: Layout) -> Wrapper:
 
 
 def decision_of(func: OpOverload, args: Args, kwargs: Kwargs, why: str = NEEDED) -> Decision:
-    """The decision of an operator without a strategy, within which others are made."""
+    """The decision of an operator without a strategy, whose run makes other decisions."""
     operands = tuple(operand_of(t._spec) for t in leaves((args, kwargs)) if isinstance(t, Wrapper))
     topology = planning_context().topology_of(operands[0].layout.mesh)  # those of a list may be on several meshes
     return Decision(str(func), operands, (), None, None, (), topology, why=why)
@@ -245,7 +242,7 @@ def decide(
 
 
 def result_specs(strategy: Strategy, outs: Sequence[Tensor], device: torch.device) -> list[Spec]:
-    """The specs of the outputs that a strategy gives, which have the shapes, strides and dtypes of `outs`."""
+    """The specs of outputs with the layouts of a strategy, and the shapes, strides and dtypes of `outs`."""
     return [
         spec_of(layout, tuple(out.shape), out.stride(), out.dtype, device)
         for out, layout in zip(outs, strategy.outputs, strict=True)
@@ -255,9 +252,9 @@ def result_specs(strategy: Strategy, outs: Sequence[Tensor], device: torch.devic
 def watched(
     executable: Executable, op: OpOverload | None, args: Values, kwargs: Kwargs, call: Function, *call_args: object
 ) -> Any:
-    """Run `call(*call_args)`, by which `executable` runs, within the observers of this thread, and log it.
+    """Run `call(*call_args)`, which runs `executable`, within the observers of this thread, and log the call.
 
-    A matmul or composite operator has no `op`.
+    `op` is None for a matmul or composite operator.
     """
     computed = LocalResults()
     is_kept = CALL_LOG and executable.is_local() and not (op is not None and views_first(op))
@@ -271,7 +268,7 @@ def watched(
 
 
 def wrap_as(spec: Spec) -> Finish:
-    """The end of a call with one result, a tensor of spec `spec` that is no view."""
+    """A `Finish` that wraps the one local result, no view, as a tensor of spec `spec`."""
     shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
 
     def wrap_result(out: Tensor, args: Values, local: Values) -> Wrapper:
@@ -284,7 +281,7 @@ def wrap_as(spec: Spec) -> Finish:
 
 
 def _call_text(args: Values, kwargs: Kwargs) -> str:
-    """The arguments of a call as text: tensors by shape, dtype and layout, all else by its repr."""
+    """The arguments of a call as text: tensors by shape, dtype and layout, others by their repr."""
     texts = [
         *map(_argument_text, leaves(list(args))),
         *(f"{name}={_argument_text(value)}" for name, value in kwargs.items()),

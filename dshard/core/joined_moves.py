@@ -1,4 +1,4 @@
-"""Redistribute several local tensors together: those of one lane by one collective."""
+"""Redistribute several local tensors together: plans of one lane run as one collective."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dshard.rules.expand import Operand
 from dshard.rules.strategy import completed_layout
 
 Ends: TypeAlias = list[Callable[[], Tensor]]
-"""Functions that each wait for a result and return it."""
+"""Functions, each of which waits for one result and returns it."""
 
 
 def reduced_together(xs: Sequence[Wrapper], op: str) -> list[Tensor]:
-    """The distributed tensors with their partial sums reduced, in one collective where all need the same."""
+    """The distributed tensors with their partial sums reduced: by one collective if all need the same."""
     moves = [local_redistribution(x._spec, completed_layout(x._spec.layout)) for x in xs]
     if any(comm.traced(x._local_tensor) for x in xs):
         return [with_partials_reduced(x, op) for x in xs]
@@ -35,10 +35,11 @@ def reduced_together(xs: Sequence[Wrapper], op: str) -> list[Tensor]:
 def begin_together(
     moves: Sequence[LocalRedistribution], local: list[Tensor], op: str, members: tuple[int, ...] = ()
 ) -> Ends:
-    """Begin redistributions of several local tensors, those of one lane as one; the first use of a result waits.
+    """Begin redistributions of several local tensors, one lane as one collective; the first use of a result waits.
 
     Local tensors of another dtype than the redistribution's are cast. `members` are the ids of the parameters whose
-    values or gradients they are. The list is emptied: what it alone holds is freed once it is packed.
+    values or gradients they are. The list `local` is emptied, so that tensors without other owners are freed once
+    packed.
     """
     lanes = _lanes(moves)
     ends: dict[int, Callable[[], Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Checks of the tensors that a distributed tensor is made of, and the exchange between ranks that makes it."""
+"""Checks of the tensors that become distributed, and the exchange between ranks that makes local tensors of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dshard.validate import article, shown
 
 
 def check_strided(x: object, what: str, kind: str) -> None:
-    """Refuse what is no tensor of torch's, and tensors of another layout than the strided one.
+    """Refuse values that are no torch tensors, and tensors whose `torch.layout` is not strided.
 
     Raises:
         ArgumentError: no tensor.
@@ -85,7 +85,7 @@ def gathered_shape(local: Tensor, layout: Layout) -> Shape:
 
 
 def scattered(tensor: Tensor, layout: Layout, source: int | None) -> Tensor:
-    """The local tensor of this rank, sent by the rank `source`, or cut out of this rank's own copy."""
+    """The local tensor of this rank: sent by rank `source`, or with None cut out of this rank's own copy."""
     if not (OBSERVERS and comm.scatters(tensor, layout, source)):
         return comm.scatter_shards(tensor, layout, source)
     shape = tuple(tensor.shape)

@@ -1,4 +1,4 @@
-"""Results of local operators in the first run of a call, so that to specialise the call computes nothing again."""
+"""Results of local operators in the first run of a call, reused while the call is specialised."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dshard.torch_private import OpOverload
 
 
 class LocalResults:
-    """Results of operators on local tensors, to be given again where the same operator meets the same memory.
+    """Results of operators on local tensors, reused where the same operator meets the same memory.
 
-    Only new tensors are kept, not views, and of nothing random; none from before an operator that writes to memory.
+    Views and random results are not kept; an operator that writes to memory clears what was kept before.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class LocalResults:
         return OperatorMode(self._record)
 
     def replaying(self) -> OperatorMode:
-        """A mode that gives each result that was kept once, in place of its operator."""
+        """A mode that returns kept results in place of running their operators, each once."""
         return OperatorMode(self._replay)
 
     def result_of(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """The result of a call of a local operator, from those kept where it is one of them."""
+        """The result of a call of a local operator: a kept one, or computed."""
         at = self._find(func, args, kwargs)
         return func(*args, **kwargs) if at is None else self._calls[at][3]
 
@@ -63,7 +63,7 @@ def _computes(func: OpOverload) -> bool:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Whether two arguments are equal, and tensors among them the same memory, seen in the same way."""
+    """Whether two arguments are equal; tensors are if they have the same memory, shape and strides."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):

@@ -1,6 +1,6 @@
-"""The local work of a step: what the host takes for an operator, and what its local operators take.
+"""The local work of a step: the host's seconds for an operator, and the device's for its local operators.
 
-Of these it is the roofline of the operations that torch counts and the memory that they touch.
+The device's are a roofline of the operations that torch counts and the memory that operators touch.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ _COUNTED_AS = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
-"""Operators that torch counts no operations of, and those of the same operands that it does."""
+"""Operators whose operations torch does not count, each with an operator of the same operands that torch counts."""
 
 
 class LocalCall(NamedTuple):
-    """A call of an operator: the tensors that it was `given`, and those of its result in memory of their own."""
+    """A call of an operator: its tensor `operands`, and the `fresh` tensors of its result, which have new memory."""
 
     func: OpOverload
     args: Args
     kwargs: Kwargs
     out: object
-    given: Sequence[Tensor]
+    operands: Sequence[Tensor]
     fresh: Sequence[Tensor]
 
     @property
     def works(self) -> bool:
-        """Whether it makes or changes memory; views do neither."""
+        """Whether the call makes or changes memory; views do neither."""
         return bool((self.fresh or self.func._schema.is_mutable) and self.func.overloadpacket not in _EMPTY)
 
     def flops(self) -> float:
-        """The operations."""
+        """The floating-point operations of the call, as torch counts them."""
         count = flop_registry.get(_COUNTED_AS.get(self.func.overloadpacket, self.func.overloadpacket))
         return 0.0 if count is None else float(count(*self.args, **self.kwargs, out_val=self.out))
 
     def seconds(self, flops: float, topology: Topology) -> float:
         """Seconds by the roofline; without a launch where the topology has that in the host's time of an operator."""
-        nbytes = sum(t.numel() * t.element_size() for t in (*self.given, *self.fresh))
-        dtype = str((*self.fresh, *self.given)[0].dtype).removeprefix("torch.")
+        nbytes = sum(t.numel() * t.element_size() for t in (*self.operands, *self.fresh))
+        dtype = str((*self.fresh, *self.operands)[0].dtype).removeprefix("torch.")
         seconds = work_seconds(flops, nbytes, topology, dtype)
         return seconds - topology.launch if topology.dispatch else seconds
 
@@ -67,5 +67,5 @@ def writes(op: str) -> bool:
 
 
 def host_seconds(op: str, topology: Topology) -> float:
-    """Seconds that the host takes for the distributed operator of this name, as measured; 0 where nobody has."""
+    """Measured seconds of the host for the distributed operator of this name; 0 if not measured."""
     return topology.in_place if writes(op) else topology.dispatch

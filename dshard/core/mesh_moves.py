@@ -16,7 +16,7 @@ from dshard.rules.expand import Operand
 
 
 def reshard_local(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
-    """The local tensor under a layout on another mesh; without data where this rank is outside it."""
+    """The local tensor under a layout on another mesh; without data on ranks outside that mesh."""
     outside = comm.is_outside(spec.layout.mesh)
     if outside and comm.is_outside(layout.mesh):
         return without_data(spec.with_layout(layout))._local_tensor

@@ -45,8 +45,8 @@ _COUNTS = DispatchKey.ADInplaceOrView
 class LocalRedistribution:
     """The redistribution of local tensors of one spec to another layout, planned once for each topology.
 
-    `spec` is that of the result, `grad` the layout of its gradient, and `source_grad` that of the source's gradient. It
-    `gathers` where a sharded dim becomes replicated: one collective reduces a gradient that is partial there.
+    `spec` is the spec of the result, `grad` the layout of its gradient, `source_grad` that of the source's gradient.
+    `gathers` says whether a sharded dim becomes replicated: then one collective reduces a partial gradient.
     """
 
     __slots__ = (
@@ -90,15 +90,15 @@ class LocalRedistribution:
             return self.runner(local)
 
     def of_gradient(self) -> LocalRedistribution | None:
-        """The redistribution of the result's gradient to the layout of the source's; None if they are equal."""
+        """The redistribution of the result's gradient to the layout of the source's gradient; None if equal."""
         if self.gradient is None and self.grad is not self.source_grad:
             self.gradient = local_redistribution(self.spec.with_layout(self.grad), self.source_grad)
         return self.gradient
 
     def begin(self, local: Tensor, own: bool = False) -> AsyncLocal | None:
-        """Begin the redistribution; the first use of its result waits. None where it cannot run beside the computation.
+        """Begin the redistribution; the first use of its result waits. None if it cannot run asynchronously.
 
-        A local tensor that the caller owns, `own`, may be overwritten.
+        With `own` the caller owns the local tensor, which may be overwritten.
         """
         if self.starter is None:
             if runtime_of(self.spec.layout.mesh) is None:
@@ -107,7 +107,7 @@ class LocalRedistribution:
         return self.starter(local, own)
 
     def begin_or_run(self, local: Tensor, own: bool = False) -> Callable[[], Tensor]:
-        """Begin the redistribution, or run it where it cannot be in flight; what is returned gives its result."""
+        """Begin the redistribution, or run it if it cannot be asynchronous; return a function that gives its result."""
         in_flight = self.begin(local, own)
         if in_flight is not None:
             return in_flight
@@ -115,7 +115,7 @@ class LocalRedistribution:
         return lambda: done
 
     def decision(self, op: str, explicit: bool = False) -> Decision:
-        """The decision to redistribute so, because the operator named `op` needs it or the user asked for it."""
+        """The decision to redistribute, because the operator named `op` needs it, or at the user's request."""
         operand = Operand(self.source.layout, self.source.shape, self.source.itemsize)
         topology = planning_context().topology_of(self.source.layout.mesh)
         outputs = ((self.spec.shape, self.spec.itemsize),)
@@ -134,7 +134,7 @@ def local_redistribution(spec: Spec, layout: Layout) -> LocalRedistribution:
 
 
 def redistribute_local(local: Tensor, spec: Spec, layout: Layout, op: object, explicit: bool = False) -> Tensor:
-    """The local tensor under `layout`, which `op` needs or the user asked for; not recorded by autograd."""
+    """The local tensor under `layout`, for operator `op` or at the user's request; not recorded by autograd."""
     redistribution = local_redistribution(spec, layout)
     if OBSERVERS and redistribution.plan.steps:
         moved: Tensor = observed(redistribution.decision(str(op), explicit), redistribution, (local,))
@@ -145,7 +145,7 @@ def redistribute_local(local: Tensor, spec: Spec, layout: Layout, op: object, ex
 def sending(
     op: str, specs: Sequence[Spec], collectives: Sequence[tuple[str, tuple[str, ...], int]], explicit: bool = False
 ) -> Decision:
-    """The decision of an operator that sends `collectives` itself: each a kind, mesh axes, the busiest rank's bytes."""
+    """The decision of an operator that runs `collectives` itself: each a kind, mesh axes, the busiest rank's bytes."""
     mesh = specs[0].layout.mesh
     topology = planning_context().topology_of(mesh)
     sent = tuple(planned_collective(kind, mesh, axes, nbytes, topology) for kind, axes, nbytes in collectives)
@@ -154,7 +154,7 @@ def sending(
 
 
 def replica_broadcasts(spec: Spec) -> list[tuple[str, tuple[str, ...], int]]:
-    """The broadcasts that make replicas equal to the first rank's: one along each mesh axis that holds copies."""
+    """The broadcasts of the first rank's local tensor, one along each mesh axis that holds replicas."""
     mesh, nbytes = spec.layout.mesh, spec.layout.local_numel(spec.shape) * spec.itemsize
     axes = zip(mesh.names, spec.layout.placements, mesh.shape, strict=True)
     return [("broadcast", (name,), nbytes) for name, placement, n in axes if placement == Replicate() and n > 1]
@@ -169,12 +169,12 @@ def redistributed(x: Wrapper, layout: Layout, op: str) -> Wrapper:
 
 
 def with_partials_reduced(x: object, op: str) -> Any:
-    """`x` with its partial reductions completed, once for all uses; a plain tensor unchanged."""
+    """`x` with its partial reductions completed, cached for all uses; a plain tensor unchanged."""
     return redistributed(x, completed_layout(x._spec.layout), op) if isinstance(x, Wrapper) else x
 
 
 def write_local(target: Tensor, value: Tensor) -> None:
-    """Write the local tensor `value` into `target`; of an expanded dim the first entry, whose memory all share."""
+    """Write the local tensor `value` into `target`; of an expanded dim the first entry, as all share its memory."""
     if type(target) is LocalTensor:
         with plain():
             for rank, t in unstack(value).items():
@@ -189,9 +189,9 @@ def write_local(target: Tensor, value: Tensor) -> None:
 
 
 def expanded_as(spec: Spec, copy: Tensor) -> Tensor:
-    """A copy of a local tensor of `spec`, with one memory for all entries of an expanded dim, too.
+    """`copy`, a copy of a local tensor of `spec`, whose expanded dims again have one memory for all entries.
 
-    What is written to one of them is then written to all. Itself where no dim is expanded.
+    A write to one entry is then a write to all. `copy` itself if no dim is expanded.
     """
     if not spec.expanded_dims:
         return copy
@@ -221,10 +221,10 @@ def counting_as(source: Tensor, copy: Tensor) -> Tensor:
 
 
 def giving_same_memory_once(local_op: LocalOp) -> LocalOp:
-    """`local_op`, which writes to its first operand, given that one wherever another is all of its memory.
+    """`local_op`, which writes to its first operand, called with that object for every operand of the same memory.
 
-    torch refuses to write to what another operand shares in part, and takes it for that where strides differ, even of
-    a dim of which only one entry is here.
+    torch refuses to write to memory that another operand shares in part, and takes different strides for that, even
+    the strides of a dim of local size one.
     """
 
     def run(written: Tensor, *rest: object, **kwargs: object) -> Any:
@@ -234,7 +234,7 @@ def giving_same_memory_once(local_op: LocalOp) -> LocalOp:
 
 
 def is_same_memory(x: object, written: object) -> bool:
-    """Whether two local tensors are the same elements of the same memory."""
+    """Whether two local tensors have the same elements of the same memory."""
     return (
         type(x) is Tensor
         and type(written) is Tensor
@@ -246,9 +246,9 @@ def is_same_memory(x: object, written: object) -> bool:
 
 
 def sharing_version(operator: LocalOp) -> LocalOp:
-    """`operator`, with outputs that are views and share the version counter of its operand, even below autograd.
+    """`operator`, whose output views share the version counter of its operand also below autograd.
 
-    `above_autograd` of the result is `operator`, whose views share it there.
+    The attribute `above_autograd` of the result is `operator` itself, for calls above autograd.
     """
 
     def run(*args: object, **kwargs: object) -> Any:
@@ -266,14 +266,14 @@ def sharing_version(operator: LocalOp) -> LocalOp:
 
 
 def on_all_ranks(x: Tensor, mesh: Mesh) -> Tensor:
-    """A plain tensor, equal on all ranks, as a local tensor: stacked for every rank where ranks are simulated."""
+    """A plain tensor, equal on all ranks, as a local tensor: stacked for all ranks if they are simulated."""
     if simulated_ranks() is None or type(x) is LocalTensor:
         return x
     return stack(dict.fromkeys(mesh.ranks, x))
 
 
 def run_on_ranks(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Args, kwargs: Kwargs) -> Any:
-    """Run the local operator on this rank, or on all ranks where they are simulated in one process."""
+    """Run the local operator on this rank, or on all ranks if they are simulated in one process."""
     if any(type(leaf) is LocalTensor for leaf in leaves((args, kwargs))):
         return simulate(mesh, local_op, args, kwargs)
     return local_op(own_coordinate(mesh))(*args, **kwargs)

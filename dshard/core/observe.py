@@ -1,7 +1,7 @@
-"""Observation of what runs: decisions for operators, calls of operators, and the memory that they take.
+"""Observers of decisions for operators, of calls of operators, and of the memory that they allocate.
 
-Collectives have their listeners in `dshard.comm.events`. All of it is for the thread and asynchronous task that asks,
-and costs nothing but a look at an empty list while nobody does.
+Listeners for collectives are in `dshard.comm.events`. An observer sees its own thread and asynchronous task alone;
+without observers the cost is a check of an empty list.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ASKED, NEEDED = "asked for", "the operator needs it so"
 class Members(NamedTuple):
     """Parameters whose values or gradients one collective moves, to layouts that the user asked for.
 
-    `weights` are the id of each, and its bytes.
+    `weights` has the id of each, and its bytes.
     """
 
     weights: tuple[tuple[int, int], ...]
@@ -46,11 +46,11 @@ class Members(NamedTuple):
 class Decision:
     """One operator on given operands, and the strategy or redistributions that were chosen for it.
 
-    `rule` and `strategy` are None for an operator that only moves data or has no rule; `plans` are the redistributions
-    of the operands, `bias` that of a matmul's bias, which no strategy counts, `ends` those of the outputs, `exchanges`
-    the collectives beside them. `why` says what needs all of it: `ASKED` and `Members`, that the user did.
-    `alternatives` are those to the rule that apply; of one that was chosen the decision is complete, and those made
-    within it repeat it. `panels` are those of a matmul, `crossing` is the plan to another mesh.
+    `rule` and `strategy` are None for an operator that only redistributes or has no rule. `plans` redistribute the
+    operands, `bias` a matmul's bias, which no strategy counts, `ends` the outputs; `exchanges` are further
+    collectives. `why` says what needs the communication; `ASKED` or `Members`: the user. `alternatives` are the
+    alternatives to the rule that apply; a chosen one has all of its communication here, and decisions made while it
+    runs repeat it. `panels` are those of a matmul, `crossing` is the plan to another mesh.
     """
 
     op: str
@@ -71,17 +71,17 @@ class Decision:
 
     @property
     def explicit(self) -> bool:
-        """Whether the user asked for all of it."""
+        """Whether the user requested the communication."""
         return self.why == ASKED or bool(self.members)
 
     @property
     def reason(self) -> str:
-        """The consumer that needs all of it, in words."""
+        """The consumer that needs the communication, in words."""
         return ASKED if isinstance(self.why, Members) else self.why
 
     @property
     def members(self) -> tuple[tuple[int, int], ...]:
-        """The parameters that one collective moves: the id of each, and its bytes."""
+        """The parameters that one collective redistributes: the id of each, and its bytes."""
         return self.why.weights if isinstance(self.why, Members) else ()
 
     @property
@@ -96,7 +96,7 @@ class Decision:
         return tuple((p, itemsize) for p, itemsize in plans if p.steps)
 
     def collectives(self) -> tuple[PlannedCollective, ...]:
-        """The collectives that this decision runs, in order, without those of decisions made within it."""
+        """The collectives that this decision runs, in order, without the collectives of decisions made within it."""
         moves = [[*planned(plan, itemsize, self.topology)] for plan, itemsize in self.moves()]
         n = len(moves) - sum(bool(end.steps) for end in self.ends)
         before, after = ((sent for each in part for sent in each) for part in (moves[:n], moves[n:]))
@@ -133,8 +133,8 @@ OBSERVERS: Sequence[object] = _OBSERVERS.anywhere
 def observing(observer: Observer, waits: Observer | None = None) -> Iterator[list[Decision]]:
     """Call `observer` with the decision of each operator that this thread, or asynchronous task, begins in the block.
 
-    Yields the decisions whose operators are running, outermost first; while `observer` is called, its own is the last.
-    `waits` is called with that of a joined collective where its end is first waited for.
+    Yields the decisions whose operators are running, outermost first; the last is the one that `observer` is called
+    with. `waits` is called with the decision of a joined collective when its end is first waited for.
     """
     outside_graphs("trace, explain or strict")
     running: list[Decision] = []
@@ -143,7 +143,7 @@ def observing(observer: Observer, waits: Observer | None = None) -> Iterator[lis
 
 
 def observed(decision: Decision, run: Function, args: Sequence[object]) -> Any:
-    """Call `run(*args)` after the observers of this thread; one that raises prevents the call."""
+    """Call the observers of this thread, then `run(*args)`; an observer that raises prevents the call."""
     begun: list[list[Decision]] = []
     try:
         for observer, running, _ in _OBSERVERS.value():
@@ -157,7 +157,7 @@ def observed(decision: Decision, run: Function, args: Sequence[object]) -> Any:
 
 
 def finish_observed(decision: Decision, finish: Callable[[], T]) -> T:
-    """Call `finish`, which waits for the collective of a decision, after the observers of waits."""
+    """Call the observers of waits, then `finish`, which waits for the collective of a decision."""
     for _, _, waits in _OBSERVERS.value():
         if waits is not None:
             waits(decision)
@@ -168,10 +168,10 @@ def finish_observed(decision: Decision, finish: Callable[[], T]) -> T:
 
 
 class CallRecord(NamedTuple):
-    """A call that ran: its executable, None where it has none, its operator, arguments and result.
+    """A call that ran: its executable or None, its operator, arguments and result.
 
-    A matmul or composite operator has no `op`; it runs again by `call` of the tensors among its arguments. `computed`
-    are the results of its local operators, where nothing moved.
+    A matmul or composite operator has no `op`, and runs again by `call` of the tensors among its arguments.
+    `computed` are the results of its local operators, if nothing was communicated.
     """
 
     executable: Any
@@ -202,7 +202,7 @@ def log(record: CallRecord) -> None:
 class OperatorMode(TorchDispatchMode):
     """Within the block, operators on plain tensors run as `run(func, args, kwargs)`.
 
-    These include the operators that distributed ones consist of, which are dispatched without the fast path.
+    So do the local operators of distributed tensors, which are dispatched without the fast path.
     """
 
     def __init__(self, run: Callable[[Any, Args, Kwargs], Any]) -> None:
@@ -218,9 +218,9 @@ class OperatorMode(TorchDispatchMode):
 
 
 class Allocations:
-    """Storages that operators made, and the most bytes of them alive at once, with the buffers lent by workspaces.
+    """Storages that operators made, and their peak bytes, with the buffers lent by workspaces.
 
-    Storages in `known` were there before, and do not count.
+    Storages in `known` existed before, and do not count.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -230,7 +230,7 @@ class Allocations:
         self.most = 0
 
     def add(self, outputs: Iterable[Tensor]) -> bool:
-        """Add the storages of an operator's outputs; return whether `alive` may be more than `most` now."""
+        """Add the storages of an operator's outputs; return whether `alive` may exceed `most` now."""
         for output in outputs:
             storage = output.untyped_storage()
             ref = StorageWeakRef(storage)
@@ -248,6 +248,6 @@ class Allocations:
         return in_use(self.sizes)
 
     def clear(self) -> None:
-        """Forget the storages and the most bytes."""
+        """Forget the storages and the peak."""
         self.sizes.clear()
         self.total = self.most = 0

@@ -46,9 +46,9 @@ def are_on_several_meshes(tensors: list[Tensor]) -> bool:
 
 
 def on_one_mesh(func: object, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The arguments with numbers, tensors without dims, on the mesh of the other operands; nothing is sent between.
+    """The arguments with numbers, tensors without dims, on the mesh of the other operands; nothing is sent.
 
-    So the norms of gradients on several meshes are one norm. Where all are numbers, it is the mesh of the first.
+    So norms of gradients on several meshes add up to one norm. If all are numbers, the mesh is that of the first.
 
     Raises:
         MeshError: operands with dims on several meshes, meshes that not all ranks are in, or a recorded number.
@@ -67,7 +67,7 @@ def on_one_mesh(func: object, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]
 
 
 def number_on(func: object, x: Wrapper, mesh: Mesh) -> Tensor:
-    """The whole value of `x`, a number, on the ranks of `mesh`, each of which has it from its own mesh.
+    """The global value of `x`, a number, as a tensor on `mesh`, whose ranks all have it on their own meshes.
 
     Raises:
         MeshError: the meshes are neither of the same ranks nor slices of one mesh, so that some ranks may lack it.
@@ -79,12 +79,12 @@ def number_on(func: object, x: Wrapper, mesh: Mesh) -> Tensor:
 
 
 def plain_number(func: object, x: Wrapper) -> Tensor:
-    """The value of `x`, a number, which all ranks of its mesh have, as a plain tensor."""
+    """The global value of `x`, a number, as a plain tensor, equal on all ranks of its mesh."""
     return of_first_rank(number_on(func, x, x._spec.layout.mesh))
 
 
 def spec_like(t: Tensor, mesh: Mesh) -> Spec:
-    """The spec of an operand; a plain tensor, which a composite operator made on all ranks, counts as replicated."""
+    """The spec of an operand; plain tensors, which composite operators make on all ranks, count as replicated."""
     if isinstance(t, Wrapper):
         return t._spec
     shape = tuple(map(int, t.shape))  # of sizes that a traced graph leaves open those that they have now
@@ -102,5 +102,5 @@ def plans_to(specs: Sequence[Spec], layouts: Sequence[Layout]) -> tuple[Plan, ..
 
 
 def operand_of(spec: Spec) -> Operand:
-    """Layout, shape and item size of a tensor of `spec`, which is all that rules see of it."""
+    """The layout, shape and item size of a tensor of `spec`, as rules see it."""
     return Operand(spec.layout, spec.shape, spec.itemsize)

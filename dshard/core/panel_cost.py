@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PanelCost:
-    """A matmul in `panels` panels: seconds of the forward pass, and the most bytes that the first rank has in buffers.
+    """A matmul in `panels` panels: seconds of the forward pass, and the peak bytes of the first rank's buffers.
 
-    Buffers hold what is gathered, sent and received; not the stored operands, nor the result.
+    Buffers hold gathered, sent and received elements; not the stored operands, nor the result.
     """
 
     panels: int
@@ -20,7 +20,7 @@ class PanelCost:
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """The number of panels that a matmul runs in, and what it takes in each number worth trying, when asked."""
+    """The number of panels that a matmul runs in, and a function of the cost of each number worth trying."""
 
     costs: Callable[[], tuple[PanelCost, ...]] = tuple
     run_in: int = 1

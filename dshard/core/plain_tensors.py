@@ -1,7 +1,7 @@
-"""Plain tensors among distributed ones: those of a user are refused, those that torch makes count as replicated.
+"""Plain tensors among distributed ones: a user's are refused, torch's own count as replicated.
 
-Within `implicit_replication` those that a module makes count as replicated, too: its inputs are distributed, and every
-rank runs the same program, so positions and masks computed from shapes alone are the same on all ranks.
+Within `implicit_replication` tensors that a module makes count as replicated, too: its inputs are distributed, and
+every rank runs the same program, so positions and masks computed from shapes alone are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ _HARMLESS = frozenset(
         "flex_attention",
     }
 )
-"""Functions that take a plain tensor for its shape or dtype, or as one that is the same on all ranks: a gradient, or
-a block mask.
-"""
+"""Functions that use a plain tensor's shape or dtype alone, or take a gradient or block mask equal on all ranks."""
 
 
 _OF_GRAPHS = frozenset({"backward", "grad"})
@@ -88,7 +86,7 @@ _OF_GRAPHS = frozenset({"backward", "grad"})
 
 _COPY = Tensor.copy_
 _ON_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
-"""How the names of operators on lists begin, whose entries have nothing to do with each other."""
+"""The prefixes of operators on lists, whose entries are independent of each other."""
 
 
 def is_torchs(x: object) -> bool:
@@ -97,7 +95,7 @@ def is_torchs(x: object) -> bool:
 
 
 def from_torch(x: TorchDTensor) -> Any:
-    """The distributed tensor of torch's class as one of dshard's, of the same memory. Differentiable.
+    """torch's distributed tensor `x` as a dshard tensor of the same memory. Differentiable.
 
     Raises:
         LayoutError: strided placements that no order of the mesh axes makes.
@@ -118,7 +116,7 @@ _COUNTED_AS_REPLICATED = _CountedAsReplicated()
 def implicit_replication() -> Iterator[None]:
     """Count plain tensors among distributed ones as replicated within the block: they must be equal on all ranks.
 
-    With `DSHARD_DEBUG=1` the ranks compare them. The gradient of one that needs it is plain, and whole on every rank.
+    With `DSHARD_DEBUG=1` the ranks compare them. Their gradients are plain, and complete on every rank.
     torch's own `torch.distributed.tensor.experimental.implicit_replication` does the same.
     """
     _COUNTED_AS_REPLICATED.depth += 1
@@ -133,9 +131,9 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
 
     A plain tensor is written to from distributed numbers, tensors without dims, as it is, and what is written is plain.
 
-    They are wrapped within `implicit_replication`, and within torch's, and as what `copy_` copies into a
-    distributed tensor, as `load_state_dict` does: each rank takes its part. So are those of one element that need a
-    gradient, wherever they are.
+    Plain tensors are wrapped within `implicit_replication`, and within torch's, and as the source of a `copy_` into a
+    distributed tensor, as in `load_state_dict`: each rank takes its part. So are tensors of one element that need a
+    gradient, anywhere.
 
     Raises:
         MixedError: a plain tensor of other than one element is among the arguments.
@@ -177,18 +175,18 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
 
 
 def _is_recorded_number(x: object) -> TypeGuard[Tensor]:
-    """Whether it is a plain tensor of one element that needs a gradient, which is to be plain, too."""
+    """Whether `x` is a plain tensor of one element that needs a gradient; the gradient is then plain, too."""
     return isinstance(x, Tensor) and not isinstance(x, Wrapper) and x.numel() == 1 and x.requires_grad
 
 
 def _written(func: Function, args: Args) -> object:
-    """The tensor that the call writes to, which stays what it is."""
+    """The tensor that the call writes to, which is not wrapped."""
     name = getattr(func, "__name__", "")
     return args[0] if args and name.endswith("_") and not name.endswith("__") else None
 
 
 def _replicated(x: Tensor, mesh: Mesh, meta: bool) -> Any:
-    """The plain tensor as a replicated one, without data for `meta`; the gradient of `x` is plain, too."""
+    """The plain tensor `x` as a replicated one, without data if `meta`; the gradient of `x` is plain."""
     layout = replicated(mesh)
     shape = tuple(map(int, x.shape))  # in a graph those that it is traced with
     if not x.requires_grad:
@@ -251,7 +249,7 @@ def _compare_parameter(x: Parameter, mesh: Mesh) -> None:
 
 
 def _writes_numbers_to_plain(func: Function, args: Args, kwargs: Kwargs) -> bool:
-    """Whether the call writes to a plain tensor, from distributed numbers, as gradient clipping does."""
+    """Whether the call writes distributed numbers to a plain tensor, as gradient clipping does."""
     if not args or not isinstance(args[0], Tensor) or isinstance(args[0], Wrapper):
         return False
     name = getattr(func, "__name__", "")
@@ -263,13 +261,13 @@ def _writes_numbers_to_plain(func: Function, args: Args, kwargs: Kwargs) -> bool
 
 
 _BY_INDICES = ("index_", "gather", "scatter", "take")
-"""Names of functions that take indices, of which one is not a number to compute with."""
+"""Names of functions that take indices, where a plain tensor of one element is a position, not a factor."""
 
 
 def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:
-    """Refuse plain tensors of several elements: only the user knows whether one is a local or the global tensor.
+    """Refuse plain tensors of several elements: only the user knows whether they are local or global tensors.
 
-    Those that composite operators and backward passes make are equal on all ranks, and count as replicated.
+    Plain tensors that composite operators and backward passes make are equal on all ranks, and count as replicated.
 
     Raises:
         MixedError: a plain tensor of other than one element is among the arguments.
@@ -300,8 +298,8 @@ def _are_apart(lists: Args) -> bool:
 def _calling_module() -> str:
     """The name of the innermost module outside dshard on the call stack.
 
-    Functions of `torch.masked` count elements in plain tensors of their own, which nothing but their place tells from a
-    user's. Where torch moves that module they are refused, with the message for a user's.
+    Functions of `torch.masked` count elements in plain tensors of their own, known by their module alone. If torch
+    renames that module, they are refused like a user's.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("dshard."):

@@ -1,4 +1,4 @@
-"""The line and the module of the user's program that is running."""
+"""The line and the module of the user's program that are running."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class Modules:
             path = self._owners.get(parameter)
             if path is not None:
                 weights[path] = weights.get(path, 0) + weight
-        total, done, given, out = sum(weights.values()), 0, 0, []
+        total, done, cumulative, out = sum(weights.values()), 0, 0, []
         for path, weight in weights.items():
             done += weight
-            share = nbytes * done // total - given if total else 0
-            given += share
+            share = nbytes * done // total - cumulative if total else 0
+            cumulative += share
             out.append((path, share))
         return tuple(out)
 

@@ -1,4 +1,4 @@
-"""The types of what is called and of what it is called with."""
+"""Types of functions and of their arguments."""
 
 from __future__ import annotations
 

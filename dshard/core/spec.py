@@ -23,8 +23,8 @@ from dshard.torch_dtensor import DTensorSpec, ShardOrderEntry, TensorMeta
 class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is imported late
     """Layout, global shape and strides, dtype and device type of a distributed tensor.
 
-    Made by `spec_of`: equal specs are the same object. `has_partial` says whether some placement is partial. To torch
-    it is the spec of a tensor of its own: `mesh`, `placements`, `tensor_meta`, `shard_order` are in torch's classes.
+    Made by `spec_of`: equal specs are the same object. `has_partial` says whether some placement is partial. The class
+    derives from torch's spec: `mesh`, `placements`, `tensor_meta` and `shard_order` are of torch's classes.
     """
 
     __slots__ = ("device", "dtype", "has_partial", "layout", "shape", "stride")
@@ -48,13 +48,13 @@ class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is impor
 
     @property
     def mesh(self) -> DeviceMesh | Mesh:
-        """torch's mesh, or the pure mesh where there are no processes."""
+        """torch's mesh, or the pure mesh if there are no processes."""
         refuse_fully_shard(sys._getframe(1), self.layout.mesh)
         return device_mesh_of(self.layout.mesh)
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """The placements in torch's classes: an order of the axes that is not torch's is in strided ones."""
+        """The placements in torch's classes, strided ones where the order of the axes is not torch's."""
         return torch_placements(self.layout)
 
     @cached_property
@@ -114,8 +114,8 @@ class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is impor
 class SpecUnderSettings(Spec):
     """A copy of a spec with the settings in force, as torch.compile's guard of a distributed tensor keeps it.
 
-    torch copies the spec of an operand when it compiles a graph, and asks the spec of a later operand whether it equals
-    the copy. Choices in the graph depend on sizes and settings, too, so the copy holds all of them.
+    torch copies the spec of an operand when it compiles a graph, and compares the spec of a later operand with the
+    copy. Choices in the graph depend on sizes and settings, too, so the copy holds all of them.
     """
 
     __slots__ = ("origin", "settings")
@@ -125,7 +125,7 @@ class SpecUnderSettings(Spec):
         self.origin, self.settings = spec, settings_in_force()
 
     def serves(self, spec: Spec) -> bool:
-        """Whether a graph compiled for this spec does what would be chosen for `spec` now."""
+        """Whether a graph compiled for this spec makes the choices that `spec` would get now."""
         return spec is self.origin and settings_in_force() == self.settings
 
 
@@ -136,7 +136,7 @@ _FOR_SHAPES: Scoped[None, bool] = Scoped("for shapes", bool)
 def for_shapes() -> Iterator[None]:
     """Mark the operators within the block as run on meta tensors to infer shapes, not by the user's program.
 
-    All ranks refuse alike what they refuse.
+    Their errors are the same on all ranks.
     """
     with _FOR_SHAPES.entered(None):
         try:

@@ -22,7 +22,7 @@ def call_torch(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def without_asking(function: Function, **names: object) -> Function:
     """A copy of one of torch's Python functions that does not ask `__torch_function__`; what it calls does.
 
-    `names` stand in place of the globals that it uses. Torch's own function stays as it is.
+    `names` replace the globals that it uses. Torch's own function is unchanged.
 
     Raises:
         ImportError: torch's function does not use the names that the copy replaces: it would ask without end.
@@ -43,7 +43,7 @@ def bind_arguments(names: Sequence[str], args: Args, kwargs: Kwargs) -> list[Any
     """The arguments in the order of `names`, None where one is missing.
 
     Raises:
-        TypeError: an argument that has no name among `names`.
+        TypeError: an argument whose name is not among `names`.
     """
     by_name = dict(zip(names, args, strict=False)) | kwargs
     unknown = set(by_name) - set(names)

@@ -1,4 +1,4 @@
-"""The placements of a tensor: of torch's classes and of dshard's at once, for the code of either."""
+"""Placements whose classes derive from torch's and from dshard's, for the code of either library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dshard.torch_dtensor import TorchPartial, TorchReplicate, TorchShard, Torch
 
 
 class _Both:
-    """The base of the classes below, which answer as the placement of dshard that says the same."""
+    """The base of the classes below, whose methods are those of the equal placement of dshard."""
 
     def own(self) -> Placement:
         """The placement in dshard's class alone."""
@@ -47,7 +47,7 @@ class TensorShard(_Both, TorchShard, Shard):
 
 
 class TensorStridedShard(_Both, TorchStridedShard, Shard):  # type: ignore[misc]  # a class of torch that is imported late
-    """A Shard on an axis that splits chunks which later axes have made: torch's `_StridedShard`, and equal to that."""
+    """A Shard on an axis that splits chunks which later axes have made; equal to torch's `_StridedShard`."""
 
     __eq__, __hash__, __repr__ = TorchStridedShard.__eq__, TorchStridedShard.__hash__, TorchStridedShard.__repr__
 
@@ -72,8 +72,7 @@ class TensorPartial(_Both, TorchPartial, Partial):  # type: ignore[misc]
 def torch_placements(layout: Layout) -> tuple[Placement, ...]:
     """The placements of `layout`, one for each mesh axis, in classes that are torch's, too.
 
-    An axis that splits chunks which a later axis has made, by the layout's order, is torch's `_StridedShard`, with the
-    number of those chunks.
+    An axis that splits chunks which a later axis has made, by the layout's order, has a `TensorStridedShard`.
     """
     return tuple(_torch_placement(layout, axis) for axis in range(layout.mesh.ndim))
 
@@ -88,7 +87,7 @@ def _torch_placement(layout: Layout, axis: int) -> Placement:
 
 
 def in_both_classes(placement: Placement) -> Placement:
-    """`placement`, of dshard's class alone, in the class that is torch's, too."""
+    """`placement`, of dshard's class alone, in the class that derives from torch's, too."""
     match placement:
         case Partial(reduce_op):
             return TensorPartial(reduce_op)

@@ -1,6 +1,6 @@
-"""Wrappers of torch's for data parallelism that would take this rank's part of a parameter for the whole are refused.
+"""Refuse torch's wrappers for data parallelism that would take a parameter's local tensor for the global one.
 
-torch has no hook for them. Before they send anything each asks the parameters for something, and is known by its name.
+torch has no hook for them. Before they send anything, each reads an attribute of the parameters, by which it is known.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _WAY_OUT = (
 
 
 UNNAMED = SimpleNamespace(mesh_dim_names=None)
-"""The mesh of layers that compute with whole weights, as peft knows them."""
+"""The mesh of layers that compute with full weights, as peft recognizes them."""
 
 
 def refuse_shared_ranks(what: str, ranks: Iterable[int], mesh: Mesh) -> None:
-    """Refuse what works between `ranks`, if some of these hold the parts of one tensor on `mesh`.
+    """Refuse the wrapper `what` over `ranks`, if some of these hold shards of one tensor on `mesh`.
 
     Raises:
         MeshError: naming the ranks.
@@ -40,7 +40,7 @@ def refuse_shared_ranks(what: str, ranks: Iterable[int], mesh: Mesh) -> None:
 
 
 def refuse_fully_shard(asker: FrameType, mesh: Mesh) -> None:
-    """Refuse `fully_shard` over ranks of the mesh of a parameter, for whose mesh `asker` asks.
+    """Refuse `fully_shard` over ranks of the mesh of a parameter; `asker` is the code that reads the mesh.
 
     Raises:
         MeshError: naming the ranks.
@@ -52,10 +52,10 @@ def refuse_fully_shard(asker: FrameType, mesh: Mesh) -> None:
 
 
 class FlattenedByFSDP:
-    """`_fsdp_flattened` of a parameter, for which `FullyShardedDataParallel` asks before it flattens those without it.
+    """`_fsdp_flattened` of a parameter, which `FullyShardedDataParallel` reads before it flattens the parameter.
 
     Raises:
-        MeshError: it would flatten a distributed parameter, or does so over ranks of the parameter's mesh.
+        MeshError: it would flatten a distributed parameter, or flattens over ranks of the parameter's mesh.
     """
 
     def __get__(self, parameter: Any, owner: type) -> bool:
@@ -67,7 +67,7 @@ class FlattenedByFSDP:
 
 
 def refuse_fully_sharded(wrapper: Any, mesh: Mesh) -> None:
-    """Refuse a `FullyShardedDataParallel` that has not the mesh of data axes beside those of a parameter.
+    """Refuse a `FullyShardedDataParallel` without a mesh of data axes beside the axes of a parameter.
 
     With such a mesh it shards the local tensors, by torch's own extension for tensor parallelism.
 

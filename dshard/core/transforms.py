@@ -1,7 +1,7 @@
-"""torch.func transforms and forward-mode derivatives, as far as distributed tensors have to know of them.
+"""torch.func transforms and forward-mode derivatives of distributed tensors.
 
-A transform wraps the tensors that it follows, distributed ones, too, and takes functions apart into operators itself,
-which then reach `dshard.dispatch` on the tensors inside. So it must see every call: no function is run as a composite
+A transform wraps the tensors that it follows, distributed ones, too, and decomposes functions into operators itself,
+which then reach `dshard.dispatch` on the inner tensors. So it must see every call: no function is run as a composite
 above it.
 """
 
@@ -36,7 +36,7 @@ def is_wrapped(x: Tensor) -> bool:
 
 
 def refuse_wrapped(x: Tensor, what: str) -> None:
-    """Refuse to make a distributed tensor of one that a transform wraps: the transform would not follow it.
+    """Refuse to make a distributed tensor of a tensor that a transform wraps: the transform would not follow it.
 
     Raises:
         MixedError: `x` is wrapped.

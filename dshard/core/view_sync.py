@@ -51,7 +51,7 @@ class PartialView(CopiedView):
         )
 
     def refresh(self, op: object) -> None:
-        """Compute the view view from the base, which `op` wrote."""
+        """Compute the view again from the base, which `op` wrote."""
         view = self.func(self.base, *self.rest)
         write_local(self.local, redistribute_local(view._local_tensor, view._spec, self.spec.layout, op))
 
@@ -60,11 +60,11 @@ SCATTERS: dict[OpOverload, Function] = {
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
     torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
 }
-"""Views that may have memory of their own, and the operators that scatter them into their base."""
+"""Operators of views that may have memory of their own, each with the operator that scatters it into its base."""
 
 
 def propagate_write(written: object, op: object) -> None:
-    """Copy a write by `op` through views with memory of their own to their bases, and on to other views of these."""
+    """Copy a write by `op` from views with memory of their own to their bases, and on to other views of these."""
     for t in written if isinstance(written, list | tuple) else (written,):
         origin: CopiedView | None = getattr(t, "_view_sync", None)
         while origin is not None:
@@ -91,7 +91,7 @@ def register_view(outputs: object, origin: CopiedView) -> None:
 
 
 def shown_of(local: Any) -> list[ref[CopiedView]]:
-    """The origins of views of the memory of `local`: one list, which detached tensors share."""
+    """The list of origins of views of the memory of `local`, which detached tensors share."""
     if not hasattr(local, "_view_syncs"):
         local._view_syncs = []
     return local._view_syncs  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The base class of distributed tensors, a local tensor and a spec: the type of all code below `dshard.DTensor`."""
+"""The base class of distributed tensors, a local tensor and a spec: the type used by code below `dshard.DTensor`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dshard.torch_private import no_torch_function
 class Wrapper(Base):
     """A tensor without memory of its own: this rank's local tensor, and the spec of the global tensor.
 
-    `public` is the one class that derives from it, `dshard.DTensor`: every wrapper is made of that.
+    `public` is its only subclass, `dshard.DTensor`, of which every instance is made.
     """
 
     public: ClassVar[type[Wrapper]]
@@ -70,7 +70,7 @@ def wrap(local: Tensor, spec: Spec, storage_offset: int | torch.SymInt | None = 
 def wrap_inference_view(
     base: Tensor, local: Tensor, spec: Spec, storage_offset: int | torch.SymInt | None = None
 ) -> Wrapper:
-    """`wrap` for a view of `base` in inference mode: one of a tensor made outside of it counts writes with it."""
+    """`wrap` for a view of `base` in inference mode, which shares the version counter of a `base` made outside it."""
     with no_torch_function():
         is_inference = base.is_inference()
     with torch.inference_mode(is_inference):

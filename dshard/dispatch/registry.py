@@ -156,11 +156,13 @@ def _check_schema(op: str, rule: str, operands: Side, outputs: Side) -> None:
             f"{suggestion(op, names)}"
         )
     schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
-    given = [_tensor_counts([argument.type for argument in s.arguments if not argument.is_out]) for s in schemas]
-    made = [_tensor_counts([result.type for result in s.returns]) for s in schemas]
+    operand_counts = [
+        _tensor_counts([argument.type for argument in s.arguments if not argument.is_out]) for s in schemas
+    ]
+    output_counts = [_tensor_counts([result.type for result in s.returns]) for s in schemas]
     if not any(
         _fits(operands, low, high) and (not rest or _fits(outputs, least, rest))
-        for (low, high), (least, rest) in zip(given, made, strict=True)
+        for (low, high), (least, rest) in zip(operand_counts, output_counts, strict=True)
     ):
         raise NotationError(
             f"the rule {rule!r} has {len(operands.terms)} operands and {len(outputs.terms)} outputs, but {op} is "

@@ -27,8 +27,8 @@ def leading(count: Callable[[int], int], passes: tuple[int, ...] = ()) -> Callab
         n = count(len(first))
         shared = all(shape[:n] == first[:n] for shape in (*call.shapes, *call.out_shapes))
         batch = " ".join(f"b{i}" for i in range(n if shared else 0))
-        given = (i for i in passes if i < len(call.specs))
-        return call.rule(f"*{batch} [...] -> *{batch} [...]", passes=linear(*given))
+        partials = (i for i in passes if i < len(call.specs))
+        return call.rule(f"*{batch} [...] -> *{batch} [...]", passes=linear(*partials))
 
     return rule
 

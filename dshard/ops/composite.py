@@ -237,14 +237,14 @@ def _pull_back(local: Locals, n: int, needed: Sequence[bool]) -> Locals:
     It can be differentiated itself, where autograd records its operands.
     """
 
-    def pull(*given: Tensor) -> tuple[Tensor, ...]:
-        recorded = is_recorded(given)
+    def pull(*tensors: Tensor) -> tuple[Tensor, ...]:
+        recorded = is_recorded(tensors)
         with torch.enable_grad():
             parts = [
                 x if x.requires_grad else x.detach().requires_grad_(is_needed)
-                for x, is_needed in zip(given[n:], needed, strict=True)
+                for x, is_needed in zip(tensors[n:], needed, strict=True)
             ]
-            pairs = [(out, grad) for out, grad in zip(local(*parts), given[:n], strict=True) if out.requires_grad]
+            pairs = [(out, grad) for out, grad in zip(local(*parts), tensors[:n], strict=True) if out.requires_grad]
         wanted = [x for x, is_needed in zip(parts, needed, strict=True) if is_needed]
         if not pairs:
             return tuple(map(torch.zeros_like, wanted))

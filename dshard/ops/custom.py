@@ -40,12 +40,12 @@ def decomposed(function: Function) -> Custom:
     return run
 
 
-def wrapped(out: Any, given: Any) -> Any:
+def wrapped(out: Any, arguments: Any) -> Any:
     """`out` with its plain tensors, which are equal on every rank, as replicated ones on the mesh of the arguments."""
-    had = set(map(id, leaves(given)))
+    had = set(map(id, leaves(arguments)))
     if not any(_is_new_plain(leaf, had) for leaf in leaves(out)):
         return out
-    layout = replicated(next(leaf._spec.layout.mesh for leaf in leaves(given) if isinstance(leaf, Wrapper)))
+    layout = replicated(next(leaf._spec.layout.mesh for leaf in leaves(arguments) if isinstance(leaf, Wrapper)))
 
     def as_replicated(leaf: Any) -> Any:
         refuse_batched(leaf, "an operator")

@@ -210,8 +210,8 @@ def is_same_size(x: Tensor, other: Tensor) -> bool:
 def _dims(x: Tensor, dim: Dims) -> tuple[int, ...]:
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(x.dim()))
-    given = (dim,) if isinstance(dim, int) else dim
-    return tuple(d % x.dim() for d in given) if x.dim() else ()
+    dims = (dim,) if isinstance(dim, int) else dim
+    return tuple(d % x.dim() for d in dims) if x.dim() else ()
 
 
 def widened(x: Tensor) -> Tensor:

@@ -240,9 +240,9 @@ def _fused(func: OpOverload, layouts: Sequence[Layout], args: Args, kwargs: Kwar
     ]
     local_kwargs = {name: _local(func, arg, mesh) for name, arg in kwargs.items()}
     _run_on_lists(mesh, func, local_args, local_kwargs)
-    for argument, given, local in zip(func._schema.arguments, args, local_args, strict=False):
-        if given and argument.alias_info is not None and argument.alias_info.is_write:
-            _write_back(func, given, local, layouts)
+    for parameter, argument, local in zip(func._schema.arguments, args, local_args, strict=False):
+        if argument and parameter.alias_info is not None and parameter.alias_info.is_write:
+            _write_back(func, argument, local, layouts)
 
 
 def _without_partial(func: OpOverload, layout: Layout) -> Layout:
@@ -253,9 +253,9 @@ def _without_partial(func: OpOverload, layout: Layout) -> Layout:
     return layout
 
 
-def _write_back(func: OpOverload, given: Sequence[object], local: Sequence[Any], layouts: Sequence[Layout]) -> None:
+def _write_back(func: OpOverload, originals: Sequence[object], local: Sequence[Any], layouts: Sequence[Layout]) -> None:
     """Write back what the operator wrote into redistributed copies of its arguments."""
-    for t, written, layout in zip(given, local, layouts, strict=True):
+    for t, written, layout in zip(originals, local, layouts, strict=True):
         if isinstance(t, Wrapper) and written is not t._local_tensor:
             write_local(t._local_tensor, redistribute_local(written, t._spec.with_layout(layout), t._spec.layout, func))
 

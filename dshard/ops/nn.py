@@ -102,23 +102,23 @@ def nll_kernel(operand: int) -> Kernel:
         held = strategy.inputs[operand].dim_range(dim, shape[dim], coordinate)
 
         def run(*args: Any) -> Any:
-            given = list(args)
+            arguments = list(args)
             target = args[operand + 1]
             elsewhere = (target >= 0) & (target < shape[dim]) & ~((target >= held.start) & (target < held.stop))
-            given[operand + 1] = torch.where(elsewhere | (target == ignored), ELSEWHERE, target - held.start)
-            given[operand + 4] = ELSEWHERE
+            arguments[operand + 1] = torch.where(elsewhere | (target == ignored), ELSEWHERE, target - held.start)
+            arguments[operand + 4] = ELSEWHERE
             if not held:
-                return _no_class(call, given, operand)
-            return call.func(*given)
+                return _no_class(call, arguments, operand)
+            return call.func(*arguments)
 
         return run
 
     return kernel
 
 
-def _no_class(call: Call, given: list[Any], operand: int) -> Any:
+def _no_class(call: Call, arguments: list[Any], operand: int) -> Any:
     """The result on a rank that holds no classes."""
-    x, target = given[operand], given[operand + 1]
+    x, target = arguments[operand], arguments[operand + 1]
     if operand:
         return torch.zeros_like(x)
     losses = target.shape if call.argument("reduction") == NONE else ()

@@ -29,14 +29,14 @@ def into_out(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         LayoutError: the operator has no form without `out`.
     """
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
-    given = arguments_by_name(func, args, kwargs)
+    arguments = arguments_by_name(func, args, kwargs)
     check(func, args, kwargs)
     with no_torch_function():
-        result = without_out(func)(**{name: value for name, value in given.items() if name not in names})
+        result = without_out(func)(**{name: value for name, value in arguments.items() if name not in names})
         for name, value in zip(names, leaves(result), strict=True):
-            _check(func, given[name], value)
-            given[name].copy_(value)
-    outs = tuple(given[name] for name in names)
+            _check(func, arguments[name], value)
+            arguments[name].copy_(value)
+    outs = tuple(arguments[name] for name in names)
     return outs[0] if len(outs) == 1 else outs
 
 

@@ -28,8 +28,8 @@ class Selection:
 
     def rule(self, call: Call, text: str, passes: tuple[PassThrough, ...]) -> Rule:
         """The rule `text` of these terms."""
-        given = [call.argument(name) for name in self.dims]
-        return call.rule(text, at=[dim for dim in given if dim is not None], same_size=True, passes=passes)
+        dims = [call.argument(name) for name in self.dims]
+        return call.rule(text, at=[dim for dim in dims if dim is not None], same_size=True, passes=passes)
 
 
 SELECT = Selection("... [] ...", "... ...")

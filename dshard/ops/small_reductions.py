@@ -134,8 +134,10 @@ def _plan_statistic(of: Callable[[Call], Statistic | None], call: Call, rule: Ru
     parts = spec.with_layout(partial_along(result, axes, statistic.reduce))
 
     def run(*args: object, **kwargs: object) -> Any:
-        given = replace_leaves((args, kwargs), lambda leaf: leaf._local_tensor if isinstance(leaf, Wrapper) else leaf)
-        local = run_on_ranks(mesh, lambda at: statistic.part, *given)
+        local_arguments = replace_leaves(
+            (args, kwargs), lambda leaf: leaf._local_tensor if isinstance(leaf, Wrapper) else leaf
+        )
+        local = run_on_ranks(mesh, lambda at: statistic.part, *local_arguments)
         reduced = local_redistribution(parts, result)(local)
         return wrap(run_on_ranks(mesh, lambda at: statistic.finish, (reduced,), {}), spec)
 

@@ -62,8 +62,8 @@ def cross_entropy(func: Function, args: Args, kwargs: Kwargs, *, always: bool = 
     """
     bound = bind_arguments(LOSS_ARGUMENTS, args, kwargs)
     x, target, weight, average, ignored, reduce, reduction, smoothing = bound
-    given = (x, target) if weight is None else (x, target, weight)
-    if not all(isinstance(t, Wrapper) for t in given) or target.is_floating_point() or target.dim() != x.dim() - 1:
+    tensors = (x, target) if weight is None else (x, target, weight)
+    if not all(isinstance(t, Wrapper) for t in tensors) or target.is_floating_point() or target.dim() != x.dim() - 1:
         return None
     dim = min(1, x.dim() - 1)
     if average is not None or reduce is not None or not _split_stays(x._spec, (dim,), ("max", "sum", "sum"), always):

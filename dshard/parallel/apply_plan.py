@@ -61,8 +61,8 @@ def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
     def enter(module: nn.Module, args: object, kwargs: object) -> Any:
         for enter_block, _ in blocks:
             enter_block()
-        given = in_graph((args, kwargs)) if is_dynamo_compiling() else distribute_inputs((args, kwargs), plan)
-        return given if plan.precision is None else plan.precision.inputs(given)
+        inputs = in_graph((args, kwargs)) if is_dynamo_compiling() else distribute_inputs((args, kwargs), plan)
+        return inputs if plan.precision is None else plan.precision.inputs(inputs)
 
     @skip_frame
     def leave(module: nn.Module, args: object, out: object) -> Any:
@@ -221,14 +221,14 @@ def _output_hook(plan: Plan, name: str) -> Any:
     return place
 
 
-def distribute_inputs(given: object, plan: Plan) -> Any:
+def distribute_inputs(inputs: object, plan: Plan) -> Any:
     """The inputs of a model as distributed tensors: those with the batch as first dim by the plan, others replicated.
 
     The batch is the first dim of the first tensor, the sequence the second one of the first that has two. Plain tensors
     must be equal on all ranks; nothing is sent. Distributed ones stay as they are, but those on a mesh that the plan
     folds take the layout of plain ones.
     """
-    sizes = sizes_of_batch(tensors_in(given))
+    sizes = sizes_of_batch(tensors_in(inputs))
     replicated = (Replicate(),) * plan.mesh.ndim
     placements_of = {"rows and sequence": plan.batch, "rows": rows_alone(plan), "neither": replicated}
 
@@ -241,7 +241,7 @@ def distribute_inputs(given: object, plan: Plan) -> Any:
         compare_calls(f"a parallelized module with a plain input {tuple(leaf.shape)}", plan.mesh, contents=leaf)
         return distribute_tensor(leaf, plan.mesh, placements, src_data_rank=None)
 
-    return replace_leaves(given, distributed)
+    return replace_leaves(inputs, distributed)
 
 
 def _unfolded(x: DTensor, plan: Plan) -> bool:

@@ -49,10 +49,10 @@ class _Block:
     """One checkpointed call: the number of tensors that it saved, and after the second run the tensors."""
 
     def __init__(self, fn: Function, args: object, kwargs: object) -> None:
-        self.fn, self.given = fn, (args, kwargs)
+        self.fn, self.arguments = fn, (args, kwargs)
         self.count, self.last = 0, (0, 0)
         self.saved: dict[int, Tensor] = {}
-        tensors = tensors_in(self.given)
+        tensors = tensors_in(self.arguments)
         self.random = torch.get_rng_state(), get_device_states(*tensors)
         self.device = next((x.device.type for x in tensors if x.device.type != "meta"), "cpu")
         self.cast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
@@ -97,7 +97,7 @@ class _Block:
         def inputs(x: object) -> Any:
             return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
-        args, kwargs = replace_leaves(self.given, inputs)
+        args, kwargs = replace_leaves(self.arguments, inputs)
         devices, states = self.random[1]
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             torch.set_rng_state(self.random[0])

@@ -87,7 +87,7 @@ class TracedForward:
     """A traced forward pass: the classes of all dims, and how parameters and modules were used.
 
     `parameters` are the factors of each parameter's dims, `uses` how each was used, `outputs` and `shapes` the factors,
-    and shape and itemsize, of what modules returned, `given` a number for the first tensor that each module was given,
+    and shape and itemsize, of what modules returned, `first_inputs` the id of the first argument of each module,
     `order` the modules in the order in which they began, `answers` the values that the pass asked for, and `heads` the
     number of heads of each attention.
     """
@@ -97,7 +97,7 @@ class TracedForward:
     uses: list[Use] = field(default_factory=list)
     outputs: dict[str, tuple[Nodes, ...]] = field(default_factory=dict)
     inputs: list[tuple[Nodes, ...]] = field(default_factory=list)
-    given: dict[str, int] = field(default_factory=dict)
+    first_inputs: dict[str, int] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     shapes: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     answers: list[Any] = field(default_factory=list)
@@ -271,8 +271,8 @@ def trace_factors(model: nn.Module, args: Sequence[object], kwargs: Mapping[str,
     inputs = tensors_in((args, kwargs))
     traced.inputs = [tracer.nodes(t) for t in inputs]
     own = dict((*model.named_parameters(), *model.named_buffers()))
-    given = [(x, data, name) for x, (data, name) in zip(inputs, example, strict=True)]
-    values = ForwardValues(model, [*given, *((x, own[name], None) for name, x in state.items())])
+    stand_ins = [(x, data, name) for x, (data, name) in zip(inputs, example, strict=True)]
+    values = ForwardValues(model, [*stand_ins, *((x, own[name], None) for name, x in state.items())])
     hooks = [hook for name, module in model.named_modules() for hook in _followed(tracer, name, module)]
     try:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), OperatorMode(tracer.run), _Heads(traced.heads), values:
@@ -327,7 +327,7 @@ def _followed(tracer: Tracer, name: str, module: nn.Module) -> list[Any]:
             tracer.traced.order.append(name)
         if args and isinstance(args[0], Tensor):
             tracer.nodes(args[0])
-            tracer.traced.given[name] = id(args[0])
+            tracer.traced.first_inputs[name] = id(args[0])
 
     def leave(module: nn.Module, args: object, out: object) -> None:
         tracer.modules.pop()

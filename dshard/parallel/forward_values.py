@@ -116,20 +116,20 @@ class _Result:
 
 
 class ForwardValues(TorchFunctionMode):
-    """Within the block, questions about tensors without data are answered by `given` and what was computed from it.
+    """Within the block, functions of tensors without data that return values on the host compute them from data.
 
-    `given` are pairs of a tensor without data and the tensor that it stands for, with the name of the input that it is
-    part of, if any. `answers` are those so far.
+    Each of `stand_ins` is a tensor without data, the tensor that it stands for, and the name of the input that it is
+    part of, if any. `answers` are the values returned so far.
     """
 
-    def __init__(self, model: nn.Module, given: Iterable[tuple[Tensor, Tensor, str | None]]) -> None:
+    def __init__(self, model: nn.Module, stand_ins: Iterable[tuple[Tensor, Tensor, str | None]]) -> None:
         super().__init__()
         self.model = type(model).__name__
         self.answers: list[object] = []
         self.made: dict[int, _Result] = {}
         self.kept: list[Tensor] = []  # so that their ids stay their own
         self.sharing: defaultdict[int, list[Tensor]] = defaultdict(list)
-        for stand_in, data, name in given:
+        for stand_in, data, name in stand_ins:
             results = None if data.is_meta or isinstance(data, Wrapper) else [data.detach()]
             self._note([stand_in], Origin(None, ((), {}), frozenset(() if name is None else (name,)), results))
 
@@ -290,5 +290,5 @@ def named_inputs(model: nn.Module, args: Args, kwargs: Mapping[str, object]) -> 
     """The tensors among the inputs of a model, in order, with the name of the parameter that each is given for."""
     names = [p.name for p in signature(model.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
     names += [f"argument {i}" for i in range(len(names), len(args))]  # of `*args`
-    given = (*zip(names, args, strict=False), *kwargs.items())
-    return [(x, name) for name, arg in given for x in tensors_in(arg)]
+    arguments = (*zip(names, args, strict=False), *kwargs.items())
+    return [(x, name) for name, arg in arguments for x in tensors_in(arg)]

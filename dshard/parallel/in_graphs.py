@@ -56,9 +56,9 @@ class InputsInGraph:
         self.distribute = {has: bound(_distributed, Layout(plan.mesh, each)) for has, each in layouts.items()}
         self.differentiable = bound(_as_replicated, plan.mesh)
 
-    def __call__(self, given: object) -> Any:
-        """The inputs `given`, with distributed tensors for plain ones. Traced."""
-        sizes = sizes_of_batch(tensors_in(given))
+    def __call__(self, inputs: object) -> Any:
+        """`inputs` with distributed tensors for plain ones. Traced."""
+        sizes = sizes_of_batch(tensors_in(inputs))
 
         def distributed(leaf: object) -> Any:
             if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
@@ -67,7 +67,7 @@ class InputsInGraph:
                 return call_in_graph(self.differentiable, leaf)
             return call_in_graph(self.distribute[has_of_batch(leaf, sizes)], leaf)
 
-        return replace_leaves(given, distributed)
+        return replace_leaves(inputs, distributed)
 
 
 def _as_replicated(mesh: Mesh, x: Tensor) -> DTensor:

@@ -38,11 +38,11 @@ class Inputs:
         self.compared = False
         self.rows: Rows | None = None
 
-    def __call__(self, given: object, name: Callable[[], Sequence[str]] = tuple) -> Any:
-        """`given`, nested tensors that have the names that `name` gives, with those that need it laid out."""
-        plain = [x for x in leaves(given) if _is_plain(x)]
+    def __call__(self, inputs: object, name: Callable[[], Sequence[str]] = tuple) -> Any:
+        """`inputs`, nested tensors that have the names that `name` gives, with those that need it laid out."""
+        plain = [x for x in leaves(inputs) if _is_plain(x)]
         if not plain:
-            return given
+            return inputs
         if self.per_data_rank and is_dynamo_compiling():
             raise CompileError(
                 "the rows of each data rank within a compiled region: ranks cannot ask each other how many there are "
@@ -55,10 +55,10 @@ class Inputs:
             if self.per_data_rank:
                 self.rows = rows
                 chosen = iter(are_rows)
-                return replace_leaves(given, lambda x: self._laid_out(x, next(chosen)) if _is_plain(x) else x)
+                return replace_leaves(inputs, lambda x: self._laid_out(x, next(chosen)) if _is_plain(x) else x)
         if is_recorded(plain):
-            return replace_leaves(given, self._differentiable)
-        return given
+            return replace_leaves(inputs, self._differentiable)
+        return inputs
 
     def _laid_out(self, x: Tensor, is_rows: bool) -> DTensor:
         if is_rows and self.rows is not None:

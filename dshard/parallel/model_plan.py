@@ -167,9 +167,9 @@ def _checked_argument(model: nn.Module, plan: PlanArgument, mesh: Mesh, kwargs: 
     return plan
 
 
-def _other_mesh(planned_for: Mesh, given: Mesh) -> MeshError:
+def _other_mesh(planned_for: Mesh, mesh: Mesh) -> MeshError:
     return MeshError(
-        f"a plan for the mesh ({planned_for}) was given the mesh ({given}): give one of the same ranks, or plan again"
+        f"a plan for the mesh ({planned_for}) was given the mesh ({mesh}): give one of the same ranks, or plan again"
     )
 
 
@@ -197,9 +197,9 @@ def _folded(mesh: DeviceMesh | Mesh, folded: Mesh) -> Mesh:
     Raises:
         MeshError: other ranks.
     """
-    given = as_mesh(mesh)
-    if given.ranks != folded.ranks:
-        raise _other_mesh(folded, given)
+    pure = as_mesh(mesh)
+    if pure.ranks != folded.ranks:
+        raise _other_mesh(folded, pure)
     if isinstance(mesh, Mesh):
         return folded
     ranks = torch.tensor(folded.ranks).view(folded.shape)
@@ -223,8 +223,8 @@ def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placem
     replicated = (Replicate(),) * mesh.ndim
     parameters = {}
     for name, parameter in model.named_parameters():
-        given = next((p for pattern, p in patterns.items() if fnmatchcase(name, pattern)), replicated)
-        layout = layout_of(mesh, given, parameter.dim())
+        placements = next((p for pattern, p in patterns.items() if fnmatchcase(name, pattern)), replicated)
+        layout = layout_of(mesh, placements, parameter.dim())
         if layout.partial_axes():
             raise LayoutError(f"{name} cannot lie [{layout}]: a parameter is never partial; use Shard or Replicate")
         parameters[name] = layout.placements

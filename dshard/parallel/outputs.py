@@ -84,9 +84,9 @@ def _for_caller(out: Any, rows: Rows | None) -> Any:
         return out
     loss = out.get("loss")
     if torch.is_grad_enabled() and isinstance(loss, DTensor) and loss.requires_grad:
-        given = copy(out)
-        given["loss"] = plain(loss, rows)
-        return given
+        step_output = copy(out)
+        step_output["loss"] = plain(loss, rows)
+        return step_output
     return map_tensors(out, lambda x: plain(x, rows))
 
 

@@ -42,9 +42,9 @@ class Precision:
         """The dtype in which a parameter that is stored in `stored` is used."""
         return self.param_dtype if self.param_dtype is not None and stored.is_floating_point else stored
 
-    def inputs(self, given: object) -> Any:
+    def inputs(self, inputs: object) -> Any:
         """The inputs of a module as it takes them."""
-        return _cast(given, self.param_dtype) if self.cast_forward_inputs else given
+        return _cast(inputs, self.param_dtype) if self.cast_forward_inputs else inputs
 
     def outputs(self, out: object) -> Any:
         """The outputs of the model as they are given."""
@@ -58,21 +58,21 @@ class Precision:
                 x._gradient_leaf.reduce_dtype = dtype
 
 
-def as_precision(given: object) -> Precision | None:
+def as_precision(value: object) -> Precision | None:
     """The precision that the `precision` argument asks for: one of ours, or torch's `MixedPrecisionPolicy`.
 
     Raises:
         ArgumentError: neither.
     """
-    if given is None or isinstance(given, Precision):
-        return given
+    if value is None or isinstance(value, Precision):
+        return value
     names = [field.name for field in fields(Precision)]
-    if isinstance(given, type) or not all(hasattr(given, name) for name in names):
+    if isinstance(value, type) or not all(hasattr(value, name) for name in names):
         raise ArgumentError(
-            f"precision: {shown(given)} is {article(given)}: give dshard.parallel.Precision(torch.bfloat16, "
+            f"precision: {shown(value)} is {article(value)}: give dshard.parallel.Precision(torch.bfloat16, "
             "torch.float32), say, or torch's MixedPrecisionPolicy"
         )
-    return Precision(*(getattr(given, name) for name in names))
+    return Precision(*(getattr(value, name) for name in names))
 
 
 def _cast(tree: object, dtype: torch.dtype | None) -> Any:

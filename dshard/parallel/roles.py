@@ -86,8 +86,8 @@ def roles_of(traced: TracedForward) -> Roles:
         name: tuple(role(name, i, nodes) for i, nodes in enumerate(dims)) for name, dims in traced.parameters.items()
     }
     products = _products(traced, parameters)
-    given = Counter(traced.given.get(module) for module in products)
-    shared = frozenset(module for module in products if given[traced.given.get(module)] > 1)
+    uses = Counter(traced.first_inputs.get(module) for module in products)
+    shared = frozenset(module for module in products if uses[traced.first_inputs.get(module)] > 1)
     outputs = _outputs(traced, residual, parameters)
     second = traced.class_of(traced.inputs[0][1]) if traced.inputs and len(traced.inputs[0]) > 1 else None
     sequences = {traced.class_of(traced.outputs[name][out.sequence]) for name, out in outputs.items() if out.sequence}

@@ -121,7 +121,9 @@ class SequenceParallel(ParallelStyle):
             module,
             device_mesh,
             replicate,
-            lambda mod, inputs, mesh: (given(inputs[0], mesh, self.sequence_sharding, self.sequence_sharding),),
+            lambda mod, inputs, mesh: (
+                distributed_input(inputs[0], mesh, self.sequence_sharding, self.sequence_sharding),
+            ),
             partial(_returned, None, self.use_local_output),
         )
 
@@ -153,7 +155,7 @@ def check_placement(name: str, placement: object) -> None:
     check_type(placement, Shard | Replicate | Partial, name, way_out, LayoutError)
 
 
-def given(
+def distributed_input(
     x: object, mesh: AnyMesh, layouts: tuple[Placement, ...], desired: tuple[Placement, ...], size: int | None = None
 ) -> DTensor:
     """An input as a DTensor with placements `desired`; a plain one is this rank's local tensor under `layouts`.
@@ -200,7 +202,7 @@ def _lay_out(
         module,
         device_mesh,
         partition,
-        lambda mod, inputs, mesh: (given(inputs[0], mesh, style.input_layouts, desired, size), *inputs[1:]),
+        lambda mod, inputs, mesh: (distributed_input(inputs[0], mesh, style.input_layouts, desired, size), *inputs[1:]),
         partial(_returned, style.output_layouts, style.use_local_output),
     )
 

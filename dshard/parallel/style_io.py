@@ -9,7 +9,7 @@ from torch import nn
 
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.errors import LayoutError, ShapeError
-from dshard.parallel.style import AnyMesh, ParallelStyle, check_placement, given, one_axis
+from dshard.parallel.style import AnyMesh, ParallelStyle, check_placement, distributed_input, one_axis
 from dshard.placements import Placement
 from dshard.validate import check_type
 
@@ -207,7 +207,7 @@ def _all(
 def _one(x: object, mesh: AnyMesh, layout: Placement | None, desired: Placement | None, use_local: bool) -> Any:
     if layout is None:
         return x
-    x = given(x, mesh, (layout,), (desired or layout,))
+    x = distributed_input(x, mesh, (layout,), (desired or layout,))
     return x.to_local() if use_local else x
 
 

@@ -214,7 +214,7 @@ class RankScores:
         if mask is not None:
             of_mask, sizes = mask.mask_mod, [len(each) for each in self.ranges]
             batch, heads = (
-                n if given > 1 else None for n, given in zip(sizes[:2], mask.kv_num_blocks.shape[:2], strict=True)
+                n if rows > 1 else None for n, rows in zip(sizes[:2], mask.kv_num_blocks.shape[:2], strict=True)
             )
 
             def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -85,8 +85,7 @@ class RingAttention:
         and the operands.
         """
         rank, operands = _Rank(self, at, space), tensors[3:]
-        given = tuple(map(four_dims, (*operands[:3], tensors[0])))
-        q, k, v, grad = yield from rank.swapped(given, (0, 1, 2, 0))
+        q, k, v, grad = yield from rank.swapped(tuple(map(four_dims, (*operands[:3], tensors[0]))), (0, 1, 2, 0))
         statistics = tuple(four_dims(x.unsqueeze(-1)) for x in tensors[1:3])
         delta, lse = (x.squeeze(-1) for x in (yield from rank.swapped(statistics, (0, 0))))
         mask = rank.mask_of(operands)

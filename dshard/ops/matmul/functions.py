@@ -1,4 +1,4 @@
-"""Torch's functions that are matmuls, and the choice of their strategy: the one asked for, or the cheapest."""
+"""Torch's functions that are matmuls, and the choice of their strategy: the requested or the cheapest."""
 
 from __future__ import annotations
 

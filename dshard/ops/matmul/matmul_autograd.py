@@ -25,7 +25,7 @@ RECOMPUTE_HOOKS: Scoped[Rerun, list[Rerun]] = Scoped("reruns", list)
 
 
 class Multiply(torch.autograd.Function):
-    """The autograd node of a matmul. Saves the operands, and redistributed copies of those worth keeping."""
+    """The autograd node of a matmul: saves the operands, and the redistributed copies that `kept` selects."""
 
     @staticmethod
     def forward(ctx: Context, matmul: Matmul, *tensors: Wrapper) -> Wrapper:
@@ -71,9 +71,9 @@ class Multiply(torch.autograd.Function):
             other: Any = torch.conj_physical(b) if b._spec.dtype.is_complex else b
             first = matmul.gradient(0, grad._spec, other._spec)
             if need_b and plain and first.overlaps and not traced(grad._local_tensor):
-                given: Any = torch.conj_physical(a) if a._spec.dtype.is_complex else a
-                second = matmul.gradient(1, grad._spec, given._spec)
-                gradients[:2] = overlapped((first, (grad, other)), (second, (given, grad)))
+                conj_a: Any = torch.conj_physical(a) if a._spec.dtype.is_complex else a
+                second = matmul.gradient(1, grad._spec, conj_a._spec)
+                gradients[:2] = overlapped((first, (grad, other)), (second, (conj_a, grad)))
                 return (None, *gradients)
             local: list[Tensor] = []
             gradients[0] = multiply(first, (grad, other), local)
@@ -91,7 +91,7 @@ _record = unchecked_apply(Multiply)
 def wanted_gradients(ctx: Context, i: int) -> bool:
     """Whether the running backward pass needs the gradient of tensor `i` of a matmul.
 
-    A pass that is asked for the gradients of some tensors runs only the nodes that lead to them.
+    `torch.autograd.grad` of some tensors runs only the nodes that lead to them.
     """
     if not ctx.needs_input_grad[1 + i]:
         return False
@@ -102,7 +102,7 @@ def wanted_gradients(ctx: Context, i: int) -> bool:
 
 
 def overlapped(first: tuple[Matmul, Sequence[Tensor]], second: tuple[Matmul, Sequence[Tensor]]) -> list[Wrapper]:
-    """Two matmuls, of which the second is computed while the result of the first is reduced."""
+    """Run two matmuls; the second is computed while the result of the first is reduced."""
     run: Function = _overlapped
     args: Args = (first, second)
     if OBSERVERS:
@@ -120,16 +120,16 @@ def _overlapped(first: tuple[Matmul, Sequence[Any]], second: tuple[Matmul, Seque
         other = yield from (yield from programs[1](at, space, tensors[n:]))
         return (yield from rest), other
 
-    tensors = [t._local_tensor for _, given in (first, second) for t in given]
+    tensors = [t._local_tensor for _, operands in (first, second) for t in operands]
     plans = [p for matmul, _ in (first, second) for p in matmul.plans()]
     gradients = run_program(first[0].executable.mesh, program, tensors, plans)
     return [wrap(x, matmul.out) for x, (matmul, _) in zip(gradients, (first, second), strict=True)]
 
 
 def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Tensor] | None = None) -> Wrapper:
-    """Run the matmul of these distributed tensors, recorded by autograd where one needs a gradient.
+    """Run the matmul of these distributed tensors, recorded by autograd if one needs a gradient.
 
-    Where it is not recorded, the list `local` gets the redistributed local operands.
+    If it is not recorded, the redistributed local operands are appended to `local`.
     """
     executable, cut = matmul.executable, matmul.cut
     if cut is not None:

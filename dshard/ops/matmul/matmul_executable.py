@@ -38,10 +38,9 @@ NEITHER = (False, False)
 class Matmul:
     """A matmul as chosen for given operand specs: its executable, its panels, and the matmuls of its gradients.
 
-    `specs` are those of the operands, of a bias last. `kept` says of which operands the redistributed copy is saved for
-    the backward pass, `cut` how the operands are unflattened first. `streamed` runs the matmul in panels, None where it
-    runs in bulk, `stream` is what was asked for. Its reduction `overlaps` the next matmul, unless both could share a
-    redistributed first operand.
+    `specs` are the specs of the operands, a bias last. `kept` says for each operand whether its redistributed copy is
+    saved for the backward pass, `cut` how the operands are unflattened first. `streamed` runs the matmul in panels, or
+    is None for one in bulk; `stream` is the requested option. If `overlaps`, the reduction runs beside the next matmul.
     """
 
     __slots__ = ("_in_bulk", "cut", "executable", "gradients", "kept", "overlaps", "specs", "stream", "streamed")
@@ -91,7 +90,7 @@ class Matmul:
         return wrap(local[i], self.specs[i].with_layout(self.executable.plans[i].dst))
 
     def gradient(self, i: int, grad: Spec, other: Spec) -> Matmul:
-        """The matmul of operand `i`'s gradient: of the result's gradient and the other operand."""
+        """The matmul that computes operand `i`'s gradient from the result's gradient and the other operand."""
         key = (i, grad, other)
         if key not in self.gradients:
             self.gradients[key] = self._gradient(i, grad, other)
@@ -104,7 +103,7 @@ class Matmul:
         (a, b), (out,) = rule.inputs, rule.outputs
         terms, specs = ((out, b), (grad, other)) if i == 0 else ((a, out), (other, grad))
         of_gradient = Rule(terms, (rule.inputs[i],), passes=rule.passes, loops=True)
-        rows = tuple(_turned(row, i) for row in strategy.rows)
+        rows = tuple(_gradient_row(row, i) for row in strategy.rows)
         complete = not i and (isinstance(self.stream, Stream) or self.streamed is not None)
         return gradient_matmul(
             f"{decision.op} backward", of_gradient, specs, self.specs[i], rows, strategy.order, self.stream, complete
@@ -135,7 +134,7 @@ def matmul_of_strategy(
     cut: SplitContraction | None = None,
     stream: Stream | Auto | None = None,
 ) -> Matmul:
-    """The matmul that `strategy` runs as, of operands of these specs and a bias, if there is a third."""
+    """The matmul by `strategy` of operands of these specs, and a bias if there is a third."""
     topology = planning_context().topology_of(out.layout.mesh)
     pair = specs[:2]
     plans = plans_to(pair, strategy.inputs)
@@ -218,9 +217,9 @@ def gradient_matmul(
     stream: Stream | Auto | None = None,
     complete: bool = False,
 ) -> Matmul:
-    """The matmul of a gradient with these rows, whose result has `like`'s layout, except for partial sums.
+    """The matmul that computes a gradient by these rows; its result has `like`'s layout, except for partial sums.
 
-    With `complete` no sum is left partial: it is reduced at once, overlapped with the next matmul.
+    With `complete` a partial sum is reduced at once, overlapped with the next matmul.
     """
     operands = list(map(operand_of, specs))
     sizes = sizes_of(rule, operands, [(like.shape, like.itemsize)])
@@ -235,8 +234,8 @@ def gradient_matmul(
     return matmul_of_strategy(name, rule, specs, out, strategy, Constraints(result=end, kept=NEITHER), stream=stream)
 
 
-def _turned(row: Row, i: int) -> Row:
-    """The row of an axis in the matmul of operand `i`'s gradient: a partial operand that takes part stays partial."""
+def _gradient_row(row: Row, i: int) -> Row:
+    """The row of a mesh axis in the matmul of operand `i`'s gradient: a partial operand stays partial there."""
     if not isinstance(row, PassThrough):
         return row
     other = 1 - i

@@ -1,4 +1,4 @@
-"""Options of a matmul beside its operands: a strategy, the layout of its result, what the backward pass keeps."""
+"""Options of a matmul: a strategy, the layout of its result, and which copies the backward pass keeps."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Saved: TypeAlias = Literal["auto", "moved", "stored"]
 class MatmulOptions:
     """A strategy by name or as a schedule, the layout of the result, and what is saved for the backward pass.
 
-    `attention` are loops of attention, and of the products that it is written out of; `among` the rows of a rule of the
-    caller's that each mesh axis may have, in alternatives.
+    `attention` are loops of attention, and of its two matmuls where attention is written as matmuls. `among` lists
+    alternatives, each with the rows of the caller's rule that every mesh axis may have.
     """
 
     strategy: str | Schedule | None = None
@@ -41,7 +41,7 @@ class MatmulOptions:
     among: tuple[Allowed, ...] | None = None
 
     def streamed(self) -> Stream | Auto | None:
-        """The panels asked for, or those of the strategy."""
+        """The requested panels, or those of the strategy."""
         if self.stream is not None or self.strategy is None:
             return self.stream
         return (self.strategy if isinstance(self.strategy, Schedule) else strategy_named(self.strategy).schedule).stream
@@ -72,9 +72,9 @@ class MatmulOptions:
         return Constraints(None, self.result, tuple(needs), kept, among, reduced)
 
     def _by_heads(self, rule: Rule) -> tuple[Allowed, ...] | None:
-        """The rows of a product of [batch, heads, queries, features], which attention is written out of, by its loops.
+        """The rows that the loops of attention allow a matmul of [batch, heads, queries, features] within it.
 
-        Loop h is the heads that both operands and the result have; the other loops leave the product to its price.
+        Loop h is the heads that both operands and the result have; the other loops leave the matmul to its price.
         """
         if not isinstance(self.attention, tuple) or min(len(term) for term in rule.inputs[:2]) < 4:
             return None
@@ -128,7 +128,7 @@ def current_options() -> MatmulOptions:
 
 
 def kept_options(options: MatmulOptions) -> MatmulOptions:
-    """The one object, which is kept, of all options that are equal to these."""
+    """The cached object that stands for all options equal to these."""
     return _ALL.setdefault(options, options)
 
 

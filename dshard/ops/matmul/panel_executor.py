@@ -67,9 +67,9 @@ class Compiled:
 
 
 class PanelExecutor:
-    """A matmul in panels. `plans` are those of both operands and of the result; `bias` is that of the bias, if any.
+    """A matmul in panels; `plans` redistribute both operands and the result, `bias` the bias if there is one.
 
-    Where `factor` is None nothing is cut: every tensor moves in bulk.
+    If `factor` is None nothing is cut: every tensor is redistributed in bulk.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class PanelExecutor:
     def _added(
         self, todo: Compiled, space: Session, uncut: Sequence[Tensor], bias: Tensor | None
     ) -> Program[Program[Tensor]]:
-        """Add up the result over the panels, half precision in single, and then redistribute it in bulk."""
+        """Sum the result over the panels, half precision in single, and then redistribute it in bulk."""
         total = [] if todo.parts else [self.multiply(*uncut)]
 
         def use(t: int, pair: list[Tensor]) -> Program[None]:
@@ -258,7 +258,7 @@ def moving_operands(steps: Steps, panel: Tensor, x: Tensor, space: Session) -> P
 
 
 def panel_of(x: Tensor, dim: int, ranges: Ranges, space: Session) -> Tensor:
-    """The indices of `x` in `ranges` along `dim`: a view where they follow each other."""
+    """The indices of `x` in `ranges` along `dim`: a view if they are consecutive."""
     if len(ranges) == 1:
         return x.narrow(dim, ranges[0].start, len(ranges[0]))
     if not ranges:

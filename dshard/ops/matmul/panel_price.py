@@ -25,17 +25,17 @@ BULK = Stream(1)
 
 @cached("prices in panels", 4096)
 def in_panels(rule: Rule, plans: Plans, dtype: torch.dtype, topology: Topology) -> tuple[PanelCost, ...]:
-    """The prices of the matmul in each number of panels worth trying, in bulk first; only that where nothing is cut.
+    """The prices of the matmul in bulk, then in each number of panels worth trying; in bulk alone if nothing is cut.
 
-    `plans` are those of both operands and of the result.
+    `plans` redistribute both operands and the result.
     """
     return tuple(_in_panels(rule, plans, dtype, topology))
 
 
 def cheapest(costs: Sequence[PanelCost], limit: int | None = None) -> PanelCost:
-    """The fastest price whose buffers are within `limit` bytes; where none are, the one with the smallest buffers.
+    """The fastest price whose buffers are within `limit` bytes, or else the price with the smallest buffers.
 
-    Of two that take equally long, the one in fewer panels.
+    Of two equally fast ones, that with fewer panels.
     """
     fits = [each for each in costs if limit is None or each.buffer_bytes <= limit]
     if fits:
@@ -82,7 +82,7 @@ def _panel(shape: Shape, term: Term, factor: str | None, panels: int) -> Shape:
 
 
 def _work(rule: Rule, plans: Plans, shapes: Sequence[Shape], dtype: torch.dtype, topology: Topology) -> float:
-    """Seconds of the local matmul of tensors of these global shapes, in the layouts that the plans redistribute to."""
+    """Seconds of the local matmul of tensors of these global shapes, in the destination layouts of the plans."""
     layouts = (plans[0].dst, plans[1].dst, plans[2].src)
     local = [layout.local_shape(shape, (0,) * layout.mesh.ndim) for layout, shape in zip(layouts, shapes, strict=True)]
     sizes = {

@@ -1,4 +1,4 @@
-"""Rules of matmuls: each is a rule over its loops; a strategy gives every mesh axis a loop."""
+"""Rules of matmuls over their loops; a strategy gives every mesh axis a loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def notation(text: str) -> Operator:
 
 
 def same_dtype(name: str, dtypes: Sequence[torch.dtype]) -> None:
-    """Refuse operands of a matmul that differ in dtype, before anything is sent: torch does not check without data.
+    """Refuse operands of a matmul that differ in dtype, which torch does not check on meta tensors.
 
     Raises:
         DtypeError: they differ.
@@ -62,7 +62,7 @@ def linear_rule(x: Shape, weight: Shape) -> Rule:
 
 
 def einsum_rule(equation: str, a: Shape, b: Shape) -> Rule | None:
-    """`torch.einsum` of two operands, or None where it is more than a matmul: a diagonal, or a dim summed by itself.
+    """`torch.einsum` of two operands; None if it is more than a matmul: a diagonal, or a sum over one operand's dim.
 
     >>> print(einsum_rule("bij,bjk->bik", (2, 3, 4), (2, 4, 5)))
     b i j, b j k -> b i k
