@@ -10,10 +10,11 @@ A plan is run in these stages, each in a file:
 - `joined`: several plans of one collective each, as one collective.
 - `transport`: launches a collective by one of the primitives in `collectives`, and tells listeners (`events`).
 - `backends`: what each backend can do, the one table that all of these ask.
-- `peer_failure`: waits for it, unless another rank has failed or is in `deadlock`; `graph_collectives`: so do graphs.
+- `peer_failure`: waits for a collective, unless another rank has failed or is in `deadlock`; `graph_collectives`: the
+  same for collectives of compiled graphs.
 
-`runtime` binds meshes to `process_groups`. `reshard` runs plans between meshes, in sends and receives. `agreement` and
-`scatter_shards` have what ranks share before there is a plan; `rank_checks` compares programs in debug mode.
+`runtime` binds meshes to `process_groups`. `reshard` runs plans between meshes, in sends and receives. `agreement`
+exchanges shapes and values, `scatter_shards` distributes global tensors; `rank_checks` compares programs in debug mode.
 """
 
 from dshard.comm.agreement import (

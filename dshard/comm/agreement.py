@@ -29,10 +29,10 @@ MAX_DIMS = 16
 
 
 def even_shape(local: Tensor, layout: Layout, compared: bool = False) -> Shape:
-    """The shape of the tensor whose local tensors under `layout` all have the shape of this one; nothing is sent.
+    """The global shape if all local tensors under `layout` have the shape of `local`; nothing is sent.
 
-    Where the ranks are simulated, or `compared` in the debug mode, their local shapes are looked at; else before their
-    next collective.
+    Local shapes are compared now if ranks are simulated, or if `compared`, in debug mode; else before the next
+    collective.
 
     Raises:
         ShapeError: other ranks have local tensors of other shapes.
@@ -54,7 +54,7 @@ def even_shape(local: Tensor, layout: Layout, compared: bool = False) -> Shape:
 
 
 def global_shape(local: Tensor, layout: Layout) -> Shape:
-    """The shape of the tensor whose local tensors under `layout` are these, found by an all_gather of their shapes.
+    """The global shape of the tensor with these local tensors under `layout`, by an all_gather of their shapes.
 
     Raises:
         ShapeError: the local shapes are not those of one tensor.
@@ -70,7 +70,7 @@ def global_shape(local: Tensor, layout: Layout) -> Shape:
 
 
 def _local_shapes(local: Tensor, layout: Layout) -> dict[Coordinate, Shape] | None:
-    """The shapes of all ranks' local tensors, by an all_gather of them; None where none can run."""
+    """The shapes of all ranks' local tensors, by an all_gather; None if no collective can run."""
     mesh = layout.mesh
     if type(local) is LocalTensor:
         with plain():
@@ -99,7 +99,7 @@ def _exchanges_shapes(local: Tensor, runtime: Runtime) -> bool:
 
 
 def checked_shape(local: Tensor, layout: Layout, shape: Shape) -> Shape:
-    """`shape`, once checked: this rank's local tensor has the shape that `layout` gives it.
+    """Check that this rank's local tensor has the shape that `layout` gives it for `shape`, and return `shape`.
 
     Raises:
         ShapeError: the local tensor has another shape.
@@ -117,10 +117,10 @@ def checked_shape(local: Tensor, layout: Layout, shape: Shape) -> Shape:
 
 
 def gather_rows(row: Sequence[int], mesh: Mesh, is_check: bool = False) -> dict[Coordinate, tuple[int, ...]]:
-    """The numbers that each rank of the mesh gives, equally many on all, by one all_gather of them.
+    """The rows of numbers of all ranks of the mesh, of equal length, by one all_gather.
 
-    Listeners hear of it, unless it is a mere check. Where ranks are simulated, or there are no processes, all give the
-    same ones, and nothing is sent.
+    Listeners are told, unless `is_check`. On simulated ranks, or without processes, all rows are equal, and nothing is
+    sent.
     """
     runtime = runtime_of(mesh)
     if simulated_ranks() is None and runtime is not None and runtime.coordinate is not None and mesh.size > 1:
@@ -149,7 +149,7 @@ def group_rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def ranks_of_group(args: Iterable[Any]) -> tuple[int, ...]:
-    """The ranks of the process group among the arguments of a collective of torch's, if there is one."""
+    """The ranks of the process group among the arguments of a torch collective; () without one."""
     for arg in args:
         with suppress(TypeError, RuntimeError):  # it is something else, such as a reduction
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
@@ -180,7 +180,7 @@ def same_replicas(local: Tensor, layout: Layout) -> Tensor:
 
 
 def same_topology(topology: Topology, mesh: Mesh) -> Topology:
-    """Broadcast the topology of the mesh's first rank to all its ranks, so that all of them choose the same plans.
+    """Broadcast the topology of the mesh's first rank to all its ranks, so that all choose the same plans.
 
     Two broadcasts: the size of its JSON, then the JSON. Without processes, or with one rank, nothing is sent.
     """
@@ -235,7 +235,7 @@ def _dtypes() -> list[torch.dtype]:
 
 
 def _check_same_kind(rows: dict[Coordinate, list[int]], layout: Layout) -> None:
-    """Refuse local tensors of different dtypes or layouts; every rank has the rows of all ranks.
+    """Refuse local tensors of different dtypes or layouts, by the gathered rows of all ranks.
 
     Raises:
         DtypeError: the local tensors have different dtypes.
@@ -251,7 +251,7 @@ def _check_same_kind(rows: dict[Coordinate, list[int]], layout: Layout) -> None:
 
 
 def _global_shape_of(shapes: dict[Coordinate, Shape], layout: Layout) -> Shape:
-    """The global shape of the tensor whose local tensors have these shapes."""
+    """The global shape of the tensor with local tensors of these shapes."""
     origin = (0,) * layout.mesh.ndim
     first = shapes[origin]
     if any(len(shape) != len(first) for shape in shapes.values()):

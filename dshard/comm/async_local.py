@@ -1,4 +1,4 @@
-"""Redistributions that have begun and are waited for when their result is first used."""
+"""Asynchronous redistributions: begun at once, waited for at the first use of their result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dshard.redistribute import Plan
 
 
 class AsyncLocal:
-    """A local tensor whose collective is in flight: the first call waits for it, and raises its error if it has one."""
+    """A local tensor whose collective is in flight: the first call waits for it, and raises its error, if any."""
 
     __slots__ = ("_finish", "_value")
 
@@ -41,9 +41,9 @@ Start: TypeAlias = Callable[[Tensor, bool], AsyncLocal | None]
 def async_start(plan: Plan) -> Start:
     """A function that begins the first collective of `plan` on a local tensor, which must not be written until the end.
 
-    Its second argument says whether the collective may overwrite the local tensor. The later steps of the plan run when
-    the result is first used. The function returns None where the plan cannot be in flight: without processes, on
-    simulated ranks, while torch.compile traces, where nothing is sent, and while there are listeners.
+    Its second argument says whether the collective may overwrite the local tensor. The later steps of the plan run at
+    the first use of the result. The function returns None if the plan cannot be asynchronous: without processes, on
+    simulated ranks, while torch.compile traces, if nothing is sent, and while there are listeners.
     """
     runtime = runtime_of(plan.src.mesh)
     if not plan.steps or runtime is None or runtime.coordinate is None:
@@ -99,7 +99,7 @@ def _start_of(plan: Plan, dtype: torch.dtype, runtime: Runtime) -> Start:
 class LazyLocal:
     """Descriptor of a local tensor that is in flight: waits at the first access, and keeps the result.
 
-    It is no data descriptor, so a `_local_tensor` of the instance comes first.
+    As it is no data descriptor, an instance's own `_local_tensor` takes precedence.
     """
 
     def __get__(self, x: Any, owner: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""The table of what each backend of torch.distributed can do, which the library asks in place of the backend's name.
+"""The abilities of each backend of torch.distributed, which the library reads in place of the backend's name.
 
 | | gloo | nccl | fake | simulated |
 |---|---|---|---|---|
@@ -9,7 +9,7 @@
 | all_gather of uneven pieces | broadcasts, all at once | messages or broadcasts | broadcasts | in one process |
 | sums in half precision | rounded at every step | in single precision | - | as torch |
 
-Other backends count as the last but one: they get the ways that every backend has.
+Other backends count as fake: they run only primitives that every backend has.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ NCCL_CONTRACT = replace(NCCL, name="nccl_contract")
 """`dshard.testing`'s process group on CPU tensors, which keeps NCCL's contract."""
 FAKE = Backend("fake", carries_data=False)
 SIMULATED = Backend("simulated", reduces_all=True)
-"""Ranks that are simulated in one process."""
+"""The backend of ranks that are simulated in one process."""
 _BACKENDS = {backend.name: backend for backend in (GLOO, NCCL, NCCL_CONTRACT, FAKE)}
 
 
@@ -79,7 +79,7 @@ def backend_of(name: str, device_type: str) -> Backend:
 
 
 def default_backend(device_type: str) -> Backend:
-    """The backend that tensors without processes are planned for."""
+    """The backend for which plans on meshes without processes are made."""
     return GLOO if device_type == "cpu" else NCCL
 
 
@@ -89,5 +89,5 @@ def waits_on_host(name: str) -> bool:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which terms of `dtype` are added, to be rounded once: single precision for half."""
+    """The dtype in which terms of `dtype` are summed, to be rounded once: single precision for half."""
     return torch.float32 if dtype in HALF else dtype

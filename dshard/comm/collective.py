@@ -1,4 +1,4 @@
-"""A collective as a value: what one rank sends and receives in flat buffers, and what listeners hear of it."""
+"""A collective as a value: the flat pieces that one rank sends and receives, and the report for listeners."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOVES = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A collective as listeners hear of it: its name, its mesh, and how many elements this rank receives from peers."""
+    """The report of a collective for listeners: its name, its mesh, and the elements that this rank receives."""
 
     collective: str
     mesh: Mesh
@@ -43,8 +43,8 @@ class Collective:
     """One collective of one rank of the group along `axes`, whose `ranks` have the order of the mesh.
 
     `send` and `recv` are the sizes of the flat pieces, in elements: one for each rank, or one for all. `op` is the
-    reduction, `root` the index of the rank that sends a broadcast or scatter. One that is part of another has no
-    `report`.
+    reduction, `root` the index of the rank that sends a broadcast or scatter. A collective that is part of another has
+    no `report`.
     """
 
     kind: Kind
@@ -58,17 +58,17 @@ class Collective:
     report: Report | None = None
 
     def in_bytes(self, itemsize: int) -> Collective:
-        """This collective of bytes, `itemsize` for each element."""
+        """This collective on bytes in place of elements of `itemsize` bytes."""
         send, recv = (tuple(size * itemsize for size in sizes) for sizes in (self.send, self.recv))
         return replace(self, send=send, recv=recv)
 
 
 def collectives_for(collective: Collective, dtype: torch.dtype, backend: Backend) -> list[tuple[Collective, int]]:
-    """The collectives by which a backend runs `collective`, each with the number of equal terms in what it receives.
+    """The collectives by which a backend runs `collective`, each with the number of equal terms that it receives.
 
-    Terms are reduced locally; 0 says that there are none. Where the backend cannot reduce, or pieces differ in size,
-    the pieces are exchanged: the same bytes, and half precision is summed in single. An all_reduce is then followed by
-    an all_gather.
+    Terms are reduced locally; 0 means no terms. If the backend cannot reduce, or pieces differ in size, the pieces are
+    exchanged instead: the same bytes, and half precision is summed in single. An all_reduce is then an exchange and an
+    all_gather.
     """
     if collective.op is None or native(collective, dtype, backend):
         return [(collective, 0)]

@@ -1,9 +1,9 @@
-"""Collectives on flat buffers, begun: on the process group itself, or as functional collectives while torch traces.
+"""Asynchronous collectives on flat buffers: on the process group itself, or functional ones while torch traces.
 
-Each takes the buffer to send and the one to receive in, which it allocates where it is None, and returns the function
-that waits for its end and returns the buffer received. torch's functional collectives pass several layers of Python,
-which cost more than the start of the collective. Only traced tensors, which have no memory yet, take them, because
-torch.compile knows them alone. A wait lets the current stream of a device wait, not the host.
+Each function begins a collective with the buffer to send and the one to receive in, allocated if None, and returns a
+function that waits for its end and returns the buffer received. torch's functional collectives pass several layers of
+Python, which cost more than the start of the collective; only traced tensors take them, as torch.compile knows no
+others. On a device with streams a wait blocks the current stream, not the host.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def swap(send: Sequence[int], recv: Sequence[int], group: Group, x: Tensor, out:
 def gather_by_broadcasts(sizes: Sequence[int], group: Group, x: Tensor, out: Tensor | None) -> Wait:
     """Flat chunk -> the chunks of all ranks, of these `sizes`, each broadcast into place, all at once.
 
-    On a backend whose collectives would run one after the other, they begin as one, as in torch's own all_gather there.
+    If the backend would run collectives one after the other, they are coalesced, as in torch's own all_gather there.
     """
     if out is None:
         out = x.new_empty(sum(sizes))

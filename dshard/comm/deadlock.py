@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in different collectives, one of which another rank has left out."""
+"""Deadlock detection: ranks that wait for each other in different collectives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Waiting:
 
 
 def stuck(waiting: Mapping[int, Waiting]) -> set[int]:
-    """The ranks that will never go on. A rank that is not in `waiting` is assumed to reach every collective.
+    """The deadlocked ranks. A rank that is not in `waiting` is assumed to reach every collective.
 
     A collective that all its ranks have reached ends. A waiting rank goes on once the ranks that it waits for do.
     """

@@ -1,9 +1,9 @@
-"""Programs that begin collectives and wait for them later.
+"""Programs: generators of a rank's work that begin collectives and wait for them later.
 
-A program is a generator that yields the request of each collective when it begins, and is sent the function that waits
-for its end. One program serves ranks with processes, where collectives run beside the computation, ranks simulated in
-one process, and runs without data, which find the memory that the program needs: these are the functions that `advance`
-and `advance_in_step` launch requests by.
+A program yields the request of each collective when it begins, and is sent the function that waits for its end. The
+same program runs on ranks with processes, where collectives overlap with computation, on ranks simulated in one
+process, and without data, to find the memory that it needs: `advance` and `advance_in_step` take a function that
+launches a request in each of these ways.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Make: TypeAlias = Callable[[Coordinate, Session, Sequence[Tensor]], Program[Resu
 
 @dataclass(slots=True)
 class InFlight:
-    """A local tensor in flight: the request that has begun, the function that waits for it, and the remaining steps."""
+    """A local tensor in flight: the begun request, the function that waits for it, and the remaining steps."""
 
     value: Tensor
     request: Request | None = None
@@ -106,7 +106,7 @@ def advance(program: Program[T], launch: Callable[[Request], Wait]) -> T:
 
 
 def begun(program: Program[T], launch: Callable[[Request], Wait]) -> Callable[[], T]:
-    """Begin the first collective of a program, which has one; the function returned runs the program to its end."""
+    """Begin the first collective of a program that has one; the function returned runs the program to its end."""
     waits = [launch(next(program))]
 
     def wait() -> Tensor:
@@ -128,7 +128,7 @@ def advance_in_step(
 ) -> dict[int, T]:
     """Run the programs of all ranks in step, and return their values; `run` runs the collective that all request.
 
-    They begin the same collectives in the same order. `run` returns the buffer that each rank receives.
+    All programs begin the same collectives in the same order. `run` returns the buffer that each rank receives.
     """
     results: dict[int, T] = {}
     received: Mapping[int, Tensor] = {}
@@ -146,7 +146,7 @@ def advance_in_step(
 
 
 def same_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors lie in one storage."""
+    """Whether two tensors share a storage."""
     return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
 
 

@@ -1,13 +1,13 @@
-"""Local shapes that `from_local` counts as those of all ranks, compared in the store before the next collective.
+"""Local shapes that `from_local` assumes on all ranks, compared through the store before the next collective.
 
-Without `shape` nothing is sent, so each rank alone takes its local tensor for one of several even parts. Where that is
-wrong the ranks would begin collectives of different sizes, which ends the process on gloo and writes garbage on NCCL.
-So a rank tells each local shape and dtype that it takes, once, in the store at which the ranks met. Just before its
-next collective it looks up whether the others have taken the same. They are about to meet there anyway, so
-nobody waits longer than in the collective. Shapes that were taken before cost nothing more.
+Without `shape` nothing is sent, so each rank assumes that the local shapes of all ranks equal its own. If they differ,
+the ranks would begin collectives of different sizes, which ends the process on gloo and writes garbage on NCCL. So a
+rank publishes each assumed local shape and dtype, once, in the store of the process group. Just before its next
+collective it reads whether the others have assumed the same. They are about to meet there anyway, so no rank waits
+longer than in the collective. A shape that was assumed before costs nothing more.
 
-A rank that took a shape some time ago takes it again without a word. A rank for which that is the wrong one sees that
-this peer waits in a collective after its `from_local`, and has not taken the same shape.
+A rank assumes a former shape again without publishing it. A peer with a different shape then sees that this rank waits
+in a collective after its `from_local`, without having published the peer's shape.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dshard.errors import DtypeError, ShapeError
 from dshard.layout import Layout, Shape
 
 SECONDS = 10.0
-"""How long a rank waits for a peer that has neither taken a shape nor waits in a collective; then it goes on."""
+"""The time for which a rank waits for a peer that has neither published a shape nor waits in a collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """The `number`th local part that this rank takes for one of even parts under a layout, at a line of the program."""
+    """The `number`th local shape and dtype that this rank assumes on all ranks under a layout, and its line."""
 
     layout: Layout
     part: Part
@@ -44,15 +44,15 @@ class _Taken:
 
     @property
     def key(self) -> str:
-        """The key of what the ranks take in the store."""
+        """The key of the assumed shapes in the store."""
         mesh = self.layout.mesh
         return f"dshard/even parts/{self.world}/{mesh.ranks}/{mesh.shape}/{self.layout}/{self.number}"
 
 
 def take_as_even(shape: Shape, dtype: torch.dtype, layout: Layout) -> None:
-    """Let the shape and dtype of this rank's local tensor count as those of all ranks of the mesh.
+    """Assume the shape and dtype of this rank's local tensor on all ranks of the mesh.
 
-    The next collective of this rank begins once the others have taken the same.
+    The next collective of this rank begins once the others have assumed the same.
     """
     world = this_world()
     part = Part(shape, str(dtype))
@@ -69,11 +69,11 @@ def take_as_even(shape: Shape, dtype: torch.dtype, layout: Layout) -> None:
 
 
 def _compare(own: _Taken) -> None:
-    """Go on once all ranks of the mesh have taken the part.
+    """Wait until all ranks of the mesh have assumed the same shape and dtype.
 
     Raises:
-        ShapeError: a rank has taken a part of another shape.
-        DtypeError: a rank has taken a part of another dtype.
+        ShapeError: a rank has assumed another shape.
+        DtypeError: a rank has assumed another dtype.
     """
     if own.world != this_world().count:
         return

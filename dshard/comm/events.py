@@ -1,4 +1,4 @@
-"""Events of collectives: listeners get one for each collective that runs."""
+"""Events of collectives: listeners are called with one for each collective that runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def listen(listener: Listener, *, measure: bool = False) -> Iterator[None]:
     """Call `listener` with the event of each collective that this thread, or asynchronous task, runs within the block.
 
     With `measure` the ranks of each collective first wait for each other, and then for its end, so that the event has
-    its seconds: nothing overlaps any more, and all its ranks must measure.
+    its seconds: collectives no longer overlap, and all ranks must measure.
 
     >>> events = []
     >>> with listen(events.append):
@@ -58,7 +58,7 @@ def listen(listener: Listener, *, measure: bool = False) -> Iterator[None]:
 
 
 class _Once:
-    """A listener that leaves, and calls a function, at the next collective."""
+    """A listener that calls a function at the next collective, and removes itself."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self.function = function
@@ -76,7 +76,7 @@ def before_next_collective(function: Callable[[], None]) -> None:
 
 
 def has_listeners() -> bool:
-    """Whether there are listeners, once those of this thread that wait for the next collective alone were called."""
+    """Whether there are listeners, after calling those of this thread that wait only for the next collective."""
     for listener, _ in _LISTENERS.value() if LISTENERS else ():
         if isinstance(listener, _Once):
             listener()

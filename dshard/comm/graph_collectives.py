@@ -1,10 +1,10 @@
-"""Collectives of compiled graphs over gloo: begun on the process group, and waited for as those of eager are.
+"""Collectives of compiled graphs over gloo, run and waited for by the functions of eager mode.
 
-A graph calls torch's functional collectives. Their own wait, in C++, is for ever: it does not look whether another rank
-has failed. On CPU tensors, and on process groups of meshes, the operators that dshard puts into graphs are therefore
-run by the functions that eager calls; the graphs stay as they are, and other process groups, devices and operators have
-torch's kernels. Waits are in the order in which the collectives were begun, which is the same on all ranks: compilers
-move waits, on each rank in another way, and ranks that are stuck are known by the order of their waits.
+A graph calls torch's functional collectives. Their own wait, in C++, blocks for ever if another rank has failed. So on
+CPU tensors, and on process groups of meshes, the collectives that dshard puts into graphs are run by the functions of
+eager mode; the graphs do not change, and other process groups, devices and operators have torch's kernels. Waits are in
+the order in which the collectives were begun, which is the same on all ranks: compilers move waits, on each rank in
+another way, and deadlocks are detected by the order of waits.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _NAMESPACE = "_c10d_functional"
 class _InFlight(local):
     """The collectives that graphs of this thread have begun and not waited for, in this order.
 
-    Each is known by the memory that it receives in, and belongs to a world and a number of failures in it: what was
-    begun before this rank failed is not waited for any more.
+    Each is identified by the memory that it receives in, and by the world and its number of failures: a collective that
+    was begun before this rank failed is not waited for.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class _InFlight(local):
         return out
 
     def end(self, out: Tensor) -> None:
-        """Wait for the collective that receives in `out`, and those begun before it."""
+        """Wait for the collective that receives in `out`, and for those begun before it."""
         last, now = _memory(out), _now()
         for memory in list(self.waits):
             begun, wait = self.waits.pop(memory)
@@ -53,7 +53,7 @@ _IN_FLIGHT = _InFlight()
 
 
 def wait_in_graphs_as_in_eager() -> bool:
-    """Register the kernels of this module with torch; False if they are."""
+    """Register the kernels of this module with torch; return False if they are registered already."""
     if _LIBRARY:
         return False
     _LIBRARY.append(torch.library.Library(_NAMESPACE, "IMPL"))
@@ -66,7 +66,7 @@ _LIBRARY: list[Any] = []  # the kernels end with torch's library, so it is kept
 
 
 def _group_called(name: object) -> Group | None:
-    """The group of a mesh whose process group has this name, if ranks wait for it on the host."""
+    """The group of a mesh whose process group has this name, if its waits block the host."""
     group = this_world().named.get(name) if isinstance(name, str) else None
     return group if group is not None and group.backend.waits_on_host else None
 
@@ -118,7 +118,7 @@ def _broadcast_in_place(x: Tensor, source: int, name: object) -> Tensor:
 
 
 def wait_in_graph(x: Tensor) -> Tensor:
-    """Wait for the collective of a graph that receives in `x`; errors say that it is one of a graph."""
+    """Wait for the collective of a graph that receives in `x`; errors say that it is in a compiled graph."""
     if _memory(x) not in _IN_FLIGHT.waits:
         return _torchs("wait_tensor", x)
     _IN_FLIGHT.end(x)
@@ -126,7 +126,7 @@ def wait_in_graph(x: Tensor) -> Tensor:
 
 
 def _torchs(name: str, *args: object) -> Tensor:
-    """Run torch's kernel, without Python's lock: gloo's threads take it to free the tensors of what has ended."""
+    """Run torch's kernel without the GIL, which gloo's threads take to free the tensors of ended collectives."""
     out: Tensor = getattr(getattr(torch.ops, _NAMESPACE), name).default._op_dk(
         DispatchKey.CompositeExplicitAutograd, *args
     )
@@ -152,4 +152,4 @@ _KERNELS: dict[str, Any] = {
     "broadcast_": _broadcast_in_place,
     "wait_tensor": wait_in_graph,
 }
-"""Kernels of the operators in graphs; reduce_scatter is in none over gloo."""
+"""Kernels of the collectives in graphs; over gloo no graph has a reduce_scatter."""

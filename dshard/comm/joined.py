@@ -1,4 +1,4 @@
-"""Several redistributions by the same collectives, run as one: each collective once, for all their local tensors.
+"""Several redistributions that need the same collectives, each of which runs once for all their local tensors.
 
 The pieces for a rank are those of every tensor, one after the other, in one flat buffer. Reduced tensors are views of
 the buffer received; gathered ones are copied out of it.
@@ -36,7 +36,7 @@ Finish = Callable[[], Results]
 
 
 class Lane(NamedTuple):
-    """The kinds, mesh axes and reductions of a plan's collectives: plans in which these are equal can run as one."""
+    """The kinds, mesh axes and reductions of a plan's collectives: plans with equal lanes can run as one."""
 
     mesh: Mesh
     collectives: tuple[tuple[Kind, tuple[str, ...], ReduceOp | None], ...]
@@ -47,7 +47,7 @@ _KINDS: frozenset[Kind] = frozenset({"all_gather", "all_reduce", "reduce_scatter
 
 @cached("lanes", 16384)
 def lane_of(plan: Plan) -> Lane | None:
-    """The lane of a plan; None for one that sends nothing, or has a step of another kind."""
+    """The lane of a plan; None if it sends nothing, or has a step of another kind."""
     moved = moved_in(plan, (0,) * plan.src.mesh.ndim)
     if not moved or any(each.collective.kind not in _KINDS for each in moved):
         return None
@@ -64,18 +64,18 @@ class Joined:
         self.steps = [JoinedStep(members, dtype, backend) for members in zip(*moved, strict=True)]
 
     def program(self, tensors: list[Tensor]) -> Program[Results]:
-        """Run the collectives in turn on one local tensor of each plan; the list is emptied once they are packed."""
+        """Run the collectives one by one on a local tensor of each plan; the list is emptied once they are packed."""
         for step in self.steps:
             tensors[:] = yield from step.program(tensors)
         return tuple(tensors)
 
 
 class JoinedStep:
-    """One collective of each plan, as one of them all.
+    """One collective that runs the corresponding collectives of several plans.
 
-    `sent` are the pieces in the buffer to send, each the index of a tensor and its region, None for the whole: those of
-    all tensors for the first rank before those for the second. `sizes` are their elements, and `received` those of the
-    pieces `arriving` in the buffer that is received, after its terms are reduced.
+    `sent` are the pieces in the buffer to send, each the index of a tensor and its region, None for the full tensor:
+    the pieces of all tensors for the first rank, then those for the second, and so on; `sizes` are their elements.
+    `arriving` are the pieces in the buffer received, after its terms are reduced, and `received` their elements.
     """
 
     __slots__ = ("arriving", "dtype", "gathers", "members", "parts", "received", "sent", "sizes")
@@ -141,14 +141,14 @@ class JoinedStep:
 
 
 def _place_to_receive(part: Transfer, flat: Tensor) -> Tensor:
-    """The buffer to receive in: an all_reduce's own, which nobody else has."""
+    """The buffer to receive in: for an all_reduce the buffer to send, which has no other user."""
     return flat if part.collective.kind == "all_reduce" else flat.new_empty(sum(part.collective.recv))
 
 
 def _of_memory(part: Tensor, shape: Shape) -> Tensor:
-    """A tensor of `shape` in the memory of the flat `part`, whose version counter is its own.
+    """A tensor of `shape` in the memory of the flat `part`, with a version counter of its own.
 
-    A view would share that with all others of its buffer: a write to one would count as a write to each.
+    A view would share the counter with all other views of the buffer: a write to one would count as a write to each.
     """
     if part.is_meta:
         return part.view(shape)
@@ -176,9 +176,9 @@ def begin_joined(
 ) -> Finish:
     """Begin plans of one lane, on a local tensor each, as one collective; the function returned waits for its end.
 
-    What is sent has `dtype`: tensors of another are cast. The list is emptied once they are packed, so that they are
-    freed while the collective runs. `joined` is `joined_of(plans, dtype)`, if it is at hand. On simulated ranks it has
-    ended on return.
+    Tensors of another dtype are cast to `dtype`. The list is emptied once they are packed, so that they are freed while
+    the collective runs. `joined` is `joined_of(plans, dtype)`, if at hand. On simulated ranks the collective has ended
+    on return.
 
     Raises:
         MeshError: the mesh has no processes.
@@ -207,7 +207,7 @@ def begin_joined(
 
 @cached("joined bytes", 4096)
 def joined_received(plans: tuple[Plan, ...]) -> tuple[tuple[Kind, tuple[str, ...], int], ...]:
-    """The collectives that plans of one lane are together: the kind, axes, and elements of the busiest rank of each."""
+    """The collectives of joined plans of one lane: the kind, axes, and busiest rank's elements of each."""
     mesh = plans[0].src.mesh
     of_ranks = [Joined(plans, mesh.coordinate(rank), torch.float32, SIMULATED).steps for rank in mesh.ranks]
     steps = zip(*of_ranks, strict=True)

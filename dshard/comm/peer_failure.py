@@ -1,18 +1,16 @@
-"""Failures of one rank are published in the store, so that ranks which wait for it raise instead of waiting forever.
+"""Failures of a rank, published in the store so that ranks which wait for it raise instead of waiting forever.
 
 Only the rank that holds the values can see errors that depend on them, such as an index out of range. It publishes a
-record in the store that the ranks met at, and raises; successful calls send nothing more than before. A rank that waits
-long in a collective reads the records of its peers, and raises the same kind of error. The rank that failed raises once
-the others have failed too, or after a time limit: else it might go on to another collective while they wait in the one
-that it left out. A rank that recovers clears its record; ranks with equal failure counts ignore each other's, because
-they failed alike.
+record in the store of the process group, and raises; successful calls send nothing. A rank that waits long in a
+collective reads the records of its peers, and raises the same kind of error. The failed rank raises once the others
+have failed too, or after a time limit: else it might begin another collective while they wait in the skipped one. A
+rank that recovers clears its record; ranks with equal failure counts ignore each other's records, as they failed alike.
 
-A rank that waits long also publishes where it waits. Ranks that wait for each other in different collectives, one of
-which another rank has left out, would wait forever: each of them detects that by itself, and its error says which rank
-waits where. A rank that computes for long is no error.
+A rank that waits long also publishes where it waits. So each rank can detect a deadlock by itself, and its error says
+which rank waits where. A rank that computes for long is no error.
 
-gloo gives up point-to-point messages when a wait for them times out: for those another thread waits, and stays behind
-until the time limit of the process group.
+gloo aborts point-to-point messages when a wait for them times out: another thread waits for those, until the time limit
+of the process group.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ from dshard.errors import DShardError, PeerError
 from dshard.torch_private import autograd_engine, graph_task_id
 
 PATIENCE = timedelta(seconds=1)
-"""How long a rank waits between two looks at the records of its peers."""
+"""The time for which a rank waits before it reads the records of its peers again."""
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (IndexError, PeerError, RuntimeError, TypeError, ValueError)
@@ -70,7 +68,7 @@ class Failed:
 
 
 def publish_failure(error: Exception, ranks: Collection[int] = ()) -> None:
-    """Publish that this rank has raised `error`, and wait a little until `ranks` have failed, too."""
+    """Publish that this rank has raised `error`, and wait, up to a limit, until `ranks` have failed, too."""
     # dshard's own errors, and what torch refuses without data, are raised on all ranks before anything is sent
     if (isinstance(error, DShardError) and not isinstance(error, PeerError)) or is_told(error):
         return
@@ -121,7 +119,7 @@ class _Backward:
 
 
 def mark_raised_by_all(error: Exception) -> None:
-    """Note that each rank raises this error by itself, for what all know, before it sends anything."""
+    """Mark an error that every rank raises by itself before it sends anything."""
     with contextlib.suppress(AttributeError):
         error._raised_by_all = True  # type: ignore[attr-defined]
 
@@ -173,7 +171,7 @@ def _failure_records(ranks: Collection[int]) -> list[Failed]:
 
 
 def wait_for(work: dist.Work, group: Group) -> None:
-    """Wait for a collective of the group, unless one of its ranks has failed and not gone on.
+    """Wait for a collective of the group; raise if one of its ranks has failed and not recovered.
 
     Raises:
         Exception: of the kind that was raised on another rank.
@@ -193,9 +191,9 @@ def wait_for(work: dist.Work, group: Group) -> None:
 
 
 def wait_for_pairs(works: list[dist.Work], group: Group, kind: str = "exchange in pairs") -> None:
-    """Wait for point-to-point messages of the group, unless one of its ranks has failed and not gone on.
+    """Wait for point-to-point messages of the group; raise if one of its ranks has failed and not recovered.
 
-    The list is empty afterwards, which releases the tensors sent.
+    The list is emptied, which releases the tensors sent.
     """
     if not group.backend.waits_on_host:
         _wait_all(works)
@@ -245,7 +243,7 @@ def _clear_failure() -> None:
 
 
 def _wait_on(wait: Callable[[], object], over: Callable[[], bool], group: Group, kind: str) -> None:
-    """Wait again and again after the first timeout; in between, check whether the wait can ever end."""
+    """Wait repeatedly after the first timeout, and check in between whether the wait can ever end."""
     here = _own_wait(group, kind)
     store_messages.put(_waiting(here.rank), here)
     seen: dict[int, Waiting] = {}
@@ -269,7 +267,7 @@ def _own_wait(group: Group, kind: str) -> Waiting:
 
 
 def not_begun(error: Exception, group: Group, kind: str = "exchange in pairs") -> Exception:
-    """The error to raise where the backend refuses to begin point-to-point messages of the group."""
+    """The error to raise if the backend refuses to begin point-to-point messages of the group."""
     return _wait_error(error, _own_wait(group, kind), _GIVEN_UP.get(group.process_group))
 
 
@@ -277,7 +275,7 @@ def _has_ended(wait: Callable[[], object], over: Callable[[], bool], here: Waiti
     """Wait once more, up to the timeout; whether the collective has completed.
 
     Raises:
-        PeerError: it has ended with an error.
+        PeerError: the collective has ended with an error.
     """
     try:
         wait()
@@ -292,7 +290,7 @@ def _has_ended(wait: Callable[[], object], over: Callable[[], bool], here: Waiti
 
 
 def _wait_error(error: Exception, here: Waiting, given_up: str | None) -> Exception:
-    """The error to raise where the backend gave up on a collective of the group."""
+    """The error to raise if the backend aborted a collective of the group."""
     # the backend does not say whether a rank has ended or the time limit is over
     given_up = given_up or this_world().strayed
     if given_up is not None:
@@ -324,7 +322,7 @@ def _check_peers(here: Waiting) -> None:
 def _first_failure(here: Waiting, known: int) -> Failed | None:
     """The record of a rank of the group that has failed more than `known` times and not recovered, or None.
 
-    Errors of operators come before those of ranks that waited for them.
+    Errors of operators take precedence over the errors of ranks that waited for them.
     """
     ahead = [
         failed
@@ -346,7 +344,7 @@ def _peer_waits(here: Waiting, seen: Mapping[int, Waiting]) -> dict[int, Waiting
     """The waits of all ranks on which this rank depends, directly or by the ranks of their groups.
 
     Raises:
-        PeerError: these ranks have waited in the same places since the last look, and none of them can ever go on.
+        PeerError: these ranks have waited in the same collectives since the last check, and are deadlocked.
     """
     waits: dict[int, Waiting] = {}
     queue, visited = [*here.ranks], set[int]()
@@ -370,7 +368,7 @@ def _peer_waits(here: Waiting, seen: Mapping[int, Waiting]) -> dict[int, Waiting
 
 
 def waits_ahead(rank: int) -> bool:
-    """Whether a rank waits for this one in a collective that this one has not come to."""
+    """Whether `rank` waits for this one in a collective that this one has not reached."""
     peer: Waiting | None = store_messages.peek(_waiting(rank))
     if peer is None or dist.get_rank() not in peer.ranks:
         return False

@@ -19,10 +19,10 @@ Local = Callable[[Tensor], Tensor]
 class Pieces:
     """The pieces of a local tensor of `shape` that a flat buffer holds one after the other.
 
-    Nothing is copied where they follow each other in the memory of a contiguous tensor, which they do within `span`.
-    Pieces of one size along one dim are copied by one operator, on the tensor as `cut` has it: a copy for each piece
-    would cost the host more than the collective. `packer` and `unpacker` make functions that allocate; `pack` and
-    `unpack` use buffers of a workspace.
+    Pieces that are consecutive in the memory of a contiguous tensor, in its range `span`, are not copied. Pieces of one
+    size along one dim are copied by one operator, on the tensor reshaped as `cut`: a copy for each piece would cost the
+    host more than the collective. `packer` and `unpacker` make functions that allocate; `pack` and `unpack` use buffers
+    of a workspace.
     """
 
     __slots__ = ("cut", "dim", "regions", "shape", "shapes", "sizes", "span")
@@ -67,7 +67,7 @@ class Pieces:
         return flat
 
     def unpack(self, flat: Tensor, space: Session) -> Tensor:
-        """The local tensor of a flat buffer: a view of it where possible, else in its stead a buffer of `space`."""
+        """The local tensor of a flat buffer: a view of it where possible, else a buffer of `space` that replaces it."""
         if self.span is not None:
             return flat.view(self.shape)
         out = space.take(self.shape, flat)
@@ -130,7 +130,7 @@ def cut_dim(pieces: Sequence[Region], shape: Shape) -> int | None:
 
 
 def span_of(pieces: Sequence[Region], shape: Shape) -> range | None:
-    """The range of a contiguous tensor's memory that the pieces fill in order; None if they do not follow each other.
+    """The range of a contiguous tensor's memory that the pieces fill in order; None if they are not consecutive.
 
     >>> span_of([(range(1, 2), range(3)), (range(2, 3), range(3))], (4, 3))
     range(3, 9)

@@ -1,4 +1,4 @@
-"""Process groups by the ranks that they have, and what this process knows of the world that they belong to."""
+"""Process groups by their ranks, and the state of this process on the world of all ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Group:
 
     @property
     def spread(self) -> bool:
-        """Whether some of several hosts have several ranks of the group, which then share a link."""
+        """Whether the group spans several hosts, some with several of its ranks, which share a link."""
         return 1 < self.hosts < len(self.ranks)
 
     @property
@@ -83,11 +83,10 @@ class Part(NamedTuple):
 class Worlds:
     """The process group of all ranks, the number of such groups so far, and the state of this process on the last one.
 
-    `groups` are by their ranks and tag, `named` has the groups of meshes by the name of the process group, `waits`
-    counts the waits on each by `Group.key`, `broken` counts groups between meshes that were broken off, `failures`
-    counts errors that this rank has published, and `strayed` is the text of an error that other ranks raised because
-    this rank published it. `even_parts` are the parts that `from_local` has taken for those of all ranks, by layout,
-    with their numbers.
+    `groups` has process groups by ranks and tag, `named` the groups of meshes by the name of the process group. `waits`
+    counts the waits on each by `Group.key`, `broken` the groups between meshes that were broken off, and `failures` the
+    errors that this rank has published. `strayed` is the text of an error that other ranks raised because this rank
+    published it. `even_parts` has the shapes that `from_local` has assumed on all ranks, by layout, with their numbers.
     """
 
     world: Any = None
@@ -138,8 +137,8 @@ def this_world() -> Worlds:
 def backend_name(process_group: dist.ProcessGroup | None = None) -> str:
     """torch's name of the backend of a process group, or of the world.
 
-    A world made without naming one, as `init_device_mesh` does under torchrun, is "undefined" to torch: it has those
-    by type of device, such as "cpu:gloo,cuda:nccl".
+    A world made without naming a backend, as by `init_device_mesh` under torchrun, is "undefined" to torch: it has
+    backends by type of device, such as "cpu:gloo,cuda:nccl".
     """
     name = dist.get_backend(process_group)
     return str(dist.get_backend_config(process_group)) if name == dist.Backend.UNDEFINED else name
@@ -148,8 +147,8 @@ def backend_name(process_group: dist.ProcessGroup | None = None) -> str:
 def process_group_of(ranks: tuple[int, ...], world: object, tag: int = 0) -> dist.ProcessGroup:
     """The process group of `ranks`, created at its first use by these ranks alone, all together.
 
-    torch would name it after the number of groups that this process is in, and the ranks would wait forever where they
-    differ in that: so it is named after its ranks. Compiled graphs, which are kept on disk, refer to it by that name.
+    torch would name it by the number of groups of this process, and ranks with different numbers would wait forever: so
+    it is named by its ranks. Compiled graphs, which are cached on disk, refer to it by that name.
     """
     if not tag and len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
         return dist.group.WORLD
@@ -161,13 +160,13 @@ def process_group_of(ranks: tuple[int, ...], world: object, tag: int = 0) -> dis
 
 
 def _new_group(ranks: tuple[int, ...], which: str) -> dist.ProcessGroup:
-    """A process group of these ranks by themselves, under a name of our own.
+    """A process group of these ranks, created without the others, under a name of our own.
 
-    torch has arguments for neither: its functions that find a name, and a communicator to split the new one from, are
-    replaced, for this thread alone. A split is a call of all ranks of the world, which those outside do not make.
+    torch has arguments for neither: its functions that find a name, and a communicator to split, are replaced, for this
+    thread alone. A split would be a call of all ranks of the world.
 
     Raises:
-        MeshError: a torch that ignores it. Ranks that have made different numbers of groups would wait for each other.
+        MeshError: this torch ignores the name: ranks with different numbers of groups would wait for each other.
     """
     name = f"dshard:{','.join(map(str, ranks))}:{which}"
     with _answered(_process_group_name=name, _get_split_source=None):
@@ -182,7 +181,7 @@ def _new_group(ranks: tuple[int, ...], which: str) -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def _answered(**answers: object) -> Iterator[None]:
-    """Let torch's functions of these names return these answers in this thread."""
+    """Within the block torch's functions of these names return these answers in this thread."""
     token = _ANSWERS.set(answers)
     _REPLACED.begin()
     try:
@@ -199,8 +198,8 @@ _ANSWERS: ContextVar[dict[str, object]] = ContextVar("answers of torch's functio
 class _Replaced:
     """The functions of torch that are replaced while any thread makes a group.
 
-    Threads make groups at the same moment, and each waits for other ranks: so the lock is not held meanwhile, and the
-    last one that ends puts the functions back.
+    Threads create groups concurrently, and each waits for other ranks: so no lock is held meanwhile, and the last
+    thread that ends restores the functions.
     """
 
     def __init__(self, *names: str) -> None:

@@ -55,8 +55,8 @@ class Fill:
 class Transfer:
     """One collective, with the pieces of the local tensors that it sends and receives.
 
-    `packed` are the pieces that are sent, `unpacked` those received; None for the flat tensor. `terms`, where not 0, is
-    the number of equal terms that arrive and are reduced first. `shape` is that of the local tensor afterwards.
+    `packed` are the pieces that are sent, `unpacked` those received; None for the flat tensor. `terms`, if not 0, is
+    the number of equal terms that arrive and are reduced first. `shape` is the shape of the local tensor afterwards.
     """
 
     collective: Collective
@@ -67,7 +67,7 @@ class Transfer:
 
     @property
     def elements(self) -> int:
-        """The elements that this rank receives from its peers; 0 where that is counted with another collective."""
+        """The elements that this rank receives from its peers; 0 if they count with another collective."""
         return 0 if self.collective.report is None else self.collective.report.elements
 
     def packer(self) -> Local:
@@ -109,7 +109,7 @@ def flat_exchange(
     recv: Shape,
     name: Literal["all_to_all", "permute"] = "all_to_all",
 ) -> Transfer:
-    """Exchange flat pieces of these sizes with each rank of the group along `axes`, which is told of by this name."""
+    """Exchange flat pieces of these sizes with each rank of the group along `axes`; listeners see it as `name`."""
     ranks, index = _group(mesh, axes, at)
     report = Report(name, mesh, sum(recv) - recv[index])
     return Transfer(Collective("all_to_all", axes, ranks, index, send, recv, report=report), None, None, (sum(recv),))
@@ -160,9 +160,9 @@ def _compile(
 
 
 class Moved(NamedTuple):
-    """The regions that one rank sends and receives in a step by a collective, of local tensors of two shapes.
+    """The regions that one rank sends and receives in a step with a collective, of local tensors of two shapes.
 
-    Regions are those of each rank of the group, or one for all.
+    There is one region for each rank of the group, or one for all.
     """
 
     collective: Collective
@@ -173,7 +173,7 @@ class Moved(NamedTuple):
 
 
 def moved_in(plan: Plan, at: Coordinate) -> list[Moved] | None:
-    """List what the rank at `at` sends and receives in each step of a plan; None where a step sends nothing."""
+    """The regions that the rank at `at` sends and receives in each step of a plan; None for local steps."""
     stages = list(plan.stages())
     for step, layout in stages:
         if kind_of(step) is None or len(layout.mesh.group(axes_of(step), at)) == 1:
@@ -211,7 +211,7 @@ def lowered(
 
 
 def kind_of(step: Step) -> Kind | None:
-    """The collective that a step of a plan is; None where nothing is sent."""
+    """The kind of collective that a step of a plan runs; None for a local step."""
     match step:
         case AllGather():
             return "all_gather"

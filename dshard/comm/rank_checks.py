@@ -1,4 +1,4 @@
-"""Debug mode: with DSHARD_DEBUG=1 the ranks compare their next steps, so that divergence is an error and no hang.
+"""Debug mode: with DSHARD_DEBUG=1 the ranks compare their next steps, so that divergence raises instead of hanging.
 
 The ranks compare plans, random draws, calls of operators with their numbers, the arguments of `distribute_tensor`,
 `from_local` and `parallelize`, local shapes, and the values that `from_local` and the gradients of `to_local` declare
@@ -44,7 +44,7 @@ def patience() -> float:
 
 
 def compare(plan: Plan, runtime: Runtime) -> None:
-    """Go on only if every rank of the mesh is about to run the same plan.
+    """Check that every rank of the mesh is about to run the same plan.
 
     Raises:
         MeshError: on every rank, naming who is about to run what.
@@ -53,7 +53,7 @@ def compare(plan: Plan, runtime: Runtime) -> None:
 
 
 def compare_on(text: str, group: Group, device: torch.device) -> None:
-    """Go on only if every rank of the group is about to run the same plan, which `text` describes.
+    """Check that every rank of the group is about to run the same plan, which `text` describes.
 
     Raises:
         MeshError: on every rank, naming who is about to run what.
@@ -64,7 +64,7 @@ def compare_on(text: str, group: Group, device: torch.device) -> None:
 
 
 def compare_draws(text: str, mesh: Mesh) -> None:
-    """In the debug mode, go on only if every rank of the mesh is about to draw the same random numbers.
+    """In debug mode, check that every rank of the mesh is about to draw the same random numbers.
 
     Raises:
         MeshError: on every rank, naming who is about to draw what.
@@ -78,7 +78,7 @@ def compare_draws(text: str, mesh: Mesh) -> None:
 
 
 def compare_calls(text: str, mesh: Mesh, *, contents: Tensor | None = None) -> None:
-    """In the debug mode, go on only if every rank of the mesh makes the same call, with the same `contents`.
+    """In debug mode, check that every rank of the mesh makes the same call, with the same `contents`.
 
     Raises:
         MeshError: on every rank, naming who makes which call.
@@ -110,9 +110,9 @@ def checksum(x: Tensor) -> int:
 
 
 def compare_replicas(x: Tensor, layout: Layout, what: str, way_out: str) -> None:
-    """In the debug mode, go on only if the ranks have equal tensors `x` along the axes on which `layout` replicates.
+    """In debug mode, check that the ranks have equal tensors `x` along the axes on which `layout` replicates.
 
-    They compare a norm and a random projection, so what differs by rounding counts as equal.
+    They compare a norm and a random projection, so tensors that differ by rounding count as equal.
 
     Raises:
         LayoutError: on every rank, naming ranks that differ.
@@ -132,7 +132,7 @@ def compare_replicas(x: Tensor, layout: Layout, what: str, way_out: str) -> None
 
 
 def _digests(x: Tensor, mesh: Mesh) -> dict[int, tuple[float, float]]:
-    """The norm and a projection of each rank's tensor; of no rank where the ranks cannot compare them."""
+    """The norm and a projection of each rank's tensor, by coordinate; empty if the ranks cannot compare them."""
     if type(x) is LocalTensor:
         with plain():
             return {rank: _digest(local) for rank, local in unstack(x).items()}
@@ -169,7 +169,7 @@ _ODD = -7046029254386353131
 
 
 def _mesh_differences(text: str, mesh: Mesh, verb: str) -> str:
-    """The different texts of the mesh's ranks, each with its ranks; "" where all agree or the debug mode is off."""
+    """The different texts of the mesh's ranks, each with its ranks; "" if all agree or debug mode is off."""
     runtime = runtime_of(mesh) if enabled() and simulated_ranks() is None else None
     if runtime is None or runtime.coordinate is None or mesh.size == 1:
         return ""

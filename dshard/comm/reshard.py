@@ -51,8 +51,8 @@ class Op:
 def reshard(plan: ReshardPlan, x: Tensor) -> Tensor | None:
     """The local tensor of this rank under `plan.dst`, from its local tensor `x` under `plan.src`.
 
-    Every rank of either mesh calls it, no other has to. On a rank outside the source mesh only the dtype and the device
-    of `x` count, and it may be empty; a rank outside the destination mesh gets None.
+    Every rank of either mesh must call it. On a rank outside the source mesh only the dtype and the device of `x`
+    count, and it may be empty; a rank outside the destination mesh gets None.
 
     Raises:
         MeshError: a mesh has no processes, or this rank is in neither.
@@ -72,10 +72,10 @@ def begin_reshard(plan: ReshardPlan, x: Tensor, *, tag: int = 0, timeout: float 
     the same ranks, each with its own `tag`. Over gloo they begin in any order; a chunk that does not arrive within
     `timeout` seconds, or those of the process group, is an error.
 
-    NCCL has no tags, and asks for one order of all communication on all ranks: there plans begin in the same order on
-    all ranks that they share, also those of different tags, and it is `begin_reshard` that forwards chunks. Each tag
-    has a process group, so that a plan does not wait for the end of another's. Waits have no time limit, since one
-    would stop the host: what does not arrive ends at that of the process group, by torch's watchdog.
+    NCCL has no tags, and needs the same order of all communication on all ranks: plans must begin in the same order on
+    all ranks that they share, whatever their tags, and `begin_reshard` forwards chunks. Each tag has a process group,
+    so that a plan does not wait for another's. Waits have no `timeout`, which would stop the host: torch's watchdog
+    applies the limit of the process group.
 
     Raises:
         MeshError: a mesh has no processes, or this rank is in neither.

@@ -112,7 +112,7 @@ def _runner(plan: Plan, runtime: Runtime, coordinate: Coordinate) -> Local:
 
 
 def _calls(steps: Steps, runtime: Runtime, dtype: torch.dtype, is_traced: bool) -> list[Local]:
-    """The steps as functions to be called one after the other, each of which owns its argument but the first."""
+    """The steps as functions to be called one after the other; all but the first may overwrite their argument."""
     calls: list[Local] = []
     for i, step in enumerate(steps):
         match step:
@@ -132,7 +132,7 @@ def _copier(region: Region) -> Local:
 
 
 def _transfer_calls(step: Transfer, group: Group, dtype: torch.dtype, is_traced: bool) -> list[Local]:
-    """Pack, the collective, and local work on its result, apart so that a buffer is freed once it is not needed."""
+    """Pack, collective and unpack as separate functions, so that a buffer is freed once it is not needed."""
     collective = step.collective
     begin, what = primitive(collective, dtype, group, is_traced=is_traced), collective.report
 
@@ -152,7 +152,7 @@ def _compare_first(plan: Plan, runtime: Runtime, x: Tensor) -> Tensor:
 
 
 def _without_data(x: Tensor, shape: Sequence[int], mesh: Mesh, planned: Callable[[], Sequence[Planned]]) -> Tensor:
-    """A result without data; listeners hear of the `planned` collectives."""
+    """A result without data; listeners are told of the `planned` collectives."""
     if LISTENERS and not is_outside(mesh):
         for kind, axes, nbytes in planned():
             emit(kind, mesh, axes, nbytes)
@@ -190,10 +190,10 @@ def swap(x: Tensor, mesh: Mesh, axes: tuple[str, ...], sizes: Sizes) -> Tensor:
 
 
 def run_number(plan: Plan, x: Tensor) -> Tensor:
-    """Run a plan on a tensor of one element, in messages that no other collective can be mistaken for.
+    """Run a plan on a tensor of one element, in messages that cannot match those of another collective.
 
-    So a rank that calls it alone waits until it learns of an error of the others. It needs a plan of one all_reduce
-    over gloo with few ranks; all else takes `run`.
+    So a rank that calls it alone waits until it learns of an error of the others. This holds for a plan of one
+    all_reduce over gloo with few ranks; all others run by `run`.
     """
     runtime = runtime_of(plan.src.mesh)
     step = plan.steps[0] if len(plan.steps) == 1 else None

@@ -78,7 +78,7 @@ class Runtime:
         return self.group(self.mesh.names[:1]).backend
 
     def group_names(self) -> tuple[str, ...]:
-        """Names that tell this mesh's process groups from those of other processes; graphs refer to groups by name."""
+        """Names of this mesh's process groups, by which graphs refer to them; they differ between worlds."""
         if self.coordinate is None:
             return ()
         count = WORLDS.of(self.world).count
@@ -110,8 +110,8 @@ def group_of(ranks: tuple[int, ...], runtime: Runtime, tag: int = 0) -> Group:
     """The group of `ranks`, in ascending order, in the world of `runtime`; created at its first use by all its ranks.
 
     On a backend without tags each tag has a group of its own, so that messages of one tag do not wait for those of
-    another. On one with tags a new group replaces one that was broken off: it is never the group of all ranks, which
-    has other users.
+    another. On a backend with tags a new group replaces one that was broken off; it is never the group of all ranks,
+    which has other users.
     """
     broken = WORLDS.of(runtime.world).broken
     backend = backend_of(backend_name(), runtime.mesh.device_type)
@@ -274,7 +274,7 @@ def _with_processes(mesh: Mesh) -> Runtime | None:
 
 
 def planned_backend(mesh: Mesh) -> Backend:
-    """The backend that plans on the mesh are for: that of its processes, or of its type of device where it has none."""
+    """The backend for which plans on the mesh are made: that of its processes, or else of its type of device."""
     if _with_processes(mesh) is None:
         return default_backend(mesh.device_type)
     return backend_of(backend_name(), mesh.device_type)
@@ -284,7 +284,7 @@ def own_runtime(mesh: Mesh) -> tuple[Runtime, Coordinate]:
     """The runtime of `mesh`, and the coordinate of this process on it.
 
     Raises:
-        MeshError: the mesh has no processes, or not this one.
+        MeshError: the mesh has no processes, or this process is not in it.
     """
     runtime = runtime_of(mesh)
     if runtime is None or runtime.coordinate is None:
@@ -300,7 +300,7 @@ def is_outside(mesh: Mesh) -> bool:
 
 
 def is_first_rank(mesh: Mesh) -> bool:
-    """Whether this process is the first rank of the mesh, or stands for all of them; also within `planning`."""
+    """Whether this process is the first rank of the mesh, or simulates or plans for all ranks."""
     runtime = _with_processes(mesh)
     if runtime is None or local_tensor_mode() is not None:
         return True

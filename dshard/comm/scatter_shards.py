@@ -1,4 +1,4 @@
-"""From a global tensor to its local tensors: scattered from one rank, or sliced where each rank has the tensor."""
+"""Local tensors of a global tensor: scattered from one rank, or sliced on ranks that all have the tensor."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def _simulate(x: Tensor, layout: Layout, source: int | None) -> Tensor:
 
 
 def local_of(layout: Layout, make: Callable[[Coordinate, torch.device], Tensor]) -> Tensor:
-    """The tensor `make(coordinate, device)` of this rank, or those of all ranks where they are simulated.
+    """The tensor `make(coordinate, device)` of this rank, or of all ranks if they are simulated.
 
-    Without processes, and on a rank outside the mesh, it is that of the first rank on the meta device.
+    Without processes, and on a rank outside the mesh, the first rank's on the meta device.
     """
     mesh = layout.mesh
     runtime = runtime_of(mesh)
@@ -104,7 +104,7 @@ def local_of(layout: Layout, make: Callable[[Coordinate, torch.device], Tensor])
 
 
 def device_of_result(local: Tensor, mesh: Mesh) -> torch.device:
-    """The device of the tensor of which a rank has computed `local`: that of the mesh where the rank has no data."""
+    """The device of a tensor with the computed local tensor `local`: the mesh's device if `local` has no data."""
     return device_of(mesh) if local.is_meta and is_outside(mesh) else local.device
 
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class _Block(Generic[E]):
-    """One block that was entered, with its change; `is_first` says that the context was never changed before."""
+    """An entered block, with its change; `is_first` says that the context was never changed before."""
 
     __slots__ = ("change", "is_first")
 
@@ -41,8 +41,8 @@ class Scoped(Generic[E, T]):
     those on which autograd runs the backward pass of an accelerator: they are within the blocks of the thread that
     called backward, which torch copies with its other thread-local state.
 
-    `anywhere` are the blocks of all threads: while it is empty, every thread has the value of no blocks, and need not
-    compute it. `here` returns the state of this context, None where it was never changed.
+    `anywhere` has the blocks of all threads: while it is empty, every thread has the default value, and need not fold
+    it. `here` returns the state of this context, None if it was never changed.
     """
 
     def __init__(self, name: str, fold: Callable[[list[E]], T]) -> None:
@@ -108,7 +108,7 @@ def _stash(key: str, kept: object) -> None:
 
 
 def _stash_steals() -> bool:
-    """Whether torch takes the caller's reference to what it keeps, as 2.11 does, in place of one of its own."""
+    """Whether torch steals the caller's reference to the object that it keeps, as 2.11 does."""
     probe = object()
     before = sys.getrefcount(probe)
     stash_in_tls("dshard.probe", probe)

@@ -1,4 +1,4 @@
-"""Short messages between ranks without a process group: values in the store that the ranks met at."""
+"""Short messages between ranks without collectives: values in the store of the world's process group."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _check_values(layout: Layout) -> None:
 
 
 def write_items(name: str, local: Tensor, layout: Layout, shape: Shape) -> list[Any]:
-    """The items of a tensor that this rank offers to write."""
+    """The write items of this rank's chunks of a tensor."""
     planner, metadata = _torch()
     properties = metadata.TensorProperties.create_from_tensor(local)
     size = torch.Size(shape)

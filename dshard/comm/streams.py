@@ -1,7 +1,7 @@
-"""Streams of a GPU: which one is current, and letting it follow another.
+"""Streams of a GPU: the current one, and waits of one stream for another.
 
 Collectives run on a stream of their process group, which follows the stream that is current at their begin; the stream
-that is current at a wait follows theirs. What is here is for tensors that come from several streams, as gradients in a
+that is current at a wait follows theirs. These functions are for tensors from several streams, such as gradients in a
 backward pass, which runs each operator on the stream of its forward pass.
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor
 
 Stream: TypeAlias = torch.Stream
 _CURRENT: dict[str, Callable[[torch.device], Stream]] = {"cuda": torch.cuda.current_stream}
-"""The current stream of a device, by its type; the others have none."""
+"""Functions that return the current stream, by type of device; other devices have no streams."""
 
 
 def current_stream(device: torch.device) -> Stream | None:
-    """The stream on which a device runs what is launched now; None for a device without streams."""
+    """The current stream of a device; None for a device without streams."""
     find = _CURRENT.get(device.type)
     return None if find is None else find(device)
 
@@ -27,8 +27,8 @@ def current_stream(device: torch.device) -> Stream | None:
 def follow(stream: Stream | None, tensors: Iterable[Tensor]) -> None:
     """Let the current stream follow `stream`, from which it uses these tensors.
 
-    Their memory is then not used again before the current stream, too, is done with them: the caching allocator knows
-    only the stream on which it was allocated.
+    Their memory is then not reused before the current stream, too, is done with it: the caching allocator knows only
+    the stream on which it was allocated.
     """
     if stream is None:
         return

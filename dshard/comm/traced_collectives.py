@@ -20,17 +20,17 @@ _TRACED = frozenset({FakeTensor, FunctionalTensor})
 def traced(x: Tensor) -> bool:
     """Whether torch traces the operators on `x`, to run them later and more than once.
 
-    While it traces, nothing may be sent, measured or emitted, and no buffer kept: only the traced operators run later.
+    While torch traces, nothing may be sent, measured or emitted, and no buffer cached: only traced operators run later.
     """
     return type(x) in _TRACED
 
 
 @contextmanager
 def sent_in_its_pass() -> Iterator[None]:
-    """Within the block, what is traced of a backward pass is marked as staying in the backward graph.
+    """Within the block, traced operators of a backward pass are marked to stay in the backward graph.
 
-    torch moves to the forward graph what depends on no incoming gradient. On a rank without data that may be a gradient
-    that is zero, whose collective would then be sent before those of the other ranks.
+    torch moves operators that depend on no incoming gradient to the forward graph. On a rank without data that may be a
+    zero gradient, whose collective would then run before those of the other ranks.
     """
     meta = torch.fx.traceback.current_meta
     tag = meta.get(_TAG)
@@ -48,9 +48,9 @@ _TAG = "partitioner_tag"
 
 
 def depending_on(out: Tensor, operands: Sequence[Tensor]) -> Tensor:
-    """`out`, which a rank without data made of no operand: in a graph it depends on them as on other ranks.
+    """`out`, made without operands on a rank without data, with the graph dependency on them that other ranks have.
 
-    Else torch would leave out on this rank a collective that is for it, or take two for one that are alike.
+    Else torch would eliminate a collective of `out` on this rank, or merge two equal ones.
     """
     for x in operands if any(map(traced, operands)) else ():
         out = out + x.reshape(-1)[:0].sum().to(out.dtype)
@@ -58,7 +58,7 @@ def depending_on(out: Tensor, operands: Sequence[Tensor]) -> Tensor:
 
 
 def outside_graphs(what: str) -> None:
-    """Refuse a block within a region that torch.compile traces: it would apply while tracing, not while running.
+    """Refuse a block within a region that torch.compile traces, where it would apply to tracing, not to running.
 
     Raises:
         CompileError: within such a region.

@@ -45,7 +45,7 @@ def launch(c: Collective, x: Tensor, group: Group, out: Tensor | None = None) ->
 
 
 def report(what: Report, group: Group, begin: Begin, x: Tensor, out: Tensor | None = None) -> Wait:
-    """Begin a collective of the group, and tell listeners of it: before it, or after its end with its seconds."""
+    """Begin a collective of the group, and tell listeners: before it, or with its seconds after its end."""
     if traced(x):
         return begin(x, out)
     nbytes = what.elements * x.itemsize
@@ -121,7 +121,7 @@ def _all_gather(c: Collective, dtype: torch.dtype, group: Group) -> Begin:
 
 
 def _from_root(scatter: Collective) -> Collective:
-    """The all_to_all that is a scatter: nobody but the root has anything to send."""
+    """A scatter as an all_to_all in which only the root sends."""
     n, is_root = len(scatter.ranks), scatter.index == scatter.root
     recv = tuple(scatter.recv[0] if i == scatter.root else 0 for i in range(n))
     return replace(scatter, kind="all_to_all", send=scatter.send if is_root else (0,) * n, recv=recv)
@@ -145,7 +145,7 @@ def _in_bytes(begin: Begin, dtype: torch.dtype, x: Tensor, out: Tensor | None) -
 
 
 def _in_slot_order(c: Collective, group: Group, begin_of: Callable[[Collective], Begin]) -> Begin:
-    """Begin a collective whose primitive has pieces in the order of the process group: copied where that is another."""
+    """Begin a collective whose primitive takes pieces in the order of the process group; copy them if it differs."""
     slots = group.slots
     if slots is None:
         return begin_of(c)
@@ -172,7 +172,7 @@ def _in_slot_order(c: Collective, group: Group, begin_of: Callable[[Collective],
 
 
 def run_now(c: Collective, x: Tensor, group: Group) -> Tensor:
-    """The flat result of a collective, of as many others as the backend needs for it."""
+    """The flat result of a collective, run as the collectives that the backend needs for it."""
     for each, terms in collectives_for(c, x.dtype, group.backend):
         x = launch(each, x, group)()
         if terms:
@@ -230,10 +230,10 @@ def _collective(
 
 
 def reduce_number(op: ReduceOp, group: Group, x: Tensor, out: Tensor | None) -> Wait:
-    """Begin an all_reduce of one element over gloo that no other collective can be mistaken for.
+    """Begin an all_reduce of one element over gloo whose messages cannot match those of another collective.
 
-    A rank may call it alone: gloo distinguishes collectives of one kind by their order alone, and ends the process of a
-    rank that receives more than it expects.
+    So a rank may call it alone, while gloo tells collectives of one kind apart by their order alone, and ends the
+    process of a rank that receives more than it expects.
     """
     x, n = x.reshape(1), len(group.ranks)
     terms = x.new_empty(n)

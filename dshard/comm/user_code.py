@@ -23,7 +23,7 @@ _PYTHON = str(Path(contextlib.__file__).parent) + sep
 
 _WRAPPERS = ("front", "<lambda>")  # names of wrappers around functions that the program called
 _TITLES = dict.fromkeys(("compiled_graph", "wait_in_graph"), "compiled graph")
-"""The title of user code within which functions of dshard run that the program did not call itself."""
+"""Titles of user code that calls functions of dshard on behalf of the program."""
 
 
 _BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)

@@ -1,4 +1,4 @@
-"""Warnings of what happens within an operator: at the line of the user's program, from one rank of the mesh."""
+"""Warnings from within an operator, at the line of the user's program, on one rank of the mesh."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dshard.mesh import Mesh
 def warn_user(message: str, mesh: Mesh) -> None:
     """Warn at the user's line: on the first rank of the mesh, or in a process that stands for all ranks.
 
-    The other ranks say nothing, but raise where their filters turn the warning into an error: a rank that raised alone
-    would leave them waiting for it.
+    The other ranks print nothing, but raise if their filters turn the warning into an error: a rank that raised alone
+    would leave them waiting.
     """
     with nullcontext() if is_first_rank(mesh) else warnings.catch_warnings(record=True):
         _warn(message)

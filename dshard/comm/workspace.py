@@ -24,7 +24,7 @@ WORKSPACES: WeakSet[Workspace] = WeakSet()
 
 @dataclass(eq=False)
 class Workspace:
-    """Flat buffers by device and dtype, and by stream: a buffer that is free on one may still be in use on another.
+    """Flat buffers by device, dtype and stream: a buffer that is free on one stream may be in use on another.
 
     `allocations` counts the buffers allocated, `held` is the bytes lent now, `peak` the most lent at once; `storages`
     are those of the allocated buffers.
@@ -65,7 +65,7 @@ def borrowed_now() -> int:
 def in_use(sizes: Mapping[StorageWeakRef, int]) -> int:
     """Bytes of the given storages that still exist, and of the buffers lent by workspaces.
 
-    Free buffers of a workspace are not in use: on real ranks they stay from step to step.
+    Free buffers of a workspace, which on real ranks persist between steps, are not in use.
     """
     kept = set().union(*(space.storages for space in tuple(WORKSPACES)))
     return sum(size for ref, size in sizes.items() if ref not in kept and not ref.expired()) + borrowed_now()

@@ -12,7 +12,7 @@ from dshard.rules.strategy_choice import alternative_strategy
 
 
 def alternatives_of(op: Operator, rule: Rule, call: Call) -> dict[Strategy, AlternativePlan]:
-    """The alternatives to the rule that apply to a call, each priced, and how it runs; in place there are none."""
+    """The alternatives to the rule that apply to a call, priced, each with its plan; none for in-place operators."""
     if not op.alternatives or writes_first(call.func):
         return {}
     candidates = {}

@@ -40,7 +40,7 @@ from dshard.torch_private import (
 
 
 def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`x[index]`, `x[index] = value`: a list of positions counts as a replicated tensor.
+    """`x[index]` and `x[index] = value`; a list of positions counts as a replicated tensor.
 
     Masks are converted to indices here, once for the forward and the backward pass, unless one value fills all places.
     """
@@ -57,7 +57,7 @@ def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def reduce_partials_first(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call a nonlinear function with partial operands completed, once for the forward and the backward pass.
 
-    Operands stay as they are where the function may write to them, as with `inplace`.
+    Operands stay partial if the function may write to them, as with `inplace`.
     """
     has_partial = any(isinstance(arg, Wrapper) and arg._spec.has_partial for arg in args)
     if not has_partial or kwargs.get("inplace") or any(arg is True for arg in args):
@@ -70,7 +70,7 @@ def reduce_partials_first(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def or_reduce_partials_first(handler: Function) -> Function:
-    """`handler`, with `reduce_partials_first` for calls that it answers with None."""
+    """`handler`, with `reduce_partials_first` for calls for which it returns None."""
 
     def handle(func: Function, args: Args, kwargs: Kwargs) -> Any:
         out = handler(func, args, kwargs)
@@ -84,7 +84,7 @@ def _reduce_partials(func: Function, x: Wrapper) -> Wrapper:
 
 
 def tensor_split(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`torch.tensor_split`: indices in a distributed tensor are gathered, for torch reads them from memory."""
+    """`torch.tensor_split`; indices in a distributed tensor are gathered, as torch reads them from memory."""
     x, sections, dim = bind_arguments(("input", "tensor_indices_or_sections", "dim"), args, kwargs)
     if not isinstance(sections, Wrapper):
         return call_torch(func, args, kwargs)
@@ -93,16 +93,16 @@ def tensor_split(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def tolist(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`tolist`: the numbers of the global tensor, equal on every rank, as `item` gives one."""
+    """`tolist`: the numbers of the global tensor, equal on every rank."""
     [x] = args
     return of_first_rank(x.full_tensor()).tolist()
 
 
 def packed(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`torch.lstm` and its like: the numbers of packed sequences stay plain, for torch reads them from memory.
+    """`torch.lstm` and the like; batch sizes of packed sequences stay plain, as torch reads them from memory.
 
-    Torch's fused LSTM of oneDNN is left out: it is one operator that cannot be split, and exists on CPUs in single and
-    half precision alone, so a plan, made on meta tensors, would be of other operators than the call.
+    Torch's fused LSTM of oneDNN is switched off: it cannot be sharded, and exists only on CPUs in single and half
+    precision, so a plan, made on meta tensors, would be of other operators than the call.
     """
     sizes = args[1]
     is_packed = isinstance(sizes, Tensor) and not sizes.is_floating_point()
@@ -116,7 +116,7 @@ def packed(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def value_of_replicated(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`numpy`: the memory of a replicated tensor, which each rank has; others are refused, for they have none.
+    """`numpy`: the memory of a replicated tensor.
 
     Raises:
         LayoutError: the tensor is sharded or partial.
@@ -141,9 +141,9 @@ def _replicated(values: list[object], like: Wrapper) -> Wrapper:
 def keeping_torch_function(function: Function) -> Function:
     """A copy of `torch.autograd.backward` or `grad` that leaves `__torch_function__` on for activation checkpoints.
 
-    A handler usually calls its function with `__torch_function__` disabled, or it would be asked again; but what a
-    checkpoint recomputes in the backward pass must reach `__torch_function__`. So the copy itself does not ask, neither
-    for its operands nor for the gradients that it is given. Torch's own function stays as it is.
+    A handler usually calls its function with `__torch_function__` disabled, to avoid recursion; but operators that a
+    checkpoint recomputes in the backward pass must reach `__torch_function__`. So the copy itself skips the protocol,
+    for its operands and for its gradients. Torch's own function is unchanged.
     """
     return without_asking(function, _make_grads=with_torch_function_off(function.__globals__.get("_make_grads")))
 
@@ -240,7 +240,7 @@ AUTOGRAD_FUNCTIONS: dict[object, Function] = {
     torch.autograd.backward: lambda func, args, kwargs: accumulating(_backward, args, kwargs),
     torch.autograd.grad: lambda func, args, kwargs: gradients(_grad, args, kwargs),
 }
-"""Functions that ask something of autograd, and their handlers, which see to `__torch_function__` themselves."""
+"""Functions of autograd with their handlers, which disable `__torch_function__` themselves."""
 
 
 REWRITTEN: dict[object, Function] = {
@@ -249,7 +249,7 @@ REWRITTEN: dict[object, Function] = {
     torch_pack: pack_padded_sequence,
     torch_pad: pad_packed_sequence,
 }
-"""Functions that are written as others, which plan better; called with `__torch_function__` on."""
+"""Functions with handlers that call other functions, whose plans are cheaper; `__torch_function__` stays on."""
 
 WITH_PLAIN = REWRITTEN | dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), packed)
-"""Functions whose handlers take plain operands as they are given, and see to `__torch_function__` themselves."""
+"""Functions whose handlers accept plain operands, and disable `__torch_function__` themselves."""

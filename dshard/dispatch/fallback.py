@@ -1,4 +1,4 @@
-"""An operator without a rule: its operands are replicated, and every rank computes all of it."""
+"""The fallback for an operator without a rule: operands are replicated, and every rank computes the full result."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def replicate(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Executable:
-    """The executable of an operator without a rule: replicated operands, every rank computes all of it.
+    """The executable of an operator without a rule: replicated operands, the full result on every rank.
 
-    Warns once for each operator, on one rank. A random operator's is that of one call.
+    Warns once for each operator, on one rank. The executable of a random operator serves one call.
     """
     random, tensors = is_random(func), tensors_in((args, kwargs))
     mesh = common_mesh(func, tensors)
@@ -57,7 +57,7 @@ def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Execu
 
 
 def _finish(func: OpOverload, layout: Layout, result: object, args: Values, local: Values) -> Any:
-    """The end of the call: what was written is written back, and results are wrapped as replicated."""
+    """Write back operands that the operator wrote to, and wrap the results as replicated."""
     _refuse_sparse(func, result)
     if func in UNREPEATABLE:
         result = replace_tensors(result, lambda leaf: _first_rank_result(func, leaf, layout))
@@ -89,7 +89,7 @@ def _replicated_spec(local: Tensor, layout: Layout) -> Spec:
 
 
 def _first_rank_result(func: OpOverload, local: Tensor, layout: Layout) -> Tensor:
-    """The result of the first rank of each mesh axis, on all ranks: of an operator whose runs differ."""
+    """The result of the first rank of each mesh axis, broadcast to all ranks, for an operator whose runs differ."""
     if not OBSERVERS:
         return same_replicas(local, layout)
     spec = _replicated_spec(local, layout)
@@ -97,6 +97,6 @@ def _first_rank_result(func: OpOverload, local: Tensor, layout: Layout) -> Tenso
 
 
 UNREPEATABLE = frozenset({torch.ops.aten.linalg_lstsq.default})
-"""Operators whose results differ in the last bits from call to call: all ranks take those of the first rank."""
+"""Operators whose results differ in the last bits from call to call: all ranks take the first rank's."""
 
 _WARNED: set[OpOverload] = set()

@@ -1,10 +1,10 @@
-"""Warm calls go here from the function that was called straight to the local one.
+"""The fast path of warm calls: from a torch function straight to the function of the local tensors.
 
-Most of torch's functions reach the dispatcher as just one operator, or are one matmul; then autograd and the dispatcher
-only add time. So the first call of a function on operands of given specs is logged: if one operator was all that ran,
-later calls run it on the local tensors at once. If the function itself, called on the local tensors, runs that
-operator, later calls use the function: torch finds its own functions faster than operators. `dshard.dispatch.shortcuts`
-makes what warm calls run.
+Most of torch's functions reach the dispatcher as one operator, or are one matmul; then autograd and the dispatcher only
+add time. So the first call of a function on operands of given specs is logged: if only one operator ran, later calls
+run it on the local tensors at once. If the function itself, called on the local tensors, runs that operator, later
+calls use the function, as torch finds its own functions faster than operators. `dshard.dispatch.shortcuts` makes the
+shortcuts.
 
 All of this is for speed alone: with DSHARD_FAST=0 in the environment every call goes through the dispatcher.
 """
@@ -58,13 +58,12 @@ BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.g
 _NEVER: set[object] = {*BACKWARD, *WITH_PLAIN, _HOOKS.__set__}
 """Functions that are never cached: in-place ones, those that run no operator, and entry points of backward passes.
 
-Nor the setter of hooks: autograd calls it for a view that was written to while it holds a lock, and must not be asked
-anything about the view.
+Nor the setter of hooks: autograd calls it for a written view while it holds a lock, so the view must not be queried.
 """
 _WRITES: set[object] = set()
 """Functions among `_NEVER` that are one in-place operator, and so make no view."""
 AS_IT_IS = ()
-"""In the cache in place of a shortcut: torch's own function, with distributed tensors recorded, is all that runs."""
+"""Cached in place of a shortcut: call torch's own function, and let autograd record the distributed tensors."""
 FAST = os.environ.get("DSHARD_FAST", "1") != "0"
 
 
@@ -120,7 +119,7 @@ def _ranks(args: Args) -> tuple[int, ...]:
 def _creates_graph(func: Function, args: Args, kwargs: Kwargs) -> bool:
     """Whether a backward pass is recorded: only then are its views differentiated, and may have to be replayed.
 
-    Views that can be replayed hold those that they were made of, so no gradient would be seen to have one owner.
+    A view that can be replayed holds its base, so with replay no gradient would have a sole owner.
     """
     position = 4 if func is torch.autograd.grad else 3
     return bool(args[position] if len(args) > position else kwargs.get("create_graph"))
@@ -137,7 +136,7 @@ def _with_view_replay(run: Function, *args: object) -> Any:
 
 
 def _observed_shortcut(shortcut: Shortcut, args: Args, kwargs: Kwargs) -> object:
-    """Run a shortcut within the observers, given the decisions of the operators in it."""
+    """Run a shortcut within the observers, which get the decisions of its operators."""
     run: Function = shortcut
     run_args: Args = (args, kwargs)
     for decision in getattr(shortcut, "decisions", ()):
@@ -146,7 +145,7 @@ def _observed_shortcut(shortcut: Shortcut, args: Args, kwargs: Kwargs) -> object
 
 
 def _specialise(func: Function, args: Args, kwargs: Kwargs, through: Uncached, key: tuple[Any, ...]) -> Any:
-    """Call `func` by `through`, and cache a shortcut under `key`, or False where the log allows none."""
+    """Call `func` by `through`, and cache a shortcut under `key`, or False if the log allows none."""
     records: list[CallRecord] = []
     with CALL_LOGS.entered(records):
         out = through(func, args, kwargs)
@@ -188,7 +187,7 @@ def _is_method_in_place(func: Function) -> bool:
 
 
 def through(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Call a function of torch: by its handler, as a composite operator, or as the operators that torch makes of it."""
+    """Call a function of torch: by its handler, as a composite operator, or as the operators that torch runs."""
     if is_transforming():
         return _transformed(func, args, kwargs)
     if func in WITH_PLAIN:
@@ -210,7 +209,7 @@ def through(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _transformed(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Call a function inside one that torch.func transforms, as the operators that torch makes of it."""
+    """Call a function within a torch.func transform, as the operators that torch decomposes it into."""
     if func in BACKWARD:
         return AUTOGRAD_FUNCTIONS[func](func, args, kwargs)
     if not any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in leaves((args, kwargs))):
@@ -231,4 +230,4 @@ QUERIES = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.Tensor.is_floating_point, torch.Tensor.is_complex),
     }
 )
-"""Questions about a tensor that torch answers by itself, where no operator was recorded on its local tensor."""
+"""Queries of a tensor's place in the graph, which torch answers if no operator was recorded on its local tensor."""

@@ -1,4 +1,4 @@
-"""Questions to the log of a first call, which shows what later calls may run."""
+"""Predicates on the log of a first call, which decide what later calls may run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def has_operands(record: CallRecord, args: Args, kwargs: Kwargs) -> bool:
 
 
 def is_itself(func: Function, args: Args, kwargs: Kwargs, record: CallRecord) -> bool:
-    """Whether `func` on the local tensors runs just the logged operator, not a kernel, with equal further arguments."""
+    """Whether `func` on the local tensors runs only the logged operator, without a kernel and with equal arguments."""
     cls = Wrapper.public
     _, op, op_args, op_kwargs, *_ = record
     rule = None if op is None else known(op).op
@@ -76,8 +76,8 @@ def is_first(out: object, record: CallRecord) -> bool:
 def is_uneven(records: Sequence[CallRecord], out: Wrapper) -> bool:
     """Whether some rank has an empty local tensor of a tensor with elements.
 
-    Some of torch's formulas for gradients differ where there are no elements, and need other operands: ranks that ran
-    them on their local tensors would not meet in a backward pass through a gradient.
+    Some of torch's formulas for gradients differ for tensors without elements, and need other operands: ranks that ran
+    them on local tensors would run different collectives in a backward pass through a gradient.
     """
     tensors = [x for each in records for x in (*each.args, *each.kwargs.values()) if isinstance(x, Tensor)]
     specs = {x._spec for x in (*tensors, out) if isinstance(x, Wrapper)}
@@ -85,13 +85,13 @@ def is_uneven(records: Sequence[CallRecord], out: Wrapper) -> bool:
 
 
 def sends(record: CallRecord) -> bool:
-    """Whether a call sends anything, or is no operator on the local tensors."""
+    """Whether a call communicates, or is no operator on the local tensors."""
     executable: Executable = record.executable
     return executable.operator is None or bool(executable.moves) or executable.end is not None or executable.compared
 
 
 def _is_differentiable(record: CallRecord) -> bool:
-    """Whether torch's gradient of the local operator is that of the call; it is not where a kernel does more."""
+    """Whether torch's gradient of the local operator is the gradient of the call, which it is not with a kernel."""
     executable: Executable = record.executable
     if executable.differentiable or record.op is None:
         return executable.differentiable
@@ -99,7 +99,7 @@ def _is_differentiable(record: CallRecord) -> bool:
 
 
 def is_local(record: CallRecord) -> bool:
-    """Whether a call and its gradient run on the local tensors alone: of partial reductions only sums do."""
+    """Whether a call and its gradient run on the local tensors alone; of partial tensors only sums do."""
     executable: Executable = record.executable
     if sends(record) or not _is_differentiable(record) or (record.op is not None and writes_first(record.op)):
         return False

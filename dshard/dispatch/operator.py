@@ -64,7 +64,7 @@ from dshard.torch_private import OpOverload, no_torch_function
 Executor = Callable[[Args, Kwargs], Any]
 _DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
 RESHAPES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})
-"""Operators with a kernel that only gives other sizes: torch's gradient of it is that of the call."""
+"""Operators whose kernel changes only sizes, so that torch's gradient of the kernel is the gradient of the call."""
 
 
 def dispatch(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -179,10 +179,10 @@ def _without_rule(func: OpOverload, args: Args, kwargs: Kwargs) -> Executor:
 def operator_executable(
     op: Operator, call: Call, result: object, positions: Sequence[int] | None
 ) -> Executable | AlternativeExecutable:
-    """The executable of a call by the cheapest strategy of its rule, or by an alternative to it that is cheaper.
+    """The executable of a call by the cheapest strategy of its rule, or by a cheaper alternative.
 
-    `result` is that of the call on meta tensors, `positions` are those of the distributed arguments, None where tensors
-    are nested or named.
+    `result` is the result of the call on meta tensors; `positions` are the positions of the distributed arguments, None
+    if tensors are nested or named.
     """
     constraints = Constraints(keep=call.specs[0].layout) if writes_first(call.func) else ANY
     rule = op.rule(call)
@@ -216,7 +216,7 @@ def _local_op(op: Operator, call: Call, strategy: Strategy, coordinate: Coordina
 
 
 def _may_look_shared(call: Call, strategy: Strategy, coordinate: Coordinate) -> bool:
-    """Whether an operand may be the one written to, by other views, with other strides of a dim split to one."""
+    """Whether another operand may be the written one, viewed with other strides of a dim whose local size is one."""
     first, *rest = call.specs
     local = strategy.inputs[0].local_shape(first.shape, coordinate)
     return any(n == 1 < size for n, size in zip(local, first.shape, strict=True)) and any(
@@ -225,7 +225,7 @@ def _may_look_shared(call: Call, strategy: Strategy, coordinate: Coordinate) -> 
 
 
 def _finish(call: Call, result: object, strategy: Strategy, is_moved: bool, specs: Sequence[Spec]) -> Finish:
-    """The function that wraps local results as those of the call; `is_moved` says whether the first operand is."""
+    """The `Finish` that wraps the local results; `is_moved` says whether the first operand is redistributed."""
     if writes_first(call.func):
         return _finish_write(call, is_moved, specs)
     if views_first(call.func):
@@ -244,7 +244,7 @@ def _finish(call: Call, result: object, strategy: Strategy, is_moved: bool, spec
 def _wrap_nested(
     out: object, result: object, specs: Sequence[Spec], start: int = 0, wrap_one: Callable[..., Wrapper] = wrap
 ) -> Any:
-    """The local results `out` wrapped in the structure of `result`; `start` is the storage offset of their base."""
+    """Wrap the local results `out` in the structure of `result`; `start` is the storage offset of their base."""
     pairs = zip([t for t in leaves(out) if isinstance(t, Tensor)], specs, strict=True)
     return replace_leaves(
         result,
@@ -253,7 +253,7 @@ def _wrap_nested(
 
 
 def _finish_write(call: Call, is_moved: bool, specs: Sequence[Spec]) -> Finish:
-    """The end of an in-place operator: a redistributed first operand is redistributed back; the operand is returned."""
+    """The `Finish` of an in-place operator: redistribute a redistributed first operand back, and return the operand."""
 
     def finish(out: Any, args: Values, local: Values) -> object:
         target = args[0]
@@ -266,7 +266,7 @@ def _finish_write(call: Call, is_moved: bool, specs: Sequence[Spec]) -> Finish:
 
 
 def _finish_view(call: Call, result: object, strategy: Strategy, specs: Sequence[Spec]) -> Finish:
-    """The end of an operator that makes views, with strides and offsets of the global tensor.
+    """The `Finish` of an operator that makes views, with strides and offsets of the global tensor.
 
     Views that have memory of their own are registered, so that writes are copied between them and their base.
     """

@@ -73,8 +73,8 @@ def register_rule(
 ) -> None:
     """Teach dshard an operator in one line of the rule notation (see `dshard.rules.rule_notation`).
 
-    `op` is the operator's qualified name, such as "mylib::fused"; all its overloads get the rule. `reduce` is the
-    reduction of sharded factors that an output lacks, `linear` the operands through each of which a partial sum passes.
+    `op` is the operator's qualified name, such as "mylib::fused"; all its overloads get the rule. `reduce` reduces
+    sharded factors that an output lacks; a partial sum passes through each of the operands `linear`.
 
     The operator must be there, as defined by `torch.library.custom_op`:
 
@@ -217,9 +217,9 @@ def find(func: OpOverload) -> Operator | None:
 class Known:
     """Facts about an operator, cached so that a call needs one look-up.
 
-    `op` is its row, `composed` says which of its calls run as other operators, if any do; `values` whether the rule
-    depends on the values of scalar arguments; `changes` whether the first operand is changed in place, and `writes`
-    whether its elements are, not its shape alone.
+    `op` is its row. `composed` says which of its calls run as other operators, `values` whether the rule depends on the
+    values of scalar arguments, `changes` whether the first operand is changed in place, and `writes` whether its
+    elements are, not its shape alone.
     """
 
     func: OpOverload

@@ -1,4 +1,4 @@
-"""Shortcuts of warm calls that take a view."""
+"""Shortcuts of warm calls that make a view."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _is_recording = torch.is_grad_enabled
 def view_shortcut(
     func: Function, args: Args, kwargs: Kwargs, out: Wrapper, records: Sequence[CallRecord]
 ) -> Shortcut | None:
-    """The shortcut of a view of one tensor, or None where the log allows none.
+    """The shortcut of a view of one tensor, or None if the log allows none.
 
     torch itself makes the view of the distributed tensor, without dispatch, so that autograd knows its base. The local
-    view is made when it is first used.
+    view is made at its first use.
     """
     cls = Wrapper.public
     if not _takes_one_view(args, kwargs, out, records):
@@ -67,7 +67,7 @@ def view_shortcut(
 
 
 def _takes_one_view(args: Args, kwargs: Kwargs, out: Wrapper, records: Sequence[CallRecord]) -> bool:
-    """Whether the log is of one operator that takes a view of the call's first argument, where nothing is sent."""
+    """Whether one operator ran, which made a view of the call's first argument, and nothing was communicated."""
     executable, op, op_args, *_ = records[0]
     if len(records) > 1 or op is None or not views_first(op) or out._spec is not executable.specs[0]:
         return False

@@ -3,12 +3,12 @@
 step.py            the steps as values, and the regions that each rank sends and receives
 layout_state.py    layouts as numbers, and the load of each step on its busiest rank
 price.py           seconds of a step
-axis_roles.py      mesh axes that may trade places
+axis_roles.py      mesh axes that are interchangeable
 lower_bound.py     the least seconds of any plan between two layouts
 space.py           the layouts of a tensor as a graph, whose edges are steps
 plan.py            plans: searched, priced, printed
 panel.py           steps panel by panel
-received_bound.py  the least that any plan receives
+received_bound.py  a lower bound on the elements that any plan receives
 """
 
 from dshard.redistribute.panel import Panel, Ranges, cuts, owned, slices, summa_panels

@@ -1,4 +1,4 @@
-"""Mesh axes that may trade places: redistributions that differ only in their names are planned once."""
+"""Interchangeable mesh axes: redistributions that differ only by such a permutation are planned once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def step_terms(mesh: Mesh, topology: Topology) -> dict[frozenset[int], dict[Coll
 
 @cached("mesh roles", 256)
 def roles(mesh: Mesh, topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """Groups of mesh axes that may trade places: of one size, and with the same terms, together with any others.
+    """Groups of interchangeable mesh axes: of one size, and with the same terms, also together with any others.
 
     >>> roles(Mesh((2, 2, 2), ("x", "y", "z")), Topology.preset("dgx-h100", nodes=2, ranks=4))
     ((0,), (1, 2))

@@ -1,4 +1,4 @@
-"""Layouts as numbers, and the load that each step from one of them puts on the busiest rank."""
+"""Layouts as numbers, and the load of each step from a layout on its busiest rank."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Begins: TypeAlias = tuple[tuple[int, ReduceOp], ...]
 class State:
     """A layout in numbers: the mesh axes that shard each tensor dim, and the partial reduction on each mesh axis.
 
-    `local` is the shape of the first rank's part, which begins at the origin and is the largest; `share` what of all
-    elements a rank holds on average, which each does if it is `even`; `exact` tells of each dim whether it has elements
-    and is split evenly; `split` is the dim that a mesh axis splits; `wide` are the axes of more than one rank that
-    split each dim; `onward` and `straight` are steps that were asked for, and `rest` is the least to come here.
+    `local` is the first rank's local shape, which begins at the origin and is the largest. `share` is the fraction of
+    all elements that a rank holds on average, and that each holds if the layout is `even`. `exact` says for each dim
+    whether it has elements and is sharded evenly. `split` is the dim that each mesh axis shards; `wide` are the axes of
+    more than one rank that shard each dim. `onward` and `straight` cache steps, `rest` lower bounds.
     """
 
     __slots__ = (
@@ -70,7 +70,7 @@ class State:
 
 
 class Move(NamedTuple):
-    """A step: the state that it leads to, its kind, and its seconds, or a lower bound on them if not `exact`."""
+    """A step: its destination state, its kind, and its seconds, or a lower bound on them if not `exact`."""
 
     there: State
     kind: type[Step]
@@ -79,7 +79,7 @@ class Move(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """A state that a search has reached: from where, after how many seconds, and by what kind of step."""
+    """A state that a search has reached: from which state, after how many seconds, and by which kind of step."""
 
     before: Reached | None
     state: State
@@ -87,7 +87,7 @@ class Reached(NamedTuple):
     kind: type[Step] | None
 
     def path(self) -> list[tuple[State, State, type[Step]]]:
-        """The states before and after each step on the way here, and its kind."""
+        """The states before and after each step of the path to this state, and its kind."""
         if self.before is None or self.kind is None:
             return []
         return [*self.before.path(), (self.before.state, self.state, self.kind)]
@@ -109,12 +109,12 @@ def state_of(layout: Layout, shape: Shape) -> State:
 
 
 class Load(NamedTuple):
-    """Elements that the busiest rank of a step receives, elements that it copies, and messages that it takes in turn.
+    """The elements that the busiest rank of a step receives, the elements that it copies, and its serial messages.
 
-    Elements are copied where regions are not contiguous in memory. A ring takes n - 1 messages, an all_reduce two. An
-    exchange may leave ranks idle: `average` is what a rank receives on average, None where that is not known to be
-    less. Of an exchange along several axes, `along` has for each the elements that come from elsewhere on that axis,
-    the most of a rank and the average; it is empty where they are not counted.
+    Elements are copied if regions are not contiguous in memory. A ring takes n - 1 messages, an all_reduce two rings.
+    An exchange may leave ranks idle: `average` is the elements that a rank receives on average, None if not known to be
+    less. For an exchange along several axes, `along` has for each axis the elements received from other positions on
+    it, the most of a rank and the average; it is empty if they are not counted.
     """
 
     received: int
@@ -146,8 +146,8 @@ def all_reduce_load(here: State, n: int) -> Load:
 def all_to_all_load(here: State, src: int, dst: int, n: int) -> Load:
     """The load of an all_to_all from dim `src`, along its last mesh axis of `n` ranks, to dim `dst`.
 
-    The last rank that needs a whole chunk of `dst` held least of those; the next needs part of one, and may hold
-    nothing.
+    Among the ranks that need a full chunk of `dst`, the last one held least; the next rank needs part of a chunk, and
+    may hold nothing.
     """
     copied = here.numel * ((src != 0) + (dst != 0)) if n > 1 else 0
     size, needed = here.gathered(src), here.local[dst]
@@ -161,7 +161,7 @@ def all_to_all_load(here: State, src: int, dst: int, n: int) -> Load:
 
 
 def slice_load(there: State, n: int) -> Load:
-    """The load of a slice, along axes of `n` ranks together: a copy of what each rank keeps."""
+    """The load of a slice, along axes of `n` ranks together: a copy of the chunk that each rank keeps."""
     return Load(0, there.numel if n > 1 else 0, 0)
 
 
@@ -184,7 +184,7 @@ def exchange_load(here: State, there: State, axes: Sequence[int], *, exact: bool
 
 
 def _held_beside(here: State, there: State, axes: Sequence[int]) -> list[int]:
-    """For each of `axes` the most elements that a rank needs and the ranks at its place on that axis hold together."""
+    """For each of `axes` the most needed elements of a rank that all ranks with its index on that axis hold."""
     most = [1] * len(axes)
     for held, needed, split in zip(here.local, there.local, here.axes, strict=True):
         crossed = [axis for axis in split if axis in axes] if split else []
@@ -200,7 +200,7 @@ def reduce_exchange_load(there: State, n: int) -> Load:
 
 
 def _senders(here: State, there: State) -> int:
-    """The most ranks that a rank receives from in an exchange: one more chunk than fit, unless ends coincide."""
+    """The most ranks from which a rank receives in an exchange: one more chunk than fit, unless ends coincide."""
     senders = 1
     for size, held, needed in zip(here.shape, here.local, there.local, strict=True):
         have, want = max(held, 1), max(needed, 1)
@@ -210,14 +210,15 @@ def _senders(here: State, there: State) -> int:
 
 
 COUNTED = 16
-"""The most ranks of an exchange of which each is counted: of more, few are idle."""
+"""The most ranks of an exchange that are all counted: among more ranks, few are idle."""
 
 
 def _exchanged(here: State, there: State, axes: Sequence[int]) -> tuple[int, int | None, tuple[tuple[int, int], ...]]:
     """The most elements that a rank receives in an exchange, the average of its ranks, and both along each axis.
 
-    Of many ranks only those at corners of the mesh are counted, where the most is, and there is no average. A rank
-    keeps what it holds of what it needs; along an axis it receives what no rank at its own place there holds.
+    Of more than `COUNTED` ranks only those at corners of the mesh are counted, where the maximum is, and there is no
+    average. A rank receives the needed elements that it does not hold; along an axis, those that no rank with its own
+    index there holds.
     """
     sizes, among = here.sizes, tuple(axes)
     counts_all = prod([sizes[axis] for axis in axes]) <= COUNTED
@@ -235,7 +236,7 @@ def _exchanged(here: State, there: State, axes: Sequence[int]) -> tuple[int, int
 
 
 def _places(sizes: tuple[int, ...], axes: tuple[int, ...], counts_all: bool) -> list[Sequence[int]]:
-    """The places that are counted on each mesh axis."""
+    """The indices that are counted on each mesh axis."""
     return [
         (range(n) if counts_all else sorted({0, n // 2, n - 1})) if axis in axes else (0,)
         for axis, n in enumerate(sizes)
@@ -243,7 +244,7 @@ def _places(sizes: tuple[int, ...], axes: tuple[int, ...], counts_all: bool) -> 
 
 
 def _free(axes: tuple[int, ...], counts_all: bool) -> list[tuple[int, ...]]:
-    """The sets of axes along which what ranks hold is added up: none, and all but one."""
+    """The sets of axes over which held elements are summed: none, and all but one."""
     all_but_one = [tuple([other for other in axes if other != axis]) for axis in axes]
     return [(), *all_but_one] if counts_all and len(axes) > 1 else [()]
 
@@ -254,10 +255,10 @@ Table: TypeAlias = dict[Coordinate, tuple[int, ...]]
 def _needed_and_held(
     here: State, there: State, axes: tuple[int, ...], counts_all: bool
 ) -> tuple[list[int], list[tuple[tuple[int, ...], Table]]]:
-    """Count what ranks need, and what is held, for each set of free axes, by all ranks that differ only there.
+    """The elements that each rank needs, and for each set of free axes those of them held by ranks that differ there.
 
     A product over the dims: first the factor that is the same for all ranks, then a table for each other dim, by the
-    axes that shard it. Of a dim that is sharded evenly, in nested chunks, each rank needs and holds as much.
+    axes that shard it. Of a dim that is sharded evenly, in nested chunks, all ranks need and hold equally many.
     """
     sizes, free = here.sizes, _free(axes, counts_all)
     fixed, tables = [1] * (1 + len(free)), list[tuple[tuple[int, ...], Table]]()
@@ -282,9 +283,9 @@ def _table(
     axes: tuple[int, ...],
     counts_all: bool,
 ) -> tuple[tuple[int, ...], Table]:
-    """Of one dim, the axes that shard it, and what ranks need and how much of that is held, by their places on these.
+    """For one dim: the axes that shard it, and by indices on these the needed elements and how many of them are held.
 
-    It is sharded by `have_axes` before an exchange along `axes`, and by `want_axes` afterwards.
+    The dim is sharded by `have_axes` before an exchange along `axes`, and by `want_axes` afterwards.
     """
     split, places = tuple(sorted({*have_axes, *want_axes})), _places(sizes, axes, counts_all)
     have, want = (
@@ -309,7 +310,7 @@ def _table(
 
 
 def nests(before: Axes, after: Axes) -> bool:
-    """Whether chunks after a step lie in those before it, by the mesh axes that shard each dim."""
+    """Whether chunks after a step lie within the chunks before it, by the mesh axes that shard each dim."""
     return [want[: len(have)] for have, want in zip(before, after, strict=True)] == list(before)
 
 
@@ -331,7 +332,7 @@ def changed(here: State, there: State) -> tuple[int, ...]:
 
 
 def apart(here: State, there: State) -> bool:
-    """Whether some rank holds nothing of what it needs: an evenly sharded dim has different leading mesh axes."""
+    """Whether some rank holds none of its needed elements: an evenly sharded dim has different leading mesh axes."""
     for dim, (have, want) in enumerate(zip(here.wide, there.wide, strict=True)):
         if have != want and here.exact[dim] and there.exact[dim]:
             shared = min(len(have), len(want))

@@ -1,4 +1,4 @@
-"""A lower bound on the seconds of any plan between two layouts: launches, messages, and bytes that ranks lack."""
+"""A lower bound on the seconds of any plan between two layouts: launches, messages, and missing bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ REDUCTIONS: tuple[Collective, ...] = ("reduce_scatter", "all_reduce")
 
 
 class Least(NamedTuple):
-    """The least that some collectives take: the most bytes per second, and the least seconds beside the bytes.
+    """Bounds for some collectives: the most bytes per second, and the least seconds beside the bytes.
 
-    `seconds[i]` are those in which the number of ranks from which a rank has received something doubles `i` times.
+    In `seconds[i]` the number of ranks whose elements a rank has received can double `i` times.
     """
 
     rate: float
@@ -29,7 +29,7 @@ class Least(NamedTuple):
 
 
 class LeastTerms(NamedTuple):
-    """The least that moves of elements, and reductions, take; and both along each axis on which they take longer."""
+    """Bounds for exchanges of elements and for reductions; and for both along each axis on which they take longer."""
 
     moves: Least
     reductions: Least
@@ -38,7 +38,7 @@ class LeastTerms(NamedTuple):
 
 @cached("least terms", 256)
 def least_terms(mesh: Mesh, topology: Topology) -> LeastTerms:
-    """The least that collectives take on a mesh and topology."""
+    """The bounds of collectives on a mesh and topology."""
     # gloo reduces by an all_to_all, see `dshard.cost`
     reductions = (*REDUCTIONS, "all_to_all") if topology.backend == "gloo" else REDUCTIONS
     along = step_terms(mesh, topology)
@@ -74,7 +74,7 @@ def _each_least(among: Iterable[Terms]) -> EachLeast:
 
 
 def _least(leasts: dict[frozenset[int], EachLeast], first: Iterable[frozenset[int]], mesh: Mesh) -> Least:
-    """The least that collectives take of which one is along one of the sets of axes `first`, the others along any."""
+    """The bounds of a sequence of collectives: one along one of the sets of axes `first`, the others along any."""
     begins = {begin for axes in first for begin in leasts[axes][1]}
     others = {begin for _, each in leasts.values() for begin in each}
     seconds, least = [0.0], [0.0]
@@ -96,8 +96,8 @@ class LowerBound:
         """The least seconds of any plan from `src` to `dst`.
 
         Each message at most doubles the number of ranks whose chunks, or terms, a rank holds; chunks and terms come
-        in steps of their own, unless the chunks are nested. Of `t` terms, as in `received_bound`, `t` - 1 receives
-        bring them together at a rank that needs the sum, and each other rank that does receives it.
+        in steps of their own, unless the chunks are nested. As in `received_bound`, `t` terms take `t` - 1 receives to
+        meet at one rank that needs the sum, and one more for each other rank that needs it.
         """
         terms, begins, ends = 1, 0, False
         if src.partial != dst.partial:
@@ -129,9 +129,9 @@ class LowerBound:
     def _crossing(self, src: State, dst: State, rate: float, doublings: tuple[int, int]) -> float:
         """The least seconds, beyond those at `rate`, for elements that must be sent along a slow axis.
 
-        As much enters each slice of the mesh along the axis. Where a slice has, or sums up, one part in `n` of what all
-        of it needs, it lacks the others; where the axis shards another dim afterwards, evenly, it needs one part in
-        `n`, and has one in `n` of that.
+        Equally many enter each slice of the mesh along the axis. A slice that has, or reduces, one part in `n` of the
+        elements that it needs lacks the other parts; if the axis shards another dim afterwards, evenly, the slice needs
+        one part in `n`, and has one in `n` of that.
         """
         most = 0.0
         for axis, moves, reductions in self.slow:

@@ -1,9 +1,9 @@
 """Panels: sets of indices of one tensor dim that are redistributed one after the other.
 
 A panel is a set of indices of a dim, the same set for every tensor that has the dim, however it is sharded. A rank
-holds of a panel what is in its own shard. As that shard is a range, and the panel is kept in ascending order, each
-piece that a step sends is again a range within the panel: so every step of every plan can be run panel by panel, with
-the messages of the full tensor, counted within the panel. Over all panels just its bytes are sent.
+holds the indices of a panel that are in its shard. As a shard is a range, and panels are ascending, each piece that a
+step sends is again a range within the panel: so every step of every plan can run panel by panel, with the messages of
+the full tensor, counted within the panel. All panels together send the bytes of the full tensor.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def summa_panels(points: Sequence[int], bounds: Sequence[int], n: int) -> tuple[
 
 
 def owned(layout: Layout, dim: int, size: int, axis: int, n: int) -> tuple[Ranges, ...]:
-    """Split what the ranks at index 0 of mesh axis `axis` hold into `n` panels, then that of index 1, and so on."""
+    """Split the indices that the ranks at index 0 of mesh axis `axis` hold into `n` panels, then index 1, and so on."""
     held: list[dict[range, None]] = [{} for _ in range(layout.mesh.shape[axis])]
     for at in _coordinates(layout, dim):
         held[at[axis]][layout.dim_range(dim, size, at)] = None

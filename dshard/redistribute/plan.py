@@ -20,7 +20,7 @@ from dshard.redistribute.step import Step, after, describe, sizes_received
 from dshard.topology import Topology
 
 Search: TypeAlias = Literal["lean", "free", "greedy"]
-"""How a plan is found, see `plan`."""
+"""The search of a plan, see `plan`."""
 
 MAX_STATES = 4000
 """A search that has settled this many layouts gives up."""
@@ -90,10 +90,10 @@ def plan(
 ) -> Plan:
     """The cheapest plan from `src` to `dst` for a tensor of global `shape` with elements of `itemsize` bytes.
 
-    A "lean" plan never holds more than the larger of the two local tensors, and one message; a "free" one may hold more
-    on the way where that is cheaper. A "greedy" one, made without a search for where thousands are priced, is mostly
-    the lean one, and never cheaper: of the steps after which more mesh axes are as in `dst`, each time the one that
-    leaves the fewest elements is taken, so that reductions come before gathers.
+    A "lean" plan never holds more than the larger of the two local tensors, and one message; a "free" plan may hold
+    more in between if that is cheaper. A "greedy" plan, made without a search, is mostly the lean one, and never
+    cheaper: of the steps after which more mesh axes are as in `dst`, it takes the one that leaves the fewest elements,
+    so that reductions come before gathers.
 
     The plan that moves the fewest bytes is the one on `BYTES`.
 
@@ -122,8 +122,8 @@ class PricedPlan(NamedTuple):
 def plan_price(src: Layout, dst: Layout, space: Space) -> PricedPlan:
     """The price of the cheapest plan between two layouts of a space, found without making its steps.
 
-    For choices, where thousands of plans are priced and few are run. All redistributions alike but for the names of
-    mesh axes have one price.
+    For choices, where thousands of plans are priced and few are run. Redistributions that differ only by a permutation
+    of interchangeable mesh axes share a price.
     """
     if src == dst:
         return PricedPlan(0.0, 0)
@@ -132,7 +132,7 @@ def plan_price(src: Layout, dst: Layout, space: Space) -> PricedPlan:
 
 
 def plan_price_within(src: Layout, dst: Layout, space: Space, most: float) -> PricedPlan | None:
-    """The price of the cheapest plan; None, found sooner, if it takes more than `most` seconds."""
+    """The price of the cheapest plan; None, which is faster to find, if it takes more than `most` seconds."""
     if src == dst:
         return PricedPlan(0.0, 0)
     first, last = space.canonical(space.state_of(src), space.state_of(dst))
@@ -232,9 +232,9 @@ class _Queue:
 
 
 def _greedy(space: Space, first: State, last: State) -> Reached | None:
-    """The end of a path on which each step brings more mesh axes to what they do in `last`; None where there is none.
+    """The end of a path on which after each step more mesh axes agree with `last`; None if there is no such path.
 
-    Of the steps that leave the fewest elements, the one of fewest seconds for each such axis.
+    Takes the steps that leave the fewest elements, and of these the fewest seconds for each such axis.
     """
     here = Reached(None, first, 0.0, None)
     while here.state is not last:

@@ -53,8 +53,8 @@ RUNS: dict[type[Step], Collective | None] = {
 def load_of(step: Step, layout: Layout, shape: Shape) -> Load:
     """The load of `step` from `layout`, in closed form, for a tensor of global `shape`.
 
-    What it receives is the most along the axis of a step, of the ranks that come first on all other axes; for an
-    exchange, the most at some corner of the mesh.
+    The received elements are the maximum along the axis of a step, over ranks with index 0 on all other axes; for an
+    exchange, the maximum over the corners of the mesh.
     """
     here, axes = state_of(layout, shape), [layout.mesh.axis(axis) for axis in axes_of(step)]
     n = prod([layout.mesh.shape[axis] for axis in axes])
@@ -89,8 +89,8 @@ def load_seconds(
 ) -> float:
     """Seconds of a step of this kind along mesh axes: its collective, if it runs one, and its copies in memory.
 
-    What was measured under gloo are ranks that share the cores and the links of their hosts, all of them busy: where an
-    exchange leaves some idle, the others have their share.
+    Measurements under gloo are of ranks that share the cores and links of their hosts, all of them busy: if an exchange
+    leaves some idle, the others get their share.
     """
     seconds, collective = copy_seconds(load.copied * itemsize, topology), RUNS[kind]
     if collective is None:

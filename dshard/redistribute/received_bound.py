@@ -12,11 +12,11 @@ from dshard.placements import Partial
 
 
 def lower_bound(src: Layout, dst: Layout, shape: Sequence[int]) -> float:
-    """Elements that a rank receives, averaged over the ranks, in the best plan there can be.
+    """The elements that a rank receives, averaged over the ranks, in the best possible plan.
 
-    Counted exactly over the cells that the layouts' regions cut the tensor into. Where nothing is partial, each rank
-    that needs a cell and does not hold it receives it once. Of a cell with h terms to reduce, h - 1 receives bring them
-    together, at a rank that needs them if one has a term, and each other rank that needs the sum receives it once.
+    Counted exactly over the cells into which the layouts' regions cut the tensor. If nothing is partial, each rank that
+    needs a cell and does not hold it receives it once. The h terms of a cell to reduce take h - 1 receives to meet, at
+    a rank that needs the sum if one has a term, and each other rank that needs the sum receives it once.
 
     >>> from dshard.mesh import Mesh
     >>> from dshard.placements import Replicate, Shard

@@ -48,7 +48,7 @@ from dshard.topology import Topology
 
 
 class Space:
-    """The states of tensors of one shape on one mesh and topology, made as searches reach them."""
+    """The states of tensors of one shape on one mesh and topology, created as searches reach them."""
 
     def __init__(self, mesh: Mesh, topology: Topology, shape: Shape, itemsize: int) -> None:
         self.mesh, self.topology, self.shape, self.itemsize = mesh, topology, shape, itemsize
@@ -64,7 +64,7 @@ class Space:
         self.ends: dict[tuple[State, State, str], Reached] = {}
 
     def state(self, axes: Axes, partial: Partials) -> State:
-        """The one state that shards tensor dims over `axes` and is partial as `partial` says."""
+        """The state that shards tensor dims over `axes` and has the partial reductions `partial`."""
         cached = self.states.get((axes, partial))
         if cached is None:
             cached = self.states[axes, partial] = State(axes, partial, self.shape, self.sizes)
@@ -80,9 +80,9 @@ class Space:
     # -- states that differ only in the names of their mesh axes
 
     def canonical_axes(self, src: State, dst: State) -> tuple[int, ...]:
-        """For each mesh axis the one that takes its part in the canonical redistribution, alike but for their names.
+        """For each mesh axis the one that replaces it in the canonical redistribution, equal up to axis names.
 
-        Axes of one role are sorted by what they do before and after, and by their places in the orders of tensor dims.
+        Interchangeable axes are sorted by their placements before and after, and by their places in the orders of dims.
         """
         axes = list(range(self.mesh.ndim))
         for role in roles(self.mesh, self.topology):
@@ -163,7 +163,7 @@ class Space:
     # -- the steps from a state
 
     def onward(self, state: State, dims: tuple[int, ...], begins: Begins) -> tuple[Move, ...]:
-        """The steps on one axis, and all_reduces, that shard only `dims` and leave partial only what `begins`."""
+        """The steps on one axis, and all_reduces, that shard only `dims` and leave partial only as `begins` says."""
         key = (dims, begins)
         moves = state.onward.get(key)
         if moves is None:
@@ -222,14 +222,14 @@ class Space:
     # -- steps straight to some state
 
     def straight(self, state: State, target: State) -> Move | None:
-        """The single step from `state` to `target`, if there is one; of an exchange a lower bound on its seconds."""
+        """The single step from `state` to `target`, if there is one; an exchange has a lower bound on its seconds."""
         if target not in state.straight:
             find = self._exchange if state.partial == target.partial else self._reduce_exchange
             state.straight[target] = find(state, target)
         return state.straight[target]
 
     def _exchange(self, state: State, target: State) -> Move | None:
-        """The exchange to `target`, which begins partial on the same axes; a slice where it only cuts chunks."""
+        """The exchange to `target`, which is partial on the same axes; a slice if it only cuts chunks."""
         if state is target:
             return None
         if nests(state.axes, target.axes):
@@ -243,7 +243,7 @@ class Space:
         return Move(target, Exchange, seconds if exact else seconds * (1 - 1e-12), exact)
 
     def _reduce_exchange(self, state: State, target: State) -> Move | None:
-        """The reduction of one kind, on all axes where it ends, straight to chunks within those of `state`."""
+        """The reduction of one kind, on all axes where it ends, directly to chunks within those of `state`."""
         ends = [axis for axis, (a, b) in enumerate(zip(state.partial, target.partial, strict=True)) if a != b]
         ops = {state.partial[axis] for axis in ends}
         nested = nests(state.axes, target.axes)
@@ -266,7 +266,7 @@ def commute(a: ReduceOp, b: ReduceOp) -> bool:
 
 
 def _part(state: State, axis: int) -> tuple[int, int, str]:
-    """Key of one mesh axis in a state: equal for axes that do the same in it."""
+    """The key of one mesh axis in a state: equal for axes with the same placement and order."""
     if axis in state.split:
         dim = state.split[axis]
         return dim, state.axes[dim].index(axis), ""

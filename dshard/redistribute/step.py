@@ -58,7 +58,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class MakePartial:
-    """Replicate -> Partial(op): each rank keeps a term of what it holds; nothing is sent."""
+    """Replicate -> Partial(op): each rank keeps a term of its local tensor; nothing is sent."""
 
     axis: str
     op: ReduceOp
@@ -66,10 +66,10 @@ class MakePartial:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Any layout -> `dst`, partial axes unchanged: each rank receives just what it needs and does not hold.
+    """Any layout -> `dst`, partial axes unchanged: each rank receives only the elements that it lacks.
 
-    An all_to_all along `axes`, of the intersections of what peers hold with what each needs. Where several peers hold
-    the same, the receiver takes it from the one at its own index on the axes that replicate it.
+    An all_to_all along `axes`, of the intersections of held and needed regions. Of several peers that hold the same,
+    the receiver takes the one at its own index on the axes that replicate it.
     """
 
     axes: tuple[str, ...]
@@ -78,7 +78,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class ReduceExchange:
-    """Partial(op) on all `axes` -> `dst`, nested in what each rank holds: reduced straight into place.
+    """Partial(op) on all `axes` -> `dst`, whose shards lie within those before: reduced directly into place.
 
     A reduce_scatter along `axes` whose pieces are the peers' parts of `dst`: several axes at once, slices included.
     """
@@ -151,7 +151,7 @@ def after(step: Step, layout: Layout) -> Layout:
 
 
 def messages(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> Messages | None:
-    """The regions that the rank at `coordinate` sends and receives; None where the step sends nothing."""
+    """The regions that the rank at `coordinate` sends and receives; None if the step sends nothing."""
     whole = _whole(layout.local_shape(shape, coordinate))
     if isinstance(step, Slice | MakePartial):
         return None
@@ -189,7 +189,7 @@ def sizes_received(
     """The elements of each message that the rank at `coordinate` receives from its peers, some of them empty.
 
     By ring or pairwise algorithms: an all_reduce is a reduce_scatter and an all_gather of flat chunks. `moved` are the
-    regions of the step, if they are at hand, or of a panel of it.
+    regions of the step, if at hand, or of a panel of it.
     """
     moved = messages(step, layout, shape, coordinate) if moved is None else moved
     if moved is None:
